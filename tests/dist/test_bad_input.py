@@ -361,6 +361,7 @@ def test_used_port_under_another_launcher(echelon, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_refusal_under_torchrun_is_printed_before_the_ranks_end(echelon, tmp_path):
     write_recipe(tmp_path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -70,6 +70,7 @@ def test_the_fuzz_test_covers_every_file_of_a_run_folder(run):
     assert {"metrics.jsonl", "trackers/tensorboard.json", ".outcomes/rank-0.json", "outcome.json"} <= set(left)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_damaged_files(echelon, run):
     whole = echelon("eval", run.path, "--json")
     write_damages(run)

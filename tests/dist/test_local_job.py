@@ -124,6 +124,7 @@ def test_stopping_the_parent_stops_the_workers(tmp_path, number):
     assert_gone(pids, seconds=0.5)
 
 
+@pytest.mark.slow
 def test_a_job_under_nohup_survives_its_terminal(tmp_path):
     """SIGHUP is ignored under nohup; the next signal stops the job."""
     command = [sys.executable, str(STUB), "parent", str(tmp_path), "2", "work", "0"]

@@ -208,7 +208,7 @@ def test_a_skipped_step_is_one_that_never_was(workers, text, tmp_path, plain, ro
     assert equal_tensors(tensors_of(tmp_path / "resumed" / "run", step=8), tensors)
 
 
-@pytest.mark.parametrize("row", PLANS, ids=str)
+@pytest.mark.parametrize("row", [PLANS[0], pytest.param(PLANS[1], marks=pytest.mark.slow), *SLOW], ids=str)
 def test_a_rollback_is_a_run_in_which_the_step_was_never_applied(workers, text, tmp_path, row):
     """A weight breaks before step 4; the checkpoint of step 2 has it whole."""
     expected = train(

@@ -87,7 +87,7 @@ EXPERTS = {"num_local_experts": 16, "intermediate_size": 256, "num_experts_per_t
 @pytest.mark.parametrize(
     ("source", "family", "experts"),
     [
-        ("config", "llama", {}),
+        pytest.param("config", "llama", {}, marks=pytest.mark.slow),
         ("checkpoint", "llama", {}),
         pytest.param("checkpoint", "mixtral", EXPERTS, marks=pytest.mark.slow),  # each expert apart in the file
     ],

@@ -34,7 +34,9 @@ PLANS = [
         with_ranks(Row("fsdp", family="gpt2", tied=True, dropout=0.1, precision="bf16"), 4, micro_batch=1), marks=LONG
     ),
     with_ranks(Row("fsdp", optimizer="muon"), 2),
-    with_ranks(Row("ddp", optimizer="adamw_8bit", precision="bf16", master_weights="bf16_kahan"), 2),
+    pytest.param(
+        with_ranks(Row("ddp", optimizer="adamw_8bit", precision="bf16", master_weights="bf16_kahan"), 2), marks=LONG
+    ),
     pytest.param(with_ranks(Row("zero1", optimizer="adafactor", precision="fp16"), 2), marks=LONG),
     pytest.param(
         with_ranks(Row("fsdp", optimizer="lion", precision="bf16", master_weights="bf16_stochastic"), 2), marks=LONG

@@ -51,11 +51,8 @@ def count_traffic(rank, world_size, path, config, plan):
     return counter.traffic, count_sent_bytes(sent)
 
 
-@pytest.mark.parametrize(
-    ("num_microbatches", "precision"),
-    [pytest.param(1, Precision(), marks=pytest.mark.slow), (3, BF16)],
-    ids=["fp32", "bf16"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_microbatches", "precision"), [(1, Precision()), (3, BF16)], ids=["fp32", "bf16"])
 def test_a_step_sends_what_the_table_says(workers, text, tmp_path, num_microbatches, precision):
     recipe = write_recipe(Row(), tmp_path, text, steps=4)
     for plan in plan_strategies(4, num_microbatches=num_microbatches, precision=precision):

@@ -450,6 +450,7 @@ def test_an_interrupted_stream_resumes(tmp_path, monkeypatch, caplog):
     assert any(line.startswith("tokenizing: resuming after") for line in caplog.messages)
 
 
+@pytest.mark.slow
 def test_progress_survives_a_dead_worker_and_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "POINT_BYTES", 2**18)
     write_resumable(tmp_path)

@@ -210,6 +210,7 @@ def test_a_marker_cannot_name_other_locations(tmp_path):
     assert first.found() == [10]
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_during_an_upload_leaves_no_partial_checkpoint(server, s3_url, tmp_path, monkeypatch):
     monkeypatch.setattr(upload, "_FIRST_DELAY_SECONDS", 0.05)
     first = Machine(tmp_path / "one", s3_url)

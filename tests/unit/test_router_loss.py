@@ -147,7 +147,7 @@ def test_sums_and_gradients_equal_those_of_the_models_logits(family):
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_recomputation_and_compilation_change_nothing(checkpointing, compiled):
     model, loss = moe()
     plain = gradients(model, loss, [packed()])

@@ -122,6 +122,7 @@ def test_parameters_have_names_and_lengths_that_mlflow_accepts():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_wandb_keeps_one_run_in_files_across_resumes(tmp_path, no_store):
     from echelon.reporting.trackers.wandb import WeightsAndBiases
 
