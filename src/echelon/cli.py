@@ -21,6 +21,7 @@ from echelon.commands.jobs import cancel, logs, runs, status
 from echelon.commands.launch import launch
 from echelon.commands.plan import plan
 from echelon.commands.prepare import prepare
+from echelon.commands.report import report
 from echelon.commands.schema import schema
 from echelon.commands.sweep import sweep
 from echelon.commands.terminal import complain
@@ -48,6 +49,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "status": status,
     "logs": logs,
     "cancel": cancel,
+    "report": report,
     "sweep": sweep,
     "drill": drill,
     "doctor": doctor,

@@ -25,6 +25,10 @@ from echelon.inference.held_out import open_held_out
 from echelon.lifecycle.assemble import build_trainer
 from echelon.lifecycle.setup import prepare_run
 from echelon.recipe import load_recipe
+from echelon.report.comparison import build_comparison
+from echelon.report.page import render_page
+from echelon.report.plain import render_text
+from echelon.report.run_record import read_record
 from echelon.reporting.trackers.forwarder import Ledger, MetricsForwarder
 from echelon.reporting.trackers.tracker import Opened
 from echelon.runs.checksums import find_faults
@@ -41,7 +45,7 @@ BIG_FILES = (
     "checkpoints/step-*/state.json", "model/*.json", "model/*.jinja",
 )  # fmt: skip
 # Files that echelon never reads: for people, for the tracker that wrote them, or replaced by the next start.
-UNREAD = ("logs/*.log", "tensorboard/*", "wandb/*", ".lock", "export/*")
+UNREAD = ("logs/*.log", "tensorboard/*", "wandb/*", ".lock", "export/*", "report.html")
 # Whether a damaged file may be refused, by pattern.
 SMALL_FILES = {
     "recipe.yaml": True,
@@ -173,7 +177,7 @@ class RunFolderFiles:
         return SMALL_FILES[pattern] or what == "a folder"
 
     def use(self) -> Parts:
-        """Run every operation on a run: status, evaluate, export, prune, send rows to a tracker, resume."""
+        """Run every operation on a run: status, evaluate, export, prune, send rows to a tracker, report, resume."""
         return {**self._look(), **self._go_on()}
 
     def _look(self) -> Parts:
@@ -187,6 +191,9 @@ class RunFolderFiles:
         if not (path / "remote.json").exists():
             list(describe_remote(path, verify=False))
         RunFolder(path).rows.last_step()
+        if self.folder.events_path.is_file():
+            whole = build_comparison([read_record(path)] * 2)
+            assert render_page(whole) and render_text(whole)
         kept = list(clear_out(self.folder.checkpoints_dir, 2))
         read = self.folder.remedy()
         assert isinstance(read, str)

@@ -11,13 +11,13 @@ from echelon.distributed.runtime import Runtime
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
 from echelon.reporting.budget import CostMeter
-from echelon.reporting.console import render_duration
 from echelon.reporting.goodput import GoodputTracker
 from echelon.reporting.journal import Journal
 from echelon.reporting.recovery import RecoveryWatch
 from echelon.reporting.trackers import start_trackers
 from echelon.runs.cost import find_price_here
 from echelon.runs.run_folder import RunFolder
+from echelon.runs.wall_time import render_duration
 from echelon.supervise.launch_environment import find_start, read_environment
 from echelon.training.replicas import describe_replicas
 from echelon.training.state import GoodputState, SavedState, TrainState

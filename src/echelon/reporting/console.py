@@ -4,6 +4,7 @@ from dataclasses import astuple, fields
 from typing import Any
 
 from echelon.planner.memory import MemoryParts
+from echelon.runs.wall_time import render_duration
 from echelon.sizes import render_bytes
 
 _SAMPLE_WIDTH = 100
@@ -89,20 +90,6 @@ def render_sample_line(text: str) -> str:
     """Return the start of a sample as one console line."""
     line = " ".join(text.split())
     return f"  sample: {line if len(line) <= _SAMPLE_WIDTH else line[:_SAMPLE_WIDTH] + '...'}"
-
-
-def render_duration(seconds: float | None) -> str:
-    """Format seconds as 3d04h, 2h05m, 4m10s or 12s; a dash if unknown."""
-    if seconds is None:
-        return "-"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d{hours:02d}h"
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -5,21 +5,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from echelon.reporting.console import render_duration
+from echelon.runs.wall_time import CAUSES, describe_goodput
 from echelon.training.state import GoodputState
 
-CAUSES = {
-    "training": "in steps that count",
-    "data": "waiting for data",
-    "skipped": "in steps that were not applied",
-    "evaluating": "evaluating",
-    "saving": "waiting for a save",
-    "starting": "starting",
-    "recovering": "rolling back after a bad step",
-    "redone": "in lost work that was repeated",
-    "down": "not running after a failure",
-    "stopped": "stopped on request, or finished",
-}
 # Causes whose time is lost and repeated if the run returns to a checkpoint.
 _WORK = ("training", "data", "skipped", "evaluating", "saving")
 
@@ -98,10 +86,5 @@ class GoodputTracker:
 
     def describe(self) -> str:
         """Describe the goodput and the causes of the rest. Time stopped on request does not count."""
-        wall = max(self.wall_seconds, 1e-9)
-        counted = {cause: seconds for cause, seconds in self.seconds.items() if cause != "stopped"}
-        useful = counted.pop("training")
-        lost = sorted(((seconds / wall, cause) for cause, seconds in counted.items()), reverse=True)
-        shown = [f"{100 * share:.1f} % {CAUSES[cause]}" for share, cause in lost if share >= 0.0005]
-        line = f"goodput {100 * useful / wall:.1f} %: {render_duration(useful)} of {render_duration(wall)}"
-        return "; ".join([f"{line} {CAUSES['training']}", *shown])
+        self.turn(self._cause)
+        return describe_goodput(self.seconds)

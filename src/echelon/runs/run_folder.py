@@ -20,7 +20,7 @@ from echelon.stored import read_as, write_json
 
 FILES = (
     "recipe.yaml", "plan.json", "estimate.json", "environment.json", "data.json", "hub.json", "remote.json",
-    "metrics.jsonl", "samples.jsonl", "events.jsonl", "outcome.json", "spending.json",
+    "metrics.jsonl", "samples.jsonl", "events.jsonl", "outcome.json", "spending.json", "report.html",
 )  # fmt: skip
 """The files at the top of a run folder, except `.lock`."""
 

@@ -1,0 +1,55 @@
+"""`echelon report`: what a run did, as a page or as text."""
+
+import shutil
+from typing import Annotated
+
+import typer
+
+from echelon.commands.terminal import show
+from echelon.errors import ConfigError
+
+_MAX_WIDTH = 100
+
+
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="A run folder, or its name in runs/.")],
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--compare", metavar="RUN ...", help="Compare with these runs; the page begins with the comparison."
+        ),
+    ] = None,
+    as_text: Annotated[bool, typer.Option("--text", help="Print the report instead of writing a page.")] = False,
+) -> None:
+    """Write a page about a run into its folder, or print it."""
+    from echelon.report.comparison import build_comparison
+    from echelon.report.page import render_page
+    from echelon.report.plain import render_text
+    from echelon.report.run_record import read_record
+    from echelon.report.sections import build_report
+    from echelon.runs.overview import RUNS, find_run
+    from echelon.stored import write_text
+
+    if len(runs) > 1 and not compare:
+        raise ConfigError(
+            f"echelon report {' '.join(runs)} has several runs; write {runs[0]} --compare {' '.join(runs[1:])}."
+        )
+    # `--compare A B`: the parser takes B for an argument.
+    names = [runs[0], *(compare or []), *runs[1:]]
+    found = [(name, find_run(name)) for name in names]
+    if missing := [name for name, path in found if path is None]:
+        raise ConfigError(
+            f"{missing[0]} is not a run: neither it nor {RUNS / missing[0]} has an events.jsonl; `echelon runs` lists "
+            "the runs."
+        )
+    records = [read_record(path) for _, path in found if path is not None]
+    whole = build_report(records[0]) if len(records) == 1 else build_comparison(records)
+    if as_text:
+        show(render_text(whole, min(_MAX_WIDTH, shutil.get_terminal_size().columns)))
+        return
+    target = records[0].summary.path / "report.html"
+    try:
+        write_text(target, render_page(whole))
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written ({error.strerror}); use --text to print the report.") from error
+    show(f"report: {target}")

@@ -1,0 +1,1 @@
+"""`echelon report`: what a run did, from its files alone. No torch."""

@@ -1,0 +1,107 @@
+"""Advice that follows from what a run recorded. Gains are arithmetic on measured shares of the time, not guesses."""
+
+import statistics
+from collections.abc import Iterator
+
+from echelon.report.numbers import render_percent, render_seconds
+from echelon.report.run_record import RunRecord, percentile, read_mapping, read_number, read_value
+
+# Shares of the time above which a cause is worth a change.
+_DATA, _SAVING, _EVALUATING, _LOST = 0.05, 0.05, 0.10, 0.05
+_FEW_STEPS = 20
+_UNEVEN = 2.0
+_SPARE = 0.5
+
+
+def find_advice(record: RunRecord) -> list[str]:
+    """Return sentences, each with a change of the recipe and what it gains; empty if nothing stands out."""
+    return [*_about_steps(record), *_about_time(record), *_about_losses(record), *_about_memory(record)]
+
+
+def _gain(share: float) -> str:
+    """How much faster a run is without this share of its time."""
+    return f"{1 / (1 - min(share, 0.99)):.2f} times as fast"
+
+
+def _about_steps(record: RunRecord) -> Iterator[str]:
+    seconds = record.values("step_seconds")
+    if len(seconds) < _FEW_STEPS:
+        return
+    wait = sum(record.values("data_wait_seconds")) / max(sum(seconds), 1e-9)
+    if wait > _DATA:
+        yield (
+            f"Steps wait for data for {render_percent(wait)} of their time. Keep run.dir, with the prepared text, on a "
+            f"local disk and not on a network folder: steps would be up to {_gain(wait)}."
+        )
+    middle, slow = statistics.median(seconds), percentile(seconds, 0.95)
+    if slow > _UNEVEN * middle:
+        excess = sum(each - middle for each in seconds if each > middle) / sum(seconds)
+        yield (
+            f"One step in twenty takes {render_seconds(slow)} or more; the median is {render_seconds(middle)}. At an "
+            f"even pace, steps would be {_gain(excess)}. Look for other programs on the machine, and for a slow disk "
+            "or link."
+        )
+
+
+def _about_time(record: RunRecord) -> Iterator[str]:
+    found = record.find_events("goodput")
+    seconds = read_mapping(found[-1], "seconds") if found else {}
+    known = {cause: read_number(seconds, cause) or 0.0 for cause in seconds if cause != "stopped"}
+    wall = sum(known.values())
+    if wall <= 0:
+        return
+    shares = {cause: spent / wall for cause, spent in known.items()}
+    saving, evaluating = shares.get("saving", 0.0), shares.get("evaluating", 0.0)
+    if saving > _SAVING:
+        is_async = read_value(record.recipe, "checkpoint", "async") is not False
+        change = "Set checkpoint.every_steps twice as high" if is_async else "Set checkpoint.async: true"
+        part = saving / 2 if is_async else saving
+        bound = "" if is_async else "up to "
+        yield f"{render_percent(saving)} of the time waits for saves. {change}: the run would be {bound}{_gain(part)}."
+    if evaluating > _EVALUATING:
+        yield (
+            f"{render_percent(evaluating)} of the time is spent on evaluations. With train.eval_every twice as high, "
+            f"the run would be {_gain(evaluating / 2)}."
+        )
+    lost = shares.get("redone", 0.0) + shares.get("down", 0.0)
+    if lost > _LOST:
+        yield (
+            f"Failures cost {render_percent(lost)} of the time: {render_seconds(known.get('redone', 0.0))} of repeated "
+            f"work and {render_seconds(known.get('down', 0.0))} without processes. checkpoint.every_steps: auto saves "
+            "as often as failures and the time of a save make worthwhile."
+        )
+
+
+def _about_losses(record: RunRecord) -> Iterator[str]:
+    skipped = sum(row.get("skipped") is True for row in record.train_rows)
+    if skipped and skipped > 0.01 * len(record.train_rows):
+        yield (
+            f"{skipped} of {len(record.train_rows)} steps were not applied. A lower optim.learning_rate or a longer "
+            "warmup usually avoids that; its gain is not predicted."
+        )
+    losses = [(loss, row["step"]) for row in record.eval_rows if (loss := read_number(row, "loss")) is not None]
+    if len(losses) < 3:
+        return
+    best, step = min(losses)
+    last, at = losses[-1]
+    if at > step and last > 1.01 * best:
+        yield (
+            f"The evaluation loss was lowest at step {step} ({best:.4f}) and is {last:.4f} now, so the steps since "
+            "then did not help. evaluate.early_stopping ends such a run; checkpoint.keep_best keeps the best one."
+        )
+
+
+def _about_memory(record: RunRecord) -> Iterator[str]:
+    """A GPU with half of its memory free and several microbatches per step."""
+    cluster = read_value(record.environment, "cluster")
+    capacity = read_number(cluster, "accelerator", "memory_bytes")
+    peaks = [peak for row in record.train_rows if (peak := read_number(row, "memory_peak_bytes")) is not None]
+    count, size = read_number(record.plan, "num_microbatches"), read_number(record.plan, "micro_batch_size")
+    if read_value(cluster, "kind") != "cuda" or not (capacity and peaks and count and size):
+        return
+    share = max(peaks) / capacity
+    if count > 1 and share < _SPARE:
+        yield (
+            f"A GPU uses at most {render_percent(share)} of its memory, and a step has {count:.0f} microbatches. Try "
+            f"train.micro_batch_size={2 * size:.0f}; its gain is not predicted."
+        )

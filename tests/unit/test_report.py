@@ -1,0 +1,261 @@
+"""`echelon report` of runs whose files are written by hand: every figure is worked out from the rows."""
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from echelon.cli import main
+from echelon.report.numbers import pick_ticks, render_number, render_seconds
+from echelon.report.run_record import percentile, read_record
+from echelon.report.sections import build_report, list_figures
+
+START = 1_795_437_230.0
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_run(path, num_steps=41, wait=0.0, goodput=None, ending="done", losses=(3.0, 2.0), **documents):
+    """A run whose first step takes 10 s and whose other steps take 1 s, with 100 tokens each."""
+    path.mkdir(parents=True)
+    rows = [
+        {
+            "kind": "train", "step": step, "tokens": 100 * step, "loss": 4.0 - step / 100, "grad_norm": 1.0,
+            "tokens_per_second": 10.0 if step == 1 else 100.0, "step_seconds": 10.0 if step == 1 else 1.0,
+            "data_wait_seconds": wait, "mfu": 0.25, "memory_peak_bytes": 2**30, "skipped": False,
+        }
+        for step in range(1, num_steps + 1)
+    ]  # fmt: skip
+    rows += [{"kind": "eval", "step": 10 * place, "loss": loss} for place, loss in enumerate(losses, start=1)]
+    write_lines(path / "metrics.jsonl", sorted(rows, key=lambda row: row["step"]))
+    events = [{"event": "prepare", "time": START}, {"event": "start", "time": START + 5, "step": 0, "host": "one"}]
+    memory = {"weights": 2**20, "activations": 2**21}
+    events.append({"event": "memory", "time": START + 6, "planned": memory, "measured": memory | {"weights": 2**21}})
+    if goodput is not None:
+        events.append({"event": "goodput", "time": START + 90, "step": num_steps, "seconds": goodput})
+    if ending is not None:
+        events.append(
+            {"event": ending, "time": START + 100, "step": num_steps, "message": "it <b>broke</b> at step 41"}
+        )
+    write_lines(path / "events.jsonl", events)
+    if ending == "done":
+        (path / "outcome.json").write_text(json.dumps({"time": START + 100, "outcome": "done", "step": num_steps}))
+    for name, content in documents.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+@pytest.fixture
+def echelon(tmp_path, monkeypatch, capsys):
+    """Call a command in a temporary folder; returns its exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["echelon", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
+class Page(HTMLParser):
+    """The tags, attributes and text of a page; `is_whole`: every tag is closed where it should be."""
+
+    VOID = ("meta", "rect", "line", "path")
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes, self.words, self._open = [], [], [], []
+        self.is_whole = True
+        self.feed(text)
+        self.is_whole &= not self._open
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+
+    def handle_endtag(self, tag):
+        if tag in self.VOID:
+            return
+        self.is_whole &= bool(self._open) and self._open.pop() == tag
+
+    def handle_data(self, text):
+        self.words.append(text)
+
+
+def find(report, title):
+    return next(section for section in report.sections if section.title == title)
+
+
+def advice(path):
+    sections = [section for section in build_report(read_record(path)).sections if section.title == "Advice"]
+    return [line for section in sections for block in section.blocks for line in block.lines]
+
+
+def test_the_figures_are_those_of_the_files(tmp_path):
+    goodput = {"training": 40.0, "starting": 60.0, "stopped": 900.0}
+    spending = {"seconds": 7200.0, "usd": 8.2, "unpriced_machine_seconds": 0.0, "until": 1.0, "reserve_seconds": 0.0}
+    path = write_run(tmp_path / "a", goodput=goodput, spending=spending, estimate={"schedule": {"steps": 50}})
+    assert list_figures(read_record(path)) == {
+        "steps": "41/50",
+        "tokens": "4,100",
+        "training loss": "3.5900",
+        "evaluation loss": "2.0000",
+        "tokens per second": "100",  # without the first step
+        "MFU": "25.0 %",
+        "peak memory": "1.00 GiB",
+        "goodput": "40.0 %",  # without the time in which it was stopped
+        "time": "2h00m",
+        "cost": "$8.20",
+    }
+    report = build_report(read_record(path))
+    bars, table, _ = find(report, "Memory").blocks
+    assert [sum(value for _, value in parts) for _, parts in bars.rows] == [3 * 2**20, 4 * 2**20]
+    assert ("total", "3.00 MiB", "4.00 MiB", "+33.3 %") in table.rows
+    costs = dict(find(report, "Where the time went").blocks[-1].rows)
+    assert costs["cost of a million tokens"] == "$2000.0000"
+    assert (report.status, report.is_bad) == ("done", False)
+
+
+def test_advice_states_what_a_change_gains(tmp_path):
+    assert advice(write_run(tmp_path / "good", goodput={"training": 90.0, "saving": 1.0})) == []
+    [data] = advice(write_run(tmp_path / "data", wait=0.5))  # half of each step but the first
+    assert "50.0 % of their time" in data and "up to 2.00 times as fast" in data
+    [evaluations] = advice(write_run(tmp_path / "evaluations", goodput={"training": 60.0, "evaluating": 40.0}))
+    assert "40.0 % of the time" in evaluations and "would be 1.25 times as fast" in evaluations  # 100 / 80
+    path = write_run(tmp_path / "saves", goodput={"training": 75.0, "saving": 25.0})
+    assert "every_steps twice as high: the run would be 1.14 times as fast" in advice(path)[0]  # 100 / 87.5
+    (path / "recipe.yaml").write_text("checkpoint: {async: false}\n")
+    assert "checkpoint.async: true: the run would be up to 1.33 times as fast" in advice(path)[0]
+    [best] = advice(write_run(tmp_path / "best", losses=(3.0, 2.0, 2.5)))
+    assert "lowest at step 20 (2.0000) and is 2.5000 now" in best
+
+
+def test_uneven_steps_are_pointed_out(tmp_path):
+    path = write_run(tmp_path / "a", num_steps=101)
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:  # ten of the hundred steps after the first take 6 s
+        if row["kind"] == "train" and row["step"] % 10 == 5:
+            row["step_seconds"] = 6.0
+    write_lines(path / "metrics.jsonl", rows)
+    [line] = advice(path)
+    assert "takes 6.0 s or more; the median is 1.0 s" in line and "1.50 times as fast" in line  # 150 s in place of 100
+
+
+def test_a_run_in_progress_a_failed_one_and_an_empty_one_have_a_report(echelon, tmp_path):
+    write_run(tmp_path / "runs" / "failed", ending="failure")
+    code, out, _ = echelon("report", "failed", "--text")
+    assert code == 0 and out.startswith("failed: failed") and "- it <b>broke</b> at step 41" in out
+    # 50 s of steps in the 100 s since the first event
+    assert "in steps that count" in out and re.search(r"in all else: .* 50\.0 s +50\.0 %", out)
+    (tmp_path / "runs" / "empty").mkdir()
+    write_lines(tmp_path / "runs" / "empty" / "events.jsonl", [{"event": "prepare", "time": START}])
+    for arguments in (("--text",), ()):
+        assert echelon("report", "empty", *arguments)[0] == 0
+    damaged = write_run(tmp_path / "runs" / "damaged", environment={"packages": 5, "cluster": "x"}, plan={"tp": []})
+    with (damaged / "metrics.jsonl").open("a") as file:
+        file.write("{torn\n")
+    assert "damaged/metrics.jsonl: skipping line 44" in echelon("report", "damaged", "--text")[1]
+
+
+def test_the_page_needs_nothing_from_elsewhere(echelon, tmp_path):
+    path = write_run(tmp_path / "runs" / "a", num_steps=3000, ending="failure")
+    code, out, _ = echelon("report", "a")
+    assert (code, out) == (0, "report: runs/a/report.html\n")
+    text = (path / "report.html").read_text()
+    page = Page(text)
+    assert page.is_whole
+    assert not {"script", "link", "img", "iframe", "b"} & {*page.tags}
+    assert not {"src", "href", "onload", "onclick"} & {name for name, _ in page.attributes}
+    assert "http" not in re.sub("http-equiv", "", text) and "url(" not in text
+    assert "it <b>broke</b> at step 41" in "".join(page.words)
+    assert len(text) < 300_000  # long curves are thinned
+    assert page.tags.count("svg") == 7  # three curves, three bars, the timeline
+
+
+def test_runs_are_compared(echelon, tmp_path):
+    for name in ("a", "b", "c"):
+        path = write_run(tmp_path / "runs" / name, losses=(3.0, {"a": 2.5, "b": 2.25, "c": 2.0}[name]))
+        (path / "recipe.yaml").write_text(f"run: {{name: {name}}}\noptim: {{learning_rate: 0.{ord(name)}, eps: 1}}\n")
+    code, out, _ = echelon("report", "a", "--compare", "b", "c", "--text")
+    assert code == 0
+    assert re.search(r"evaluation loss +2\.5000 +2\.2500 +2\.0000", out)
+    assert re.search(r"optim.learning_rate +0\.97 +0\.98 +0\.99", out) and "optim.eps" not in out
+    assert echelon("report", "a", "--compare", "b", "--compare", "c", "--text")[1].startswith("a, compared with b, c")
+    assert echelon("report", "a", "--compare", "b")[0] == 0
+    assert (tmp_path / "runs" / "a" / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nothing",), "echelon: nothing is not a run: neither it nor runs/nothing has an events.jsonl"),
+        (("a", "b"), "echelon: echelon report a b has several runs; write a --compare b."),
+    ],
+)
+def test_wrong_arguments_are_refused(echelon, tmp_path, arguments, message):
+    write_run(tmp_path / "runs" / "a")
+    code, _, err = echelon("report", *arguments)
+    assert code == 2 and err.startswith(message)
+
+
+def test_no_torch_is_needed(tmp_path):
+    path = write_run(tmp_path / "a")
+    program = (
+        "import sys; sys.modules['torch'] = None; sys.argv = ['echelon', 'report', sys.argv[1]]\n"
+        "from echelon.cli import main; main()"
+    )
+    subprocess.run([sys.executable, "-c", program, str(path)], check=True, capture_output=True)
+    assert (path / "report.html").exists()
+
+
+def test_numbers_are_short_and_ticks_round():
+    assert [render_number(value) for value in (0, 12.3456, 0.00012345, 1234567.0, None)] == [
+        "0", "12.35", "0.0001234", "1,234,567", "unknown",
+    ]  # fmt: skip
+    assert [render_seconds(value) for value in (0.0042, 0.25, 12.34, 3720)] == ["4.20 ms", "250 ms", "12.3 s", "1h02m"]
+    assert pick_ticks(0.0, 1.0) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert pick_ticks(2.3, 10.9) == [4.0, 6.0, 8.0, 10.0]
+    assert percentile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5 and percentile([7.0], 0.95) == 7.0
+
+
+@pytest.mark.slow
+def test_a_browser_shows_the_page(echelon, tmp_path):
+    """On a desk and on a phone: nothing is wider than the screen, every picture is drawn, nothing is fetched."""
+    browsers = pytest.importorskip("playwright.sync_api")
+    import shutil
+
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("needs Chromium or Chrome")
+    path = write_run(tmp_path / "runs" / "a", num_steps=500, wait=0.2, goodput={"training": 60.0, "evaluating": 40.0})
+    write_run(tmp_path / "runs" / "b")
+    assert echelon("report", "a", "--compare", "b")[0] == 0
+    backgrounds = set()
+    with browsers.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        for width, scheme in ((1280, "light"), (360, "dark")):
+            page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+            asked, said = [], []
+            page.on("request", lambda request, asked=asked: asked.append(request.url))
+            page.on("console", lambda message, said=said: said.append(message.text))
+            page.goto(f"file://{path}/report.html")
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            boxes = page.evaluate("[...document.querySelectorAll('svg')].map(each => each.getBoundingClientRect())")
+            assert len(boxes) >= 8 and all(box["width"] > 0.7 * width - 300 and box["height"] > 15 for box in boxes)
+            assert page.locator("h2").count() >= 8
+            backgrounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+            assert asked == [f"file://{path}/report.html"] and said == []
+    assert len(backgrounds) == 2
