@@ -60,11 +60,14 @@ def serve(connection: Connection) -> None:
 
 
 class WorkerPool:
-    """Up to `size` worker processes; `run` calls a function on the first `world_size` of them, as ranks."""
+    """Up to `size` worker processes; `run` calls a function on the first `world_size` of them, as ranks.
 
-    def __init__(self, size: int) -> None:
+    A call may take `seconds`.
+    """
+
+    def __init__(self, size: int, seconds: float = TIMEOUT_SECONDS) -> None:
         forkserver.ensure_running()  # in the environment and folder of the session, not of the first test
-        self._size = size
+        self._size, self._seconds = size, seconds
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
@@ -98,13 +101,13 @@ class WorkerPool:
 
     def _collect(self, connections: list[Connection]) -> list[Any]:
         results: dict[int, Any] = {}
-        deadline = time.monotonic() + TIMEOUT_SECONDS
+        deadline = time.monotonic() + self._seconds
         while len(results) < len(connections):
             waiting = [connection for rank, connection in enumerate(connections) if rank not in results]
             ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.close()
-                raise WorkerFailure(f"no answer within {TIMEOUT_SECONDS:.0f} s from {len(waiting)} ranks")
+                raise WorkerFailure(f"no answer within {self._seconds:.0f} s from {len(waiting)} ranks")
             for connection in ready:
                 rank = connections.index(connection)
                 try:

@@ -2,11 +2,13 @@
 
 import random
 import shutil
+from contextlib import closing
 from functools import partial
 
 import pytest
 
 from training import Row, bounds, check_exact_resume, difference, hashes, train, with_ranks
+from workers import WorkerPool
 
 pytestmark = pytest.mark.dist
 
@@ -48,6 +50,24 @@ PLANS = [
 @pytest.mark.parametrize("row", PLANS, ids=str)
 def test_five_and_five_steps_are_ten_bit_for_bit(workers, text, tmp_path, row):
     check_exact_resume(partial(train, workers, row), tmp_path, text, steps=10)
+
+
+COMPILED_UPDATES = [
+    Row(compile=True, optimizer="adamw_8bit", precision="bf16", master_weights="bf16_kahan"),
+    with_ranks(Row("fsdp", compile=True, optimizer="lion", precision="bf16", master_weights="bf16_stochastic"), 2),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", COMPILED_UPDATES, ids=str)
+def test_a_resumed_run_compiles_the_same_updates(text, tmp_path, row):
+    """Each part runs in new processes, which compile by inductor, as a resumed run does."""
+
+    def train_anew(*arguments, **options):
+        with closing(WorkerPool(row.ranks, seconds=500)) as workers:
+            return train(workers, row, *arguments, **options, backend="inductor")
+
+    check_exact_resume(train_anew, tmp_path, text, steps=6)
 
 
 @pytest.fixture(scope="module")

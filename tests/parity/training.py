@@ -162,12 +162,13 @@ def train(
     steps: int = 4,
     stop_at: int | None = None,
     mutation: str = "",
+    backend: str = "aot_eager",
 ) -> list[dict[str, Any]]:
-    """Train (or go on training) a row in real processes; the rows of metrics.jsonl."""
+    """Train (or go on training) a row in real processes; the rows of metrics.jsonl. `backend`: of `torch.compile`."""
     path, plan = prepare(row, folder, text, steps)
     run = RunFolder(folder / "run")
     write_json(run.plan_path, plan.to_dict())
-    workers.run(train_rank, plan.world_size, str(path), plan, stop_at, mutation)
+    workers.run(train_rank, plan.world_size, str(path), plan, stop_at, mutation, backend)
     return read_rows(run.path)
 
 
@@ -205,12 +206,14 @@ class Masked:
 
 
 @contextmanager
-def masked_trainer(rank: int, world_size: int, path: str, plan: ParallelPlan, mutation: str = "") -> Iterator[Trainer]:
+def masked_trainer(
+    rank: int, world_size: int, path: str, plan: ParallelPlan, mutation: str = "", backend: str = "aot_eager"
+) -> Iterator[Trainer]:
     """The real trainer, its loader replaced by one with uneven targets."""
     recipe, _ = load_recipe(Path(path))
     runtime = Runtime(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     folder = RunFolder(Path(recipe.run.dir))
-    trainer = build_trainer(recipe, plan, folder, runtime, compile_backend="aot_eager")
+    trainer = build_trainer(recipe, plan, folder, runtime, compile_backend=backend)
     trainer.train_step.loader.close()
     dataset = trainer.train_step.loader._dataset
     order = build_order(recipe, dataset)
@@ -235,12 +238,20 @@ def masked_trainer(rank: int, world_size: int, path: str, plan: ParallelPlan, mu
         trainer.accounting.journal.close()
 
 
-def train_rank(rank: int, world_size: int, path: str, plan: ParallelPlan, stop_at: int | None, mutation: str) -> None:
+def train_rank(
+    rank: int,
+    world_size: int,
+    path: str,
+    plan: ParallelPlan,
+    stop_at: int | None,
+    mutation: str,
+    backend: str = "aot_eager",
+) -> None:
     """One rank: the real trainer, one fault planted if asked."""
     with ExitStack() as stack:
         for patch in mutations(mutation, world_size):
             stack.enter_context(patch)
-        trainer = stack.enter_context(masked_trainer(rank, world_size, path, plan, mutation))
+        trainer = stack.enter_context(masked_trainer(rank, world_size, path, plan, mutation, backend))
         if mutation == "local count":
             trainer.train_step.count_targets = lambda batch: local_count(trainer, batch)
         trainer.num_steps = stop_at or trainer.num_steps
