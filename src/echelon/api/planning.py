@@ -5,13 +5,14 @@ from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 
 from echelon.api.recipes import RecipeLike, load_recipe
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import Cluster, parse_devices
 from echelon.hardware.instances import find_instance
 from echelon.lifecycle.building import build_stages
 from echelon.lifecycle.model_checks import check_model
 from echelon.lifecycle.setup import describe_steps
 from echelon.planner.choose import resolve_plan
+from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run
 from echelon.planner.machines import choose_instance, find_cluster
 from echelon.planner.memory import MemoryEstimate, StoredBytes, describe_checkpoint, estimate_memory, estimate_stored
 from echelon.planner.model_shape import ModelShape
@@ -21,7 +22,7 @@ from echelon.recipe import Recipe
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A plan with its memory estimate, cluster and model shape. `str()` gives the output of `echelon plan`."""
+    """A plan with its memory, time, cluster and model shape. `str()` gives the output of `echelon plan`."""
 
     plan: ParallelPlan
     memory: MemoryEstimate
@@ -31,6 +32,9 @@ class PlanReport:
     lines: tuple[str, ...]
     built: Mapping[int, StoredBytes] = field(default_factory=dict)
     """With `build`: the bytes that a rank of the first and of the last pipeline stage stores, by stage from 0."""
+
+    forecast: Forecast | None = None
+    """The predicted time of a step and of the run, and its cost; None if the speed of the devices is unknown."""
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
@@ -46,7 +50,7 @@ def plan(
     build: bool = False,
     on_line: Callable[[str], None] = lambda line: None,
 ) -> PlanReport:
-    """Plan how a recipe would run, and the memory it needs. Downloads no weights.
+    """Plan how a recipe would run, and the memory, time and money it needs. Downloads no weights.
 
     Args:
         recipe: a Recipe, the path of its file, or a mapping.
@@ -77,10 +81,11 @@ def plan(
     if checked.masks is not None:
         note(checked.masks)
     shape = checked.shape
+    price = None
     if devices is not None:
         cluster = parse_devices(devices, devices_per_node)
     elif instance is not None:
-        cluster = _find_instances(recipe, shape, instance, count, note)
+        cluster, price = _find_instances(recipe, shape, instance, count, note)
     else:
         cluster = _find_here()
     chosen = resolve_plan(recipe, shape, cluster)
@@ -92,10 +97,30 @@ def plan(
             note(line)
     for line in _describe_memory(memory, cluster):
         note(line)
+    forecast = _forecast(recipe, shape, chosen, cluster, price, note)
     built = build_stages(recipe, shape, chosen) if build else {}
     for line in _describe_built(built, estimate_stored(shape, chosen)):
         note(line)
-    return PlanReport(chosen, memory, cluster, shape, tuple(lines), built)
+    return PlanReport(chosen, memory, cluster, shape, tuple(lines), built, forecast)
+
+
+def _forecast(
+    recipe: Recipe,
+    shape: ModelShape,
+    chosen: ParallelPlan,
+    cluster: Cluster,
+    price: HourlyPrice | None,
+    note: Callable[[str], None],
+) -> Forecast | None:
+    """The predicted time and cost, with its lines; None, with the reason, if the speed of the devices is unknown."""
+    try:
+        forecast = forecast_run(recipe, shape, chosen, cluster, price)
+    except PlanError as error:
+        note(f"time: {error}")
+        return None
+    for line in forecast.describe():
+        note(line)
+    return forecast
 
 
 def _find_here() -> Cluster:
@@ -112,20 +137,21 @@ def _find_here() -> Cluster:
 
 def _find_instances(
     recipe: Recipe, shape: ModelShape, instance: str, count: int | None, on_line: Callable[[str], None]
-) -> Cluster:
+) -> tuple[Cluster, HourlyPrice | None]:
     if instance == "auto":
         choice = choose_instance(recipe, shape, count)
         for line in choice.describe():
             on_line(line)
-        return find_cluster(recipe, choice.instance, choice.count)
-    found, machines = find_instance(instance, recipe.launch.sagemaker.extra_types), count or 1
-    cluster = find_cluster(recipe, found, machines)
-    if found.price is None:
-        on_line(f"instance: {machines} x {found.name}, price unknown; set budget.usd_per_hour")
+        found, machines = choice.instance, choice.count
     else:
+        found, machines = find_instance(instance, recipe.launch.sagemaker.extra_types), count or 1
+    price = None if found.price is None else HourlyPrice(found.price.usd_per_hour, found.price.terms)
+    if instance != "auto" and price is None:
+        on_line(f"instance: {machines} x {found.name}, price unknown; set budget.usd_per_hour")
+    elif instance != "auto" and found.price is not None:
         total = found.price.usd_per_hour * machines
         on_line(f"instance: {machines} x {found.name}, {found.price.describe()} each on demand, ${total:.2f}/h in all")
-    return cluster
+    return find_cluster(recipe, found, machines), price
 
 
 def _describe_memory(estimate: MemoryEstimate, cluster: Cluster) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`echelon plan`: show how a recipe would run, here or elsewhere, and the memory it would need."""
+"""`echelon plan`: show how a recipe would run, here or elsewhere, and the memory, time and money it would need."""
 
 from typing import Annotated
 
@@ -32,7 +32,10 @@ def plan(
         typer.Option("--build", help="Divide the real model as planned, without devices, and count what ranks store."),
     ] = False,
 ) -> None:
-    """Show how a recipe would run and the memory it needs. Also shows why a recipe is refused. Downloads no weights."""
+    """Show how a recipe would run, and the memory, time and money it needs, or why it is refused.
+
+    Downloads no weights.
+    """
     from echelon.api.planning import plan as plan_here
 
     recipe = read_recipe(recipe_path, overrides)

@@ -80,7 +80,7 @@ def pin_plan(
         return
     estimate = estimate_memory(shape, plan, sequence_len, _kind_of(device))
     stored = read_as(folder.estimate_path, dict[str, Any])
-    write_json(folder.estimate_path, stored | {"memory": asdict(estimate)})
+    write_json(folder.estimate_path, stored | {"memory": asdict(estimate), "seconds": None})
     write_json(folder.plan_path, plan.to_dict())
 
 

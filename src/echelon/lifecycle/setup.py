@@ -21,7 +21,8 @@ from echelon.lifecycle.model_checks import (
 )
 from echelon.logs import keep_console_in
 from echelon.planner.choose import resolve_plan
-from echelon.planner.memory import MemoryEstimate, describe_checkpoint, estimate_memory
+from echelon.planner.forecast import estimate_seconds
+from echelon.planner.memory import describe_checkpoint, estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan, load_plan
 from echelon.planner.shape import build_shape
@@ -146,10 +147,12 @@ def prepare_run(
         shape = _check_against_data(recipe, here, data, num_steps)
         cluster = find_cluster()
         plan = _find_plan(opened, recipe, shape, cluster, data.train.num_samples)
-        estimate = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
+        memory = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
         folder.text.write_prepared_path(data.path, data.content_digest, data.is_packed)
         fetch_models(recipe, commits)  # last, after every check that can fail
         write_commits(folder, commits)
+        seconds = estimate_seconds(shape, plan, recipe.data.sequence_len, cluster)
+        estimate = {"memory": asdict(memory), "seconds": seconds}
         write_run(folder, recipe, plan, estimate, num_steps, cluster, variables)
     cost = describe_cost(recipe, folder, rate, cluster.num_nodes, num_steps)
     started = _describe_start(recipe, opened, commits, data, plan)
@@ -282,7 +285,7 @@ def write_run(
     folder: RunFolder,
     recipe: Recipe,
     plan: ParallelPlan,
-    estimate: MemoryEstimate,
+    estimate: Mapping[str, Any],
     num_steps: int,
     cluster: Cluster,
     variables: Mapping[str, str],
@@ -292,7 +295,7 @@ def write_run(
     write_json(folder.environment_path, describe_environment(variables) | {"cluster": asdict(cluster)})
     warmup = find_warmup(recipe.optim, num_steps, recipe.batches)
     steps = {"steps": num_steps, f"warmup_{recipe.optim.schedule_unit}": warmup}
-    write_json(folder.estimate_path, {"memory": asdict(estimate), "schedule": steps})
+    write_json(folder.estimate_path, {**estimate, "schedule": steps})
     write_json(folder.plan_path, plan.to_dict())
     # Last: a folder with a recipe counts as a run, so everything else is there by then.
     write_text(folder.recipe_path, render_recipe(recipe))

@@ -4,7 +4,7 @@ Each decoder layer is a roofline: matrix products by FLOPs, the rest by bytes. C
 (`collectives.py`); what runs beside computation counts only as far as it is longer. `rates.py` has the constants.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from echelon.hardware.accelerators import Cluster
@@ -163,8 +163,16 @@ def estimate_time(
         optimizer=optimizer,
         offload=offload,
         overhead=steps * max(0.0, host - loads[slowest]) + rates.step_seconds,
-        assumptions=(cluster.known_links.describe(), software.describe()),
+        assumptions=tuple(_list_assumptions(cluster, software)),
     )
+
+
+def _list_assumptions(cluster: Cluster, software: Software) -> Iterator[str]:
+    if cluster.num_devices > 1:
+        yield cluster.known_links.describe()
+    yield software.describe()
+    if cluster.kind == "cpu":
+        yield "on CPUs only matrix products are measured; memory and links are guesses, so this may be off by half"
 
 
 def _tensor_seconds(step: _Step) -> float:
