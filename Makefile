@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test slow fuzz parity parity-table model-table pictures faults launchers bench bench-peers scaling gpu lint clean
+.PHONY: help demo test slow fuzz parity parity-table model-table pictures faults launchers bench bench-peers scaling bench-techniques gpu lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,7 +20,8 @@ help:
 	@echo "make bench    compare the step time with that of a plain PyTorch loop (long)"
 	@echo "make bench-peers  train the same work with echelon, HF Trainer, Accelerate, Fabric, DeepSpeed and a plain loop: benchmarks/results/peers-cpu.md (3 hours, nothing else running)"
 	@echo "make scaling  count the bytes of every strategy at 1 to 8 processes: benchmarks/results/scaling-cpu.md (20 minutes)"
-	@echo "make gpu      on a machine with an NVIDIA GPU: run the GPU tests, then the GPU benchmarks, in four calls (36 minutes)"
+	@echo "make bench-techniques  peak memory and step time of checkpointing, tp, pp, cp, ep and their products, side by side: benchmarks/results/techniques-cpu.md (15 minutes)"
+	@echo "make gpu      on a machine with an NVIDIA GPU: run the GPU tests, then the GPU benchmarks, in five calls (45 minutes)"
 	@echo "make lint     check style and types"
 	@echo "make clean    remove .venv and .venv-peers"
 
@@ -125,9 +126,16 @@ scaling: .venv/.installed
 	@echo "== counting what every strategy sends, at 1 to 8 processes"
 	$(BIN)/python benchmarks/scaling.py --out benchmarks/results/scaling-cpu.md
 
+# Groups to measure: make bench-techniques GROUPS='pipeline experts'
+GROUPS ?=
+
+bench-techniques: .venv/.installed
+	@echo "== measuring what each technique saves and costs; groups that techniques-cpu.json has already are replaced"
+	$(BIN)/python benchmarks/techniques.py --out benchmarks/results/techniques-cpu $(GROUPS)
+
 gpu: .venv/.installed
-	@echo "== running the four calls of benchmarks/gpu.sh on this machine's GPU, into runs/gpu"
-	status=0; for call in 1 2 3 4; do \
+	@echo "== running the five calls of benchmarks/gpu.sh on this machine's GPU, into runs/gpu"
+	status=0; for call in 1 2 3 4 5; do \
 	    PYTHON=$(BIN)/python benchmarks/gpu.sh $$call runs/gpu/call-$$call || status=1; \
 	done; exit $$status
 

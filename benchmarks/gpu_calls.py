@@ -113,6 +113,10 @@ CALLS = {
         ),
         ("torchao",),
     ),
+    5: Call(
+        "what each technique saves and costs",
+        (Part("techniques", ("benchmarks/techniques.py", "--seconds", "{seconds}"), 450, 120, ECHELON),),
+    ),
 }  # fmt: skip
 PREFLIGHT_SECONDS, INSTALL_SECONDS = 45.0, 25.0
 

@@ -9,8 +9,9 @@ Results from several machines are passed together. Rows measured with older sour
 import argparse
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "parity")]
@@ -42,9 +43,23 @@ twice that in a step. Weights that are stored in bf16 (`bf16_stochastic`) are mu
 """
 
 
-def render_page(measured: list[Measured]) -> str:
-    """The page, from rows that were measured with the same source."""
-    failed = [each for each in measured if not each.equal]
+DIVIDED = """\
+## Divided models and sequences
+
+Rows of `tests/parity/test_tensor.py`, `test_pipeline.py`, `test_context.py`, `test_expert_parallel.py` and
+`test_tensor_experts.py`, compared in the same way, also with uneven targets. Axes that are not named are 1; on the
+processes that are left, parameters are replicated.
+
+"""
+AXES = {
+    "pp": "schedule", "dp_replicate": None, "dp_shard": None, "cp": "cp_method", "tp": "sequence_parallel", "ep": None,
+}  # fmt: skip
+DEFAULTS = {"schedule": "1f1b", "cp_method": "allgather"}
+
+
+def render_page(measured: list[Measured], divided: list[Measured]) -> str:
+    """The page. `divided`: rows with model parallelism; both lists were each measured with the same source."""
+    failed = [each for each in (*measured, *divided) if not each.equal]
     lines = [
         *HEAD.splitlines(),
         *_render_coverage(measured),
@@ -57,6 +72,8 @@ def render_page(measured: list[Measured]) -> str:
     lines += ["## By strategy, processes and precision", ""]
     lines += _render_table(("strategy", "processes", "precision"), places)
     lines += ["", "## By option", "", *_render_table(("option", "value", "precision"), _by_option(measured))]
+    if divided:
+        lines += ["", *DIVIDED.splitlines(), *_render_divided(divided)]
     if failed:
         lines += ["", "## Not equal", "", *(f"- {each.name}: {_describe(each)}" for each in failed)]
     return "\n".join(lines) + "\n"
@@ -96,6 +113,34 @@ def _render_machines(measured: list[Measured]) -> list[str]:
 def _place(measured: Measured) -> tuple[str, ...]:
     """The key of a row in the first table."""
     return STRATEGIES[measured.row.parallel], str(measured.row.ranks), measured.row.precision
+
+
+def _render_divided(divided: list[Measured]) -> list[str]:
+    """How many rows were compared and where, and a table by axes and by model."""
+    equal = sum(each.equal for each in divided)
+    words = f"Measured: {len(divided)} rows, of which {equal} are within their bounds."
+    places = [((_name_axes(each.row.parallel), str(each.row.ranks), each.row.precision), each) for each in divided]
+    models = [((each.row.family, each.row.adapter, each.row.precision), each) for each in divided]
+    return [
+        words,
+        "",
+        *_render_machines(divided),
+        "",
+        *_render_table(("axes", "processes", "precision"), places),
+        "",
+        *_render_table(("model", "adapter", "precision"), models),
+    ]
+
+
+def _name_axes(parallel: Mapping[str, Any]) -> str:
+    """The degrees above 1 with their options: `pp 2 (1f1b), tp 2 (sequence parallel)`."""
+    words = []
+    for axis, option in AXES.items():
+        if parallel.get(axis, 1) > 1:
+            value = parallel.get(option, DEFAULTS.get(option)) if option else None
+            name = "sequence parallel" if value is True else value
+            words.append(f"{axis} {parallel[axis]}" + (f" ({name})" if name else ""))
+    return ", ".join(words)
 
 
 def _by_option(measured: Iterable[Measured]) -> list[tuple[tuple[str, ...], Measured]]:
@@ -146,12 +191,26 @@ def main() -> None:
     measured = read_measured(arguments.results)
     if not measured:
         sys.exit(f"no rows in {', '.join(map(str, arguments.results))}; run `make parity-table`")
-    newest = measured[-1].environment["source"]
+    strategies, divided = map(keep_newest, split_rows(measured))
+    arguments.out.write_text(render_page(strategies, divided), encoding="utf-8")
+    kept = [*strategies, *divided]
+    print(f"{arguments.out}: {len(kept)} rows, {sum(each.equal for each in kept)} of them equal")
+
+
+def split_rows(measured: list[Measured]) -> tuple[list[Measured], list[Measured]]:
+    """(rows of named strategies, rows with model parallelism)."""
+    is_named = [isinstance(each.row.parallel, str) for each in measured]
+    rows = list(zip(measured, is_named, strict=True))
+    return [each for each, named in rows if named], [each for each, named in rows if not named]
+
+
+def keep_newest(measured: list[Measured]) -> list[Measured]:
+    """The rows that were measured with the source of the last one; a message says how many were not."""
+    newest = measured[-1].environment["source"] if measured else ""
     kept = [each for each in measured if each.environment["source"] == newest]
     if len(kept) < len(measured):
         print(f"skipped {len(measured) - len(kept)} rows measured with other source than {newest}; measure them again")
-    arguments.out.write_text(render_page(kept), encoding="utf-8")
-    print(f"{arguments.out}: {len(kept)} rows, {sum(each.equal for each in kept)} of them equal")
+    return kept
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "DPO": {"objective": {"name": "dpo"}, "data": {"train": [{"path": "pairs.jsonl"}]}},
     "Muon": {"optim": {"name": "muon"}},
     "Adafactor": {"optim": {"name": "adafactor"}},
+    "8-bit AdamW": {"optim": {"name": "adamw_8bit"}},
     "compile": {"train": {"compile": True}},
     "full checkpointing": {"train": {"activation_checkpointing": "full"}},
     "selective checkpointing": {"train": {"activation_checkpointing": "selective"}},

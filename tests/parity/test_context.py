@@ -21,6 +21,7 @@ from echelon.planner.shape import build_shape
 from echelon.recipe import load_recipe
 from families import small_config
 from packed import PackedPool
+from test_parity import check
 from training import Row, bounds, check_exact_resume, difference, hashes, train, with_ranks, write_recipe
 
 pytestmark = pytest.mark.dist
@@ -66,20 +67,11 @@ ROWS = [
 ]
 
 
-def check(workers, references, text, folder, row):
-    rows, expected = train(workers, row, folder, text), references(row.reference())
-    losses, norms = difference(rows, expected)
-    assert losses <= bounds(row)[0] and norms <= bounds(row)[1], f"{row}: loss {losses:.1e}, norm {norms:.1e}"
-    assert hashes(rows) == hashes(expected)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row} {row.parallel['cp_method']}")
+def test_divided_sequences_equal_one_process(workers, references, text, tmp_path, publish, row):
+    rows, expected = check(workers, references, text, tmp_path, row, publish)
     for key in ("tokens", "target_tokens"):
         assert [each.get(key) for each in rows] == [each.get(key) for each in expected]
-    evaluations = [[each["loss"] for each in run if each["kind"] == "eval"] for run in (rows, expected)]
-    assert evaluations[0] and evaluations[0] == pytest.approx(evaluations[1], abs=bounds(row)[0])
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row} {row.parallel['cp_method']}")
-def test_divided_sequences_equal_one_process(workers, references, text, tmp_path, row):
-    check(workers, references, text, tmp_path, row)
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ def with_marks(rows):
 
 
 def check(workers, references, text, folder, row, publish=None):
+    """Compare a row with its reference, and return the rows of metrics.jsonl of both."""
     started = time.monotonic()
     rows = train(workers, row, folder, text)
     expected = references(row.reference())
@@ -46,6 +47,7 @@ def check(workers, references, text, folder, row, publish=None):
     assert within, f"{row}: loss {losses:.1e}, norm {norms:.1e}"
     assert hashes(rows) == hashes(expected)
     assert same, evaluations
+    return rows, expected
 
 
 @pytest.mark.parametrize("row", with_marks(COVERING), ids=str)

@@ -10,6 +10,7 @@ from echelon.planner.rank_shape import divide_shape
 from echelon.planner.shape import build_shape
 from families import small_config
 from test_memory_parts import measure
+from test_parity import check
 from test_tensor import read_gradients
 from training import Row, bounds, check_exact_resume, difference, hashes, train, write_recipe
 
@@ -54,17 +55,14 @@ def column(rows, name):
 @pytest.mark.parametrize(
     "row", [*DAILY, *(pytest.param(row, marks=pytest.mark.slow) for row in (*ROWS, *BESIDE_EP))], ids=str
 )
-def test_equals_one_process(workers, references, text, tmp_path, row):
-    compare(train(workers, row, tmp_path, text), references(row.reference()), row)
+def test_equals_one_process(workers, references, text, tmp_path, publish, row):
+    compare(workers, references, text, tmp_path, row, publish)
 
 
-def compare(rows, expected, row):
-    losses, norms = difference(rows, expected)
-    loss_bound, norm_bound = bounds(row)
-    assert losses <= loss_bound and norms <= norm_bound, f"{row}: loss {losses:.1e}, norm {norms:.1e}"
-    assert hashes(rows) == hashes(expected)
+def compare(workers, references, text, folder, row, publish):
+    rows, expected = check(workers, references, text, folder, row, publish)
     if row.adapter == "full":
-        assert column(rows, "router_loss") == pytest.approx(column(expected, "router_loss"), abs=loss_bound)
+        assert column(rows, "router_loss") == pytest.approx(column(expected, "router_loss"), abs=bounds(row)[0])
         assert column(rows, "expert_load") == pytest.approx(column(expected, "expert_load"), rel=0.05)
 
 
@@ -76,8 +74,8 @@ ON_EIGHT = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ON_EIGHT, ids=str)
-def test_eight_processes_equal_one(eight_workers, references, text, tmp_path, row):
-    compare(train(eight_workers, row, tmp_path, text), references(row.reference()), row)
+def test_eight_processes_equal_one(eight_workers, references, text, tmp_path, publish, row):
+    compare(eight_workers, references, text, tmp_path, row, publish)
 
 
 @pytest.mark.slow

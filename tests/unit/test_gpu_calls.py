@@ -218,7 +218,7 @@ def run_script(*arguments):
 
 def test_wrong_options_are_refused(tmp_path):
     for arguments, reason in {
-        ("5", tmp_path): "invalid choice",
+        ("6", tmp_path): "invalid choice",
         ("2", tmp_path, "--only", "small"): "call 2 has the parts peers, variants",
         ("1", tmp_path, "--wheels", tmp_path): "there are no wheels",
     }.items():
@@ -248,6 +248,9 @@ TABLES = {
     4: ["| echelon, bf16 | echelon |", "| 8,192 tokens | HF Trainer |", "| 32,768 tokens, selective | echelon",
         "| 2,048 tokens | echelon, data.document_mask=true |", "plain loop, torchao",
         "echelon, fp8: not measured, refused"],
+    5: ["| selective, by operator |", "| memory budget 0.5 |", "offloading: not measured, it needs a GPU",
+        "| tp 2, sequence parallel |", "| cp 2, ulysses |", "| pp 2, zero_bubble |", "| dp_shard 2, ep 2 |",
+        "| tp 2 x pp 2 |"],
 }  # fmt: skip
 
 

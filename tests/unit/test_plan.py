@@ -30,7 +30,9 @@ LLAMA_13B = build_shape(
 )  # fmt: skip
 
 
-def build_recipe(parallel="auto", batch=64, sequence_len=128, batch_tokens=None, adapter=FULL, sync=None, **train):
+def build_recipe(
+    parallel="auto", batch=64, sequence_len=128, batch_tokens=None, adapter=FULL, sync=None, optimizer="adamw", **train
+):
     """The parts of a Recipe that determine a plan."""
     if isinstance(parallel, dict):
         parallel = ParallelConfig.model_validate(parallel)
@@ -51,7 +53,7 @@ def build_recipe(parallel="auto", batch=64, sequence_len=128, batch_tokens=None,
         global_batch_size=batch,
         batches=constant_batch(batch, sequence_len),
         data=SimpleNamespace(sequence_len=sequence_len),
-        optim=SimpleNamespace(name="adamw"),
+        optim=SimpleNamespace(name=optimizer),
         adapter=adapter,
         model=SimpleNamespace(new_tokens=()),
         objective=SimpleNamespace(name="causal_lm"),
@@ -210,6 +212,9 @@ def test_what_tensor_parallelism_cannot_divide_is_refused():
             ConfigError, f"parallel.tp=2 does not work with {word}", "or use tp=1",
             parallel={"tp": 2}, adapter=AdapterConfig.model_validate({"r": 4, **adapter}),
         )  # fmt: skip
+    blocks = "parallel.tp=2 does not work with optim.name=adamw_8bit"
+    refusal(ConfigError, blocks, "use adamw", parallel={"tp": 2}, optimizer="adamw_8bit")
+    assert resolve_plan(build_recipe({"pp": 2}, optimizer="adamw_8bit"), TINY, cpus(2)).optimizer == "adamw_8bit"
 
 
 def test_processes_that_fit_a_batch_count_those_that_share_a_sequence():

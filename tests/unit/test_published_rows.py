@@ -69,6 +69,26 @@ def test_the_page_has_the_largest_difference_of_each_group(tmp_path, monkeypatch
     told = capsys.readouterr().out
     assert "skipped 1 rows measured with other source" in told and "3 rows, 2 of them equal" in told
     page = (tmp_path / "page.md").read_text()
+    assert "Divided models" not in page
     assert "| DDP | 1 | fp32 | 2 | 9.0e-07 | 3.0e-05 | 4.0e-04 |" in page
     assert "| FSDP | 2 | fp32 | 1 | 2.0e-07 |" in page and "ZeRO-1" not in page
     assert "partial" in page and f"- {MEASURED.name}: loss 1.0e-06 (at most 2e-05)" in page
+
+
+def test_rows_with_model_parallelism_have_tables_of_their_own(tmp_path, monkeypatch):
+    """They may have been measured with other source than the strategies."""
+    begin(tmp_path / "rows.jsonl", MACHINE)
+    append(tmp_path / "rows.jsonl", MEASURED)
+    begin(tmp_path / "rows.jsonl", {**MACHINE, "source": "newer"})
+    for parallel, adapter in (
+        ({"pp": 2, "tp": 2, "sequence_parallel": True}, "full"), ({"cp": 2, "dp_shard": 2}, "lora")
+    ):  # fmt: skip
+        append(tmp_path / "rows.jsonl", replace(MEASURED, row=Row(parallel, ranks=4, adapter=adapter)))
+    monkeypatch.setattr(
+        sys, "argv", ["parity_table.py", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "page.md")]
+    )
+    parity_table.main()
+    page = (tmp_path / "page.md").read_text()
+    assert "| FSDP | 2 | fp32 | 1 | 2.0e-07 |" in page and "Measured: 2 rows, of which 2 are within" in page
+    assert "| pp 2 (1f1b), tp 2 (sequence parallel) | 4 | fp32 | 1 | 2.0e-07 | 3.0e-05 | 4.0e-04 |" in page
+    assert "| dp_shard 2, cp 2 (allgather) | 4 | fp32 |" in page and "| llama | lora | fp32 | 1 |" in page

@@ -59,6 +59,7 @@ def _check_settings(recipe: "Recipe", shape: ModelShape, tp: int) -> None:
         (has_adapter and adapter.init == "pissa", "adapter.init=pissa", "it decomposes whole matrices; use default"),
         (has_adapter and adapter.modules_to_save, "adapter.modules_to_save", "these modules are divided; remove it"),
         (has_adapter and recipe.model.new_tokens, "model.new_tokens of an adapter", "the embedding is divided"),
+        (recipe.optim.name == "adamw_8bit", "optim.name=adamw_8bit", "its blocks are of whole rows; use adamw"),
         (recipe.train.precision == "fp8", "train.precision=fp8", "its scales are those of whole matrices; use bf16"),
     ]  # fmt: skip
     for is_used, what, why in obstacles:
