@@ -64,10 +64,7 @@ def plan(
     Raises:
         ConfigError, PlanError or DataError: `train` would refuse the recipe; the message names the key.
     """
-    if devices is not None and instance is not None:
-        raise ConfigError(f"--devices {devices} and --instance {instance} are different clusters; give only one.")
-    if count is not None and instance is None:
-        raise ConfigError(f"--count {count} requires --instance ml.TYPE; add it or remove --count.")
+    _check_target(devices, instance, count)
     recipe = load_recipe(recipe)
     lines: list[str] = []
 
@@ -81,13 +78,7 @@ def plan(
     if checked.masks is not None:
         note(checked.masks)
     shape = checked.shape
-    price = None
-    if devices is not None:
-        cluster = parse_devices(devices, devices_per_node)
-    elif instance is not None:
-        cluster, price = _find_instances(recipe, shape, instance, count, note)
-    else:
-        cluster = _find_here()
+    cluster, price = find_target(recipe, shape, devices, devices_per_node, instance, count, note)
     chosen = resolve_plan(recipe, shape, cluster)
     note(f"cluster: {cluster.num_devices} x {cluster.accelerator.name} on {cluster.num_nodes} machine(s)")
     left = (f"left to train: {line}" for line in checked.left)
@@ -121,6 +112,31 @@ def _forecast(
     for line in forecast.describe():
         note(line)
     return forecast
+
+
+def _check_target(devices: str | None, instance: str | None, count: int | None) -> None:
+    if devices is not None and instance is not None:
+        raise ConfigError(f"--devices {devices} and --instance {instance} are different clusters; give only one.")
+    if count is not None and instance is None:
+        raise ConfigError(f"--count {count} requires --instance ml.TYPE; add it or remove --count.")
+
+
+def find_target(
+    recipe: Recipe,
+    shape: ModelShape,
+    devices: str | None,
+    devices_per_node: int,
+    instance: str | None,
+    count: int | None,
+    on_line: Callable[[str], None] = lambda line: None,
+) -> tuple[Cluster, HourlyPrice | None]:
+    """The cluster to plan for, as for `plan`, and the price of one of its machines, if it is known."""
+    _check_target(devices, instance, count)
+    if devices is not None:
+        return parse_devices(devices, devices_per_node), None
+    if instance is not None:
+        return _find_instances(recipe, shape, instance, count, on_line)
+    return _find_here(), None
 
 
 def _find_here() -> Cluster:

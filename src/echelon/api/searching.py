@@ -1,0 +1,196 @@
+"""Search the plans of a recipe, on given devices or over instance types, and rank them by time, cost or memory."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.api.planning import find_target
+from echelon.api.recipes import RecipeLike, load_recipe
+from echelon.errors import ConfigError, PlanError
+from echelon.hardware.instances import list_instances
+from echelon.lifecycle.model_checks import check_model
+from echelon.planner.forecast import HourlyPrice
+from echelon.planner.machines import find_cluster
+from echelon.planner.model_shape import ModelShape
+from echelon.planner.search import SHOWN, Goal, RankedPlan, rank_plans, search_plans
+from echelon.recipe import Recipe
+from echelon.sizes import render_bytes
+
+# Machines of each type that are tried, if their number is not given.
+_COUNTS = (1, 2, 4, 8)
+# Fewer machines are preferred to this share of the goal: links inside a machine are faster than estimates are exact.
+_CLOSE = 0.05
+_VISIBLE = 0.001  # of a step: smaller differences are not named
+
+
+@dataclass(frozen=True)
+class SearchReport:
+    """Ranked candidates, best first. `str()` gives the table."""
+
+    candidates: tuple[RankedPlan, ...]
+    by: Goal
+    budget_usd: float | None = None
+    deadline_hours: float | None = None
+
+    @property
+    def allowed(self) -> tuple[RankedPlan, ...]:
+        """Those that fit in memory, the budget and the deadline."""
+        return tuple(each for each in self.candidates if each.fits and self._is_within(each))
+
+    def _is_within(self, each: RankedPlan) -> bool:
+        limits = ((self.budget_usd, each.forecast.usd), (self.deadline_hours, each.forecast.hours))
+        return all(limit is None or (value is not None and value <= limit) for limit, value in limits)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The output of `--json`."""
+        shown = self.allowed or self.candidates
+        return {"by": self.by, "candidates": [each.to_dict() for each in shown]}
+
+    def __str__(self) -> str:
+        return "\n".join(self.describe())
+
+    def describe(self) -> Iterator[str]:
+        """The table, and why the best one beats the next."""
+        allowed, fitting = self.allowed, [each for each in self.candidates if each.fits]
+        limits = [] if self.budget_usd is None else [f"${self.budget_usd:g}"]
+        limits += [] if self.deadline_hours is None else [f"{self.deadline_hours:g} h"]
+        within = f", {len(allowed)} of them within {' and '.join(limits)}" if limits else ""
+        yield f"search by {self.by}: {len(fitting)} plans fit in memory{within}"
+        if not fitting:
+            yield "no plan fits in memory; the smallest ones:"
+        elif not allowed:
+            yield "no plan is within the limits; the best ones without them:"
+        shown = (allowed or self.candidates)[:SHOWN]
+        yield from _render_table(shown)
+        for assumption in shown[0].forecast.step.assumptions:
+            yield f"  assumes: {assumption}"
+        if len(shown) > 1 and shown[0].fits:
+            yield _explain(*shown[:2])
+
+
+def search(
+    recipe: RecipeLike,
+    devices: str | None = None,
+    *,
+    devices_per_node: int = 8,
+    instance: str | None = None,
+    count: int | None = None,
+    by: Goal = "time",
+    budget_usd: float | None = None,
+    deadline_hours: float | None = None,
+) -> SearchReport:
+    """Search the plans that a recipe allows, and rank them. Downloads no weights.
+
+    Args:
+        recipe: a Recipe, the path of its file, or a mapping. What it sets is kept by every candidate.
+        devices: number and kind of the devices, for example `64xH100@nvlink,efa`; None: those of this machine.
+        devices_per_node: devices per machine, with `devices`.
+        instance: a SageMaker instance type instead; `auto`: all types with a GPU and a known price.
+        count: the number of instances; None: 1, or with `auto` 1, 2, 4 and 8.
+        by: what is ranked: seconds of a step, dollars for the same tokens, or bytes of a device.
+        budget_usd: plans whose run costs more are left out, if any other is left.
+        deadline_hours: likewise, of runs that take longer.
+
+    Raises:
+        ConfigError, PlanError or DataError: no plan is possible, or the speed or the price of the devices is unknown.
+    """
+    recipe = load_recipe(recipe)
+    shape = check_model(recipe, elsewhere=devices is not None or instance is not None).shape
+    if instance == "auto" and devices is None:
+        found = _search_instances(recipe, shape, by, count)
+    else:
+        cluster, price = find_target(recipe, shape, devices, devices_per_node, instance, count)
+        known = price is not None or recipe.budget.usd_per_hour is not None
+        if not known and (by == "cost" or budget_usd is not None):
+            raise ConfigError(
+                "the price of these machines is unknown, so plans cannot be compared by cost; give --instance ml.TYPE, "
+                "or set budget.usd_per_hour, the price of one machine."
+            )
+        machines = "" if instance is None else f"{cluster.num_nodes} x {instance}"
+        found = search_plans(recipe, shape, cluster, by, price, machines)
+    if found[0].forecast.hours is None and (budget_usd is not None or deadline_hours is not None):
+        raise ConfigError(
+            "the number of steps depends on data that is not prepared, so a budget or a deadline cannot be checked; "
+            "set train.steps or train.tokens."
+        )
+    return SearchReport(found, by, budget_usd, deadline_hours)
+
+
+def _search_instances(recipe: Recipe, shape: ModelShape, by: Goal, count: int | None) -> tuple[RankedPlan, ...]:
+    """The best plan on each type and number of machines, at the price of each type in the catalogue."""
+    recipe = recipe.model_copy(update={"budget": recipe.budget.model_copy(update={"usd_per_hour": None})})
+    best: list[RankedPlan] = []
+    reason: ConfigError | PlanError | None = None
+    for instance in list_instances(recipe.launch.sagemaker.extra_types).values():
+        if not instance.gpus or instance.price is None:
+            continue
+        price = HourlyPrice(instance.price.usd_per_hour, instance.price.terms)
+        for machines in _COUNTS if count is None else (count,):
+            try:
+                cluster = find_cluster(recipe, instance, machines)
+                name = f"{machines} x {instance.name}"
+                best.append(search_plans(recipe, shape, cluster, by, price, name, divide=False)[0])
+            except (ConfigError, PlanError) as error:
+                reason = error
+    if not best:
+        raise reason or PlanError("no instance type has a GPU and a known price.")
+    return _prefer_fewer_machines(rank_plans(best, by), by)
+
+
+def _prefer_fewer_machines(ranked: Sequence[RankedPlan], by: Goal) -> tuple[RankedPlan, ...]:
+    """Put the candidate with the fewest machines first among those that are nearly as good as the best one."""
+    first = ranked[0]
+    if by == "memory" or not first.fits:
+        return tuple(ranked)
+    close = [each for each in ranked if each.fits and _value(each, by) <= (1 + _CLOSE) * _value(first, by)]
+    fewest = min(close, key=lambda each: each.cluster.num_nodes)
+    return (fewest, *(each for each in ranked if each is not fewest))
+
+
+def _value(each: RankedPlan, by: Goal) -> float:
+    cost = each.forecast.usd_per_billion_tokens
+    return cost if by == "cost" and cost is not None else 1 / each.forecast.tokens_per_second
+
+
+def _render_table(shown: Sequence[RankedPlan]) -> Iterator[str]:
+    header = ("plan", "micro batch", "checkpointing", "tokens/s", "memory", "hours", "$", "limited by")
+    rows = [header, *(_row(each) for each in shown)]
+    widths = [max(len(row[place]) for row in rows) for place in range(len(header))]
+    for number, row in enumerate(rows):
+        cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield f"  {number or '':>2}  {cells}".rstrip()
+
+
+def _row(each: RankedPlan) -> tuple[str, ...]:
+    forecast, plan = each.forecast, each.plan
+    where = f"{each.machines}, " if each.machines else ""
+    limit = "" if each.usable_bytes is None else f" of {render_bytes(each.usable_bytes)}"
+    return (
+        f"{where}{each.name()}",
+        str(plan.micro_batch_size),
+        plan.activation_checkpointing,
+        f"{forecast.tokens_per_second:,.0f}",
+        f"{render_bytes(each.memory.total)}{limit}" + ("" if each.fits else ", does not fit"),
+        "?" if forecast.hours is None else f"{forecast.hours:,.2f}",
+        "?" if forecast.usd is None else f"{forecast.usd:,.2f}",
+        forecast.step.limit,
+    )
+
+
+def _explain(best: RankedPlan, second: RankedPlan) -> str:
+    """Why the first candidate is better than the second: the parts of a step that differ most, and the cost."""
+    ours, theirs = best.forecast, second.forecast
+    faster = theirs.step.total / theirs.tokens_per_step * ours.tokens_per_step / ours.step.total - 1
+    mine, other = ours.step.to_dict(), theirs.step.to_dict()
+    gains = sorted(((other[name] - mine[name], name) for name in mine), key=lambda gain: -abs(gain[0]))[:2]
+    parts = ", ".join(
+        f"{name.replace('_', ' ')} {abs(seconds):.3g} s {'less' if seconds > 0 else 'more'}" for seconds, name in gains
+    )
+    words = f"{abs(faster):.1%} {'faster' if faster >= 0 else 'slower'} ({parts} per step)"
+    if ours.usd_per_billion_tokens is not None and theirs.usd_per_billion_tokens is not None:
+        saved = 1 - ours.usd_per_billion_tokens / theirs.usd_per_billion_tokens
+        words += f", {abs(saved):.1%} {'cheaper' if saved >= 0 else 'dearer'}"
+    machines = best.cluster.num_nodes, second.cluster.num_nodes
+    if machines[0] < machines[1]:
+        words += f", on {machines[0]} machine{'' if machines[0] == 1 else 's'} instead of {machines[1]}"
+    return f"why 1 and not 2: {words}; {render_bytes(best.memory.total)} instead of {render_bytes(second.memory.total)}"
