@@ -48,7 +48,8 @@ DIVIDED = """\
 
 Rows of `tests/parity/test_tensor.py`, `test_pipeline.py`, `test_context.py`, `test_expert_parallel.py` and
 `test_tensor_experts.py`, compared in the same way, also with uneven targets. Axes that are not named are 1; on the
-processes that are left, parameters are replicated.
+processes that are left, parameters are replicated. `make parity-table` measures all rows of these files; those that are
+not counted here have not been measured with this source.
 
 """
 AXES = {

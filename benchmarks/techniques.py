@@ -243,23 +243,28 @@ class Training:
         config = load_config(describe_model(size, group.has_experts))
         self._engine = build_native_engine(recipe, config, self.plan, self._meshes, CausalLM(), device)
         self._step = 0
+        self._engine.rehearse(self._draw()[0], self.plan.num_microbatches)
 
     def run(self, steps):
         """Train for a block of steps."""
-        size, numbers = self._size, np.arange(self.plan.micro_batch_size)
+        num_targets = torch.tensor(float(self._size.batch * self._size.tokens), device=self._device)
         for _ in range(steps):
-            generator = torch.Generator().manual_seed(self._step * self._meshes.data_size + self._meshes.data_rank)
-            microbatches = []
-            for _ in range(self.plan.num_microbatches):
-                tokens = torch.randint(size.vocabulary, (len(numbers), size.tokens), generator=generator)
-                tokens = tokens.to(self._device)
-                microbatch = Microbatch(tokens, tokens, numbers, numbers)
-                microbatches.append(microbatch.cut(self._meshes.sequence_part))
-            num_targets = torch.tensor(float(size.batch * size.tokens), device=self._device)
-            self._engine.forward_backward(self._step, microbatches, num_targets)
+            self._engine.forward_backward(self._step, self._draw(), num_targets)
             self._engine.clip(1.0)
             self._engine.step(1e-3, torch.ones((), dtype=torch.bool, device=self._device))
             self._step += 1
+
+    def _draw(self):
+        """The microbatches of a step: this rank's part of random tokens, the same on the ranks that share them."""
+        numbers = np.arange(self.plan.micro_batch_size)
+        generator = torch.Generator().manual_seed(self._step * self._meshes.data_size + self._meshes.data_rank)
+        microbatches = []
+        for _ in range(self.plan.num_microbatches):
+            tokens = torch.randint(self._size.vocabulary, (len(numbers), self._size.tokens), generator=generator).to(
+                self._device
+            )
+            microbatches.append(Microbatch(tokens, tokens, numbers, numbers).cut(self._meshes.sequence_part))
+        return microbatches
 
 
 def run_rank(place, group, name, size, steps):
