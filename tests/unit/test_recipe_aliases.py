@@ -118,7 +118,6 @@ def test_the_sections_of_torchtitan_are_understood() -> None:
         ({"parallel": "shard_grad_op"}, {"parallel": "zero2"}),
         ({"parallel": "no_shard"}, {"parallel": "ddp"}),
         ({"parallel": "hybrid_shard"}, {"parallel": "hsdp"}),
-        ({"profile": {"rank": 3, "seed": 1, "dataset": "x"}}, {"profile": {"rank": 3, "seed": 1, "dataset": "x"}}),
     ],
 )  # fmt: skip
 def test_spellings(theirs: dict[str, Any], ours: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ from recipe_samples import SMALL, load_text
 REFUSED = {
     "sync.name": "sync.name=quorum",
     "engine": "engine=deepspeed",
-    "profile": "profile.steps=2",
 }
 
 BUILT = [
@@ -33,7 +32,7 @@ BUILT = [
     "checkpoint={every_steps: 7, keep_last: 1, async: false}", "checkpoint.every_steps=auto",
     "fault.mean_hours_between_failures=8", "evaluate.batches=3",
     "evaluate={prompts: [Once], prompt_tokens: 3, select_by: code, early_stopping: 3}",
-    "checkpoint.keep_best=true",
+    "checkpoint.keep_best=true", "profile={steps: [20, 5], ranks: [0, 1], memory: true}",
     "track=[tensorboard, mlflow, wandb]", "mlflow.experiment=other", "wandb.mode=offline",
     "tokenizer.train.vocab_size=500", "tokenizer=some/folder", "model.attn_implementation=eager", "train.epochs=2",
     "model.trust_remote_code=true", "fault.max_restarts=0", "adapter.method=full", "adapter.method=qlora",

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 # A launcher ends every rank when one exits: the silent ranks wait, so that rank 0 can print its message.
 _SPEAKING_SECONDS = 1.0
+_PROFILE = "profile.steps=[20,5]"
 
 
 def train(
@@ -45,10 +46,14 @@ def train(
     interface: Annotated[
         str | None, typer.Option("--interface", help="Network interface. Default: the one that reaches HOST.")
     ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help=f"Record steps for a profiler: short for {_PROFILE}.")
+    ] = False,
 ) -> None:
     """Train a recipe, or resume its run. Resumes from the newest complete checkpoint."""
     from echelon.supervise.launch_environment import keep_hub_cache_beside, launch_role
 
+    overrides = [*(overrides or []), *([_PROFILE] if profile else [])]
     num_processes = parse_nproc(nproc)
     group = _read_group(nodes, rendezvous, interface)
     role = "agent" if group is not None else launch_role()

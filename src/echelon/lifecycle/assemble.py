@@ -60,6 +60,7 @@ from echelon.training.evaluations import Evaluations
 from echelon.training.heartbeat import Heartbeat
 from echelon.training.interval import SaveInterval
 from echelon.training.pauses import Pauses
+from echelon.training.profiler import build_recorder
 from echelon.training.rollback import Recovery, find_suppressed
 from echelon.training.saving import Saver
 from echelon.training.state import SavedState, TrainState
@@ -258,8 +259,7 @@ def build_trainer(
     saver = Saver(recipe, contents, store, snapshots, interval, accounting, meshes.everyone)
     loader = build_loader(recipe, plan, data, meshes, state.step)
     schedule = build_schedule(recipe.optim, num_steps, recipe.batches)
-    limit = recipe.optim.max_grad_norm
-    judge = contents.judge
+    limit, judge = recipe.optim.max_grad_norm, contents.judge
     step = TrainingStep(engine, objective, sync, judge, schedule, loader, meshes, device, limit, stop, num_steps)
     evaluator = build_evaluator(recipe, plan, data, objective, meshes, device)
     evaluations = None
@@ -269,7 +269,8 @@ def build_trainer(
     every, patience = recipe.fault.verify_replicas_every, recipe.evaluate.early_stopping
     pauses = Pauses(engine, saver, evaluations, accounting, meshes, stop, every, patience)
     recover = Recovery(recipe.fault, step, saver, accounting)
-    return Trainer(num_steps, step, accounting, pauses, saver, recover, stop, state)
+    recorder = build_recorder(recipe.profile, folder, runtime)
+    return Trainer(num_steps, step, accounting, pauses, saver, recover, stop, state, recorder)
 
 
 def _record_beginning(folder: RunFolder, step: int, data: PreparedData, peak_flops: float) -> None:

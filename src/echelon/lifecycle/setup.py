@@ -147,6 +147,7 @@ def prepare_run(
         shape = _check_against_data(recipe, here, data, num_steps)
         cluster = find_cluster()
         plan = _find_plan(opened, recipe, shape, cluster, data.train.num_samples)
+        _check_profile(recipe, num_steps, plan.world_size)
         memory = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
         folder.text.write_prepared_path(data.path, data.content_digest, data.is_packed)
         fetch_models(recipe, commits)  # last, after every check that can fail
@@ -173,6 +174,20 @@ def _check_against_data(recipe: Recipe, here: _LocalRecipe, data: "PreparedData"
     logger.info(f"model: {line}")
     obeys_masks = recipe.objective.name != "dpo" or here.obstacle is None
     return replace(build_shape(fields), obeys_masks=obeys_masks)
+
+
+def _check_profile(recipe: Recipe, num_steps: int, world_size: int) -> None:
+    """Raise ConfigError if the steps or ranks to profile are not in the run."""
+    steps, ranks = recipe.profile.steps, recipe.profile.ranks
+    if steps is None:
+        return
+    if sum(steps) - 1 > num_steps:
+        raise ConfigError(
+            f"profile.steps={list(steps)} records steps {steps[0]} to {sum(steps) - 1}, but the run has {num_steps}; "
+            "set the first step and their number, for example profile.steps=[3, 2]."
+        )
+    if max(ranks) >= world_size:
+        raise ConfigError(f"profile.ranks={list(ranks)}: the run has {world_size} processes, whose ranks begin at 0.")
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from echelon.data.loader import Microbatch
 from echelon.model.router import RouterTap
@@ -63,11 +64,13 @@ class SingleStage:
             # Ranks that share a sequence hold other positions of it.
             place = () if microbatch.part is None else (microbatch.part.rank,)
             torch.manual_seed(derive_seed(self._seed, step, int(microbatch.batch_indices[0]), *place))
-            with self._parallel.microbatch(is_last=index == len(microbatches) - 1):
+            is_last = index == len(microbatches) - 1
+            with record_function("echelon forward"), self._parallel.microbatch(is_last):
                 sums = self._parallel.module(microbatch, read)
             # 0 * loss is 0, or NaN for a loss that is not finite: then every gradient is NaN, and so is the norm that
             # all ranks see, which is what keeps such a step from being applied.
-            sums.backward((factors + 0 * sums.detach()) / num_targets)
+            with record_function("echelon backward"):
+                sums.backward((factors + 0 * sums.detach()) / num_targets)
             total += sums.detach()
         if self._tap is None:
             return StepSums(total[0])

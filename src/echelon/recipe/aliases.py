@@ -119,7 +119,7 @@ NO_EQUIVALENT: Mapping[str, str] = {
 }
 
 
-FREE_MAPPINGS = ("profile", "smp")
+FREE_MAPPINGS = ("smp",)
 
 
 def spellings(key: str) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from echelon.recipe.operation import (
     EvaluateConfig,
     FaultConfig,
     MlflowConfig,
+    ProfileConfig,
     Tracker,
     WandbConfig,
 )
@@ -80,7 +81,7 @@ class Recipe(Section):
     mlflow: MlflowConfig = MlflowConfig()
     wandb: WandbConfig = WandbConfig()
     launch: LaunchConfig = LaunchConfig()
-    profile: dict[str, Any] = Field(default_factory=dict, description="Settings of the profiler.")
+    profile: ProfileConfig = ProfileConfig()
     budget: BudgetConfig = BudgetConfig()
 
     @model_validator(mode="after")

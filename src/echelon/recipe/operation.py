@@ -154,6 +154,24 @@ class FaultConfig(Section):
     )
 
 
+class ProfileConfig(Section):
+    """Which steps torch's profiler records."""
+
+    steps: tuple[Count, Count] | None = Field(
+        None,
+        description="The first step to record, and how many: [20, 5] records steps 20 to 24. `echelon train --profile` "
+        "sets this. Default: none.",
+    )
+    ranks: tuple[CountOrZero, ...] = Field((0,), description="The ranks that record; each writes a trace of its own.")
+    memory: Flag = Field(False, description="Also record every allocation of memory.")
+
+    @model_validator(mode="after")
+    def _has_ranks(self) -> Self:
+        if not self.ranks or len(set(self.ranks)) < len(self.ranks):
+            raise ValueError(f"profile.ranks={list(self.ranks)} must name ranks, each once, for example [0].")
+        return self
+
+
 class BudgetConfig(Section):
     """Limits over all starts of the run together. The run stops with a checkpoint before it exceeds one."""
 

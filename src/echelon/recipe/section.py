@@ -27,7 +27,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
     def __hash__(self) -> int:
-        # Pydantic's hash of a frozen model fails for free mappings (model.config, launch, profile).
+        # Pydantic's hash of a frozen model fails for free mappings (model.config, launch, smp).
         return hash((type(self), _hashable(self.__dict__)))
 
 

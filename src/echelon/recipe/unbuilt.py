@@ -37,7 +37,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         admits_own=True,
     ),
     Unbuilt("engine", "native, or smp for SMP's keys"),
-    Unbuilt("profile", "omitting this key"),
 )
 
 

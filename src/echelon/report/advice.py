@@ -3,8 +3,9 @@
 import statistics
 from collections.abc import Iterator
 
+from echelon.report.nested import read_mapping, read_number, read_value
 from echelon.report.numbers import render_percent, render_seconds
-from echelon.report.run_record import RunRecord, percentile, read_mapping, read_number, read_value
+from echelon.report.run_record import RunRecord, percentile
 
 # Shares of the time above which a cause is worth a change.
 _DATA, _SAVING, _EVALUATING, _LOST = 0.05, 0.05, 0.10, 0.05

@@ -10,13 +10,14 @@ from typing import Any
 
 from echelon.errors import ConfigError
 from echelon.recipe.yaml_text import parse_yaml
+from echelon.report.nested import read_mapping, read_number
+from echelon.report.trace import Trace, read_traces
 from echelon.runs.cost import Spending, read_spending
 from echelon.runs.overview import RunSummary, summarize_run
 from echelon.runs.run_folder import RunFolder
 from echelon.stored import Row, read_json, read_rows
 
 _BEGINNINGS = ("start", "resume")
-_LARGEST = 1e300
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class RunRecord:
     events: Sequence[Row]
     samples: Sequence[Row]
     spending: Spending | None
+    traces: Sequence[Trace]
     read_at: float
     faults: Sequence[str]
 
@@ -53,9 +55,12 @@ class RunRecord:
 
     @property
     def steady_rows(self) -> list[Row]:
-        """The train rows without the first of each start, whose step is slower; all if there are no others."""
-        first = {row["step"] + 1 for row in self.starts if isinstance(row.get("step"), int)}
-        return [row for row in self.train_rows if row["step"] not in first] or list(self.train_rows)
+        """The train rows without the first of each start and without profiled steps; all if there are no others."""
+        left_out = {row["step"] + 1 for row in self.starts if isinstance(row.get("step"), int)}
+        for trace in self.traces:
+            steps = [each.step for each in trace.steps]
+            left_out |= {*range(min(steps) - 1, max(steps) + 2)}  # the profiler starts before, and is written after
+        return [row for row in self.train_rows if row["step"] not in left_out] or list(self.train_rows)
 
     @property
     def wall_seconds(self) -> float | None:
@@ -96,30 +101,10 @@ def read_record(path: Path) -> RunRecord:
         events=sorted(folder.rows.read_events(), key=lambda row: row["time"]),
         samples=read_rows(folder.samples_path, _is_sample).rows,
         spending=spending,
+        traces=read_traces(path),
         read_at=time.time(),
         faults=folder.rows.describe_bad_lines(),
     )
-
-
-def read_number(mapping: object, *path: str) -> float | None:
-    """Return the finite number at nested keys; None if there is none."""
-    value = read_value(mapping, *path)
-    if isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST:
-        return float(value)
-    return None  # also NaN, which compares False
-
-
-def read_value(mapping: object, *path: str) -> Any:
-    """Return the value at nested keys; None if there is none."""
-    for key in path:
-        mapping = mapping.get(key) if isinstance(mapping, dict) else None
-    return mapping
-
-
-def read_mapping(mapping: object, *path: str) -> dict[str, Any]:
-    """Return the mapping at nested keys; an empty one if there is none."""
-    value = read_value(mapping, *path)
-    return value if isinstance(value, dict) else {}
 
 
 def percentile(values: Sequence[float], share: float) -> float:

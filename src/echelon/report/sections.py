@@ -24,8 +24,10 @@ from echelon.report.blocks import (
     Table,
     Timeline,
 )
+from echelon.report.nested import read_mapping, read_number, read_value
 from echelon.report.numbers import UNKNOWN, render_number, render_percent, render_seconds
-from echelon.report.run_record import RunRecord, percentile, read_mapping, read_number, read_value
+from echelon.report.profile_section import build_profile
+from echelon.report.run_record import RunRecord, percentile
 from echelon.runs.wall_time import CAUSES
 from echelon.sizes import render_bytes
 
@@ -70,6 +72,7 @@ def build_sections(record: RunRecord) -> list[Section]:
         Section("Loss", list(_losses(record))),
         Section("Throughput", list(_throughput(record))),
         Section("Where the time went", list(_time(record))),
+        Section("Profiled steps", list(build_profile(record))),
         Section("Memory", list(_memory(record))),
         Section("Events", list(_events(record))),
         Section("Samples", list(_samples(record))),
@@ -191,11 +194,11 @@ def _throughput(record: RunRecord) -> Iterator[Block]:
         ],
     )
     waits = sum(record.values("data_wait_seconds"))
-    left_out = len(record.train_rows) - len(rows)
+    left_out = len(record.starts)
     lines = [f"Steps waited for data for {render_percent(waits / sum(times))} of their time."] if times else []
     if left_out:
         first = "The first step of the start is" if left_out == 1 else f"The first steps of {left_out} starts are"
-        lines.append(f"{first} slower, and left out here.")
+        lines.append(f"{first} slower, and left out here{', as are profiled steps' if record.traces else ''}.")
     yield Lines(lines)
 
 

@@ -2,7 +2,7 @@
 
 `recipe.yaml plan.json estimate.json environment.json data.json hub.json remote.json metrics.jsonl events.jsonl
 outcome.json spending.json checkpoints/step-00000100/ model/ export/ logs/console.log logs/rank-00000.log
-trackers/mlflow.json`
+profile/step-00000020-rank-00000.json.gz trackers/mlflow.json`
 """
 
 import os
@@ -24,8 +24,11 @@ FILES = (
 )  # fmt: skip
 """The files at the top of a run folder, except `.lock`."""
 
-FOLDERS = (".outcomes", "checkpoints", "export", "logs", "model", "tensorboard", "trackers", "wandb")
+FOLDERS = (".outcomes", "checkpoints", "export", "logs", "model", "profile", "tensorboard", "trackers", "wandb")
 """The folders in a run folder."""
+
+STEP_MARK = "echelon step "
+"""The beginning of the name of a step in a trace; its number follows."""
 
 OWNER_ONLY = 0o700
 """Mode of new folders with recipes, scripts or logs; existing folders keep their mode."""
@@ -167,6 +170,10 @@ class RunFolder:
     def log_path(self, rank: int) -> Path:
         """The file of this rank's stdout and stderr."""
         return self.logs_dir / f"rank-{rank:05d}.log"
+
+    def trace_path(self, step: int, rank: int) -> Path:
+        """The trace of a rank that begins with this step; Perfetto opens it."""
+        return self.path / "profile" / f"step-{step:08d}-rank-{rank:05d}.json.gz"
 
     def create(self) -> None:
         """Create the folder, readable only by its owner, and its directories; existing ones are not changed."""

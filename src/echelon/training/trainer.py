@@ -7,6 +7,7 @@ from echelon.stopping import StopRequest
 from echelon.training.accounting import Accounting
 from echelon.training.metrics import PendingMetrics
 from echelon.training.pauses import Due, Pauses
+from echelon.training.profiler import Recorder
 from echelon.training.rollback import BadStep, Recovery
 from echelon.training.saving import Saver
 from echelon.training.state import TrainState
@@ -25,6 +26,7 @@ class Trainer:
     recovery: Recovery
     stop: StopRequest
     state: TrainState
+    recorder: Recorder
 
     def fit(self) -> TrainState:
         """Train to the last step, or until `evaluate.early_stopping` ends the run. Collective.
@@ -63,8 +65,9 @@ class Trainer:
         for step in range(self.state.step, self.num_steps):
             if self.stopped_early:
                 break
-            record = self.train_step(step, is_suppressed=step + 1 in self.state.suppressed)
-            pending.append(PendingMetrics(record, self.train_step.meshes, self.accounting.peak_if_due(step)))
+            with self.recorder.step(step):
+                record = self.train_step(step, is_suppressed=step + 1 in self.state.suppressed)
+                pending.append(PendingMetrics(record, self.train_step.meshes, self.accounting.peak_if_due(step)))
             # The host reads metrics one or more steps late, so that it never waits for the step it has just launched.
             if len(pending) > self.train_step.sync.lag:
                 self._account(pending.popleft())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from echelon.data.loader import BatchLoader, StepBatch
 from echelon.distributed.mesh import Meshes
@@ -54,16 +55,19 @@ class TrainingStep:
     def _attempt(self, step: int, is_suppressed: bool) -> StepRecord | None:
         """Run the step once; return None if it changed nothing and must be run again."""
         self.loader.reshare(*self.sync.begin_step(step))
-        batch = next(self.loader).to(self.device)
+        with record_function("echelon data"):
+            batch = next(self.loader).to(self.device)
         targets = self.count_targets(batch)
         sums = self.engine.forward_backward(step, batch.microbatches, targets.shared.clamp(min=1))
-        grad_norm = self.engine.clip(self.max_grad_norm)
+        with record_function("echelon clip"):
+            grad_norm = self.engine.clip(self.max_grad_norm)
         loss_scale = self.engine.loss_scale
         loss_scale = None if loss_scale is None else loss_scale.clone()
         before = self.judge.mark()
         verdict = self.judge(grad_norm, self.sync.should_commit(grad_norm), loss_scale, is_suppressed)
         learning_rate = self.schedule(step)
-        self.sync.apply(step, learning_rate, verdict.commit)
+        with record_function("echelon update"):
+            self.sync.apply(step, learning_rate, verdict.commit)
         if not self.sync.end_step(step, is_last=step + 1 == self.num_steps):
             self.judge.rewind(before)
             return None

@@ -1,0 +1,133 @@
+"""Traces written by hand: every part of a step is exact. And what the recorder writes is read again."""
+
+import gzip
+import json
+
+import pytest
+import torch
+
+from echelon.report.run_record import read_record
+from echelon.report.sections import build_report
+from echelon.report.trace import PARTS, analyse, partition, read_traces
+from echelon.training.profiler import Recorder
+
+# Of NCCL's: what is sent during 250 to 550 is exposed from 400 on. In microseconds, as start and end.
+ON_GPU = [
+    ("echelon step 7", "user_annotation", 0, 1000, {}),
+    ("echelon step 7", "gpu_user_annotation", 90, 660, {}),
+    ("echelon data", "user_annotation", 700, 800, {}),
+    ("aten::mm", "cpu_op", 10, 20, {}),
+    ("sm90_xmma_gemm_bf16bf16_bf16f32", "kernel", 100, 300, {}),
+    ("void flash_fwd_kernel<float>", "kernel", 300, 350, {}),
+    ("vectorized_elementwise_kernel", "kernel", 350, 400, {}),
+    ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "kernel", 250, 550,
+     {"Collective name": "allreduce", "In msg nelems": 1_000_000, "dtype": "BFloat16", "Group size": 4}),
+    ("Memcpy DtoH (Device -> Pinned)", "gpu_memcpy", 600, 650, {}),
+]  # fmt: skip
+# Of gloo's: the operators of two threads, one inside another, and the sends of a third.
+ON_CPU = [
+    ("echelon step 7", "user_annotation", 0, 1000, {}),
+    ("echelon data", "user_annotation", 0, 100, {}),
+    ("aten::linear", "cpu_op", 100, 320, {}),
+    ("aten::addmm", "cpu_op", 110, 310, {}),
+    ("aten::copy_", "cpu_op", 120, 130, {}),
+    ("aten::scaled_dot_product_attention", "cpu_op", 320, 370, {}),
+    ("aten::bmm", "cpu_op", 330, 360, {}),
+    ("gloo:all_reduce", "user_annotation", 300, 700, {"Input Dims": [[1000, 250]], "Input type": ["float"]}),
+    ("gloo:all_reduce", "user_annotation", 2000, 2100, {"Input Dims": [[5]], "Input type": ["float"]}),
+]
+
+
+def build(events, **more):
+    rows = [
+        {"ph": "X", "name": name, "cat": kind, "ts": start, "dur": end - start, "pid": 1, "tid": kind, "args": args}
+        for name, kind, start, end, args in events
+    ]
+    return {"traceEvents": [*rows, {"ph": "M", "name": "process_name"}, {"ph": "X", "ts": "?"}, 5]} | more
+
+
+def microseconds(parts):
+    return {name: round(1e6 * seconds, 6) for name, seconds in parts.items()}
+
+
+def test_a_trace_of_nccl_is_divided_exactly():
+    trace = analyse(build(ON_GPU), rank=3)
+    [step] = trace.steps
+    assert (trace.rank, step.step, round(step.seconds, 9)) == (3, 7, 0.001)
+    assert microseconds(step.parts) == {
+        "attention": 50, "matrix products": 200, "copies": 50, "other kernels": 50,
+        "exposed communication": 150, "waiting for data": 100, "host": 400,
+    }  # fmt: skip
+    assert round(1e6 * step.hidden, 6) == 150
+    [sent] = trace.collectives
+    assert (sent.name, sent.count, sent.bytes, round(1e6 * sent.seconds, 6)) == ("all_reduce", 1, 2_000_000, 300)
+    assert sent.bus_rate == pytest.approx(2_000_000 * 2 * 3 / 4 / 300e-6)
+    assert trace.kernels[0][0] == "sm90_xmma_gemm_bf16bf16_bf16f32"
+
+
+def test_a_trace_of_gloo_is_divided_exactly():
+    groups = {"pg_config": [{"pg_size": 2}, {"pg_size": 2}]}
+    trace = analyse(build(ON_CPU, distributedInfo=groups), rank=0)
+    [step] = trace.steps
+    # The product is 110 to 310, with the copy in it; what is around it, 100 to 110 and 310 to 320, is other work.
+    assert microseconds(step.parts) == {
+        "attention": 50, "matrix products": 200, "copies": 0, "other kernels": 20,
+        "exposed communication": 330, "waiting for data": 100, "host": 300,
+    }  # fmt: skip
+    assert round(1e6 * step.hidden, 6) == 70
+    [sent] = trace.collectives
+    assert (sent.count, sent.bytes) == (1, 1_000_000)  # without the one outside of the steps
+    assert sent.bus_rate == pytest.approx(1_000_000 / 400e-6)
+    # Of its own, without the operators that it calls.
+    own = {name: round(1e6 * seconds, 6) for name, _, seconds in trace.kernels}
+    assert own == {
+        "aten::addmm": 190, "aten::bmm": 30, "aten::scaled_dot_product_attention": 20, "aten::linear": 20,
+        "aten::copy_": 10,
+    }  # fmt: skip
+    unequal = {"pg_config": [{"pg_size": 2}, {"pg_size": 4}]}
+    assert analyse(build(ON_CPU, distributedInfo=unequal), rank=0).collectives[0].bus_rate is None
+
+
+def test_each_moment_has_one_part():
+    assert partition((0, 10), [[(-5, 2), (1, 3)], [(2, 5)], [(9, 20)]]) == [3, 2, 1, 4]
+    assert partition((0, 10), [[], []]) == [0, 0, 10]
+
+
+def test_the_recorder_writes_the_steps_that_were_asked_for(tmp_path):
+    path = tmp_path / "profile" / "step-00000003-rank-00001.json.gz"
+    recorder = Recorder(torch.device("cpu"), lambda step: path if step == 3 else tmp_path / "wrong", (3, 2))
+    for step in range(8):
+        with recorder.step(step):
+            torch.ones(64, 64) @ torch.ones(64, 64)
+        assert path.exists() == (step >= 3)
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    [trace] = read_traces(tmp_path)
+    assert (trace.rank, [step.step for step in trace.steps]) == (1, [3, 4])
+    for step in trace.steps:
+        assert sum(step.parts.values()) == pytest.approx(step.seconds) and step.parts["matrix products"] > 0
+    with Recorder(torch.device("cpu"), lambda step: tmp_path / "wrong").step(0):
+        pass
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_a_report_shows_the_profile_and_leaves_its_steps_out_of_the_speed(tmp_path):
+    rows = [
+        {"kind": "train", "step": step, "step_seconds": 9.0 if 5 < step < 9 else 1.0, "tokens_per_second": 1.0}
+        for step in range(1, 20)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "events.jsonl").write_text('{"event": "start", "time": 1.0, "step": 0}\n')
+    (tmp_path / "profile").mkdir()
+    for rank, content in enumerate((build(ON_GPU), build(ON_CPU), {"traceEvents": 5})):
+        path = tmp_path / "profile" / f"step-00000007-rank-{rank:05d}.json.gz"
+        path.write_bytes(gzip.compress(json.dumps(content).encode()))
+    (tmp_path / "profile" / "step-00000007-rank-00009.json.gz").write_bytes(b"torn")
+    record = read_record(tmp_path)
+    assert set(record.values("step_seconds")) == {1.0} and len(record.steady_rows) == 15
+    [section] = [each for each in build_report(record).sections if each.title == "Profiled steps"]
+    bars, table, lines, heat, *_ = section.blocks
+    assert [label for label, _ in bars.rows] == ["rank 0, mean step", "rank 1, mean step"]
+    assert table.rows[1] == ("matrix products", "0.20 ms (20.0 %)", "0.20 ms (20.0 %)")
+    assert len(table.rows) == len(PARTS)
+    assert "took 9.0 s while it was recorded, and 1.0 s otherwise: recording costs 800.0 %" in lines.lines[1]
+    assert heat.values == [[pytest.approx(0.001)], [pytest.approx(0.001)]]
