@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from echelon.commands.plan import plan
+from echelon.errors import ConfigError
 from echelon.runs.reckoning import reckon, store_reckoning
 from echelon.runs.run_folder import RunFolder
 
@@ -70,3 +72,16 @@ def test_it_is_stored_in_the_events_and_beside_the_estimate(tmp_path):
     stored = json.loads(folder.estimate_path.read_text())
     assert stored["reckoning"]["errors"]["hours"] == pytest.approx(0.25)
     assert stored["schedule"] == {"steps": 3600}
+
+
+def test_the_errors_of_many_runs_are_shown_with_their_median(tmp_path, capsys):
+    for name, step in (("a", 2.5), ("b", 1.0), ("c", 2.0)):
+        write_run(tmp_path / name, STEPS, {"step": step}, memory=({"weights": 11}, {"weights": 10}))
+    plan(tmp_path / "a", [str(tmp_path / "b"), str(tmp_path / "c")], accuracy=True)
+    rows = [line.split()[-2:] for line in capsys.readouterr().out.splitlines()]
+    assert rows[1:] == [["+25.0%", "+10.0%"], ["-50.0%", "+10.0%"], ["+0.0%", "+10.0%"], ["25.0%", "10.0%"]]
+    with pytest.raises(ConfigError, match="is not a run folder with an estimate"):
+        plan(tmp_path, accuracy=True)
+    write_run(tmp_path / "short", STEPS[:4], PREDICTED)
+    with pytest.raises(ConfigError, match="fewer than 3 measured steps"):
+        plan(tmp_path / "short", accuracy=True)

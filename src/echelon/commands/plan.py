@@ -1,6 +1,7 @@
 """`echelon plan`: show how a recipe would run, here or elsewhere, and the memory, time and money it would need."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -44,12 +45,21 @@ def plan(
         float | None, typer.Option("--deadline-hours", min=0, help="Search plans whose run takes at most this.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Search, and print the candidates as JSON.")] = False,
+    accuracy: Annotated[
+        bool, typer.Option("--accuracy", help="Compare runs with what was predicted: the arguments are run folders.")
+    ] = False,
 ) -> None:
     """Show how a recipe would run, and the memory, time and money it needs, or why it is refused.
 
     Downloads no weights.
     """
-    recipe = read_recipe(recipe_path, overrides)
+    if accuracy:
+        from echelon.runs.reckoning import describe_accuracy
+
+        for line in describe_accuracy([recipe_path, *map(Path, overrides or [])]):
+            show(line)
+        return
+    recipe = read_recipe(recipe_path, overrides, quiet=as_json)
     if by is not None or budget_usd is not None or deadline_hours is not None or as_json:
         from echelon.api.searching import search
 

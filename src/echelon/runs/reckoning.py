@@ -1,10 +1,12 @@
 """Predicted beside measured: the steps of a run, its tokens per second, hours, dollars, and the memory by part."""
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from echelon.errors import ConfigError
 from echelon.runs.cost import read_spending
 from echelon.runs.run_folder import RunFolder
 from echelon.sizes import render_bytes
@@ -96,3 +98,31 @@ def store_reckoning(folder: RunFolder, reckoning: Reckoning, step: int) -> None:
     folder.rows.append_event("reckoning", step=step, **reckoning.to_dict())
     stored = read_as(folder.estimate_path, dict[str, Any])
     write_json(folder.estimate_path, stored | {"reckoning": reckoning.to_dict()})
+
+
+def describe_accuracy(paths: Sequence[Path]) -> Iterator[str]:
+    """A table of the errors of these runs, and their median. Raises ConfigError for a folder without a reckoning."""
+    errors = {path: _find_errors(path) for path in paths}
+    names = ("step_seconds", "memory_total")
+    width = max(len(str(path)) for path in paths)
+    yield f"{'run':<{width}}{'step seconds':>16}{'memory total':>16}"
+    for path, found in errors.items():
+        cells = (f"{found[name]:+.1%}" if name in found else "-" for name in names)
+        yield f"{path!s:<{width}}" + "".join(f"{cell:>16}" for cell in cells)
+    known = [[abs(found[name]) for found in errors.values() if name in found] for name in names]
+    cells = (f"{statistics.median(each):.1%}" if each else "-" for each in known)
+    yield f"{'median error':<{width}}" + "".join(f"{cell:>16}" for cell in cells)
+
+
+def _find_errors(path: Path) -> dict[str, float]:
+    try:
+        found = reckon(RunFolder(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is not a run folder with an estimate ({error}); give the folders of runs."
+        ) from error
+    if found is None:
+        raise ConfigError(
+            f"{path} has nothing to compare: fewer than {_FEWEST} measured steps, or devices of unknown speed."
+        )
+    return found.errors
