@@ -107,7 +107,12 @@ def advice(path):
 def test_the_figures_are_those_of_the_files(tmp_path):
     goodput = {"training": 40.0, "starting": 60.0, "stopped": 900.0}
     spending = {"seconds": 7200.0, "usd": 8.2, "unpriced_machine_seconds": 0.0, "until": 1.0, "reserve_seconds": 0.0}
-    path = write_run(tmp_path / "a", goodput=goodput, spending=spending, estimate={"schedule": {"steps": 50}})
+    path = write_run(
+        tmp_path / "a",
+        goodput=goodput,
+        spending=spending,
+        estimate={"schedule": {"steps": 50}, "seconds": {"step": 0.8}},
+    )
     assert list_figures(read_record(path)) == {
         "steps": "41/50",
         "tokens": "4,100",
@@ -121,6 +126,8 @@ def test_the_figures_are_those_of_the_files(tmp_path):
         "cost": "$8.20",
     }
     report = build_report(read_record(path))
+    lines = find(report, "Throughput").blocks[-1].lines
+    assert "The plan predicted 800 ms for a step; the median is 1.0 s (+25.0 %)." in lines
     bars, table, _ = find(report, "Memory").blocks
     assert [sum(value for _, value in parts) for _, parts in bars.rows] == [3 * 2**20, 4 * 2**20]
     assert ("total", "3.00 MiB", "4.00 MiB", "+33.3 %") in table.rows

@@ -196,6 +196,13 @@ def _throughput(record: RunRecord) -> Iterator[Block]:
     waits = sum(record.values("data_wait_seconds"))
     left_out = len(record.starts)
     lines = [f"Steps waited for data for {render_percent(waits / sum(times))} of their time."] if times else []
+    predicted = read_number(record.estimate, "seconds", "step")
+    if predicted and times:
+        median = percentile(times, 0.5)
+        lines.append(
+            f"The plan predicted {render_seconds(predicted)} for a step; the median is {render_seconds(median)} "
+            f"({100 * (median / predicted - 1):+.1f} %)."
+        )
     if left_out:
         first = "The first step of the start is" if left_out == 1 else f"The first steps of {left_out} starts are"
         lines.append(f"{first} slower, and left out here{', as are profiled steps' if record.traces else ''}.")
