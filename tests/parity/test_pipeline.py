@@ -145,6 +145,8 @@ ALONE = replace(pipeline_row(tied=True), parallel="ddp", ranks=1)
 SECOND_HALVES = [
     (pipeline_row(tied=True, ranks=4, tp=2), replace(ALONE, parallel="fsdp", ranks=4)),
     (ALONE, pipeline_row(tied=True, ranks=4, tp=2, schedule="interleaved")),
+    (pipeline_row(tied=True, ranks=4, tp=2), ALONE),
+    (replace(ALONE, parallel="fsdp", ranks=4), pipeline_row(tied=True, ranks=4, tp=2)),
     (pipeline_row(tied=True), ALONE),
     (ALONE, pipeline_row(tied=True, schedule="interleaved")),
     (pipeline_row(tied=True, ranks=4, micro_batch=1, dp_shard=2), replace(ALONE, parallel="fsdp", ranks=4)),
