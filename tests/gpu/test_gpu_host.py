@@ -9,7 +9,6 @@ import time
 import pytest
 import torch
 
-from echelon.training.metrics import PendingMetrics
 from gpu_training import Case, model_overrides, trainer_on_gpu
 from training import Row
 
@@ -44,11 +43,11 @@ def forbidden():
 def test_a_step_never_synchronizes(gpu, text, tmp_path, forbidden, case):
     with trainer_on_gpu(case, gpu, tmp_path, text, steps=8) as trainer:
         for step in range(3):  # compilation, caches and the optimizer's state
-            PendingMetrics(trainer.train_step(step), trainer.train_step.meshes, peak_bytes=1).read()
+            trainer.train_step(step, find_peak=lambda: 1).read()
         forbidden(True)
-        pending = PendingMetrics(trainer.train_step(3), trainer.train_step.meshes, peak_bytes=1)
+        pending = trainer.train_step(3, find_peak=lambda: 1)
         # The next step is running when the metrics of the first are read, as in `Trainer.fit`.
-        running = PendingMetrics(trainer.train_step(4), trainer.train_step.meshes)
+        running = trainer.train_step(4)
         metrics = pending.read()
         forbidden(False)
         assert metrics.committed and metrics.step == 3 and running.read().step == 4
@@ -74,9 +73,9 @@ def test_a_bad_step_is_skipped_on_the_device(gpu, text, tmp_path, forbidden):
 
         trainer.train_step.engine.forward_backward = poisoned
         forbidden(True)
-        record = trainer.train_step(1)
+        pending = trainer.train_step(1)
         forbidden(False)
-        assert not record.verdict.commit.item()
+        assert not pending.record.verdict.commit.item()
         after = trainer.train_step.engine.state_dict()
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)

@@ -93,12 +93,12 @@ def corrupt(number, times):
     call = TrainingStep.__call__
     left = [times]
 
-    def corrupted(train_step, step, is_suppressed):
+    def corrupted(train_step, step, is_suppressed, find_peak):
         weight = dict(train_step.engine._decoder.named_parameters()).get(f"{CORRUPT}.weight")
         if step + 1 == number and left[0] and weight is not None and train_step.meshes.data_rank == 0:
             left[0] -= 1
             local_part(weight.detach()).view(-1)[:1].fill_(math.nan)
-        return call(train_step, step, is_suppressed)
+        return call(train_step, step, is_suppressed, find_peak)
 
     return mock.patch.object(TrainingStep, "__call__", corrupted)
 
@@ -108,11 +108,11 @@ def cut_power(number):
     call = TrainingStep.__call__
     times = [0]
 
-    def cut(train_step, step, is_suppressed):
+    def cut(train_step, step, is_suppressed, find_peak):
         times[0] += step + 1 == number
         if times[0] == 2:
             raise PowerCut
-        return call(train_step, step, is_suppressed)
+        return call(train_step, step, is_suppressed, find_peak)
 
     return mock.patch.object(TrainingStep, "__call__", cut)
 
@@ -136,7 +136,7 @@ class Workers:
     def __init__(self, pool, **faults):
         self._pool, self._faults, self.raised = pool, json.dumps(faults), None
 
-    def run(self, function, world_size, path, plan, stop_at, mutation):
+    def run(self, function, world_size, path, plan, stop_at, mutation, backend):
         self.raised = self._pool.run(train_with_faults, world_size, path, plan, stop_at, self._faults)
 
 

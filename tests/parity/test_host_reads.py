@@ -47,9 +47,9 @@ def reads_of_a_step(rank, world_size, path, plan, samples):
         trainer.train_step(0)
         trainer.train_step(1)
         with HostReads() as inside:
-            record = trainer.train_step(2)
+            pending = trainer.train_step(2)
         with HostReads() as outside:
-            bool(record.verdict.commit)
+            bool(pending.record.verdict.commit)
         trainer.train_step.loader.close()
         trainer.saver.store.close()
         if trainer.accounting.journal is not None:

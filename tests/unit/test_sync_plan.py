@@ -9,6 +9,7 @@ from echelon.hardware.accelerators import parse_devices
 from echelon.planner.choose import resolve_plan
 from echelon.planner.memory import estimate_checkpoint, estimate_memory
 from echelon.planner.plan import ParallelPlan, SyncPlan
+from echelon.planner.replica_limits import refuse_quorum, resize
 from echelon.recipe import SyncConfig
 from echelon.sizes import render_bytes
 from test_plan import TINY, build_recipe, cpus
@@ -36,6 +37,14 @@ def test_defaults_depend_on_the_name():
             {"name": "local_sgd", "outer_momentum": 0.5},
             "sync.outer_momentum=0.5 has no effect with sync.name=local_sgd",
         ),
+        ({"name": "quorum", "replicas": 1}, "sync.replicas=1 leaves sync.name=quorum with nobody to agree with"),
+        ({"name": "quorum", "every": 4}, "sync.every=4 has no effect with sync.name=quorum; set sync.name: local_sgd"),
+        (
+            {"name": "quorum", "compress": {"method": "bf16"}},
+            "method=bf16 does not work with sync.name=quorum; use none",
+        ),
+        ({"name": "quorum", "min_replicas": 3}, "sync.min_replicas=3 is more than sync.replicas=2, so after a loss"),
+        ({"min_replicas": 2}, "sync.min_replicas=2 "),
         ({"overlap": True}, "sync.overlap=true has no effect with sync.name=every_step"),
         ({"name": "diloco", "replicas": 1}, "sync.replicas=1 leaves sync.name=diloco with nobody to agree with"),
         ({"compress": {"method": "int8"}}, "method=int8 does not work with sync.name=every_step; use none, bf16"),
@@ -64,6 +73,45 @@ def test_replicas_divide_processes_and_batches():
         resolve_plan(build_recipe("ddp", sync=DILOCO), TINY, cpus(1))
     with pytest.raises(PlanError, match="global_batch_size=9 does not divide by the 6 ranks"):
         resolve_plan(build_recipe("ddp", batch=9, sync=DILOCO), TINY, cpus(6))
+
+
+def test_a_quorum_is_the_plan_of_ddp_and_changes_with_its_replicas():
+    quorum = {"name": "quorum", "replicas": 4}
+    plan = resolve_plan(build_recipe("ddp", batch=24, sync=quorum), TINY, cpus(4))
+    ddp = resolve_plan(build_recipe("ddp", batch=24), TINY, cpus(4))
+    assert replace(plan, sync=SyncPlan(), why=()) == replace(ddp, why=())
+    assert not plan.lossy and "sync: quorum, the loss of a process costs one repeated step" in plan.describe()
+    assert resolve_plan(build_recipe("auto", batch=24, sync=quorum), TINY, cpus(4)).dp_replicate == 4
+    left = {count: resize(plan, count) for count in (1, 3, 5)}
+    assert {count: each.num_fill for count, each in left.items()} == {1: 0, 3: 12, 5: 6}
+    assert all(each.global_batch_size == 24 and each.world_size == count for count, each in left.items())
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        (
+            cpus(4),
+            r"sync.replicas=2 makes replicas of 2 processes each.*; set sync.replicas=4, or start 2 processes",
+        ),
+        (parse_devices("2xH100"), r"sync.name=quorum: .* on CPUs only; use sync.name: every_step on GPUs"),
+    ],
+)
+def test_a_quorum_that_cannot_be_kept_is_refused(cluster, message):
+    recipe = build_recipe("ddp", sync={"name": "quorum"})
+    with pytest.raises((ConfigError, PlanError), match=message):
+        resolve_plan(recipe, TINY, cluster)
+
+
+def test_a_replica_of_a_quorum_has_the_whole_model():
+    with pytest.raises(PlanError, match=r"parallel=fsdp shards what a process has, .*; use parallel: ddp\.$"):
+        resolve_plan(build_recipe("fsdp", sync={"name": "quorum"}), TINY, cpus(2))
+
+
+def test_launchers_that_end_all_processes_refuse_a_quorum():
+    refuse_quorum(build_recipe("ddp"))
+    with pytest.raises(ConfigError, match=r"sync.name=quorum: its replicas are kept by echelon train on one machine"):
+        refuse_quorum(build_recipe("ddp", sync={"name": "quorum"}))
 
 
 def test_the_plan_says_what_is_lossy():

@@ -181,6 +181,16 @@ class CheckpointStore:
         if self._uploads is not None:
             self._uploads.tell_unfinished()
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether the newest save is not known to be complete."""
+        return self._pending is not None or self._retries.is_needed
+
+    def drop(self) -> None:
+        """After the process group has ended: wait until this rank's part of a pending save has. Not collective."""
+        self._publisher.shutdown()
+        self.abandon()
+
     def abandon(self) -> None:
         """After a failure, wait briefly for the current upload, and log what is not uploaded. Not collective."""
         if self._uploads is not None:

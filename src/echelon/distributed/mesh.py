@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from echelon.distributed.membership import Membership
 from echelon.distributed.sequence_part import SequencePart
 from echelon.planner.plan import ParallelPlan
 
@@ -87,6 +88,7 @@ class Meshes:
         outer: the ranks of all replicas with the same coordinates in their replica; None with one replica.
         pp: the stages of this rank's pipeline; None without one.
         cp: the ranks that share this rank's sequences; None if each sequence is on one rank.
+        membership: this replica's part in a quorum; None without one.
     """
 
     device_type: str
@@ -100,6 +102,7 @@ class Meshes:
     outer: dist.ProcessGroup | None
     pp: dist.ProcessGroup | None
     cp: dist.ProcessGroup | None
+    membership: Membership | None = None
 
     @property
     def data_size(self) -> int:

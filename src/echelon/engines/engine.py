@@ -93,6 +93,10 @@ class Engine(Replica, Protocol):
         """Scale gradients to at most `max_norm` (None: only measure); return the global norm before clipping."""
         ...
 
+    def discard(self) -> None:
+        """Drop the gradients of a step that was not finished, because a replica was lost. Not collective."""
+        ...
+
     def find_nonfinite(self, step: int, microbatch: Microbatch, num_targets: Tensor) -> Finding | None:
         """Rerun a microbatch of a step with every layer checked; return the first non-finite value on this rank."""
         ...

@@ -96,7 +96,9 @@ class NativeEngine:
         self._step = step
         self._parallel.begin_step(step)
         divisor = num_targets if self.loss_scale is None else num_targets / self.loss_scale
-        return self._forward_backward(step, microbatches, divisor, self._objective)
+        sums = self._forward_backward(step, microbatches, divisor, self._objective)
+        self._parallel.reduce()
+        return sums
 
     def clip(self, max_norm: float | None) -> Tensor:
         """See Engine."""
@@ -118,6 +120,10 @@ class NativeEngine:
         self._parallel.clear_gradients()
         if self._loss_scale is not None:
             self._loss_scale.update(self._is_finite)
+
+    def discard(self) -> None:
+        """See Engine."""
+        self._parallel.clear_gradients()
 
     def find_nonfinite(self, step: int, microbatch: Microbatch, num_targets: Tensor) -> Finding | None:
         """See Engine."""

@@ -1,14 +1,15 @@
 """Builds a trainer from a recipe and a plan on one rank, and runs it."""
 
 import logging
-import platform
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from transformers import PretrainedConfig
 
 from echelon.checkpoint.adapter_folder import write_adapter
 from echelon.checkpoint.carrier import Carrier
@@ -19,6 +20,7 @@ from echelon.checkpoint.upload import Uploader
 from echelon.data.loader import BatchLoader, Microbatch, choose_padding, find_cut
 from echelon.data.mixture import build_order
 from echelon.data.prepared import PreparedData, open_prepared
+from echelon.distributed.membership import ViewChanged
 from echelon.distributed.mesh import Meshes, build_mesh
 from echelon.distributed.runtime import Runtime
 from echelon.engines import Engine, build_engine
@@ -27,13 +29,22 @@ from echelon.hardware.detection import describe_peak, find_peak_flops
 from echelon.inference.evaluate import DEFAULT_BATCHES, Evaluator, read_in_order
 from echelon.inference.sampler import PromptSampler
 from echelon.lifecycle.fitting import build_rehearsed, note_memory, pin_plan
-from echelon.lifecycle.journaling import describe_end, describe_training, open_goodput, open_journal
+from echelon.lifecycle.journaling import (
+    describe_end,
+    describe_training,
+    finish,
+    open_goodput,
+    open_journal,
+    record_beginning,
+    record_changes,
+)
 from echelon.model.adapters import find_new_tokens
 from echelon.model.build import resolve_config
 from echelon.model.hub import read_commits, with_copies
 from echelon.model.model_folder import find_stops, write_model_folder
 from echelon.objectives.objective import Objective, build_objective
 from echelon.parallel.compilation import describe_recompiles
+from echelon.planner.memory import MemoryParts
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
@@ -57,6 +68,7 @@ from echelon.training.bad_steps import StepJudge
 from echelon.training.callbacks import Callback
 from echelon.training.contents import RunContents
 from echelon.training.evaluations import Evaluations
+from echelon.training.healing import Held, heal
 from echelon.training.heartbeat import Heartbeat
 from echelon.training.interval import SaveInterval
 from echelon.training.pauses import Pauses
@@ -87,7 +99,16 @@ def run_training(
     Raises StoppedError when a rank was asked to stop. `heart` watches from the first step to the last.
     """
     trainer = build_trainer(recipe, plan, folder, runtime, stop=stop, heart=heart, callbacks=callbacks)
+    return conduct(trainer, recipe, folder, stop, heart)
+
+
+def conduct(trainer: Trainer, recipe: Recipe, folder: RunFolder, stop: StopRequest, heart: Heartbeat) -> TrainState:
+    """Train to the run's last step, and do what follows it. Collective. Raises the errors of `run_training`.
+
+    Raises ViewChanged as well, in a quorum: then the group of its replicas has ended.
+    """
     journal, store = trainer.accounting.journal, trainer.saver.store
+    membership = trainer.train_step.meshes.membership
 
     def time_left() -> float:
         return stop.seconds_left(recipe.fault.notice_seconds) - _LEAVING_SECONDS
@@ -107,12 +128,10 @@ def run_training(
         if journal is not None:
             journal.flush()
             summarize(trainer, journal, folder)
-            if (recompiles := describe_recompiles()) is not None:
-                logger.info(recompiles)
-            for line in (*journal.memory_lines, *measured):
+            for line in filter(None, (describe_recompiles(), *journal.memory_lines, *measured)):
                 logger.info(line)
         done = True
-        if runtime.rank == 0:
+        if dist.get_rank() == 0:
             finish(trainer, folder)
         if journal is not None:
             usd = None if journal.meter is None else journal.meter.usd
@@ -121,17 +140,27 @@ def run_training(
     except StoppedError:
         store.close(time_left)
         raise
-    except BaseException:
+    except BaseException as error:
+        if membership is not None:
+            membership.raise_change(error)
         store.abandon()
         raise
     finally:
         heart.stop()
         trainer.train_step.loader.close()
         if journal is not None:
-            if not done:
-                summarize(trainer, journal, folder)
-            journal.close(done)
+            _close_records(trainer, journal, folder, done)
     return state
+
+
+def _close_records(trainer: Trainer, journal: Journal, folder: RunFolder, done: bool) -> None:
+    """Close the journal, after the goodput of a start that did not reach the last step. On rank 0."""
+    if isinstance(sys.exception(), ViewChanged):  # the run goes on
+        if journal.meter is not None:
+            journal.meter.close()
+    elif not done:
+        summarize(trainer, journal, folder)
+    journal.close(done)
 
 
 def export_trained(trainer: Trainer, recipe: Recipe, folder: RunFolder) -> None:
@@ -167,28 +196,18 @@ def summarize(trainer: Trainer, journal: Journal, folder: RunFolder) -> None:
         folder.rows.append_event("goodput", step=trainer.state.step, seconds=goodput.state_dict()["seconds"])
 
 
-def finish(trainer: Trainer, folder: RunFolder) -> None:
-    """Record that the run reached its last step, or ended by early stopping."""
-    state = trainer.state
-    if state.step == trainer.num_steps or not trainer.stopped_early:
-        folder.rows.append_event("done", step=state.step)
-        folder.mark_finished(state.step)
-        return
-    numbers = {
-        "best_step": state.best_step,
-        "best_loss": state.best_loss,
-        "evaluations_since_best": state.evaluations_since_best,
-    }
-    folder.rows.append_event("early_stop", step=state.step, **numbers)
-    folder.mark_finished(state.step, "early_stop")
-    best = (
-        "none was finite"
-        if state.best_loss is None
-        else f"the lowest was {state.best_loss:.4f} at step {state.best_step}"
-    )
-    logger.info(
-        f"early stopping at step {state.step}: no lower loss in {state.evaluations_since_best} evaluations; {best}",
-    )
+@dataclass(frozen=True)
+class Built:
+    """What a rank has before it reads a checkpoint; the engine has initial weights, and has rehearsed a step."""
+
+    recipe: Recipe
+    plan: ParallelPlan
+    data: PreparedData
+    config: PretrainedConfig
+    objective: Objective
+    shape: ModelShape
+    engine: Engine
+    memory: MemoryParts | None
 
 
 def build_trainer(
@@ -206,13 +225,30 @@ def build_trainer(
     `stop` and `heart` are the stop request and the watchdog of hangs; by default there are none.
     """
     recovery = RecoveryWatch(folder) if runtime.rank == 0 else None
-    stop, heart, device = stop or StopRequest(), heart or Heartbeat(), runtime.device
-    meshes = build_mesh(plan, device.type)
+    meshes = build_mesh(plan, runtime.device.type)
+    built = build_engines(recipe, plan, folder, runtime, meshes, compile_backend, is_first=runtime.rank == 0)
+    return assemble(built, folder, runtime, meshes, recovery, stop, heart, callbacks)
+
+
+def build_engines(
+    recipe: Recipe,
+    plan: ParallelPlan,
+    folder: RunFolder,
+    runtime: Runtime,
+    meshes: Meshes,
+    compile_backend: str,
+    is_first: bool,
+) -> Built:
+    """Open the data, build the engine, and rehearse a step. Collective.
+
+    `is_first`: whether this rank writes the model's folder, and the plan if the rehearsal changes it.
+    """
+    device = runtime.device
     prepared, wanted = folder.text.read_prepared_path(), recipe.data
     data = open_prepared(prepared, wanted.sequence_len, wanted.document_mask, was_opened=True)
     here = with_copies(recipe, read_commits(folder))
     config = resolve_config(here, data.vocab_size, data.tokenizer)
-    if runtime.rank == 0:
+    if is_first:
         write_model_folder(folder.model_dir, config, data.tokenizer, data.manifest.stops)
     objective, new_tokens = build_objective(recipe.objective), find_new_tokens(recipe, data.tokenizer)
 
@@ -221,47 +257,67 @@ def build_trainer(
 
     planned, shape = plan, build_shape(config.to_dict())
     engine, plan, memory = build_rehearsed(build, partial(_read_any, data, plan, meshes, device), recipe, planned)
-    if runtime.rank == 0:
+    if is_first:
         pin_plan(folder, planned, plan, shape, recipe.data.sequence_len, device)
+    return Built(recipe, plan, data, config, objective, shape, engine, memory)
+
+
+def assemble(
+    built: Built,
+    folder: RunFolder,
+    runtime: Runtime,
+    meshes: Meshes,
+    recovery: RecoveryWatch | None,
+    stop: StopRequest | None = None,
+    heart: Heartbeat | None = None,
+    callbacks: Sequence[Callback] = (),
+    held: Held | None = None,
+) -> Trainer:
+    """Build a trainer around an engine, and load the newest checkpoint, or the state of a replica. Collective.
+
+    Args:
+        recovery: on rank 0, what measures a recovery.
+        held: in a quorum, what this replica holds from an earlier view; None if it holds nothing.
+    """
+    recipe, plan, engine, data = built.recipe, built.plan, built.engine, built.data
+    stop, heart, device = stop or StopRequest(), heart or Heartbeat(), runtime.device
     sync = build_synchronizer(recipe.sync, engine, meshes)
     contents = RunContents(engine, sync, StepJudge(recipe.fault, device), meshes)
     store, snapshots = build_store(recipe, folder), build_snapshots(recipe)
     tensors = contents.tensors()
     store.rehearse(tensors)
     snapshots.rehearse(tensors)
-    saved = load_newest(store, snapshots, contents, runtime)
+    held = None if meshes.membership is None else heal(contents, held)
+    saved = load_newest(store, snapshots, contents, runtime) if held is None else held.saved
     state = TrainState() if saved is None else saved.train
     state = state.judged_by(recipe.evaluate.select_by).suppressing(find_suppressed(folder))
     num_steps, num_samples = recipe.num_steps(data.train.num_samples), data.train.num_samples
-    stops = find_stops(config, data.manifest.stops)
+    stops = find_stops(built.config, data.manifest.stops)
     sampler = build_sampler(recipe, data, stops, device)
     peak_flops = find_peak_flops(device, plan.precision.compute)
     journal, goodput = None, GoodputTracker()
     if recovery is not None:
         recovery.loaded()
-        goodput = open_goodput(folder, saved)
-        store.upload_newest(state.step, state.best_step if recipe.checkpoint.keep_best else None)
-        _record_beginning(folder, state.step, data, peak_flops)
-        shows_mfu = device.type != "cpu" or logger.isEnabledFor(logging.DEBUG)
-        journal = open_journal(recipe, folder, runtime, num_steps, state.step, recovery, shows_mfu)
-        note_memory(journal, state.step, plan, shape, recipe.data.sequence_len, device, memory)
-        mfu_line = f"mfu: relative to {peak_flops / 1e12:.3g} TFLOP/s per process, {describe_peak(device)}"
-        for line in (
-            *describe_training(recipe, plan, config, data, stops),
-            *engine.describe(_read_any(data, plan, meshes, device, 1).documents is not None),
-            *(() if sampler is None else (sampler.describe(),)),
-        ):
-            logger.info(line)
-        logger.log(logging.INFO if shows_mfu else logging.DEBUG, mfu_line)
-    find_mfu = _find_mfu(recipe, plan, shape, meshes, peak_flops)
+        journal, goodput = _open_records(built, folder, runtime, meshes, recovery, saved, held, num_steps)
+    elif held is not None and held.saved.goodput is not None:
+        goodput.resume(held.saved.goodput, last_sign=0.0)
+    find_mfu = _find_mfu(recipe, plan, built.shape, meshes, peak_flops)
     accounting = Accounting(device, recipe.train.log_every, find_mfu, goodput, heart, journal, callbacks)
+    if held is not None:
+        accounting.make_up(state.step, held.rows)
+        stop.agreed = held.stopped_by
+    elif recovery is not None:
+        store.upload_newest(state.step, state.best_step if recipe.checkpoint.keep_best else None)
+        _describe_beginning(built, meshes, device, sampler, stops)
     interval = SaveInterval(recipe, num_samples, plan.world_size, state.step)
     saver = Saver(recipe, contents, store, snapshots, interval, accounting, meshes.everyone)
     loader = build_loader(recipe, plan, data, meshes, state.step)
     schedule = build_schedule(recipe.optim, num_steps, recipe.batches)
-    limit, judge = recipe.optim.max_grad_norm, contents.judge
-    step = TrainingStep(engine, objective, sync, judge, schedule, loader, meshes, device, limit, stop, num_steps)
-    evaluator = build_evaluator(recipe, plan, data, objective, meshes, device)
+    limit = recipe.optim.max_grad_norm
+    step = TrainingStep(
+        engine, built.objective, sync, contents.judge, schedule, loader, meshes, device, limit, stop, num_steps
+    )
+    evaluator = build_evaluator(recipe, plan, data, built.objective, meshes, device)
     evaluations = None
     if evaluator is not None:
         rhythm, select_by = recipe.evaluation_rhythm(num_samples), recipe.evaluate.select_by
@@ -269,14 +325,53 @@ def build_trainer(
     every, patience = recipe.fault.verify_replicas_every, recipe.evaluate.early_stopping
     pauses = Pauses(engine, saver, evaluations, accounting, meshes, stop, every, patience)
     recover = Recovery(recipe.fault, step, saver, accounting)
+    owes_pause, owes_save = (False, False) if held is None else (held.owes_pause, held.owes_save)
     recorder = build_recorder(recipe.profile, folder, runtime)
-    return Trainer(num_steps, step, accounting, pauses, saver, recover, stop, state, recorder)
+    return Trainer(num_steps, step, accounting, pauses, saver, recover, stop, state, recorder, owes_pause, owes_save)
 
 
-def _record_beginning(folder: RunFolder, step: int, data: PreparedData, peak_flops: float) -> None:
-    text = {"prepared": str(data.path), "digest": data.content_digest, "packing": data.is_packed}
-    machine = {"host": platform.node(), "pids": dict(sorted(folder.read_pids().items()))}
-    folder.rows.append_event("resume" if step else "start", step=step, peak_flops=peak_flops, **machine, **text)
+def _open_records(
+    built: Built,
+    folder: RunFolder,
+    runtime: Runtime,
+    meshes: Meshes,
+    recovery: RecoveryWatch,
+    saved: SavedState | None,
+    held: Held | None,
+    num_steps: int,
+) -> tuple[Journal, GoodputTracker]:
+    """Open the journal and the goodput of the run on rank 0, and record this start, or the replicas that changed."""
+    recipe, plan, device = built.recipe, built.plan, runtime.device
+    step = 0 if saved is None else saved.train.step
+    if held is not None and held.owes_pause:
+        saved = replace(held.saved, train=replace(held.saved.train, owes_evaluation=True))
+    goodput = open_goodput(folder, saved)
+    if held is None:
+        record_beginning(folder, step, built.data, find_peak_flops(device, plan.precision.compute))
+    shows_mfu = device.type != "cpu" or logger.isEnabledFor(logging.DEBUG)
+    watch = recovery if held is None else None  # a loss of replicas is no restart
+    journal = open_journal(recipe, folder, runtime, num_steps, step, watch, shows_mfu)
+    if held is None:
+        note_memory(journal, step, plan, built.shape, recipe.data.sequence_len, device, built.memory)
+    elif meshes.membership is not None:
+        record_changes(folder, meshes.membership, step)
+    return journal, goodput
+
+
+def _describe_beginning(
+    built: Built, meshes: Meshes, device: torch.device, sampler: PromptSampler | None, stops: Sequence[int]
+) -> None:
+    """Log lines about the training. On rank 0."""
+    recipe, plan, compute = built.recipe, built.plan, built.plan.precision.compute
+    for line in (
+        *describe_training(recipe, plan, built.config, built.data, stops),
+        *built.engine.describe(_read_any(built.data, plan, meshes, device, 1).documents is not None),
+        *(() if sampler is None else (sampler.describe(),)),
+    ):
+        logger.info(line)
+    peak = find_peak_flops(device, compute) / 1e12
+    level = logging.INFO if device.type != "cpu" else logging.DEBUG
+    logger.log(level, f"mfu: relative to {peak:.3g} TFLOP/s per process, {describe_peak(device)}")
 
 
 def _find_mfu(

@@ -23,6 +23,7 @@ from echelon.planner.choose import resolve_plan
 from echelon.planner.machines import choose_instance, find_cluster
 from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ModelShape
+from echelon.planner.replica_limits import refuse_quorum
 from echelon.recipe import LaunchConfig, Recipe
 from echelon.runs.cost import check_budget, describe_cost, find_price_at_target
 from echelon.runs.run_folder import RunFolder
@@ -49,6 +50,8 @@ def check_job(job: JobSpec) -> CheckedJob:
     if recipe.launch.to is None:
         raise ConfigError(f"launch.to is not set; add --to with one of {', '.join(TARGETS)}.")
     refuse_secrets(recipe)
+    if recipe.launch.to != "local":
+        refuse_quorum(recipe)
     rate = find_price_at_target(recipe)
     check_budget(recipe, rate)
     launcher = find_launcher(recipe.launch.to)

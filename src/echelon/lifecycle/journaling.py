@@ -1,12 +1,17 @@
 """Open a run's journal and goodput at the beginning of a start, and describe the training."""
 
+import logging
+import platform
 import shlex
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from transformers import PretrainedConfig
 
 from echelon.data.prepared import PreparedData
+from echelon.distributed.membership import Membership
 from echelon.distributed.runtime import Runtime
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
@@ -21,6 +26,9 @@ from echelon.runs.wall_time import render_duration
 from echelon.supervise.launch_environment import find_start, read_environment
 from echelon.training.replicas import describe_replicas
 from echelon.training.state import GoodputState, SavedState, TrainState
+from echelon.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 # The events that end a run.
 _ENDS = ("done", "early_stop")
@@ -32,7 +40,7 @@ def open_journal(
     runtime: Runtime,
     num_steps: int,
     step: int,
-    recovery: RecoveryWatch,
+    recovery: RecoveryWatch | None,
     shows_mfu: bool,
 ) -> Journal:
     """The run's journal, with its cost meter and its trackers. On rank 0, after the event of this start.
@@ -40,11 +48,44 @@ def open_journal(
     `step` is the number of completed steps. `shows_mfu`: whether the console lines have the MFU.
     """
     journal = Journal(folder, num_steps, recipe.train.log_every, recipe.batches, shows_mfu)
-    journal.tell_recovery(recovery)
+    if recovery is not None:
+        journal.tell_recovery(recovery)
     num_machines = -(-runtime.world_size // runtime.local_world_size)
     journal.meter = CostMeter(recipe, folder, find_price_here(recipe, read_environment()), num_machines)
     journal.add_forwarders(start_trackers(recipe, folder, step))
     return journal
+
+
+def record_beginning(folder: RunFolder, step: int, data: PreparedData, peak_flops: float) -> None:
+    """Write the event of a start or a resume. On rank 0."""
+    text = {"prepared": str(data.path), "digest": data.content_digest, "packing": data.is_packed}
+    machine = {"host": platform.node(), "pids": dict(sorted(folder.read_pids().items()))}
+    folder.rows.append_event("resume" if step else "start", step=step, peak_flops=peak_flops, **machine, **text)
+
+
+def record_changes(folder: RunFolder, membership: Membership, step: int) -> None:
+    """Log the replicas that were lost and have joined, and write their events. On rank 0, before the next step.
+
+    `step`: the number of complete steps.
+    """
+    now, size = time.time(), len(membership.view.members)
+    for change in membership.find_changes():
+        seconds = now - change.time
+        fields = {"replica": change.replica, "pid": change.pid, "replicas": size, "seconds": seconds}
+        with suppress(OSError):  # the disk may be full
+            if change.reason is None:
+                folder.rows.append_event("replica_joined", step=step, **fields)
+            else:
+                folder.rows.append_event("replica_lost", step=step, reason=change.reason, **fields)
+        left = f"{size} replica{'' if size == 1 else 's'}"
+        if change.reason is None:
+            logger.info(f"quorum: replica {change.replica} has joined after step {step}; {left} now")
+        else:
+            logger.warning(
+                f"quorum: replica {change.replica} (pid {change.pid}) {change.reason}; {left} go on after step {step}, "
+                f"{seconds:.1f} s later"
+            )
+    membership.tell_recorded()
 
 
 def describe_training(
@@ -101,3 +142,27 @@ def open_goodput(folder: RunFolder, saved: SavedState | None) -> GoodputTracker:
     opened = GoodputTracker(find_start(found.until))
     opened.resume(found, last_sign=written if num_cut else 0.0)
     return opened
+
+
+def finish(trainer: Trainer, folder: RunFolder) -> None:
+    """Record that the run reached its last step, or ended by early stopping."""
+    state = trainer.state
+    if state.step == trainer.num_steps or not trainer.stopped_early:
+        folder.rows.append_event("done", step=state.step)
+        folder.mark_finished(state.step)
+        return
+    numbers = {
+        "best_step": state.best_step,
+        "best_loss": state.best_loss,
+        "evaluations_since_best": state.evaluations_since_best,
+    }
+    folder.rows.append_event("early_stop", step=state.step, **numbers)
+    folder.mark_finished(state.step, "early_stop")
+    best = (
+        "none was finite"
+        if state.best_loss is None
+        else f"the lowest was {state.best_loss:.4f} at step {state.best_step}"
+    )
+    logger.info(
+        f"early stopping at step {state.step}: no lower loss in {state.evaluations_since_best} evaluations; {best}",
+    )

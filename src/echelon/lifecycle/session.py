@@ -19,7 +19,9 @@ from echelon.lifecycle.fetching import announce_commits, await_fetched, fetch_an
 from echelon.lifecycle.setup import PreparedRun, digest_run, prepare_run
 from echelon.logs import keep_console_in, keep_line
 from echelon.planner.machines import limit_to_weakest
+from echelon.planner.replica_limits import refuse_quorum
 from echelon.recipe import Recipe
+from echelon.recipe.synchronization import QUORUM
 from echelon.runs.run_folder import RunFolder, is_run
 from echelon.stopping import StopRequest
 from echelon.supervise.agent import Agent, worker_argv
@@ -126,6 +128,7 @@ def train_on_hosts(
     without shared files have separate logs, so each reports.
     """
     _refuse_snapshots(recipe)
+    refuse_quorum(recipe)
     count = default_num_processes() if num_processes is None else num_processes
     agent = Agent(group)
     if fresh and (not group.shares_files or is_coordinator(group)):
@@ -149,7 +152,9 @@ def _make_job(
     memory: Path | None = None,
 ) -> Workers:
     environment = {**worker_environment(count, recipe.train.deterministic), **variables}
-    return Workers(argv, count, folder, environment, recipe.fault.max_restarts, recipe.fault.notice_seconds, memory)
+    least = recipe.sync.min_replicas if recipe.sync.name == QUORUM else None
+    fault = recipe.fault
+    return Workers(argv, count, folder, environment, fault.max_restarts, fault.notice_seconds, memory, least)
 
 
 def _move_aside(folder: RunFolder) -> None:
@@ -197,6 +202,7 @@ def train_as_rank(recipe: Recipe, fresh: bool, stop: StopRequest | None = None) 
     during tokenization. Collective: every rank calls it.
     """
     _refuse_snapshots(recipe)
+    refuse_quorum(recipe)
     if stop is None:  # echelon's agent has set them
         set_default_variables(torch_environment(find_place().local_world_size))
     # Imported first, so that the watchdog and the log are ready before anything slow.
@@ -215,7 +221,7 @@ def train_as_rank(recipe: Recipe, fresh: bool, stop: StopRequest | None = None) 
                 return run
         elif (ending := _follow_rank_zero(recipe, folder, store)) is not None:
             return ending
-    errors = redirect_output(folder)
+    errors = redirect_output(folder).stderr
     outcome = run_rank(folder, stop or listen_for_stops(folder), store)
     if stop is not None:  # the agent reports it
         return Outcome(outcome.code)

@@ -11,9 +11,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TextIO
 
 from echelon.distributed.runtime import (
     Runtime,
@@ -34,6 +35,7 @@ from echelon.supervise.launch_environment import (
     find_host_dir,
     find_log_level,
     find_look,
+    find_member,
     find_place,
     is_managed,
     shares_files,
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
 
     from echelon.planner.plan import ParallelPlan
     from echelon.recipe import Recipe
+    from echelon.training.heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +81,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     folder = RunFolder(Path(run_dir))
     stop = listen_for_stops(folder)
     leave_after_peers(folder)
-    redirect_output(folder)
-    outcome = run_rank(folder, stop)
+    output = redirect_output(folder)
+    member = find_member()
+    outcome = run_rank(folder, stop) if member is None else run_replica(folder, stop, member, output)
     failed = outcome.code == FAILED and not (outcome.secondary and is_peer_leaving(folder.outcomes_dir))
     leave(1 if failed else 0)
 
@@ -136,24 +140,51 @@ def run_rank(folder: RunFolder, stop: StopRequest, store: "Store | None" = None)
         with garbage_kept():
             from echelon.lifecycle.assemble import run_training
         from echelon.training.callbacks import build_callbacks
-        from echelon.training.flight_record import write_record
-        from echelon.training.heartbeat import Heartbeat
 
-        leave_without_folder(folder, runtime)
-        limit = recipe.fault.hang_seconds
-
-        # The function is imported before a hang, because the disk may be what hangs.
-        def leave_late(what: str) -> NoReturn:
-            leave_hanging(folder, runtime, f"{what} did not end within {limit:g} s", write_record)
-
-        heart = Heartbeat(limit, leave_late)
+        leave_without_folder(folder, runtime.rank)
+        heart = build_heart(recipe, folder, runtime)
         callbacks = build_callbacks(recipe.train.callbacks) if runtime.rank == 0 else ()
         run_training(recipe, plan, folder, runtime, stop, heart, callbacks)
     stop_runtime(failed=ending.outcome.code not in (DONE, STOPPED))
     return ending.outcome
 
 
-def leave_without_folder(folder: RunFolder, runtime: Runtime) -> None:
+def run_replica(folder: RunFolder, stop: StopRequest, member: str, output: "Output") -> RankOutcome:
+    """Train this replica of a quorum to the end; returns the outcome, which is also written to the folder.
+
+    `member`: the name of this start of the replica.
+    """
+    with OutcomeReport(folder, find_place().rank) as ending:
+        from echelon.recipe import load_recipe
+
+        keep_freed_memory()
+        recipe, _ = load_recipe(folder.recipe_path)
+        if recipe.train.deterministic:
+            use_deterministic_algorithms()
+        with garbage_kept():
+            from echelon.lifecycle.replica import Replica
+        place = find_place()
+        leave_without_folder(folder, place.rank)
+        build = partial(build_heart, recipe, folder)
+        Replica(folder, place, member, stop, build, partial(output.show, folder)).train()
+    return ending.outcome
+
+
+def build_heart(recipe: "Recipe", folder: RunFolder, runtime: Runtime) -> "Heartbeat":
+    """The watchdog that ends this rank when training hangs."""
+    # Imported before a hang, because the disk may be what hangs.
+    from echelon.training.flight_record import write_record
+    from echelon.training.heartbeat import Heartbeat
+
+    limit = recipe.fault.hang_seconds
+
+    def leave_late(what: str) -> NoReturn:
+        leave_hanging(folder, runtime, f"{what} did not end within {limit:g} s", write_record)
+
+    return Heartbeat(limit, leave_late)
+
+
+def leave_without_folder(folder: RunFolder, rank: int) -> None:
     """Make this rank exit when the run folder is gone, since its work could not be saved.
 
     The agent reports it; under another launcher, rank 0 does.
@@ -167,8 +198,8 @@ def leave_without_folder(folder: RunFolder, runtime: Runtime) -> None:
                 missed = 0 if is_run(folder.path) else missed + 1
         message = describe_gone(folder.path)
         with suppress(OSError):  # the outcomes folder may be inside the run folder
-            write_outcome(folder.outcomes_dir, report(runtime.rank, FAILED, message, final=True))
-        if runtime.rank == 0 and not is_managed() and find_host_dir() is None:
+            write_outcome(folder.outcomes_dir, report(rank, FAILED, message, final=True))
+        if rank == 0 and not is_managed() and find_host_dir() is None:
             logger.error(f"echelon: {message}")
         leave(1)
 
@@ -290,10 +321,24 @@ def explain_error(error: BaseException, rank: int, folder: RunFolder) -> str:
     return f"rank {rank} failed: {type(error).__name__}: {summary}; {where}"
 
 
-def redirect_output(folder: RunFolder) -> TextIO:
+class Output(NamedTuple):
+    """The stdout and stderr that a process was started with."""
+
+    stdout: TextIO
+    stderr: TextIO
+
+    def show(self, folder: RunFolder) -> None:
+        """Log to this stdout too, and to the file that keeps the console."""
+        level = find_log_level()
+        log_as_rank(
+            find_place().rank, sys.stdout, self.stdout, level, folder.console_path, find_look(self.stdout, level)
+        )
+
+
+def redirect_output(folder: RunFolder) -> Output:
     """Redirect this process's stdout and stderr, also of native code, and its log records to the rank's log.
 
-    Rank 0 also logs to its former stdout, and to the file that keeps the console. Returns the former stderr.
+    Rank 0 also logs to its former stdout, and to the file that keeps the console. Returns the former ones.
     """
     rank = find_place().rank
     folder.create()
@@ -306,12 +351,12 @@ def redirect_output(folder: RunFolder) -> TextIO:
     os.dup2(log, 2)
     os.close(log)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    level = find_log_level()
+    output = Output(stdout, stderr)
     if rank == 0:
-        log_as_rank(rank, sys.stdout, stdout, level, folder.console_path, find_look(stdout, level))
+        output.show(folder)
     else:
-        log_as_rank(rank, sys.stdout, level=level)
-    return stderr
+        log_as_rank(rank, sys.stdout, level=find_log_level())
+    return output
 
 
 def leave(code: int) -> NoReturn:

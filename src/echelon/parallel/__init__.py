@@ -17,13 +17,21 @@ from echelon.objectives.outputs import ObjectiveModule
 from echelon.parallel.activation import apply_activation_checkpointing
 from echelon.parallel.compilation import apply_compile
 from echelon.parallel.context import apply_context
-from echelon.parallel.data_parallel import DataParallel, Parallel, apply_fully_shard, build_data_parallel
+from echelon.parallel.data_parallel import (
+    DataParallel,
+    Parallel,
+    apply_fully_shard,
+    autocast_scope,
+    build_data_parallel,
+)
 from echelon.parallel.expert import divide_experts, find_experts
 from echelon.parallel.offload import apply_activation_offloading
 from echelon.parallel.pipeline import Pipeline, StagePart
 from echelon.parallel.step import ForwardBackward, SingleStage
+from echelon.parallel.summed import Summed
 from echelon.parallel.tensor import apply_tensor_parallel
 from echelon.planner.plan import ParallelPlan
+from echelon.recipe.synchronization import QUORUM
 
 
 def shard_model(
@@ -143,4 +151,6 @@ def connect_stages(
 
 def parallelize(module: ObjectiveModule, plan: ParallelPlan, meshes: Meshes, seed: int) -> DataParallel:
     """The data parallelism around a materialised model. Collective: DDP compares the replicas as it is built."""
+    if plan.sync.name == QUORUM:
+        return Summed(module, autocast_scope(plan, meshes.device_type))
     return build_data_parallel(module, plan, meshes, seed)

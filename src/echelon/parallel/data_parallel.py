@@ -83,6 +83,10 @@ class Parallel(Protocol):
         """Tell the index of the step whose microbatches follow."""
         ...
 
+    def reduce(self) -> None:
+        """Sum what the backward passes of a step have left over the ranks, if they have not done so themselves."""
+        ...
+
     def settle(self, commit: Tensor) -> None:
         """Keep what was not sent of the gradients for later steps, where `commit` (a boolean scalar) is true."""
         ...
@@ -100,6 +104,9 @@ class SendsWhole:
     """What holds for every parallelism that sends gradients whole. See Parallel."""
 
     def begin_step(self, step: int) -> None:
+        """See Parallel."""
+
+    def reduce(self) -> None:
         """See Parallel."""
 
     def settle(self, commit: Tensor) -> None:

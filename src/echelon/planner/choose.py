@@ -17,10 +17,17 @@ from echelon.planner.memory import MemoryEstimate, count_held, estimate_memory
 from echelon.planner.model_shape import ModelShape, divisors
 from echelon.planner.plan import AdapterPlan, ParallelPlan, Precision, Rounding, build_sync_plan
 from echelon.planner.replica_costs import describe_traffic
-from echelon.planner.replica_limits import ANYWHERE, check_compression, check_replicas, compressed_precision
+from echelon.planner.replica_limits import (
+    ANYWHERE,
+    check_compression,
+    check_replicas,
+    compressed_precision,
+    join_quorum,
+)
 from echelon.planner.sequence_limits import check_context
 from echelon.planner.stages import check_pipeline, choose_stages, describe_pipeline, pipeline_sizes
 from echelon.planner.tensor_limits import check_tensor_parallel
+from echelon.recipe.synchronization import QUORUM
 from echelon.sizes import render_bytes
 
 if TYPE_CHECKING:
@@ -278,6 +285,8 @@ def _auto_layouts(request: _Request) -> Iterator[Layout]:
 def _build_layout(request: _Request, parallel: "str | ParallelConfig") -> Layout:
     """The layout of every replica."""
     layout = build_layout(parallel, request.replica, request.shape.num_layers)
+    if request.recipe.sync.name == QUORUM:
+        return join_quorum(layout, request.recipe, request.cluster)
     return replace(layout, num_replicas=request.recipe.sync.replicas)
 
 

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 from echelon.errors import PlanError
 from echelon.planner.degrees import AXIS_ORDER
 from echelon.recipe.names import OptimizerName, SynchronizerName
-from echelon.recipe.synchronization import EVERY_STEP, CompressMethod, SyncConfig
+from echelon.recipe.synchronization import EVERY_STEP, QUORUM, CompressMethod, SyncConfig
 from echelon.recipe.training import AxisName, CpMethod, PipelineSchedule
 from echelon.stored import read_as
 
@@ -121,6 +121,8 @@ class SyncPlan:
         words = [self.name]
         if num_replicas > 1:
             words.append(f"{num_replicas} replicas of {replica_size} process{'' if replica_size == 1 else 'es'}")
+        if self.name == QUORUM:
+            words.append("the loss of a process costs one repeated step")
         if self.every > 1:
             words.append(f"every {self.every} steps")
         if (self.outer_learning_rate, self.outer_momentum) != (1.0, 0.0):

@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from math import prod
 
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan, SyncPlan
-from echelon.recipe.synchronization import APART
+from echelon.recipe.synchronization import APART, QUORUM
 from echelon.sizes import render_bytes
+
+SENT_AT_ONCE = 2**24
+"""About how many numbers are sent at once: few enough to copy, and enough for links with a long latency."""
 
 _FP32 = 4
 _BYTES = {"none": 4, "bf16": 2, "fp16": 2, "int8": 1 + 4 / 256}
@@ -18,9 +21,11 @@ def agreement_bytes(plan: ParallelPlan, num_trained: int) -> int:
     """Bytes of one rank for agreeing on `num_trained` numbers of its own, besides weights, gradients and optimizer.
 
     Replicas that train apart keep the agreed weights, the outer momentum, and outer gradients in fp32 while they send
-    them. Compressed gradients have a rest on each rank, and a new one during a step.
+    them. Compressed gradients have a rest on each rank, and a new one during a step. A quorum copies what it sends.
     """
     sync = plan.sync
+    if sync.name == QUORUM:
+        return _FP32 * min(num_trained, SENT_AT_ONCE)
     if sync.name in APART:
         states = (sync.outer_momentum > 0) + sync.overlap + 1
         return num_trained * (DTYPE_BYTES[plan.precision.param] + states * _FP32)

@@ -1,10 +1,16 @@
 """What replicas and compressed gradients need of a plan."""
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError, PlanError
+from echelon.hardware.accelerators import Cluster
+from echelon.planner.layout import Layout
 from echelon.planner.plan import ParallelPlan, Precision
-from echelon.recipe.synchronization import APART
+from echelon.recipe.synchronization import APART, QUORUM
+
+if TYPE_CHECKING:
+    from echelon.recipe import Recipe
 
 ANYWHERE = ("none", "bf16")
 """The methods of `sync.compress` that also work where parameters are sharded."""
@@ -40,3 +46,44 @@ def check_replicas(plan: ParallelPlan) -> None:
             f"sync.name={plan.sync.name} keeps the agreed weights on the device, and parallel.cpu_offload=true has the "
             "others in host memory; omit cpu_offload, or use sync.name: every_step."
         )
+
+
+def join_quorum(layout: Layout, recipe: "Recipe", cluster: Cluster) -> Layout:
+    """The layout of all replicas of a quorum, from that of one: they hold copies of the model, as with DDP.
+
+    Raises PlanError unless each is a single process, which needs no other to hold its weights, on a CPU.
+    """
+    num_replicas, size = recipe.sync.replicas, layout.dp_size * layout.num_peers
+    if cluster.kind == "cuda":
+        raise PlanError(
+            f"sync.name={QUORUM}: the processes of a quorum leave a group of which one was lost, which is built for "
+            "processes on CPUs only; use sync.name: every_step on GPUs, which restarts from the newest checkpoint."
+        )
+    if size > 1:
+        raise PlanError(
+            f"sync.replicas={num_replicas} makes replicas of {size} processes each, and with sync.name={QUORUM} a "
+            f"replica is a single process; set sync.replicas={num_replicas * size}, or start {num_replicas} processes."
+        )
+    if layout.strategy != "ddp":
+        raise PlanError(
+            f"parallel={layout.strategy} shards what a process has, and with sync.name={QUORUM} each has the whole "
+            "model; use parallel: ddp."
+        )
+    return replace(layout, dp_replicate=num_replicas)
+
+
+def refuse_quorum(recipe: "Recipe") -> None:
+    """Raise ConfigError for a quorum, where other launchers start the processes."""
+    if recipe.sync.name == QUORUM:
+        raise ConfigError(
+            f"sync.name={QUORUM}: its replicas are kept by echelon train on one machine, and other launchers end all "
+            "processes when one is lost; start echelon train there without them, or use sync.name: every_step."
+        )
+
+
+def resize(plan: ParallelPlan, num_replicas: int) -> ParallelPlan:
+    """The plan of a quorum of another number of replicas, with the same global batch and micro batch."""
+    batch, size = plan.global_batch_size, plan.micro_batch_size
+    num_microbatches = -(-batch // (num_replicas * size))
+    num_fill = num_replicas * num_microbatches * size - batch
+    return replace(plan, dp_replicate=num_replicas, num_microbatches=num_microbatches, num_fill=num_fill)

@@ -29,7 +29,7 @@ from echelon.recipe.operation import (
 )
 from echelon.recipe.schedule import find_fault
 from echelon.recipe.section import PathOrName, Section, name_or_mapping
-from echelon.recipe.synchronization import SyncConfig
+from echelon.recipe.synchronization import QUORUM, SyncConfig
 from echelon.recipe.training import EngineName, OptimConfig, ParallelConfig, ParallelName, TrainConfig
 
 MAX_RAMP_SIZES = 10_000
@@ -114,6 +114,16 @@ class Recipe(Section):
             raise ValueError(
                 "data.document_mask=false lets documents of a sequence attend to each other, and objective.name=dpo "
                 "has both answers of a pair in one sequence; use data.document_mask=auto."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _replicas_are_the_snapshots(self) -> Self:
+        every_steps = self.checkpoint.snapshot_every_steps
+        if self.sync.name == QUORUM and every_steps is not None:
+            raise ValueError(
+                f"checkpoint.snapshot_every_steps={every_steps}: with sync.name={QUORUM} the other replicas hold what "
+                "a snapshot would; remove this key."
             )
         return self
 

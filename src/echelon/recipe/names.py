@@ -93,10 +93,11 @@ SYNCHRONIZERS: dict[str, str] = {
     "every_step": "echelon.sync.every_step:EveryStep",
     "local_sgd": "echelon.sync.outer_steps:OuterSteps",
     "diloco": "echelon.sync.outer_steps:OuterSteps",
+    "quorum": "echelon.sync.quorum:Quorum",
 }
 """The synchronizers by `sync.name`. Each is called with the recipe's section, the replica and the meshes."""
 
-_UNBUILT_SYNCHRONIZERS = ("parameter_server", "quorum")
+_UNBUILT_SYNCHRONIZERS = ("parameter_server",)
 
 
 class OneOf:

@@ -11,21 +11,21 @@ from echelon.recipe.section import Count, Flag, Number, Positive, Section
 
 CompressMethod = Literal["none", "bf16", "fp16", "int8", "powersgd", "topk", "randomk", "sign"]
 
-EVERY_STEP = "every_step"
+EVERY_STEP, QUORUM = "every_step", "quorum"
 APART = ("local_sgd", "diloco")
 _USUAL: dict[str, Any] = {
-    "replicas": 1, "every": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0, "overlap": False
+    "replicas": 1, "every": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0, "overlap": False, "min_replicas": 1
 }  # fmt: skip
 # Where a default depends on the name; those of DiLoCo are those of its paper, arXiv:2311.08105.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "local_sgd": {"replicas": 2, "every": 30},
     "diloco": {"replicas": 2, "every": 30, "outer_learning_rate": 0.7, "outer_momentum": 0.9},
-    "quorum": {"replicas": 2},
+    QUORUM: {"replicas": 2},
 }
 # The keys that have an effect under a name; all of them under one of your own.
 _KEYS: dict[str, tuple[str, ...]] = {
     EVERY_STEP: (),
-    "quorum": ("replicas",),
+    QUORUM: ("replicas", "min_replicas"),
     "local_sgd": ("replicas", "every", "outer_learning_rate", "overlap"),
     "diloco": ("replicas", "every", "outer_learning_rate", "outer_momentum", "overlap"),
 }
@@ -74,11 +74,12 @@ class SyncConfig(Section):
         EVERY_STEP,
         description="`every_step` reduces gradients in every step, which is exact. `local_sgd` and `diloco`: replicas "
         "train apart for `sync.every` steps, and then take the mean of their changes, as it is (`local_sgd`) or as "
-        "the gradient of an outer optimizer (`diloco`).",
+        "the gradient of an outer optimizer (`diloco`). `quorum` is `every_step` between single processes, of which "
+        "any may be lost and return while the others train on.",
     )
     replicas: Count = Field(
         default_factory=_default("replicas"),
-        description="The replicas that train apart; they divide the processes. Default: 2 for `local_sgd`, `diloco` "
+        description="The replicas; they divide the processes. Default: 2 for `local_sgd`, `diloco` "
         "and `quorum`, otherwise 1.",
     )
     every: Count = Field(
@@ -98,13 +99,16 @@ class SyncConfig(Section):
         description="With `local_sgd` and `diloco`: outer gradients are sent during the next step, and applied one "
         "step late.",
     )
+    min_replicas: Count = Field(
+        1, description="With `quorum`: with fewer replicas than this the others wait until lost ones have returned."
+    )
     compress: CompressConfig = Field(CompressConfig(), description="What replicas send instead of whole gradients.")
     options: Options = Field(None, description="Arguments of a synchronizer of your own, by their names.")
 
     @property
     def is_exact(self) -> bool:
         """Whether the losses are those of a single process, up to rounding; unknown synchronizers are not."""
-        return self.name in (EVERY_STEP, "quorum") and self.compress.method == "none"
+        return self.name in (EVERY_STEP, QUORUM) and self.compress.method == "none"
 
     @model_validator(mode="after")
     def _options_are_taken(self) -> Self:
@@ -117,7 +121,7 @@ class SyncConfig(Section):
         for key, usual in _USUAL.items():
             value = getattr(self, key)
             if key not in used and value != usual:
-                names = [name for name in APART if key in _KEYS[name]]
+                names = [name for name in (*APART, QUORUM) if key in _KEYS[name]]
                 raise ValueError(
                     f"sync.{key}={str(value).lower()} has no effect with sync.name={self.name}; set sync.name: "
                     f"{' or '.join(names)}, or remove {key}."
@@ -134,8 +138,17 @@ class SyncConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _enough_replicas_exist(self) -> Self:
+        if self.min_replicas > self.replicas:
+            raise ValueError(
+                f"sync.min_replicas={self.min_replicas} is more than sync.replicas={self.replicas}, so after a "
+                f"loss the others would wait forever; use at most {self.replicas}."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _an_agreement_needs_two(self) -> Self:
-        if self.name in APART and self.replicas == 1:
+        if self.name in (*APART, QUORUM) and self.replicas == 1:
             raise ValueError(
                 f"sync.replicas=1 leaves sync.name={self.name} with nobody to agree with; use 2 or more, or "
                 "sync.name: every_step."

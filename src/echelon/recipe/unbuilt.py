@@ -32,8 +32,8 @@ class Unbuilt:
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(
         "sync.name",
-        "every_step, local_sgd, diloco, or package.module:Name of your own",
-        built=("local_sgd", "diloco"),
+        "every_step, local_sgd, diloco, quorum, or package.module:Name of your own",
+        built=("local_sgd", "diloco", "quorum"),
         admits_own=True,
     ),
     Unbuilt("engine", "native, or smp for SMP's keys"),

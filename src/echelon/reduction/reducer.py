@@ -1,6 +1,6 @@
 """Sums of tensors over ranks with fewer bytes: the protocol, and what methods that send a part have in common."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.distributed.replica_names import rank_name
+from echelon.planner.replica_costs import SENT_AT_ONCE
 
 
 class Reducer(Protocol):
@@ -77,6 +78,18 @@ def gather(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     everyone = values.new_empty(group.size(), *values.shape)
     dist.all_gather(list(everyone.unbind()), values, group=group)
     return everyone
+
+
+def divide(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors in groups of about `SENT_AT_ONCE` numbers, in the same order on every rank."""
+    bucket: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        bucket[name] = tensor
+        if sum(each.numel() for each in bucket.values()) >= SENT_AT_ONCE:
+            yield bucket
+            bucket = {}
+    if bucket:
+        yield bucket
 
 
 def flatten(tensors: Mapping[str, Tensor]) -> Tensor:

@@ -39,7 +39,8 @@ class CostMeter:
         before = read_spending(folder)
         end = find_last_end(folder.metrics_path)
         held = end is not None and end.detection_seconds is not None and before.until > 0
-        began = before.until if held else find_start(before.until)
+        # A replica of a quorum may go on with the journal of a lost one, long after its own start.
+        began = before.until if held else max(find_start(before.until), before.until)
         used = max(0.0, time.time() - began)
         self._base = before.grown(used, num_machines, rate)
         self._mark = time.monotonic()

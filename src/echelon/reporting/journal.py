@@ -82,6 +82,11 @@ class Journal:
         for line in render_evaluation(row):
             logger.info(line, extra=EMPHASIZED)
 
+    def missing(self, step: int, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return those of the rows after this step that metrics.jsonl does not have."""
+        there = {(row["kind"], row["step"]) for row in self._folder.rows.rows_backwards() if row["step"] >= step}
+        return [row for row in rows if (row["kind"], row["step"]) not in there]
+
     def note(self, event: str, step: int) -> None:
         """Append a line to events.jsonl; errors are ignored."""
         with suppress(OSError):

@@ -40,6 +40,7 @@ from echelon.supervise.outcome import (
     read_outcomes,
 )
 from echelon.supervise.rendezvous import ALONE, TOGETHER, register_backends
+from echelon.supervise.replica_keeper import ReplicaKeeper
 from echelon.supervise.restart import Restarts, deaths_watched
 from echelon.supervise.warm_start import WarmStart, started_warm
 from echelon.supervise.workers import Workers
@@ -142,8 +143,13 @@ class Agent:
         news: AbstractContextManager[None] = (
             nullcontext() if self._group.is_alone else news_shared(meeting.watch(attempt), folder)
         )
-        with exported(variables), deaths_watched(folder, job.num_processes) as death, news:
-            deaths = self._run_torchrun(job, self._settings(job, meeting, attempt))
+        with exported(variables), news:
+            if job.min_replicas is not None:
+                died_at, deaths = None, ReplicaKeeper(job, self._warm).run()
+            else:
+                with deaths_watched(folder, job.num_processes) as death:
+                    deaths = self._run_torchrun(job, self._settings(job, meeting, attempt))
+                died_at = death.died_at
         cause = find_cause(read_outcomes(folder.outcomes_dir), deaths, folder.logs_dir)
         if not folder.outcomes_dir.exists() or (was_run and not is_run(folder.path)):  # with the ranks' reports
             cause = Cause(Outcome(FAILED, describe_gone(folder.path), final=True), Weight.CAUSE, time.time())
@@ -151,7 +157,7 @@ class Agent:
             cause = replace(cause, outcome=Outcome(FAILED, "its peers were lost"), weight=Weight.ECHO)
         elif self._group.is_alone and is_peer_leaving(folder.outcomes_dir):  # not because a machine joins or leaves
             cause = replace(cause, outcome=replace(cause.outcome, final=True))
-        return cause, death.died_at
+        return cause, died_at
 
     def _network_variables(self) -> dict[str, str]:
         """The network variables of this machine's workers; a single machine uses loopback."""

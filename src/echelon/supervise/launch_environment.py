@@ -44,6 +44,8 @@ ADDRESS_VARIABLE = "ECHELON_ADDRESS"
 RESTART_VARIABLE = "ECHELON_RESTART"
 """Set for restarted workers: JSON with the time when the previous processes ended, and the seconds to detect it."""
 
+_MEMBER_VARIABLE = "ECHELON_REPLICA"
+
 LOG_LEVEL_VARIABLE = "ECHELON_LOG_LEVEL"
 """The log level of a command and the processes that it starts: one of `logs.LEVELS`."""
 
@@ -308,6 +310,21 @@ def managed_environment(memory: Path | None = None) -> dict[str, str]:
 def hosted_environment(outcomes_dir: Path, shares_files: bool) -> dict[str, str]:
     """The variables of workers that prepare the run themselves, with the folder where the agent reads outcomes."""
     return {HOST_VARIABLE: str(outcomes_dir), SHARED_VARIABLE: str(int(shares_files))}
+
+
+def replica_environment(number: int, num_replicas: int, address: str, port: int, member: str) -> dict[str, str]:
+    """The variables of a replica of a quorum, a single process of this machine.
+
+    `member`: the name of this start of the replica; `address` and `port`: those of its keeper's store.
+    """
+    ranks = {"RANK": number, "WORLD_SIZE": num_replicas, "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": num_replicas}
+    place = {key: str(value) for key, value in ranks.items()}
+    return {**place, "MASTER_ADDR": address, "MASTER_PORT": str(port), _MEMBER_VARIABLE: member}
+
+
+def find_member() -> str | None:
+    """The name of this start of a replica, if this process is a replica of a quorum."""
+    return os.environ.get(_MEMBER_VARIABLE)
 
 
 @contextmanager

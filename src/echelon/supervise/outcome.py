@@ -175,12 +175,15 @@ def _find_accident(deaths: Sequence[ProcessDeath], first_cause_time: float) -> P
 
 def _describe_death(death: ProcessDeath, logs_dir: Path) -> Outcome:
     log = logs_dir / f"rank-{death.rank:05d}.log"
-    if death.exit_code < 0:
-        ending = f"was killed by {_name_signal(-death.exit_code)}"
-    else:
-        ending = f"exited with code {death.exit_code}"
     hint = " (often because the machine ran out of memory)" if death.exit_code == -signal.SIGKILL else ""
-    return Outcome(FAILED, f"rank {death.rank} (pid {death.pid}) {ending}{hint}; see {log}")
+    return Outcome(FAILED, f"rank {death.rank} (pid {death.pid}) {describe_ending(death)}{hint}; see {log}")
+
+
+def describe_ending(death: ProcessDeath) -> str:
+    """How a process ended, as the end of a sentence about it."""
+    if death.exit_code < 0:
+        return f"was killed by {_name_signal(-death.exit_code)}"
+    return f"exited with code {death.exit_code}"
 
 
 def _name_signal(number: int) -> str:

@@ -16,7 +16,8 @@ class Workers:
 
     `max_restarts`: how often all of them are restarted after a failure. `notice_seconds`: how long they may take to
     save when they are asked to stop; 0: they are ended immediately. `memory`: an in-memory folder for snapshots, from
-    which restarted workers resume.
+    which restarted workers resume. `min_replicas`: the workers are replicas of a quorum, of which at least so many
+    train; None: they are ranks that need each other.
     """
 
     argv: tuple[str, ...]
@@ -26,3 +27,4 @@ class Workers:
     max_restarts: int = 0
     notice_seconds: float = 0.0
     memory: Path | None = None
+    min_replicas: int | None = None

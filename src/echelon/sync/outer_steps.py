@@ -20,13 +20,12 @@ from echelon.errors import CheckpointError
 from echelon.planner.plan import build_sync_plan
 from echelon.recipe import SyncConfig
 from echelon.reduction import build_reducer
-from echelon.reduction.reducer import flatten, write_back
+from echelon.reduction.reducer import divide, flatten, write_back
 from echelon.sync.synchronizer import DataShare, Fill, Replica
 
 # The share of its own weights that a replica keeps when it takes agreed weights that are one step old: Streaming
 # DiLoCo (Douillard et al. 2025, arXiv:2501.18512), section 2.3.
 _KEPT = 0.5
-_BUCKET = 2**24  # numbers that are sent at once: few enough to copy, and enough for links with a long latency
 
 
 class OuterSteps:
@@ -99,7 +98,7 @@ class OuterSteps:
 
     def _sum(self, step: int, gradients: Mapping[str, Tensor]) -> None:
         """Replace outer gradients by their sum over the replicas. Collective."""
-        for bucket in _divide(gradients):
+        for bucket in divide(gradients):
             if self._reducer is not None:
                 self._reducer.reduce(step, bucket)
                 continue
@@ -173,18 +172,6 @@ class OuterSteps:
                 f"state.json has no valid state of sync.name={self._config.name}: {str(state)[:200]}."
             )
         self._is_late = is_late
-
-
-def _divide(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors in groups of about `_BUCKET` numbers, in the same order on every rank."""
-    bucket: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        bucket[name] = tensor
-        if sum(each.numel() for each in bucket.values()) >= _BUCKET:
-            yield bucket
-            bucket = {}
-    if bucket:
-        yield bucket
 
 
 def _zeros(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -41,7 +41,10 @@ class Synchronizer(Protocol):
 
     @property
     def lag(self) -> int:
-        """How many further steps are launched before a step's metrics are read: 1 keeps the host from waiting."""
+        """How many further steps are launched before a step's metrics are read: 1 keeps the host from waiting.
+
+        0: they are known before `apply` is called.
+        """
         ...
 
     def begin_step(self, step: int) -> DataShare:

@@ -37,6 +37,8 @@ class Accounting:
         self._device = device
         self._log_every = log_every
         self._find_mfu = find_mfu
+        self.latest: list[dict[str, Any]] = []
+        """The rows of the last step, on every rank: the one that writes them may be lost before it has."""
         self._peak_bytes: int | None = None
         self._mark = Stamp(device)
 
@@ -68,8 +70,6 @@ class Accounting:
 
     def write(self, metrics: StepMetrics, seconds: float, state: TrainState) -> None:
         """Write the row of a step that `book` has recorded. `state`: the state after the step."""
-        if self.journal is None:
-            return
         rate = metrics.tokens / seconds
         row = train_row(
             metrics,
@@ -80,13 +80,22 @@ class Accounting:
             mfu=self._find_mfu(rate),
             memory_peak_bytes=self._peak_bytes,
         )
-        self.journal.train(row)
-        self._tell("on_step_end", row)
+        self.latest = [row]
+        if self.journal is not None:
+            self.journal.train(row)
+            self._tell("on_step_end", row)
+
+    def make_up(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        """Write those of the rows after this many steps that a lost rank has not written."""
+        if self.journal is not None:
+            for row in self.journal.missing(step, rows):
+                (self.journal.train if row["kind"] == "train" else self.journal.evaluation)(row)
 
     def write_evaluation(self, step: int, results: EvalResults) -> None:
         """Write the row of an evaluation."""
+        row = results.row(step)
+        self.latest.append(row)
         if self.journal is not None:
-            row = results.row(step)
             self.journal.evaluation(row)
             self.journal.note("evaluated", step)
             self._tell("on_evaluation", row)

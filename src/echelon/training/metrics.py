@@ -107,16 +107,22 @@ class PendingMetrics:
         works = [dist.all_reduce(sums, group=meshes.everyone, async_op=True)]
         if peak_bytes is not None:
             works.append(dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=meshes.everyone, async_op=True))
-        self._record = record
+        self.record = record
         self._grid = meshes.grid
         self._reduced = (works, sums, peak, experts.shape)
         self._values: Tensor | None = None
         if meshes.outer is None:
-            self._values = self._collect()
+            self.collect()
         self.finished = Stamp(device)
 
-    def _collect(self) -> Tensor:
-        """Return the reduced values, which may still be on their way to the host."""
+    def finish(self) -> None:
+        """Record that the step is done here."""
+        self.finished = Stamp(self.record.loss_sum.device)
+
+    def collect(self) -> Tensor:
+        """Return the reduced values, which may still be on their way to the host. Waits for other replicas."""
+        if self._values is not None:
+            return self._values
         works, sums, peak, shape = self._reduced
         for work in works:
             assert work is not None
@@ -126,25 +132,25 @@ class PendingMetrics:
         norm, commit, in_a_row, scale = sums[last:].view(num_replicas, 4).T
         sums, tokens = sums[: last - num_experts], sums[last - num_experts : last]
         agreed = (norm.amax(), commit.amin(), in_a_row.amax(), scale.amin(), expert_load(tokens.view(shape)))
-        return _to_host(torch.cat([torch.stack(agreed), peak, sums]))
+        self._values = _to_host(torch.cat([torch.stack(agreed), peak, sums]))
+        return self._values
 
     def read(self) -> StepMetrics:
         """Return the step's metrics. The only place where the host waits for the device."""
         self.finished.wait()
-        values = self._collect() if self._values is None else self._values
-        grad_norm, committed, in_a_row, scale, load, peak, *sums = values.tolist()
+        grad_norm, committed, in_a_row, scale, load, peak, *sums = self.collect().tolist()
         loss_sum, router_sum, num_targets, tokens, labels, *rest, num_bad = sums
         limbs, (wait, *stops) = rest[:_NUM_LIMBS], rest[_NUM_LIMBS:]
         total = sum(int(limb) << (LIMB_BITS * place) for place, limb in enumerate(limbs)) % 2**64
         return StepMetrics(
-            step=self._record.step,
+            step=self.record.step,
             loss=loss_sum / max(1.0, num_targets),
-            router_loss=None if self._record.router_sum is None else router_sum / max(1.0, num_targets),
-            expert_load=None if self._record.expert_tokens is None else load,
+            router_loss=None if self.record.router_sum is None else router_sum / max(1.0, num_targets),
+            expert_load=None if self.record.expert_tokens is None else load,
             grad_norm=grad_norm,
             committed=bool(committed),
-            loss_scale=None if self._record.loss_scale is None else scale,
-            learning_rate=self._record.learning_rate,
+            loss_scale=None if self.record.loss_scale is None else scale,
+            learning_rate=self.record.learning_rate,
             tokens=int(tokens),
             target_tokens=int(labels),
             batch_hash=f"{total:016x}",

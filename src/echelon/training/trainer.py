@@ -1,7 +1,8 @@
 """The trainer: one loop for every method, strategy and engine."""
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from echelon.stopping import StopRequest
 from echelon.training.accounting import Accounting
@@ -16,7 +17,11 @@ from echelon.training.training_step import TrainingStep
 
 @dataclass
 class Trainer:
-    """Runs the steps, and the work that is due between them. Every rank must call its methods in the same order."""
+    """Runs the steps, and the work that is due between them. Every rank must call its methods in the same order.
+
+    `owes_pause`: whether the work that is due after the last step may be unfinished; `owes_save`: whether a checkpoint
+    was being written when a group of replicas ended.
+    """
 
     num_steps: int
     train_step: TrainingStep
@@ -27,6 +32,8 @@ class Trainer:
     stop: StopRequest
     state: TrainState
     recorder: Recorder
+    owes_pause: bool = False
+    owes_save: bool = False
 
     def fit(self) -> TrainState:
         """Train to the last step, or until `evaluate.early_stopping` ends the run. Collective.
@@ -46,6 +53,7 @@ class Trainer:
                 except BadStep as bad:
                     with self.accounting.spending("recovering"):
                         self.state = self.recovery.recover(bad.metrics, self.state)
+                        self.owes_pause = self.owes_save = False
             self.saver.settle(self.state)
         finally:
             self.accounting.tell_end()
@@ -59,23 +67,34 @@ class Trainer:
     def _train(self) -> None:
         """Train to the end, or raise BadStep at a bad step that needs recovery. Collective."""
         self.accounting.begin(self.state.step)
-        if self.state.owes_evaluation or self.stop.agreed is not None:
-            self.state = self.pauses.run(self.state, self._agree_on_due(self.state.step))
+        self._make_up()
         pending: deque[PendingMetrics] = deque()
         for step in range(self.state.step, self.num_steps):
             if self.stopped_early:
                 break
+            is_suppressed = step + 1 in self.state.suppressed
             with self.recorder.step(step):
-                record = self.train_step(step, is_suppressed=step + 1 in self.state.suppressed)
-                pending.append(PendingMetrics(record, self.train_step.meshes, self.accounting.peak_if_due(step)))
+                pending.append(self.train_step(step, is_suppressed, partial(self.accounting.peak_if_due, step)))
             # The host reads metrics one or more steps late, so that it never waits for the step it has just launched.
             if len(pending) > self.train_step.sync.lag:
                 self._account(pending.popleft())
+            self.owes_pause = True
             due = self._agree_on_due(step + 1)
             if due or self.stop.agreed is not None:
                 self._account_all(pending)
                 self.state = self.pauses.run(self.state, due)
+            self.owes_pause = False
         self._account_all(pending)
+
+    def _make_up(self) -> None:
+        """Do the work after the last step that an earlier start, or an earlier group, has not finished. Collective."""
+        due = Due(checkpoint=self.owes_save)
+        if self.state.owes_evaluation or self.owes_pause or self.stop.agreed is not None:
+            agreed = self._agree_on_due(self.state.step)
+            due = replace(agreed, checkpoint=agreed.checkpoint or self.owes_save)
+        if due or self.stop.agreed is not None:
+            self.state = self.pauses.run(self.state, due)
+        self.owes_pause = self.owes_save = False
 
     def _agree_on_due(self, done: int) -> Due:
         return self.pauses.agree_on_due(done, is_last=done == self.num_steps)

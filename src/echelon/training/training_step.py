@@ -4,6 +4,7 @@ The code of a step is in five files: this one, `engines/native.py`, `parallel/st
 `sync/every_step.py`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from echelon.stopping import StopRequest
 from echelon.sync import Synchronizer
 from echelon.training.bad_steps import StepJudge
 from echelon.training.diagnosis import Diagnosis, diagnose
-from echelon.training.metrics import StepRecord, Targets
+from echelon.training.metrics import PendingMetrics, StepRecord, Targets
 
 
 @dataclass
@@ -41,18 +42,29 @@ class TrainingStep:
     stop: StopRequest
     num_steps: int
 
-    def __call__(self, step: int, is_suppressed: bool = False) -> StepRecord:
+    def __call__(
+        self, step: int, is_suppressed: bool = False, find_peak: Callable[[], int | None] = lambda: None
+    ) -> PendingMetrics:
         """Run the loader's next step; repeat it if the synchronizer asks for that.
 
         Args:
             step: its index, from 0.
             is_suppressed: whether a rollback excluded the step: it runs, but is not applied.
-        """
-        while (record := self._attempt(step, is_suppressed)) is None:
-            self.loader.seek(step)
-        return record
+            find_peak: returns this rank's peak memory, for the metrics; on all ranks or on none.
 
-    def _attempt(self, step: int, is_suppressed: bool) -> StepRecord | None:
+        After an error, the judge is as before the step.
+        """
+        before = self.judge.mark()
+        try:
+            while (pending := self._attempt(step, is_suppressed, find_peak)) is None:
+                self.loader.seek(step)
+                self.judge.rewind(before)
+        except BaseException:
+            self.judge.rewind(before)
+            raise
+        return pending
+
+    def _attempt(self, step: int, is_suppressed: bool, find_peak: Callable[[], int | None]) -> PendingMetrics | None:
         """Run the step once; return None if it changed nothing and must be run again."""
         self.loader.reshare(*self.sync.begin_step(step))
         with record_function("echelon data"):
@@ -63,15 +75,9 @@ class TrainingStep:
             grad_norm = self.engine.clip(self.max_grad_norm)
         loss_scale = self.engine.loss_scale
         loss_scale = None if loss_scale is None else loss_scale.clone()
-        before = self.judge.mark()
         verdict = self.judge(grad_norm, self.sync.should_commit(grad_norm), loss_scale, is_suppressed)
         learning_rate = self.schedule(step)
-        with record_function("echelon update"):
-            self.sync.apply(step, learning_rate, verdict.commit)
-        if not self.sync.end_step(step, is_last=step + 1 == self.num_steps):
-            self.judge.rewind(before)
-            return None
-        return StepRecord(
+        record = StepRecord(
             step=step,
             loss_sum=sums.loss,
             router_sum=sums.router,
@@ -87,6 +93,18 @@ class TrainingStep:
             data_wait_seconds=self.loader.wait_seconds,
             stop_flags=self.stop.flags(),
         )
+        pending = None
+        if self.sync.lag == 0:
+            pending = PendingMetrics(record, self.meshes, find_peak())
+            pending.collect()
+        with record_function("echelon update"):
+            self.sync.apply(step, learning_rate, verdict.commit)
+        if not self.sync.end_step(step, is_last=step + 1 == self.num_steps):
+            return None
+        if pending is None:
+            return PendingMetrics(record, self.meshes, find_peak())
+        pending.finish()
+        return pending
 
     def count_targets(self, batch: StepBatch) -> Targets:
         """Count the step's targets over all microbatches, as tensors on the device. Collective."""

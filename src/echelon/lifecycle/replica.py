@@ -1,0 +1,124 @@
+"""One replica of a quorum, as a process: it goes on with those that are left when another one is lost.
+
+It builds its engine alone, then joins the others in a view, trains there until the view ends, and joins the next one.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from echelon.distributed.membership import Membership, ViewChanged, form_alone, form_group, join_board, leave_group
+from echelon.distributed.mesh import build_mesh
+from echelon.distributed.runtime import Runtime
+from echelon.lifecycle.assemble import Built, assemble, build_engines, conduct
+from echelon.planner.plan import ParallelPlan, load_plan
+from echelon.planner.replica_limits import resize
+from echelon.recipe import Recipe, load_recipe
+from echelon.reporting.recovery import RecoveryWatch
+from echelon.runs.run_folder import RunFolder
+from echelon.stopping import StopRequest
+from echelon.supervise.launch_environment import Place
+from echelon.training.callbacks import build_callbacks
+from echelon.training.healing import Held, hold
+from echelon.training.heartbeat import Heartbeat
+from echelon.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Replica:
+    """A replica of a run, from its start to the end of the run.
+
+    Attributes:
+        member: the name of this start.
+        build_heart: builds the watchdog of hangs of a view.
+        show: makes this process write to the user's console, as the first rank of a view does.
+    """
+
+    folder: RunFolder
+    place: Place
+    member: str
+    stop: StopRequest
+    build_heart: Callable[[Runtime], Heartbeat]
+    show: Callable[[], None]
+
+    def train(self) -> None:
+        """Train until the run has ended, in one view after the other.
+
+        Raises StoppedError when a replica was asked to stop, and the run is saved; or another error of a training.
+        """
+        recipe, plan = load_recipe(self.folder.recipe_path)[0], load_plan(self.folder.plan_path)
+        board, store = join_board()
+        built = self._build(recipe, plan)
+        board.mark("ready", self.member)
+        held, number = None, -1
+        while True:
+            view = board.await_view(number, self.member)
+            membership = Membership(board, view, self.member)
+            number = view.number
+            is_done, held = self._train_in(store, membership, built, held)
+            leave_group()
+            if is_done:
+                return
+            built.engine.discard()
+
+    def _train_in(
+        self, store: "Store", membership: Membership, built: Built, held: Held | None
+    ) -> tuple[bool, Held | None]:
+        """Train in a view; return whether the run has ended, and what this replica holds. Collective."""
+        trainer = None
+        try:
+            trainer = self._join(store, membership, built, held)
+            conduct(trainer, built.recipe, self.folder, self.stop, trainer.accounting.heart)
+            if membership.board.await_end(membership.view, membership.rank == 0):
+                return True, None
+        except ViewChanged:
+            pass
+        if trainer is None:
+            return False, held
+        trainer.saver.store.drop()
+        return False, hold(trainer)
+
+    def _build(self, recipe: Recipe, plan: ParallelPlan) -> Built:
+        """Build the engine, in a process group of this process alone."""
+        form_alone()
+        alone, runtime = resize(plan, 1), self._runtime(0, 1)
+        meshes = build_mesh(alone, runtime.device.type)
+        is_first = self.member == "0.0"
+        built = build_engines(recipe, alone, self.folder, runtime, meshes, "inductor", is_first)
+        leave_group()
+        return built
+
+    def _join(self, store: "Store", membership: Membership, built: Built, held: Held | None) -> Trainer:
+        """Form the group of a view and build the trainer in it. Collective. Raises ViewChanged if it ends meanwhile."""
+        size, recipe = len(membership.view.members), built.recipe
+        try:
+            form_group(store, membership)
+            runtime = self._runtime(membership.rank, size)
+            here = replace(built, plan=resize(built.plan, size))
+            meshes = replace(build_mesh(here.plan, runtime.device.type), membership=membership)
+            recovery = None
+            if membership.rank == 0:
+                self.show()
+                recovery = RecoveryWatch(self.folder)
+            heart = self.build_heart(runtime)
+            callbacks = build_callbacks(recipe.train.callbacks) if membership.rank == 0 else ()
+            trainer = assemble(here, self.folder, runtime, meshes, recovery, self.stop, heart, callbacks, held)
+            dist.barrier()
+        except BaseException as error:
+            membership.raise_change(error)
+            raise
+        membership.board.mark("trains", self.member)
+        return trainer
+
+    def _runtime(self, rank: int, size: int) -> Runtime:
+        place = self.place
+        return Runtime(rank, size, place.local_rank, place.local_world_size, torch.device("cpu"), "gloo")

@@ -1,0 +1,45 @@
+"""The replicas of a quorum: processes with a whole copy of the model each, in a group that may change between steps."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.parallel.data_parallel import Alone, Autocast
+from echelon.reduction.reducer import divide, flatten, write_back
+
+
+class Summed(Alone):
+    """Gradients are summed over all processes of the default group, after the last microbatch. See Parallel.
+
+    The default group is looked up in every step, because the quorum replaces it when a replica is lost or joins; a DDP
+    module would have to be built again.
+    """
+
+    def __init__(self, module: nn.Module, autocast: Autocast) -> None:
+        super().__init__(module, autocast)
+        self._sends = True
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Replace the gradients by their sums, in fp32. Collective."""
+        if not self._sends or dist.get_world_size() == 1:
+            return
+        trained = {name: each for name, each in self.module.named_parameters() if each.requires_grad}
+        for each in trained.values():  # a replica may not have used a parameter that another one has
+            each.grad = torch.zeros_like(each) if each.grad is None else each.grad
+        for bucket in divide({name: each.grad for name, each in trained.items() if each.grad is not None}):
+            flat = flatten(bucket)
+            dist.all_reduce(flat)
+            write_back(flat, bucket)
+
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        """Gradients stay those of this process."""
+        self._sends = False
+        try:
+            yield
+        finally:
+            self._sends = True

@@ -1,0 +1,190 @@
+"""Keeps the replicas of a quorum running: starts each one, and starts a lost one again while the others train on."""
+
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from echelon.stored import write_text
+from echelon.supervise.board import Board, Change, View
+from echelon.supervise.launch_environment import read_environment, replica_environment
+from echelon.supervise.listening import listen_at
+from echelon.supervise.outcome import FAILED, ProcessDeath, describe_ending, read_outcomes
+from echelon.supervise.warm_start import ForkedWorker, WarmStart
+from echelon.supervise.workers import Workers
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+logger = logging.getLogger(__name__)
+
+_HERE = "127.0.0.1"
+_LOOK_SECONDS = 0.05
+_STORE_SECONDS = 60.0
+# How long workers may take to exit once one has failed, as in `restart.py`.
+_PATIENCE_SECONDS = 6.0
+# A replica that dies this many times in a row before it trains is not started again.
+_MAX_FAILED_STARTS = 3
+
+
+@dataclass
+class _Replica:
+    """A running replica: its number, the name of this start, and its process."""
+
+    number: int
+    member: str
+    process: "ForkedWorker | subprocess.Popen[bytes]"
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+
+class ReplicaKeeper:
+    """Runs one attempt of a job whose replicas form a quorum. All replicas are processes of this machine."""
+
+    def __init__(self, job: Workers, warm: WarmStart | None) -> None:
+        """`warm`: the process that forks the workers; without one each starts an interpreter."""
+        self._job = job
+        self._warm = warm
+        self._store = _open_store()
+        self._board = Board(self._store)
+        self._running: dict[int, _Replica] = {}
+        self._view: View | None = None
+        self._changes: list[Change] = []
+        self._num_starts = dict.fromkeys(range(job.num_processes), 0)
+        self._failed_starts = dict.fromkeys(range(job.num_processes), 0)
+        self._is_ending = False
+
+    def run(self) -> list[ProcessDeath]:
+        """Start the replicas, and return when the job has ended; no worker outlives the call.
+
+        Returns the processes whose death ended the job: one that reported an error, which the others would meet too, or
+        the last ones, if no replica is left that trains.
+        """
+        try:
+            for number in self._num_starts:
+                self._start(number)
+            while self._running:
+                deaths = list(self._reap())
+                if deaths:
+                    return deaths
+                self._publish()
+                time.sleep(_LOOK_SECONDS)
+            return []
+        finally:
+            self._end_all()
+
+    def _start(self, number: int) -> None:
+        """Start a replica, by this number, in a new process."""
+        member = f"{number}.{self._num_starts[number]}"
+        self._num_starts[number] += 1
+        place = replica_environment(number, self._job.num_processes, _HERE, self._store.port, member)
+        environment = {**read_environment(), **place}
+        forked = None if self._warm is None else self._warm.fork(self._job.argv, environment)
+        process = forked or subprocess.Popen(self._job.argv, env=environment, start_new_session=True)
+        self._running[number] = _Replica(number, member, process)
+
+    def _reap(self) -> Iterable[ProcessDeath]:
+        """Handle the processes that have ended; yields those whose death ends the job."""
+        ended = [(each, code) for each in self._running.values() if (code := each.process.poll()) is not None]
+        reported = {each.rank for each in read_outcomes(self._job.folder.outcomes_dir) if each.code == FAILED}
+        for replica, code in ended:
+            del self._running[replica.number]
+            death = ProcessDeath(replica.number, replica.pid, code, time.time())
+            if code == 0:  # done, stopped or refused: the others are about to end in the same way
+                self._is_ending = True
+            elif (
+                replica.number in reported
+                or not (self._is_ending or self._trains_without(replica))
+                or not self._lose(replica, death)
+            ):
+                yield death
+        if self._is_ending and not any(self._has_state(each) for each in self._running.values()):
+            for replica in self._running.values():  # started again, and too late to take part
+                os.kill(replica.pid, signal.SIGKILL)
+                replica.process.wait()
+            self._running.clear()
+
+    def _has_state(self, replica: _Replica) -> bool:
+        """Whether a replica has the weights of the run: it has begun to train in a view."""
+        return self._board.is_marked("trains", replica.member)
+
+    def _trains_without(self, replica: _Replica) -> bool:
+        """Whether another replica trains."""
+        return any(self._has_state(each) for each in self._running.values() if each is not replica)
+
+    def _lose(self, replica: _Replica, death: ProcessDeath) -> bool:
+        """Go on without a replica, and start it again; return False if too few are left, and none returns."""
+        number = replica.number
+        has_trained = self._has_state(replica)
+        self._failed_starts[number] = 0 if has_trained else self._failed_starts[number] + 1
+        if self._view is not None and replica.member in self._view.members:
+            self._board.end(self._view.number)
+            self._changes.append(Change(number, replica.pid, death.time, describe_ending(death)))
+        if self._is_ending or self._job.folder.stop_path.exists():
+            return True
+        if self._failed_starts[number] == _MAX_FAILED_STARTS:
+            line = (
+                f"replica {number} {describe_ending(death)}, and ended {_MAX_FAILED_STARTS} times in a row before it "
+                f"trained: it is not started again; see {self._job.folder.log_path(number)}"
+            )
+            logger.warning(line)
+            return len(self._running) >= (self._job.min_replicas or 1)
+        self._start(number)
+        return True
+
+    def _publish(self) -> None:
+        """Publish a view if one is due: the first one, one without a lost replica, or one with a returned replica."""
+        ready = {each.member: each for each in self._running.values() if self._board.is_marked("ready", each.member)}
+        if self._view is None:
+            if len(ready) == self._job.num_processes:
+                self._show(View(0, tuple(ready)))
+            return
+        staying = [name for name in self._view.members if name in ready]
+        joining = [] if self._is_ending else [name for name in ready if name not in self._view.members]
+        if (len(staying) < len(self._view.members) or joining) and len(staying) + len(joining) >= self._least:
+            joined = [Change(ready[name].number, ready[name].pid, time.time()) for name in joining]
+            self._show(View(self._view.number + 1, (*staying, *joining), (*self._changes, *joined)))
+
+    def _show(self, view: View) -> None:
+        self._view = view
+        self._changes.clear()
+        self._board.publish(view)
+
+    @property
+    def _least(self) -> int:
+        """With fewer replicas the others wait for a lost one to return; not if they are to stop, and must save."""
+        waits = not self._is_ending and not self._job.folder.stop_path.exists()
+        return self._job.min_replicas or 1 if waits else 1
+
+    def _end_all(self) -> None:
+        """End the workers that are left: they notice that the job has failed; what does not exit is killed."""
+        if self._running:
+            with suppress(OSError):  # the disk may be full
+                write_text(self._job.folder.death_path, "a rank has died\n")
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        for replica in self._running.values():
+            with suppress(subprocess.TimeoutExpired):
+                replica.process.wait(max(0.0, deadline - time.monotonic()))
+                continue
+            with suppress(ProcessLookupError):
+                os.kill(replica.pid, signal.SIGKILL)
+            replica.process.wait()
+        self._running.clear()
+
+
+def _open_store() -> "TCPStore":
+    """A key-value store in this process, for the processes of this machine only."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listener = listen_at(_HERE, 0)
+    assert listener is not None
+    port, timeout = listener.getsockname()[1], timedelta(seconds=_STORE_SECONDS)
+    return TCPStore(_HERE, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -1,0 +1,86 @@
+"""What a replica of a quorum keeps while its group is formed anew, and how it is sent to those that lack it."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.distributed.mesh import gather_objects
+from echelon.training.contents import RunContents
+from echelon.training.state import GoodputState, JudgeState, SavedState
+from echelon.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Held:
+    """The state of a run between two views, beside its tensors, which are in the engine.
+
+    Attributes:
+        saved: as in a checkpoint after the last committed step.
+        owes_pause: whether the work that is due after that step may be unfinished.
+        owes_save: whether a checkpoint was being written.
+        rows: those of metrics.jsonl of the last step.
+        stopped_by: what all replicas have agreed to stop for, if anything.
+    """
+
+    saved: SavedState
+    owes_pause: bool
+    owes_save: bool
+    rows: tuple[dict[str, Any], ...]
+    stopped_by: str | None
+
+
+def hold(trainer: Trainer) -> Held:
+    """Return what this replica holds after its group has ended. Not collective."""
+    step, accounting = trainer.train_step, trainer.accounting
+    judge = step.judge.state_dict()
+    saved = SavedState(
+        train=trainer.state,
+        judges=(JudgeState(judge["in_a_row"], tuple(judge["norms"])),),
+        goodput=GoodputState(**accounting.goodput.state_dict()),
+        sync=step.sync.state_dict(),
+    )
+    owes_save = trainer.owes_save or trainer.saver.store.is_saving
+    return Held(saved, trainer.owes_pause, owes_save, tuple(accounting.latest), trainer.stop.agreed)
+
+
+def heal(contents: RunContents, held: Held | None) -> Held | None:
+    """Give every replica the state of one that has it; return it, or None if none has. Collective.
+
+    Tensors are sent only if a replica lacks them or has those of another step: then each gets the same bits. Of
+    replicas after the same step, one whose work after it may be unfinished is taken: the work is repeated by all.
+    """
+    group = contents.meshes.everyone
+    mine = None if held is None else (held.saved.train.step, held.owes_pause, held.owes_save)
+    everyone = gather_objects(mine, group)
+    known = [each for each in everyone if each is not None]
+    if not known:
+        return None
+    source = everyone.index(max(known))
+    sent = [held if dist.get_rank(group) == source else None]
+    dist.broadcast_object_list(sent, group=group, group_src=source)
+    [state] = sent
+    assert state is not None
+    if any(each is None or each[0] != known[0][0] for each in everyone):
+        _send(contents, source)
+    contents.sync.load_state_dict(state.saved.sync)
+    contents.judge.load_state_dict(asdict(state.saved.judges[0]))
+    rows = tuple(row for row in state.rows if row["kind"] == "train" or not state.owes_pause)
+    return replace(state, rows=rows, owes_save=any(owes_save for _, _, owes_save in known))
+
+
+def _send(contents: RunContents, source: int) -> None:
+    """Overwrite every tensor of a checkpoint with that of one replica. Collective."""
+    group = contents.meshes.everyone
+
+    @torch.no_grad()
+    def fill(tensors: Mapping[str, Tensor]) -> None:
+        for name in sorted(tensors):
+            dense = tensors[name].detach().contiguous()
+            dist.broadcast(dense, group=group, group_src=source)
+            tensors[name].copy_(dense)
+
+    contents.engine.load(lambda tensors: contents.sync.load(tensors, fill))

@@ -1,0 +1,215 @@
+"""Replicas of a quorum are killed at random moments: the job goes on, with the rows of a run in one process.
+
+`make faults` kills ten at random moments. ECHELON_FAULTS_SEED sets the seed.
+"""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from command import MARK, assert_no_orphan, finish, read_lines, start, write_recipe
+from echelon.runs.run_folder import RunFolder
+
+pytestmark = pytest.mark.dist
+
+SEED = int(os.environ.get("ECHELON_FAULTS_SEED", "20260801"))
+MODEL = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "resid_pdrop": 0.0,
+         "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
+LOST, JOINED = "replica_lost", "replica_joined"
+LOOK_SECONDS = 0.02
+PATIENCE_SECONDS = 150
+
+
+class Job:
+    """A run of some replicas, in a folder, and what a test does to it."""
+
+    def __init__(self, folder, steps, replicas=3, **sections):
+        self.replicas = replicas
+        self.folder, self.run = folder, RunFolder(folder / "runs" / "tiny")
+        train = {
+            "steps": steps,
+            "global_batch_size": 12,
+            "log_every": 20,
+            "eval_every": 15,
+            **sections.pop("train", {}),
+        }
+        write_recipe(
+            folder, model={"config": MODEL}, train=train, checkpoint={"every_steps": 20}, parallel="ddp",
+            sync={"name": "quorum", "replicas": replicas, **sections.pop("sync", {})},
+            fault={"verify_replicas_every": 5, "hang_seconds": 120, **sections.pop("fault", {})}, **sections,
+        )  # fmt: skip
+        self.process = None
+
+    def begin(self, *arguments):
+        command = ("train", "recipe.json", "--nproc", str(self.replicas), *arguments)
+        self.process = start(*command, cwd=self.folder, OMP_NUM_THREADS="1")
+        return self
+
+    def events(self, *names):
+        rows = read_lines(self.run.events_path) if self.run.events_path.exists() else []
+        return [row for row in rows if not names or row["event"] in names]
+
+    def last_step(self):
+        return self.run.rows.last_step()
+
+    def until(self, holds):
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not holds():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, (self.last_step(), self.events(LOST, JOINED))
+            time.sleep(LOOK_SECONDS)
+
+    def strike(self, replica, number=signal.SIGKILL):
+        os.kill(self.run.read_pids()[replica], number)
+
+    def end(self, code=0):
+        ending = finish(self.process, PATIENCE_SECONDS)
+        assert ending.code == code, (ending, self.events())
+        return ending
+
+
+def train_alone(folder, *arguments):
+    """The same training in one process, without a quorum; its rows."""
+    alone = start(
+        "train", "recipe.json", "--nproc", "1", "run.dir=runs/alone", "sync={name: every_step}", *arguments,
+        cwd=folder, OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    ending = finish(alone, PATIENCE_SECONDS)
+    assert ending.code == 0, ending
+    return read_lines(RunFolder(folder / "runs" / "alone").metrics_path)
+
+
+def assert_same_rows(run, alone):
+    """Every row once, in order, of the same batches, and losses within the tolerance of parity."""
+    rows = read_lines(run.metrics_path)
+    assert [(row["kind"], row["step"]) for row in rows] == [(row["kind"], row["step"]) for row in alone]
+    for row, other in zip(rows, alone, strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=2e-5), (row, other)
+        if row["kind"] == "train":
+            assert all(row[key] == other[key] for key in ("batch_hash", "tokens", "target_tokens", "skipped"))
+            assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+
+
+def assert_never_restarted(job, num_lost):
+    assert len({event["pid"] for event in job.events(LOST)}) == num_lost, job.events(LOST, JOINED)
+    names = [event["event"] for event in job.events()]
+    assert names.count("start") == names.count("done") == 1
+    assert not {"restart", "resume", "failure", "replicas_differ", "save_failed"} & set(names)
+
+
+def kill_at_random(job, kills, draw):
+    """Kill a replica some time after each of these steps, as long as two or more of them train."""
+    for step in kills:
+        job.until(lambda least=step: job.last_step() >= least)
+        job.until(lambda: len(job.events(LOST)) - len(job.events(JOINED)) <= job.replicas - 2)
+        time.sleep(draw.uniform(0, 0.1))
+        changes = {event["replica"]: event["event"] for event in job.events(LOST, JOINED)}  # the last of each
+        lost = len(job.events(LOST))
+        job.strike(draw.choice([each for each in range(job.replicas) if changes.get(each) != LOST]))
+        job.until(lambda before=lost: len(job.events(LOST)) > before)
+
+
+def describe(job):
+    """What a test prints: how long the others were held up by each loss."""
+    seconds = sorted(event["seconds"] for event in job.events(LOST))
+    return f"{len(seconds)} replicas lost; the others went on after {seconds[0]:.2f} to {seconds[-1]:.2f} s"
+
+
+@pytest.fixture(autouse=True)
+def marked(tmp_path, monkeypatch):
+    """No process that a test starts may outlive it."""
+    monkeypatch.setenv(MARK, str(tmp_path))
+    yield
+    assert_no_orphan()
+
+
+@pytest.mark.slow
+def test_two_lost_replicas_change_nothing_but_time(tmp_path):
+    job = Job(tmp_path, 60).begin()
+    job.until(lambda: job.last_step() >= 8)
+    job.strike(0)  # the one that writes the run's files
+    job.until(lambda: job.events(JOINED))
+    job.strike(1)
+    job.end()
+    print(describe(job))
+    assert_never_restarted(job, 2)
+    assert [event["replica"] for event in job.events(LOST)] == [0, 1]
+    joined = job.events(JOINED)[0]
+    assert (joined["replica"], joined["replicas"]) == (0, 3)
+    assert_same_rows(job.run, train_alone(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(2))
+def test_ten_replicas_lost_at_random_moments(tmp_path, number):
+    """Five kills in each of two runs, in steps, evaluations and saves, of any replica.
+
+    Three replicas do not divide the batch of four evenly.
+    """
+    draw = random.Random(f"{SEED} {number}")
+    job = Job(tmp_path, 240, replicas=3 + number, train={"global_batch_size": 12 - 4 * number}).begin()
+    kill_at_random(job, sorted(draw.sample(range(2, 200), 5)), draw)
+    job.end()
+    print(describe(job))
+    assert_never_restarted(job, 5)
+    assert_same_rows(job.run, train_alone(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_signal_stops_it_while_a_replica_is_lost_and_it_resumes(tmp_path):
+    job = Job(tmp_path, 90).begin()
+    job.until(lambda: job.last_step() >= 10)
+    job.process.terminate()
+    job.strike(2)
+    ending = job.end(code=3)
+    step = job.run.newest_step()
+    assert step and f"stopped by SIGTERM at step {step}, saved in " in ending.err
+    assert not {"restart", "failure"} & {event["event"] for event in job.events()}
+    job.begin()
+    job.until(lambda: job.last_step() >= step + 5)
+    job.strike(0)
+    job.end()
+    assert len(job.events("resume")) == 1 and not job.events("restart")
+    assert_same_rows(job.run, train_alone(tmp_path))
+
+
+@pytest.mark.slow
+def test_below_min_replicas_the_others_wait(tmp_path):
+    job = Job(tmp_path, 60, sync={"min_replicas": 3}).begin()
+    job.until(lambda: job.last_step() >= 10)
+    job.strike(1)
+    job.end()
+    assert_never_restarted(job, 1)
+    [lost], [joined] = job.events(LOST), job.events(JOINED)
+    assert lost["replicas"] == joined["replicas"] == 3 and lost["step"] == joined["step"]
+    assert_same_rows(job.run, train_alone(tmp_path))
+
+
+@pytest.mark.slow
+def test_when_all_are_lost_the_job_restarts_from_its_checkpoint(tmp_path):
+    job = Job(tmp_path, 60).begin()
+    job.until(lambda: job.events("checkpoint"))
+    for replica in range(3):
+        job.strike(replica)
+    job.end()
+    assert len(job.events("restart")) == len(job.events("resume")) == 1
+    assert_same_rows(job.run, train_alone(tmp_path))
+
+
+@pytest.mark.slow
+def test_bad_steps_are_skipped_by_all_replicas(tmp_path):
+    """Spikes are judged by the norms of earlier steps, which a replica that joins must get too."""
+    bad = {"on_bad_step": "skip", "max_bad_steps": 50, "spike_factor": 1.02, "spike_window": 4}
+    job = Job(tmp_path, 60, fault=bad).begin()
+    job.until(lambda: job.last_step() >= 12)
+    job.strike(1)
+    job.until(lambda: job.events(JOINED))
+    job.strike(0)
+    job.end()
+    assert_never_restarted(job, 2)
+    alone = train_alone(tmp_path)
+    assert any(row.get("skipped") for row in alone)
+    assert_same_rows(job.run, alone)

@@ -1,0 +1,65 @@
+"""Replicas of a quorum compute what one process does, and a replica that lacks the state gets it bit for bit."""
+
+import json
+
+import pytest
+import torch
+
+from echelon.training.healing import heal, hold
+from training import GLOBAL_BATCH, Row, bounds, difference, hashes, masked_trainer, prepare, read_rows, train
+
+STEPS = 6
+RANKS = 4
+DAMAGED, NEW, WHOLE, OTHER = range(RANKS)
+ROW = Row("ddp", changes={"sync": {"name": "quorum", "replicas": RANKS}}, ranks=RANKS, micro_batch=1)
+
+
+def heal_rank(rank, world_size, path, plan):
+    """Train, then damage the state of one rank, and all that another one has; what each has after healing."""
+    with masked_trainer(rank, world_size, path, plan) as trainer:
+        trainer.fit()
+        contents, held = trainer.saver.contents, hold(trainer)
+        right = {name: tensor.clone() for name, tensor in contents.tensors().items()}
+        steps_held = {DAMAGED: 2, OTHER: 2}.get(rank)
+        if rank == NEW:
+            held = None
+        elif steps_held is not None:
+            state = held.saved.train
+            held = type(held)(
+                type(held.saved)(type(state)(steps_held), held.saved.judges, held.saved.goodput, held.saved.sync),
+                True, False, (), None,
+            )  # fmt: skip
+        with torch.no_grad():
+            for tensor in contents.tensors().values() if rank != WHOLE else ():
+                tensor.fill_(7)
+        found = heal(contents, held)
+        assert found is not None
+        same = all(torch.equal(right[name], tensor) for name, tensor in contents.tensors().items())
+        nothing = heal(contents, None)
+        return same, len(right), found.saved.train.step, found.owes_pause, [row["step"] for row in found.rows], nothing
+
+
+@pytest.fixture(scope="module")
+def quorum(workers, text, tmp_path_factory):
+    """The folder and the plan of a quorum of four in which nothing is lost, trained with `heal_rank`; its results."""
+    folder = tmp_path_factory.mktemp("quorum")
+    path, plan = prepare(ROW, folder, text, STEPS)
+    return folder, plan, workers.run(heal_rank, RANKS, str(path), plan)
+
+
+def test_four_replicas_compute_what_one_process_does(workers, text, tmp_path, quorum):
+    folder, plan, _ = quorum
+    assert not plan.lossy and (plan.dp_replicate, plan.num_replicas, plan.global_batch_size) == (RANKS, 1, GLOBAL_BATCH)
+    rows, expected = read_rows(folder / "run"), train(workers, Row("ddp"), tmp_path, text, STEPS)
+    assert hashes(rows) == hashes(expected)
+    losses, norms = difference(rows, expected)
+    assert losses <= bounds(ROW)[0] and norms <= bounds(ROW)[1]
+    states = [json.loads(each.read_text()) for each in (folder / "run").glob("checkpoints/*/state.json")]
+    assert states and all(len(each["judges"]) == 1 for each in states)
+
+
+def test_every_replica_gets_the_state_of_the_one_that_is_furthest(quorum):
+    _, _, results = quorum
+    for same, num_tensors, step, owes_pause, rows, nothing in results:
+        assert same and num_tensors > 20
+        assert (step, owes_pause, rows, nothing) == (STEPS, False, [STEPS, STEPS], None)
