@@ -36,7 +36,7 @@ class Workers:
     def __init__(self, pool, initial, is_broken=False):
         self._pool, self._extra, self.raised = pool, (initial, is_broken), None
 
-    def run(self, function, world_size, path, plan, stop_at, mutation):
+    def run(self, function, world_size, path, plan, stop_at, mutation, backend):
         self.raised = self._pool.run(train_from, world_size, path, plan, stop_at, *self._extra)
 
 
