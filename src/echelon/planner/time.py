@@ -172,7 +172,7 @@ def _list_assumptions(cluster: Cluster, software: Software) -> Iterator[str]:
         yield cluster.known_links.describe()
     yield software.describe()
     if cluster.kind == "cpu":
-        yield "on CPUs only matrix products are measured; memory and links are guesses, so this may be off by half"
+        yield "on CPUs only matrix products are measured: steps may take several times as long"
 
 
 def _tensor_seconds(step: _Step) -> float:
