@@ -59,10 +59,10 @@ def packed_samples(kind: str) -> AbstractContextManager[Any]:
     return mock.patch.object(assemble, "open_prepared", lambda *args, **options: pack(opened(*args, **options), kind))
 
 
-def train_packed(rank: int, world_size: int, path: str, plan: ParallelPlan, stop_at: int | None, kind: str) -> None:
-    """One rank, its text packed."""
+def train_packed(rank: int, world_size: int, path: str, plan: ParallelPlan, kind: str, *rest: Any) -> None:
+    """One rank, its text packed; `rest` as for `train_rank`."""
     with packed_samples(kind):
-        train_rank(rank, world_size, path, plan, stop_at, "")
+        train_rank(rank, world_size, path, plan, *rest)
 
 
 class PackedPool:
@@ -71,5 +71,5 @@ class PackedPool:
     def __init__(self, pool: WorkerPool, kind: str) -> None:
         self._pool, self._kind = pool, kind
 
-    def run(self, function: Any, world_size: int, path: str, plan: Any, stop_at: int | None, mutation: str) -> None:
-        self._pool.run(train_packed, world_size, path, plan, stop_at, self._kind)
+    def run(self, function: Any, world_size: int, path: str, plan: Any, *rest: Any) -> None:
+        self._pool.run(train_packed, world_size, path, plan, self._kind, *rest)
