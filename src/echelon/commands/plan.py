@@ -49,9 +49,9 @@ def plan(
         bool, typer.Option("--accuracy", help="Compare runs with what was predicted: the arguments are run folders.")
     ] = False,
 ) -> None:
-    """Show how a recipe would run, and the memory, time and money it needs, or why it is refused.
+    """Show how a recipe would run, its memory, time and cost.
 
-    Downloads no weights.
+    Also shows why a recipe is refused. Downloads no weights.
     """
     if accuracy:
         from echelon.runs.reckoning import describe_accuracy
