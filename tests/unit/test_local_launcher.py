@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from echelon.errors import ConfigError
+from echelon.launch import local
 from echelon.launch.local import LocalLauncher
 from echelon.launch.records import find_job, make_job, submit_job
 from echelon.recipe.load import parse_recipe
@@ -72,7 +73,17 @@ def test_awkward_arguments_arrive_and_a_job_is_found_from_another_folder(here, t
 
 
 def test_at_a_time_limit_the_run_saves(here):
-    assert await_end(submit("launch.max_hours=0.0001")) == ("stopped", 3)
+    assert await_end(submit("launch.max_hours=0.0005")) == ("stopped", 3)
+
+
+def test_a_job_counts_as_running_as_soon_as_it_is_submitted(here, monkeypatch):
+    """On a busy machine, Linux shows the command line of a new process as empty for a moment."""
+    empty = ["", ""]
+    read = local._command_line
+    monkeypatch.setattr(local, "_command_line", lambda pid: empty.pop() if empty else read(pid))
+    record = submit()
+    assert LocalLauncher().status(record).state == "running"
+    LocalLauncher().cancel(record)
 
 
 def test_a_setup_that_exits_is_a_failed_job(here):

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -59,6 +60,9 @@ class LocalLauncher:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        # `status` knows a job by its command line, which Linux shows shortly after a process has started.
+        while process.poll() is None and not _command_line(str(process.pid)):
+            time.sleep(0.001)
         return Submitted(str(process.pid))
 
     def status(self, record: JobRecord) -> JobStatus:
