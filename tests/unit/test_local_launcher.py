@@ -83,7 +83,9 @@ def test_a_job_counts_as_running_as_soon_as_it_is_submitted(here, monkeypatch):
     monkeypatch.setattr(local, "_command_line", lambda pid: empty.pop() if empty else read(pid))
     record = submit()
     assert LocalLauncher().status(record).state == "running"
+    await_line(record, "begun")
     LocalLauncher().cancel(record)
+    assert await_end(record) == ("stopped", 3)
 
 
 def test_a_setup_that_exits_is_a_failed_job(here):
