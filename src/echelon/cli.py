@@ -27,6 +27,7 @@ from echelon.commands.sweep import sweep
 from echelon.commands.terminal import complain
 from echelon.commands.train import train
 from echelon.commands.verbosity import QuietOption, VerboseOption, set_verbosity, with_verbosity
+from echelon.commands.watch import watch
 from echelon.errors import EchelonError, explain_storage_error, render_traceback
 
 app = typer.Typer(
@@ -50,6 +51,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "logs": logs,
     "cancel": cancel,
     "report": report,
+    "watch": watch,
     "sweep": sweep,
     "drill": drill,
     "doctor": doctor,

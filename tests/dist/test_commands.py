@@ -23,6 +23,7 @@ SECRET = "hf_AbCdEf0123456789"
 TRAIN_KEYS = {
     "kind", "step", "tokens", "target_tokens", "loss", "grad_norm", "learning_rate", "tokens_per_second",
     "step_seconds", "data_wait_seconds", "mfu", "memory_peak_bytes", "batch_hash", "skipped", "loss_scale", "cost_usd",
+    "sent_bytes",
     "router_loss",
     "expert_load",
 }  # fmt: skip

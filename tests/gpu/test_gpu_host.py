@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from echelon.training.metrics import Measured
 from gpu_training import Case, model_overrides, trainer_on_gpu
 from training import Row
 
@@ -43,9 +44,9 @@ def forbidden():
 def test_a_step_never_synchronizes(gpu, text, tmp_path, forbidden, case):
     with trainer_on_gpu(case, gpu, tmp_path, text, steps=8) as trainer:
         for step in range(3):  # compilation, caches and the optimizer's state
-            trainer.train_step(step, find_peak=lambda: 1).read()
+            trainer.train_step(step, measure=lambda: Measured(peak_bytes=1)).read()
         forbidden(True)
-        pending = trainer.train_step(3, find_peak=lambda: 1)
+        pending = trainer.train_step(3, measure=lambda: Measured(peak_bytes=1))
         # The next step is running when the metrics of the first are read, as in `Trainer.fit`.
         running = trainer.train_step(4)
         metrics = pending.read()

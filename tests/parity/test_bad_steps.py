@@ -93,12 +93,12 @@ def corrupt(number, times):
     call = TrainingStep.__call__
     left = [times]
 
-    def corrupted(train_step, step, is_suppressed, find_peak):
+    def corrupted(train_step, step, is_suppressed, measure):
         weight = dict(train_step.engine._decoder.named_parameters()).get(f"{CORRUPT}.weight")
         if step + 1 == number and left[0] and weight is not None and train_step.meshes.data_rank == 0:
             left[0] -= 1
             local_part(weight.detach()).view(-1)[:1].fill_(math.nan)
-        return call(train_step, step, is_suppressed, find_peak)
+        return call(train_step, step, is_suppressed, measure)
 
     return mock.patch.object(TrainingStep, "__call__", corrupted)
 
@@ -108,11 +108,11 @@ def cut_power(number):
     call = TrainingStep.__call__
     times = [0]
 
-    def cut(train_step, step, is_suppressed, find_peak):
+    def cut(train_step, step, is_suppressed, measure):
         times[0] += step + 1 == number
         if times[0] == 2:
             raise PowerCut
-        return call(train_step, step, is_suppressed, find_peak)
+        return call(train_step, step, is_suppressed, measure)
 
     return mock.patch.object(TrainingStep, "__call__", cut)
 

@@ -8,7 +8,7 @@ import torch
 from echelon.distributed.mesh import build_mesh
 from echelon.planner.plan import ParallelPlan
 from echelon.training.bad_steps import Verdict
-from echelon.training.metrics import PendingMetrics, StepRecord, Targets
+from echelon.training.metrics import Measured, PendingMetrics, StepRecord, Targets
 
 pytestmark = pytest.mark.dist
 
@@ -67,7 +67,7 @@ def report(rank, world_size, plan):
         data_wait_seconds=float(rank),
         stop_flags=[0.0] * 4 + [float(rank == world_size - 1)],
     )
-    return PendingMetrics(record, meshes, peak_bytes=1000 + rank).read()
+    return PendingMetrics(record, meshes, Measured(peak_bytes=1000 + rank, sent_bytes=100.0 * rank)).read()
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -79,6 +79,7 @@ def test_every_plan_reports_the_same_step(workers, plan):
     assert metrics.expert_load == 1.5, "6 and 2 tokens of two experts, on all ranks"
     assert (metrics.tokens, metrics.target_tokens, metrics.batch_hash) == (180, 40, f"{5:016x}")
     assert metrics.data_wait_seconds == (plan.world_size - 1) / 2
+    assert metrics.sent_bytes == 100 * (plan.world_size - 1) / 2
     assert metrics.memory_peak_bytes == 1000 + plan.world_size - 1
     several = plan.num_replicas > 1
     assert (metrics.grad_norm, metrics.committed, metrics.bad_in_a_row) == (

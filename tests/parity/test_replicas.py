@@ -25,11 +25,11 @@ def train_with_flip(rank, world_size, path, plan, stop_at, flipping):
     """Train; on one rank the lowest bit of one weight flips before step 4. What it raised, as text."""
     call = TrainingStep.__call__
 
-    def flipped(train_step, step, is_suppressed, find_peak):
+    def flipped(train_step, step, is_suppressed, measure):
         if step + 1 == 4 and rank == flipping:
             weight = local_part(train_step.engine._decoder.get_parameter(FLIPPED).detach())
             weight.view(torch.int32).view(-1)[:1].bitwise_xor_(torch.tensor(1, dtype=torch.int32))
-        return call(train_step, step, is_suppressed, find_peak)
+        return call(train_step, step, is_suppressed, measure)
 
     with mock.patch.object(TrainingStep, "__call__", flipped):
         try:

@@ -11,6 +11,7 @@ import torch
 
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import build_mesh
+from echelon.distributed.traffic import count_traffic
 from echelon.engines.native import build_native_engine
 from echelon.errors import ConfigError
 from echelon.model.build import build_on_meta, load_config
@@ -160,10 +161,13 @@ def count_tensor_traffic(rank, world_size, path, config, plan):
     microbatch = Microbatch(tokens, labels, places, places)
     engine.rehearse(microbatch, 1)
     axes = {meshes.tp.get_group().group_name: "tp", meshes.shard.get_group("shard").group_name: "shard"}
+    meter = count_traffic()
+    meter.take()
     with TrafficCounter(axes) as counter:
         engine.forward_backward(0, [microbatch], torch.tensor(1.0))
+    sent = meter.take()
     elements = sum(local_part(parameter).numel() for parameter in engine._decoder.parameters())
-    return counter.by_axis, elements, tokens.numel()
+    return counter.by_axis, elements, tokens.numel(), sent
 
 
 TRAFFIC = [("llama", 2, 1), ("qwen3", 2, 1), ("gemma2", 2, 1), ("llama", 4, 1), ("llama", 2, 2), ("mixtral", 2, 1)]
@@ -179,7 +183,8 @@ def test_parameters_and_traffic_are_those_of_the_table(workers, text, tmp_path, 
         shards = {"dp_shard": dp_shard, "reduce_gradients": "each", "reshard_after_forward": True}
         plan = ParallelPlan("tp", tp=tp, sequence_parallel=sequence_parallel, **shards)
         part = divide_shape(shape, plan)
-        for by_axis, elements, num_tokens in workers.run(count_tensor_traffic, tp * dp_shard, path, config, plan):
+        for found in workers.run(count_tensor_traffic, tp * dp_shard, path, config, plan):
+            by_axis, elements, num_tokens, counted = found
             assert elements == part.num_parameters / dp_shard
             over_tp = {kind: sent for (axis, kind), sent in by_axis.items() if axis == "tp"}
             assert over_tp == expect_tensor_traffic(plan, shape, num_tokens)
@@ -187,6 +192,12 @@ def test_parameters_and_traffic_are_those_of_the_table(workers, text, tmp_path, 
             layers = shape.num_layers * part.num_layer_parameters
             sharded = {"all_gather": 4 * (part.num_parameters + layers), "all_to_all": 4 * part.num_parameters}
             assert over_shards == ({} if dp_shard == 1 else sharded)
+            sizes = {"tp": tp, "shard": dp_shard}
+            rings = (
+                (1 + (kind == "all_reduce")) * (1 - 1 / sizes[axis]) * sent.bytes
+                for (axis, kind), sent in by_axis.items()
+            )
+            assert counted == pytest.approx(sum(rings))
 
 
 @pytest.mark.parametrize(

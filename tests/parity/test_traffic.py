@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import build_mesh
+from echelon.distributed.traffic import count_traffic as count_meter
 from echelon.engines.native import build_native_engine
 from echelon.model.build import load_config
 from echelon.objectives.causal_lm import CausalLM
@@ -36,7 +37,8 @@ BF16 = Precision(compute="bfloat16")
 
 
 def count_traffic(rank, world_size, path, config, plan):
-    """The payload of the collectives of a step, and the bytes that this rank's sockets have sent."""
+    """The payload of a step's collectives, and the bytes this rank has sent, by its sockets and by the run's count."""
+    meter = count_meter()
     recipe, _ = load_recipe(Path(path))
     meshes = build_mesh(plan, "cpu")
     engine = build_native_engine(recipe, load_config(config), plan, meshes, CausalLM(), torch.device("cpu"))
@@ -45,10 +47,11 @@ def count_traffic(rank, world_size, path, config, plan):
     engine.rehearse(microbatch, 1)
     for _ in range(2):  # DDP talks about its buckets once more in the first step
         sent = read_sent_bytes()
+        meter.take()
         with TrafficCounter() as counter:
             engine.forward_backward(0, [microbatch] * plan.num_microbatches, torch.tensor(1.0))
         dist.barrier()  # the others have received what this rank sent
-    return counter.traffic, count_sent_bytes(sent)
+    return counter.traffic, count_sent_bytes(sent), meter.take()
 
 
 @pytest.mark.slow
@@ -56,7 +59,7 @@ def count_traffic(rank, world_size, path, config, plan):
 def test_a_step_sends_what_the_table_says(workers, text, tmp_path, num_microbatches, precision):
     recipe = write_recipe(Row(), tmp_path, text, steps=4)
     for plan in plan_strategies(4, num_microbatches=num_microbatches, precision=precision):
-        for traffic, _ in workers.run(count_traffic, 4, str(recipe), CONFIG, plan):
+        for traffic, _, _ in workers.run(count_traffic, 4, str(recipe), CONFIG, plan):
             assert traffic == expect_traffic(plan, build_shape(CONFIG)), plan.strategy
 
 
@@ -67,7 +70,8 @@ def test_sockets_send_what_the_table_says(workers, text, tmp_path, ranks):
     recipe = write_recipe(Row(), tmp_path, text, steps=4)
     for plan in plan_strategies(ranks, precision=BF16):
         expected = expect_traffic(plan, build_shape(LARGE)).sent_bytes(plan)
-        for _, sent in workers.run(count_traffic, ranks, str(recipe), LARGE, plan):
+        for _, sent, counted in workers.run(count_traffic, ranks, str(recipe), LARGE, plan):
+            assert counted == pytest.approx(expected, rel=1e-9), plan.strategy
             assert sent == pytest.approx(expected, rel=0.02), plan.strategy
 
 

@@ -27,7 +27,7 @@ def report(
     from echelon.report.plain import render_text
     from echelon.report.run_record import read_record
     from echelon.report.sections import build_report
-    from echelon.runs.overview import RUNS, find_run
+    from echelon.runs.overview import require_run
     from echelon.stored import write_text
 
     if len(runs) > 1 and not compare:
@@ -36,13 +36,7 @@ def report(
         )
     # `--compare A B`: the parser takes B for an argument.
     names = [runs[0], *(compare or []), *runs[1:]]
-    found = [(name, find_run(name)) for name in names]
-    if missing := [name for name, path in found if path is None]:
-        raise ConfigError(
-            f"{missing[0]} is not a run: neither it nor {RUNS / missing[0]} has an events.jsonl; `echelon runs` lists "
-            "the runs."
-        )
-    records = [read_record(path) for _, path in found if path is not None]
+    records = [read_record(require_run(name)) for name in names]
     whole = build_report(records[0]) if len(records) == 1 else build_comparison(records)
     if as_text:
         show(render_text(whole, min(_MAX_WIDTH, shutil.get_terminal_size().columns)))

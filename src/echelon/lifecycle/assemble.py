@@ -52,6 +52,7 @@ from echelon.recipe import Recipe
 from echelon.recipe.schedule import build_schedule
 from echelon.reporting.goodput import GoodputTracker
 from echelon.reporting.journal import Journal
+from echelon.reporting.network import describe_network
 from echelon.reporting.recovery import RecoveryWatch
 from echelon.runs.reckoning import reckon, store_reckoning
 from echelon.runs.run_folder import RunFolder
@@ -180,12 +181,19 @@ def export_trained(trainer: Trainer, recipe: Recipe, folder: RunFolder) -> None:
 
 
 def summarize(trainer: Trainer, journal: Journal, folder: RunFolder) -> None:
-    """Print the reckoning and the goodput and write them to events.jsonl, however this start ended. On rank 0."""
+    """Print the reckoning, the network and the goodput, and write them to events.jsonl, however this start ended.
+
+    On rank 0.
+    """
     with suppress(OSError, ValueError):  # the disk may be full, a file damaged
         if (reckoning := reckon(folder)) is not None:
             for line in reckoning.describe():
                 logger.info(line)
             store_reckoning(folder, reckoning, trainer.state.step)
+    if journal.network is not None and (sent := journal.network.summarize()) is not None:
+        logger.info(describe_network(sent))
+        with suppress(OSError):  # the disk may be full
+            journal.event("network", step=trainer.state.step, **sent)
     goodput = trainer.accounting.goodput
     logger.info(goodput.describe())
     if journal.meter is not None:

@@ -13,11 +13,13 @@ from transformers import PretrainedConfig
 from echelon.data.prepared import PreparedData
 from echelon.distributed.membership import Membership
 from echelon.distributed.runtime import Runtime
+from echelon.distributed.traffic import count_traffic
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
 from echelon.reporting.budget import CostMeter
 from echelon.reporting.goodput import GoodputTracker
 from echelon.reporting.journal import Journal
+from echelon.reporting.network import NetworkWatch
 from echelon.reporting.recovery import RecoveryWatch
 from echelon.reporting.trackers import start_trackers
 from echelon.runs.cost import find_price_here
@@ -52,6 +54,7 @@ def open_journal(
         journal.tell_recovery(recovery)
     num_machines = -(-runtime.world_size // runtime.local_world_size)
     journal.meter = CostMeter(recipe, folder, find_price_here(recipe, read_environment()), num_machines)
+    journal.network = NetworkWatch(count_traffic())
     journal.add_forwarders(start_trackers(recipe, folder, step))
     return journal
 

@@ -1,5 +1,10 @@
-"""A report as one HTML file: no script, no address, readable on a phone, light or dark like the reader's system."""
+"""A report as one HTML file: no address, readable on a phone, light or dark like the reader's system.
 
+The page of a run in progress has a script, which asks its own server for the page again.
+"""
+
+import base64
+import hashlib
 from html import escape
 from pathlib import Path
 
@@ -10,10 +15,25 @@ _STYLE = Path(__file__).with_name("page.css")
 
 # Nothing is loaded, whatever a name or a message in the run's files contains.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+# Takes the page again, and keeps what the reader has opened; says so if nobody answers.
+_UPDATE = """setInterval(async () => {
+  try {
+    const answer = await fetch('/'), page = new DOMParser().parseFromString(await answer.text(), 'text/html')
+    if (!answer.ok) throw answer.status
+    const opened = [...document.querySelectorAll('details[open] summary')].map(each => each.textContent)
+    document.querySelector('main').replaceWith(page.querySelector('main'))
+    document.querySelectorAll('details').forEach(each => each.open = opened.includes(each.firstChild.textContent))
+  } catch { document.querySelector('h1 small').textContent = 'echelon watch does not answer' }
+}, %d)"""
 
 
-def render_page(report: Report) -> str:
-    """Return the report as an HTML document."""
+def render_page(report: Report, refresh_seconds: float | None = None) -> str:
+    """Return the report as an HTML document, which updates itself if `refresh_seconds` are given."""
+    policy, script = _POLICY, ""
+    if refresh_seconds is not None:
+        update = _UPDATE % (1000 * refresh_seconds)
+        digest = base64.b64encode(hashlib.sha256(update.encode()).digest()).decode()
+        policy, script = f"{_POLICY}; connect-src 'self'; script-src 'sha256-{digest}'", f"<script>{update}</script>"
     figures = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in report.figures)
     sections = "".join(
         f"<section><h2>{escape(section.title)}</h2>{''.join(map(_render_block, section.blocks))}</section>"
@@ -22,12 +42,12 @@ def render_page(report: Report) -> str:
     tone = "bad" if report.is_bad else "good"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(report.title)}</title><style>\n{_STYLE.read_text(encoding='utf-8')}</style></head>\n<body><main>"
         f'<h1>{escape(report.title)} <small class="{tone}">{escape(report.status)}</small></h1>'
         f'<p class="quiet">{escape(report.summary)}</p><dl class="figures">{figures}</dl>{sections}'
-        "</main></body></html>\n"
+        f"</main>{script}</body></html>\n"
     )
 
 

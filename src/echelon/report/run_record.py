@@ -75,8 +75,8 @@ class RunRecord:
         return [value for row in self.steady_rows if (value := read_number(row, name)) is not None]
 
 
-def read_record(path: Path) -> RunRecord:
-    """Read a run folder. Raises ConfigError if it has no events.jsonl."""
+def read_record(path: Path, with_traces: bool = True) -> RunRecord:
+    """Read a run folder; traces take seconds. Raises ConfigError if it has no events.jsonl."""
     folder = RunFolder(path)
     if not folder.events_path.is_file():
         raise ConfigError(f"{path} is not a run folder: it has no events.jsonl; give runs/NAME.")
@@ -101,7 +101,7 @@ def read_record(path: Path) -> RunRecord:
         events=sorted(folder.rows.read_events(), key=lambda row: row["time"]),
         samples=read_rows(folder.samples_path, _is_sample).rows,
         spending=spending,
-        traces=read_traces(path),
+        traces=read_traces(path) if with_traces else (),
         read_at=time.time(),
         faults=folder.rows.describe_bad_lines(),
     )

@@ -25,6 +25,7 @@ from echelon.report.blocks import (
     Timeline,
 )
 from echelon.report.nested import read_mapping, read_number, read_value
+from echelon.report.network_section import build_network
 from echelon.report.numbers import UNKNOWN, render_number, render_percent, render_seconds
 from echelon.report.profile_section import build_profile
 from echelon.report.run_record import RunRecord, percentile
@@ -72,6 +73,7 @@ def build_sections(record: RunRecord) -> list[Section]:
         Section("Loss", list(_losses(record))),
         Section("Throughput", list(_throughput(record))),
         Section("Where the time went", list(_time(record))),
+        Section("Network", list(build_network(record))),
         Section("Profiled steps", list(build_profile(record))),
         Section("Memory", list(_memory(record))),
         Section("Events", list(_events(record))),

@@ -15,6 +15,7 @@ from echelon.planner.memory import MemoryParts
 from echelon.recipe.batches import BatchSchedule
 from echelon.reporting.budget import CostMeter
 from echelon.reporting.console import StepAverages, render_evaluation, render_memory, render_sample_line, render_step
+from echelon.reporting.network import NetworkWatch
 from echelon.reporting.progress_bar import find_progress_bar
 from echelon.reporting.recovery import RecoveryWatch
 from echelon.reporting.trackers import MetricsForwarder
@@ -47,6 +48,8 @@ class Journal:
         self._recovery: RecoveryWatch | None = None
         self.meter: CostMeter | None = None
         """Counts the run's time and money, if set."""
+        self.network: NetworkWatch | None = None
+        """Counts the bytes that ranks send, if set."""
         self.memory_lines: list[str] = []
         """The memory by part that `memory` was given, as a table."""
 
@@ -66,6 +69,8 @@ class Journal:
             self.meter.saw_step(row["step_seconds"])
             row["cost_usd"] = self.meter.usd
             expected = self.meter.expect_usd(remaining)
+        if self.network is not None:
+            self.network.saw_step(row["sent_bytes"])
         self._write(row)
         if self._recovery is not None:
             self._recovery.stepped(row["step"])

@@ -110,6 +110,15 @@ def find_run(name: str) -> Path | None:
     return next((path for path in (Path(name), RUNS / name) if (path / "events.jsonl").is_file()), None)
 
 
+def require_run(name: str) -> Path:
+    """Return the folder of a run by its path, or by its name below `runs`. Raises ConfigError if there is none."""
+    if (path := find_run(name)) is None:
+        raise ConfigError(
+            f"{name} is not a run: neither it nor {RUNS / name} has an events.jsonl; `echelon runs` lists the runs."
+        )
+    return path
+
+
 def require_live_process(path: Path) -> int:
     """Return the id of the process on this machine that holds the lock of a run.
 

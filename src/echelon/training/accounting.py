@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from echelon.distributed.stamp import Stamp
+from echelon.distributed.traffic import count_traffic
 from echelon.inference.evaluate import EvalResults
 from echelon.reporting.goodput import GoodputTracker
 from echelon.reporting.journal import Journal
 from echelon.training.callbacks import Callback
 from echelon.training.heartbeat import Heartbeat
-from echelon.training.metrics import StepMetrics, peak_memory_bytes, train_row
+from echelon.training.metrics import Measured, StepMetrics, peak_memory_bytes, train_row
 from echelon.training.state import TrainState
 
 
@@ -41,6 +42,7 @@ class Accounting:
         """The rows of the last step, on every rank: the one that writes them may be lost before it has."""
         self._peak_bytes: int | None = None
         self._mark = Stamp(device)
+        self._traffic = count_traffic()
 
     def begin(self, step: int) -> None:
         """Record that training starts or continues after this many steps."""
@@ -49,13 +51,14 @@ class Accounting:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Start the clock of the next step: time since the last step does not count."""
+        """Start the clock of the next step: time since the last step does not count, nor do bytes sent since then."""
+        self._traffic.take()
         self._mark = Stamp(self._device)
 
-    def peak_if_due(self, step: int) -> int | None:
-        """Return this rank's peak memory at the first step of this start and at logged steps; None at others."""
+    def measure(self, step: int) -> Measured:
+        """Return what this rank measured since its last step: peak memory at the first step and at logged ones."""
         is_due = self._peak_bytes is None or (step + 1) % self._log_every == 0
-        return peak_memory_bytes(self._device) if is_due else None
+        return Measured(peak_memory_bytes(self._device) if is_due else None, self._traffic.take())
 
     def book(self, metrics: StepMetrics, finished: Stamp) -> float:
         """Record the next finished step; return its duration in seconds."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from echelon.distributed.traffic import name_group
 from echelon.stored import write_json
 from echelon.supervise.hang_verdict import Collective, Group, HangRecord, find_record_path
 
@@ -27,19 +28,11 @@ def write_record(outcomes_dir: Path, rank: int) -> None:
     for group, name in dist.distributed_c10d._world.pg_names.items():
         ranks = dist.get_process_group_ranks(group)
         names[name] = f"{name}: {ranks}"  # groups of different ranks can have the same name
-        groups[names[name]] = Group(_name_group(group), ranks)
+        groups[names[name]] = Group(name_group(group), ranks)
     record = HangRecord(rank, _find_place(), groups, _list_collectives(names))
     path = find_record_path(outcomes_dir, rank)
     path.parent.mkdir(exist_ok=True)
     write_json(path, asdict(record))
-
-
-def _name_group(group: dist.ProcessGroup) -> str:
-    """Return the name of a group for the user. DeviceMesh calls the group of an axis mesh_AXIS."""
-    if group is dist.group.WORLD:
-        return "everyone"
-    name = group.group_desc.removeprefix("mesh_")
-    return "dp_shard" if name == "shard" else name
 
 
 def _list_collectives(keys: Mapping[str, str]) -> list[Collective]:

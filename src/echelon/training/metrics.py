@@ -52,6 +52,20 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What this rank measured since its last step, and reports with the metrics of this one.
+
+    peak_bytes: its peak memory, on all ranks or on none. sent_bytes: what it sent in collectives.
+    """
+
+    peak_bytes: int | None = None
+    sent_bytes: float = 0.0
+
+
+_NOTHING = Measured()
+
+
+@dataclass(frozen=True)
 class StepMetrics:
     """The metrics of one step over all ranks, on the host."""
 
@@ -67,6 +81,8 @@ class StepMetrics:
     target_tokens: int
     batch_hash: str
     data_wait_seconds: float
+    sent_bytes: float
+    """That a rank sent in collectives, on average."""
     memory_peak_bytes: int | None
     is_bad: bool
     bad_in_a_row: int
@@ -85,8 +101,9 @@ class PendingMetrics:
     ones.
     """
 
-    def __init__(self, record: StepRecord, meshes: Meshes, peak_bytes: int | None = None) -> None:
-        """`peak_bytes`: this rank's peak memory; `read` returns the largest. Give it on all ranks or on none."""
+    def __init__(self, record: StepRecord, meshes: Meshes, measured: Measured = _NOTHING) -> None:
+        """Of the peak memory of the ranks, `read` returns the largest."""
+        peak_bytes = measured.peak_bytes
         device = record.loss_sum.device
         limbs = [(record.batch_hash >> (LIMB_BITS * place)) & (2**LIMB_BITS - 1) for place in range(_NUM_LIMBS)]
         data = [record.num_tokens, record.num_labels, *limbs]
@@ -97,7 +114,7 @@ class PendingMetrics:
             [
                 losses if meshes.counts_loss else torch.zeros_like(losses),
                 _to_device(data if meshes.counts_data else [0] * len(data), device),
-                _to_device([record.data_wait_seconds, *record.stop_flags], device),
+                _to_device([record.data_wait_seconds, measured.sent_bytes, *record.stop_flags], device),
                 record.verdict.is_bad.double().reshape(1),  # bad on one rank is bad on all, or the ranks would diverge
                 (experts if meshes.counts_routers else torch.zeros_like(experts)).flatten(),
                 _place_own(record, meshes).flatten(),
@@ -140,7 +157,7 @@ class PendingMetrics:
         self.finished.wait()
         grad_norm, committed, in_a_row, scale, load, peak, *sums = self.collect().tolist()
         loss_sum, router_sum, num_targets, tokens, labels, *rest, num_bad = sums
-        limbs, (wait, *stops) = rest[:_NUM_LIMBS], rest[_NUM_LIMBS:]
+        limbs, (wait, sent, *stops) = rest[:_NUM_LIMBS], rest[_NUM_LIMBS:]
         total = sum(int(limb) << (LIMB_BITS * place) for place, limb in enumerate(limbs)) % 2**64
         return StepMetrics(
             step=self.record.step,
@@ -155,6 +172,7 @@ class PendingMetrics:
             target_tokens=int(labels),
             batch_hash=f"{total:016x}",
             data_wait_seconds=wait / self._grid.size(AXES),
+            sent_bytes=sent / self._grid.size(AXES),
             memory_peak_bytes=None if peak < 0 else int(peak),
             is_bad=num_bad > 0,
             bad_in_a_row=int(in_a_row),
@@ -228,6 +246,7 @@ def train_row(metrics: StepMetrics, **measured: Any) -> dict[str, Any]:
         "skipped": not metrics.committed,
         "loss_scale": metrics.loss_scale,
         "cost_usd": measured.get("cost_usd"),
+        "sent_bytes": metrics.sent_bytes,
         "router_loss": None if metrics.router_loss is None else finite(metrics.router_loss),
         "expert_load": metrics.expert_load,
     }

@@ -74,7 +74,7 @@ class Trainer:
                 break
             is_suppressed = step + 1 in self.state.suppressed
             with self.recorder.step(step):
-                pending.append(self.train_step(step, is_suppressed, partial(self.accounting.peak_if_due, step)))
+                pending.append(self.train_step(step, is_suppressed, partial(self.accounting.measure, step)))
             # The host reads metrics one or more steps late, so that it never waits for the step it has just launched.
             if len(pending) > self.train_step.sync.lag:
                 self._account(pending.popleft())

@@ -20,7 +20,7 @@ from echelon.stopping import StopRequest
 from echelon.sync import Synchronizer
 from echelon.training.bad_steps import StepJudge
 from echelon.training.diagnosis import Diagnosis, diagnose
-from echelon.training.metrics import PendingMetrics, StepRecord, Targets
+from echelon.training.metrics import Measured, PendingMetrics, StepRecord, Targets
 
 
 @dataclass
@@ -43,20 +43,20 @@ class TrainingStep:
     num_steps: int
 
     def __call__(
-        self, step: int, is_suppressed: bool = False, find_peak: Callable[[], int | None] = lambda: None
+        self, step: int, is_suppressed: bool = False, measure: Callable[[], Measured] = Measured
     ) -> PendingMetrics:
         """Run the loader's next step; repeat it if the synchronizer asks for that.
 
         Args:
             step: its index, from 0.
             is_suppressed: whether a rollback excluded the step: it runs, but is not applied.
-            find_peak: returns this rank's peak memory, for the metrics; on all ranks or on none.
+            measure: returns what this rank measured since its last step, for the metrics.
 
         After an error, the judge is as before the step.
         """
         before = self.judge.mark()
         try:
-            while (pending := self._attempt(step, is_suppressed, find_peak)) is None:
+            while (pending := self._attempt(step, is_suppressed, measure)) is None:
                 self.loader.seek(step)
                 self.judge.rewind(before)
         except BaseException:
@@ -64,7 +64,7 @@ class TrainingStep:
             raise
         return pending
 
-    def _attempt(self, step: int, is_suppressed: bool, find_peak: Callable[[], int | None]) -> PendingMetrics | None:
+    def _attempt(self, step: int, is_suppressed: bool, measure: Callable[[], Measured]) -> PendingMetrics | None:
         """Run the step once; return None if it changed nothing and must be run again."""
         self.loader.reshare(*self.sync.begin_step(step))
         with record_function("echelon data"):
@@ -95,14 +95,14 @@ class TrainingStep:
         )
         pending = None
         if self.sync.lag == 0:
-            pending = PendingMetrics(record, self.meshes, find_peak())
+            pending = PendingMetrics(record, self.meshes, measure())
             pending.collect()
         with record_function("echelon update"):
             self.sync.apply(step, learning_rate, verdict.commit)
         if not self.sync.end_step(step, is_last=step + 1 == self.num_steps):
             return None
         if pending is None:
-            return PendingMetrics(record, self.meshes, find_peak())
+            return PendingMetrics(record, self.meshes, measure())
         pending.finish()
         return pending
 

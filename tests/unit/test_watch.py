@@ -1,0 +1,84 @@
+"""`echelon watch` of runs whose files are written by hand."""
+
+import http.client
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from echelon.cli import main
+from echelon.errors import ConfigError
+from echelon.report.live import follow, shorten
+from echelon.report.plain import render_text
+from echelon.report.server import LiveServer
+from echelon.runs.folder_lock import FolderLock
+from test_report import write_lines, write_run
+
+
+@contextmanager
+def served(path):
+    """The server of a run's page, and a function that sends it a request."""
+    with LiveServer(path) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+
+        def ask(target="/", method="GET", **headers):
+            connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+            connection.request(method, target, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(), answer.headers
+
+        yield server, ask
+        server.shutdown()
+        thread.join()
+
+
+def test_the_terminal_follows_a_run_to_its_end(tmp_path):
+    path = write_run(tmp_path / "a", ending=None)
+    waits = []
+
+    def go_on(seconds):
+        waits.append(seconds)
+        lock.release()
+
+    lock = FolderLock(path)
+    lock.acquire(0.0)
+    reports = list(follow(path, go_on))
+    assert [each.status for each in reports] == ["running", "interrupted"] and waits >= [2.0]
+    text = render_text(shorten(reports[0]), 80)
+    assert "a: running" in text and "tokens per second" in text and "Loss" in text
+    assert "loss: training" in text and "gradient norm" not in text, "only the first picture of a section"
+
+
+def test_the_page_is_served_to_this_machine_only(tmp_path):
+    path = write_run(tmp_path / "a")
+    with served(path) as (server, ask):
+        assert server.server_address[0] == "127.0.0.1"
+        status, page, headers = ask()
+        assert status == 200 and headers["Cache-Control"] == "no-store" and "<h1>a <small" in page
+        assert "script-src 'sha256-" in page and "http" not in page.replace("http-equiv", "")
+        assert ask("/../../etc/passwd")[0] == 404 and ask("/", "POST")[0] == 501
+        assert ask(Host="evil.example:80")[0] == 403 and ask(Host=f"localhost:{server.server_port}")[0] == 200
+        with pytest.raises(ConfigError, match=rf"--port {server.server_port} cannot be opened \(Address already"):
+            LiveServer(path, server.server_port)
+
+
+def test_a_page_is_made_anew_and_survives_the_folder(tmp_path):
+    path = write_run(tmp_path / "a", num_steps=5)
+    with served(path) as (server, ask):
+        assert "5/" in ask()[1] or ">5<" in ask()[1]
+        write_lines(path / "metrics.jsonl", [{"kind": "train", "step": 77, "loss": 1.0}])
+        server._made_at -= 60
+        assert "77" in ask()[1]
+        path.rename(tmp_path / "gone")
+        server._made_at -= 60
+        status, text, _ = ask()
+        assert status == 503 and "is not a run folder" in text
+
+
+def test_a_run_that_is_not_there_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["echelon", "watch", "nothing", "--web"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and "nothing is not a run" in capsys.readouterr().err
