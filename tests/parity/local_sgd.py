@@ -27,6 +27,9 @@ class LocalSGD:
     def begin_step(self, step):
         return self._share
 
+    def clip(self, step, num_targets, max_norm):
+        return self._replica.clip(max_norm)
+
     def should_commit(self, grad_norm):
         is_finite = torch.isfinite(grad_norm).int()
         dist.all_reduce(is_finite, dist.ReduceOp.MIN, group=self._outer)

@@ -34,7 +34,7 @@ class Bigram:
     What it saves are copies, so a checkpoint can be loaded only through `load`.
     """
 
-    loss_scale = None
+    loss_scale = served = None
 
     def __init__(self, recipe, config, plan, meshes, objective, device, compile_backend, new_token_ids):
         self._table = torch.zeros(config.vocab_size, config.vocab_size, dtype=torch.float64)

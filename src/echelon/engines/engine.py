@@ -66,8 +66,8 @@ class Evaluation(Protocol):
 class Engine(Replica, Protocol):
     """Runs the training steps of a model under a plan. Every method is collective.
 
-    It also has the methods of `Replica`: weights, gradients and step. The loss scale depends on whether the gradient
-    norm is finite, not on whether the step is applied.
+    It also has the methods of `Replica`: weights, gradients, clip and step, and `served`. The loss scale depends on
+    whether the gradient norm is finite, not on whether the step is applied.
     """
 
     def describe(self, has_documents: bool) -> Sequence[str]:
@@ -87,10 +87,6 @@ class Engine(Replica, Protocol):
 
     def forward_backward(self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor) -> StepSums:
         """Compute the gradients of sum(loss) / num_targets, including the router loss; return this rank's sums."""
-        ...
-
-    def clip(self, max_norm: float | None) -> Tensor:
-        """Scale gradients to at most `max_norm` (None: only measure); return the global norm before clipping."""
         ...
 
     def discard(self) -> None:

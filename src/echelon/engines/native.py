@@ -37,13 +37,14 @@ from echelon.model.traits import Traits
 from echelon.objectives.loss import IGNORE
 from echelon.objectives.objective import Objective
 from echelon.objectives.outputs import ObjectiveModule, Reading
-from echelon.optimizer import LossScale, Optimizer, build_optimizer, clip_gradients, global_norm
+from echelon.optimizer import LossScale, Optimizer, Served, build_optimizer, build_served, clip_gradients, global_norm
 from echelon.parallel import connect_stages, shard_model, shard_stages
 from echelon.parallel.data_parallel import Parallel
 from echelon.parallel.step import ForwardBackward, StepSums
 from echelon.planner.memory import MemoryParts
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.recipe import Recipe
+from echelon.recipe.synchronization import PARAMETER_SERVER
 from echelon.supervise.launch_environment import find_place
 from echelon.sync.synchronizer import Fill
 
@@ -65,12 +66,14 @@ class NativeEngine:
         lines: Sequence[str] = (),
         stages: dist.ProcessGroup | None = None,
         padding: Padding = LONGEST,
+        served: Served | None = None,
     ) -> None:
         """`everyone`: all ranks. `lines`: the result of `describe`. `stages`: the group of pipeline stages, if any.
 
-        `padding`: the width that forward passes need.
+        `padding`: the width that forward passes need. `served`: see Replica; its optimizer is `optimizer`.
         """
         self._padding = padding
+        self.served = served
         self._everyone = everyone
         self._stages = stages
         self._principal = principal or {}
@@ -114,8 +117,9 @@ class NativeEngine:
 
     def step(self, learning_rate: float, commit: Tensor) -> None:
         """See Engine."""
-        # With offloaded parameters the step runs on the host, which must wait for `commit`.
-        self._optimizer.step(self._step, learning_rate, commit.to(self._device))
+        if self.served is None:  # else the server steps, when it has the gradients of others
+            # With offloaded parameters the step runs on the host, which must wait for `commit`.
+            self._optimizer.step(self._step, learning_rate, commit.to(self._device))
         self._parallel.settle(commit)
         self._parallel.clear_gradients()
         if self._loss_scale is not None:
@@ -343,6 +347,17 @@ def _build_optimizer(
     return build_optimizer(model, recipe.optim, recipe.train.master_weights, recipe.run.seed, copies, backend)
 
 
+def _build_served(
+    model: nn.Module, recipe: Recipe, plan: ParallelPlan, meshes: Meshes, compile_backend: str
+) -> Served | None:
+    """Build what this rank owns as a parameter server; None under a plan without such servers."""
+    if plan.sync.name != PARAMETER_SERVER:
+        return None
+    backend = compile_backend if plan.compile else None
+    master, seed, server = recipe.train.master_weights, recipe.run.seed, meshes.place["replica"]
+    return build_served(model, recipe.optim, master, seed, plan.sync.servers, server, backend)
+
+
 def prepare_layers(
     skeleton: PreTrainedModel,
     recipe: Recipe,
@@ -404,10 +419,10 @@ def build_native_engine(
         module.train()
     hidden_size = config.get_text_config().hidden_size
     parallel, steps = connect_stages(stages, plan, meshes, hidden_size, device, recipe.run.seed, router.loss)
-    optimizer = _build_optimizer(model, recipe, plan, meshes, compile_backend)
+    served = _build_served(model, recipe, plan, meshes, compile_backend)
+    optimizer = _build_optimizer(model, recipe, plan, meshes, compile_backend) if served is None else served.optimizer
     loss_scale = LossScale(device) if plan.precision.compute == "float16" else None
     lines = [line for line in (attention, kernels, router.line) if line is not None]
     everyone, padding = meshes.everyone, choose_padding(plan)
-    return NativeEngine(
-        parallel, model, optimizer, objective, steps, traits, everyone, loss_scale, principal, lines, meshes.pp, padding
-    )
+    fixed = (everyone, loss_scale, principal, lines, meshes.pp, padding, served)
+    return NativeEngine(parallel, model, optimizer, objective, steps, traits, *fixed)

@@ -1,6 +1,6 @@
 """The optimizer: rules over groups of parameters."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -76,6 +76,7 @@ def build_optimizer(
     seed: int,
     copies: dist.ProcessGroup | None = None,
     compile_backend: str | None = None,
+    stepped: Mapping[str, nn.Parameter] | None = None,
 ) -> Optimizer:
     """The optimizer of a materialised, sharded model. Collective where it is sharded.
 
@@ -83,6 +84,7 @@ def build_optimizer(
         master_weights: `train.master_weights`; the parameters' dtype says whether they are bf16.
         copies: the ranks with a copy of the model, if it is not sharded and they may divide the work of a step.
         compile_backend: compiles the updates that are many passes over memory; None: none.
+        stepped: what is stepped instead of the parameters of the model, by name; those without one are left out.
     """
     groups: dict[tuple[Rule, float, float], list[Slot]] = {}
     packed = OPTIMIZERS.get(config.name, OPTIMIZER_FROM_OUTSIDE).packed
@@ -90,8 +92,11 @@ def build_optimizer(
     if compile_backend is not None:
         rules = {key: compile_rule(rule, compile_backend) for key, rule in rules.items()}
     for member in find_members(model, config):
+        parameter = member.parameter if stepped is None else stepped.get(member.name)
+        if parameter is None:
+            continue
         rule = rules[member.is_layer_matrix]
-        slot = Slot(member.name, member.parameter, rule, packed, master_weights == "bf16_kahan", copies)
+        slot = Slot(member.name, parameter, rule, packed, master_weights == "bf16_kahan", copies)
         groups.setdefault((rule, member.weight_decay, member.rate_factor), []).append(slot)
     compiled = None if compile_backend is None else CompiledUpdate(compile_backend)
     return Optimizer([Group(*key, slots) for key, slots in groups.items()], seed, compiled)

@@ -23,11 +23,12 @@ from echelon.planner.replica_limits import (
     check_replicas,
     compressed_precision,
     join_quorum,
+    join_servers,
 )
 from echelon.planner.sequence_limits import check_context
 from echelon.planner.stages import check_pipeline, choose_stages, describe_pipeline, pipeline_sizes
 from echelon.planner.tensor_limits import check_tensor_parallel
-from echelon.recipe.synchronization import QUORUM
+from echelon.recipe.synchronization import PARAMETER_SERVER, QUORUM
 from echelon.sizes import render_bytes
 
 if TYPE_CHECKING:
@@ -273,7 +274,8 @@ def _auto_layouts(request: _Request) -> Iterator[Layout]:
     """
     cluster, precision = request.replica, request.precision
     casts = cluster.kind == "cuda" and precision.compute != precision.param and request.adapter is None
-    if request.recipe.sync.replicas == 1 and request.recipe.sync.compress.method not in ANYWHERE:
+    sync = request.recipe.sync
+    if sync.name == PARAMETER_SERVER or (sync.replicas == 1 and sync.compress.method not in ANYWHERE):
         names = ["ddp"]  # other strategies send no whole gradients
     elif cluster.num_devices == 1:
         names = ["zero2", "fsdp"] if casts else ["ddp"]
@@ -287,6 +289,8 @@ def _build_layout(request: _Request, parallel: "str | ParallelConfig") -> Layout
     layout = build_layout(parallel, request.replica, request.shape.num_layers)
     if request.recipe.sync.name == QUORUM:
         return join_quorum(layout, request.recipe, request.cluster)
+    if request.recipe.sync.name == PARAMETER_SERVER:
+        return join_servers(layout, request.recipe, request.cluster)
     return replace(layout, num_replicas=request.recipe.sync.replicas)
 
 

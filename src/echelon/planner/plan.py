@@ -11,7 +11,14 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 from echelon.errors import PlanError
 from echelon.planner.degrees import AXIS_ORDER
 from echelon.recipe.names import OptimizerName, SynchronizerName
-from echelon.recipe.synchronization import EVERY_STEP, QUORUM, CompressMethod, SyncConfig
+from echelon.recipe.synchronization import (
+    EVERY_STEP,
+    PARAMETER_SERVER,
+    QUORUM,
+    Aggregate,
+    CompressMethod,
+    SyncConfig,
+)
 from echelon.recipe.training import AxisName, CpMethod, PipelineSchedule
 from echelon.stored import read_as
 
@@ -114,6 +121,9 @@ class SyncPlan:
     method: CompressMethod = "none"
     rank: Count = 4
     fraction: Share = 0.01
+    servers: Count = 1
+    aggregate: Aggregate = "weighted"
+    max_staleness: CountOrZero | None = 0
     is_exact: bool = True
 
     def describe(self, num_replicas: int, replica_size: int) -> str:
@@ -123,6 +133,8 @@ class SyncPlan:
             words.append(f"{num_replicas} replicas of {replica_size} process{'' if replica_size == 1 else 'es'}")
         if self.name == QUORUM:
             words.append("the loss of a process costs one repeated step")
+        if self.name == PARAMETER_SERVER:
+            words.append(f"{self.servers} server{'' if self.servers == 1 else 's'}, aggregate {self.aggregate}")
         if self.every > 1:
             words.append(f"every {self.every} steps")
         if (self.outer_learning_rate, self.outer_momentum) != (1.0, 0.0):
@@ -144,7 +156,8 @@ class SyncPlan:
 
 def build_sync_plan(config: SyncConfig) -> SyncPlan:
     """The part of a plan that the section `sync` of a recipe sets."""
-    names = ("name", "every", "outer_learning_rate", "outer_momentum", "overlap")
+    outer = ("every", "outer_learning_rate", "outer_momentum", "overlap")
+    names = ("name", *outer, "servers", "aggregate", "max_staleness")
     compress = config.compress
     return SyncPlan(
         **{name: getattr(config, name) for name in names},

@@ -7,7 +7,7 @@ from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import Cluster
 from echelon.planner.layout import Layout
 from echelon.planner.plan import ParallelPlan, Precision
-from echelon.recipe.synchronization import APART, QUORUM
+from echelon.recipe.synchronization import APART, PARAMETER_SERVER, QUORUM
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
@@ -40,7 +40,12 @@ def compressed_precision(precision: Precision, plan: ParallelPlan) -> Precision:
 
 
 def check_replicas(plan: ParallelPlan) -> None:
-    """Raise PlanError for replicas whose weights are in host memory."""
+    """Raise PlanError for replicas whose weights are in host memory, ConfigError for servers with fp16."""
+    if plan.sync.name == PARAMETER_SERVER and plan.precision.compute == "float16":
+        raise ConfigError(
+            f"sync.name={PARAMETER_SERVER} does not work with train.precision=fp16, whose loss scale each process "
+            "would change on its own; use train.precision=bf16 or fp32."
+        )
     if plan.sync.name in APART and plan.cpu_offload:
         raise PlanError(
             f"sync.name={plan.sync.name} keeps the agreed weights on the device, and parallel.cpu_offload=true has the "
@@ -70,6 +75,30 @@ def join_quorum(layout: Layout, recipe: "Recipe", cluster: Cluster) -> Layout:
             "model; use parallel: ddp."
         )
     return replace(layout, dp_replicate=num_replicas)
+
+
+def join_servers(layout: Layout, recipe: "Recipe", cluster: Cluster) -> Layout:
+    """The layout of all workers of parameter servers: each is a process with a whole copy of the model.
+
+    Raises PlanError for another layout, for more servers than processes, and on GPUs.
+    """
+    count = cluster.num_devices
+    if cluster.kind == "cuda":
+        raise PlanError(
+            f"sync.name={PARAMETER_SERVER} is built for processes on CPUs only; use sync.name: every_step, local_sgd "
+            "or diloco on GPUs."
+        )
+    if layout.strategy != "ddp":
+        raise PlanError(
+            f"parallel={layout.strategy} divides the model or its gradients, and with sync.name={PARAMETER_SERVER} "
+            "each process has the whole model; use parallel: ddp."
+        )
+    if recipe.sync.servers > count:
+        raise PlanError(
+            f"sync.servers={recipe.sync.servers} is more than the {count} process{'' if count == 1 else 'es'} of the "
+            f"run, each of which can be one server; use at most {count}."
+        )
+    return replace(layout, dp_replicate=1, num_replicas=count)
 
 
 def refuse_quorum(recipe: "Recipe") -> None:

@@ -94,10 +94,9 @@ SYNCHRONIZERS: dict[str, str] = {
     "local_sgd": "echelon.sync.outer_steps:OuterSteps",
     "diloco": "echelon.sync.outer_steps:OuterSteps",
     "quorum": "echelon.sync.quorum:Quorum",
+    "parameter_server": "echelon.sync.parameter_server:ParameterServer",
 }
 """The synchronizers by `sync.name`. Each is called with the recipe's section, the replica and the meshes."""
-
-_UNBUILT_SYNCHRONIZERS = ("parameter_server",)
 
 
 class OneOf:
@@ -122,7 +121,7 @@ class OneOf:
 
 OptimizerName = Annotated[str, OneOf(OPTIMIZERS)]
 FormatName = Annotated[str, OneOf(["auto", *FORMATS, *RECORD_FORMATS])]
-SynchronizerName = Annotated[str, OneOf([*SYNCHRONIZERS, *_UNBUILT_SYNCHRONIZERS])]
+SynchronizerName = Annotated[str, OneOf(SYNCHRONIZERS)]
 ObjectiveName = Annotated[str, OneOf(OBJECTIVES)]
 
 

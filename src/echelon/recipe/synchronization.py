@@ -7,14 +7,17 @@ from pydantic import Field, model_validator
 
 from echelon.extensions import is_extension
 from echelon.recipe.names import Options, SynchronizerName, check_has_options
-from echelon.recipe.section import Count, Flag, Number, Positive, Section
+from echelon.recipe.section import Count, CountOrZero, Flag, Number, Positive, Section
 
 CompressMethod = Literal["none", "bf16", "fp16", "int8", "powersgd", "topk", "randomk", "sign"]
 
-EVERY_STEP, QUORUM = "every_step", "quorum"
+Aggregate = Literal["weighted", "mean", "sum"]
+
+EVERY_STEP, QUORUM, PARAMETER_SERVER = "every_step", "quorum", "parameter_server"
 APART = ("local_sgd", "diloco")
 _USUAL: dict[str, Any] = {
-    "replicas": 1, "every": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0, "overlap": False, "min_replicas": 1
+    "replicas": 1, "every": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0, "overlap": False, "min_replicas": 1,
+    "servers": 1, "aggregate": "weighted", "max_staleness": 0,
 }  # fmt: skip
 # Where a default depends on the name; those of DiLoCo are those of its paper, arXiv:2311.08105.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -26,6 +29,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _KEYS: dict[str, tuple[str, ...]] = {
     EVERY_STEP: (),
     QUORUM: ("replicas", "min_replicas"),
+    PARAMETER_SERVER: ("servers", "aggregate", "max_staleness"),
     "local_sgd": ("replicas", "every", "outer_learning_rate", "overlap"),
     "diloco": ("replicas", "every", "outer_learning_rate", "outer_momentum", "overlap"),
 }
@@ -75,7 +79,8 @@ class SyncConfig(Section):
         description="`every_step` reduces gradients in every step, which is exact. `local_sgd` and `diloco`: replicas "
         "train apart for `sync.every` steps, and then take the mean of their changes, as it is (`local_sgd`) or as "
         "the gradient of an outer optimizer (`diloco`). `quorum` is `every_step` between single processes, of which "
-        "any may be lost and return while the others train on.",
+        "any may be lost and return while the others train on. With `parameter_server` the first processes own the "
+        "weights and step them, with the gradients that all processes push to them.",
     )
     replicas: Count = Field(
         default_factory=_default("replicas"),
@@ -102,13 +107,27 @@ class SyncConfig(Section):
     min_replicas: Count = Field(
         1, description="With `quorum`: with fewer replicas than this the others wait until lost ones have returned."
     )
+    servers: Count = Field(
+        1, description="With `parameter_server`: the processes that own a part of the weights and of the optimizer."
+    )
+    aggregate: Aggregate = Field(
+        "weighted",
+        description="With `parameter_server`: a step takes the mean gradient of all targets (`weighted`, which is "
+        "what `every_step` does), the mean of the processes' mean gradients (`mean`), or their sum (`sum`).",
+    )
+    max_staleness: CountOrZero | None = Field(
+        0,
+        description="With `parameter_server`: by how many steps the weights may be older than those that a gradient "
+        "is applied to. 0: every step waits for all processes. `null`: no limit.",
+    )
     compress: CompressConfig = Field(CompressConfig(), description="What replicas send instead of whole gradients.")
     options: Options = Field(None, description="Arguments of a synchronizer of your own, by their names.")
 
     @property
     def is_exact(self) -> bool:
         """Whether the losses are those of a single process, up to rounding; unknown synchronizers are not."""
-        return self.name in (EVERY_STEP, QUORUM) and self.compress.method == "none"
+        is_served = self.name == PARAMETER_SERVER and (self.aggregate, self.max_staleness) == ("weighted", 0)
+        return (is_served or self.name in (EVERY_STEP, QUORUM)) and self.compress.method == "none"
 
     @model_validator(mode="after")
     def _options_are_taken(self) -> Self:
@@ -121,9 +140,10 @@ class SyncConfig(Section):
         for key, usual in _USUAL.items():
             value = getattr(self, key)
             if key not in used and value != usual:
-                names = [name for name in (*APART, QUORUM) if key in _KEYS[name]]
+                names = [name for name, keys in _KEYS.items() if key in keys]
+                shown = "null" if value is None else str(value).lower()
                 raise ValueError(
-                    f"sync.{key}={str(value).lower()} has no effect with sync.name={self.name}; set sync.name: "
+                    f"sync.{key}={shown} has no effect with sync.name={self.name}; set sync.name: "
                     f"{' or '.join(names)}, or remove {key}."
                 )
         return self

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from echelon.errors import ConfigError
-from echelon.extensions import is_extension
 from echelon.recipe.document import Recipe
 from echelon.recipe.keys import KeyPath, dotted, recipe_keys
 from echelon.recipe.render import plain_value
@@ -25,17 +24,10 @@ class Unbuilt:
     key: str
     possible: str
     built: tuple[Any, ...] = ()
-    admits_own: bool = False
-    """Whether `package.module:Name` works as well."""
 
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt(
-        "sync.name",
-        "every_step, local_sgd, diloco, quorum, or package.module:Name of your own",
-        built=("local_sgd", "diloco", "quorum"),
-        admits_own=True,
-    ),
+    Unbuilt("sync.max_staleness", "0, with which every step waits for all processes"),
     Unbuilt("engine", "native, or smp for SMP's keys"),
 )
 
@@ -46,8 +38,7 @@ def check_built(recipe: Recipe) -> None:
     for row in UNBUILT:
         default = fields[row.key].get_default(call_default_factory=True)
         for path, value in _values(recipe, row.key.replace("[]", ".[]").split(".")):
-            is_own = row.admits_own and is_extension(value)
-            if value != default and value not in row.built and type(value) not in row.built and not is_own:
+            if value != default and value not in row.built and type(value) not in row.built:
                 shown = show_value(redact(plain_value(value)))
                 raise ConfigError(f"{dotted(path)}={shown} is not built yet; possible now: {row.possible}.")
 

@@ -28,6 +28,10 @@ class EveryStep:
         """The same at every step."""
         return self._share
 
+    def clip(self, step: int, num_targets: Tensor, max_norm: float | None) -> Tensor:
+        """See Synchronizer."""
+        return self._replica.clip(max_norm)
+
     def should_commit(self, grad_norm: Tensor) -> Tensor:
         """Finite on one rank is finite on all: the norm is already the global one."""
         return torch.isfinite(grad_norm)

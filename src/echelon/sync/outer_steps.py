@@ -60,6 +60,10 @@ class OuterSteps:
         """The same at every step: each replica reads its part of every batch."""
         return self._share
 
+    def clip(self, step: int, num_targets: Tensor, max_norm: float | None) -> Tensor:
+        """See Synchronizer."""
+        return self._replica.clip(max_norm)
+
     def should_commit(self, grad_norm: Tensor) -> Tensor:
         """Whether the norm of this replica is finite."""
         return torch.isfinite(grad_norm)

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from echelon.optimizer import Served
+
 Fill = Callable[[Mapping[str, Tensor]], None]
 """Writes saved values into the given tensors, whole or sharded, in place, by name. Collective."""
 
@@ -28,6 +30,15 @@ class Replica(Protocol):
         """The gradients of what trains, live, under the names of `weights`; between forward_backward and step."""
         ...
 
+    @property
+    def served(self) -> Served | None:
+        """What this rank owns of the weights as a parameter server; None unless the plan has such servers."""
+        ...
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """Scale gradients to at most `max_norm` (None: only measure); return the global norm before clipping."""
+        ...
+
     def step(self, learning_rate: float, commit: Tensor) -> None:
         """Apply the gradients where `commit` (a boolean scalar on the device) is true, and drop them in any case."""
         ...
@@ -36,7 +47,7 @@ class Replica(Protocol):
 class Synchronizer(Protocol):
     """What happens around a step so that replicas stay, or become, one model. Every method is called by every rank.
 
-    A step calls `begin_step`, `should_commit`, `apply` and `end_step`, in this order.
+    A step calls `begin_step`, `clip`, `should_commit`, `apply` and `end_step`, in this order.
     """
 
     @property
@@ -49,6 +60,15 @@ class Synchronizer(Protocol):
 
     def begin_step(self, step: int) -> DataShare:
         """What this rank reads of this step's batch. Called before the batch is taken from the loader."""
+        ...
+
+    def clip(self, step: int, num_targets: Tensor, max_norm: float | None) -> Tensor:
+        """Clip the gradients of the step, and return their norm, a scalar on the device: usually `Replica.clip`.
+
+        Args:
+            num_targets: an int64 scalar on the device, by which the gradients of this replica were divided.
+            max_norm: of the gradients; None: they are only measured.
+        """
         ...
 
     def should_commit(self, grad_norm: Tensor) -> Tensor:

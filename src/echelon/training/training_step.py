@@ -72,7 +72,7 @@ class TrainingStep:
         targets = self.count_targets(batch)
         sums = self.engine.forward_backward(step, batch.microbatches, targets.shared.clamp(min=1))
         with record_function("echelon clip"):
-            grad_norm = self.engine.clip(self.max_grad_norm)
+            grad_norm = self.sync.clip(step, targets.shared, self.max_grad_norm)
         loss_scale = self.engine.loss_scale
         loss_scale = None if loss_scale is None else loss_scale.clone()
         verdict = self.judge(grad_norm, self.sync.should_commit(grad_norm), loss_scale, is_suppressed)

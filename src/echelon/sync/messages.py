@@ -1,0 +1,69 @@
+"""Messages between workers and parameter servers: numbers and tensors of known shapes, over gloo. Nothing is pickled.
+
+`torch.distributed.rpc` is not used: it unpickles what arrives at a port of its own. These messages take the connections
+of a process group, whose addresses and interfaces are those of the job.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_REQUEST, _REPLY = 1, 2  # tags: both may be on their way between the same two processes
+_NUM_NUMBERS = 4
+
+
+class Kind(IntEnum):
+    """What a worker asks a server for."""
+
+    PUSH = 0
+    """Numbers: targets. With gradients. The reply is the square of the norm of the server's sum of gradients."""
+    APPLY = 1
+    """Numbers: learning rate, 1 to apply or 0 to drop, norm, and what to clip it to. The reply is the weights."""
+    DRAIN = 2
+    """The worker pushes nothing more. The reply is the weights after the last push of all workers."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A message to a server. `values`: what is pushed, 1-D and fp32; None where the kind has none."""
+
+    kind: Kind
+    step: int = 0
+    numbers: Sequence[float] = ()
+    values: Tensor | None = None
+
+
+def post(request: Request, server: int, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Send a request without waiting for it; the result is to be waited for after the reply has come."""
+    head = torch.zeros(2 + _NUM_NUMBERS, dtype=torch.float64)
+    head[: 2 + len(request.numbers)] = torch.tensor([request.kind, request.step, *request.numbers], dtype=torch.float64)
+    parts = [head] if request.values is None else [head, request.values]
+    return [dist.isend(each, group_dst=server, group=group, tag=_REQUEST) for each in parts]  # type: ignore[misc]
+
+
+def receive(worker: int, size: int, group: dist.ProcessGroup) -> Request:
+    """Wait for the next request of a worker. `size`: how many values a push has."""
+    head = torch.empty(2 + _NUM_NUMBERS, dtype=torch.float64)
+    dist.recv(head, group_src=worker, group=group, tag=_REQUEST)
+    kind, step, *numbers = head.tolist()
+    values = None
+    if kind == Kind.PUSH:
+        values = torch.empty(size)
+        dist.recv(values, group_src=worker, group=group, tag=_REQUEST)
+    return Request(Kind(int(kind)), int(step), numbers, values)
+
+
+def reply(values: Tensor, worker: int, group: dist.ProcessGroup) -> None:
+    """Send the reply to a worker's request."""
+    dist.send(values, group_dst=worker, group=group, tag=_REPLY)
+
+
+def await_reply(request: Request, server: int, size: int, group: dist.ProcessGroup) -> Tensor:
+    """Wait for the reply of a server. `size`: the number of its weights."""
+    values = torch.empty(1 if request.kind == Kind.PUSH else size)
+    dist.recv(values, group_src=server, group=group, tag=_REPLY)
+    return values

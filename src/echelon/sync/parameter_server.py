@@ -1,0 +1,138 @@
+"""Parameter servers: workers push gradients to the processes that own the weights, and pull the weights back.
+
+Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014).
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.distributed.mesh import Meshes
+from echelon.optimizer import divide_names
+from echelon.recipe import SyncConfig
+from echelon.reduction.reducer import flatten, write_back
+from echelon.sync.messages import Kind, Request, await_reply, post
+from echelon.sync.server import Server
+from echelon.sync.synchronizer import DataShare, Fill, Replica
+
+
+class ParameterServer:
+    """Every process is a worker; the first `sync.servers` of them own disjoint parts of the weights, by bytes, as well.
+
+    A step waits for all workers. Its gradients are added up at their servers and clipped by the norm of the whole sum,
+    and each server steps its part with the optimizer of the recipe. See `Synchronizer`.
+    """
+
+    lag = 1
+
+    def __init__(self, config: SyncConfig, replica: Replica, meshes: Meshes) -> None:
+        assert replica.served is not None
+        self._config = config
+        self._replica = replica
+        self._served = replica.served
+        self._share = DataShare(meshes.data_rank, meshes.data_size)
+        self._index = meshes.place["replica"]
+        group = dist.new_group(backend="gloo", group_desc="parameter servers")
+        assert group is not None
+        self._group = group
+        weights = replica.weights()
+        sizes = {name: each.numel() * each.element_size() for name, each in weights.items()}
+        self._parts = divide_names(sizes, config.servers)
+        self._counts = [sum(weights[name].numel() for name in part) for part in self._parts]
+        self.server = Server(self._served, config.aggregate, group) if self._index < config.servers else None
+        self._is_open = False
+        self._norms = (0.0, 0.0)
+
+    def begin_step(self, step: int) -> DataShare:
+        """The same at every step: each worker reads its part of every batch."""
+        if not self._is_open:
+            self._is_open = True
+            if self.server is not None:
+                self.server.open()
+        return self._share
+
+    @torch.no_grad()
+    def clip(self, step: int, num_targets: Tensor, max_norm: float | None) -> Tensor:
+        """Push the gradients; return the norm of the sum over all workers. The servers clip when they apply it."""
+        gradients = self._replica.gradients()
+        pushed = {
+            name: gradients[name] if name in gradients else torch.zeros_like(weight)
+            for name, weight in self._replica.weights().items()
+        }
+        squares = self._ask([
+            Request(Kind.PUSH, step, (float(num_targets),), flatten({name: pushed[name] for name in part}))
+            for part in self._parts
+        ])  # fmt: skip
+        norm = torch.cat(squares).double().sum().sqrt().float()
+        self._norms = (float(norm), float("inf") if max_norm is None else max_norm)
+        return norm
+
+    def should_commit(self, grad_norm: Tensor) -> Tensor:
+        """Finite for one worker is finite for all: the norm is that of the sum."""
+        return torch.isfinite(grad_norm)
+
+    def apply(self, step: int, learning_rate: float, commit: Tensor) -> None:
+        """Have the servers apply the sum, or drop it, and pull the weights."""
+        numbers = (learning_rate, float(commit), *self._norms)
+        self._pull([Request(Kind.APPLY, step, numbers)] * len(self._parts))
+        self._replica.step(learning_rate, commit)
+
+    def end_step(self, step: int, is_last: bool) -> bool:
+        """Nothing to settle."""
+        return True
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """The weights of the servers, after all that was pushed."""
+        self._drain()
+        return nullcontext()
+
+    def tensors(self, engine_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """No tensors of its own: the weights are the model's, and each server has the state of its part."""
+        self._drain()
+        return dict(engine_state)
+
+    def load(self, engine_state: Mapping[str, Tensor], fill: Fill) -> None:
+        """See Synchronizer."""
+        self._drain()
+        fill(engine_state)
+        self._served.take(self._replica.weights())
+
+    def state_dict(self) -> dict[str, Any]:
+        """No state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """No state."""
+        self._drain()
+
+    def _drain(self) -> None:
+        """Have the servers finish what was pushed, and take their weights. Collective."""
+        if self._is_open:
+            self._pull([Request(Kind.DRAIN)] * len(self._parts))
+            if self.server is not None:
+                self.server.close()
+            self._is_open = False
+
+    @torch.no_grad()
+    def _pull(self, requests: list[Request]) -> None:
+        """Send requests whose replies are weights, and take them."""
+        weights = self._replica.weights()
+        for part, values in zip(self._parts, self._ask(requests), strict=True):
+            write_back(values, {name: weights[name] for name in part})
+
+    def _ask(self, requests: list[Request]) -> list[Tensor]:
+        """Send a request to each server; return the replies. What it asks its own server may wait for others."""
+        remote = [server for server in range(len(requests)) if server != self._index]
+        posted = {server: post(requests[server], server, self._group) for server in remote}
+        replies: dict[int, Tensor] = {}
+        if self.server is not None:
+            replies[self._index] = self.server.answer(self._index, requests[self._index])
+        for server in remote:
+            replies[server] = await_reply(requests[server], server, self._counts[server], self._group)
+            for work in posted[server]:
+                work.wait()
+        return [replies[server] for server in range(len(requests))]

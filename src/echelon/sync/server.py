@@ -1,0 +1,139 @@
+"""A parameter server: it owns a part of the weights, adds up what workers push, and steps it with the optimizer."""
+
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.errors import TrainingError
+from echelon.optimizer import Served, clip_gradients, global_norm
+from echelon.recipe.synchronization import Aggregate
+from echelon.reduction.reducer import flatten, write_back
+from echelon.sync.messages import Kind, Request, receive, reply
+
+
+class Server:
+    """Answers the requests of all workers, each in a thread of its own, from `open` to the last worker's DRAIN.
+
+    Between them it does nothing, so weights and optimizer may be read, saved and loaded. Gradients are added up in the
+    order of the workers, so that a repeated run gets the same bits.
+
+    Attributes:
+        num_received: bytes of gradients that came from other processes.
+        num_sent: bytes of weights that went to other processes.
+    """
+
+    def __init__(self, served: Served, aggregate: Aggregate, group: dist.ProcessGroup) -> None:
+        """`group`: the workers; this process is one of them."""
+        self._served = served
+        self._aggregate = aggregate
+        self._group = group
+        self._own = group.rank()
+        self._sizes = {name: each.numel() for name, each in served.parameters.items()}
+        self.size = sum(self._sizes.values())
+        self.num_received = self.num_sent = 0
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._failure: BaseException | None = None
+        self._sum = torch.empty(0)
+        self._square = torch.zeros(1)
+
+    def open(self) -> None:
+        """Start to answer requests."""
+        self._num_pushed = self._num_applied = self._num_drained = 0
+        self._num_targets = 0.0
+        others = [worker for worker in range(self._group.size()) if worker != self._own]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(worker,), name=f"serve-{worker}", daemon=True)
+            for worker in others
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Wait until every worker has its reply to DRAIN."""
+        for thread in self._threads:
+            thread.join()
+        self._raise_failure()
+
+    def answer(self, worker: int, request: Request) -> Tensor:
+        """Do what a worker asks for, and return the reply. May wait for other workers. Called in any thread."""
+        with self._changed:
+            match request.kind:
+                case Kind.PUSH:
+                    return self._push(worker, request)
+                case Kind.APPLY:
+                    return self._apply(request)
+                case Kind.DRAIN:
+                    self._num_drained += 1
+                    self._changed.notify_all()
+                    self._wait(lambda: self._num_drained == self._group.size())
+                    return self._weights()
+
+    def _serve(self, worker: int) -> None:
+        """Answer the requests of a worker in another process until it has drained. The thread of that worker."""
+        try:
+            kind = None
+            while kind != Kind.DRAIN:
+                request = receive(worker, self.size, self._group)
+                answered = self.answer(worker, request)
+                with self._changed:
+                    self.num_received += 0 if request.values is None else request.values.nbytes
+                    self.num_sent += answered.nbytes
+                reply(answered, worker, self._group)
+                kind = request.kind
+        except BaseException as error:  # the main thread raises it
+            with self._changed:
+                self._failure = self._failure or error
+                self._changed.notify_all()
+
+    @torch.no_grad()
+    def _push(self, worker: int, request: Request) -> Tensor:
+        """Add the gradients of a worker to the sum of the step; wait until those of all workers are in it."""
+        size = self._group.size()
+        self._wait(lambda: self._num_pushed % size == worker)
+        assert request.values is not None
+        weight = request.numbers[0] if self._aggregate == "weighted" else 1.0
+        if worker == 0:
+            self._sum, self._num_targets = torch.zeros(self.size), 0.0
+        self._sum.add_(request.values, alpha=weight)
+        self._num_targets += request.numbers[0]
+        self._num_pushed += 1
+        complete = (self._num_pushed - worker - 1) + size
+        if worker == size - 1:
+            divisor = {"weighted": max(1.0, self._num_targets), "mean": float(size), "sum": 1.0}[self._aggregate]
+            self._write_gradients(self._sum.div_(divisor))
+        self._changed.notify_all()
+        self._wait(lambda: self._num_pushed >= complete)
+        return self._square
+
+    def _write_gradients(self, values: Tensor) -> None:
+        for parameter in self._served.parameters.values():
+            parameter.grad = torch.empty_like(parameter)
+        gradients = {name: each.grad for name, each in self._served.parameters.items() if each.grad is not None}
+        write_back(values, gradients)
+        self._square = global_norm(list(gradients.values())).double().square().float().reshape(1)
+
+    def _apply(self, request: Request) -> Tensor:
+        """Step the optimizer once for all workers, whose requests are alike."""
+        if self._num_applied < self._num_pushed // self._group.size():
+            rate, commit, norm, max_norm = request.numbers
+            gradients = [each.grad for each in self._served.parameters.values() if each.grad is not None]
+            clip_gradients(gradients, max_norm, torch.tensor(norm))
+            self._served.optimizer.step(request.step, rate, torch.tensor(bool(commit)))
+            self._num_applied += 1
+        return self._weights()
+
+    def _weights(self) -> Tensor:
+        return flatten(self._served.parameters) if self._sizes else torch.empty(0)
+
+    def _wait(self, is_so: Callable[[], bool]) -> None:
+        """Wait until a condition holds, or raise what has failed in a thread."""
+        self._changed.wait_for(lambda: is_so() or self._failure is not None)
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise TrainingError(f"a parameter server lost a worker: {self._failure}") from self._failure
