@@ -6,6 +6,7 @@ import pytest
 
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import parse_devices
+from echelon.optimizer import divide_names
 from echelon.planner.choose import resolve_plan
 from echelon.planner.memory import estimate_checkpoint, estimate_memory
 from echelon.planner.plan import ParallelPlan, SyncPlan
@@ -45,6 +46,13 @@ def test_defaults_depend_on_the_name():
         ),
         ({"name": "quorum", "min_replicas": 3}, "sync.min_replicas=3 is more than sync.replicas=2, so after a loss"),
         ({"min_replicas": 2}, "sync.min_replicas=2 "),
+        ({"servers": 2}, "sync.servers=2 has no effect with sync.name=every_step; set sync.name: parameter_server, or"),
+        ({"name": "parameter_server", "replicas": 2}, "sync.replicas=2 has no effect with sync.name=parameter_server"),
+        ({"max_staleness": None}, "sync.max_staleness=null has no effect with sync.name=every_step"),
+        (
+            {"name": "parameter_server", "compress": {"method": "topk"}},
+            "method=topk does not work with sync.name=parameter_server; use none",
+        ),
         ({"overlap": True}, "sync.overlap=true has no effect with sync.name=every_step"),
         ({"name": "diloco", "replicas": 1}, "sync.replicas=1 leaves sync.name=diloco with nobody to agree with"),
         ({"compress": {"method": "int8"}}, "method=int8 does not work with sync.name=every_step; use none, bf16"),
@@ -172,6 +180,55 @@ def test_bytes_and_memory_of_compressed_gradients():
     assert estimate_checkpoint(TINY, plan) - estimate_checkpoint(TINY, plain) == 4 * 4 * trained
     [line] = [line for line in plan.why if line.startswith("sync every_step")]
     assert f"sends {render_bytes(round(3 * trained / 8))} per step" in line
+
+
+SERVERS = {"name": "parameter_server", "servers": 2}
+
+
+def test_every_process_is_a_worker_of_parameter_servers():
+    plan = resolve_plan(build_recipe("ddp", batch=24, sync=SERVERS), TINY, cpus(4))
+    assert (plan.num_replicas, plan.dp_replicate, plan.world_size, plan.global_batch_size) == (4, 1, 4, 24)
+    assert plan.num_microbatches * plan.micro_batch_size == 6 and not plan.lossy
+    assert plan.describe()[3] == "sync: parameter_server, 4 workers, 2 servers, aggregate weighted"
+    assert ParallelPlan.from_dict(plan.to_dict()) == plan
+    assert resolve_plan(build_recipe("auto", batch=24, sync=SERVERS), TINY, cpus(4)).num_replicas == 4
+    assert resolve_plan(build_recipe("ddp", sync={**SERVERS, "aggregate": "mean"}), TINY, cpus(4)).lossy
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sync", "cluster", "options", "message"),
+    [
+        ("fsdp", SERVERS, cpus(4), {}, r"parallel=fsdp divides .* whole model; use parallel: ddp\.$"),
+        ({"tp": 2}, SERVERS, cpus(4), {}, r"parallel=ddp\+tp divides the model"),
+        ("ddp", {**SERVERS, "servers": 5}, cpus(4), {}, r"sync.servers=5 is more than the 4 proc.*; use at most 4"),
+        ("ddp", SERVERS, parse_devices("4xH100"), {}, r"sync.name=parameter_server is built for .* CPUs only"),
+        ("ddp", SERVERS, cpus(4), {"precision": "fp16"}, r"does not work with train.precision=fp16"),
+    ],
+)
+def test_what_parameter_servers_cannot_do_is_refused(parallel, sync, cluster, options, message):
+    with pytest.raises((ConfigError, PlanError), match=message):
+        resolve_plan(build_recipe(parallel, sync=sync, **options), TINY, cluster)
+
+
+def test_bytes_and_memory_of_parameter_servers():
+    plan = resolve_plan(build_recipe("ddp", sync=SERVERS), TINY, cpus(4))
+    plain, trained = resolve_plan(build_recipe("ddp"), TINY, cpus(1)), TINY.num_parameters
+    plain = replace(plain, micro_batch_size=plan.micro_batch_size)
+    ours, theirs = (estimate_memory(TINY, each, 128, "cpu") for each in (plan, plain))
+    owned = trained // 2
+    assert ours.parameters == theirs.parameters and ours.gradients == theirs.gradients
+    pushed, copies, waiting = 4 * trained, (4 + 4 + 4) * owned, 3 * 4 * owned
+    assert ours.optimizer == 2 * 4 * owned + pushed + copies + waiting
+    assert estimate_checkpoint(TINY, plan) == estimate_checkpoint(TINY, plain)
+    [line] = [line for line in plan.why if line.startswith("sync parameter_server")]
+    assert f"each server gets {render_bytes(round(3 * 4 * owned))} of gradients" in line
+
+
+def test_servers_own_disjoint_parts_of_about_the_same_size():
+    sizes = {"a": 5, "b": 40, "c": 30, "d": 9, "e": 1}
+    assert divide_names(sizes, 1) == [list(sizes)]
+    assert divide_names(sizes, 2) == [["b", "e"], ["a", "c", "d"]]
+    assert divide_names({"a": 1}, 2) == [["a"], []]
 
 
 def test_replicas_do_not_have_weights_in_host_memory():

@@ -53,7 +53,5 @@ def build_served(
     sizes = {name: each.numel() * each.element_size() for name, each in trained.items()}
     names = divide_names(sizes, num_servers)[server] if server < num_servers else []
     copies = {name: nn.Parameter(trained[name].detach().clone()) for name in names}
-    optimizer = build_optimizer(
-        model, config, master_weights, seed, compile_backend=compile_backend, stepped=copies
-    )
+    optimizer = build_optimizer(model, config, master_weights, seed, compile_backend=compile_backend, stepped=copies)
     return Served(copies, optimizer)

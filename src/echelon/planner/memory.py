@@ -285,6 +285,7 @@ def _states(shape: ModelShape, plan: ParallelPlan) -> _States:
         # autocast keeps a cast copy of every trained matrix until its backward is done
         matrices = trained - plan.adapter.num_looked_up if plan.adapter else shape.num_matmul_parameters
         copies = matrices * compute if plan.uses_autocast else 0
+        moments = -(-moments // plan.sync.servers)  # of a parameter server; others have none
         return _States(frozen + trained * number, trained * number, moments, whole, cast=copies)
 
     # Experts of other ranks are never gathered here.

@@ -129,12 +129,13 @@ class SyncPlan:
     def describe(self, num_replicas: int, replica_size: int) -> str:
         """The message about how replicas agree."""
         words = [self.name]
-        if num_replicas > 1:
+        if self.name == PARAMETER_SERVER:
+            words.append(f"{num_replicas} worker{'' if num_replicas == 1 else 's'}")
+            words += [f"{self.servers} server{'' if self.servers == 1 else 's'}", f"aggregate {self.aggregate}"]
+        elif num_replicas > 1:
             words.append(f"{num_replicas} replicas of {replica_size} process{'' if replica_size == 1 else 'es'}")
         if self.name == QUORUM:
             words.append("the loss of a process costs one repeated step")
-        if self.name == PARAMETER_SERVER:
-            words.append(f"{self.servers} server{'' if self.servers == 1 else 's'}, aggregate {self.aggregate}")
         if self.every > 1:
             words.append(f"every {self.every} steps")
         if (self.outer_learning_rate, self.outer_momentum) != (1.0, 0.0):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import prod
 
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan, SyncPlan
-from echelon.recipe.synchronization import APART, QUORUM
+from echelon.recipe.synchronization import APART, PARAMETER_SERVER, QUORUM
 from echelon.sizes import render_bytes
 
 SENT_AT_ONCE = 2**24
@@ -21,9 +21,14 @@ def agreement_bytes(plan: ParallelPlan, num_trained: int) -> int:
     """Bytes of one rank for agreeing on `num_trained` numbers of its own, besides weights, gradients and optimizer.
 
     Replicas that train apart keep the agreed weights, the outer momentum, and outer gradients in fp32 while they send
-    them. Compressed gradients have a rest on each rank, and a new one during a step. A quorum copies what it sends.
+    them. Compressed gradients have a rest on each rank, and a new one during a step. A quorum copies what it sends. A
+    worker of parameter servers copies what it pushes; a server has copies of its weights and gradients, their sum, and
+    what the other workers push.
     """
     sync = plan.sync
+    if sync.name == PARAMETER_SERVER:
+        owned = -(-num_trained // sync.servers)
+        return _FP32 * num_trained + owned * (2 * DTYPE_BYTES[plan.precision.param] + _FP32 * plan.num_replicas)
     if sync.name == QUORUM:
         return _FP32 * min(num_trained, SENT_AT_ONCE)
     if sync.name in APART:
@@ -50,6 +55,8 @@ def describe_traffic(plan: ParallelPlan, num_trained: int) -> list[str]:
             matrices, nothing is said.
     """
     sync, size = plan.sync, plan.num_replicas if plan.num_replicas > 1 else plan.dp_replicate
+    if sync.name == PARAMETER_SERVER and size > 1:
+        return [_describe_server(sync, num_trained, size)]
     if (sync.name not in APART and sync.method == "none") or size == 1 or sync.method == "powersgd":
         return []
     sent = count_sent_bytes(sync, [(num_trained,)], size) / sync.every
@@ -60,6 +67,15 @@ def describe_traffic(plan: ParallelPlan, num_trained: int) -> list[str]:
         f"sync {sync.name}: each process {every}sends {render_bytes(round(sent))} per step, and "
         f"{render_bytes(round(whole))} with every_step and no compression: {', '.join(times)}"
     ]
+
+
+def _describe_server(sync: SyncPlan, num_trained: int, num_workers: int) -> str:
+    sent = _FP32 * num_trained / sync.servers * (num_workers - 1)
+    times = ", ".join(f"{8 * sent / rate:.3g} s at {name}" for name, rate in _LINKS.items())
+    return (
+        f"sync {sync.name}: each server gets {render_bytes(round(sent))} of gradients from other processes per step, "
+        f"and sends as much of weights: each takes {times}"
+    )
 
 
 def count_sent_bytes(sync: SyncPlan, shapes: Sequence[Sequence[int]], size: int) -> float:
