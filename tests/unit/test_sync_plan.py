@@ -46,7 +46,7 @@ def test_defaults_depend_on_the_name():
         ),
         ({"name": "quorum", "min_replicas": 3}, "sync.min_replicas=3 is more than sync.replicas=2, so after a loss"),
         ({"min_replicas": 2}, "sync.min_replicas=2 "),
-        ({"servers": 2}, "sync.servers=2 has no effect with sync.name=every_step; set sync.name: parameter_server, or"),
+        ({"servers": 2}, "sync.servers=2 has no effect with sync.name=every_step; set sync.name: parameter_server, "),
         ({"name": "parameter_server", "replicas": 2}, "sync.replicas=2 has no effect with sync.name=parameter_server"),
         ({"max_staleness": None}, "sync.max_staleness=null has no effect with sync.name=every_step"),
         (

@@ -28,10 +28,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 # The keys that have an effect under a name; all of them under one of your own.
 _KEYS: dict[str, tuple[str, ...]] = {
     EVERY_STEP: (),
-    QUORUM: ("replicas", "min_replicas"),
-    PARAMETER_SERVER: ("servers", "aggregate", "max_staleness"),
     "local_sgd": ("replicas", "every", "outer_learning_rate", "overlap"),
     "diloco": ("replicas", "every", "outer_learning_rate", "outer_momentum", "overlap"),
+    QUORUM: ("replicas", "min_replicas"),
+    PARAMETER_SERVER: ("servers", "aggregate", "max_staleness"),
 }
 _NEEDED = {"rank": ("powersgd",), "fraction": ("topk", "randomk")}
 _METHODS: dict[str, tuple[CompressMethod, ...]] = {
