@@ -15,9 +15,9 @@ from echelon.distributed.mesh import Meshes
 from echelon.optimizer import divide_names
 from echelon.recipe import SyncConfig
 from echelon.reduction.reducer import flatten, write_back
-from echelon.sync.messages import Kind, Request, await_reply, post
-from echelon.sync.server import Server
+from echelon.sync.pushes import Kind, Request, await_reply, post
 from echelon.sync.synchronizer import DataShare, Fill, Replica
+from echelon.sync.weight_server import Server
 
 
 class ParameterServer:

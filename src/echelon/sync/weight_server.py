@@ -11,7 +11,7 @@ from echelon.errors import TrainingError
 from echelon.optimizer import Served, clip_gradients, global_norm
 from echelon.recipe.synchronization import Aggregate
 from echelon.reduction.reducer import flatten, write_back
-from echelon.sync.messages import Kind, Request, receive, reply
+from echelon.sync.pushes import Kind, Request, receive, reply
 
 
 class Server:
