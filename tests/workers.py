@@ -5,6 +5,7 @@ anew for the next one: no state of a broken test reaches another. Workers are fo
 torch and echelon and nothing else has run in, so that neither the four of them nor a new pool import anything again.
 """
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -37,7 +38,6 @@ def serve(connection: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.uname().sysname == "Linux" else "lo0")
     import torch
     import torch.distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     while True:
@@ -51,12 +51,30 @@ def serve(connection: Connection) -> None:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
             result = function(rank, world_size, *arguments)
             dist.barrier()
-            dist.destroy_process_group()
-            _clear_sharding_prop_cache()  # it holds meshes, whose groups are gone
+            leave_group()
             connection.send(("ok", result))
         except BaseException:
             connection.send(("error", traceback.format_exc()))
             return
+
+
+def leave_group() -> None:
+    """Destroy the process group, and all that would keep its connections: caches of DTensor, and cycles of objects.
+
+    A group of gloo that is kept has a thread that wakes up more than a hundred times a second.
+    """
+    import torch.distributed as dist
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor._collective_utils import MeshTopoInfo
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    dist.destroy_process_group()
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
+    gc.collect()
+    gc.freeze()  # the next time looks only through what a task has left
 
 
 class WorkerPool:
