@@ -6,6 +6,7 @@ raises an OSError or a ValueError with the fault.
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,11 @@ Row = dict[str, Any]
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file atomically: a reader sees the old text or the new one, also after a power failure."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Replace the file atomically: a reader sees the old text or the new one, also after a power failure.
+
+    Several processes and threads may write the same file.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)

@@ -203,6 +203,24 @@ def test_interrupted_write_leaves_the_old_file(tmp_path):
     assert os.listdir(tmp_path) == ["plan.json"]
 
 
+def test_two_threads_write_the_same_file(tmp_path, monkeypatch):
+    """One starts and ends its write in the middle of the other's."""
+    path, flush = tmp_path / "ledger.json", os.fsync
+
+    def write_between(file):
+        flush(file)
+        monkeypatch.setattr(os, "fsync", flush)
+        other = threading.Thread(target=write_text, args=(path, "between"))
+        other.start()
+        other.join()
+        assert path.read_text() == "between"
+
+    monkeypatch.setattr(os, "fsync", write_between)
+    write_text(path, "first to begin")
+    assert path.read_text() == "first to begin"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_prepared_path_is_remembered(tmp_path):
     folder = leave_run(tmp_path / "run")
     with pytest.raises(DataError, match="echelon train"):
