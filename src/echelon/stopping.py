@@ -22,6 +22,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LIMITS = ("budget.max_hours", "budget.max_usd")
 """The recipe keys whose limits stop a run."""
 
+STRAGGLER = "fault.on_straggler=stop"
+"""The cause of a stop because a rank is slow, which all ranks find together."""
+
 _CAUSES = (*(each.name for each in STOP_SIGNALS), *LIMITS)
 
 ECHO_SECONDS = 1.0

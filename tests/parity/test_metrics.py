@@ -67,7 +67,8 @@ def report(rank, world_size, plan):
         data_wait_seconds=float(rank),
         stop_flags=[0.0] * 4 + [float(rank == world_size - 1)],
     )
-    return PendingMetrics(record, meshes, Measured(peak_bytes=1000 + rank, sent_bytes=100.0 * rank)).read()
+    measured = Measured(peak_bytes=1000 + rank, sent_bytes=100.0 * rank, busy_seconds=10.0)
+    return PendingMetrics(record, meshes, measured).read()
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -80,6 +81,7 @@ def test_every_plan_reports_the_same_step(workers, plan):
     assert (metrics.tokens, metrics.target_tokens, metrics.batch_hash) == (180, 40, f"{5:016x}")
     assert metrics.data_wait_seconds == (plan.world_size - 1) / 2
     assert metrics.sent_bytes == 100 * (plan.world_size - 1) / 2
+    assert metrics.own_seconds == [10.0 + rank for rank in range(plan.world_size)], "with waiting for data"
     assert metrics.memory_peak_bytes == 1000 + plan.world_size - 1
     several = plan.num_replicas > 1
     assert (metrics.grad_norm, metrics.committed, metrics.bad_in_a_row) == (

@@ -77,6 +77,7 @@ from echelon.training.profiler import build_recorder
 from echelon.training.rollback import Recovery, find_suppressed
 from echelon.training.saving import Saver
 from echelon.training.state import SavedState, TrainState
+from echelon.training.straggler import build_straggler_watch
 from echelon.training.trainer import Trainer
 from echelon.training.training_step import TrainingStep
 
@@ -335,7 +336,10 @@ def assemble(
     recover = Recovery(recipe.fault, step, saver, accounting)
     owes_pause, owes_save = (False, False) if held is None else (held.owes_pause, held.owes_save)
     recorder = build_recorder(recipe.profile, folder, runtime)
-    return Trainer(num_steps, step, accounting, pauses, saver, recover, stop, state, recorder, owes_pause, owes_save)
+    stragglers = build_straggler_watch(meshes, recipe.fault.on_straggler == "stop")
+    return Trainer(
+        num_steps, step, accounting, pauses, saver, recover, stop, state, recorder, stragglers, owes_pause, owes_save
+    )
 
 
 def _open_records(

@@ -141,6 +141,11 @@ class FaultConfig(Section):
     spike_window: Count = Field(
         100, description="Number of applied steps in that median; no spike is detected before that many steps."
     )
+    on_straggler: Literal["warn", "stop"] = Field(
+        "warn",
+        description="Reaction to a process that is persistently slower than the others. `stop` also ends the run with "
+        "a checkpoint, so that its machine can be replaced.",
+    )
     max_restarts: CountOrZero = Field(
         3, description="Maximum number of restarts of failed processes, each from the newest checkpoint."
     )

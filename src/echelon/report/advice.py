@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Iterator
 
+from echelon.redaction import redact_text
 from echelon.report.nested import read_mapping, read_number, read_value
 from echelon.report.numbers import render_percent, render_seconds
 from echelon.report.run_record import RunRecord, percentile
@@ -16,12 +17,29 @@ _SPARE = 0.5
 
 def find_advice(record: RunRecord) -> list[str]:
     """Return sentences, each with a change of the recipe and what it gains; empty if nothing stands out."""
-    return [*_about_steps(record), *_about_time(record), *_about_losses(record), *_about_memory(record)]
+    topics = (_about_stragglers, _about_steps, _about_time, _about_losses, _about_memory)
+    return [line for about in topics for line in about(record)]
 
 
 def _gain(share: float) -> str:
     """How much faster a run is without this share of its time."""
     return f"{1 / (1 - min(share, 0.99)):.2f} times as fast"
+
+
+def _about_stragglers(record: RunRecord) -> Iterator[str]:
+    """The slow ranks of the last start: the machines of an earlier one may have been replaced."""
+    since = max((row["time"] for row in record.starts), default=0.0)
+    rows = [row for row in record.find_events("straggler") if row["time"] >= since and isinstance(row.get("rank"), int)]
+    for rank, row in sorted({row["rank"]: row for row in rows}.items()):
+        own, usual = read_number(row, "own_seconds"), read_number(row, "peer_seconds")
+        if own is None or usual is None:
+            continue
+        factor = f", {own / usual:.2f} times as long as the others" if usual else ""
+        yield (
+            f"Rank {rank} on {redact_text(str(row.get('host')))} is slow: it needs {render_seconds(own)} for its own "
+            f"part of a step{factor}, and they wait for it. Look for other programs and for heat on that machine, or "
+            "replace it; fault.on_straggler=stop ends a run with a checkpoint for that. The gain is not predicted."
+        )
 
 
 def _about_steps(record: RunRecord) -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import Any
 from echelon.redaction import redact_text
 from echelon.report.blocks import Block, Lines, Table
 from echelon.report.nested import read_mapping, read_number
+from echelon.report.numbers import render_rate
 from echelon.report.run_record import RunRecord
 from echelon.sizes import render_bytes
 
@@ -22,7 +23,7 @@ def build_network(record: RunRecord) -> Iterator[Block]:
         return
     rate = sum(sent for sent, _ in pairs) / sum(seconds for _, seconds in pairs)
     median = render_bytes(statistics.median(sent for sent, _ in pairs))
-    yield Lines([f"In a step each rank sends {median} in collectives, {render_bytes(rate)} per second."])
+    yield Lines([f"In a step each rank sends {median} in collectives, {render_rate(rate)} on average."])
     found = record.find_events("network")
     if found:
         yield from _list_last(found[-1])
@@ -44,5 +45,5 @@ def _list_last(event: Mapping[str, Any]) -> Iterator[Block]:
         rates = []
         for name in interfaces:
             ways = [read_number(interfaces, name, way) or 0.0 for way in ("sent", "received")]
-            rates.append((redact_text(name), *(f"{render_bytes(each / seconds)}/s" for each in ways)))
+            rates.append((redact_text(name), *(render_rate(each / seconds) for each in ways)))
         yield Table((f"interface of {redact_text(str(event.get('host')))}, all programs", "sent", "received"), rates)

@@ -65,3 +65,8 @@ def pick_ticks(low: float, high: float, count: int = 5) -> list[float]:
     step = next(size * each for each in (1, 2, 2.5, 5, 10) if size * each >= raw * (1 - 1e-9))
     first = math.ceil(low / step - 1e-9)
     return [round(step * place, 12) for place in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def render_rate(rate: float) -> str:
+    """Format bytes per second in the units of networks: 1.25 GB/s, 300 MB/s, 0.02 MB/s."""
+    return f"{rate / 1e9:.3g} GB/s" if rate >= 1e9 else f"{rate / 1e6:.3g} MB/s"

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from echelon.report.blocks import Bars, Block, HeatMap, Lines, Table
 from echelon.report.nested import read_number
-from echelon.report.numbers import render_percent, render_seconds
+from echelon.report.numbers import render_percent, render_rate, render_seconds
 from echelon.report.run_record import RunRecord
 from echelon.report.trace import PARTS, Trace
 from echelon.sizes import render_bytes
@@ -89,10 +89,6 @@ def _describe_cost(record: RunRecord, steps: Sequence[int]) -> Iterator[str]:
         )
 
 
-def _show_rate(rate: float) -> str:
-    return f"{rate / 1e9:.3g} GB/s" if rate >= 1e9 else f"{rate / 1e6:.3g} MB/s"
-
-
 def _list_collectives(trace: Trace) -> Iterator[Block]:
     if not trace.collectives:
         return
@@ -105,7 +101,7 @@ def _list_collectives(trace: Trace) -> Iterator[Block]:
                 f"{each.count / count:.1f}",
                 "unknown" if each.bytes is None else render_bytes(each.bytes / count),
                 render_seconds(each.seconds / count),
-                "unknown" if each.bus_rate is None else _show_rate(each.bus_rate),
+                "unknown" if each.bus_rate is None else render_rate(each.bus_rate),
             )
             for each in trace.collectives
         ],

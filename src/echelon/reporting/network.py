@@ -7,6 +7,7 @@ from typing import Any
 
 from echelon.distributed.traffic import TrafficMeter
 from echelon.hardware.interfaces import read_interfaces, subtract_interfaces
+from echelon.report.numbers import render_rate
 from echelon.sizes import render_bytes
 
 
@@ -52,6 +53,6 @@ class NetworkWatch:
 def describe_network(found: dict[str, Any]) -> str:
     """Return a line about the fields of the event `network`."""
     per_step, rate = found["sent_bytes"] / found["steps"], found["sent_bytes"] / found["seconds"]
-    text = f"network: each rank sent {render_bytes(per_step)} in collectives per step, {render_bytes(rate)} per second"
-    carried = [f"{name} {render_bytes(each['sent'] / found['seconds'])}" for name, each in found["interfaces"].items()]
-    return text + (f"; interfaces of {found['host']} sent, per second: {', '.join(carried)}" if carried else "")
+    text = f"network: each rank sent {render_bytes(per_step)} in collectives per step, {render_rate(rate)} on average"
+    carried = [f"{name} {render_rate(each['sent'] / found['seconds'])}" for name, each in found["interfaces"].items()]
+    return text + (f"; interfaces of {found['host']}, all programs: {', '.join(carried)}" if carried else "")

@@ -1,7 +1,10 @@
 """Records a run while it trains: time and row of each step, the heartbeat, and the user's callbacks."""
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -15,6 +18,9 @@ from echelon.training.callbacks import Callback
 from echelon.training.heartbeat import Heartbeat
 from echelon.training.metrics import Measured, StepMetrics, peak_memory_bytes, train_row
 from echelon.training.state import TrainState
+from echelon.training.straggler import Straggler, read_own_time
+
+logger = logging.getLogger(__name__)
 
 
 class Accounting:
@@ -43,6 +49,7 @@ class Accounting:
         self._peak_bytes: int | None = None
         self._mark = Stamp(device)
         self._traffic = count_traffic()
+        self._measured_at, self._entered = time.perf_counter(), 0.0
 
     def begin(self, step: int) -> None:
         """Record that training starts or continues after this many steps."""
@@ -53,12 +60,20 @@ class Accounting:
     def restart_clock(self) -> None:
         """Start the clock of the next step: time since the last step does not count, nor do bytes sent since then."""
         self._traffic.take()
+        self._measured_at = time.perf_counter()
         self._mark = Stamp(self._device)
+
+    def enter(self) -> None:
+        """Record that this rank begins a step."""
+        self._entered = read_own_time()
 
     def measure(self, step: int) -> Measured:
         """Return what this rank measured since its last step: peak memory at the first step and at logged ones."""
         is_due = self._peak_bytes is None or (step + 1) % self._log_every == 0
-        return Measured(peak_memory_bytes(self._device) if is_due else None, self._traffic.take())
+        peak = peak_memory_bytes(self._device) if is_due else None
+        busy = 0.0 if self._device.type == "cuda" else read_own_time() - self._entered
+        wall, self._measured_at = time.perf_counter() - self._measured_at, time.perf_counter()
+        return Measured(peak, self._traffic.take(), wall, busy)
 
     def book(self, metrics: StepMetrics, finished: Stamp) -> float:
         """Record the next finished step; return its duration in seconds."""
@@ -129,6 +144,13 @@ class Accounting:
         """Append a line to events.jsonl. Raises OSError if that fails."""
         if self.journal is not None:
             self.journal.event(name, **fields)
+
+    def straggler(self, found: Straggler) -> None:
+        """Log a slow rank, and append it to events.jsonl; errors are ignored."""
+        if self.journal is not None:
+            logger.warning(found.describe())
+            with suppress(OSError):
+                self.journal.event("straggler", message=found.describe(), **asdict(found))
 
     def note(self, name: str, step: int) -> None:
         """Append a line to events.jsonl; errors are ignored."""

@@ -3,6 +3,7 @@
 import math
 import resource
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,11 +56,14 @@ class StepRecord:
 class Measured:
     """What this rank measured since its last step, and reports with the metrics of this one.
 
-    peak_bytes: its peak memory, on all ranks or on none. sent_bytes: what it sent in collectives.
+    peak_bytes: its peak memory, on all ranks or on none. sent_bytes: what it sent in collectives. wall_seconds: since
+    its last step; busy_seconds: those in which it worked for the step, without waiting for other ranks or for data.
     """
 
     peak_bytes: int | None = None
     sent_bytes: float = 0.0
+    wall_seconds: float = 0.0
+    busy_seconds: float = 0.0
 
 
 _NOTHING = Measured()
@@ -83,6 +87,10 @@ class StepMetrics:
     data_wait_seconds: float
     sent_bytes: float
     """That a rank sent in collectives, on average."""
+    wall_seconds: float
+    """Since the last step, on average."""
+    own_seconds: Sequence[float]
+    """Of each rank: working for the step and waiting for data, but not for other ranks."""
     memory_peak_bytes: int | None
     is_bad: bool
     bad_in_a_row: int
@@ -110,13 +118,18 @@ class PendingMetrics:
         router_sum = torch.zeros_like(record.loss_sum) if record.router_sum is None else record.router_sum
         losses = torch.stack([each.double() for each in (record.loss_sum, router_sum, record.targets.own)])
         experts = losses.new_zeros(1, 1) if record.expert_tokens is None else record.expert_tokens.double()
+        own_times = [0.0] * meshes.num_devices
+        own_times[dist.get_rank(meshes.everyone)] = measured.busy_seconds + record.data_wait_seconds
         sums = torch.cat(
             [
                 losses if meshes.counts_loss else torch.zeros_like(losses),
                 _to_device(data if meshes.counts_data else [0] * len(data), device),
-                _to_device([record.data_wait_seconds, measured.sent_bytes, *record.stop_flags], device),
+                _to_device(
+                    [record.data_wait_seconds, measured.sent_bytes, measured.wall_seconds, *record.stop_flags], device
+                ),
                 record.verdict.is_bad.double().reshape(1),  # bad on one rank is bad on all, or the ranks would diverge
                 (experts if meshes.counts_routers else torch.zeros_like(experts)).flatten(),
+                _to_device(own_times, device),
                 _place_own(record, meshes).flatten(),
             ]
         )
@@ -147,17 +160,21 @@ class PendingMetrics:
         num_replicas, num_experts = self._grid.sizes["replica"], math.prod(shape)
         last = len(sums) - 4 * num_replicas
         norm, commit, in_a_row, scale = sums[last:].view(num_replicas, 4).T
-        sums, tokens = sums[: last - num_experts], sums[last - num_experts : last]
+        num_ranks = self._grid.size(AXES)
+        sizes = [last - num_experts - num_ranks, num_experts, num_ranks]
+        sums, tokens, own = torch.split(sums[:last], sizes)
         agreed = (norm.amax(), commit.amin(), in_a_row.amax(), scale.amin(), expert_load(tokens.view(shape)))
-        self._values = _to_host(torch.cat([torch.stack(agreed), peak, sums]))
+        self._values = _to_host(torch.cat([torch.stack(agreed), peak, own, sums]))
         return self._values
 
     def read(self) -> StepMetrics:
         """Return the step's metrics. The only place where the host waits for the device."""
         self.finished.wait()
-        grad_norm, committed, in_a_row, scale, load, peak, *sums = self.collect().tolist()
+        grad_norm, committed, in_a_row, scale, load, peak, *values = self.collect().tolist()
+        num_ranks = self._grid.size(AXES)
+        own_times, sums = values[:num_ranks], values[num_ranks:]
         loss_sum, router_sum, num_targets, tokens, labels, *rest, num_bad = sums
-        limbs, (wait, sent, *stops) = rest[:_NUM_LIMBS], rest[_NUM_LIMBS:]
+        limbs, (wait, sent, wall, *stops) = rest[:_NUM_LIMBS], rest[_NUM_LIMBS:]
         total = sum(int(limb) << (LIMB_BITS * place) for place, limb in enumerate(limbs)) % 2**64
         return StepMetrics(
             step=self.record.step,
@@ -171,8 +188,10 @@ class PendingMetrics:
             tokens=int(tokens),
             target_tokens=int(labels),
             batch_hash=f"{total:016x}",
-            data_wait_seconds=wait / self._grid.size(AXES),
-            sent_bytes=sent / self._grid.size(AXES),
+            data_wait_seconds=wait / num_ranks,
+            sent_bytes=sent / num_ranks,
+            wall_seconds=wall / num_ranks,
+            own_seconds=own_times,
             memory_peak_bytes=None if peak < 0 else int(peak),
             is_bad=num_bad > 0,
             bad_in_a_row=int(in_a_row),

@@ -12,7 +12,7 @@ from echelon.checkpoint.store import CheckpointStore
 from echelon.errors import StoppedError
 from echelon.recipe import Recipe
 from echelon.runs.cost import name_limit
-from echelon.stopping import LIMITS
+from echelon.stopping import LIMITS, STRAGGLER
 from echelon.training.accounting import Accounting
 from echelon.training.contents import RunContents
 from echelon.training.interval import SaveInterval
@@ -103,6 +103,8 @@ class Saver:
             self._await_whole(state)
         if cause in LIMITS:
             cause, remark = name_limit(self._budget, cause), "; raise it to continue"
+        elif cause == STRAGGLER:
+            remark = "; replace the slow machine, and start the same command again"
         else:
             remark = f" of the {self._notice_seconds:g} s allowed by fault.notice_seconds"
         seconds = time.monotonic() - started

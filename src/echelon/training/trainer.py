@@ -12,6 +12,7 @@ from echelon.training.profiler import Recorder
 from echelon.training.rollback import BadStep, Recovery
 from echelon.training.saving import Saver
 from echelon.training.state import TrainState
+from echelon.training.straggler import StragglerWatch
 from echelon.training.training_step import TrainingStep
 
 
@@ -32,6 +33,7 @@ class Trainer:
     stop: StopRequest
     state: TrainState
     recorder: Recorder
+    stragglers: StragglerWatch
     owes_pause: bool = False
     owes_save: bool = False
 
@@ -73,6 +75,7 @@ class Trainer:
             if self.stopped_early:
                 break
             is_suppressed = step + 1 in self.state.suppressed
+            self.accounting.enter()
             with self.recorder.step(step):
                 pending.append(self.train_step(step, is_suppressed, partial(self.accounting.measure, step)))
             # The host reads metrics one or more steps late, so that it never waits for the step it has just launched.
@@ -110,6 +113,9 @@ class Trainer:
         self.saver.saw_step(seconds)
         self.state = self.state.advanced(metrics.tokens, metrics.target_tokens)
         self.stop.agreed = self.stop.agreed or metrics.stopped_by
+        for slow in self.stragglers.saw_step(self.state.step, metrics.own_seconds, metrics.wall_seconds):
+            self.accounting.straggler(slow)
+            self.stop.agreed = self.stop.agreed or self.stragglers.stop_cause
         self.accounting.write(metrics, seconds, self.state)
         if metrics.is_bad:
             self.recovery.pass_over(metrics, self.state)
