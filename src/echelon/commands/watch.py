@@ -20,7 +20,7 @@ def watch(
     ] = False,
     port: Annotated[int, typer.Option("--port", help="The port of --web; a free one by default.")] = 0,
 ) -> None:
-    """Show the losses, the speed and the events of a run while it goes on."""
+    """Show a run's losses, speed and events as it goes on."""
     from echelon.report.live import follow, shorten
     from echelon.report.plain import render_text
     from echelon.report.server import LiveServer
