@@ -34,8 +34,12 @@ MIXTURE = {
 }
 PLANS = [
     ({"tp": 2, "pp": 2}, 4, MODEL),
+    ({"tp": 2, "dp_shard": 2}, 4, MODEL),
+    ({"cp": 2}, 2, MODEL),
     ({"dp_shard": 2, "ep": 2}, 2, MIXTURE),
 ]
+# Steps with divided tensors take a second where four processes share two cores: many small collectives wait for a core.
+STEPS, SAVED, KILLED = 30, 5, 8
 
 
 @pytest.fixture
@@ -56,15 +60,14 @@ def trained(path):
 
 @pytest.mark.parametrize(("parallel", "ranks", "model"), PLANS, ids=[name_plan(each) for each, *_ in PLANS])
 def test_a_killed_rank_is_restarted_and_nothing_differs(echelon, tmp_path, parallel, ranks, model):
-    write_recipe(
-        tmp_path, model=model, parallel=parallel, train={"steps": 60, "log_every": 60}, checkpoint={"every_steps": 10}
-    )
+    train = {"steps": STEPS, "log_every": STEPS}
+    write_recipe(tmp_path, model=model, parallel=parallel, train=train, checkpoint={"every_steps": SAVED})
     ending = echelon("train", "recipe.json", "run.dir=runs/whole", "--nproc", ranks)
     assert ending.code == 0, ending.err
     run = RunFolder(tmp_path / "runs" / "tiny")
     job = start("train", "recipe.json", "--nproc", str(ranks), cwd=tmp_path)
     try:
-        await_line(run.metrics_path, '"step": 15,', job, 200)
+        await_line(run.metrics_path, f'"step": {KILLED},', job, 200)
         process_of(run, ranks - 1).send_signal(signal.SIGKILL)
         ending = finish(job, 300)
     finally:
@@ -75,23 +78,27 @@ def test_a_killed_rank_is_restarted_and_nothing_differs(echelon, tmp_path, paral
     assert [[row.get(key) for key in EXACT] for row in ours] == [[row.get(key) for key in EXACT] for row in theirs]
 
 
-def test_a_run_goes_on_with_the_processes_that_are_left(echelon, tmp_path):
-    """Four, then two with half as many shards; three cannot divide the tensors and are refused."""
-    parallel = {"tp": 2, "dp_shard": "auto"}
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"pp": 2}, {"cp": 2}], ids=name_plan)
+def test_a_run_goes_on_with_the_processes_that_are_left(echelon, tmp_path, parallel):
+    """Four, then two with half as many shards; three cannot be divided and are refused."""
+    [axis] = parallel
     write_recipe(
-        tmp_path, model=MODEL, parallel=parallel, optim={"schedule": "constant"}, checkpoint={"every_steps": 2}
+        tmp_path,
+        model=MODEL,
+        parallel={**parallel, "dp_shard": "auto"},
+        optim={"schedule": "constant"},
+        checkpoint={"every_steps": 2},
     )
     assert echelon("train", "recipe.json", "run.dir=runs/whole", "parallel=ddp", "--nproc", 1).code == 0
     assert echelon("train", "recipe.json", "train.steps=2", "--nproc", 4).code == 0
     refused = echelon("train", "recipe.json", "train.steps=6", "--nproc", 3)
     assert refused.code == 2
-    assert "tp 2 needs a multiple of 2 processes, but there are 3; run 2 or 4 processes" in refused.err
+    assert f"{axis} 2 needs a multiple of 2 processes, but there are 3; run 2 or 4 processes" in refused.err
     ending = echelon("train", "recipe.json", "train.steps=6", "--nproc", 2)
     assert ending.code == 0, ending.err
-    assert "dp_shard 1 x tp 2" in ending.out
+    assert f"dp_shard 1 x {axis} 2" in ending.out
     for ours, right in zip(trained(tmp_path / "runs" / "tiny"), trained(tmp_path / "runs" / "whole"), strict=True):
-        assert [ours[key] for key in ("step", "batch_hash", "tokens")] == [
-            right[key] for key in ("step", "batch_hash", "tokens")
-        ]
+        keys = ("step", "batch_hash", "tokens")
+        assert [ours[key] for key in keys] == [right[key] for key in keys]
         assert ours["loss"] == pytest.approx(right["loss"], abs=LOSS)
         assert ours["grad_norm"] == pytest.approx(right["grad_norm"], rel=NORM)

@@ -59,11 +59,23 @@ def test_one_process_skips_the_fault_that_only_a_peer_detects(folder):
     assert_no_orphan()
 
 
+DEEP = {"config": {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 8, "num_attention_heads": 8}}
+
+
 @pytest.mark.slow
-def test_every_fault_is_survived(capfd, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("parallel", "model"),
+    [
+        ("fsdp", {}),
+        ({"tp": 2, "sequence_parallel": True}, DEEP),
+        ({"pp": 2, "schedule": "interleaved", "stages": [1, 3, 3, 1]}, DEEP),
+    ],
+    ids=["fsdp", "tp", "pp"],
+)
+def test_every_fault_is_survived(capfd, monkeypatch, tmp_path, parallel, model):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ECHELON_TEST_MARK", str(tmp_path))
-    write_recipe(tmp_path, parallel="fsdp")
+    write_recipe(tmp_path, parallel=parallel, model=model)
     ending = CommandLine(capfd, monkeypatch)("drill", "recipe.json", "--nproc", "2", "--json")
     rows = [json.loads(line) for line in ending.out.splitlines() if line.startswith("{")]
     findings = {row["fault"]: row for row in rows}

@@ -8,7 +8,10 @@ import pytest
 from echelon.drill.exercise import estimate_seconds
 from echelon.drill.faults import FAULTS
 from echelon.drill.shrink import shrink, shrink_model
+from echelon.hardware.accelerators import ACCELERATORS, Cluster
 from echelon.model.build import build_on_meta, load_config
+from echelon.planner.choose import resolve_plan
+from echelon.planner.shape import build_shape
 from echelon.recipe import load_recipe
 
 MODELS = {
@@ -40,7 +43,7 @@ def write(folder: Path, **changes) -> Path:
 def test_a_small_model_of_the_same_family(tmp_path, model_type):
     given = {"model_type": model_type, "vocab_size": 512, **MODELS[model_type]}
     recipe, _ = load_recipe(write(tmp_path, model={"config": given}))
-    small = load_config(shrink_model(recipe))
+    small = load_config(shrink_model(recipe, 2))
     assert small.model_type == model_type
     assert sum(each.numel() for each in build_on_meta(small).parameters()) < 400_000
     for key in ("resid_pdrop", "sliding_window", "tie_word_embeddings", "vocab_size"):
@@ -51,13 +54,13 @@ def test_a_small_model_of_the_same_family(tmp_path, model_type):
 def test_small_values_are_unchanged(tmp_path):
     given = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
     recipe, _ = load_recipe(write(tmp_path, model={"config": given}))
-    assert shrink_model(recipe).items() >= given.items()
+    assert shrink_model(recipe, 2).items() >= given.items()
 
 
 def test_the_shape_of_a_checkpoint(tmp_path):
     load_config({"model_type": "qwen3", "vocab_size": 600, "tie_word_embeddings": True}).save_pretrained(tmp_path / "m")
     recipe, _ = load_recipe(write(tmp_path, model={"checkpoint": str(tmp_path / "m")}, tokenizer=None))
-    small = shrink_model(recipe)
+    small = shrink_model(recipe, 2)
     assert small["model_type"] == "qwen3" and small["tie_word_embeddings"] and small["hidden_size"] == 64
     assert f"tokenizer={tmp_path / 'm'}" in shrink(recipe, tmp_path, 2, 24)
 
@@ -78,6 +81,39 @@ def test_the_small_recipe_loads(tmp_path):
     assert small.checkpoint.every_steps == 10 and small.run.dir == tmp_path / "drill" / "x"
     assert small.optim.schedule == "wsd" and small.parallel == recipe.parallel
     assert small.prepared_dir == recipe.prepared_dir, "the data is not prepared once more"
+
+
+LARGE = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 512}
+DENSE = {"model_type": "llama", "num_key_value_heads": 8, **LARGE}
+MIXTURE = {"model_type": "mixtral", "num_key_value_heads": 8, "num_local_experts": 8, **LARGE}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "num_processes", "model", "train"),
+    [
+        ({"tp": 8, "sequence_parallel": True}, 8, DENSE, {}),
+        ({"tp": 3, "dp_shard": 2}, 6, DENSE | {"hidden_size": 3072, "num_attention_heads": 24, "num_key_value_heads": 6,
+         "intermediate_size": 9216, "vocab_size": 513}, {}),
+        ({"pp": 4, "schedule": "interleaved"}, 4, DENSE, {}),
+        ({"pp": 2, "stages": [15, 17], "microbatches": 32}, 4, DENSE, {}),
+        ({"pp": 4, "tp": 4, "schedule": "zero_bubble"}, 16, DENSE, {}),
+        ({"cp": 8, "cp_method": "ulysses"}, 8, DENSE, {}),
+        ({"dp_shard": 8, "ep": 4, "tp": 2}, 16, MIXTURE, {}),
+        ({"pp": 8}, 8, DENSE, {"activation_checkpointing": {"every": 4}}),
+        ("fsdp", 2, DENSE, {"activation_checkpointing": {"memory_budget": 0.5}}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_plan_of_the_recipe_divides_the_small_model(tmp_path, parallel, num_processes, model, train):
+    train = {"steps": 100, "global_batch_size": 256, **train}
+    path = write(tmp_path, model={"config": model}, parallel=parallel, train=train)
+    cluster = Cluster(ACCELERATORS["cpu"], num_processes, num_processes, "cpu", bf16_supported=True, can_compile=True)
+    recipe, _ = load_recipe(path)
+    plan = resolve_plan(recipe, build_shape(model), cluster)
+    small, _ = load_recipe(path, shrink(recipe, tmp_path / "drill", num_processes, 60))
+    shape = build_shape(small.model.config)
+    assert shape.num_parameters < 1_500_000
+    assert resolve_plan(small, shape, cluster).strategy == plan.strategy
 
 
 def test_the_duration_of_a_drill():
