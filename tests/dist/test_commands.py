@@ -24,6 +24,7 @@ TRAIN_KEYS = {
     "kind", "step", "tokens", "target_tokens", "loss", "grad_norm", "learning_rate", "tokens_per_second",
     "step_seconds", "data_wait_seconds", "mfu", "memory_peak_bytes", "batch_hash", "skipped", "loss_scale", "cost_usd",
     "sent_bytes",
+    "message_wait_seconds",
     "router_loss",
     "expert_load",
 }  # fmt: skip

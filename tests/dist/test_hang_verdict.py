@@ -1,5 +1,6 @@
 """Planted hangs in real process groups: the verdict names the rank, the group and the collective."""
 
+import json
 import os
 import signal
 import subprocess
@@ -12,8 +13,9 @@ import pytest
 from echelon.supervise.hang_verdict import explain_hang, read_records
 
 PROGRAM = """
-import os, sys, time, torch, threading
+import json, os, sys, time, torch, threading
 import torch.distributed as dist
+from torch._C._distributed_c10d import _dump_fr_trace_json
 from pathlib import Path
 from torch.distributed.device_mesh import init_device_mesh
 from echelon.training.flight_record import write_record
@@ -29,6 +31,12 @@ print("ready", flush=True)
 def record():
     sys.stdin.readline()
     write_record(folder, rank)
+    dump = json.loads(_dump_fr_trace_json(True, False))
+    dump["groups"] = {
+        name: {"desc": name, "ranks": str(dist.get_process_group_ranks(group))}
+        for group, name in dist.distributed_c10d._world.pg_names.items()
+    }
+    (folder / f"torch-{rank}.json").write_text(json.dumps(dump))
     print("recorded", flush=True)
     sys.stdin.readline()
     os._exit(0)
@@ -86,11 +94,34 @@ def hang(tmp_path: Path, fault: str, silent: tuple[int, ...] = ()) -> str:
             each.wait()
 
 
+def analyse(folder):
+    """What torch's own analyser finds in the same records: ranks that are missing or differ, by group and number."""
+    from torch.distributed.flight_recorder.components.builder import build_db
+    from torch.distributed.flight_recorder.components.config_manager import JobConfig
+
+    details = {}
+    for path in sorted(folder.glob("torch-*.json")):
+        dump = json.loads(path.read_text())
+        rank = int(path.stem.removeprefix("torch-"))
+        entries = [{**each, "frames": []} for each in dump["entries"]]
+        details[path.name] = {
+            "rank": rank, "host_name": "", "entries": entries, "version": dump["version"], "pg_config": dump["groups"],
+        }  # fmt: skip
+    database = build_db(details, JobConfig().parse_args([str(folder), "--allow-incomplete-ranks"]), dump["version"])
+    return {
+        (each.pg_desc.partition("mesh_")[2] or "everyone", each.collective_seq_id): found
+        for each in database.collectives
+        if (found := each.missing_ranks or set(each.mismatch_collectives or ()))
+    }
+
+
 def test_a_rank_that_sleeps_is_named_with_its_place(tmp_path):
     """Ranks 0 and 1 wait for all ranks, and rank 2 for rank 3: only rank 3 waits for nobody."""
     verdict = hang(tmp_path, "sleeps")
     assert verdict.startswith("rank 3 never entered all_reduce 2 of group dp_shard (ranks 2, 3); it is at ")
     assert verdict.endswith("(read_batch)"), verdict
+    # torch's analyser lists every late rank; rank 3 is the only one that is late in each group.
+    assert analyse(tmp_path) == {("shard", 2): {3}, ("everyone", 2): {2, 3}}
 
 
 @pytest.mark.slow
@@ -101,6 +132,7 @@ def test_another_collective_is_named(tmp_path):
         "collective 2 of group dp_shard is all_reduce of sizes [[4]] on rank 2, but reduce of sizes"
     )
     assert "on rank 3" in verdict
+    assert analyse(tmp_path)[("shard", 2)] == {3}
 
 
 @pytest.mark.slow
@@ -108,3 +140,4 @@ def test_peers_name_a_suspended_rank(tmp_path):
     """A suspended rank leaves no record."""
     verdict = hang(tmp_path, "sleeps", silent=(3,))
     assert "rank 2 waits for it in all_reduce 2 of group dp_shard (ranks 2, 3)" in verdict, verdict
+    assert analyse(tmp_path) == {}, "torch's analyser needs the record of every rank"

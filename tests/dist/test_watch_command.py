@@ -47,9 +47,10 @@ def test_the_terminal_shows_a_run_until_it_ends(run, tmp_path):
     assert "tiny: running" in out and "in collectives" in out
 
 
-def test_a_browser_follows_a_run(run, tmp_path):
+def test_a_browser_follows_a_run(run, tmp_path, request):
     assert run[0].poll() is None
     serving = start("watch", "tiny", "--web", cwd=tmp_path)
+    request.addfinalizer(serving.kill)
     address = re.search(r"http://127\.0\.0\.1:\d+/", serving.stdout.readline())[0]
     with urllib.request.urlopen(address, timeout=30) as answer:
         assert answer.status == 200 and "tiny <small" in answer.read().decode()

@@ -150,3 +150,19 @@ def test_the_limit_of_graphs_is_a_warning(workers, text, tmp_path):
     _, [warning] = check_many_shapes(workers, text, tmp_path, small_config("llama"), "full", 3, max_graphs=2)
     assert warning.startswith("compile: layers have been compiled for 2 shapes and modes, the most that are kept;")
     assert "Set data.packing: true" in warning
+
+
+def test_graph_breaks_are_counted():
+    torch._dynamo.utils.counters.clear()
+    assert compilation.describe_graph_breaks() is None
+
+    @torch.compile(backend="eager")
+    def broken(values):
+        total = values + 1
+        torch._dynamo.graph_break()
+        return total * 2
+
+    broken(torch.ones(3))
+    line = compilation.describe_graph_breaks()
+    torch._dynamo.utils.counters.clear()
+    assert line is not None and line.startswith("compile: 1 graph break, at which")

@@ -150,6 +150,32 @@ def test_advice_states_what_a_change_gains(tmp_path):
     assert "lowest at step 20 (2.0000) and is 2.5000 now" in best
 
 
+def test_waiting_for_messages_is_pointed_out(tmp_path):
+    plan = {"pp": 1, "tp": 1, "cp": 1, "ep": 1, "reduce_gradients": "last", "reshard_after_forward": False}
+    path = write_run(tmp_path / "a", plan=plan)
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    more = {"sent_bytes": 5 * 2**20, "message_wait_seconds": 0.6}
+    write_lines(path / "metrics.jsonl", [row | more if row["kind"] == "train" else row for row in rows])
+    (path / "recipe.yaml").write_text("train: {global_batch_size: 8}\n")
+    [line] = advice(path)
+    assert "waits for messages for 60.0 % of a step, and sends 5.00 MiB, 5.24 MB/s on average" in line
+    assert "train.global_batch_size=16" in line and "1.43 times as fast" in line  # 2 x 1.0 s in place of 1.4 s
+    network = find(build_report(read_record(path)), "Network")
+    assert network.blocks[0].lines == ["In a step each rank sends 5.00 MiB in collectives, 5.24 MB/s on average."]
+    (path / "plan.json").write_text(json.dumps(plan | {"reshard_after_forward": True}))
+    assert "the gain is not predicted" in advice(path)[0]
+    (path / "plan.json").write_text(json.dumps(plan | {"pp": 2}))  # its bubble is such a wait
+    assert advice(path) == []
+
+
+def test_what_the_run_measured_at_its_end_is_repeated(tmp_path):
+    path = write_run(tmp_path / "a")
+    line = "pipeline: the processes waited for other stages in 21.0% of the last step (20.0% predicted)"
+    with (path / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "measured", "time": START + 99, "lines": [line]}) + "\n")
+    assert find(build_report(read_record(path)), "Throughput").blocks[-1].lines[-1] == line
+
+
 def test_uneven_steps_are_pointed_out(tmp_path):
     path = write_run(tmp_path / "a", num_steps=101)
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]

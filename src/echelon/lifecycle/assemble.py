@@ -43,7 +43,7 @@ from echelon.model.build import resolve_config
 from echelon.model.hub import read_commits, with_copies
 from echelon.model.model_folder import find_stops, write_model_folder
 from echelon.objectives.objective import Objective, build_objective
-from echelon.parallel.compilation import describe_recompiles
+from echelon.parallel.compilation import describe_graph_breaks, describe_recompiles
 from echelon.planner.memory import MemoryParts
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
@@ -130,8 +130,7 @@ def conduct(trainer: Trainer, recipe: Recipe, folder: RunFolder, stop: StopReque
         if journal is not None:
             journal.flush()
             summarize(trainer, journal, folder)
-            for line in filter(None, (describe_recompiles(), *journal.memory_lines, *measured)):
-                logger.info(line)
+            journal.measured([*filter(None, (describe_recompiles(), describe_graph_breaks())), *measured])
         done = True
         if dist.get_rank() == 0:
             finish(trainer, folder)

@@ -293,6 +293,8 @@ class OutcomeReport:
         else:
             message = explain_error(error, self._rank, self._folder)
             self.outcome = report(self._rank, FAILED, message, is_secondary(error))
+        if trace is not None and error is not None and is_secondary(error):
+            _write_place(self._folder, self._rank, trace)
         # A full disk must not replace the error with its own.
         with suppress(OSError):
             write_outcome(self._folder.outcomes_dir, self.outcome)
@@ -300,6 +302,16 @@ class OutcomeReport:
             with suppress(OSError):
                 sys.stderr.write(render_traceback(error))
         return True
+
+
+def _write_place(folder: RunFolder, rank: int, trace: TracebackType) -> None:
+    """Write what this rank did as it lost a peer, for the explanation by the agent."""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    with suppress(ImportError, LookupError, OSError, ValueError):  # the error is reported also without it
+        from echelon.training.flight_record import write_record
+
+        write_record(folder.outcomes_dir, rank, trace.tb_frame)
 
 
 def explain_error(error: BaseException, rank: int, folder: RunFolder) -> str:

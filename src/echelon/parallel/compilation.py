@@ -56,6 +56,17 @@ def apply_compile(layers: Iterable[nn.Module], backend: str, memory_budget: floa
         layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=False)
 
 
+def describe_graph_breaks() -> str | None:
+    """Return a line about places at which this process could not compile on; None if there are none."""
+    count = sum(torch._dynamo.utils.counters["graph_break"].values())
+    if not count:
+        return None
+    return (
+        f"compile: {count} graph break{'s' * (count > 1)}, at which compiled code returns to Python and is slower; "
+        'TORCH_LOGS="graph_breaks" shows them in the logs of the ranks'
+    )
+
+
 def describe_recompiles() -> str | None:
     """Return a line about how often this process has compiled layers again; None if it never has."""
     done = get_compilation_metrics()

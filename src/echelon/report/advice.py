@@ -5,11 +5,12 @@ from collections.abc import Iterator
 
 from echelon.redaction import redact_text
 from echelon.report.nested import read_mapping, read_number, read_value
-from echelon.report.numbers import render_percent, render_seconds
+from echelon.report.numbers import render_percent, render_rate, render_seconds
 from echelon.report.run_record import RunRecord, percentile
+from echelon.sizes import render_bytes
 
 # Shares of the time above which a cause is worth a change.
-_DATA, _SAVING, _EVALUATING, _LOST = 0.05, 0.05, 0.10, 0.05
+_DATA, _SAVING, _EVALUATING, _LOST, _MESSAGES = 0.05, 0.05, 0.10, 0.05, 0.25
 _FEW_STEPS = 20
 _UNEVEN = 2.0
 _SPARE = 0.5
@@ -17,7 +18,7 @@ _SPARE = 0.5
 
 def find_advice(record: RunRecord) -> list[str]:
     """Return sentences, each with a change of the recipe and what it gains; empty if nothing stands out."""
-    topics = (_about_stragglers, _about_steps, _about_time, _about_losses, _about_memory)
+    topics = (_about_stragglers, _about_messages, _about_steps, _about_time, _about_losses, _about_memory)
     return [line for about in topics for line in about(record)]
 
 
@@ -40,6 +41,29 @@ def _about_stragglers(record: RunRecord) -> Iterator[str]:
             f"part of a step{factor}, and they wait for it. Look for other programs and for heat on that machine, or "
             "replace it; fault.on_straggler=stop ends a run with a checkpoint for that. The gain is not predicted."
         )
+
+
+def _about_messages(record: RunRecord) -> Iterator[str]:
+    """A link that is slow for what the ranks send. The bubble of a pipeline is such a wait too, and is left out."""
+    seconds, waits = record.values("step_seconds"), record.values("message_wait_seconds")
+    sent, plan = record.values("sent_bytes"), record.plan
+    if min(len(seconds), len(waits), len(sent)) < _FEW_STEPS or (read_number(plan, "pp") or 1) > 1:
+        return
+    share = min(1.0, sum(waits) / max(sum(seconds), 1e-9))
+    if share < _MESSAGES:
+        return
+    amount = f"{render_bytes(statistics.median(sent))}, {render_rate(sum(sent) / sum(seconds))} on average"
+    found = f"Even the busiest process waits for messages for {render_percent(share)} of a step, and sends {amount}."
+    names = ("global_batch_size", "global_batch_tokens")
+    batch = [(name, size) for name in names if (size := read_number(record.recipe, "train", name))]
+    sends_once = plan.get("reduce_gradients") == "last" and not plan.get("reshard_after_forward")
+    if sends_once and batch and all((read_number(plan, axis) or 1) == 1 for axis in ("tp", "cp", "ep")):
+        yield (
+            f"{found} With train.{batch[0][0]}={2 * batch[0][1]:.0f} and the same train.micro_batch_size, it would "
+            f"send as much for twice the tokens: tokens would be {_gain(share / 2)}. sync.compress sends fewer bytes."
+        )
+    else:
+        yield f"{found} Fewer bytes, a faster link or a larger batch would help; the gain is not predicted."
 
 
 def _about_steps(record: RunRecord) -> Iterator[str]:

@@ -7,7 +7,7 @@ from typing import Any
 from echelon.redaction import redact_text
 from echelon.report.blocks import Block, Lines, Table
 from echelon.report.nested import read_mapping, read_number
-from echelon.report.numbers import render_rate
+from echelon.report.numbers import render_percent, render_rate
 from echelon.report.run_record import RunRecord
 from echelon.sizes import render_bytes
 
@@ -24,6 +24,10 @@ def build_network(record: RunRecord) -> Iterator[Block]:
     rate = sum(sent for sent, _ in pairs) / sum(seconds for _, seconds in pairs)
     median = render_bytes(statistics.median(sent for sent, _ in pairs))
     yield Lines([f"In a step each rank sends {median} in collectives, {render_rate(rate)} on average."])
+    waits = record.values("message_wait_seconds")
+    if waits:
+        share = sum(waits) / (sum(record.values("step_seconds")) or 1.0)
+        yield Lines([f"Even the busiest process waited for messages for {render_percent(share)} of the time of steps."])
     found = record.find_events("network")
     if found:
         yield from _list_last(found[-1])

@@ -208,7 +208,13 @@ def _throughput(record: RunRecord) -> Iterator[Block]:
     if left_out:
         first = "The first step of the start is" if left_out == 1 else f"The first steps of {left_out} starts are"
         lines.append(f"{first} slower, and left out here{', as are profiled steps' if record.traces else ''}.")
-    yield Lines(lines)
+    yield Lines([*lines, *_list_measured(record)])
+
+
+def _list_measured(record: RunRecord) -> list[str]:
+    """Return what the run said of its compiled graphs and its pipeline at its end."""
+    told = [line for row in record.find_events("measured")[-1:] for line in row.get("lines") or ()]
+    return [redact_text(line) for line in told if isinstance(line, str)]
 
 
 def _time(record: RunRecord) -> Iterator[Block]:

@@ -102,6 +102,14 @@ class Journal:
         self.event("memory", step=step, planned=asdict(planned), measured=asdict(measured))
         self.memory_lines = render_memory(planned, measured)
 
+    def measured(self, lines: Sequence[str]) -> None:
+        """Log what a run that reached its end has measured, after its memory, and write it to events.jsonl."""
+        for line in (*self.memory_lines, *lines):
+            logger.info(line)
+        if lines:
+            with suppress(OSError):  # the disk may be full
+                self.event("measured", lines=list(lines))
+
     def samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
         """Write the samples of an evaluation to samples.jsonl, and log one line for each."""
         rows = [{"step": step, "prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]

@@ -24,6 +24,7 @@ from echelon.logs import erase_progress_bar, keep_console_in
 from echelon.runs.run_folder import describe_gone, is_run, newest_step
 from echelon.stopping import ECHO_SECONDS, STOP_SIGNALS, read_stop_file
 from echelon.stored import write_text
+from echelon.supervise.hang_verdict import explain_hang, read_records
 from echelon.supervise.hosts import HostGroup, await_name, find_interface, find_own_address
 from echelon.supervise.launch_environment import ADDRESS_VARIABLE, RESTART_VARIABLE, exported
 from echelon.supervise.meeting import Decision, HostReport, Meeting
@@ -36,6 +37,7 @@ from echelon.supervise.outcome import (
     ProcessDeath,
     Weight,
     find_cause,
+    find_silent,
     is_peer_leaving,
     read_outcomes,
 )
@@ -150,7 +152,11 @@ class Agent:
                 with deaths_watched(folder, job.num_processes) as death:
                     deaths = self._run_torchrun(job, self._settings(job, meeting, attempt))
                 died_at = death.died_at
-        cause = find_cause(read_outcomes(folder.outcomes_dir), deaths, folder.logs_dir)
+        silent = find_silent(folder.outcomes_dir)
+        cause = find_cause(read_outcomes(folder.outcomes_dir), deaths, folder.logs_dir, silent)
+        if cause.weight is Weight.DEATH and (verdict := explain_hang(read_records(folder.outcomes_dir), silent)):
+            outcome = replace(cause.outcome, message=f"{cause.outcome.message}; {verdict}")
+            cause = replace(cause, outcome=outcome)
         if not folder.outcomes_dir.exists() or (was_run and not is_run(folder.path)):  # with the ranks' reports
             cause = Cause(Outcome(FAILED, describe_gone(folder.path), final=True), Weight.CAUSE, time.time())
         elif deaths and cause.weight is Weight.NOTHING:

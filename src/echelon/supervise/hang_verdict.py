@@ -36,11 +36,13 @@ class Group:
 class HangRecord:
     """What one rank left: the collectives that it entered, oldest first, by the key of their group in `groups`.
 
-    `place`: file, line and function where its main thread stood.
+    `place`: file, line and function where its main thread stood. `waits_in`: the function of torch in which it waited
+    there for other ranks, also for a message of one rank, of which gloo keeps no record; None if it did not wait.
     """
 
     rank: int
     place: str
+    waits_in: str | None
     groups: dict[str, Group]
     collectives: list[Collective]
 
@@ -71,7 +73,9 @@ def explain_hang(records: Sequence[HangRecord], silent: Sequence[int] = ()) -> s
     for key, group in groups.items():
         if message := _find_mismatch(group, entered[key]):
             return message
-    return _find_wait(records, silent) if silent else _find_missing(records, groups, entered)
+    if silent:
+        return _find_wait(records, silent)
+    return _find_missing(records, groups, entered) or _find_absent(records)
 
 
 def _by_rank(records: Sequence[HangRecord], key: str) -> dict[int, dict[int, Collective]]:
@@ -119,18 +123,50 @@ def _find_missing(
     for key in sorted(groups, key=lambda key: len(groups[key].ranks)):
         for record in records:
             if record.rank in late[key] - waiting:
-                number = reached[key][record.rank] + 1
-                name = next((those[number].name for those in entered[key].values() if number in those), "collective")
-                return (
-                    f"rank {record.rank} never entered {name} {number} of group {groups[key].name} "
-                    f"(ranks {', '.join(map(str, groups[key].ranks))}); it is at {record.place}"
-                )
+                what = _describe_entry(reached[key][record.rank] + 1, groups[key], entered[key])
+                return _describe_late(record, what, [each for each in records if each.rank not in late[key]])
     return ""
+
+
+def _describe_entry(number: int, group: Group, entered: Mapping[int, Mapping[int, Collective]]) -> str:
+    """Return the name and the number of a collective, and its group."""
+    name = next((those[number].name for those in entered.values() if number in those), "collective")
+    return f"{name} {number} of group {group.name} (ranks {', '.join(map(str, group.ranks))})"
+
+
+def _describe_late(record: HangRecord, what: str, others: Sequence[HangRecord]) -> str:
+    """Describe a rank that never entered a collective, `what`, which others are in."""
+    if record.waits_in is None:
+        return f"rank {record.rank} never entered {what}; it is at {record.place}"
+    # It waits for a message of one that waits for it: neither of them is late.
+    there = ", ".join(f"rank {each.rank} is at {each.place}" for each in others)
+    return (
+        f"rank {record.rank} never entered {what}; it waits for a message at {record.place}; {there}; the ranks ran "
+        "different code"
+    )
+
+
+def _find_absent(records: Sequence[HangRecord]) -> str:
+    """Describe the ranks that wait for nobody, if the others do: where collectives do not tell, their code does."""
+    absent = [record for record in records if record.waits_in is None]
+    waiting = [record for record in records if record.waits_in is not None]
+    if not absent or not waiting:
+        return ""
+    here = "; ".join(f"rank {record.rank} does not wait for others: it is at {record.place}" for record in absent)
+    ranks = "rank " + ", ".join(str(record.rank) for record in waiting)
+    return f"{here}; {ranks} waits for a message at {waiting[0].place}"
+
+
+def _list_open(record: HangRecord) -> list[Collective]:
+    """Return the collectives that a rank waits in; the last one is over if it has failed."""
+    found = [each for each in record.collectives if not each.is_over]
+    last = record.collectives[-1:]
+    return found or [each for each in last if each.name == record.waits_in]
 
 
 def _find_wait(records: Sequence[HangRecord], silent: Sequence[int]) -> str:
     """Describe the collective in which a rank waits for one of these ranks, in the smallest group."""
-    open_ones = [(record, each) for record in records for each in record.collectives if not each.is_over]
+    open_ones = [(record, each) for record in records for each in _list_open(record)]
     for record, each in sorted(open_ones, key=lambda pair: len(pair[0].groups[pair[1].group].ranks)):
         group = record.groups[each.group]
         if set(silent) & set(group.ranks):
@@ -138,4 +174,4 @@ def _find_wait(records: Sequence[HangRecord], silent: Sequence[int]) -> str:
                 f"rank {record.rank} waits for it in {each.name} {each.number} of group {group.name} "
                 f"(ranks {', '.join(map(str, group.ranks))}), at {record.place}"
             )
-    return ""
+    return next((f"rank {each.rank} waits for a message at {each.place}" for each in records if each.waits_in), "")

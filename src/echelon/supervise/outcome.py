@@ -139,12 +139,22 @@ class Cause:
     time: float
 
 
-def find_cause(outcomes: Sequence[RankOutcome], deaths: Sequence[ProcessDeath], logs_dir: Path) -> Cause:
+def find_silent(directory: Path) -> list[int]:
+    """The ranks that have reserved a report and written none."""
+    blank = [path for path in directory.glob("rank-*.json") if not path.read_text(encoding="utf-8").strip()]
+    return sorted(int(path.stem.removeprefix("rank-")) for path in blank)
+
+
+def find_cause(
+    outcomes: Sequence[RankOutcome], deaths: Sequence[ProcessDeath], logs_dir: Path, silent: Sequence[int] = ()
+) -> Cause:
     """Find what ended these ranks first.
 
     In this order: a process killed by a signal that neither agents nor collectives send; the earliest report that is
     not secondary; an abort (also raised by a collective when a peer dies); a process that exited without a report; a
-    process ended by SIGTERM; a secondary report.
+    process ended by SIGTERM; one that exited with code 0 before the end; a secondary report.
+
+    `silent`: ranks that have written no report.
     """
     reports = sorted((each for each in outcomes if each.code != DONE), key=lambda each: each.time)
     cause = next((each for each in reports if not each.secondary), None)
@@ -160,8 +170,18 @@ def find_cause(outcomes: Sequence[RankOutcome], deaths: Sequence[ProcessDeath], 
         first = min(unexplained, key=lambda each: (each.exit_code != -signal.SIGABRT, each.exit_code < 0))
         return Cause(_describe_death(first, logs_dir), Weight.DEATH, first.time)
     if reports:
-        return Cause(Outcome(reports[0].code, reports[0].message), Weight.ECHO, reports[0].time)
+        gone = sorted(set(silent) - {each.rank for each in deaths})
+        return _describe_echo(reports[0], gone, logs_dir)
     return Cause(Outcome(DONE), Weight.NOTHING, time.time())
+
+
+def _describe_echo(report: RankOutcome, gone: Sequence[int], logs_dir: Path) -> Cause:
+    """The cause if all reports only mean that a peer is gone. `gone`: ranks that exited with code 0 and no report."""
+    if not gone:
+        return Cause(Outcome(report.code, report.message), Weight.ECHO, report.time)
+    log = logs_dir / f"rank-{gone[0]:05d}.log"
+    message = f"rank {gone[0]} exited with code 0 before the run had ended; see {log}"
+    return Cause(Outcome(FAILED, message), Weight.DEATH, report.time)
 
 
 def _find_accident(deaths: Sequence[ProcessDeath], first_cause_time: float) -> ProcessDeath | None:

@@ -16,7 +16,7 @@ from echelon.reporting.goodput import GoodputTracker
 from echelon.reporting.journal import Journal
 from echelon.training.callbacks import Callback
 from echelon.training.heartbeat import Heartbeat
-from echelon.training.metrics import Measured, StepMetrics, peak_memory_bytes, train_row
+from echelon.training.metrics import Measured, StepMetrics, find_message_wait, peak_memory_bytes, train_row
 from echelon.training.state import TrainState
 from echelon.training.straggler import Straggler, read_own_time
 
@@ -97,6 +97,7 @@ class Accounting:
             step_seconds=seconds,
             mfu=self._find_mfu(rate),
             memory_peak_bytes=self._peak_bytes,
+            message_wait_seconds=None if self._device.type == "cuda" else find_message_wait(metrics),
         )
         self.latest = [row]
         if self.journal is not None:

@@ -4,12 +4,14 @@ torch's recorder is on for every backend if TORCH_FR_BUFFER_SIZE is set.
 """
 
 import json
+import os
 import sys
 import sysconfig
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -18,18 +20,25 @@ from echelon.distributed.traffic import name_group
 from echelon.stored import write_json
 from echelon.supervise.hang_verdict import Collective, Group, HangRecord, find_record_path
 
-_LIBRARIES = (str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"])
+_TORCH = Path(torch.__file__).parent
+# Backward passes wait for collectives in C++.
+_WAITING = (f"{_TORCH / 'distributed'}{os.sep}", str(_TORCH / "autograd" / "graph.py"))
+_LIBRARIES = (str(_TORCH), sysconfig.get_paths()["stdlib"])
 
 
-def write_record(outcomes_dir: Path, rank: int) -> None:
-    """Write this rank's record for `hang_verdict.explain_hang`. Raises OSError. Not collective; from any thread."""
+def write_record(outcomes_dir: Path, rank: int, frame: FrameType | None = None) -> None:
+    """Write this rank's record for `hang_verdict.explain_hang`. Raises OSError. Not collective; from any thread.
+
+    `frame`: where the rank's code stood; by default, where its main thread is.
+    """
     names: dict[str, str] = {}
     groups: dict[str, Group] = {}
     for group, name in dist.distributed_c10d._world.pg_names.items():
         ranks = dist.get_process_group_ranks(group)
         names[name] = f"{name}: {ranks}"  # groups of different ranks can have the same name
         groups[names[name]] = Group(name_group(group), ranks)
-    record = HangRecord(rank, _find_place(), groups, _list_collectives(names))
+    frame = frame or sys._current_frames().get(threading.main_thread().ident or 0)
+    record = HangRecord(rank, _find_place(frame), _find_wait(frame), groups, _list_collectives(names))
     path = find_record_path(outcomes_dir, rank)
     path.parent.mkdir(exist_ok=True)
     write_json(path, asdict(record))
@@ -53,9 +62,14 @@ def _list_collectives(keys: Mapping[str, str]) -> list[Collective]:
     ]
 
 
-def _find_place() -> str:
-    """Return where the main thread is: its innermost call outside torch and the standard library."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+def _find_wait(frame: FrameType | None) -> str | None:
+    """Return the innermost function of a thread if it is one of torch.distributed, or the backward pass; else None."""
+    waits = frame is not None and frame.f_code.co_filename.startswith(_WAITING)
+    return frame.f_code.co_name if frame is not None and waits else None
+
+
+def _find_place(frame: FrameType | None) -> str:
+    """Return where a thread is: its innermost call outside torch and the standard library."""
     while frame is not None:
         path = frame.f_code.co_filename
         if (path.startswith(_LIBRARIES) and "echelon" not in Path(path).parts) or path.startswith("<"):

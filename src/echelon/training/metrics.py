@@ -241,6 +241,13 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def find_message_wait(metrics: StepMetrics) -> float | None:
+    """Return the seconds of a step in which even the busiest rank waited for messages; None if that is not measured."""
+    busiest = max(metrics.own_seconds, default=0.0)
+    is_measured = len(metrics.own_seconds) > 1 and busiest > metrics.data_wait_seconds
+    return max(0.0, metrics.wall_seconds - busiest) if is_measured else None
+
+
 def finite(value: float) -> float | None:
     """Return the value, or None if it is not finite, which JSON cannot represent."""
     return value if math.isfinite(value) else None
@@ -266,6 +273,7 @@ def train_row(metrics: StepMetrics, **measured: Any) -> dict[str, Any]:
         "loss_scale": metrics.loss_scale,
         "cost_usd": measured.get("cost_usd"),
         "sent_bytes": metrics.sent_bytes,
+        "message_wait_seconds": measured.get("message_wait_seconds"),
         "router_loss": None if metrics.router_loss is None else finite(metrics.router_loss),
         "expert_load": metrics.expert_load,
     }
