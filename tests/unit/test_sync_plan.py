@@ -90,6 +90,10 @@ def test_a_quorum_is_the_plan_of_ddp_and_changes_with_its_replicas():
     assert replace(plan, sync=SyncPlan(), why=()) == replace(ddp, why=())
     assert not plan.lossy and "sync: quorum, the loss of a process costs one repeated step" in plan.describe()
     assert resolve_plan(build_recipe("auto", batch=24, sync=quorum), TINY, cpus(4)).dp_replicate == 4
+    assumed = {each.sync.name: estimate_memory(TINY, each, 64, "cpu").assumptions for each in (plan, ddp)}
+    assert not [line for line in assumed["quorum"] if "DDP" in line or "bucket" in line]
+    assert "a quorum sends copies of gradients, which count as optimizer" in assumed["quorum"]
+    assert "DDP's gradients are views into its buckets" in assumed["every_step"]
     left = {count: resize(plan, count) for count in (1, 3, 5)}
     assert {count: each.num_fill for count, each in left.items()} == {1: 0, 3: 12, 5: 6}
     assert all(each.global_batch_size == 24 and each.world_size == count for count, each in left.items())

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,6 +62,7 @@ class CheckpointStore:
     `note` receives the events `save` when a save begins, `publish` when all ranks have written, `checkpoint` when it is
     published, and `save_failed`. `uploads` is offered every checkpoint. Both are used on rank 0 only, also from the
     thread. `carry` creates the Carrier if machines do not share `folder`; rank 0's machine then stores the checkpoints.
+    `new_group` forms a process group of all ranks over gloo; by default torch's function does.
     """
 
     def __init__(
@@ -71,14 +73,15 @@ class CheckpointStore:
         note: Callable[..., None] = _ignore,
         uploads: Uploader | None = None,
         carry: Callable[[dist.ProcessGroup], Carrier] | None = None,
+        new_group: Callable[[], dist.ProcessGroup] | None = None,
     ) -> None:
         self._folder = folder
         self._keep_last = keep_last
         self._asynchronous = asynchronous
         self._note = note
         self._uploads = uploads
-        self._group = dist.new_group(backend="gloo")
-        self._control = dist.new_group(backend="gloo")
+        form = new_group or partial(dist.new_group, backend="gloo")
+        self._group, self._control = form(), form()
         self._carrier = None if carry is None else carry(self._group)
         self._stager = Stager()
         self._owned_elsewhere: set[str] = set()

@@ -1,12 +1,15 @@
 """The group of a quorum: the process group of a view, which ends when a replica is lost or joins."""
 
 import gc
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from echelon.distributed.runtime import COLLECTIVE_SECONDS
 from echelon.errors import LaunchError
@@ -14,12 +17,12 @@ from echelon.supervise.board import Board, Change, View, await_true
 from echelon.supervise.launch_environment import find_rendezvous
 from echelon.supervise.outcome import is_secondary
 
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
-
 _BACKEND = "gloo"
 _RECORDED = "recorded"
 _STORE_SECONDS = 60.0
+# A fifth of the time that gloo waits for a connection once all replicas have published their addresses.
+_CONNECT_SECONDS = 4.0
+_LOOK_SECONDS = 0.002
 # How long the keeper may take to notice a death that a replica has met as an error.
 _NOTICE_SECONDS, _SHORT_NOTICE_SECONDS = 5.0, 2.0
 
@@ -37,11 +40,29 @@ class Membership:
     member: str
     _num_ballots: int = 0
     _is_changing: bool = field(default=False)
+    _store: Store | None = None
 
     @property
     def rank(self) -> int:
         """This replica's rank in the view."""
         return self.view.members.index(self.member)
+
+    def form_group(self, store: Store) -> None:
+        """Form the default process group of the view. Collective: all of its replicas call it.
+
+        Raises ViewChanged if one of them is lost before it has published its address.
+        """
+        number = self.view.number
+        # torch does not refer to a store that is a Python object.
+        self._store = _ViewStore(PrefixStore(f"group/{number}", store), lambda: self.board.is_over(number))
+        _form(self._store, self.rank, len(self.view.members), _CONNECT_SECONDS)
+        _set_pg_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
+
+    def new_group(self) -> dist.ProcessGroup:
+        """Form another group of all replicas of the view. Collective. Raises as `form_group` does."""
+        group = cast(dist.ProcessGroup, dist.new_group(backend=_BACKEND, timeout=timedelta(seconds=_CONNECT_SECONDS)))
+        _set_pg_timeout(timedelta(seconds=COLLECTIVE_SECONDS), group)
+        return group
 
     def vote(self) -> None:
         """Vote for a step, and wait until all replicas of the view have. Collective.
@@ -84,7 +105,37 @@ class Membership:
         self.board.mark(_RECORDED, str(self.view.number))
 
 
-def join_board() -> tuple[Board, "Store"]:
+class _ViewStore(Store):
+    """A store whose waits end when a replica of a view is lost. gloo waits in it for the addresses of its peers.
+
+    A published address is returned also after the loss of its replica: either all replicas of a view get all addresses,
+    or none does. gloo notices at once that nobody listens at an address, and one that was to connect to this replica is
+    waited for as long as `_CONNECT_SECONDS` says.
+    """
+
+    def __init__(self, store: Store, is_over: Callable[[], bool]) -> None:
+        super().__init__()
+        self._store = store
+        self._is_over = is_over
+
+    def set(self, key: str, value: str) -> None:
+        """Publish a value."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """The value of a key, once it is there. Raises ViewChanged as `wait` does."""
+        self.wait([key])
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for keys, however long it takes. Raises ViewChanged if one is not there and the view is over."""
+        while not self._store.check(keys):
+            if self._is_over() and not self._store.check(keys):
+                raise ViewChanged
+            time.sleep(_LOOK_SECONDS)
+
+
+def join_board() -> tuple[Board, Store]:
     """The keeper's board, and the store that it is in. Raises LaunchError if the keeper cannot be reached."""
     place = find_rendezvous()
     assert place is not None
@@ -92,18 +143,12 @@ def join_board() -> tuple[Board, "Store"]:
         store = TCPStore(place.address, int(place.port), None, False, timedelta(seconds=_STORE_SECONDS))
     except (dist.DistError, RuntimeError) as error:
         raise LaunchError(f"the process that keeps the replicas is not at {place}: {error}") from error
-    return Board(store), cast("Store", store)
+    return Board(store), store
 
 
 def form_alone() -> None:
     """Form a process group of this process alone."""
-    _form(HashStore(), 0, 1)
-
-
-def form_group(store: "Store", membership: Membership) -> None:
-    """Form the process group of a view. Collective: all of its replicas call it."""
-    view = membership.view
-    _form(PrefixStore(f"group/{view.number}", store), membership.rank, len(view.members))
+    _form(HashStore(), 0, 1, COLLECTIVE_SECONDS)
 
 
 def leave_group() -> None:
@@ -112,12 +157,13 @@ def leave_group() -> None:
     gloo closes its connections once nothing refers to its groups, so the caller must have dropped what it built in
     them. (torch's `abort` does not close them.)
     """
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if not dist.is_initialized():
+        # torch has counted the group that could not be formed. The count is in the names of the next groups, and must
+        # be the same in all replicas; it starts from 0 again when a default group is destroyed.
+        form_alone()
+    dist.destroy_process_group()
     gc.collect()
 
 
-def _form(store: "Store", rank: int, size: int) -> None:
-    dist.init_process_group(
-        _BACKEND, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=COLLECTIVE_SECONDS)
-    )
+def _form(store: Store, rank: int, size: int, seconds: float) -> None:
+    dist.init_process_group(_BACKEND, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds))

@@ -20,7 +20,7 @@ from echelon.checkpoint.upload import Uploader
 from echelon.data.loader import BatchLoader, Microbatch, choose_padding, find_cut
 from echelon.data.mixture import build_order
 from echelon.data.prepared import PreparedData, open_prepared
-from echelon.distributed.membership import ViewChanged
+from echelon.distributed.membership import Membership, ViewChanged
 from echelon.distributed.mesh import Meshes, build_mesh
 from echelon.distributed.runtime import Runtime
 from echelon.engines import Engine, build_engine
@@ -291,7 +291,7 @@ def assemble(
     stop, heart, device = stop or StopRequest(), heart or Heartbeat(), runtime.device
     sync = build_synchronizer(recipe.sync, engine, meshes)
     contents = RunContents(engine, sync, StepJudge(recipe.fault, device), meshes)
-    store, snapshots = build_store(recipe, folder), build_snapshots(recipe)
+    store, snapshots = build_store(recipe, folder, meshes.membership), build_snapshots(recipe)
     tensors = contents.tensors()
     store.rehearse(tensors)
     snapshots.rehearse(tensors)
@@ -398,7 +398,7 @@ def _find_mfu(
     )
 
 
-def build_store(recipe: Recipe, folder: RunFolder) -> CheckpointStore:
+def build_store(recipe: Recipe, folder: RunFolder, membership: Membership | None) -> CheckpointStore:
     """The run's checkpoint store, which writes an event for each save and logs faults. Collective."""
     keep_last, asynchronous = recipe.checkpoint.keep_last, recipe.checkpoint.asynchronous
 
@@ -417,6 +417,7 @@ def build_store(recipe: Recipe, folder: RunFolder) -> CheckpointStore:
         folder.rows.append_event,
         uploads,
         None if shares_files() else carry,
+        None if membership is None else membership.new_group,
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from echelon.distributed.membership import Membership, ViewChanged, form_alone, form_group, join_board, leave_group
+from echelon.distributed.membership import Membership, ViewChanged, form_alone, join_board, leave_group
 from echelon.distributed.mesh import build_mesh
 from echelon.distributed.runtime import Runtime
 from echelon.lifecycle.assemble import Built, assemble, build_engines, conduct
@@ -101,7 +101,7 @@ class Replica:
         """Form the group of a view and build the trainer in it. Collective. Raises ViewChanged if it ends meanwhile."""
         size, recipe = len(membership.view.members), built.recipe
         try:
-            form_group(store, membership)
+            membership.form_group(store)
             runtime = self._runtime(membership.rank, size)
             here = replace(built, plan=resize(built.plan, size))
             meshes = replace(build_mesh(here.plan, runtime.device.type), membership=membership)

@@ -15,8 +15,10 @@ from echelon.planner.rank_shape import divide_shape
 from echelon.planner.replica_costs import agreement_bytes, saved_bytes
 from echelon.planner.stages import StageLoad, stage_loads
 from echelon.recipe.names import OPTIMIZER_FROM_OUTSIDE, OPTIMIZERS
+from echelon.recipe.synchronization import QUORUM
 from echelon.sizes import render_bytes
 
+_COPIED = "a quorum sends copies of gradients, which count as optimizer"
 # Optimizers with state that the estimate simplifies.
 _UNCOUNTED = {
     "adafactor": "its row and column statistics are not counted",
@@ -206,7 +208,7 @@ def _list_assumptions(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -
     if plan.compile:
         yield "activations are those of eager execution; a compiled model needs less"
     if not plan.uses_fully_shard and plan.dp_replicate > 1:
-        yield "DDP's gradients are views into its buckets"
+        yield _COPIED if plan.sync.name == QUORUM else "DDP's gradients are views into its buckets"
     row = OPTIMIZERS.get(plan.optimizer)
     if row is None:
         yield f"{plan.optimizer} keeps two numbers per parameter, like AdamW"
