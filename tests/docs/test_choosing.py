@@ -83,14 +83,14 @@ def find_refusal(mapping: dict[str, Any]) -> str | None:
 
 def read_table() -> tuple[dict[tuple[str, str], str], dict[str, str]]:
     """The cells of the page by row and column, and the reasons by number."""
-    page = PAGE.read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8").split("## What can be combined")[1]
     header, _, *lines = re.findall(r"^\|.*\|$", page, re.MULTILINE)
     names = [cell.strip(" `") for cell in header.strip("|").split("|")][1:]
     cells = {}
     for line in lines:
         row, *values = (cell.strip(" `") for cell in line.strip("|").split("|"))
         cells.update({(row, name): value for name, value in zip(names, values, strict=True)})
-    return cells, dict(re.findall(r"^(\d)\. (.*?\.)$", page.split("## What can be combined")[1], re.MULTILINE))
+    return cells, dict(re.findall(r"^(\d)\. (.*?\.)$", page, re.MULTILINE))
 
 
 def test_the_page_has_every_combination() -> None:
