@@ -24,8 +24,8 @@ class LocalSGD:
         self._share = DataShare(meshes.data_rank, meshes.data_size)
         self._agreed = {name: weight.clone() for name, weight in replica.weights().items()}
 
-    def begin_step(self, step):
-        return self._share
+    def shares(self, step):
+        return (self._share,)
 
     def clip(self, step, num_targets, max_norm):
         return self._replica.clip(max_norm)

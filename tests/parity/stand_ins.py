@@ -151,9 +151,9 @@ class Hesitant(EveryStep):
         super().__init__(config, replica, meshes)
         self._repeats = {2}
 
-    def begin_step(self, step):
-        share = super().begin_step(step)
-        return share._replace(rank=share.size - 1 - share.rank) if step in self._repeats else share
+    def shares(self, step):
+        [share] = super().shares(step)
+        return [share._replace(rank=share.size - 1 - share.rank) if step in self._repeats else share]
 
     def apply(self, step, learning_rate, commit):
         super().apply(step, learning_rate, commit & (step not in self._repeats))

@@ -49,7 +49,7 @@ SGD = {"optimizer": "sgd", "optim": {"momentum": 0.9, "learning_rate": 0.3}}
 @pytest.mark.parametrize(
     ("row", "steps"),
     [
-        pytest.param(served(3, 2, **SGD), 6, id="short"),
+        pytest.param(served(2, 2, **SGD), 4, id="short"),
         *(
             pytest.param(row, STEPS, id=name, marks=pytest.mark.slow)
             for name, row in (

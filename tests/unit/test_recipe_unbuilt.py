@@ -11,7 +11,6 @@ from echelon.recipe.unbuilt import UNBUILT, Unbuilt
 from recipe_samples import SMALL, load_text
 
 REFUSED = {
-    "sync.max_staleness": "sync={name: parameter_server, max_staleness: 3}",
     "engine": "engine=deepspeed",
 }
 

@@ -48,6 +48,10 @@ def test_defaults_depend_on_the_name():
         ({"min_replicas": 2}, "sync.min_replicas=2 "),
         ({"servers": 2}, "sync.servers=2 has no effect with sync.name=every_step; set sync.name: parameter_server, "),
         ({"name": "parameter_server", "replicas": 2}, "sync.replicas=2 has no effect with sync.name=parameter_server"),
+        (
+            {"name": "parameter_server", "max_staleness": 2, "aggregate": "sum"},
+            "sync.aggregate=sum needs sync.max_staleness: 0",
+        ),
         ({"max_staleness": None}, "sync.max_staleness=null has no effect with sync.name=every_step"),
         (
             {"name": "parameter_server", "compress": {"method": "topk"}},
@@ -197,6 +201,12 @@ def test_every_process_is_a_worker_of_parameter_servers():
     assert ParallelPlan.from_dict(plan.to_dict()) == plan
     assert resolve_plan(build_recipe("auto", batch=24, sync=SERVERS), TINY, cpus(4)).num_replicas == 4
     assert resolve_plan(build_recipe("ddp", sync={**SERVERS, "aggregate": "mean"}), TINY, cpus(4)).lossy
+    free, bounded = (
+        resolve_plan(build_recipe("ddp", sync={**SERVERS, "max_staleness": staleness}), TINY, cpus(4))
+        for staleness in (None, 1)
+    )
+    assert free.lossy and "aggregate weighted, staleness of any number of steps; lossy" in free.describe()[3]
+    assert bounded.lossy and ParallelPlan.from_dict(bounded.to_dict()) == bounded
 
 
 @pytest.mark.parametrize(

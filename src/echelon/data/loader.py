@@ -210,6 +210,11 @@ class BatchLoader(Iterator[StepBatch]):
     def __exit__(self, *_: Any) -> None:
         self.close()
 
+    @property
+    def step(self) -> int:
+        """The step whose batch `next` returns."""
+        return self._next_step - len(self._ready)
+
     def seek(self, step: int) -> None:
         """Continue from another step."""
         for ready in self._ready:
@@ -223,7 +228,7 @@ class BatchLoader(Iterator[StepBatch]):
         """Read this rank's part of every batch from the next step on. No effect if rank and size are unchanged."""
         if (dp_rank, dp_size) != (self._dp_rank, self._dp_size):
             self._dp_rank, self._dp_size = dp_rank, dp_size
-            self.seek(self._next_step - len(self._ready))
+            self.seek(self.step)
 
     def batch(self, step: int) -> StepBatch:
         """Return the batch of any step, without changing the position of `next`."""

@@ -132,6 +132,9 @@ class SyncPlan:
         if self.name == PARAMETER_SERVER:
             words.append(f"{num_replicas} worker{'' if num_replicas == 1 else 's'}")
             words += [f"{self.servers} server{'' if self.servers == 1 else 's'}", f"aggregate {self.aggregate}"]
+            if self.max_staleness != 0:
+                limit = "any number of" if self.max_staleness is None else f"at most {self.max_staleness}"
+                words.append(f"staleness of {limit} step{'' if self.max_staleness == 1 else 's'}")
         elif num_replicas > 1:
             words.append(f"{num_replicas} replicas of {replica_size} process{'' if replica_size == 1 else 'es'}")
         if self.name == QUORUM:

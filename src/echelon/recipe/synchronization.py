@@ -149,6 +149,15 @@ class SyncConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _only_waiting_workers_are_added_up(self) -> Self:
+        if self.max_staleness != 0 and self.aggregate != "weighted":
+            raise ValueError(
+                f"sync.aggregate={self.aggregate} needs sync.max_staleness: 0: otherwise the gradient of each process "
+                "is applied alone; remove one of the two keys."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _method_belongs_to_the_name(self) -> Self:
         method, possible = self.compress.method, _METHODS.get(self.name, ("none",))
         if method not in possible and not is_extension(self.name):

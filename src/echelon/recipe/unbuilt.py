@@ -26,10 +26,7 @@ class Unbuilt:
     built: tuple[Any, ...] = ()
 
 
-UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("sync.max_staleness", "0, with which every step waits for all processes"),
-    Unbuilt("engine", "native, or smp for SMP's keys"),
-)
+UNBUILT: tuple[Unbuilt, ...] = (Unbuilt("engine", "native, or smp for SMP's keys"),)
 
 
 def check_built(recipe: Recipe) -> None:

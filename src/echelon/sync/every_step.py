@@ -1,6 +1,6 @@
 """The synchronizer that agrees at every step: replicas are one model throughout."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,9 +24,9 @@ class EveryStep:
         self._replica = replica
         self._share = DataShare(meshes.data_rank, meshes.data_size)
 
-    def begin_step(self, step: int) -> DataShare:
+    def shares(self, step: int) -> Iterable[DataShare]:
         """The same at every step."""
-        return self._share
+        return (self._share,)
 
     def clip(self, step: int, num_targets: Tensor, max_norm: float | None) -> Tensor:
         """See Synchronizer."""

@@ -4,7 +4,7 @@ Stich, "Local SGD Converges Fast and Communicates Little" (arXiv:1805.09767); Do
 (arXiv:2311.08105), algorithm 1.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -56,9 +56,9 @@ class OuterSteps:
         self._device = torch.device("cpu" if config.overlap else meshes.device_type)
         self._reducer = build_reducer(build_sync_plan(config), self._agreed, self._group)
 
-    def begin_step(self, step: int) -> DataShare:
+    def shares(self, step: int) -> Iterable[DataShare]:
         """The same at every step: each replica reads its part of every batch."""
-        return self._share
+        return (self._share,)
 
     def clip(self, step: int, num_targets: Tensor, max_norm: float | None) -> Tensor:
         """See Synchronizer."""

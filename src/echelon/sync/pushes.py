@@ -25,6 +25,22 @@ class Kind(IntEnum):
     """Numbers: learning rate, 1 to apply or 0 to drop, norm, and what to clip it to. The reply is the weights."""
     DRAIN = 2
     """The worker pushes nothing more. The reply is the weights after the last push of all workers."""
+    TAKE = 3
+    """The reply is the next share of the step's batch that nobody has taken; -1 if there is none."""
+    PULL = 4
+    """Numbers: share. The reply is the weights."""
+    UPDATE = 5
+    """Numbers: share, learning rate. With gradients, which are applied at once. The reply is one number."""
+
+    @property
+    def has_values(self) -> bool:
+        """Whether a request has gradients."""
+        return self in (Kind.PUSH, Kind.UPDATE)
+
+    @property
+    def gets_weights(self) -> bool:
+        """Whether the reply is the weights; else one number."""
+        return self in (Kind.APPLY, Kind.DRAIN, Kind.PULL)
 
 
 @dataclass(frozen=True)
@@ -49,12 +65,12 @@ def receive(worker: int, size: int, group: dist.ProcessGroup) -> Request:
     """Wait for the next request of a worker. `size`: how many values a push has."""
     head = torch.empty(2 + _NUM_NUMBERS, dtype=torch.float64)
     dist.recv(head, group_src=worker, group=group, tag=_REQUEST)
-    kind, step, *numbers = head.tolist()
-    values = None
-    if kind == Kind.PUSH:
+    number, step, *numbers = head.tolist()
+    kind, values = Kind(int(number)), None
+    if kind.has_values:
         values = torch.empty(size)
         dist.recv(values, group_src=worker, group=group, tag=_REQUEST)
-    return Request(Kind(int(kind)), int(step), numbers, values)
+    return Request(kind, int(step), numbers, values)
 
 
 def reply(values: Tensor, worker: int, group: dist.ProcessGroup) -> None:
@@ -64,6 +80,6 @@ def reply(values: Tensor, worker: int, group: dist.ProcessGroup) -> None:
 
 def await_reply(request: Request, server: int, size: int, group: dist.ProcessGroup) -> Tensor:
     """Wait for the reply of a server. `size`: the number of its weights."""
-    values = torch.empty(1 if request.kind == Kind.PUSH else size)
+    values = torch.empty(size if request.kind.gets_weights else 1)
     dist.recv(values, group_src=server, group=group, tag=_REPLY)
     return values

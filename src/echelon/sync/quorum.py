@@ -1,5 +1,7 @@
 """A quorum: as with `every_step`, and each step is applied only once all replicas of the group have finished it."""
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
 from echelon.distributed.mesh import Meshes
@@ -21,11 +23,11 @@ class Quorum(EveryStep):
         super().__init__(config, replica, meshes)
         self._membership = meshes.membership
 
-    def begin_step(self, step: int) -> DataShare:
+    def shares(self, step: int) -> Iterable[DataShare]:
         """The same at every step of a view. Raises ViewChanged if a replica was lost, or waits to join."""
         if self._membership is not None:
             self._membership.check()
-        return super().begin_step(step)
+        return super().shares(step)
 
     def apply(self, step: int, learning_rate: float, commit: Tensor) -> None:
         """Vote, then apply the gradients. Raises ViewChanged if a replica was lost before it had voted."""

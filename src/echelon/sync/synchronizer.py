@@ -1,6 +1,6 @@
 """How replicas agree: the seam for local SGD, parameter servers and quorums. The default agrees at every step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -47,7 +47,7 @@ class Replica(Protocol):
 class Synchronizer(Protocol):
     """What happens around a step so that replicas stay, or become, one model. Every method is called by every rank.
 
-    A step calls `begin_step`, `clip`, `should_commit`, `apply` and `end_step`, in this order.
+    A step calls `shares`, then for each of them `clip`, `should_commit` and `apply`, and `end_step`, in this order.
     """
 
     @property
@@ -58,8 +58,11 @@ class Synchronizer(Protocol):
         """
         ...
 
-    def begin_step(self, step: int) -> DataShare:
-        """What this rank reads of this step's batch. Called before the batch is taken from the loader."""
+    def shares(self, step: int) -> Iterable[DataShare]:
+        """What this rank reads of this step's batch, one share after the other: usually one.
+
+        The gradients of a share are applied before the next one is asked for. A rank may have none in a step.
+        """
         ...
 
     def clip(self, step: int, num_targets: Tensor, max_norm: float | None) -> Tensor:
@@ -76,7 +79,7 @@ class Synchronizer(Protocol):
         ...
 
     def apply(self, step: int, learning_rate: float, commit: Tensor) -> None:
-        """Have the gradients applied, or dropped: calls `Replica.step` exactly once.
+        """Have the gradients applied, or dropped: calls `Replica.step` exactly once for each share.
 
         `commit`: what is left of `should_commit` once the step was judged; false for a bad step.
         """

@@ -9,27 +9,31 @@ from torch import Tensor
 
 from echelon.errors import TrainingError
 from echelon.optimizer import Served, clip_gradients, global_norm
-from echelon.recipe.synchronization import Aggregate
+from echelon.recipe import SyncConfig
 from echelon.reduction.reducer import flatten, write_back
 from echelon.sync.pushes import Kind, Request, receive, reply
+from echelon.sync.share_queue import ShareQueue
 
 
 class Server:
     """Answers the requests of all workers, each in a thread of its own, from `open` to the last worker's DRAIN.
 
-    Between them it does nothing, so weights and optimizer may be read, saved and loaded. Gradients are added up in the
-    order of the workers, so that a repeated run gets the same bits.
+    Between them it does nothing, so weights and optimizer may be read, saved and loaded. Where steps wait for all
+    workers, gradients are added up in the order of the workers, so that a repeated run gets the same bits.
 
     Attributes:
+        journal: None, or a list to which each PULL and UPDATE is added when it is answered: kind, step and share.
         num_received: bytes of gradients that came from other processes.
         num_sent: bytes of weights that went to other processes.
     """
 
-    def __init__(self, served: Served, aggregate: Aggregate, group: dist.ProcessGroup) -> None:
+    def __init__(self, served: Served, config: SyncConfig, group: dist.ProcessGroup) -> None:
         """`group`: the workers; this process is one of them."""
+        self.journal: list[tuple[Kind, int, int]] | None = None
         self._served = served
-        self._aggregate = aggregate
+        self._aggregate = config.aggregate
         self._group = group
+        self._queue = ShareQueue(group.size(), config.max_staleness)
         self._own = group.rank()
         self._sizes = {name: each.numel() for name, each in served.parameters.items()}
         self.size = sum(self._sizes.values())
@@ -44,6 +48,7 @@ class Server:
         """Start to answer requests."""
         self._num_pushed = self._num_applied = self._num_drained = 0
         self._num_targets = 0.0
+        self._queue.clear()
         others = [worker for worker in range(self._group.size()) if worker != self._own]
         self._threads = [
             threading.Thread(target=self._serve, args=(worker,), name=f"serve-{worker}", daemon=True)
@@ -68,9 +73,17 @@ class Server:
                     return self._apply(request)
                 case Kind.DRAIN:
                     self._num_drained += 1
+                    self._queue.leave(worker)
                     self._changed.notify_all()
                     self._wait(lambda: self._num_drained == self._group.size())
                     return self._weights()
+                case Kind.TAKE:
+                    return self._hand_out(worker, request.step)
+                case Kind.PULL:
+                    self._write_down(request)
+                    return self._weights()
+                case Kind.UPDATE:
+                    return self._update(request)
 
     def _serve(self, worker: int) -> None:
         """Answer the requests of a worker in another process until it has drained. The thread of that worker."""
@@ -104,17 +117,18 @@ class Server:
         complete = (self._num_pushed - worker - 1) + size
         if worker == size - 1:
             divisor = {"weighted": max(1.0, self._num_targets), "mean": float(size), "sum": 1.0}[self._aggregate]
-            self._write_gradients(self._sum.div_(divisor))
+            gradients = self._write_gradients(self._sum.div_(divisor))
+            self._square = global_norm(gradients).double().square().float().reshape(1)
         self._changed.notify_all()
         self._wait(lambda: self._num_pushed >= complete)
         return self._square
 
-    def _write_gradients(self, values: Tensor) -> None:
+    def _write_gradients(self, values: Tensor) -> list[Tensor]:
         for parameter in self._served.parameters.values():
             parameter.grad = torch.empty_like(parameter)
         gradients = {name: each.grad for name, each in self._served.parameters.items() if each.grad is not None}
         write_back(values, gradients)
-        self._square = global_norm(list(gradients.values())).double().square().float().reshape(1)
+        return list(gradients.values())
 
     def _apply(self, request: Request) -> Tensor:
         """Step the optimizer once for all workers, whose requests are alike."""
@@ -125,6 +139,29 @@ class Server:
             self._served.optimizer.step(request.step, rate, torch.tensor(bool(commit)))
             self._num_applied += 1
         return self._weights()
+
+    def _hand_out(self, worker: int, step: int) -> Tensor:
+        """Return the next share of a step, once no worker is too far behind."""
+        self._queue.enter(worker, step)
+        self._changed.notify_all()
+        self._wait(lambda: self._queue.is_open(step))
+        share = self._queue.take(worker, step)
+        return torch.tensor([-1.0 if share is None else float(share)])
+
+    @torch.no_grad()
+    def _update(self, request: Request) -> Tensor:
+        """Step the optimizer with the gradients of one worker."""
+        assert request.values is not None
+        share, rate, *_ = request.numbers
+        self._write_gradients(request.values)
+        number = request.step * self._group.size() + int(share)
+        self._served.optimizer.step(number, rate, torch.tensor(True))
+        self._write_down(request)
+        return torch.zeros(1)
+
+    def _write_down(self, request: Request) -> None:
+        if self.journal is not None:
+            self.journal.append((request.kind, request.step, int(request.numbers[0])))
 
     def _weights(self) -> Tensor:
         return flatten(self._served.parameters) if self._sizes else torch.empty(0)

@@ -23,6 +23,14 @@ class Verdict:
     is_bad: Tensor
     in_a_row: Tensor
 
+    def joined_with(self, other: "Verdict") -> "Verdict":
+        """The verdict on a step of two shares, of which `other` is on the later one."""
+        return Verdict(self.commit & other.commit, self.is_bad | other.is_bad, other.in_a_row)
+
+    def emptied(self) -> "Verdict":
+        """The verdict of a rank that reads nothing in the next step: nothing is wrong with it."""
+        return Verdict(torch.ones_like(self.commit), torch.zeros_like(self.is_bad), self.in_a_row)
+
 
 class StepJudge:
     """Judges every step, in order, from its global gradient norm, which is the same on every rank.

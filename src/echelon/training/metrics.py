@@ -4,7 +4,7 @@ import math
 import resource
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +50,45 @@ class StepRecord:
     batch_hash: int
     data_wait_seconds: float
     stop_flags: list[float]
+
+    def joined_with(self, other: "StepRecord") -> "StepRecord":
+        """Return the values of two shares of one step, of which `other` is the later one."""
+        return replace(
+            other,
+            loss_sum=self.loss_sum + other.loss_sum,
+            router_sum=_add(self.router_sum, other.router_sum),
+            expert_tokens=_add(self.expert_tokens, other.expert_tokens),
+            targets=Targets(*(mine + theirs for mine, theirs in zip(self.targets, other.targets, strict=True))),
+            grad_norm=torch.maximum(self.grad_norm, other.grad_norm),
+            verdict=self.verdict.joined_with(other.verdict),
+            num_tokens=self.num_tokens + other.num_tokens,
+            num_labels=self.num_labels + other.num_labels,
+            batch_hash=self.batch_hash + other.batch_hash,
+            data_wait_seconds=self.data_wait_seconds + other.data_wait_seconds,
+        )
+
+    def emptied(self, step: int, learning_rate: float, stop_flags: list[float]) -> "StepRecord":
+        """Return the values of a rank that reads nothing in a step, shaped like these."""
+        return replace(
+            self,
+            step=step,
+            loss_sum=torch.zeros_like(self.loss_sum),
+            router_sum=None if self.router_sum is None else torch.zeros_like(self.router_sum),
+            expert_tokens=None if self.expert_tokens is None else torch.zeros_like(self.expert_tokens),
+            targets=Targets(*map(torch.zeros_like, self.targets)),
+            grad_norm=torch.zeros_like(self.grad_norm),
+            verdict=self.verdict.emptied(),
+            learning_rate=learning_rate,
+            num_tokens=0,
+            num_labels=0,
+            batch_hash=0,
+            data_wait_seconds=0.0,
+            stop_flags=stop_flags,
+        )
+
+
+def _add(mine: Tensor | None, theirs: Tensor | None) -> Tensor | None:
+    return None if mine is None or theirs is None else mine + theirs
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ The code of a step is in five files: this one, `engines/native.py`, `parallel/st
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from echelon.engines import Engine
 from echelon.objectives.objective import Objective
 from echelon.recipe.schedule import Schedule
 from echelon.stopping import StopRequest
-from echelon.sync import Synchronizer
+from echelon.sync import DataShare, Synchronizer
 from echelon.training.bad_steps import StepJudge
 from echelon.training.diagnosis import Diagnosis, diagnose
 from echelon.training.metrics import Measured, PendingMetrics, StepRecord, Targets
@@ -41,6 +41,7 @@ class TrainingStep:
     max_grad_norm: float | None
     stop: StopRequest
     num_steps: int
+    _latest: StepRecord | None = field(default=None, init=False)
 
     def __call__(
         self, step: int, is_suppressed: bool = False, measure: Callable[[], Measured] = Measured
@@ -57,7 +58,6 @@ class TrainingStep:
         before = self.judge.mark()
         try:
             while (pending := self._attempt(step, is_suppressed, measure)) is None:
-                self.loader.seek(step)
                 self.judge.rewind(before)
         except BaseException:
             self.judge.rewind(before)
@@ -66,7 +66,33 @@ class TrainingStep:
 
     def _attempt(self, step: int, is_suppressed: bool, measure: Callable[[], Measured]) -> PendingMetrics | None:
         """Run the step once; return None if it changed nothing and must be run again."""
-        self.loader.reshare(*self.sync.begin_step(step))
+        record = pending = None
+        for share in self.sync.shares(step):
+            part = self._compute(step, share, is_suppressed)
+            if self.sync.lag == 0:
+                pending = PendingMetrics(part, self.meshes, measure())
+                pending.collect()
+            with record_function("echelon update"):
+                self.sync.apply(step, part.learning_rate, part.verdict.commit)
+            record = part if record is None else record.joined_with(part)
+        if not self.sync.end_step(step, is_last=step + 1 == self.num_steps):
+            return None
+        if pending is not None:
+            pending.finish()
+            return pending
+        self._latest = self._without_share(step) if record is None else record
+        return PendingMetrics(self._latest, self.meshes, measure())
+
+    def _without_share(self, step: int) -> StepRecord:
+        """The record of a step of which this rank read nothing."""
+        assert self._latest is not None, "every rank has a share of its first step"
+        return self._latest.emptied(step, self.schedule(step), self.stop.flags())
+
+    def _compute(self, step: int, share: DataShare, is_suppressed: bool) -> StepRecord:
+        """Compute the gradients of a share of the step's batch, clip and judge them."""
+        self.loader.reshare(*share)
+        if self.loader.step != step:
+            self.loader.seek(step)
         with record_function("echelon data"):
             batch = next(self.loader).to(self.device)
         targets = self.count_targets(batch)
@@ -76,8 +102,7 @@ class TrainingStep:
         loss_scale = self.engine.loss_scale
         loss_scale = None if loss_scale is None else loss_scale.clone()
         verdict = self.judge(grad_norm, self.sync.should_commit(grad_norm), loss_scale, is_suppressed)
-        learning_rate = self.schedule(step)
-        record = StepRecord(
+        return StepRecord(
             step=step,
             loss_sum=sums.loss,
             router_sum=sums.router,
@@ -86,25 +111,13 @@ class TrainingStep:
             grad_norm=grad_norm,
             verdict=verdict,
             loss_scale=loss_scale,
-            learning_rate=learning_rate,
+            learning_rate=self.schedule(step),
             num_tokens=batch.num_tokens,
             num_labels=batch.num_labels,
             batch_hash=batch.hash,
             data_wait_seconds=self.loader.wait_seconds,
             stop_flags=self.stop.flags(),
         )
-        pending = None
-        if self.sync.lag == 0:
-            pending = PendingMetrics(record, self.meshes, measure())
-            pending.collect()
-        with record_function("echelon update"):
-            self.sync.apply(step, learning_rate, verdict.commit)
-        if not self.sync.end_step(step, is_last=step + 1 == self.num_steps):
-            return None
-        if pending is None:
-            return PendingMetrics(record, self.meshes, measure())
-        pending.finish()
-        return pending
 
     def count_targets(self, batch: StepBatch) -> Targets:
         """Count the step's targets over all microbatches, as tensors on the device. Collective."""
