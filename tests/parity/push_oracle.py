@@ -1,4 +1,4 @@
-"""Asynchronous parameter servers in plain torch: one process does what the servers wrote down, in their order."""
+"""Parameter servers in plain torch, in one process: what servers wrote down, in their order; and compressed pushes."""
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -46,8 +46,8 @@ def replay(rank, world_size, path, plan, workers, journals, parts):
         return [(total / count).item() for total, count in totals], weights
 
 
-def differentiate(trainer, view, step, share, workers):
-    """The clipped mean gradient of a share, and the sum of its losses with the number of its targets."""
+def differentiate(trainer, view, step, share, workers, max_norm=1.0):
+    """The mean gradient of a share, clipped, and the sum of its losses with the number of its targets."""
     model, loader = trainer.train_step.engine._decoder, trainer.train_step.loader
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -59,5 +59,33 @@ def differentiate(trainer, view, step, share, workers):
     count = (labels != -100).sum().item()
     model.zero_grad()
     (loss / max(1, count)).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if max_norm is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return {name: each.grad.clone() for name, each in model.named_parameters()}, [loss.item(), float(count)]
+
+
+def add_up(rank, world_size, path, plan, workers, compress):
+    """The loss of each step with one server that waits for all workers, and SGD with momentum 0.9.
+
+    Args:
+        compress: of the gradients of a worker, by name, with a dict of its own: what it pushes.
+    """
+    with masked_trainer(rank, world_size, path, plan) as trainer:
+        model, rate = trainer.train_step.engine._decoder, trainer.train_step.schedule
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        kept, losses = [{} for _ in range(workers)], []
+        for step in range(trainer.num_steps):
+            weights = {name: each.detach().clone() for name, each in model.named_parameters()}
+            pushed, sums = [], []
+            for share in range(workers):
+                gradients, counted = differentiate(trainer, weights, step, share, workers, max_norm=None)
+                pushed.append(compress(gradients, kept[share]))
+                sums.append(counted)
+            total, count = torch.tensor(sums, dtype=torch.float64).sum(0).tolist()
+            losses.append(total / count)
+            for name, parameter in model.named_parameters():
+                parameter.grad = sum(each[name] * own for each, (_, own) in zip(pushed, sums, strict=True)) / count
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.param_groups[0]["lr"] = rate(step)
+            optimizer.step()
+        return losses

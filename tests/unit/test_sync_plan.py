@@ -54,8 +54,8 @@ def test_defaults_depend_on_the_name():
         ),
         ({"max_staleness": None}, "sync.max_staleness=null has no effect with sync.name=every_step"),
         (
-            {"name": "parameter_server", "compress": {"method": "topk"}},
-            "method=topk does not work with sync.name=parameter_server; use none",
+            {"name": "parameter_server", "compress": {"method": "sign"}},
+            "method=sign does not work with sync.name=parameter_server; use none, bf16, fp16, int8, topk",
         ),
         ({"overlap": True}, "sync.overlap=true has no effect with sync.name=every_step"),
         ({"name": "diloco", "replicas": 1}, "sync.replicas=1 leaves sync.name=diloco with nobody to agree with"),
@@ -236,6 +236,14 @@ def test_bytes_and_memory_of_parameter_servers():
     assert estimate_checkpoint(TINY, plan) == estimate_checkpoint(TINY, plain)
     [line] = [line for line in plan.why if line.startswith("sync parameter_server")]
     assert f"each server gets {render_bytes(round(3 * 4 * owned))} of gradients" in line
+    compress = {"method": "topk", "fraction": 0.1}
+    compressed = resolve_plan(build_recipe("ddp", sync={**SERVERS, "compress": compress}), TINY, cpus(4))
+    [line] = [line for line in compressed.why if line.startswith("sync parameter_server")]
+    assert f"gets {render_bytes(round(3 * 0.8 * owned))} of gradients" in line
+    assert f"sends {render_bytes(round(3 * 4 * owned))} of weights" in line
+    assert estimate_checkpoint(TINY, compressed) - estimate_checkpoint(TINY, plan) == 4 * 4 * trained
+    extra = estimate_memory(TINY, compressed, 128, "cpu").optimizer - ours.optimizer
+    assert extra == 2 * 4 * trained, "what was not sent, and a new one during a step"
 
 
 def test_servers_own_disjoint_parts_of_about_the_same_size():

@@ -28,7 +28,8 @@ def agreement_bytes(plan: ParallelPlan, num_trained: int) -> int:
     sync = plan.sync
     if sync.name == PARAMETER_SERVER:
         owned = -(-num_trained // sync.servers)
-        return _FP32 * num_trained + owned * (2 * DTYPE_BYTES[plan.precision.param] + _FP32 * plan.num_replicas)
+        rest = 2 * _FP32 * num_trained if sync.method in _WITH_REST else 0
+        return _FP32 * num_trained + owned * (2 * DTYPE_BYTES[plan.precision.param] + _FP32 * plan.num_replicas) + rest
     if sync.name == QUORUM:
         return _FP32 * min(num_trained, SENT_AT_ONCE)
     if sync.name in APART:
@@ -43,8 +44,9 @@ def saved_bytes(plan: ParallelPlan, num_trained: int, weights: int, optimizer: i
     if sync.name in APART:
         states = (sync.outer_momentum > 0) + sync.overlap
         return weights + states * _FP32 * num_trained + plan.num_replicas * (weights + optimizer)
-    has_rest = plan.dp_replicate > 1 and sync.method in _WITH_REST
-    return weights + optimizer + (plan.dp_replicate * _FP32 * num_trained if has_rest else 0)
+    size = plan.num_replicas * plan.dp_replicate
+    has_rest = size > 1 and sync.method in _WITH_REST
+    return weights + optimizer + (size * _FP32 * num_trained if has_rest else 0)
 
 
 def describe_traffic(plan: ParallelPlan, num_trained: int) -> list[str]:
@@ -70,11 +72,13 @@ def describe_traffic(plan: ParallelPlan, num_trained: int) -> list[str]:
 
 
 def _describe_server(sync: SyncPlan, num_trained: int, num_workers: int) -> str:
-    sent = _FP32 * num_trained / sync.servers * (num_workers - 1)
-    times = ", ".join(f"{8 * sent / rate:.3g} s at {name}" for name, rate in _LINKS.items())
+    numbers = num_trained / sync.servers * (num_workers - 1)
+    pushed = 2 * _FP32 * sync.fraction if sync.method == "topk" else _BYTES[sync.method]
+    pulled = f"and sends {render_bytes(round(_FP32 * numbers))} of weights"
+    times = ", ".join(f"{8 * (pushed + _FP32) * numbers / rate:.3g} s at {name}" for name, rate in _LINKS.items())
     return (
-        f"sync {sync.name}: each server gets {render_bytes(round(sent))} of gradients from other processes per step, "
-        f"and sends as much of weights: each takes {times}"
+        f"sync {sync.name}: each server gets {render_bytes(round(pushed * numbers))} of gradients from other processes "
+        f"per step, {pulled}: together {times}"
     )
 
 

@@ -38,6 +38,7 @@ _METHODS: dict[str, tuple[CompressMethod, ...]] = {
     EVERY_STEP: ("none", "bf16", "fp16", "powersgd", "topk", "randomk", "sign"),
     "local_sgd": ("none", "bf16", "int8"),
     "diloco": ("none", "bf16", "int8"),
+    PARAMETER_SERVER: ("none", "bf16", "fp16", "int8", "topk"),
 }
 
 
@@ -48,7 +49,8 @@ class CompressConfig(Section):
         "none",
         description="`bf16` and `fp16` round, `powersgd` sends two thin matrices for each matrix, `topk` the largest "
         "values, `randomk` random ones, `sign` one bit each; what is not sent is added to the gradients of the next "
-        "step. `int8` and `bf16` round the outer gradients of `local_sgd` and `diloco`.",
+        "step. `int8` and `bf16` round the outer gradients of `local_sgd` and `diloco`, and what is pushed to "
+        "a `parameter_server`.",
     )
     rank: Count = Field(4, description="With `powersgd`: columns of the thin matrices.")
     fraction: Annotated[Number, Field(gt=0, le=1)] = Field(

@@ -12,7 +12,7 @@ from echelon.reduction.reducer import Reducer
 from echelon.reduction.signs import Signs
 from echelon.reduction.sparse import RandomK, TopK
 
-__all__ = ["Reducer", "build_reducer"]
+__all__ = ["Reducer", "TopK", "build_reducer"]
 
 
 def build_reducer(

@@ -52,6 +52,7 @@ def _code_as(dtype: torch.dtype) -> Code:
     return Code(partial(_encode_as, dtype), partial(_decode_as, dtype))
 
 
+WHOLE = _code_as(torch.float32)
 ROUNDED, HALF = _code_as(torch.bfloat16), _code_as(torch.float16)
 BLOCKS = Code(_encode_blocks, _decode_blocks, _BLOCK)
 

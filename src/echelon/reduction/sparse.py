@@ -10,9 +10,9 @@ from echelon.model.seeds import derive_seed
 from echelon.reduction.reducer import Feedback, gather, write_back
 
 
-def _count(tensor: Tensor, fraction: float) -> int:
-    """Return how many values of a tensor are sent: at least one."""
-    return max(1, int(fraction * tensor.numel()))
+def count_sent(size: int, fraction: float) -> int:
+    """Return how many values are sent of a tensor of `size` values: at least one."""
+    return max(1, int(fraction * size))
 
 
 class TopK(Feedback):
@@ -27,21 +27,28 @@ class TopK(Feedback):
         self._group = group
 
     def reduce(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """See Reducer. A value that is not a number is larger than all others for torch, so it is sent."""
-        values, places, start = [], [], 0
-        for name, tensor in tensors.items():
-            corrected = self.correct(name, tensor).flatten()
-            chosen = corrected.abs().topk(_count(tensor, self._fraction), sorted=False).indices
-            values.append(corrected[chosen])
-            places.append(chosen + start)
-            self.keep(name, corrected.index_fill(0, chosen, 0.0))
-            start += tensor.numel()
-        mine = torch.stack([torch.cat(values).view(torch.int32), torch.cat(places).int()])
-        total = torch.zeros(start, device=mine.device)
+        """See Reducer."""
+        mine = self.choose(tensors)
+        total = torch.zeros(sum(tensor.numel() for tensor in tensors.values()), device=mine.device)
         # One rank at a time: it sends each place once, so the order of every sum is fixed.
         for sent, where in gather(mine, self._group):
             total[where.long()] += sent.view(torch.float32)
         write_back(total, tensors)
+
+    def choose(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the values of this rank to send, as bits, and their places in all tensors together: [2, n] int32.
+
+        A value that is not a number is larger than all others for torch, so it is sent.
+        """
+        values, places, start = [], [], 0
+        for name, tensor in tensors.items():
+            corrected = self.correct(name, tensor).flatten()
+            chosen = corrected.abs().topk(count_sent(tensor.numel(), self._fraction), sorted=False).indices
+            values.append(corrected[chosen])
+            places.append(chosen + start)
+            self.keep(name, corrected.index_fill(0, chosen, 0.0))
+            start += tensor.numel()
+        return torch.stack([torch.cat(values).view(torch.int32), torch.cat(places).int()])
 
 
 class RandomK(Feedback):
@@ -76,4 +83,4 @@ class RandomK(Feedback):
     def _choose(self, step: int, name: str, tensor: Tensor) -> Tensor:
         generator = torch.Generator(tensor.device).manual_seed(derive_seed(self._seed, step, name))
         order = torch.randperm(tensor.numel(), generator=generator, device=tensor.device)
-        return order[: _count(tensor, self._fraction)]
+        return order[: count_sent(tensor.numel(), self._fraction)]

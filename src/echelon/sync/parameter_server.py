@@ -14,7 +14,8 @@ from torch import Tensor
 from echelon.distributed.mesh import Meshes
 from echelon.optimizer import divide_names
 from echelon.recipe import SyncConfig
-from echelon.reduction.reducer import flatten, write_back
+from echelon.reduction.reducer import write_back
+from echelon.sync.push_code import Pusher
 from echelon.sync.pushes import Kind, Request, await_reply, post
 from echelon.sync.synchronizer import DataShare, Fill, Replica
 from echelon.sync.weight_server import Server
@@ -49,6 +50,7 @@ class ParameterServer:
         self._parts = divide_names(sizes, config.servers)
         self._counts = [sum(weights[name].numel() for name in part) for part in self._parts]
         self.server = Server(self._served, config, group) if self._index < config.servers else None
+        self._pusher = Pusher(config.compress, weights, group)
         self._is_open = False
         self._norms = (0.0, 0.0)
 
@@ -90,6 +92,7 @@ class ParameterServer:
             self._pull([Request(Kind.APPLY, step, numbers)] * len(self._parts))
         elif commit:
             self._push(Kind.UPDATE, step, (self._share.rank, learning_rate))
+        self._pusher.settle(commit)
         self._replica.step(learning_rate, commit)
 
     def end_step(self, step: int, is_last: bool) -> bool:
@@ -102,14 +105,14 @@ class ParameterServer:
         return nullcontext()
 
     def tensors(self, engine_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """No tensors of its own: the weights are the model's, and each server has the state of its part."""
+        """What compressed pushes have not sent. The weights are the model's, and servers have the optimizer state."""
         self._drain()
-        return dict(engine_state)
+        return dict(engine_state) | self._pusher.tensors()
 
     def load(self, engine_state: Mapping[str, Tensor], fill: Fill) -> None:
         """See Synchronizer."""
         self._drain()
-        fill(engine_state)
+        fill(self.tensors(engine_state))
         self._served.take(self._replica.weights())
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,7 +140,7 @@ class ParameterServer:
             for name, weight in self._replica.weights().items()
         }
         parts = [{name: pushed[name] for name in part} for part in self._parts]
-        return self._ask([Request(kind, step, numbers, flatten(part)) for part in parts])
+        return self._ask([Request(kind, step, numbers, self._pusher.encode(part)) for part in parts])
 
     @torch.no_grad()
     def _pull(self, requests: list[Request]) -> None:

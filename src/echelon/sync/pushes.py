@@ -45,7 +45,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Request:
-    """A message to a server. `values`: what is pushed, 1-D and fp32; None where the kind has none."""
+    """A message to a server. `values`: what is pushed, bytes of a `PushCode`; None where the kind has none."""
 
     kind: Kind
     step: int = 0
@@ -62,13 +62,13 @@ def post(request: Request, server: int, group: dist.ProcessGroup) -> list[dist.W
 
 
 def receive(worker: int, size: int, group: dist.ProcessGroup) -> Request:
-    """Wait for the next request of a worker. `size`: how many values a push has."""
+    """Wait for the next request of a worker. `size`: how many bytes a push has."""
     head = torch.empty(2 + _NUM_NUMBERS, dtype=torch.float64)
     dist.recv(head, group_src=worker, group=group, tag=_REQUEST)
     number, step, *numbers = head.tolist()
     kind, values = Kind(int(number)), None
     if kind.has_values:
-        values = torch.empty(size)
+        values = torch.empty(size, dtype=torch.uint8)
         dist.recv(values, group_src=worker, group=group, tag=_REQUEST)
     return Request(kind, int(step), numbers, values)
 

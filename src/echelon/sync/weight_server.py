@@ -11,6 +11,7 @@ from echelon.errors import TrainingError
 from echelon.optimizer import Served, clip_gradients, global_norm
 from echelon.recipe import SyncConfig
 from echelon.reduction.reducer import flatten, write_back
+from echelon.sync.push_code import PushCode
 from echelon.sync.pushes import Kind, Request, receive, reply
 from echelon.sync.share_queue import ShareQueue
 
@@ -35,8 +36,9 @@ class Server:
         self._group = group
         self._queue = ShareQueue(group.size(), config.max_staleness)
         self._own = group.rank()
-        self._sizes = {name: each.numel() for name, each in served.parameters.items()}
-        self.size = sum(self._sizes.values())
+        sizes = [each.numel() for each in served.parameters.values()]
+        self._code = PushCode(config.compress, sizes)
+        self._size = sum(sizes)
         self.num_received = self.num_sent = 0
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -90,7 +92,7 @@ class Server:
         try:
             kind = None
             while kind != Kind.DRAIN:
-                request = receive(worker, self.size, self._group)
+                request = receive(worker, self._code.num_bytes, self._group)
                 answered = self.answer(worker, request)
                 with self._changed:
                     self.num_received += 0 if request.values is None else request.values.nbytes
@@ -110,8 +112,8 @@ class Server:
         assert request.values is not None
         weight = request.numbers[0] if self._aggregate == "weighted" else 1.0
         if worker == 0:
-            self._sum, self._num_targets = torch.zeros(self.size), 0.0
-        self._sum.add_(request.values, alpha=weight)
+            self._sum, self._num_targets = torch.zeros(self._size), 0.0
+        self._sum.add_(self._code.decode(request.values), alpha=weight)
         self._num_targets += request.numbers[0]
         self._num_pushed += 1
         complete = (self._num_pushed - worker - 1) + size
@@ -153,7 +155,7 @@ class Server:
         """Step the optimizer with the gradients of one worker."""
         assert request.values is not None
         share, rate, *_ = request.numbers
-        self._write_gradients(request.values)
+        self._write_gradients(self._code.decode(request.values))
         number = request.step * self._group.size() + int(share)
         self._served.optimizer.step(number, rate, torch.tensor(True))
         self._write_down(request)
@@ -164,7 +166,7 @@ class Server:
             self.journal.append((request.kind, request.step, int(request.numbers[0])))
 
     def _weights(self) -> Tensor:
-        return flatten(self._served.parameters) if self._sizes else torch.empty(0)
+        return flatten(self._served.parameters) if self._size else torch.empty(0)
 
     def _wait(self, is_so: Callable[[], bool]) -> None:
         """Wait until a condition holds, or raise what has failed in a thread."""
