@@ -50,6 +50,8 @@ def test_an_exit_after_a_save_is_no_death_and_the_next_rank_is_watched(folder, s
         time.sleep(0.5)
         assert watch.died_at is None and not folder.death_path.exists()
         first.wait()
+        for kind in ("resting", "late", "hanging"):
+            (folder.outcomes_dir / f"{kind}-0").touch()
         forget_ended(folder)
         assert not list(folder.outcomes_dir.iterdir())
         second = start(1)

@@ -1,6 +1,6 @@
 """Samples `evaluate.prompts` during training, on all ranks, because each may hold only a shard of the model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -42,8 +42,11 @@ class PromptSampler:
             "per evaluation"
         )
 
-    def run(self, evaluation: Evaluation) -> list[str]:
-        """Return the prompts with their continuations. Collective: all ranks run the same passes and draws."""
+    def run(self, evaluation: Evaluation, beat: Callable[[], None] = lambda: None) -> list[str]:
+        """Return the prompts with their continuations. Collective: all ranks run the same passes and draws.
+
+        `beat` is called before each forward pass.
+        """
         lengths = torch.tensor([len(ids) for ids in self._ids], device=self._device)
         width = int(lengths.max()) + self._max_tokens
         # Right padding: attention is causal, so no token sees it.
@@ -53,6 +56,7 @@ class PromptSampler:
         process = build_processors(Sampling(), seeds, torch.ones_like(rows))
         each = torch.arange(len(rows), device=self._device)
         for place in range(self._max_tokens):
+            beat()
             logits = evaluation.next_token_logits(rows, lengths + place - 1)
             rows[each, lengths + place] = process(rows, logits).argmax(-1)
         return [self._decode(row, len(ids)) for row, ids in zip(rows.tolist(), self._ids, strict=True)]

@@ -43,7 +43,7 @@ from echelon.model.build import resolve_config
 from echelon.model.hub import read_commits, with_copies
 from echelon.model.model_folder import find_stops, write_model_folder
 from echelon.objectives.objective import Objective, build_objective
-from echelon.parallel.compilation import describe_graph_breaks, describe_recompiles
+from echelon.parallel.compilation import compilations_told, describe_graph_breaks, describe_recompiles
 from echelon.planner.memory import MemoryParts
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
@@ -120,11 +120,12 @@ def conduct(trainer: Trainer, recipe: Recipe, folder: RunFolder, stop: StopReque
     if journal is not None and journal.meter is not None:
         journal.meter.watch(stop, lambda: store.write_seconds)
     try:
-        state = trainer.fit()
+        with compilations_told(heart.rest, heart.resume):
+            state = trainer.fit()
+        heart.stop()
         if recipe.adapter.is_adapter:
             export_trained(trainer, recipe, folder)
         measured = trainer.train_step.engine.describe_end()
-        heart.stop()
         trainer.saver.snapshots.close()
         store.close(time_left)
         if journal is not None:
@@ -334,7 +335,7 @@ def assemble(
     pauses = Pauses(engine, saver, evaluations, accounting, meshes, stop, every, patience)
     recover = Recovery(recipe.fault, step, saver, accounting)
     owes_pause, owes_save = (False, False) if held is None else (held.owes_pause, held.owes_save)
-    recorder = build_recorder(recipe.profile, folder, runtime)
+    recorder = build_recorder(recipe.profile, folder, runtime, heart.resting)
     stragglers = build_straggler_watch(meshes, recipe.fault.on_straggler == "stop")
     return Trainer(
         num_steps, step, accounting, pauses, saver, recover, stop, state, recorder, stragglers, owes_pause, owes_save

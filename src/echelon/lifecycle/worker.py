@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from echelon.planner.plan import ParallelPlan
     from echelon.recipe import Recipe
     from echelon.training.heartbeat import Heartbeat
+    from echelon.training.peers import Peers
 
 logger = logging.getLogger(__name__)
 
@@ -175,13 +176,16 @@ def build_heart(recipe: "Recipe", folder: RunFolder, runtime: Runtime) -> "Heart
     # Imported before a hang, because the disk may be what hangs.
     from echelon.training.flight_record import write_record
     from echelon.training.heartbeat import Heartbeat
+    from echelon.training.peers import Peers
 
-    limit = recipe.fault.hang_seconds
+    peers = None
+    if shares_files():
+        peers = Peers(RunFolder(folder.path).outcomes_dir, runtime.rank, runtime.world_size)
 
-    def leave_late(what: str) -> NoReturn:
-        leave_hanging(folder, runtime, f"{what} did not end within {limit:g} s", write_record)
+    def leave_late(what: str, seconds: float) -> NoReturn:
+        leave_hanging(folder, runtime, f"{what} did not end within {seconds:g} s", write_record, peers)
 
-    return Heartbeat(limit, leave_late)
+    return Heartbeat(recipe.fault.hang_seconds, leave_late, peers)
 
 
 def leave_without_folder(folder: RunFolder, rank: int) -> None:
@@ -207,22 +211,20 @@ def leave_without_folder(folder: RunFolder, rank: int) -> None:
 
 
 def leave_hanging(
-    folder: RunFolder, runtime: Runtime, what: str, write_record: Callable[[Path, int], None]
+    folder: RunFolder, runtime: Runtime, what: str, write_record: Callable[[Path, int], None], peers: "Peers | None"
 ) -> NoReturn:
     """Report a hang, with the unresponsive ranks and its explanation if known; then end this process.
 
-    `write_record` writes what this rank did to a folder, for its peers.
+    `write_record` writes what this rank did to a folder, for its peers; None if it shares no files with them.
     """
-    from echelon.training.heartbeat import find_unresponsive_ranks
-
     silent: list[int] = []
     verdict = ""
-    if shares_files():
+    if peers is not None:
         with suppress(OSError):  # the disk may be what hangs
             shared = RunFolder(folder.path).outcomes_dir
             with suppress(ImportError, LookupError, ValueError):  # a hang is reported also without its explanation
                 write_record(shared, runtime.rank)
-            silent = find_unresponsive_ranks(shared, runtime.rank, runtime.world_size)
+            silent = peers.find_unresponsive()
             verdict = explain_hang([each for each in read_records(shared) if each.rank not in silent], silent)
     who = f"rank {', '.join(map(str, silent))} does not answer" if silent else "every rank waits"
     reason = "; ".join(filter(None, (f"{what} (fault.hang_seconds), and {who}", verdict)))

@@ -1,12 +1,14 @@
 """Compilation of decoder layers, in place and without renaming a parameter, and how often anything was compiled."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 import torch._functorch.config
 from torch import nn
+from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import get_compilation_metrics
 
 from echelon.optimizer import compiled_update
@@ -54,6 +56,31 @@ def apply_compile(layers: Iterable[nn.Module], backend: str, memory_budget: floa
     logging.getLogger("torch._dynamo.convert_frame").addHandler(_WATCH)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=False)
+
+
+@contextmanager
+def compilations_told(begin: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
+    """In this scope, call `begin` when torch begins to compile anything in this process, and `end` when it has.
+
+    A compilation inside another one is not told. Both may be called in another thread: a backward pass is compiled
+    when it first runs.
+    """
+    starts, ends = callback_handler.start_callbacks, callback_handler.end_callbacks
+
+    def tell_begin(*_: object) -> None:
+        begin()
+
+    def tell_end(*_: object) -> None:
+        end()
+
+    starts.append(tell_begin)
+    ends.append(tell_end)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # torch.compiler.reset() has removed them
+            starts.remove(tell_begin)
+            ends.remove(tell_end)
 
 
 def describe_graph_breaks() -> str | None:

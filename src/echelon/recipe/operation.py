@@ -120,10 +120,10 @@ class FaultConfig(Section):
     notice_seconds: PositiveOrZero = Field(
         60.0, description="Time that a stopping run has to save before its processes are killed."
     )
-    hang_seconds: Positive | None = Field(
-        600.0,
+    hang_seconds: Positive | Literal["auto"] | None = Field(
+        "auto",
         description="Maximum time of a step, or of a forward pass of an evaluation; after it the run counts as "
-        "hanging and fails; null: no limit.",
+        "hanging and fails. `auto`: derived from the durations so far; null: no limit.",
     )
     on_bad_step: Literal["skip", "rollback", "stop"] = Field(
         "stop",

@@ -122,12 +122,12 @@ def deaths_watched(folder: RunFolder, num_processes: int) -> Iterator[DeathWatch
 
 
 def forget_ended(folder: RunFolder) -> None:
-    """Remove pids and outcomes of this machine's ended ranks, before new ranks of the same numbers write theirs."""
+    """Remove what this machine's ended ranks have written, before new ranks of the same numbers write theirs."""
     for rank, pid in folder.read_pids().items():
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
-            for name in (f"pid-{rank}", f"rank-{rank}.json"):
+            for name in (f"pid-{rank}", f"rank-{rank}.json", f"resting-{rank}", f"late-{rank}", f"hanging-{rank}"):
                 (folder.outcomes_dir / name).unlink(missing_ok=True)
 
 

@@ -77,7 +77,7 @@ class Accounting:
 
     def book(self, metrics: StepMetrics, finished: Stamp) -> float:
         """Record the next finished step; return its duration in seconds."""
-        self.heart.beat(f"step {metrics.step + 2}")
+        self.heart.step(metrics.step + 2)
         seconds, self._mark = finished.seconds_since(self._mark), finished
         self.goodput.move("training", "data", metrics.data_wait_seconds)
         if not metrics.committed:
@@ -117,7 +117,8 @@ class Accounting:
         if self.journal is not None:
             self.journal.evaluation(row)
             self.journal.note("evaluated", step)
-            self._tell("on_evaluation", row)
+            with self.heart.resting():  # a callback may run an evaluation of its own
+                self._tell("on_evaluation", row)
 
     def tell_start(self, step: int) -> None:
         """Tell the callbacks that training starts after this many steps."""
@@ -138,7 +139,13 @@ class Accounting:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Scope of a save: its time counts as saving, and the heartbeat does not limit it."""
-        with self.goodput.spending("saving"), self.heart.resting():
+        with self.goodput.spending("saving"), self.heart.resting_together():
+            yield
+
+    @contextmanager
+    def recovering(self) -> Iterator[None]:
+        """Scope of a return to a checkpoint: its time counts as recovering, and the heartbeat does not limit it."""
+        with self.goodput.spending("recovering"), self.heart.resting_together():
             yield
 
     def event(self, name: str, **fields: Any) -> None:

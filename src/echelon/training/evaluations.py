@@ -44,13 +44,14 @@ class Evaluations:
 
     def _evaluate(self, step: int) -> EvalResults | None:
         self.accounting.note("evaluation", step)
+        beat = partial(self.accounting.heart.beat, f"the evaluation after step {step}")
+        beat()
         with self.sync.agreed(), self.engine.evaluation() as evaluation:
-            beat = partial(self.accounting.heart.beat, f"the evaluation after step {step}")
             results = self.evaluator.run(evaluation, self.stop, beat)
             if results is None:
                 self.stop.agreed = self.evaluator.stopped_by
                 return None
-            texts = None if self.sampler is None else self.sampler.run(evaluation)
+            texts = None if self.sampler is None else self.sampler.run(evaluation, beat)
         self.accounting.write_evaluation(step, results)
         if self.sampler is not None and texts is not None and self.accounting.journal is not None:
             self.accounting.journal.samples(step, self.sampler.prompts, texts)

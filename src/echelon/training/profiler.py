@@ -32,12 +32,17 @@ class Recorder:
         find_path: Callable[[int], Path],
         steps: tuple[int, int] | None = None,
         memory: bool = False,
+        unlimited: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`find_path`: returns the file of a trace by its first step. `memory`: also record allocations."""
+        """`find_path`: returns the file of a trace by its first step. `memory`: also record allocations.
+
+        `unlimited`: returns a scope without a time limit, to write a trace in.
+        """
         self._device = device
         self._find_path = find_path
         self._first, self._end = (0, 0) if steps is None else (steps[0], sum(steps))
         self._memory = memory
+        self._unlimited = unlimited
         self._profiler: profile | None = None
 
     def step(self, step: int) -> AbstractContextManager[None]:
@@ -53,7 +58,8 @@ class Recorder:
         with record_function(f"{STEP_MARK}{number}"):
             yield
             self._wait()
-        self._profiler.step()
+        with self._unlimited():  # after the last step it writes the trace
+            self._profiler.step()
         if number == self._end - 1:
             self._profiler.stop()
             self._profiler = None
@@ -96,7 +102,12 @@ class Recorder:
             torch.cuda.synchronize(self._device)
 
 
-def build_recorder(config: ProfileConfig, folder: RunFolder, runtime: Runtime) -> Recorder:
-    """Build the recorder of this rank, which records nothing if the recipe does not name the rank."""
+def build_recorder(
+    config: ProfileConfig, folder: RunFolder, runtime: Runtime, unlimited: Callable[[], AbstractContextManager[None]]
+) -> Recorder:
+    """Build the recorder of this rank, which records nothing if the recipe does not name the rank.
+
+    `unlimited`: returns a scope without a time limit for steps.
+    """
     steps = config.steps if runtime.rank in config.ranks else None
-    return Recorder(runtime.device, partial(folder.trace_path, rank=runtime.rank), steps, config.memory)
+    return Recorder(runtime.device, partial(folder.trace_path, rank=runtime.rank), steps, config.memory, unlimited)

@@ -98,7 +98,7 @@ class Saver:
         started = time.monotonic()
         self._accounting.goodput.turn("saving")
         self._accounting.goodput.stop()
-        with self._accounting.heart.resting():
+        with self._accounting.heart.resting_together():
             self.save(state)
             self._await_whole(state)
         if cause in LIMITS:

@@ -53,7 +53,7 @@ class Trainer:
                     self._train()
                     break
                 except BadStep as bad:
-                    with self.accounting.spending("recovering"):
+                    with self.accounting.recovering():
                         self.state = self.recovery.recover(bad.metrics, self.state)
                         self.owes_pause = self.owes_save = False
             self.saver.settle(self.state)
