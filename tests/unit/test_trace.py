@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from echelon.report.blocks import Table
 from echelon.report.run_record import read_record
 from echelon.report.sections import build_report
 from echelon.report.trace import PARTS, analyse, partition, read_traces
@@ -21,7 +22,8 @@ ON_GPU = [
     ("void flash_fwd_kernel<float>", "kernel", 300, 350, {}),
     ("vectorized_elementwise_kernel", "kernel", 350, 400, {}),
     ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "kernel", 250, 550,
-     {"Collective name": "allreduce", "In msg nelems": 1_000_000, "dtype": "BFloat16", "Group size": 4}),
+     {"Collective name": "allreduce", "In msg nelems": 1_000_000, "dtype": "BFloat16", "Group size": 4,
+      "Process Group Ranks": "[0, 1, 2, 3]"}),
     ("Memcpy DtoH (Device -> Pinned)", "gpu_memcpy", 600, 650, {}),
 ]  # fmt: skip
 # Of gloo's: the operators of two threads, one inside another, and the sends of a third.
@@ -61,7 +63,7 @@ def test_a_trace_of_nccl_is_divided_exactly():
     assert round(1e6 * step.hidden, 6) == 150
     [sent] = trace.collectives
     assert (sent.name, sent.count, sent.bytes, round(1e6 * sent.seconds, 6)) == ("all_reduce", 1, 2_000_000, 300)
-    assert sent.bus_rate == pytest.approx(2_000_000 * 2 * 3 / 4 / 300e-6)
+    assert sent.bus_rate == pytest.approx(2_000_000 * 2 * 3 / 4 / 300e-6) and sent.ends == (0, 3)
     assert trace.kernels[0][0] == "sm90_xmma_gemm_bf16bf16_bf16f32"
 
 
@@ -130,4 +132,36 @@ def test_a_report_shows_the_profile_and_leaves_its_steps_out_of_the_speed(tmp_pa
     assert table.rows[1] == ("matrix products", "0.20 ms (20.0 %)", "0.20 ms (20.0 %)")
     assert len(table.rows) == len(PARTS)
     assert "took 9.0 s while it was recorded, and 1.0 s otherwise: recording costs 800.0 %" in lines.lines[1]
+    sent = find_collectives(section)
+    assert sent[0] == ("all_reduce, ranks 0 to 3", "1.0", "1.91 MiB", "0.30 ms", "10 GB/s", "unknown")
     assert heat.values == [[pytest.approx(0.001)], [pytest.approx(0.001)]]
+
+
+def find_collectives(section):
+    [table] = [each for each in section.blocks if isinstance(each, Table) and each.head[0].startswith("collectives")]
+    return table.rows
+
+
+@pytest.mark.parametrize(
+    ("per_machine", "more", "expected"),
+    [
+        (4, {}, "2.7 % of nvlink4 (370 GB/s)"),  # 10 of 370 GB/s
+        (2, {}, "20.8 % of ib400 (48 GB/s)"),  # ranks 0 to 3 are on two machines
+        (
+            2,
+            {"links": {"between": {"name": "EFA of 400 Gbit/s", "bandwidth": 4e10}}},
+            "25.0 % of EFA of 400 Gbit/s (40 GB/s)",
+        ),
+        (4, {"kind": "cpu"}, "unknown"),
+    ],
+)
+def test_a_collective_is_compared_with_the_link_between_its_ranks(tmp_path, per_machine, more, expected):
+    cluster = {"kind": "cuda", "num_devices": 4, "devices_per_node": per_machine, "accelerator": {"name": "H100"}}
+    (tmp_path / "environment.json").write_text(json.dumps({"cluster": cluster | more}))
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 7, "step_seconds": 1.0}\n')
+    (tmp_path / "events.jsonl").write_text('{"event": "start", "time": 1.0, "step": 0}\n')
+    (tmp_path / "profile").mkdir()
+    path = tmp_path / "profile" / "step-00000007-rank-00000.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(build(ON_GPU)).encode()))
+    [section] = [each for each in build_report(read_record(tmp_path)).sections if each.title == "Profiled steps"]
+    assert find_collectives(section)[0][-1] == expected

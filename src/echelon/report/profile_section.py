@@ -3,11 +3,13 @@
 import statistics
 from collections.abc import Iterator, Sequence
 
+from echelon.hardware.links import usual_links
+from echelon.redaction import redact_text
 from echelon.report.blocks import Bars, Block, HeatMap, Lines, Table
-from echelon.report.nested import read_number
+from echelon.report.nested import read_mapping, read_number, read_value
 from echelon.report.numbers import render_percent, render_rate, render_seconds
 from echelon.report.run_record import RunRecord
-from echelon.report.trace import PARTS, Trace
+from echelon.report.trace import PARTS, Collectives, Trace
 from echelon.sizes import render_bytes
 
 _NAME_WIDTH = 70
@@ -39,7 +41,7 @@ def build_profile(record: RunRecord) -> Iterator[Block]:
             [[_find_seconds(trace, step) for step in steps] for trace in traces],
             "seconds",
         )
-    yield from _list_collectives(traces[0])
+    yield from _list_collectives(traces[0], record)
     yield _list_kernels(traces[0])
 
 
@@ -89,19 +91,20 @@ def _describe_cost(record: RunRecord, steps: Sequence[int]) -> Iterator[str]:
         )
 
 
-def _list_collectives(trace: Trace) -> Iterator[Block]:
+def _list_collectives(trace: Trace, record: RunRecord) -> Iterator[Block]:
     if not trace.collectives:
         return
     count = len(trace.steps)
     yield Table(
-        (f"collectives of rank {trace.rank}, per step", "calls", "its input", "time", "bus bandwidth"),
+        (f"collectives of rank {trace.rank}, per step", "calls", "its input", "time", "bus bandwidth", "link"),
         [
             (
-                each.name,
+                each.name if each.ends is None else f"{each.name}, ranks {each.ends[0]} to {each.ends[1]}",
                 f"{each.count / count:.1f}",
                 "unknown" if each.bytes is None else render_bytes(each.bytes / count),
                 render_seconds(each.seconds / count),
                 "unknown" if each.bus_rate is None else render_rate(each.bus_rate),
+                _compare_with_link(each, record),
             )
             for each in trace.collectives
         ],
@@ -109,6 +112,30 @@ def _list_collectives(trace: Trace) -> Iterator[Block]:
     yield Lines(
         [
             "The time of a collective includes waiting for the other ranks. The bus bandwidth is what each link of a "
-            "ring would carry, so that it compares with the bandwidth of the network whatever the number of ranks."
+            "ring would carry, so that it compares with the bandwidth of the network whatever the number of ranks; "
+            "the link is the slowest one between the ranks, with the bandwidth that large collectives reach on it."
         ]
     )
+
+
+def _compare_with_link(sent: Collectives, record: RunRecord) -> str:
+    """Return the share that a collective used of the slowest link between its ranks."""
+    cluster = read_mapping(record.environment, "cluster")
+    count, per_machine = read_number(cluster, "num_devices"), read_number(cluster, "devices_per_node")
+    if not count or not per_machine:
+        return "unknown"
+    if count <= per_machine:
+        place = "inside"
+    elif sent.ends is None:
+        return "unknown"
+    else:
+        place = "inside" if sent.ends[0] // per_machine == sent.ends[1] // per_machine else "between"
+    name, bandwidth = read_value(cluster, "links", place, "name"), read_number(cluster, "links", place, "bandwidth")
+    if bandwidth is None and read_value(cluster, "kind") == "cuda":
+        links = usual_links(str(read_value(cluster, "accelerator", "name")))
+        link = links.inside if place == "inside" else links.between
+        name, bandwidth = link.name, link.bandwidth
+    if bandwidth is None or sent.bus_rate is None:
+        return "unknown"
+    share, of = render_percent(sent.bus_rate / bandwidth), redact_text(str(name))
+    return f"{share} of {of} ({render_rate(bandwidth)})"

@@ -43,9 +43,12 @@ _SECONDS = 1e-6  # traces are in microseconds
 
 @dataclass(frozen=True)
 class Collectives:
-    """All collectives of one kind in a trace. `bytes`: of the inputs, together; None if a size is unknown.
+    """All collectives of one kind, over the same ranks, in a trace.
 
-    `bus_rate`: bytes per second on the slowest link of a ring, by the factors of NCCL's tests; None if unknown.
+    Attributes:
+        bytes: of the inputs, together; None if a size is unknown.
+        bus_rate: bytes per second on the slowest link of a ring, by the factors of NCCL's tests; None if unknown.
+        ends: the first and the last rank that take part; None if unknown.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Collectives:
     seconds: float
     bytes: int | None
     bus_rate: float | None
+    ends: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,11 @@ def analyse(content: object, rank: int) -> Trace:
     return Trace(
         rank,
         [_divide_step(mark, kinds) for mark in sorted(marks, key=lambda event: event.start)],
-        _count_collectives(list(filter(inside, sends)), _find_group_size(content)),
+        _count_collectives(
+            list(filter(inside, sends)),
+            _find_group_size(content),
+            read_number(content, "distributedInfo", "world_size"),
+        ),
         _find_largest(list(filter(inside, work))),
     )
 
@@ -206,21 +214,31 @@ def _in_steps(spans: Sequence[Interval]) -> Callable[[_Event], bool]:
     return lambda event: any(start <= event.start < end for start, end in spans)
 
 
-def _count_collectives(events: Sequence[_Event], group_size: float | None) -> list[Collectives]:
-    """Sum the collectives by name, the slowest kind first."""
-    by_name = defaultdict(list)
+def _count_collectives(
+    events: Sequence[_Event], group_size: float | None, world_size: float | None
+) -> list[Collectives]:
+    """Sum the collectives by name and ranks, the slowest kind first."""
+    everyone = (0, int(world_size) - 1) if world_size is not None and group_size == world_size else None
+    by_kind = defaultdict(list)
     for event in events:
-        by_name[_name_collective(event)].append(event)
+        by_kind[_name_collective(event), _find_ends(event) or everyone].append(event)
     found = []
-    for name, group in by_name.items():
+    for (name, ends), group in by_kind.items():
         sizes = [_count_bytes(event) for event in group]
         known = [size for size in sizes if size is not None]
         seconds = sum(event.end - event.start for event in group) * _SECONDS
         ring = [_ring_bytes(name, event, size, group_size) for event, size in zip(group, sizes, strict=True)]
         is_known = seconds > 0 and None not in ring
         rate = sum(each for each in ring if each is not None) / seconds if is_known else None
-        found.append(Collectives(name, len(group), seconds, sum(known) if len(known) == len(group) else None, rate))
+        total = sum(known) if len(known) == len(group) else None
+        found.append(Collectives(name, len(group), seconds, total, rate, ends))
     return sorted(found, key=lambda each: -each.seconds)
+
+
+def _find_ends(event: _Event) -> tuple[int, int] | None:
+    """Return the first and the last rank of NCCL's group, of which torch writes "[0, 1, 2, ..., 7]"."""
+    ranks = re.findall(r"\d+", str(event.details.get("Process Group Ranks", "")))
+    return (int(ranks[0]), int(ranks[-1])) if ranks else None
 
 
 def _find_group_size(content: object) -> float | None:
