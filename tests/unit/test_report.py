@@ -160,6 +160,13 @@ def test_waiting_for_messages_is_pointed_out(tmp_path):
     [line] = advice(path)
     assert "waits for messages for 60.0 % of a step, and sends 5.00 MiB, 5.24 MB/s on average" in line
     assert "train.global_batch_size=16" in line and "1.43 times as fast" in line  # 2 x 1.0 s in place of 1.4 s
+    events = (path / "events.jsonl").read_text()
+    carried = {"lo": {"sent": 9e9}, "eth0": {"sent": 3e8, "received": 3e8}, "eth1": {"sent": 1e3}}
+    sent = {"event": "network", "time": START + 99, "host": "node-1", "seconds": 41.0, "sent_bytes": 2e8}
+    with (path / "events.jsonl").open("a") as file:
+        file.write(json.dumps(sent | {"interfaces": carried}) + "\n")
+    assert "5.24 MB/s on average, through eth0 of node-1. With" in advice(path)[0]
+    (path / "events.jsonl").write_text(events)
     network = find(build_report(read_record(path)), "Network")
     assert network.blocks[0].lines == ["In a step each rank sends 5.00 MiB in collectives, 5.24 MB/s on average."]
     (path / "plan.json").write_text(json.dumps(plan | {"reshard_after_forward": True}))

@@ -53,7 +53,10 @@ def _about_messages(record: RunRecord) -> Iterator[str]:
     if share < _MESSAGES:
         return
     amount = f"{render_bytes(statistics.median(sent))}, {render_rate(sum(sent) / sum(seconds))} on average"
-    found = f"Even the busiest process waits for messages for {render_percent(share)} of a step, and sends {amount}."
+    found = (
+        f"Even the busiest process waits for messages for {render_percent(share)} of a step, and sends {amount}"
+        f"{_name_interface(record)}."
+    )
     names = ("global_batch_size", "global_batch_tokens")
     batch = [(name, size) for name in names if (size := read_number(record.recipe, "train", name))]
     sends_once = plan.get("reduce_gradients") == "last" and not plan.get("reshard_after_forward")
@@ -66,6 +69,17 @@ def _about_messages(record: RunRecord) -> Iterator[str]:
         yield f"{found} Fewer bytes, a faster link or a larger batch would help; the gain is not predicted."
 
 
+def _name_interface(record: RunRecord) -> str:
+    """Name the network interface that carried most of what rank 0's machine sent; empty if none carried half of it."""
+    [event] = record.find_events("network")[-1:] or [{}]
+    rates = {name: read_number(event, "interfaces", name, "sent") or 0.0 for name in read_mapping(event, "interfaces")}
+    rates.pop("lo", None)  # between the processes of one machine
+    name = max(rates, key=lambda each: rates[each], default=None)
+    if name is None or rates[name] < (read_number(event, "sent_bytes") or 0.0) / 2:
+        return ""
+    return redact_text(f", through {name} of {event.get('host')}")
+
+
 def _about_steps(record: RunRecord) -> Iterator[str]:
     seconds = record.values("step_seconds")
     if len(seconds) < _FEW_STEPS:
@@ -73,8 +87,8 @@ def _about_steps(record: RunRecord) -> Iterator[str]:
     wait = sum(record.values("data_wait_seconds")) / max(sum(seconds), 1e-9)
     if wait > _DATA:
         yield (
-            f"Steps wait for data for {render_percent(wait)} of their time. Keep run.dir, with the prepared text, on a "
-            f"local disk and not on a network folder: steps would be up to {_gain(wait)}."
+            f"Steps wait for data for {render_percent(wait)} of their time. Keep the prepared text on a local disk and "
+            f"not on a network folder (data.prepared_dir): steps would be up to {_gain(wait)}."
         )
     middle, slow = statistics.median(seconds), percentile(seconds, 0.95)
     if slow > _UNEVEN * middle:
