@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from echelon.planner.plan import ParallelPlan
     from echelon.recipe import Recipe
     from echelon.training.heartbeat import Heartbeat
-    from echelon.training.peers import Peers
+    from echelon.training.waiting_peers import Peers
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ def build_heart(recipe: "Recipe", folder: RunFolder, runtime: Runtime) -> "Heart
     # Imported before a hang, because the disk may be what hangs.
     from echelon.training.flight_record import write_record
     from echelon.training.heartbeat import Heartbeat
-    from echelon.training.peers import Peers
+    from echelon.training.waiting_peers import Peers
 
     peers = None
     if shares_files():

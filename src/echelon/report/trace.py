@@ -222,17 +222,24 @@ def _count_collectives(
     by_kind = defaultdict(list)
     for event in events:
         by_kind[_name_collective(event), _find_ends(event) or everyone].append(event)
-    found = []
-    for (name, ends), group in by_kind.items():
-        sizes = [_count_bytes(event) for event in group]
-        known = [size for size in sizes if size is not None]
-        seconds = sum(event.end - event.start for event in group) * _SECONDS
-        ring = [_ring_bytes(name, event, size, group_size) for event, size in zip(group, sizes, strict=True)]
-        is_known = seconds > 0 and None not in ring
-        rate = sum(each for each in ring if each is not None) / seconds if is_known else None
-        total = sum(known) if len(known) == len(group) else None
-        found.append(Collectives(name, len(group), seconds, total, rate, ends))
+    found = [_sum_up(name, ends, group, group_size) for (name, ends), group in by_kind.items()]
     return sorted(found, key=lambda each: -each.seconds)
+
+
+def _sum_up(name: str, ends: tuple[int, int] | None, events: Sequence[_Event], group_size: float | None) -> Collectives:
+    sizes = [_count_bytes(event) for event in events]
+    seconds = sum(event.end - event.start for event in events) * _SECONDS
+    ring = [_ring_bytes(name, event, size, group_size) for event, size in zip(events, sizes, strict=True)]
+    sent = _add_up(ring)
+    total = _add_up(sizes)
+    rate = None if sent is None or seconds <= 0 else sent / seconds
+    return Collectives(name, len(events), seconds, None if total is None else int(total), rate, ends)
+
+
+def _add_up(values: Sequence[float | None]) -> float | None:
+    """Return the sum; None if one of the values is unknown."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
 
 
 def _find_ends(event: _Event) -> tuple[int, int] | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from echelon.training.peers import Peers
+from echelon.training.waiting_peers import Peers
 
 logger = logging.getLogger(__name__)
 
