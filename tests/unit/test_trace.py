@@ -90,6 +90,18 @@ def test_a_trace_of_gloo_is_divided_exactly():
     assert analyse(build(ON_CPU, distributedInfo=unequal), rank=0).collectives[0].bus_rate is None
 
 
+@pytest.mark.parametrize(
+    ("ranks", "ends"), [("[8, 9, ..., 63]", (8, 63)), ("[8, 9, ...]", None), ("[]", None), ("[5]", (5, 5))]
+)
+def test_the_ranks_of_a_large_group_may_be_abridged(ranks, ends):
+    events = [
+        (name, kind, start, end, details | {"Process Group Ranks": ranks} if name.startswith("nccl") else details)
+        for name, kind, start, end, details in ON_GPU
+    ]
+    [sent] = analyse(build(events), rank=0).collectives
+    assert sent.ends == ends
+
+
 def test_each_moment_has_one_part():
     assert partition((0, 10), [[(-5, 2), (1, 3)], [(2, 5)], [(9, 20)]]) == [3, 2, 1, 4]
     assert partition((0, 10), [[], []]) == [0, 0, 10]

@@ -243,8 +243,12 @@ def _add_up(values: Sequence[float | None]) -> float | None:
 
 
 def _find_ends(event: _Event) -> tuple[int, int] | None:
-    """Return the first and the last rank of NCCL's group, of which torch writes "[0, 1, 2, ..., 7]"."""
-    ranks = re.findall(r"\d+", str(event.details.get("Process Group Ranks", "")))
+    """Return the first and the last rank of NCCL's group; None if unknown.
+
+    Of more than 30 ranks torch writes some and dots; older versions then leave out the last one.
+    """
+    text = str(event.details.get("Process Group Ranks", ""))
+    ranks = [] if text.endswith("...]") else re.findall(r"\d+", text)
     return (int(ranks[0]), int(ranks[-1])) if ranks else None
 
 
