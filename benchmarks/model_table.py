@@ -63,13 +63,9 @@ def render_page(outcomes: Collection[Outcome]) -> str:
     classes = {outcome.model_class for outcome in groups["works"]}
     versions = " and ".join(sorted({outcome.transformers for group in groups.values() for outcome in group}))
     counts = ", ".join(f"{result}: {len(group)}" for result, group in groups.items() if group)
-    missing = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - {each.model_type for each in outcomes})
     summary = (
-        f"Measured with transformers {versions}: {len(outcomes)} of {len(outcomes) + len(missing)} model types "
-        f"({counts}); {len(classes)} classes work."
+        f"Measured with transformers {versions}: {len(outcomes)} model types ({counts}); {len(classes)} classes work."
     )
-    if missing:
-        summary += f" Not measured yet: {', '.join(missing)}."
     lines = [HEAD, textwrap.fill(summary, WIDTH, break_on_hyphens=False), ""]
     for result, group in groups.items():
         if group:
