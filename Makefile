@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test slow fuzz parity parity-table model-table pictures faults launchers bench bench-peers scaling bench-techniques gpu lint clean
+.PHONY: help demo test slow fuzz parity parity-table model-table pictures faults launchers engines bench bench-peers scaling bench-techniques gpu lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,13 +17,14 @@ help:
 	@echo "make pictures run both tutorials, and draw the pictures of their pages (10 minutes)"
 	@echo "make faults   kill jobs at 76 random moments and compare their results: benchmarks/results/faults-cpu.md (40 minutes)"
 	@echo "make launchers  run jobs on emulated machines: a real Slurm, mpirun, ssh (as root, on Debian or Ubuntu)"
+	@echo "make engines  set up an environment for each other engine (.venv-NAME), and run its tests there (20 minutes)"
 	@echo "make bench    compare the step time with that of a plain PyTorch loop (long)"
 	@echo "make bench-peers  train the same work with echelon, HF Trainer, Accelerate, Fabric, DeepSpeed and a plain loop: benchmarks/results/peers-cpu.md (3 hours, nothing else running)"
 	@echo "make scaling  count the bytes of every strategy at 1 to 8 processes: benchmarks/results/scaling-cpu.md (20 minutes)"
 	@echo "make bench-techniques  peak memory and step time of checkpointing, tp, pp, cp, ep and their products, side by side: benchmarks/results/techniques-cpu.md (15 minutes)"
 	@echo "make gpu      on a machine with an NVIDIA GPU: run the GPU tests, then the GPU benchmarks, in five calls (45 minutes)"
 	@echo "make lint     check style and types"
-	@echo "make clean    remove .venv and .venv-peers"
+	@echo "make clean    remove .venv and the other environments"
 
 .venv/.installed: pyproject.toml
 	@echo "== setting up: a virtual environment in .venv, and echelon with the packages its tests need"
@@ -102,6 +103,22 @@ launchers: .venv/.installed
 	@echo "== launching jobs with the real launchers"
 	$(BIN)/python -m pytest tests/launchers -m slow -rs
 
+# The engines that are installed apart; `make engine-NAME` runs the tests of one.
+ENGINES :=
+
+.PRECIOUS: .venv-%/.installed
+.venv-%/.installed: pyproject.toml
+	@echo "== setting up .venv-$*: echelon, the packages its tests need, and the engine $*"
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/pip install --quiet --disable-pip-version-check -e '.[test,$*]'
+	@touch $@
+
+engine-%: .venv-%/.installed
+	@echo "== running the tests of the engine $*"
+	.venv-$*/bin/python -m pytest tests/engines/test_$*_*.py -m "slow or not slow" -rs
+
+engines: $(ENGINES:%=engine-%)
+
 bench: .venv/.installed
 	@echo "== comparing the step time with that of a plain PyTorch loop"
 	$(BIN)/python benchmarks/overhead.py
@@ -146,4 +163,4 @@ lint: .venv/.linters
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv .venv-peers
+	rm -rf .venv .venv-peers $(ENGINES:%=.venv-%)

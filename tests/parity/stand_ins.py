@@ -13,19 +13,20 @@ import torch
 import torch.distributed as dist
 
 from echelon.distributed.runtime import Runtime
-from echelon.engines import ENGINES, Finding, Rehearsal
+from echelon.engines import Finding, Rehearsal
 from echelon.errors import EchelonError
 from echelon.lifecycle.assemble import run_training
 from echelon.parallel.step import StepSums
 from echelon.recipe import load_recipe
+from echelon.recipe.engines import ENGINES, EngineRow
 from echelon.runs.run_folder import RunFolder
 from echelon.stopping import STOP_SIGNALS, StopRequest
 from echelon.sync.every_step import EveryStep
 from echelon.training.callbacks import Callback
 from echelon.training.heartbeat import Heartbeat
 
-ENGINES["bigram"] = "stand_ins:Bigram"
-ENGINES["poisoned bigram"] = "stand_ins:PoisonedBigram"
+ENGINES["bigram"] = EngineRow("stand_ins:Bigram")
+ENGINES["poisoned bigram"] = EngineRow("stand_ins:PoisonedBigram")
 
 
 class Bigram:

@@ -49,6 +49,7 @@ def build_recipe(
     }
     return SimpleNamespace(
         parallel=parallel,
+        engine="native",
         sync=SyncConfig.model_validate(sync or {}),
         global_batch_size=batch,
         batches=constant_batch(batch, sequence_len),

@@ -11,11 +11,9 @@ from echelon.extensions import find_named
 from echelon.objectives.objective import Objective
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
+from echelon.recipe.engines import ENGINES
 
-__all__ = ["ENGINES", "Engine", "Evaluation", "Finding", "Rehearsal", "build_engine"]
-
-ENGINES: dict[str, str] = {"native": "echelon.engines.native:build_native_engine"}
-"""The values of the recipe's `engine`. Each function is called with the arguments of `build_engine`."""
+__all__ = ["Engine", "Evaluation", "Finding", "Rehearsal", "build_engine"]
 
 
 def build_engine(
@@ -34,6 +32,6 @@ def build_engine(
         config: the model's HF config, with its vocabulary size.
         new_token_ids: ids of `model.new_tokens`, whose rows are trained in addition to an adapter.
     """
-    build = find_named("engine", recipe.engine, ENGINES)
+    build = find_named("engine", recipe.engine, {name: row.place for name, row in ENGINES.items()})
     made: Engine = build(recipe, config, plan, meshes, objective, device, compile_backend, new_token_ids)
     return made

@@ -18,6 +18,7 @@ from echelon.planner.families import FAMILIES
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.shape import build_shape, resolve_vocab_size
 from echelon.recipe import AdapterConfig, Recipe, TrainedTokenizerConfig, load_recipe
+from echelon.recipe.engines import ENGINES, NATIVE
 from echelon.reporting.trackers import check_trackers
 from echelon.runs.run_folder import RunFolder, is_run
 from echelon.stored import read_json
@@ -77,6 +78,7 @@ def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -
         divide_slots(recipe.data.weights)
     _check_deterministic(recipe)
     left = describe_extensions(recipe)
+    _check_engine_package(recipe, elsewhere, left)
     if not elsewhere:
         check_trackers(recipe)
     elif recipe.track:
@@ -94,6 +96,19 @@ def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -
         masks = f"data.packing=auto: samples are not packed, because {obstacle}"
     shape = replace(shape, obeys_masks=obstacle is None)
     return CheckedModel(given, shape, line, tokenizer, obstacle, masks, tuple(left))
+
+
+def _check_engine_package(recipe: Recipe, elsewhere: bool, left: list[str]) -> None:
+    """Refuse an engine whose package is not installed here; add it to `left` if another machine trains."""
+    package = ENGINES[recipe.engine].package
+    if package is None or find_spec(package) is not None:
+        return
+    if not elsewhere:
+        raise ConfigError(
+            f"engine={recipe.engine} requires the package {package}, which is not installed; see docs/engines.md for "
+            f"how to install 'echelon[{recipe.engine}]', or use engine={NATIVE}."
+        )
+    left.append(f"engine: the package {package} (it is not installed here)")
 
 
 def find_checkpoint_out_of_reach(recipe: Recipe) -> str | None:

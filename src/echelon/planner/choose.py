@@ -10,6 +10,7 @@ from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import CPU_BF16_MARGIN, Cluster
 from echelon.planner.adapter_plan import build_adapter_plan, describe_reach
 from echelon.planner.degrees import join_words, nearest
+from echelon.planner.engine_limits import check_engine, find_row
 from echelon.planner.expert_limits import check_expert_parallel
 from echelon.planner.kept_activations import KeptActivations, check_activations, read_activations
 from echelon.planner.layout import Layout, build_layout, check_batch, micro_batch_sizes
@@ -105,6 +106,7 @@ def resolve_plan(
         plan_why = [*plan_why, *describe_pipeline(plan)]
     check_compression(plan)
     check_replicas(plan)
+    check_engine(recipe, plan)
     plan_why = [*plan_why, *describe_traffic(plan, count_held(shape, plan))]
     reach = None if adapter is None else describe_reach(adapter, shape)
     return replace(plan, why=(*plan_why, *precision_why, *compile_why, *([] if reach is None else [reach])))
@@ -226,8 +228,8 @@ def _choose_compile(
         )
     if isinstance(wanted, bool):
         return wanted, []
-    if getattr(recipe.parallel, "schedule", None) == "zero_bubble":
-        return False, ["compile auto: off, PyTorch cannot split the backward pass of compiled layers (zero_bubble)"]
+    if (obstacle := _find_compile_obstacle(recipe)) is not None:
+        return False, [f"compile auto: off, {obstacle}"]
     if kept.memory_budget is not None:
         return True, ["compile auto: on, the compiler keeps activations within the memory budget"]
     if key is not None:
@@ -244,6 +246,14 @@ def _choose_compile(
     if _COMPILE_GAIN * seconds < _COMPILE_SECONDS:
         return False, [f"compile auto: off, {length}"]
     return True, [f"compile auto: on, {length}, which makes each step about {_COMPILE_GAIN:.0%} faster"]
+
+
+def _find_compile_obstacle(recipe: "Recipe") -> str | None:
+    if not find_row(recipe).compiles:
+        return f"engine={recipe.engine} does not compile layers"
+    if getattr(recipe.parallel, "schedule", None) == "zero_bubble":
+        return "PyTorch cannot split the backward pass of compiled layers (zero_bubble)"
+    return None
 
 
 def _choose_strategy(request: _Request) -> tuple[ParallelPlan, list[str]]:
@@ -281,6 +291,9 @@ def _auto_layouts(request: _Request) -> Iterator[Layout]:
         names = ["zero2", "fsdp"] if casts else ["ddp"]
     else:
         names = [*([] if casts else ["ddp"]), "zero1", "zero2", *(["hsdp"] if cluster.num_nodes > 1 else []), "fsdp"]
+    runs = find_row(request.recipe).strategies
+    if runs is not None:
+        names = [name for name in names if name in runs] or list(runs)
     return (_build_layout(request, name) for name in names)
 
 
@@ -359,6 +372,7 @@ def _build_plan(request: _Request, layout: Layout, micro_batch_size: int, num_mi
         stages = choose_stages(request.shape, layout.pp, layout.schedule, length, layout.stages)
     plan = ParallelPlan(
         strategy=layout.strategy,
+        engine=request.recipe.engine,
         dp_replicate=layout.dp_replicate,
         dp_shard=layout.dp_shard,
         reshard_after_forward=layout.reshard_after_forward,

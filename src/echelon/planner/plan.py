@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 
 from echelon.errors import PlanError
 from echelon.planner.degrees import AXIS_ORDER
+from echelon.recipe.engines import NATIVE
 from echelon.recipe.names import OptimizerName, SynchronizerName
 from echelon.recipe.synchronization import (
     EVERY_STEP,
@@ -188,10 +189,11 @@ class ParallelPlan:
     decoder layers of each pipeline stage. `checkpoint_every`: activation checkpointing is of layers whose number, from
     1, this divides. `activation_memory_budget`: the share of the activations of compiled layers that PyTorch keeps;
     None for all that it keeps by itself. `activation_loading_horizon`: the layers whose offloaded activations are
-    loaded ahead of the one that is differentiated.
+    loaded ahead of the one that is differentiated. `engine`: that of the recipe, which runs the plan.
     """
 
     strategy: str
+    engine: str = NATIVE
     dp_replicate: Count = 1
     dp_shard: Count = 1
     cp: Count = 1
@@ -293,7 +295,7 @@ class ParallelPlan:
         )
         moments = f"moments {policy.optimizer}" if self.optimizer != "adamw_8bit" else "moments in 8 bits"
         return [
-            f"plan: {self.strategy} on {processes} ({self._describe_degrees()}){sharding}{reduction}; "
+            f"plan: {self._describe_strategy()} on {processes} ({self._describe_degrees()}){sharding}{reduction}; "
             f"activation checkpointing {self._describe_activations()}; "
             f"compile {'on' if self.compile else 'off'}",
             f"precision: parameters {policy.param}, compute {compute}, reduction {policy.reduce}, "
@@ -305,6 +307,9 @@ class ParallelPlan:
             *([] if self.sync == SyncPlan() else [self.sync.describe(self.num_replicas, self.replica_size)]),
             *(f"why: {line}" for line in self.why),
         ]
+
+    def _describe_strategy(self) -> str:
+        return self.strategy if self.engine == NATIVE else f"{self.strategy} by {self.engine}"
 
     def _describe_degrees(self) -> str:
         """The degrees of data parallelism and the others above 1, with their options."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from echelon.recipe.batches import BatchSchedule, Rhythm, constant_batch, ramp_batch
+from echelon.recipe.engines import find_refused
 from echelon.recipe.inputs import (
     AdapterConfig,
     DataConfig,
@@ -83,6 +84,12 @@ class Recipe(Section):
     launch: LaunchConfig = LaunchConfig()
     profile: ProfileConfig = ProfileConfig()
     budget: BudgetConfig = BudgetConfig()
+
+    @model_validator(mode="after")
+    def _engine_can_run_it(self) -> Self:
+        if (message := next(find_refused(self), None)) is not None:
+            raise ValueError(message)
+        return self
 
     @model_validator(mode="after")
     def _tokenizer_of_a_new_model(self) -> Self:

@@ -1,0 +1,89 @@
+"""Table of the engines that a recipe can name: where each is built, what it can run, and the settings of its own.
+
+To add one, write a builder and add a row here. Nothing of an engine is imported before it is used.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from echelon.recipe.section import Section
+from echelon.recipe.yaml_text import show_value
+
+if TYPE_CHECKING:
+    from echelon.recipe.document import Recipe
+
+NATIVE = "native"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The values of a recipe key that an engine can run; every other value is refused.
+
+    Attributes:
+        key: dotted. A key inside `parallel` is not checked where the recipe gives a name instead of a mapping.
+        values: those that the engine can run, with `auto` where `auto` resolves to one of them.
+        why: completes the sentence "engine=NAME ...", as the reason.
+    """
+
+    key: str
+    values: tuple[Any, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class EngineRow:
+    """One engine.
+
+    Attributes:
+        place: of the builder, `package.module:function`; it is called with the arguments of `engines.build_engine`.
+        section: the recipe's section that only this engine reads.
+        package: the package that it imports; the extra that installs it has the engine's name.
+        strategies: the strategies of a plan that it can run, which `parallel: auto` chooses from; None: all.
+        compiles: whether it can compile layers; `train.compile: auto` is off where it cannot.
+        limits: the other keys of a recipe that it restricts.
+        check: `package.module:function` without torch, called with a recipe and its plan; raises ConfigError or
+            PlanError for what the limits cannot say.
+    """
+
+    place: str
+    section: str | None = None
+    package: str | None = None
+    strategies: tuple[str, ...] | None = None
+    compiles: bool = True
+    limits: tuple[Limit, ...] = ()
+    check: str | None = None
+
+
+ENGINES: dict[str, EngineRow] = {NATIVE: EngineRow("echelon.engines.native:build_native_engine")}
+"""The engines by the recipe's `engine`."""
+
+
+def find_refused(recipe: "Recipe") -> Iterator[str]:
+    """Yield a message for each key of a recipe that its engine cannot run, and for settings of another engine."""
+    for name, row in ENGINES.items():
+        if row.section is not None and name != recipe.engine:
+            section = getattr(recipe, row.section)
+            if section != type(section)():
+                yield (
+                    f"{row.section} has settings of engine={name}, and the recipe has engine={recipe.engine}; set "
+                    f"engine: {name}, or remove {row.section}."
+                )
+    for limit in ENGINES[recipe.engine].limits if recipe.engine in ENGINES else ():
+        found, value = _find_value(recipe, limit.key)
+        if found and value not in limit.values:
+            possible = " or ".join(show_value(each) for each in limit.values)
+            yield (
+                f"{limit.key}={show_value(value)}: engine={recipe.engine} {limit.why}; use {limit.key}={possible}, or "
+                f"engine={NATIVE}."
+            )
+
+
+def _find_value(recipe: "Recipe", key: str) -> tuple[bool, Any]:
+    """Whether the recipe has a key, and its value."""
+    value: Any = recipe
+    for part in key.split("."):
+        if not isinstance(value, Section):
+            return False, None
+        value = getattr(value, part)
+    return True, value
