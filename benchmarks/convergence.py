@@ -1,10 +1,11 @@
 """The held-out loss at equal tokens of every way to agree between replicas, beside the bytes that each process sends.
 
-    python benchmarks/convergence.py OUT [--full] [--only NAME ...]
+    python benchmarks/convergence.py OUT [--full] [--seeds N] [--only NAME ...]
 
 Trains the demo on two processes once for each method, and appends each result to OUT.json, so that it can be stopped
 and continued; then writes OUT.md and OUT.svg. By default the model is smaller than the demo's and sees one million
-tokens, in about a minute for each method on two cores; --full: the demo's model and three million.
+tokens, in about a minute for each method on two cores; --full: the demo's model and three million. --seeds N: every
+method of --only runs with the seeds 0 to N - 1, which choose the first weights and the order of the data.
 """
 
 import argparse
@@ -15,11 +16,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from echelon.model.build import build_on_meta, load_config
-from echelon.planner.plan import build_sync_plan
-from echelon.planner.replica_costs import count_sent_bytes
-from echelon.recipe import SyncConfig
-
 ROOT = Path(__file__).parents[1]
 PROCESSES = 2
 SMALL = [
@@ -27,8 +23,9 @@ SMALL = [
     "tokenizer={train: {vocab_size: 1024}}", "data.sequence_len=128", "train.steps=480",
 ]  # fmt: skip
 FULL = ["train.steps=750"]
+FIRST, MOST_SEEDS = "every_step", 3
 METHODS = {
-    "every_step": {},
+    FIRST: {},
     "bf16": {"compress": {"method": "bf16"}},
     "fp16": {"compress": {"method": "fp16"}},
     "PowerSGD, rank 4": {"compress": {"method": "powersgd"}},
@@ -40,51 +37,58 @@ METHODS = {
     "DiLoCo, H = 30": {"name": "diloco", "every": 30},
     "DiLoCo, H = 30, int8": {"name": "diloco", "every": 30, "compress": {"method": "int8"}},
     "DiLoCo, H = 30, overlap": {"name": "diloco", "every": 30, "overlap": True},
+    "server, staleness 0": {"name": "parameter_server"},
+    "server, staleness 4": {"name": "parameter_server", "max_staleness": 4},
+    "server, staleness null": {"name": "parameter_server", "max_staleness": None},
+    "server, int8 pushes": {"name": "parameter_server", "compress": {"method": "int8"}},
+    "server, top-k 1 % pushes": {"name": "parameter_server", "compress": {"method": "topk"}},
+    "quorum": {"name": "quorum"},
 }
 ROW_HEIGHT, LABEL_WIDTH, BAR_WIDTH = 26, 190, 420
 
 
-def train(sync, overrides, folder):
-    """The held-out loss at the end, the tokens, and the trained parameters' shapes of a run."""
-    shown = [
-        f"run.dir={folder}/run", f"data.prepared_dir={folder.parent}/prepared", f"sync={json.dumps(sync)}",
-        "train.eval_every=100000", "checkpoint.every_steps=100000", "train.log_every=100", *overrides,
-    ]  # fmt: skip
-    command = [sys.executable, "-m", "echelon", "train", str(ROOT / "recipes/demo.yaml"), *shown]
-    subprocess.run([*command, "--nproc", str(PROCESSES)], check=True)
-    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+def measure(sync, seed, overrides):
+    """The held-out loss at the end of a run, its tokens and steps, and the bytes that a process sent on average."""
+    with tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder:
+        shown = [
+            f"run.dir={folder}/run", f"data.prepared_dir={ROOT}/runs/prepared", f"sync={json.dumps(sync)}",
+            f"run.seed={seed}", "train.eval_every=100000", "checkpoint.every_steps=100000", "train.log_every=100",
+            *overrides,
+        ]  # fmt: skip
+        command = [sys.executable, "-m", "echelon", "train", str(ROOT / "recipes/demo.yaml"), *shown]
+        subprocess.run([*command, "--nproc", str(PROCESSES)], check=True)
+        rows = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["kind"] == "train"]
     [evaluated] = [row for row in rows if row["kind"] == "eval"]
-    config = load_config(json.loads((folder / "run/model/config.json").read_text()))
-    shapes = [tuple(each.shape) for each in build_on_meta(config).parameters()]
-    return evaluated["loss"], steps[-1]["tokens"], len(steps), shapes
+    sent = sum(row["sent_bytes"] for row in steps)
+    return {"loss": evaluated["loss"], "tokens": steps[-1]["tokens"], "steps": len(steps), "sent_bytes": sent}
 
 
-def measure(sync, overrides):
-    with tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder:
-        loss, tokens, steps, shapes = train(sync, overrides, Path(folder))
-    plan = build_sync_plan(SyncConfig.model_validate(sync))
-    agreements = -(-steps // plan.every)
-    sent = agreements * count_sent_bytes(plan, shapes, PROCESSES)
-    return {"loss": loss, "tokens": tokens, "steps": steps, "sent_bytes": sent}
+def name_run(method, seed):
+    return method if seed == 0 else f"{method}; seed {seed}"
 
 
 def render_table(results):
-    first = results["every_step"]
+    first = results[FIRST]
     lines = [
-        f"{first['steps']} steps, {first['tokens']:,} tokens, {PROCESSES} processes. Bytes are those that each process "
-        "sends to agree, by formulas that tests compare with "
-        "the bytes of sockets.",
+        f"{first['steps']} steps, {first['tokens']:,} tokens, {PROCESSES} processes. Bytes are those that a process "
+        "sends on average, as the run counts them; tests compare the count with the bytes of sockets.",
         "",
-        "| Method | Sent, MB | Less than every_step | Held-out loss | Above every_step |",
+        f"| Method | Sent, MB | Less than {FIRST} | Held-out loss | Above {FIRST} of the same seed |",
         "|---|---|---|---|---|",
     ]
-    for name, each in results.items():
-        lines.append(
-            f"| {name} | {each['sent_bytes'] / 1e6:,.1f} | {first['sent_bytes'] / each['sent_bytes']:.1f} x | "
-            f"{each['loss']:.4f} | {each['loss'] / first['loss'] - 1:+.1%} |"
-        )
+    for (method, seed), each in results_by_run(results):
+        sent = f"{each['sent_bytes'] / 1e6:,.1f} | {first['sent_bytes'] / each['sent_bytes']:.1f} x"
+        base = results.get(name_run(FIRST, seed))
+        above = f"{each['loss'] / base['loss'] - 1:+.1%}" if base else "not run"
+        lines.append(f"| {name_run(method, seed)} | {sent} | {each['loss']:.4f} | {above} |")
     return "\n".join(lines) + "\n"
+
+
+def results_by_run(results):
+    """The results in the order of METHODS, with their methods and seeds."""
+    runs = [(method, seed) for method in METHODS for seed in range(MOST_SEEDS)]
+    return [(run, results[name_run(*run)]) for run in runs if name_run(*run) in results]
 
 
 def render_picture(results):
@@ -95,10 +99,10 @@ def render_picture(results):
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
         f'font-size="13"><title>Loss at equal tokens</title><rect width="{width}" height="{height}" fill="white"/>'
     ]
-    for number, (name, each) in enumerate(results.items()):
+    for number, (run, each) in enumerate(results_by_run(results)):
         y, length = ROW_HEIGHT * (number + 1), each["loss"] * scale
         parts.append(
-            f'<text x="{LABEL_WIDTH - 8}" y="{y + 17}" text-anchor="end">{html.escape(name)}</text>'
+            f'<text x="{LABEL_WIDTH - 8}" y="{y + 17}" text-anchor="end">{html.escape(name_run(*run))}</text>'
             f'<rect x="{LABEL_WIDTH}" y="{y + 4}" width="{length:.1f}" height="{ROW_HEIGHT - 8}" fill="#4878a8"/>'
             f'<text x="{LABEL_WIDTH + length + 6:.1f}" y="{y + 17}">{each["loss"]:.3f}, '
             f"{each['sent_bytes'] / 1e6:,.1f} MB sent</text>"
@@ -111,19 +115,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--full", action="store_true")
+    parser.add_argument("--seeds", type=int, default=1, choices=range(1, MOST_SEEDS + 1))
     parser.add_argument("--only", nargs="*", choices=list(METHODS), default=list(METHODS))
     given = parser.parse_args()
     stored = given.out.with_suffix(".json")
     results = json.loads(stored.read_text()) if stored.exists() else {}
     (ROOT / "runs").mkdir(exist_ok=True)
-    for name in given.only:
-        if name not in results:
-            results[name] = measure(METHODS[name], FULL if given.full else SMALL)
-            stored.write_text(json.dumps(results, indent=1))
-    ordered = {name: results[name] for name in METHODS if name in results}
-    given.out.with_suffix(".md").write_text(render_table(ordered))
-    given.out.with_suffix(".svg").write_text(render_picture(ordered))
-    print(render_table(ordered))
+    for seed in range(given.seeds):
+        for method in given.only:
+            if (name := name_run(method, seed)) not in results:
+                results[name] = measure(METHODS[method], seed, FULL if given.full else SMALL)
+                stored.write_text(json.dumps(results, indent=1))
+    given.out.with_suffix(".md").write_text(render_table(results))
+    given.out.with_suffix(".svg").write_text(render_picture(results))
+    print(render_table(results))
 
 
 if __name__ == "__main__":

@@ -7,12 +7,13 @@ from echelon.sync.pushes import Kind
 from training import masked_trainer
 
 
-def replay(rank, world_size, path, plan, workers, journals, parts):
+def replay(rank, world_size, path, plan, workers, journals, parts, compensation=0.0):
     """The loss of each step over all shares, and the last weights.
 
     Args:
         journals: what each server answered, in order: kind, step and share.
         parts: the names of the weights of each server.
+        compensation: the factor of Zheng et al., arXiv:1609.08326.
     """
     with masked_trainer(rank, world_size, path, plan) as trainer:
         model, rate = trainer.train_step.engine._decoder, trainer.train_step.schedule
@@ -35,7 +36,8 @@ def replay(rank, world_size, path, plan, workers, journals, parts):
                             losses.setdefault(step, []).append(loss)
                     elif (step, share) in gradients:
                         for name in part:
-                            weights[name].grad = gradients[step, share][name]
+                            gradient, change = gradients[step, share][name], weights[name] - pulled[step, share][name]
+                            weights[name].grad = gradient + compensation * gradient * gradient * change
                         servers[number].param_groups[0]["lr"] = rate(step)
                         servers[number].step()
                     else:

@@ -75,6 +75,23 @@ def test_asynchronous_steps_are_the_recorded_order_done_again(
         assert torch.allclose(saved[f"model.{name}"], weight, atol=2e-5), name
 
 
+@pytest.mark.slow
+def test_compensated_gradients_are_those_of_the_paper(workers, text, tmp_path):
+    """A factor so large that the compensation shows in the losses."""
+    factor = 3e4
+    row = served(3, 1, optim=PLAIN, max_staleness=3, staleness_compensation=factor)
+    path, plan = prepare(row, tmp_path / "servers", text, STEPS)
+    found = workers.run(train_journaled, 3, str(path), plan, [0.03, 0.01, 0.01])
+    journals, parts = zip(*(each for each in found if each is not None), strict=True)
+    ours = losses_of(read_rows(tmp_path / "servers/run"))
+    alone_path, alone_plan = prepare(alone(row), tmp_path / "alone", text, STEPS)
+    compensated, plain = (
+        workers.run(replay, 1, str(alone_path), alone_plan, 3, journals, parts, each)[0][0] for each in (factor, 0.0)
+    )
+    assert ours == pytest.approx(compensated, abs=1e-5)
+    assert ours != pytest.approx(plain, abs=1e-4)
+
+
 def find_staleness(journal):
     """The most updates between the pull of a share and its own update."""
     pulled, count, most = {}, 0, 0

@@ -10,6 +10,7 @@ from echelon.optimizer import divide_names
 from echelon.planner.choose import resolve_plan
 from echelon.planner.memory import estimate_checkpoint, estimate_memory
 from echelon.planner.plan import ParallelPlan, SyncPlan
+from echelon.planner.replica_costs import agreement_bytes
 from echelon.planner.replica_limits import refuse_quorum, resize
 from echelon.recipe import SyncConfig
 from echelon.sizes import render_bytes
@@ -51,6 +52,10 @@ def test_defaults_depend_on_the_name():
         (
             {"name": "parameter_server", "max_staleness": 2, "aggregate": "sum"},
             "sync.aggregate=sum needs sync.max_staleness: 0",
+        ),
+        (
+            {"name": "parameter_server", "staleness_compensation": 0.5},
+            "sync.staleness_compensation=0.5 has no effect with sync.max_staleness=0, where no gradient is of older",
         ),
         ({"max_staleness": None}, "sync.max_staleness=null has no effect with sync.name=every_step"),
         (
@@ -207,6 +212,10 @@ def test_every_process_is_a_worker_of_parameter_servers():
     )
     assert free.lossy and "aggregate weighted, staleness of any number of steps; lossy" in free.describe()[3]
     assert bounded.lossy and ParallelPlan.from_dict(bounded.to_dict()) == bounded
+    sync = {**SERVERS, "max_staleness": 1, "staleness_compensation": 0.04}
+    compensated = resolve_plan(build_recipe("ddp", sync=sync), TINY, cpus(4))
+    assert "staleness of at most 1 step, compensated with 0.04; lossy" in compensated.describe()[3]
+    assert agreement_bytes(compensated, 1000) - agreement_bytes(bounded, 1000) == 500 * 4 * 4, "what 4 workers pulled"
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,7 @@ class SyncPlan:
     servers: Count = 1
     aggregate: Aggregate = "weighted"
     max_staleness: CountOrZero | None = 0
+    staleness_compensation: float = 0.0
     is_exact: bool = True
 
     def describe(self, num_replicas: int, replica_size: int) -> str:
@@ -136,6 +137,8 @@ class SyncPlan:
             if self.max_staleness != 0:
                 limit = "any number of" if self.max_staleness is None else f"at most {self.max_staleness}"
                 words.append(f"staleness of {limit} step{'' if self.max_staleness == 1 else 's'}")
+            if self.staleness_compensation:
+                words.append(f"compensated with {self.staleness_compensation:g}")
         elif num_replicas > 1:
             words.append(f"{num_replicas} replicas of {replica_size} process{'' if replica_size == 1 else 'es'}")
         if self.name == QUORUM:
@@ -162,7 +165,7 @@ class SyncPlan:
 def build_sync_plan(config: SyncConfig) -> SyncPlan:
     """The part of a plan that the section `sync` of a recipe sets."""
     outer = ("every", "outer_learning_rate", "outer_momentum", "overlap")
-    names = ("name", *outer, "servers", "aggregate", "max_staleness")
+    names = ("name", *outer, "servers", "aggregate", "max_staleness", "staleness_compensation")
     compress = config.compress
     return SyncPlan(
         **{name: getattr(config, name) for name in names},

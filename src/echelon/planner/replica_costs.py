@@ -23,13 +23,15 @@ def agreement_bytes(plan: ParallelPlan, num_trained: int) -> int:
     Replicas that train apart keep the agreed weights, the outer momentum, and outer gradients in fp32 while they send
     them. Compressed gradients have a rest on each rank, and a new one during a step. A quorum copies what it sends. A
     worker of parameter servers copies what it pushes; a server has copies of its weights and gradients, their sum, and
-    what the other workers push.
+    what the other workers push; to compensate staleness also the weights that each worker has pulled.
     """
     sync = plan.sync
     if sync.name == PARAMETER_SERVER:
         owned = -(-num_trained // sync.servers)
         rest = 2 * _FP32 * num_trained if sync.method in _WITH_REST else 0
-        return _FP32 * num_trained + owned * (2 * DTYPE_BYTES[plan.precision.param] + _FP32 * plan.num_replicas) + rest
+        weight = DTYPE_BYTES[plan.precision.param]
+        pulled = weight * plan.num_replicas if sync.staleness_compensation else 0
+        return _FP32 * num_trained + owned * (2 * weight + _FP32 * plan.num_replicas + pulled) + rest
     if sync.name == QUORUM:
         return _FP32 * min(num_trained, SENT_AT_ONCE)
     if sync.name in APART:

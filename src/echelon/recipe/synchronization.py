@@ -17,7 +17,7 @@ EVERY_STEP, QUORUM, PARAMETER_SERVER = "every_step", "quorum", "parameter_server
 APART = ("local_sgd", "diloco")
 _USUAL: dict[str, Any] = {
     "replicas": 1, "every": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0, "overlap": False, "min_replicas": 1,
-    "servers": 1, "aggregate": "weighted", "max_staleness": 0,
+    "servers": 1, "aggregate": "weighted", "max_staleness": 0, "staleness_compensation": 0.0,
 }  # fmt: skip
 # Where a default depends on the name; those of DiLoCo are those of its paper, arXiv:2311.08105.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "local_sgd": ("replicas", "every", "outer_learning_rate", "overlap"),
     "diloco": ("replicas", "every", "outer_learning_rate", "outer_momentum", "overlap"),
     QUORUM: ("replicas", "min_replicas"),
-    PARAMETER_SERVER: ("servers", "aggregate", "max_staleness"),
+    PARAMETER_SERVER: ("servers", "aggregate", "max_staleness", "staleness_compensation"),
 }
 _NEEDED = {"rank": ("powersgd",), "fraction": ("topk", "randomk")}
 _METHODS: dict[str, tuple[CompressMethod, ...]] = {
@@ -122,6 +122,11 @@ class SyncConfig(Section):
         description="With `parameter_server`: by how many steps the weights may be older than those that a gradient "
         "is applied to. 0: every step waits for all processes. `null`: no limit.",
     )
+    staleness_compensation: Annotated[Number, Field(ge=0)] = Field(
+        0.0,
+        description="With `parameter_server` and a `max_staleness` other than 0: the factor λ of delay-compensated SGD "
+        "(arXiv:1609.08326). A gradient g of weights v is applied to weights w as g + λ g² (w - v). 0: as it is.",
+    )
     compress: CompressConfig = Field(CompressConfig(), description="What replicas send instead of whole gradients.")
     options: Options = Field(None, description="Arguments of a synchronizer of your own, by their names.")
 
@@ -156,6 +161,16 @@ class SyncConfig(Section):
             raise ValueError(
                 f"sync.aggregate={self.aggregate} needs sync.max_staleness: 0: otherwise the gradient of each process "
                 "is applied alone; remove one of the two keys."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_old_gradients_are_compensated(self) -> Self:
+        if self.staleness_compensation and self.max_staleness == 0:
+            raise ValueError(
+                f"sync.staleness_compensation={self.staleness_compensation:g} has no effect with sync.max_staleness=0, "
+                "where no gradient is of older weights; set max_staleness to 1 or more, or to null, or remove "
+                "staleness_compensation."
             )
         return self
 

@@ -33,6 +33,8 @@ class Server:
         self.journal: list[tuple[Kind, int, int]] | None = None
         self._served = served
         self._aggregate = config.aggregate
+        self._compensation = config.staleness_compensation
+        self._pulled: dict[int, Tensor] = {}
         self._group = group
         self._queue = ShareQueue(group.size(), config.max_staleness)
         self._own = group.rank()
@@ -51,6 +53,7 @@ class Server:
         self._num_pushed = self._num_applied = self._num_drained = 0
         self._num_targets = 0.0
         self._queue.clear()
+        self._pulled.clear()
         others = [worker for worker in range(self._group.size()) if worker != self._own]
         self._threads = [
             threading.Thread(target=self._serve, args=(worker,), name=f"serve-{worker}", daemon=True)
@@ -83,9 +86,12 @@ class Server:
                     return self._hand_out(worker, request.step)
                 case Kind.PULL:
                     self._write_down(request)
-                    return self._weights()
+                    weights = self._weights()
+                    if self._compensation:
+                        self._pulled[worker] = weights.clone()
+                    return weights
                 case Kind.UPDATE:
-                    return self._update(request)
+                    return self._update(worker, request)
 
     def _serve(self, worker: int) -> None:
         """Answer the requests of a worker in another process until it has drained. The thread of that worker."""
@@ -151,11 +157,19 @@ class Server:
         return torch.tensor([-1.0 if share is None else float(share)])
 
     @torch.no_grad()
-    def _update(self, request: Request) -> Tensor:
-        """Step the optimizer with the gradients of one worker."""
+    def _update(self, worker: int, request: Request) -> Tensor:
+        """Step the optimizer with the gradients of one worker, of the weights that it pulled last.
+
+        Compensated as in Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation"
+        (arXiv:1609.08326): the square of the gradient stands for the diagonal of the Hessian.
+        """
         assert request.values is not None
         share, rate, *_ = request.numbers
-        self._write_gradients(self._code.decode(request.values))
+        values = self._code.decode(request.values)
+        if self._compensation:
+            change = self._weights().float() - self._pulled.pop(worker).float()
+            values = values + self._compensation * values.square() * change
+        self._write_gradients(values)
         number = request.step * self._group.size() + int(share)
         self._served.optimizer.step(number, rate, torch.tensor(True))
         self._write_down(request)
