@@ -13,9 +13,7 @@ from echelon.planner.collectives import Group, find_group
 from echelon.planner.plan import ParallelPlan, Precision, SyncPlan
 from echelon.planner.rates import GPU_RATES, Rates
 from echelon.planner.shape import build_shape
-from echelon.planner.stages import bubble_seconds
 from echelon.planner.time import estimate_time
-from test_stages import SCHEDULES, order_of
 
 # Llama 2 7B; a layer has 4 * 4096^2 + 3 * 4096 * 11008 weights in products, and two norms.
 LAYER = 4 * 4096**2 + 3 * 4096 * 11008
@@ -129,51 +127,6 @@ def test_replicas_that_train_apart_send_once_in_many_steps():
     assert found.exposed_communication["dp"] == pytest.approx(every.exposed_communication["dp"] / 50)
 
 
-def simulate(order, seconds):
-    """The time of a step: what each rank computes, in order; `seconds` by kind and stage."""
-    done, clock, place = {}, dict.fromkeys(order, 0.0), dict.fromkeys(order, 0)
-    num_stages = 1 + max(stage for actions in order.values() for _, stage, _ in actions)
-    while any(place[rank] < len(order[rank]) for rank in order):
-        for rank, actions in order.items():
-            while place[rank] < len(actions):
-                kind, stage, index = actions[place[rank]]
-                needs = {"F": ("F", stage - 1, index), "W": ("I", stage, index)}.get(kind, ("I", stage + 1, index))
-                if 0 <= needs[1] < num_stages and needs not in done:
-                    break
-                clock[rank] = max(clock[rank], done.get(needs, 0)) + seconds[kind] * 1.0
-                done["I" if kind == "B" else kind, stage, index] = clock[rank]
-                place[rank] += 1
-    return max(clock.values())
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("ranks", "count"), [(2, 8), (4, 8), (4, 16), (8, 32)])
-def test_the_bubble_is_that_of_a_simulated_schedule(schedule, ranks, count):
-    seconds = {"F": 0.011, "B": 0.022, "I": 0.011, "W": 0.011}
-    for per_rank in (1, 2) if schedule in ("interleaved", "zero_bubble") else (1,):
-        total = simulate(order_of(schedule, ranks, per_rank, count), seconds)
-        load = 0.033 * per_rank
-        bubble = bubble_seconds(schedule, [load] * ranks, per_rank)
-        assert bubble == pytest.approx(total - count * load, rel=0.01)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_the_bubble_of_stages_of_different_cost_is_the_time_of_a_microbatch_on_the_others(schedule):
-    loads = [2.0, 2.0, 3.0, 2.5]
-    order, done, clock = order_of(schedule, 4, 1, 16), {}, [0.0] * 4
-    while any(order.values()):
-        for rank, actions in order.items():
-            while actions:
-                kind, _, index = actions[0]
-                needs = (kind, rank - 1 if kind == "F" else rank + 1, index)
-                if 0 <= needs[1] < 4 and needs not in done:
-                    break
-                clock[rank] = max(clock[rank], done.get(needs, 0.0)) + loads[rank] * (1 if kind == "F" else 2) / 3
-                done[kind, rank, index] = clock[rank]
-                actions.pop(0)
-    assert bubble_seconds(schedule, loads, 1) == pytest.approx(max(clock) - 16 * 3.0, abs=0.01 * max(clock))
-
-
 def test_a_pipeline_estimates_its_slowest_rank():
     plan = ParallelPlan(
         "pp", pp=4, schedule="1f1b", stages=(8, 8, 8, 8), num_microbatches=16, precision=Precision(compute="bfloat16")
@@ -183,7 +136,7 @@ def test_a_pipeline_estimates_its_slowest_rank():
     assert found.matmul == pytest.approx(whole.matmul + 12 * head)
     others = 3 * (found.compute / 16 - head - 4096 * 32000 * 6 / 2039e9)
     border = found.exposed_communication["pp"] / 16
-    assert found.bubble == pytest.approx(others + 3 * border)
+    assert found.bubble == pytest.approx(others + 3 * border, rel=1e-4)
 
 
 # NVIDIA and AWS, nccl-tests: bus bandwidth of an all-reduce in GB/s by payload in MiB.

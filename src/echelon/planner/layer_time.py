@@ -19,13 +19,17 @@ _SCORE_PASSES = (2, 4.5)
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one microbatch, forward and backward together; `forward` is the part of the forward pass."""
+    """Seconds of one microbatch, forward and backward together.
+
+    Of these, `forward` are the forward pass, and `weights` the gradients of weights.
+    """
 
     matmul: float = 0.0
     attention: float = 0.0
     memory_bound: float = 0.0
     recompute: float = 0.0
     forward: float = 0.0
+    weights: float = 0.0
 
     @property
     def total(self) -> float:
@@ -57,6 +61,7 @@ def layer_time(
         memory_bound=3 * memory,
         recompute=repeated,
         forward=matmul + attention_once + memory,
+        weights=matmul * (backward - 1),
     )
 
 
@@ -72,7 +77,7 @@ def head_time(
     memory = tokens * part.vocab_size * _LOSS_PASSES * passes / 2 / _bandwidth(cluster, rates)
     frozen = plan.adapter is not None and not plan.adapter.num_saved_outside
     matmul = once * (2 if frozen else 3)
-    return LayerTime(matmul=matmul, memory_bound=memory, forward=once + memory / 3)
+    return LayerTime(matmul=matmul, memory_bound=memory, forward=once + memory / 3, weights=matmul - 2 * once)
 
 
 def _bandwidth(cluster: Cluster, rates: Rates) -> float:

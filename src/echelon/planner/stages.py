@@ -1,4 +1,4 @@
-"""Pipeline stages: their decoder layers, the microbatches that a schedule takes, and its bubble.
+"""Pipeline stages: their decoder layers, the microbatches that a schedule takes, and its bubble if all are equal.
 
 With p processes in a pipeline, v stages on each and m microbatches in a step. Times of forward passes, of gradients of
 activations and of gradients of weights are taken as equal, as in the papers of the schedules: GPipe (Huang et al. 2019,
@@ -198,19 +198,6 @@ def bubble_share(schedule: PipelineSchedule, num_ranks: int, stages_per_rank: in
     """
     work = stages_per_rank * num_microbatches * (3 if schedule == "zero_bubble" else 1)
     return (num_ranks - 1) / (work + num_ranks - 1)
-
-
-def bubble_seconds(schedule: PipelineSchedule, loads: Sequence[float], stages_per_rank: int) -> float:
-    """Return the seconds that the slowest rank of a pipeline waits in a step.
-
-    The first microbatch has to reach it and the last one has to leave it: it waits for one microbatch on every other
-    rank, for one stage of each if they have several, and for a third of that if gradients of weights fill the gaps.
-
-    Args:
-        loads: the seconds in which each rank computes one microbatch in all its stages, forward and backward.
-    """
-    parts = stages_per_rank * (3 if schedule == "zero_bubble" else 1)
-    return (sum(loads) - max(loads)) / parts
 
 
 def microbatches_kept(

@@ -12,11 +12,11 @@ from echelon.planner.collectives import Group, find_group
 from echelon.planner.layer_time import LayerTime, head_time, layer_time
 from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ModelShape
+from echelon.planner.pipeline_time import StageTime, bubble_seconds
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan, SyncPlan
 from echelon.planner.rank_shape import divide_shape
 from echelon.planner.rates import Rates, Software, choose_software, rates_of
 from echelon.planner.replica_costs import count_sent_bytes
-from echelon.planner.stages import bubble_seconds
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def estimate_time(
             "ep": steps * count * experts,
             "pp": steps * border,
         },
-        bubble=bubble_seconds(plan.schedule, loads, len(plan.stages) // plan.pp) if plan.schedule else 0.0,
+        bubble=_bubble_seconds(step, layer, head, tensor + context + experts, border),
         optimizer=optimizer,
         offload=offload,
         overhead=steps * max(0.0, host - loads[slowest]) + rates.step_seconds,
@@ -222,6 +222,22 @@ def _border_seconds(step: _Step) -> float:
     group = find_group(plan, step.cluster, ("pp",))
     share = plan.tp if plan.sequence_parallel else 1
     return 2 * len(plan.stages) // plan.pp * group.send(step.hidden_bytes / share) * (1 - step.rates.overlap)
+
+
+def _bubble_seconds(step: _Step, layer: LayerTime, head: LayerTime, sent: float, border: float) -> float:
+    """Seconds that the busiest rank of a pipeline waits. sent, border: what a layer and a rank send, both ways."""
+    plan = step.plan
+    if plan.schedule is None:
+        return 0.0
+    ends, last = border / (len(plan.stages) // plan.pp), len(plan.stages) - 1
+    stages = []
+    for number, count in enumerate(plan.stages):
+        behind = head if number == last else LayerTime()
+        forward = count * (layer.forward + sent / 2) + behind.forward + ends / 2
+        weights = count * layer.weights + behind.weights
+        total = count * (layer.total + sent) + behind.total + ends
+        stages.append(StageTime(forward, total - forward - weights, weights))
+    return bubble_seconds(plan.schedule, plan.pp, stages, plan.num_microbatches)
 
 
 def _data_seconds(step: _Step, layer: LayerTime, count: int, head: LayerTime) -> tuple[float, float]:

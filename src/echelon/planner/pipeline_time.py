@@ -1,0 +1,144 @@
+"""Seconds that a pipeline takes for a step under each schedule, with stages of any cost: its actions, one by one.
+
+The order of a rank's actions is that of PyTorch's schedules: GPipe (Huang et al. 2019, arXiv:1811.06965), 1F1B and its
+interleaved form (Narayanan et al. 2021, arXiv:2104.04473), and zero bubble (Qi et al. 2023, arXiv:2401.10241, ZB1P). An
+action starts when its rank has done the one before it and the neighbouring stage has sent what it needs.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from echelon.recipe.training import PipelineSchedule
+
+# Steps with more actions are computed up to this number; each further round of microbatches adds as much time as the
+# last one that is computed.
+_MOST_ACTIONS = 20_000
+_PLACES = 5  # decimal places of a stage's share of the busiest rank, so that equal pipelines are computed once
+
+_KINDS = "FBIW"  # forward, backward, its halves: gradients of inputs, gradients of weights
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of one microbatch in one stage.
+
+    Attributes:
+        forward: the forward pass.
+        inputs: the gradients of its inputs, with what is recomputed for them.
+        weights: the gradients of its weights, which zero bubble computes later.
+    """
+
+    forward: float
+    inputs: float
+    weights: float
+
+    @property
+    def total(self) -> float:
+        """Forward and backward pass."""
+        return self.forward + self.inputs + self.weights
+
+
+def bubble_seconds(
+    schedule: PipelineSchedule, num_ranks: int, stages: Sequence[StageTime], num_microbatches: int
+) -> float:
+    """Return the seconds in which the rank with the most work waits for others, in a step.
+
+    Args:
+        stages: all stages in the order of the model; stage s is on rank s modulo num_ranks.
+    """
+    busiest = max(sum(each.total for each in stages[rank::num_ranks]) for rank in range(num_ranks))
+    if not busiest:
+        return 0.0
+    shares = tuple(
+        round(each / busiest, _PLACES) for stage in stages for each in (stage.forward, stage.inputs, stage.weights)
+    )
+    return busiest * _bubble(schedule, num_ranks, shares, num_microbatches)
+
+
+@lru_cache(maxsize=4096)
+def _bubble(schedule: PipelineSchedule, num_ranks: int, shares: tuple[float, ...], num_microbatches: int) -> float:
+    """The bubble for stages whose three times follow each other in `shares`."""
+    num_stages, size = len(shares) // 3, round_size(schedule, num_ranks, num_microbatches)
+    rounds = num_microbatches // size
+    more = max(0, rounds - max(2, _MOST_ACTIONS // (2 * num_stages * size)))
+    count = num_microbatches - more * size
+    seconds = _run(_list_actions(schedule, num_ranks, num_stages, count), shares, num_ranks)
+    if more:
+        fewer = _list_actions(schedule, num_ranks, num_stages, count - size)
+        seconds += more * (seconds - _run(fewer, shares, num_ranks))
+    totals = [sum(shares[3 * stage : 3 * stage + 3]) for stage in range(num_stages)]
+    return max(0.0, seconds - num_microbatches * max(sum(totals[rank::num_ranks]) for rank in range(num_ranks)))
+
+
+def round_size(schedule: PipelineSchedule, num_ranks: int, num_microbatches: int) -> int:
+    """The microbatches that a rank computes in one of its stages before it goes on with the next."""
+    if schedule in ("gpipe", "1f1b"):
+        return min(num_ranks, num_microbatches)
+    return num_microbatches // max(1, num_microbatches // num_ranks)
+
+
+def _run(actions: Sequence[tuple[int, int, int]], shares: Sequence[float], num_ranks: int) -> float:
+    """The time at which the last action is done."""
+    stages = zip(shares[::3], shares[1::3], shares[2::3], strict=True)
+    taken = [each for forward, inputs, weights in stages for each in (forward, inputs + weights, inputs, weights)]
+    clock, done = [0.0] * num_ranks, [0.0]
+    for rank, needed, place in actions:
+        start, ready = clock[rank], done[needed]
+        clock[rank] = end = (ready if ready > start else start) + taken[place]
+        done.append(end)
+    return max(clock)
+
+
+@lru_cache(maxsize=128)
+def _list_actions(
+    schedule: PipelineSchedule, num_ranks: int, num_stages: int, count: int
+) -> tuple[tuple[int, int, int], ...]:
+    """All actions of a step, each after those that it needs: its rank, the number of the action whose result another
+    stage sends (from 1; 0 for none), and the place of its seconds: four kinds for each stage.
+    """
+    orders = [list(_order(schedule, num_ranks, num_stages // num_ranks, count, rank)) for rank in range(num_ranks)]
+    numbers: dict[tuple[str, int, int], int] = {}
+    actions: list[tuple[int, int, int]] = []
+    places = [0] * num_ranks
+    total = sum(map(len, orders))
+    while len(actions) < total:
+        for rank, order in enumerate(orders):
+            while places[rank] < len(order):
+                kind, stage, index = order[places[rank]]
+                sender = ("F", stage - 1, index) if kind == "F" else ("B", stage + 1, index)
+                is_sent = kind != "W" and 0 <= sender[1] < num_stages
+                if is_sent and sender not in numbers:
+                    break
+                actions.append((rank, numbers[sender] if is_sent else 0, 4 * stage + _KINDS.index(kind)))
+                numbers["B" if kind == "I" else kind, stage, index] = len(actions)
+                places[rank] += 1
+    return tuple(actions)
+
+
+def _order(
+    schedule: PipelineSchedule, num_ranks: int, per_rank: int, count: int, rank: int
+) -> Iterator[tuple[str, int, int]]:
+    """The actions of one rank: (kind, stage, microbatch)."""
+    size, behind, total = round_size(schedule, num_ranks, count), num_ranks - 1 - rank, per_rank * count
+    splits = schedule == "zero_bubble"
+    ahead = {"gpipe": total, "1f1b": behind, "zero_bubble": (per_rank - 1) * size + behind}.get(
+        schedule, (per_rank - 1) * size + 2 * behind
+    )
+    ahead = min(ahead, total)
+
+    def place(number: int, is_forward: bool) -> tuple[int, int]:
+        turn, within = divmod(number, size)
+        round_number, local = divmod(turn, per_rank)
+        return (local if is_forward else per_rank - 1 - local) * num_ranks + rank, round_number * size + within
+
+    for number in range(ahead):
+        yield ("F", *place(number, True))
+    for number in range(total):
+        if ahead + number < total:
+            yield ("F", *place(ahead + number, True))
+        yield ("I" if splits else "B", *place(number, False))
+        if splits and number >= rank:
+            yield ("W", *place(number - rank, False))
+    for number in range(max(0, total - rank), total) if splits else ():
+        yield ("W", *place(number, False))
