@@ -1,10 +1,13 @@
 """Fixtures for all tests."""
 
 import argparse
+import atexit
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -16,6 +19,9 @@ from workers import WorkerPool
 # The tests' models are so small that a second thread only waits for the first. Set before torch is imported, also for
 # the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The user's calibrations and measured runs would change plans. No test finds one that it has not made.
+os.environ["ECHELON_CACHE"] = tempfile.mkdtemp(prefix="echelon-cache-")
+atexit.register(shutil.rmtree, os.environ["ECHELON_CACHE"], ignore_errors=True)
 
 # `make test &` in a shell ignores SIGINT, and nohup ignores SIGHUP; child processes would inherit that.
 # Processes that a test starts handle signals as a user's do; pytest itself still survives its terminal under nohup.

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from echelon.api.recipes import RecipeLike, load_recipe
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import Cluster, parse_devices
+from echelon.hardware.cores import num_cores
+from echelon.hardware.detection import calibrated_cluster, detect_cluster, find_calibrated_cpu, use_calibration
 from echelon.hardware.instances import find_instance
 from echelon.lifecycle.building import build_stages
 from echelon.lifecycle.model_checks import check_model
@@ -133,20 +135,22 @@ def find_target(
     """The cluster to plan for, as for `plan`, and the price of one of its machines, if it is known."""
     _check_target(devices, instance, count)
     if devices is not None:
-        return parse_devices(devices, devices_per_node), None
+        return use_calibration(parse_devices(devices, devices_per_node)), None
     if instance is not None:
         return _find_instances(recipe, shape, instance, count, on_line)
     return _find_here(), None
 
 
 def _find_here() -> Cluster:
+    if (known := find_calibrated_cpu()) is not None:
+        count = max(1, num_cores() // 2)
+        return calibrated_cluster(known, count, count)
     if find_spec("torch") is None:
         raise ConfigError(
             "torch is not installed here, but it is needed to detect this machine's hardware; install it, or give the "
             "devices, for example --devices 8xH100."
         )
     from echelon.distributed.runtime import default_num_processes
-    from echelon.hardware.detection import detect_cluster
 
     return detect_cluster(default_num_processes())
 

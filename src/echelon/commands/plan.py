@@ -2,57 +2,42 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING
 
-import typer
-
-from echelon.commands.arguments import OverridesArgument, RecipeArgument, read_recipe
+from echelon.commands import plan_options as options
+from echelon.commands.arguments import OverridesArgument, read_recipe
 from echelon.commands.terminal import show
 from echelon.errors import ConfigError
 
+if TYPE_CHECKING:
+    from echelon.api.searching import SearchReport
+
 
 def plan(
-    recipe_path: RecipeArgument,
+    recipe_path: options.PlannedRecipe = None,
     overrides: OverridesArgument = None,
-    devices: Annotated[
-        str | None, typer.Option("--devices", metavar="64xH100", help="Plan for these devices. Default: this machine.")
-    ] = None,
-    devices_per_node: Annotated[int, typer.Option("--devices-per-node", help="Number of devices per machine.")] = 8,
-    instance: Annotated[
-        str | None,
-        typer.Option(
-            "--instance", metavar="ml.TYPE|auto", help="Plan for SageMaker machines; auto: the cheapest type."
-        ),
-    ] = None,
-    count: Annotated[
-        int | None,
-        typer.Option(
-            "--count", min=1, help="Number of machines, with --instance. Default: 1; with auto: as few as possible."
-        ),
-    ] = None,
-    build: Annotated[
-        bool,
-        typer.Option("--build", help="Divide the real model as planned, without devices, and count what ranks store."),
-    ] = False,
-    by: Annotated[
-        Literal["time", "cost", "memory"] | None,
-        typer.Option("--by", help="Search all plans that the recipe allows, and rank them by this."),
-    ] = None,
-    budget_usd: Annotated[
-        float | None, typer.Option("--budget-usd", min=0, help="Search plans whose run costs at most this.")
-    ] = None,
-    deadline_hours: Annotated[
-        float | None, typer.Option("--deadline-hours", min=0, help="Search plans whose run takes at most this.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Search, and print the candidates as JSON.")] = False,
-    accuracy: Annotated[
-        bool, typer.Option("--accuracy", help="Compare runs with what was predicted: the arguments are run folders.")
-    ] = False,
+    devices: options.Devices = None,
+    devices_per_node: options.DevicesPerNode = 8,
+    instance: options.Instance = None,
+    count: options.Count = None,
+    build: options.Build = False,
+    by: options.By = None,
+    budget_usd: options.BudgetUsd = None,
+    deadline_hours: options.DeadlineHours = None,
+    as_json: options.AsJson = False,
+    accuracy: options.Accuracy = False,
+    calibrate: options.Calibrate = False,
 ) -> None:
     """Show how a recipe would run, its memory, time and cost.
 
     Also shows why a recipe is refused. Downloads no weights.
     """
+    if calibrate:
+        _calibrate()
+        if recipe_path is None:
+            return
+    if recipe_path is None:
+        raise ConfigError("a recipe is missing; write echelon plan RECIPE, or echelon plan --calibrate.")
     if accuracy:
         from echelon.runs.reckoning import describe_accuracy
 
@@ -75,8 +60,7 @@ def plan(
             budget_usd=budget_usd,
             deadline_hours=deadline_hours,
         )
-        for line in [json.dumps(found.to_dict(), indent=2)] if as_json else found.describe():
-            show(line)
+        _show_search(found, as_json)
         return
     from echelon.api.planning import plan as plan_here
 
@@ -89,3 +73,16 @@ def plan(
         build=build,
         on_line=show,
     )
+
+
+def _show_search(found: "SearchReport", as_json: bool) -> None:
+    for line in [json.dumps(found.to_dict(), indent=2)] if as_json else found.describe():
+        show(line)
+
+
+def _calibrate() -> None:
+    from echelon.api.machine_rates import calibrate
+
+    found, path = calibrate()
+    for line in (*found.describe_rates(), f"kept in {path}"):
+        show(line)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from echelon.errors import PlanError
+from echelon.hardware.calibration import Calibration
 from echelon.hardware.links import Links, parse_links, usual_links
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -96,6 +97,7 @@ class Cluster:
     `float8_supported`: likewise; None: as in the table.
     `can_compile`: whether the machines have what `torch.compile` needs on a CPU.
     `links`: None: the usual ones of the device.
+    `calibration`: what was measured on this machine; None: nothing.
     """
 
     accelerator: Accelerator
@@ -107,6 +109,7 @@ class Cluster:
     can_compile: bool = True
     float8_supported: bool | None = None
     links: Links | None = None
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         """Raises PlanError unless the devices fill whole machines."""

@@ -8,14 +8,16 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError
 from echelon.hardware.accelerators import Accelerator, Cluster, find_accelerator
+from echelon.hardware.calibration import CPU, Calibration, find_calibration
 from echelon.hardware.cores import read_system_file
-from echelon.supervise.launch_environment import find_place, read_environment
+from echelon.supervise.launch_environment import find_cache_dir, find_place, read_environment
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +33,8 @@ def detect_cluster(num_processes: int) -> Cluster:
 
     Raises ConfigError when there are fewer GPUs than processes.
     """
+    if (known := find_calibrated_cpu()) is not None:
+        return calibrated_cluster(known, num_processes, num_processes)
     import torch
 
     visible = torch.cuda.device_count() if torch.cuda.is_available() else num_processes
@@ -47,13 +51,57 @@ def detect_launched_cluster() -> Cluster:
     return _describe_cluster(place.world_size, min(place.local_world_size, place.world_size))
 
 
+def find_calibrated_cpu() -> Calibration | None:
+    """The calibration of this machine, if it is one without GPUs that was calibrated: torch need not be imported."""
+    found = find_calibration(find_cache_dir())
+    return found if found is not None and found.is_cpu and not found.machine["gpus"] else None
+
+
+def calibrated_cluster(known: Calibration, num_devices: int, devices_per_node: int) -> Cluster:
+    """Processes on CPUs like this one, at the rates that were measured."""
+    cores = known.cores_of(devices_per_node)
+    cpu = Accelerator(
+        CPU,
+        machine_memory_bytes() // devices_per_node,
+        known.product_flops["bfloat16"] * cores,
+        known.product_flops["float32"] * cores,
+        known.stream_bandwidth * cores,
+        known.describe(),
+    )
+    links = known.links(devices_per_node)
+    return Cluster(
+        cpu, num_devices, devices_per_node, "cpu", can_compile=has_compiler(), links=links, calibration=known
+    )
+
+
+def use_calibration(cluster: Cluster) -> Cluster:
+    """The cluster with the rates and links measured on this machine, if its devices are like those that were measured.
+
+    Links that were given are kept.
+    """
+    known = find_calibration(find_cache_dir())
+    if known is None or known.is_cpu != (cluster.kind == "cpu"):
+        return cluster
+    if known.is_cpu:
+        return calibrated_cluster(known, cluster.num_devices, cluster.devices_per_node)
+    same = find_accelerator(known.device, cluster.accelerator.memory_bytes or 0)
+    if cluster.accelerator.name not in (known.device, None if same is None else same.name):
+        return cluster
+    links = known.links(cluster.devices_per_node) if cluster.links is None else cluster.links
+    return replace(cluster, links=links, calibration=known)
+
+
 def _describe_cluster(num_devices: int, devices_per_node: int) -> Cluster:
     import torch
 
     if torch.cuda.is_available():
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         has_float8 = torch.cuda.get_device_capability() >= (8, 9)
-        return Cluster(_describe_gpu(), num_devices, devices_per_node, "cuda", has_bf16, float8_supported=has_float8)
+        return use_calibration(
+            Cluster(_describe_gpu(), num_devices, devices_per_node, "cuda", has_bf16, float8_supported=has_float8)
+        )
+    if (known := find_calibrated_cpu()) is not None:
+        return calibrated_cluster(known, num_devices, devices_per_node)
     cpu = _describe_cpu(devices_per_node)
     return Cluster(cpu, num_devices, devices_per_node, "cpu", can_compile=has_compiler())
 

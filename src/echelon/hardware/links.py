@@ -11,12 +11,15 @@ from echelon.errors import PlanError
 @dataclass(frozen=True)
 class Link:
     """A link of one device. bandwidth: bytes/s in one direction, of collectives. latency: seconds of a collective
-    with an empty payload between two devices."""
+    with an empty payload between two devices. gather, scatter: bytes/s of all-gathers and reduce-scatters of sharded
+    layers, where they were measured apart."""
 
     name: str
     bandwidth: float
     latency: float
     source: str
+    gather: float | None = None
+    scatter: float | None = None
 
 
 @dataclass(frozen=True)

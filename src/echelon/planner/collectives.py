@@ -35,9 +35,20 @@ class Group:
 
     def all_gather(self, num_bytes: float) -> float:
         """Seconds until every rank has the `num_bytes` that they have parts of; a reduce-scatter takes as long."""
+        return self._share_out(num_bytes, self.links.inside.bandwidth)
+
+    def gather_layer(self, num_bytes: float) -> float:
+        """Seconds of the all-gather of a sharded layer of `num_bytes`, with its copies where they were measured."""
+        return self._share_out(num_bytes, self.links.inside.gather or self.links.inside.bandwidth)
+
+    def scatter_layer(self, num_bytes: float) -> float:
+        """Seconds of the reduce-scatter of a layer's gradients, likewise."""
+        return self._share_out(num_bytes, self.links.inside.scatter or self.links.inside.bandwidth)
+
+    def _share_out(self, num_bytes: float, bandwidth: float) -> float:
         if self.size == 1 or not num_bytes:
             return 0.0
-        inside = num_bytes * (self.local - 1) / self.local / self.links.inside.bandwidth
+        inside = num_bytes * (self.local - 1) / self.local / bandwidth
         nodes = self.num_machines
         between = num_bytes * (nodes - 1) / nodes / (self.local * self.links.between.bandwidth)
         return self.latency + max(inside, between)

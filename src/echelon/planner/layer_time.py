@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from echelon.hardware.accelerators import Cluster
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
-from echelon.planner.rates import ATTENTION_BACKWARD, Rates, Software, attention_flops, product_flops
+from echelon.planner.rates import Rates, Software, attention_flops, product_flops
 
 # Passes over memory of the forward pass, at least: numbers read and written per token, times the hidden size (two norms
 # and residuals, rotary embeddings) and times the intermediate size (the gate's product). Backward passes take twice.
-_HIDDEN_PASSES, _INNER_PASSES = 14, 3
+HIDDEN_PASSES, INNER_PASSES = 14, 3
 _FLOAT8_PASSES = 4  # bytes per input number of a product: read in bf16, written in float8, twice
 _LOSS_PASSES = 12  # bytes per logit: written, read and its gradient written and read, in two bytes and in four
 # Unfused attention: passes over the scores in a forward pass: those of its two products, one written and one read, and
@@ -75,6 +75,8 @@ def head_time(
     once *= _slowdown(tokens, part.hidden_size, part.vocab_size, rates)
     passes = rates.fused if software.fused else rates.eager
     memory = tokens * part.vocab_size * _LOSS_PASSES * passes / 2 / _bandwidth(cluster, rates)
+    if rates.logit_seconds is not None:  # measured with operations that are not fused
+        memory = tokens * part.vocab_size * rates.logit_seconds * passes / rates.eager
     frozen = plan.adapter is not None and not plan.adapter.num_saved_outside
     matmul = once * (2 if frozen else 3)
     return LayerTime(matmul=matmul, memory_bound=memory, forward=once + memory / 3, weights=matmul - 2 * once)
@@ -132,7 +134,7 @@ def _attention(
         once = max(flops / rate, _SCORE_PASSES[0] * passes) + _SCORE_PASSES[1] * passes
         return once, 2 * once
     once = flops / 2 / attention_flops(device, compute, part.head_dim, software, rates)
-    return once, 2.5 * once / ATTENTION_BACKWARD
+    return once, 2.5 * once / rates.attention_backward
 
 
 def _memory_forward(
@@ -143,7 +145,7 @@ def _memory_forward(
     divided = plan.tp if plan.sequence_parallel else 1
     share, width = part.expert_widths
     inner = (1 - share) * part.intermediate_size + share * part.num_chosen_experts * width
-    passes = _HIDDEN_PASSES * part.hidden_size / divided + _INNER_PASSES * inner
+    passes = HIDDEN_PASSES * part.hidden_size / divided + INNER_PASSES * inner
     num_bytes = passes * number * (rates.fused if software.fused else rates.eager)
     if plan.precision.float8:
         num_bytes += _FLOAT8_PASSES * (2 * part.hidden_size / divided + inner)

@@ -4,7 +4,8 @@ The fitted ones are those of `benchmarks/planner_accuracy.py`, over the publishe
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 from echelon.errors import PlanError
@@ -26,10 +27,9 @@ _FLOAT8_GAIN = 2.0  # of the peak, NVIDIA's datasheets of all devices with float
 
 # Forward attention as a share of the peak, head dim 128, causal. FlashAttention-2 (Dao 2023, arXiv:2307.08691, figure
 # 5 and 6): 190 of 312 TFLOP/s on A100, 335 of 989 on H100. FlashAttention-3 and cuDNN (Shah et al. 2024,
-# arXiv:2407.08608, figure 5): 610 of 989. Backward passes reach 0.85 of it.
+# arXiv:2407.08608, figure 5): 610 of 989.
 _FLASH = {"A100": 0.61, "H100": 0.34, "H200": 0.34}
 _USUAL_FLASH, _FLASH3 = 0.45, 0.60
-ATTENTION_BACKWARD = 0.85
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,14 @@ class Rates:
         memory_bandwidth: bytes/s, if that of the device is unknown.
         host_bandwidth: bytes/s between a GPU and host memory: PCIe 4, ml-engineering.
         bandwidth_share: the share of a device's memory bandwidth that kernels reach (BabelStream on A100 and H100).
+        attention_backward: the speed of attention's backward pass, as a share of its forward pass (the same figures).
+        products: FLOP/s of large matrix products by dtype, where they are measured.
+        attention_rate: FLOP/s of the forward pass of attention, where it is measured.
+        hook, dispatch: seconds of the host beyond `launch`, for a layer that is sharded, and for one that is divided by
+            tensor parallelism.
+        logit_seconds: of the loss per logit, forward and backward, where it is measured.
+        waits_for_host: whether the device does nothing while the host launches the next operation, as a CPU.
+        sharing: processes that share a core of a CPU.
     """
 
     product: float = 0.85
@@ -63,6 +71,14 @@ class Rates:
     memory_bandwidth: float = 10e9
     host_bandwidth: float = 24e9
     bandwidth_share: float = 0.85
+    attention_backward: float = 0.85
+    products: Mapping[str, float] = field(default_factory=dict)
+    attention_rate: float | None = None
+    logit_seconds: float | None = None
+    hook: float = 0.0
+    dispatch: float = 0.0
+    waits_for_host: bool = False
+    sharing: float = 1.0
 
 
 GPU_RATES = Rates()
@@ -70,8 +86,30 @@ CPU_RATES = Rates(product=1.0, small_dim=16.0, bandwidth_share=1.0, overlap=0.0,
 
 
 def rates_of(cluster: Cluster) -> Rates:
-    """The constants of this kind of device."""
-    return GPU_RATES if cluster.kind == "cuda" else CPU_RATES
+    """The constants of this kind of device, and what a calibration measured in place of them."""
+    usual, measured = GPU_RATES if cluster.kind == "cuda" else CPU_RATES, cluster.calibration
+    if measured is None:
+        return usual
+    cores = measured.cores_of(cluster.devices_per_node) if measured.is_cpu else 1.0
+    sharing = max(1.0, 1 / cores)
+    bandwidth = cluster.accelerator.memory_bandwidth or measured.stream_bandwidth * cores
+    return replace(
+        usual,
+        small_dim=measured.small_dim,
+        attention=1.0,
+        attention_backward=measured.attention_backward,
+        products={dtype: rate * cores for dtype, rate in measured.product_flops.items()},
+        attention_rate=measured.attention_flops * cores,
+        logit_seconds=measured.logit_seconds / cores,
+        memory_bandwidth=bandwidth,
+        bandwidth_share=measured.pointwise_bandwidth * cores / bandwidth,
+        launch=measured.launch_seconds * sharing,
+        hook=measured.hook_seconds * sharing,
+        dispatch=measured.dispatch_seconds * sharing,
+        step_seconds=usual.step_seconds * sharing,
+        waits_for_host=measured.is_cpu,
+        sharing=sharing,
+    )
 
 
 @dataclass(frozen=True)
@@ -109,6 +147,8 @@ def choose_software(plan: ParallelPlan) -> Software:
 
 def product_flops(device: Accelerator, compute: str, float8: bool, rates: Rates) -> float:
     """FLOP/s of large matrix products. Raises PlanError if the device's rate is unknown."""
+    if compute in rates.products and not float8:
+        return rates.products[compute] * rates.product
     peak = device.peak_flops(compute)
     if compute == "float16" or (compute != "float32" and peak is None):
         peak = _FP16_FLOPS.get(device.name, peak)
@@ -123,6 +163,8 @@ def product_flops(device: Accelerator, compute: str, float8: bool, rates: Rates)
 
 def attention_flops(device: Accelerator, compute: str, head_dim: int, software: Software, rates: Rates) -> float:
     """FLOP/s of the forward pass of fused causal attention; narrow heads are slower (FlashAttention-2, figure 5)."""
+    if rates.attention_rate is not None:
+        return rates.attention_rate * rates.attention
     if device.name == "cpu":
         return product_flops(device, compute, False, rates) * rates.attention
     peak = product_flops(device, compute, False, rates) / rates.product

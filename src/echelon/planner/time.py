@@ -4,7 +4,7 @@ Each decoder layer is a roofline: matrix products by FLOPs, the rest by bytes. C
 (`collectives.py`); what runs beside computation counts only as far as it is longer. `rates.py` has the constants.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from echelon.hardware.accelerators import Cluster
@@ -17,6 +17,8 @@ from echelon.planner.plan import DTYPE_BYTES, ParallelPlan, SyncPlan
 from echelon.planner.rank_shape import divide_shape
 from echelon.planner.rates import Rates, Software, choose_software, rates_of
 from echelon.planner.replica_costs import count_sent_bytes
+
+_PARTS = ("matmul", "attention", "memory_bound", "recompute", "bubble", "optimizer", "offload", "overhead")
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,17 @@ class TimeEstimate:
         }
         return max(parts, key=lambda name: parts[name])
 
+    def scaled(self, factor: float) -> "TimeEstimate":
+        """The estimate with every part this many times as long."""
+        if factor == 1.0:
+            return self
+        parts = {name: factor * getattr(self, name) for name in _PARTS}
+        exposed = {axis: factor * each for axis, each in self.exposed_communication.items()}
+        return replace(self, exposed_communication=exposed, **parts)
+
     def to_dict(self) -> dict[str, float]:
         """Seconds by part, as in estimate.json."""
-        names = ("matmul", "attention", "memory_bound", "recompute", "bubble", "optimizer", "offload", "overhead")
-        parts = {name: float(getattr(self, name)) for name in names}
+        parts = {name: float(getattr(self, name)) for name in _PARTS}
         return parts | {f"communication_{axis}": each for axis, each in self.exposed_communication.items()}
 
 
@@ -145,8 +154,11 @@ def estimate_time(
     count, heads = layers[slowest], int(slowest == plan.pp - 1)
     shard, replicas = _data_seconds(step, layer, count, head)
     optimizer, offload = _update_seconds(step, count / shape.num_layers, loads[slowest] * steps)
-    host = count * software.launch_seconds(rates) * (1.5 if plan.activation_checkpointing == "full" else 1.0)
-    return TimeEstimate(
+    host = count * (software.launch_seconds(rates) + (rates.dispatch if plan.tp > 1 else 0.0))
+    host *= 1.5 if plan.activation_checkpointing == "full" else 1.0
+    host += (count + 1) * rates.hook if plan.dp_shard * plan.cp > 1 else 0.0
+    bubble = _bubble_seconds(step, layer, head, tensor + context + experts, border)
+    estimate = TimeEstimate(
         matmul=steps * (count * layer.matmul + heads * head.matmul),
         attention=steps * count * layer.attention,
         memory_bound=steps * (count * layer.memory_bound + heads * head.memory_bound),
@@ -159,19 +171,33 @@ def estimate_time(
             "ep": steps * count * experts,
             "pp": steps * border,
         },
-        bubble=_bubble_seconds(step, layer, head, tensor + context + experts, border),
+        bubble=bubble,
         optimizer=optimizer,
         offload=offload,
-        overhead=steps * max(0.0, host - loads[slowest]) + rates.step_seconds,
+        overhead=steps * (host if rates.waits_for_host else max(0.0, host - loads[slowest])) + rates.step_seconds,
         assumptions=tuple(_list_assumptions(cluster, software)),
     )
+    return estimate.scaled(_count_waiting(loads, steps, bubble, rates.sharing))
+
+
+def _count_waiting(loads: Sequence[float], steps: int, bubble: float, sharing: float) -> float:
+    """The share of a pipeline's time that is left where processes share cores: one that waits leaves its core free.
+
+    A step cannot be shorter than the work of all processes on all cores, nor than the way through the pipeline with a
+    core for each process.
+    """
+    alone = max(loads) * steps + bubble
+    together = sum(loads) / len(loads) * steps
+    return max(together, alone / sharing) / alone if sharing > 1 else 1.0
 
 
 def _list_assumptions(cluster: Cluster, software: Software) -> Iterator[str]:
     if cluster.num_devices > 1:
         yield cluster.known_links.describe()
     yield software.describe()
-    if cluster.kind == "cpu":
+    if cluster.calibration is not None:
+        yield cluster.calibration.describe()
+    elif cluster.kind == "cpu":
         yield "on CPUs only matrix products are measured: steps may take several times as long"
 
 
@@ -250,8 +276,8 @@ def _data_seconds(step: _Step, layer: LayerTime, count: int, head: LayerTime) ->
     forward = layer.forward + head.forward / count
     backward = layer.total - layer.forward + (head.total - head.forward) / count
     shard = find_group(plan, step.cluster, ("dp_shard", "cp"))
-    gather = shard.all_gather(weights * DTYPE_BYTES[plan.precision.compute])
-    reduce = shard.all_gather(weights * trained * DTYPE_BYTES[plan.precision.reduce])
+    gather = shard.gather_layer(weights * DTYPE_BYTES[plan.precision.compute])
+    reduce = shard.scatter_layer(weights * trained * DTYPE_BYTES[plan.precision.reduce])
     reductions = steps if plan.reduce_gradients == "each" else 1
     if plan.reshard_after_forward:  # gathered for the forward and again for the backward pass
         exposed = steps * (step.exposed(gather, forward) + step.exposed(gather, backward))

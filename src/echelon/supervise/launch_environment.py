@@ -274,6 +274,13 @@ def read_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def find_cache_dir() -> Path:
+    """The user's folder for what echelon measured and may measure again: ECHELON_CACHE, else that of the system."""
+    if given := os.environ.get("ECHELON_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "echelon"
+
+
 def worker_environment(num_processes: int, deterministic: bool = False) -> dict[str, str]:
     """The variables of `num_processes` workers on this machine: their number of threads, torch's settings, and when the
     command began.

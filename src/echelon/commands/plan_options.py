@@ -1,0 +1,42 @@
+"""The options of `echelon plan`."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+PlannedRecipe = Annotated[Path | None, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
+Devices = Annotated[
+    str | None, typer.Option("--devices", metavar="64xH100", help="Plan for these devices. Default: this machine.")
+]
+DevicesPerNode = Annotated[int, typer.Option("--devices-per-node", help="Number of devices per machine.")]
+Instance = Annotated[
+    str | None,
+    typer.Option("--instance", metavar="ml.TYPE|auto", help="Plan for SageMaker machines; auto: the cheapest type."),
+]
+Count = Annotated[
+    int | None,
+    typer.Option(
+        "--count", min=1, help="Number of machines, with --instance. Default: 1; with auto: as few as possible."
+    ),
+]
+Build = Annotated[
+    bool, typer.Option("--build", help="Divide the real model as planned, without devices, and count what ranks store.")
+]
+By = Annotated[
+    Literal["time", "cost", "memory"] | None,
+    typer.Option("--by", help="Search all plans that the recipe allows, and rank them by this."),
+]
+BudgetUsd = Annotated[
+    float | None, typer.Option("--budget-usd", min=0, help="Search plans whose run costs at most this.")
+]
+DeadlineHours = Annotated[
+    float | None, typer.Option("--deadline-hours", min=0, help="Search plans whose run takes at most this.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Search, and print the candidates as JSON.")]
+Accuracy = Annotated[
+    bool, typer.Option("--accuracy", help="Compare runs with what was predicted: the arguments are run folders.")
+]
+Calibrate = Annotated[
+    bool, typer.Option("--calibrate", help="Measure this machine first, in under a minute; later plans use the result.")
+]

@@ -1,0 +1,342 @@
+"""Times pieces of training work in one process of a calibration: `python -m echelon.hardware.timed_work`.
+
+All processes do the same at once, as in training: they share the memory of the machine, and of a CPU its cores. On a
+CPU work is timed by the processor time of the process, so that other programs on the machine hardly matter;
+collectives by elapsed time as well. The shortest of several calls counts.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from echelon.hardware.heap import keep_freed_memory
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Row = tuple[str, dict[str, float]]
+"""What was measured, and its values: sizes, and `seconds` of one call."""
+
+# Rows, inner and outer dim of the products: of narrow and wide layers. A GPU is many times as fast.
+_PRODUCTS = {
+    "cpu": ((64, 64, 64), (128, 128, 128), (256, 256, 704), (1024, 256, 704), (256, 704, 256), (512, 1024, 1024)),
+    "cuda": ((512, 512, 512), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (8192, 2048, 8192)),
+}
+# Tokens, heads and their dim.
+_ATTENTION = {"cpu": ((256, 4, 32), (512, 4, 64)), "cuda": ((4096, 16, 128), (8192, 16, 128))}
+# Tokens and width of the layers: of hardly any size, and one that the cores' caches hold about as well as in training.
+_LAYERS = {"cpu": ((8, 16), (256, 256), (512, 384)), "cuda": ((8, 64), (8192, 2048), (8192, 4096))}
+_LOGITS = {"cpu": (256, 4096), "cuda": (4096, 32768)}
+_COPIED = {"cpu": 2**23, "cuda": 2**28}  # numbers of a copy, more than caches hold
+_PAYLOADS = {"cpu": (4, 2**16, 2**20, 2**22), "cuda": (4, 2**20, 2**24, 2**28)}  # bytes of an all-reduce
+_SECONDS = 0.08  # for each measurement, at least three calls
+_JOIN_SECONDS = 120
+_HEAD_DIM = {"cpu": 32, "cuda": 128}
+
+
+class Timer:
+    """Measures calls on a device: processor time on a CPU, elapsed time on a GPU."""
+
+    def __init__(self, device: "torch.device") -> None:
+        self.device = device
+
+    def read(self) -> float:
+        """Seconds, once the device has done its work."""
+        if self.device.type == "cpu":
+            return time.process_time()
+        import torch
+
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def measure(self, call: Callable[[], object]) -> float:
+        """Seconds of one call: the shortest of several, since disturbances only make a call longer."""
+        call()
+        seconds: list[float] = []
+        ends = time.perf_counter() + 10 * _SECONDS  # under load processor time passes slowly
+        while len(seconds) < 3 or (sum(seconds) < _SECONDS and time.perf_counter() < ends):
+            began = self.read()
+            call()
+            seconds.append(self.read() - began)
+        return min(seconds)
+
+
+def time_products(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
+    """The three products of a linear layer: its output, and the gradients of its input and of its weight."""
+    import torch
+
+    name = str(dtype).removeprefix("torch.")
+    for rows, inner, outer in _PRODUCTS[timer.device.type]:
+        left = torch.randn(rows, inner, device=timer.device, dtype=dtype)
+        weight = torch.randn(outer, inner, device=timer.device, dtype=dtype)
+        gradient = torch.randn(rows, outer, device=timer.device, dtype=dtype)
+        calls = (lambda: left @ weight.T, lambda: gradient @ weight, lambda: gradient.T @ left)  # noqa: B023
+        seconds = sum(timer.measure(call) for call in calls)
+        yield f"product {name}", {"rows": rows, "inner": inner, "outer": outer, "seconds": seconds}
+        if seconds > _SECONDS:  # a type that the CPU emulates: larger products would take seconds
+            return
+
+
+def time_attention(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
+    """Causal attention, forward and backward."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    name = str(dtype).removeprefix("torch.")
+    for tokens, heads, head_dim in _ATTENTION[timer.device.type]:
+        shape = (1, heads, tokens, head_dim)
+        query, key, value = (torch.randn(shape, device=timer.device, dtype=dtype, requires_grad=True) for _ in range(3))
+        gradient = torch.randn(shape, device=timer.device, dtype=dtype)
+
+        def forward() -> "Tensor":
+            return scaled_dot_product_attention(query, key, value, is_causal=True)  # noqa: B023
+
+        def both() -> None:
+            torch.autograd.grad(forward(), (query, key, value), gradient)  # noqa: B023
+
+        once = timer.measure(forward)
+        sizes = {"tokens": tokens, "heads": heads, "head_dim": head_dim}
+        yield f"attention {name}", {**sizes, "seconds": once, "backward": timer.measure(both) - once}
+
+
+def time_layers(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
+    """Decoder layers with two RMS norms, rotary positions and a gated MLP, forward and backward."""
+    import torch
+
+    for tokens, width in _LAYERS[timer.device.type]:
+        layer = build_layer(width, _HEAD_DIM[timer.device.type]).to(timer.device, dtype)
+        hidden = torch.randn(1, tokens, width, device=timer.device, dtype=dtype, requires_grad=True)
+
+        def step() -> None:
+            layer(hidden).sum().backward()  # noqa: B023
+            layer.zero_grad(set_to_none=True)  # noqa: B023
+
+        sizes = {"tokens": tokens, "width": width, "inner": inner_width(width)}
+        yield "layer", {**sizes, "seconds": timer.measure(step)}
+
+
+def time_memory(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
+    """A copy of more than caches hold, and the loss of a chunk of logits."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    source = torch.ones(_COPIED[timer.device.type], device=timer.device)
+    target = torch.empty_like(source)
+    seconds = timer.measure(lambda: target.copy_(source))
+    yield "copy", {"bytes": 2.0 * source.numel() * source.element_size(), "seconds": seconds}
+    tokens, vocabulary = _LOGITS[timer.device.type]
+    logits = torch.randn(tokens, vocabulary, device=timer.device, dtype=dtype, requires_grad=True)
+    labels = torch.zeros(tokens, device=timer.device, dtype=torch.long)
+
+    def loss() -> None:
+        torch.autograd.grad(cross_entropy(logits.float(), labels, reduction="sum"), logits)
+
+    yield "loss", {"logits": float(tokens * vocabulary), "seconds": timer.measure(loss)}
+
+
+def time_collectives(device: "torch.device") -> Iterator[Row]:
+    """Collectives of several sizes between all processes.
+
+    `seconds`: elapsed, the shortest of several calls. On a CPU `processor`, too: of a process, all its threads, on
+    average. Cores that are free do as much work in that time, while others hold up every process of a collective.
+    """
+    import torch.distributed as dist
+
+    timer = Timer(device)
+    for size in _PAYLOADS[device.type]:
+        for name, call in _build_collectives(size // 4, device).items():
+            call()  # opens connections
+            elapsed, used = [], []
+            for _ in range(16 if size < 2**20 else 5):
+                dist.barrier()
+                timer.read()
+                began, before = time.perf_counter(), time.process_time()
+                call()
+                timer.read()
+                elapsed.append(time.perf_counter() - began)
+                used.append(time.process_time() - before)
+            values = {"bytes": float(size), "processes": float(dist.get_world_size()), "seconds": min(elapsed)}
+            yield name, values | ({"processor": sum(used) / len(used)} if device.type == "cpu" else {})
+
+
+def _build_collectives(count: int, device: "torch.device") -> dict[str, Callable[[], object]]:
+    """The collectives of data parallelism for `count` numbers, with the copies that `fully_shard` makes of them: a
+    layer is gathered from shards and divided into its parameters, its gradients are joined and summed into a shard."""
+    import torch
+    import torch.distributed as dist
+
+    ranks = dist.get_world_size()
+    payload, shard = torch.ones(count, device=device), torch.ones(-(-count // ranks), device=device)
+    whole, received = (torch.empty(ranks * shard.numel(), device=device) for _ in range(2))
+    parameters = torch.empty_like(whole)
+
+    def gather() -> None:
+        dist.all_gather_into_tensor(whole, shard)
+        parameters.copy_(whole)
+
+    def scatter() -> None:
+        whole.copy_(parameters)
+        if device.type == "cuda":
+            dist.reduce_scatter_tensor(shard, whole)
+        else:  # as in parallel/gloo_scatter.py
+            dist.all_to_all_single(received, whole)
+            torch.sum(received.view(ranks, -1), dim=0, out=shard)
+
+    return {"all_reduce": lambda: dist.all_reduce(payload), "all_gather": gather, "reduce_scatter": scatter}
+
+
+def time_wrappers(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
+    """A layer of hardly any size: whole, sharded by `fully_shard`, and divided for tensor parallelism.
+
+    The difference is what hooks and the dispatch of distributed tensors cost, and collectives of hardly any bytes.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    tokens, head_dim = _LAYERS[timer.device.type][0]
+    width = head_dim * dist.get_world_size()
+    hidden = torch.randn(1, tokens, width, device=timer.device, dtype=dtype, requires_grad=True)
+    for name in ("whole", "sharded", "divided"):
+        layer = build_layer(width, head_dim).to(timer.device, dtype)
+        if name == "sharded":
+            fully_shard(layer, reshard_after_forward=True)
+        elif name == "divided":
+            _divide(layer, timer.device.type)
+
+        def step() -> None:
+            layer(hidden).sum().backward()  # noqa: B023
+            layer.zero_grad(set_to_none=True)  # noqa: B023
+
+        step()
+        seconds = []
+        for _ in range(12):  # as often on every rank
+            began = timer.read()
+            step()
+            seconds.append(timer.read() - began)
+        yield name, {"seconds": min(seconds)}
+
+
+def _divide(layer: "torch.nn.Module", kind: str) -> None:
+    """Divide the matrices over all processes; norms are distributed tensors that every process has, as in training."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, distribute_module
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    columns = {name: ColwiseParallel() for name in ("query", "key", "value", "gate", "up")}
+    parallelize_module(layer, mesh, {**columns, "out": RowwiseParallel(), "down": RowwiseParallel()})
+    for name, module in layer.named_modules():
+        if name.startswith("norms."):
+            distribute_module(
+                module,
+                mesh,
+                None,
+                lambda _, inputs, mesh: DTensor.from_local(inputs[0], mesh, [Replicate()]),
+                lambda _, output, mesh: output.to_local(),
+            )
+
+
+def inner_width(width: int) -> int:
+    """The width between the products of an MLP of Llama: 8/3 of the hidden one, in whole sixteens."""
+    return -(-8 * width // 3 // 16) * 16
+
+
+def build_layer(width: int, head_dim: int) -> "torch.nn.Module":
+    """A decoder layer as Hugging Face writes Llama's, in plain PyTorch."""
+    import torch
+    from torch import nn
+    from torch.nn.functional import scaled_dot_product_attention, silu
+
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(width))
+
+        def forward(self, hidden: "Tensor") -> "Tensor":
+            kind = hidden.dtype
+            hidden = hidden.to(torch.float32)
+            hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6)
+            return self.weight * hidden.to(kind)
+
+    def rotate(states: "Tensor", cosine: "Tensor", sine: "Tensor") -> "Tensor":
+        first, second = states.chunk(2, dim=-1)
+        return states * cosine + torch.cat((-second, first), dim=-1) * sine
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(Norm() for _ in range(2))
+            self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+            self.gate, self.up = (nn.Linear(width, inner_width(width), bias=False) for _ in range(2))
+            self.down = nn.Linear(inner_width(width), width, bias=False)
+
+        def forward(self, hidden: "Tensor") -> "Tensor":
+            tokens = hidden.shape[1]
+            size = min(head_dim, width)
+            normed = self.norms[0](hidden)
+            parts = [
+                each(normed).view(1, tokens, -1, size).transpose(1, 2) for each in (self.query, self.key, self.value)
+            ]
+            angles = torch.zeros(tokens, size, device=hidden.device, dtype=hidden.dtype)
+            query, key = (rotate(each, angles + 1, angles) for each in parts[:2])
+            mixed = scaled_dot_product_attention(query, key, parts[2], is_causal=True)
+            hidden = hidden + self.out(mixed.transpose(1, 2).reshape(1, tokens, -1))
+            normed = self.norms[1](hidden)
+            result: Tensor = hidden + self.down(silu(self.gate(normed)) * self.up(normed))
+            return result
+
+    return Layer()
+
+
+def time_all(device: "torch.device") -> Iterator[Row]:
+    """Every measurement of one process, those of collectives last."""
+    import torch
+    import torch.distributed as dist
+
+    timer, low = Timer(device), torch.bfloat16
+    training = torch.float32 if device.type == "cpu" else low
+    for dtype in (torch.float32, low):
+        dist.barrier()
+        yield from time_products(timer, dtype)
+    for measure in (time_attention, time_layers, time_memory):
+        dist.barrier()
+        yield from measure(timer, training)
+    if dist.get_world_size() > 1:
+        yield from time_wrappers(timer, training)
+        yield from time_collectives(device)
+
+
+def main(store: str, rank: int, world_size: int) -> None:
+    """Join the other processes through a file, measure, and write the rows to stdout as JSON, on rank 0."""
+    import torch
+    import torch.distributed as dist
+
+    keep_freed_memory()
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=_JOIN_SECONDS),
+    )
+    rows = list(time_all(device))
+    dist.barrier()
+    if rank == 0:
+        sys.stdout.write(f"{json.dumps(rows)}\n")
+        sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

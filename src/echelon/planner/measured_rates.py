@@ -1,0 +1,132 @@
+"""The constants of a calibration, from the times of pieces of work: the planner's own formulas, solved for them."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import date
+
+from echelon.hardware.calibration import Calibration, describe_machine
+from echelon.planner.layer_time import HIDDEN_PASSES, INNER_PASSES
+from echelon.planner.rates import GPU_RATES
+
+Row = tuple[str, Mapping[str, float]]
+"""What was measured, and its values: sizes, and `seconds` of one call."""
+
+_LARGE = 128  # the smallest dim of products that are long enough to have a rate
+_SMALL_DIMS = [0.0, *(2.0**power for power in range(2, 11))]
+
+
+def fit_calibration(rows: Sequence[Row], device: str, num_devices: int, training_dtype: str) -> Calibration:
+    """The calibration that follows from what `hardware/timed_work.py` measured.
+
+    Args:
+        training_dtype: of the attention and the layers that were measured.
+
+    Raises:
+        ValueError: a measurement is missing.
+    """
+    products = {name.split()[1]: _rows(rows, name) for name, _ in rows if name.startswith("product ")}
+    if training_dtype not in products:
+        raise ValueError(f"no product in {training_dtype} was measured")
+    small_dim = _fit_small_dim(products[training_dtype])
+    rates = {dtype: _fit_products(found, small_dim)[0] for dtype, found in products.items()}
+    attention = _rows(rows, f"attention {training_dtype}")
+    forward = statistics.fmean(_attention_flops(each) / each["seconds"] for each in attention)
+    backward = statistics.fmean(2.5 * _attention_flops(each) / each["backward"] for each in attention)
+    smallest, *layers = sorted(_rows(rows, "layer"), key=lambda each: each["tokens"] * each["width"])
+    launch = smallest["seconds"]
+    known = (rates[training_dtype], small_dim, forward, backward)
+    number = 4 if training_dtype == "float32" else 2
+    (copy,), (loss,) = _rows(rows, "copy"), _rows(rows, "loss")
+    latency, bandwidth = _fit_link(_rows(rows, "all_reduce"), passes=2)
+    return Calibration(
+        machine=describe_machine(),
+        date=date.today().isoformat(),
+        device=device,
+        num_devices=num_devices,
+        product_flops=rates,
+        small_dim=small_dim,
+        attention_flops=forward,
+        attention_backward=backward / forward,
+        stream_bandwidth=copy["bytes"] / copy["seconds"],
+        pointwise_bandwidth=statistics.fmean(_pointwise(each, known, launch, number) for each in layers),
+        logit_seconds=loss["seconds"] / loss["logits"],
+        launch_seconds=launch,
+        latency=latency,
+        bandwidth=bandwidth,
+        gather_bandwidth=_fit_link(_rows(rows, "all_gather"), passes=1)[1],
+        scatter_bandwidth=_fit_link(_rows(rows, "reduce_scatter"), passes=1)[1],
+        hook_seconds=_fit_wrapper(rows, "sharded", {"all_gather": 2, "reduce_scatter": 1}),
+        dispatch_seconds=_fit_wrapper(rows, "divided", {"all_reduce": 4}),
+    )
+
+
+def _rows(rows: Iterable[Row], name: str) -> list[Mapping[str, float]]:
+    return [values for each, values in rows if each == name]
+
+
+def _slowdown(row: Mapping[str, float], small_dim: float) -> float:
+    return 1 + small_dim * (1 / row["rows"] + 1 / row["inner"] + 1 / row["outer"]) / 2
+
+
+def _fit_products(rows: Iterable[Mapping[str, float]], small_dim: float) -> tuple[float, float]:
+    """(FLOP/s of large products, the spread of the rates that each of them would give)."""
+    large = [each for each in rows if min(each["rows"], each["inner"], each["outer"]) >= _LARGE] or list(rows)
+    rates = [
+        6.0 * each["rows"] * each["inner"] * each["outer"] * _slowdown(each, small_dim) / each["seconds"]
+        for each in large
+    ]
+    return statistics.median(rates), statistics.pstdev(rates) / statistics.fmean(rates)
+
+
+def _fit_small_dim(rows: Sequence[Mapping[str, float]]) -> float:
+    """The constant with which products of different sizes agree best on the rate."""
+    return min(_SMALL_DIMS, key=lambda small_dim: _fit_products(rows, small_dim)[1])
+
+
+def _attention_flops(row: Mapping[str, float]) -> float:
+    """Of the forward pass, half of the scores: two products of 2 FLOPs per score and number of a head."""
+    return 2.0 * row["heads"] * row["tokens"] ** 2 * row["head_dim"]
+
+
+def _pointwise(row: Mapping[str, float], known: tuple[float, float, float, float], launch: float, number: int) -> float:
+    """Bytes per second of a layer's operations outside its products, from the time that products leave of it.
+
+    At most the whole time is taken, at least a twentieth of it, in case the products were measured too slow.
+    """
+    flops, small_dim, forward, backward = known
+    tokens, width, inner = row["tokens"], row["width"], row["inner"]
+    seconds = row["seconds"] - launch
+    for rows, columns, times in ((width, width, 4), (width, inner, 2), (inner, width, 1)):
+        shape = {"rows": tokens, "inner": rows, "outer": columns}
+        seconds -= 6.0 * times * tokens * rows * columns / flops * _slowdown(shape, small_dim)
+    scores = 2.0 * width * tokens**2
+    seconds -= scores / forward + 2.5 * scores / backward
+    num_bytes = 3 * tokens * number * GPU_RATES.eager * (HIDDEN_PASSES * width + INNER_PASSES * inner)
+    return num_bytes / max(seconds, 0.05 * row["seconds"])
+
+
+def _fit_wrapper(rows: Sequence[Row], name: str, collectives: Mapping[str, int]) -> float:
+    """Seconds that a layer of hardly any size takes longer in this form, without its collectives."""
+    found, whole = _rows(rows, name), _rows(rows, "whole")
+    if not found:
+        return 0.0
+    seconds = found[0]["seconds"] - whole[0]["seconds"]
+    for each, times in collectives.items():
+        smallest = min(_rows(rows, each), key=lambda values: values["bytes"])
+        seconds -= times * smallest.get("processor", smallest["seconds"])
+    return max(0.0, seconds)
+
+
+def _fit_link(rows: Sequence[Mapping[str, float]], passes: int) -> tuple[float, float]:
+    """(seconds of the smallest payload, bytes that a rank sends per second of the largest one); (0, 0) without rows.
+
+    Args:
+        passes: 2 for an all-reduce, which is a reduce-scatter and an all-gather, else 1. In each pass a rank sends the
+            payload without its own part.
+    """
+    if not rows:
+        return 0.0, 0.0
+    smallest, largest = (choose(rows, key=lambda each: each["bytes"]) for choose in (min, max))
+    ranks, key = largest["processes"], "processor" if "processor" in largest else "seconds"
+    sent = passes * (ranks - 1) / ranks * largest["bytes"]
+    return smallest["seconds"], sent / max(largest[key] - smallest[key], 1e-9)

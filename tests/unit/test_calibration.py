@@ -1,0 +1,221 @@
+"""The calibration of a machine: what is fitted, kept, found again, and used by a plan."""
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from echelon.commands.plan import plan
+from echelon.errors import ConfigError
+from echelon.hardware.accelerators import parse_devices
+from echelon.hardware.calibration import (
+    Calibration,
+    calibration_path,
+    describe_machine,
+    find_calibration,
+    store_calibration,
+)
+from echelon.hardware.detection import calibrated_cluster, detect_cluster, use_calibration
+from echelon.planner.measured_rates import fit_calibration
+from echelon.planner.plan import ParallelPlan
+from echelon.planner.shape import build_shape
+from echelon.planner.time import estimate_time
+
+CALIBRATION = Calibration(
+    machine=describe_machine() | {"gpus": ""}, date="2026-01-02", device="cpu", num_devices=2,
+    product_flops={"float32": 80e9, "bfloat16": 4e9}, small_dim=0.0, attention_flops=25e9, attention_backward=0.9,
+    stream_bandwidth=16e9, pointwise_bandwidth=8e9, logit_seconds=3e-9, launch_seconds=1.5e-3, latency=150e-6,
+    bandwidth=2e9,
+)  # fmt: skip
+SHAPE = build_shape(
+    {
+        "model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 2048, "tie_word_embeddings": False,
+    }
+)  # fmt: skip
+LAYER = 4 * 256**2 + 3 * 256 * 704
+RECIPE = """\
+run: {name: small}
+model:
+  config: {model_type: llama, hidden_size: 64, intermediate_size: 192, num_hidden_layers: 2, num_attention_heads: 4,
+           vocab_size: 256}
+tokenizer: bytes
+data: {train: [{path: text.txt}], sequence_len: 64}
+train: {steps: 5, global_batch_size: 8, compile: false, precision: fp32}
+optim: {learning_rate: 1.0e-3}
+"""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("ECHELON_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    (tmp_path / "text.txt").write_text("a few words\n")
+    return path
+
+
+def test_the_constants_of_a_machine_are_found_again_in_its_times():
+    """Rows of a machine whose times follow the formulas of docs/planning.md exactly."""
+    flops, small, attention, backward, bandwidth, launch = 70e9, 16.0, 20e9, 0.8, 6e9, 1e-3
+
+    def product(rows, inner, outer):
+        slow = 1 + small / 2 * (1 / rows + 1 / inner + 1 / outer)
+        return 2 * rows * inner * outer / flops * slow
+
+    def layer(tokens, width, inner):
+        products = 4 * product(tokens, width, width) + 2 * product(tokens, width, inner)
+        seconds = 3 * (products + product(tokens, inner, width))
+        scores = 4 * tokens**2 / 2 * width  # causal: half of two products of 2 FLOPs
+        moved = 3 * tokens * 4 * 1.85 * (14 * width + 3 * inner)
+        return seconds + scores / attention * (1 + 2.5 / backward) + moved / bandwidth + launch
+
+    rows = [
+        *(("product float32", {"rows": a, "inner": b, "outer": c, "seconds": 3 * product(a, b, c)})
+          for a, b, c in ((64, 64, 64), (256, 256, 704), (512, 1024, 1024), (128, 128, 128))),
+        ("attention float32", {"tokens": 256, "heads": 4, "head_dim": 32,
+                               "seconds": 2 * 4 * 256**2 * 32 / attention,
+                               "backward": 5 * 4 * 256**2 * 32 / attention / backward}),
+        ("layer", {"tokens": 8, "width": 16, "inner": 48, "seconds": launch}),
+        ("layer", {"tokens": 256, "width": 256, "inner": 688, "seconds": layer(256, 256, 688)}),
+        ("copy", {"bytes": 1e8, "seconds": 0.01}),
+        ("loss", {"logits": 1e6, "seconds": 0.004}),
+        ("all_reduce", {"bytes": 4.0, "processes": 2.0, "seconds": 2e-4}),
+        ("all_reduce", {"bytes": 4e6, "processes": 2.0, "seconds": 2e-4 + 2e-3}),
+    ]  # fmt: skip
+    found = fit_calibration(rows, "cpu", 2, "float32")
+    assert found.small_dim == small
+    assert found.product_flops == pytest.approx({"float32": flops})
+    assert (found.attention_flops, found.attention_backward) == pytest.approx((attention, backward))
+    assert found.pointwise_bandwidth == pytest.approx(bandwidth, rel=1e-6)
+    assert (found.stream_bandwidth, found.logit_seconds) == pytest.approx((1e10, 4e-9))
+    assert (found.latency, found.bandwidth) == pytest.approx((2e-4, 2e9))
+    with pytest.raises(ValueError, match="no product in bfloat16"):
+        fit_calibration(rows, "cpu", 2, "bfloat16")
+
+
+def test_it_is_found_again_on_this_machine_with_these_versions_only(cache, monkeypatch):
+    assert find_calibration(cache) is None
+    path = store_calibration(cache, CALIBRATION)
+    assert find_calibration(cache) == CALIBRATION
+    monkeypatch.setattr("echelon.hardware.calibration._find_version", lambda package: "another")
+    assert find_calibration(cache) is None
+    monkeypatch.undo()
+    path.write_text(path.read_text()[:-20])
+    assert find_calibration(cache) is None
+    assert calibration_path(cache) == path
+
+
+def test_processes_that_share_cores_share_their_rates_and_links():
+    two, four = (calibrated_cluster(CALIBRATION, count, count) for count in (2, 4))
+    assert (two.accelerator.fp32_flops, four.accelerator.fp32_flops) == (80e9, 40e9)
+    assert (two.known_links.inside.bandwidth, four.known_links.inside.bandwidth) == (2e9, 1e9)
+    one = calibrated_cluster(CALIBRATION, 1, 1)  # with two threads
+    assert one.accelerator.fp32_flops == 160e9 and one.known_links.inside.bandwidth == 2e9
+
+
+def test_a_step_takes_what_the_measured_rates_say():
+    """One process with both cores, 4 microbatches of 256 tokens."""
+    plan = ParallelPlan("ddp", micro_batch_size=2, num_microbatches=4)
+    found = estimate_time(SHAPE, plan, 128, calibrated_cluster(CALIBRATION, 1, 1))
+    assert found.matmul == pytest.approx(6 * 1024 * (4 * LAYER + 256 * 2048) / 160e9, rel=1e-3)
+    forward = 4 * 1024 * 256 * 128 * 4 / 2 / 50e9
+    assert found.attention == pytest.approx(forward * (1 + 2.5 / 0.9))
+    moved = 3 * 1024 * 4 * 4 * 1.85 * (14 * 256 + 3 * 704)
+    assert found.memory_bound == pytest.approx(moved / 16e9 + 1024 * 2048 * 1.5e-9)
+    assert found.overhead == pytest.approx(4 * 4 * 1.5e-3 + 0.01)  # a CPU computes nothing while it launches
+    assert found.optimizer == pytest.approx(36 * SHAPE.num_parameters / 32e9)
+    assert any("measured on this machine on 2026-01-02" in line for line in found.assumptions)
+
+
+def test_processes_that_wait_in_a_pipeline_leave_their_cores_to_others():
+    """Four stages of one layer on two cores: with few microbatches the way through the pipeline takes longer than the
+    work of all stages on both cores, with many it does not."""
+
+    def step(count, cores):
+        plan = ParallelPlan(
+            "pp", pp=4, schedule="1f1b", stages=(1, 1, 1, 1), micro_batch_size=2, num_microbatches=count
+        )  # fmt: skip
+        known = replace(CALIBRATION, num_devices=cores, latency=0.0, bandwidth=1e15)
+        found = estimate_time(SHAPE, plan, 128, calibrated_cluster(known, 4, 4))
+        assert sum(found.to_dict().values()) == pytest.approx(found.total)
+        return found.compute + found.bubble
+
+    alone = {count: step(count, 4) for count in (1, 4, 64)}  # a core for each
+    layer = (alone[64] - alone[4]) / 60  # and the head, of the last stage
+    first = (alone[1] - layer) / 3
+    for count in (1, 4, 64):
+        together = (3 * first + layer) * count / 2
+        # Copies between cores are as fast as before, and two processes of a core launch one after the other.
+        assert step(count, 2) == pytest.approx(max(alone[count], together), rel=0.02)
+
+
+def test_a_plan_says_that_it_uses_the_calibration_and_imports_no_torch(cache, recipe):
+    store_calibration(cache, CALIBRATION)
+    program = (
+        "import sys; from echelon.api.planning import plan; "
+        "found = [str(plan(sys.argv[1], each)) for each in (None, '2xcpu')]; "
+        "assert not {'torch', 'transformers'} & {*sys.modules}; print('\\n'.join(found))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, recipe], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("rates: measured on this machine on 2026-01-02 by echelon plan --calibrate") == 2
+    assert "calibrated with 2 GB/s per device inside a machine" in done.stdout
+
+
+def test_a_cluster_of_other_devices_is_not_calibrated(cache):
+    store_calibration(cache, CALIBRATION)
+    assert detect_cluster(2).calibration == CALIBRATION
+    assert use_calibration(parse_devices("8xH100")).calibration is None
+    gpus = replace(CALIBRATION, device="NVIDIA H100 80GB HBM3", num_devices=8)
+    store_calibration(cache, gpus)
+    found = use_calibration(parse_devices("16xH100"))
+    assert found.calibration == gpus and found.known_links.inside.bandwidth == 2e9
+    assert use_calibration(parse_devices("16xH100@nvlink,efa")).known_links.inside.name == "nvlink4"
+    assert use_calibration(parse_devices("8xA100-80")).calibration is None
+
+
+def test_processor_time_does_not_pass_while_a_process_waits():
+    import torch
+
+    from echelon.hardware.timed_work import Timer
+
+    timer = Timer(torch.device("cpu"))
+    assert timer.measure(lambda: time.sleep(0.05)) < 0.025
+
+
+def test_a_recipe_is_needed_except_to_calibrate():
+    with pytest.raises(ConfigError, match="echelon plan RECIPE, or echelon plan --calibrate"):
+        plan()
+
+
+@pytest.mark.slow
+def test_this_machine_is_calibrated_and_the_next_plan_uses_it(cache, recipe, capsys):
+    began = time.process_time()
+    plan(recipe, calibrate=True, devices="2xcpu")
+    shown = capsys.readouterr().out
+    assert "matrix products in float32" in shown and "gathering sharded layers" in shown
+    assert "rates: measured on this machine" in shown
+    found = find_calibration(cache)
+    assert found is not None
+    # The best product of this process, in the same units: within a factor of two under any load.
+    import torch
+
+    left = torch.randn(512, 512)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    seconds = []
+    for _ in range(9):
+        began = time.process_time()
+        left @ left
+        seconds.append(time.process_time() - began)
+    torch.set_num_threads(threads)
+    assert found.product_flops["float32"] == pytest.approx(2 * 512**3 / min(seconds), rel=0.5)
+    assert 1e7 < found.bandwidth < 1e11 and 1e-6 < found.latency < 0.1
