@@ -104,13 +104,25 @@ launchers: .venv/.installed
 	$(BIN)/python -m pytest tests/launchers -m slow -rs
 
 # The engines that are installed apart; `make engine-NAME` runs the tests of one.
-ENGINES :=
+ENGINES := horovod
 
 .PRECIOUS: .venv-%/.installed
 .venv-%/.installed: pyproject.toml
 	@echo "== setting up .venv-$*: echelon, the packages its tests need, and the engine $*"
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/pip install --quiet --disable-pip-version-check -e '.[test,$*]'
+	@touch $@
+
+# PyTorch's headers need C++17, and Horovod's build asks for C++14: a compiler obeys the last -std.
+.venv-horovod/.installed: pyproject.toml
+	@echo "== setting up .venv-horovod: echelon, the packages its tests need, and Horovod, built for this PyTorch (5 minutes)"
+	$(PYTHON) -m venv .venv-horovod
+	.venv-horovod/bin/pip install --quiet --disable-pip-version-check -e '.[test]' setuptools wheel
+	printf '#!/bin/sh\nexec g++ "$$@" -std=c++17 -g0\n' > .venv-horovod/bin/c++17
+	chmod +x .venv-horovod/bin/c++17
+	CXX=$(CURDIR)/.venv-horovod/bin/c++17 MAKEFLAGS=-j2 HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 \
+	    HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
+	    .venv-horovod/bin/pip install --quiet --disable-pip-version-check --no-build-isolation horovod==0.28.1
 	@touch $@
 
 engine-%: .venv-%/.installed

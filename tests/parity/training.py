@@ -90,7 +90,7 @@ class Row:
     fields: tuple[tuple[str, Any], ...] = ()
     """Fields of the model's config that differ, and their values."""
     changes: Any = None
-    """Keys of the recipe that differ, by section."""
+    """Keys of the recipe that differ, by section; or the value of a key without sections."""
 
     def __str__(self) -> str:
         name = (
@@ -140,7 +140,7 @@ def write_recipe(row: Row, folder: Path, text: Path, steps: int) -> Path:
     if row.adapter != "full":
         overrides["adapter"] = ADAPTERS[row.adapter]
     for section, keys in (row.changes or {}).items():
-        overrides.setdefault(section, {}).update(keys)
+        overrides[section] = {**overrides.get(section, {}), **keys} if isinstance(keys, dict) else keys
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "recipe.json"  # JSON is YAML
     path.write_text(json.dumps(overrides))

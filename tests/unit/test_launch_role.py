@@ -26,6 +26,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
+HOROVODRUN = {"HOROVOD_RANK": "2", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "2"}
 SLURM = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
 
 
@@ -36,6 +37,7 @@ SLURM = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_
         (TORCHRUN, "worker"),
         ({"RANK": "0"}, "local"),
         (OPEN_MPI, "worker"),
+        (HOROVODRUN, "worker"),
         (SLURM, "worker"),
         ({**SLURM, "SLURM_NTASKS": "2"}, "agent"),
         ({**SLURM, "SLURM_NTASKS": "1"}, "local"),
@@ -55,6 +57,9 @@ def test_role(env, role):
 def test_place_of_each_launcher():
     assert find_place(TORCHRUN) == Place(3, 8, 1, 2)
     assert find_place(OPEN_MPI) == Place(5, 6, 1, 2)
+    assert find_place(HOROVODRUN) == Place(2, 4, 0, 2)
+    # A worker of torchrun in which Horovod has started.
+    assert find_place({**HOROVODRUN, **TORCHRUN}) == Place(3, 8, 1, 2)
     assert find_place({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}) == Place(3, 4, 1, 2)
     assert find_place({}) == Place(0, 1, 0, 1)
     assert find_place({"RANK": "1", "WORLD_SIZE": "2"}) == Place(1, 2, 1, 2)

@@ -61,7 +61,8 @@ def test_each_row_refuses_a_value(tmp_path: Path, row: Unbuilt) -> None:
 def test_the_message_states_key_value_and_alternatives(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_text(tmp_path, SMALL, "engine=deepspeed")
-    assert str(caught.value) == "engine=deepspeed is not built yet; possible now: native, or smp for SMP's keys."
+    words = "engine=deepspeed is not built yet; possible now: native, horovod, or smp for SMP's keys."
+    assert str(caught.value) == words
 
 
 @pytest.mark.parametrize("override", BUILT)

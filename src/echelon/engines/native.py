@@ -38,7 +38,7 @@ from echelon.objectives.loss import IGNORE
 from echelon.objectives.objective import Objective
 from echelon.objectives.outputs import ObjectiveModule, Reading
 from echelon.optimizer import LossScale, Optimizer, Served, build_optimizer, build_served, clip_gradients, global_norm
-from echelon.parallel import connect_stages, shard_model, shard_stages
+from echelon.parallel import Parallelize, connect_stages, parallelize, shard_model, shard_stages
 from echelon.parallel.data_parallel import Parallel
 from echelon.parallel.step import ForwardBackward, StepSums
 from echelon.planner.memory import MemoryParts
@@ -388,6 +388,8 @@ def build_native_engine(
     device: torch.device,
     compile_backend: str = "inductor",
     new_token_ids: Sequence[int] = (),
+    parallelize: Parallelize = parallelize,
+    description: Sequence[str] = (),
 ) -> NativeEngine:
     """Build the model on meta, shard, materialise and initialise it, and wrap it in an engine. Collective.
 
@@ -395,6 +397,8 @@ def build_native_engine(
 
     Args:
         new_token_ids: ids of `model.new_tokens`, whose rows are trained in addition to an adapter.
+        parallelize: builds the data parallelism.
+        description: further lines of `Engine.describe`.
     """
     skeleton = build_on_meta(config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
     traits, attention = choose_attention_kernel(skeleton, recipe, plan, meshes, device)
@@ -418,11 +422,12 @@ def build_native_engine(
     for module in stages.modules:
         module.train()
     hidden_size = config.get_text_config().hidden_size
-    parallel, steps = connect_stages(stages, plan, meshes, hidden_size, device, recipe.run.seed, router.loss)
+    seed = recipe.run.seed
+    parallel, steps = connect_stages(stages, plan, meshes, hidden_size, device, seed, router.loss, parallelize)
     served = _build_served(model, recipe, plan, meshes, compile_backend)
     optimizer = _build_optimizer(model, recipe, plan, meshes, compile_backend) if served is None else served.optimizer
     loss_scale = LossScale(device) if plan.precision.compute == "float16" else None
-    lines = [line for line in (attention, kernels, router.line) if line is not None]
+    lines = [line for line in (attention, kernels, router.line, *description) if line is not None]
     everyone, padding = meshes.everyone, choose_padding(plan)
     fixed = (everyone, loss_scale, principal, lines, meshes.pp, padding, served)
     return NativeEngine(parallel, model, optimizer, objective, steps, traits, *fixed)

@@ -1,6 +1,6 @@
 """Applying a plan to a model: the order of the transforms, from the inside out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -123,6 +123,17 @@ def shard_stages(
     return Stages(places, modules, shared)
 
 
+def parallelize(module: ObjectiveModule, plan: ParallelPlan, meshes: Meshes, seed: int) -> DataParallel:
+    """The data parallelism around a materialised model. Collective: DDP compares the replicas as it is built."""
+    if plan.sync.name == QUORUM:
+        return Summed(module, autocast_scope(plan, meshes.device_type))
+    return build_data_parallel(module, plan, meshes, seed)
+
+
+Parallelize = Callable[[ObjectiveModule, ParallelPlan, Meshes, int], DataParallel]
+"""What has the arguments and the result of `parallelize`."""
+
+
 def connect_stages(
     stages: Stages,
     plan: ParallelPlan,
@@ -131,12 +142,14 @@ def connect_stages(
     device: torch.device,
     seed: int,
     router: RouterLoss | None = None,
+    parallelize: Parallelize = parallelize,
 ) -> tuple[Parallel, ForwardBackward]:
     """Return the parallelism around materialised stages, and what runs the microbatches of a step. Collective.
 
     Args:
         seed: of dropout, and of random choices of `sync.compress`.
         router: the router loss that is trained.
+        parallelize: builds the data parallelism of a stage.
     """
     parallels = [parallelize(module, plan, meshes, seed) for module in stages.modules]
     strength = None if router is None else router.strength
@@ -147,10 +160,3 @@ def connect_stages(
     parts = [StagePart(*part) for part in zip(stages.places, stages.modules, parallels, strict=True)]
     pipeline = Pipeline(parts, plan, meshes.pp, hidden_size, device, seed, strength, stages.shared)
     return pipeline, pipeline
-
-
-def parallelize(module: ObjectiveModule, plan: ParallelPlan, meshes: Meshes, seed: int) -> DataParallel:
-    """The data parallelism around a materialised model. Collective: DDP compares the replicas as it is built."""
-    if plan.sync.name == QUORUM:
-        return Summed(module, autocast_scope(plan, meshes.device_type))
-    return build_data_parallel(module, plan, meshes, seed)

@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from echelon.recipe.batches import BatchSchedule, Rhythm, constant_batch, ramp_batch
 from echelon.recipe.engines import find_refused
+from echelon.recipe.horovod_config import HorovodConfig
 from echelon.recipe.inputs import (
     AdapterConfig,
     DataConfig,
@@ -76,6 +77,7 @@ class Recipe(Section):
         description="With `engine: smp`: parameters of SageMaker's model-parallel library, in its own spelling; they "
         "are replaced by the keys that they stand for when the recipe is read.",
     )
+    horovod: HorovodConfig = HorovodConfig()
     track: tuple[Tracker, ...] = Field(
         (), description="Trackers that receive the metrics; `metrics.jsonl` is always written."
     )

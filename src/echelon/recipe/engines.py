@@ -55,7 +55,21 @@ class EngineRow:
     check: str | None = None
 
 
-ENGINES: dict[str, EngineRow] = {NATIVE: EngineRow("echelon.engines.native:build_native_engine")}
+_WHOLE_COPIES = (
+    Limit("sync.name", ("every_step",), "sums the gradients of all processes in every step"),
+    Limit("sync.compress.method", ("none",), "sends gradients by its own library"),
+)
+
+ENGINES: dict[str, EngineRow] = {
+    NATIVE: EngineRow("echelon.engines.native:build_native_engine"),
+    "horovod": EngineRow(
+        "echelon.engines.horovod:build_horovod_engine",
+        section="horovod",
+        package="horovod",
+        strategies=("ddp",),
+        limits=_WHOLE_COPIES,
+    ),
+}
 """The engines by the recipe's `engine`."""
 
 

@@ -26,7 +26,7 @@ class Unbuilt:
     built: tuple[Any, ...] = ()
 
 
-UNBUILT: tuple[Unbuilt, ...] = (Unbuilt("engine", "native, or smp for SMP's keys"),)
+UNBUILT: tuple[Unbuilt, ...] = (Unbuilt("engine", "native, horovod, or smp for SMP's keys", ("horovod",)),)
 
 
 def check_built(recipe: Recipe) -> None:

@@ -19,9 +19,9 @@ from typing import Literal, NoReturn, TextIO
 from echelon.errors import ConfigError, LaunchError
 from echelon.hardware.cores import num_cores
 from echelon.logs import LEVELS, PLAIN, Look
-from echelon.supervise.hosts import HostGroup, parse_group
+from echelon.supervise import horovodrun, openmpi
+from echelon.supervise.hosts import HostGroup, find_interface, find_own_address, parse_group
 from echelon.supervise.nodelist import expand_nodelist, in_number_order
-from echelon.supervise.openmpi import find_meeting
 from echelon.supervise.workers import HUB_PLACES
 
 Role = Literal["worker", "agent", "local"]
@@ -76,7 +76,7 @@ class Place:
 def launch_role(env: Mapping[str, str] | None = None) -> Role:
     """The role of a command, from its environment: a worker, the agent of its machine, or a new local job."""
     env = os.environ if env is None else env
-    if ("RANK" in env and "WORLD_SIZE" in env) or "OMPI_COMM_WORLD_RANK" in env:
+    if ("RANK" in env and "WORLD_SIZE" in env) or "OMPI_COMM_WORLD_RANK" in env or "HOROVOD_RANK" in env:
         return "worker"
     if env.get("SLURM_STEP_ID", "").isdigit() and _read_int(env, "SLURM_NTASKS", 1) > 1:
         nodes = _read_int(env, "SLURM_STEP_NUM_NODES", _read_int(env, "SLURM_NNODES", 1))
@@ -106,12 +106,14 @@ def find_host_group(env: Mapping[str, str] | None = None) -> HostGroup:
 
 
 def find_place(env: Mapping[str, str] | None = None) -> Place:
-    """This process's ranks, from the variables of torchrun, Open MPI or Slurm; without them, a single process."""
+    """This process's ranks, from the variables of torchrun, Open MPI, horovodrun or Slurm; else a single process."""
     env = os.environ if env is None else env
     if "RANK" in env and "WORLD_SIZE" in env:
         keys: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     elif "OMPI_COMM_WORLD_RANK" in env:
         keys = tuple(f"OMPI_COMM_WORLD_{key}" for key in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    elif "HOROVOD_RANK" in env:
+        keys = tuple(f"HOROVOD_{key}" for key in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
     elif launch_role(env) == "worker":
         tasks_per_node = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", "")))
         local_size = int(tasks_per_node[0]) if tasks_per_node else 1
@@ -151,13 +153,16 @@ class Rendezvous:
 def find_rendezvous() -> Rendezvous | None:
     """The rendezvous of this process with the other ranks; None for a single process.
 
-    For ranks of `mpirun`, which sets no address, derives and sets it. Raises LaunchError if it is unknown.
+    For ranks of `mpirun` and `horovodrun`, which set no address, derives and sets it. Raises LaunchError if it is
+    unknown.
     """
     place = find_place()
     if place.world_size == 1 and not is_managed() and "MASTER_PORT" not in os.environ:
         return None
     if "RANK" not in os.environ and "OMPI_COMM_WORLD_RANK" in os.environ:
-        set_default_variables(find_meeting(os.environ))
+        set_default_variables(openmpi.find_meeting(os.environ))
+    elif "RANK" not in os.environ and "HOROVOD_RANK" in os.environ:
+        set_default_variables(horovodrun.find_meeting(os.environ))
     for key in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(key):
             raise LaunchError(
@@ -171,6 +176,29 @@ def find_rendezvous() -> Rendezvous | None:
         os.environ.get(ADDRESS_VARIABLE),
         knows_machines and place.world_size == place.local_world_size,
     )
+
+
+def find_socket_interface(meeting: Rendezvous) -> str | None:
+    """The network interface on which this process meets the other ranks: that of gloo, if one is set."""
+    given = os.environ.get("GLOO_SOCKET_IFNAME")
+    if given or meeting.is_local:
+        return given or find_interface("127.0.0.1")
+    return find_interface(find_own_address(HostGroup(1, 2, meeting.address, int(meeting.port))))
+
+
+def has_horovod_store() -> bool:
+    """Whether `horovodrun` has given this process the store where Horovod's ranks meet."""
+    return "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ
+
+
+def has_mpi() -> bool:
+    """Whether `mpirun` started this process."""
+    return "OMPI_COMM_WORLD_RANK" in os.environ
+
+
+def find_fusion_threshold() -> int | None:
+    """The bytes that HOROVOD_FUSION_THRESHOLD sets; None if it is not set."""
+    return _read_int(os.environ, "HOROVOD_FUSION_THRESHOLD", 0) if "HOROVOD_FUSION_THRESHOLD" in os.environ else None
 
 
 def shares_agent_store() -> bool:
