@@ -68,8 +68,13 @@ class CommandLine:
 
 
 def start(*arguments, cwd=None, **environment):
-    """Start the command as a separate process in a separate session, as a terminal would."""
+    """Start the command as a separate process in a separate session, as a terminal would.
+
+    A folder given as PYTHONPATH comes before those of this process.
+    """
     env = {key: value for key, value in os.environ.items() if key not in LAUNCHER_KEYS}
+    if "PYTHONPATH" in environment and "PYTHONPATH" in env:
+        environment["PYTHONPATH"] += os.pathsep + env["PYTHONPATH"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     return subprocess.Popen([sys.executable, "-m", "echelon", *arguments], env=env | environment, cwd=cwd, **pipes)
 

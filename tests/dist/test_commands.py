@@ -25,6 +25,9 @@ TRAIN_KEYS = {
     "step_seconds", "data_wait_seconds", "mfu", "memory_peak_bytes", "batch_hash", "skipped", "loss_scale", "cost_usd",
     "sent_bytes",
     "message_wait_seconds",
+    "rank_seconds",
+    "gpu_utilization",
+    "gpu_watts",
     "router_loss",
     "expert_load",
 }  # fmt: skip

@@ -1,6 +1,5 @@
 """Planted hangs in real process groups: the verdict names the rank, the group and the collective."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,16 +10,17 @@ from pathlib import Path
 import pytest
 
 from echelon.supervise.hang_verdict import explain_hang, read_records
+from flight_analyser import ADDITION, analyse
 
-PROGRAM = """
-import json, os, sys, time, torch, threading
-import torch.distributed as dist
-from torch._C._distributed_c10d import _dump_fr_trace_json
-from pathlib import Path
+PROGRAM = (
+    f"{ADDITION}\n"
+    + """
+import os, sys, time, torch, threading
 from torch.distributed.device_mesh import init_device_mesh
 from echelon.training.flight_record import write_record
 
 folder, rank, fault = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+keep_dumps(folder)
 dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=4)
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"))
 shard, value = mesh.get_group("shard"), torch.ones(4)
@@ -31,12 +31,6 @@ print("ready", flush=True)
 def record():
     sys.stdin.readline()
     write_record(folder, rank)
-    dump = json.loads(_dump_fr_trace_json(True, False))
-    dump["groups"] = {
-        name: {"desc": name, "ranks": str(dist.get_process_group_ranks(group))}
-        for group, name in dist.distributed_c10d._world.pg_names.items()
-    }
-    (folder / f"torch-{rank}.json").write_text(json.dumps(dump))
     print("recorded", flush=True)
     sys.stdin.readline()
     os._exit(0)
@@ -56,6 +50,7 @@ print("passed", flush=True)
 dist.all_reduce(value)
 time.sleep(600)
 """
+)
 
 
 def hang(tmp_path: Path, fault: str, silent: tuple[int, ...] = ()) -> str:
@@ -92,27 +87,6 @@ def hang(tmp_path: Path, fault: str, silent: tuple[int, ...] = ()) -> str:
         for each in ranks:
             each.kill()
             each.wait()
-
-
-def analyse(folder):
-    """What torch's own analyser finds in the same records: ranks that are missing or differ, by group and number."""
-    from torch.distributed.flight_recorder.components.builder import build_db
-    from torch.distributed.flight_recorder.components.config_manager import JobConfig
-
-    details = {}
-    for path in sorted(folder.glob("torch-*.json")):
-        dump = json.loads(path.read_text())
-        rank = int(path.stem.removeprefix("torch-"))
-        entries = [{**each, "frames": []} for each in dump["entries"]]
-        details[path.name] = {
-            "rank": rank, "host_name": "", "entries": entries, "version": dump["version"], "pg_config": dump["groups"],
-        }  # fmt: skip
-    database = build_db(details, JobConfig().parse_args([str(folder), "--allow-incomplete-ranks"]), dump["version"])
-    return {
-        (each.pg_desc.partition("mesh_")[2] or "everyone", each.collective_seq_id): found
-        for each in database.collectives
-        if (found := each.missing_ranks or set(each.mismatch_collectives or ()))
-    }
 
 
 def test_a_rank_that_sleeps_is_named_with_its_place(tmp_path):

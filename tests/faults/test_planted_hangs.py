@@ -1,10 +1,14 @@
-"""Hangs planted in runs of each strategy: the message names the rank that caused it, the group and the collective."""
+"""Hangs planted in runs of each strategy: the message names the rank that caused it, the group and the collective.
+
+torch's own analyser gets the same dumps, and finds the same where its dumps suffice.
+"""
 
 import re
 
 import pytest
 
 from command import finish, start, write_recipe
+from flight_analyser import ADDITION, analyse
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -16,12 +20,12 @@ import signal
 import time
 
 import torch
-import torch.distributed as dist
 
 from echelon.data.loader import BatchLoader
 from echelon.objectives.causal_lm import CausalLM
 
 AT = 6
+keep_dumps(Path(__file__).parent)
 
 
 class Hang(CausalLM):
@@ -57,7 +61,7 @@ class Hang(CausalLM):
 
     def suspend(self):
         os.kill(os.getpid(), signal.SIGSTOP)
-'''
+'''.replace("import torch\n", "import torch\n" + ADDITION, 1)
 
 
 def hang(folder, how, parallel):
@@ -103,3 +107,12 @@ OF_STAGES = {
 def test_the_message_names_the_rank(tmp_path, how, plan):
     error = hang(tmp_path, how, PLANS[plan])
     assert re.search((OF_STAGES if plan == "pp" else EXPECTED)[how], error), error
+    found = analyse(tmp_path)
+    if how in ("leave", "suspend"):
+        assert found == {}, "torch's analyser needs the dump of every rank"
+    elif missing := re.search(r"rank (\d) never entered \w+ (\d+) of group (\w+)", error):
+        assert min(found.items(), key=lambda each: each[0][1]) == ((missing[3], int(missing[2])), {int(missing[1])})
+    elif differing := re.search(r"collective (\d+) of group (\w+) is .* on rank 0, but .* on rank 1", error):
+        assert found[differing[2], int(differing[1])] == {1}
+    else:
+        assert plan == "pp" and found == {}, "the dumps have no messages between stages"

@@ -8,6 +8,7 @@ import torch
 from echelon.distributed.mesh import build_mesh
 from echelon.planner.plan import ParallelPlan
 from echelon.training.bad_steps import Verdict
+from echelon.training.gpu_meter import GpuLoad
 from echelon.training.metrics import Measured, PendingMetrics, StepRecord, Targets
 
 pytestmark = pytest.mark.dist
@@ -67,7 +68,8 @@ def report(rank, world_size, plan):
         data_wait_seconds=float(rank),
         stop_flags=[0.0] * 4 + [float(rank == world_size - 1)],
     )
-    measured = Measured(peak_bytes=1000 + rank, sent_bytes=100.0 * rank, busy_seconds=10.0)
+    load = None if rank == 0 else GpuLoad(rank / 10, 100.0 * rank)  # that of rank 0 is not known
+    measured = Measured(peak_bytes=1000 + rank, sent_bytes=100.0 * rank, busy_seconds=10.0, gpu=load)
     return PendingMetrics(record, meshes, measured).read()
 
 
@@ -81,6 +83,7 @@ def test_every_plan_reports_the_same_step(workers, plan):
     assert (metrics.tokens, metrics.target_tokens, metrics.batch_hash) == (180, 40, f"{5:016x}")
     assert metrics.data_wait_seconds == (plan.world_size - 1) / 2
     assert metrics.sent_bytes == 100 * (plan.world_size - 1) / 2
+    assert metrics.gpu == pytest.approx((plan.world_size / 20, 50 * plan.world_size)), "of ranks 1 and later"
     assert metrics.own_seconds == [10.0 + rank for rank in range(plan.world_size)], "with waiting for data"
     assert metrics.memory_peak_bytes == 1000 + plan.world_size - 1
     several = plan.num_replicas > 1

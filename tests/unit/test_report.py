@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from echelon.cli import main
-from echelon.report.numbers import pick_ticks, render_number, render_seconds
+from echelon.report.numbers import pick_ticks, render_number, render_rate, render_seconds
 from echelon.report.run_record import percentile, read_record
 from echelon.report.sections import build_report, list_figures
 
@@ -126,8 +126,8 @@ def test_the_figures_are_those_of_the_files(tmp_path):
         "cost": "$8.20",
     }
     report = build_report(read_record(path))
-    lines = find(report, "Throughput").blocks[-1].lines
-    assert "The plan predicted 800 ms for a step; the median is 1.0 s (+25.0 %)." in lines
+    lines = find(report, "Predicted and measured").blocks[-1].lines
+    assert lines == ["The plan predicted 800 ms for a step; the median is 1.0 s (+25.0 %)."]
     bars, table, _ = find(report, "Memory").blocks
     assert [sum(value for _, value in parts) for _, parts in bars.rows] == [3 * 2**20, 4 * 2**20]
     assert ("total", "3.00 MiB", "4.00 MiB", "+33.3 %") in table.rows
@@ -181,6 +181,55 @@ def test_what_the_run_measured_at_its_end_is_repeated(tmp_path):
     with (path / "events.jsonl").open("a") as file:
         file.write(json.dumps({"event": "measured", "time": START + 99, "lines": [line]}) + "\n")
     assert find(build_report(read_record(path)), "Throughput").blocks[-1].lines[-1] == line
+
+
+def test_what_was_predicted_is_shown_beside_what_was_measured(tmp_path):
+    path = write_run(tmp_path / "a", estimate={"seconds": {"step": 0.8}})
+    predicted = {"step_seconds": 0.8, "tokens_per_second": 125.0, "hours": 0.5, "usd": 2.0, "memory_total": 1.0}
+    measured = {"step_seconds": 1.0, "tokens_per_second": 100.0, "hours": 0.625, "usd": 2.5, "memory_total": 1.0}
+    with (path / "events.jsonl").open("a") as file:
+        row = {"event": "reckoning", "time": START + 99, "predicted": predicted, "measured": measured}
+        file.write(json.dumps(row) + "\n")
+    [table] = find(build_report(read_record(path)), "Predicted and measured").blocks
+    assert table.rows == [
+        ("step", "800 ms", "1.0 s", "+25.0 %"),
+        ("tokens per second", "125", "100", "-20.0 %"),
+        ("time of all steps", "30m00s", "37m30s", "+25.0 %"),
+        ("cost of all steps", "$2", "$2.5", "+25.0 %"),
+    ]
+
+
+def rewrite(path, change):
+    """Change the train rows of a run."""
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    write_lines(path / "metrics.jsonl", [row | change(row["step"]) if row["kind"] == "train" else row for row in rows])
+
+
+def test_a_heat_map_shows_the_own_time_of_each_rank(tmp_path):
+    path = write_run(tmp_path / "a")
+    times = {25: [0.5, 0.75, "?"], 30: [0.5, 1.5, 0.25], 35: None, 41: [0.5, 0.75]}
+    rewrite(path, lambda step: {"rank_seconds": times.get(step)})
+    heat = find(build_report(read_record(path)), "Throughput").blocks[-1]
+    assert (heat.name, heat.rows) == ("seconds of a rank's own part of a step", ["rank 0", "rank 1", "rank 2"])
+    assert heat.columns == ["step 25", "step 30", "step 41"]
+    assert heat.values == [[0.5, 0.5, 0.5], [0.75, 1.5, 0.75], [None, 0.25, None]]
+
+
+def test_the_heat_map_of_many_ranks_and_steps_is_of_the_slowest_ranks(tmp_path):
+    path = write_run(tmp_path / "a", num_steps=250, environment={"cluster": {"kind": "cuda"}})
+    rewrite(path, lambda step: {"rank_seconds": [step + rank / 100 for rank in range(40)]})
+    heat = find(build_report(read_record(path)), "Throughput").blocks[-1]
+    assert heat.name == "seconds of waiting for data, the slowest 32 of 40 ranks"
+    assert heat.rows == [f"rank {rank}" for rank in range(8, 40)]
+    assert heat.columns == [f"step {step}" for step in [*range(3, 250, 3), 250]]
+    assert heat.values[0][:2] == [2.08, 5.08] and heat.values[-1][-1] == 250.39  # medians of three steps
+
+
+def test_the_load_of_gpus_is_described(tmp_path):
+    path = write_run(tmp_path / "a")
+    rewrite(path, lambda step: {"gpu_utilization": 0.5 if step % 2 else 1.0, "gpu_watts": 300.0 + 200 * (step % 2)})
+    lines = find(build_report(read_record(path)), "Throughput").blocks[2].lines
+    assert "A GPU ran kernels for 75.0 % of the time, with 400 W on average. MFU says how well" in " ".join(lines)
 
 
 def test_uneven_steps_are_pointed_out(tmp_path):
@@ -266,6 +315,8 @@ def test_numbers_are_short_and_ticks_round():
         "0", "12.35", "0.0001234", "1,234,567", "unknown",
     ]  # fmt: skip
     assert [render_seconds(value) for value in (0.0042, 0.25, 12.34, 3720)] == ["4.20 ms", "250 ms", "12.3 s", "1h02m"]
+    rates = [render_rate(value) for value in (1.25e9, 3e8, 20_500, 8.6, 0.0)]
+    assert rates == ["1.25 GB/s", "300 MB/s", "20.5 kB/s", "9 B/s", "0 B/s"]
     assert pick_ticks(0.0, 1.0) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     assert pick_ticks(2.3, 10.9) == [4.0, 6.0, 8.0, 10.0]
     assert percentile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5 and percentile([7.0], 0.95) == 7.0

@@ -126,7 +126,7 @@ def test_the_first_finding_over_ranks_and_microbatches():
 def test_the_message_of_a_stop_names_the_rule(norm, spike_factor, rule):
     metrics = StepMetrics(
         step=6, loss=2.0, router_loss=None, expert_load=None, grad_norm=norm, committed=False, loss_scale=None,
-        sent_bytes=0.0, wall_seconds=0.0, own_seconds=[],
+        sent_bytes=0.0, wall_seconds=0.0, own_seconds=[], gpu=None,
         learning_rate=1e-3, tokens=64, target_tokens=60, batch_hash="0", data_wait_seconds=0.0, memory_peak_bytes=None,
         is_bad=True, bad_in_a_row=1, stopped_by=None,
     )  # fmt: skip

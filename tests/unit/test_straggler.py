@@ -80,3 +80,11 @@ def test_own_time_is_that_of_this_thread_without_its_waits():
         pass
     worked = read_own_time() - began - slept - others
     assert slept < 0.1 <= worked
+
+
+def test_the_times_of_a_window_are_reported_with_its_last_step():
+    watching, found = StragglerWatch(["one", "two"], [0, 0]), {}
+    for step in range(1, 51):
+        watching.saw_step(step, [1.0, float(step)], 2.0)
+        found[step] = watching.medians
+    assert {step: each for step, each in found.items() if each is not None} == {25: [1.0, 13.0], 50: [1.0, 38.0]}

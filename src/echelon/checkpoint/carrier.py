@@ -36,7 +36,7 @@ class Carrier:
         self._elsewhere = [rank for rank, name in enumerate(machines) if name != machines[0]]
         # One rank of each machine receives files for all its ranks.
         self._firsts = [rank for rank in self._elsewhere if machines.index(machines[rank]) == rank]
-        self._receivers = dist.new_group([0, *self._firsts], backend="gloo")
+        self._receivers = dist.new_group([0, *self._firsts], backend="gloo", group_desc="checkpoint files")
         self.is_here = dist.get_rank() not in self._elsewhere
         """Whether this is rank 0's machine, whose disk holds the checkpoints."""
         self.clear()

@@ -80,7 +80,7 @@ class CheckpointStore:
         self._asynchronous = asynchronous
         self._note = note
         self._uploads = uploads
-        form = new_group or partial(dist.new_group, backend="gloo")
+        form = new_group or partial(dist.new_group, backend="gloo", group_desc="checkpoints")
         self._group, self._control = form(), form()
         self._carrier = None if carry is None else carry(self._group)
         self._stager = Stager()

@@ -59,8 +59,9 @@ class Membership:
         _set_pg_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
 
     def new_group(self) -> dist.ProcessGroup:
-        """Form another group of all replicas of the view. Collective. Raises as `form_group` does."""
-        group = cast(dist.ProcessGroup, dist.new_group(backend=_BACKEND, timeout=timedelta(seconds=_CONNECT_SECONDS)))
+        """Form another group of all replicas of the view, for checkpoints. Collective. Raises as `form_group` does."""
+        timeout = timedelta(seconds=_CONNECT_SECONDS)
+        group = cast(dist.ProcessGroup, dist.new_group(backend=_BACKEND, timeout=timeout, group_desc="checkpoints"))
         _set_pg_timeout(timedelta(seconds=COLLECTIVE_SECONDS), group)
         return group
 

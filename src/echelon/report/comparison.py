@@ -5,8 +5,9 @@ from typing import Any
 
 from echelon.redaction import redact_text
 from echelon.report.blocks import Block, Curves, Report, Section, Series, Table
+from echelon.report.points import read_points, smooth
 from echelon.report.run_record import RunRecord
-from echelon.report.sections import build_report, list_figures, read_points, smooth
+from echelon.report.sections import build_report, list_figures
 
 _MANY_POINTS = 50
 # These differ in any two runs.

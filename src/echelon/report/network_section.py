@@ -42,7 +42,7 @@ def _list_last(event: Mapping[str, Any]) -> Iterator[Block]:
         rows = sorted(known.items(), key=lambda each: -each[1])
         yield Table(
             ("sent by rank 0, with evaluations and saves", "bytes", "share"),
-            [(redact_text(name), render_bytes(count), f"{count / whole:.1%}") for name, count in rows],
+            [(redact_text(name), render_bytes(count), render_percent(count / whole)) for name, count in rows],
         )
     interfaces = read_mapping(event, "interfaces")
     if interfaces and seconds:

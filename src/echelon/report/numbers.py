@@ -68,5 +68,8 @@ def pick_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def render_rate(rate: float) -> str:
-    """Format bytes per second in the units of networks: 1.25 GB/s, 300 MB/s, 0.02 MB/s."""
-    return f"{rate / 1e9:.3g} GB/s" if rate >= 1e9 else f"{rate / 1e6:.3g} MB/s"
+    """Format bytes per second in the units of networks: 1.25 GB/s, 300 MB/s, 20 kB/s, 8 B/s."""
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if rate >= size:
+            return f"{rate / size:.3g} {unit}/s"
+    return f"{rate:.0f} B/s"

@@ -1,8 +1,7 @@
 """The sections of the report of one run."""
 
-import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from echelon.errors import PlanError
@@ -17,7 +16,6 @@ from echelon.report.blocks import (
     Listing,
     Mark,
     Pairs,
-    Point,
     Report,
     Section,
     Series,
@@ -27,15 +25,20 @@ from echelon.report.blocks import (
 from echelon.report.nested import read_mapping, read_number, read_value
 from echelon.report.network_section import build_network
 from echelon.report.numbers import UNKNOWN, render_number, render_percent, render_seconds
+from echelon.report.points import draw_lines, read_points
 from echelon.report.profile_section import build_profile
 from echelon.report.run_record import RunRecord, percentile
+from echelon.report.throughput_section import build_throughput
 from echelon.runs.wall_time import CAUSES
 from echelon.sizes import render_bytes
 
-_MANY_POINTS = 50
-_WINDOW_SHARE = 0.02
-_PERCENTILES = (("slowest 5 %", 0.05), ("median", 0.5), ("fastest 5 %", 0.95))
 _BAD_EVENTS = ("failure", "restart", "bad_step", "rollback", "replicas_differ", "upload_failed", "straggler")
+_RECKONED = {
+    "step_seconds": "step",
+    "tokens_per_second": "tokens per second",
+    "hours": "time of all steps",
+    "usd": "cost of all steps",
+}
 # Events with a mark on the timeline, and their name there; checkpoints are shown without names.
 _MARKED = {
     "start": "start",
@@ -71,7 +74,8 @@ def build_sections(record: RunRecord) -> list[Section]:
         Section("Messages", list(_messages(record))),
         Section("Advice", [Lines(advice, "advice")] if advice else []),
         Section("Loss", list(_losses(record))),
-        Section("Throughput", list(_throughput(record))),
+        Section("Throughput", list(build_throughput(record))),
+        Section("Predicted and measured", list(_compare_plan(record))),
         Section("Where the time went", list(_time(record))),
         Section("Network", list(build_network(record))),
         Section("Profiled steps", list(build_profile(record))),
@@ -118,26 +122,6 @@ def list_figures(record: RunRecord) -> dict[str, str]:
     }
 
 
-def smooth(points: Sequence[Point]) -> list[Point]:
-    """Return the running median over a fiftieth of the points, centred."""
-    half = max(1, round(_WINDOW_SHARE * len(points) / 2))
-    around = ([y for _, y in points[max(0, place - half) : place + half + 1]] for place in range(len(points)))
-    return [(x, statistics.median(near)) for (x, _), near in zip(points, around, strict=True)]
-
-
-def read_points(rows: Sequence[Mapping[str, Any]], name: str, axis: str = "step") -> list[Point]:
-    """Return the known values of a field over another one."""
-    pairs = ((read_number(row, axis), read_number(row, name)) for row in rows)
-    return [(x, y) for x, y in pairs if x is not None and y is not None]
-
-
-def _draw(name: str, points: Sequence[Point]) -> list[Series]:
-    """Return a line; of many points, the smoothed line over a faint one."""
-    if len(points) <= _MANY_POINTS:
-        return [Series(name, points)]
-    return [Series(f"{name}, each step", points, is_faint=True), Series(name, smooth(points))]
-
-
 def _messages(record: RunRecord) -> Iterator[Block]:
     failures = [row for row in record.find_events("failure") if isinstance(row.get("message"), str)]
     if record.summary.status == "failed" and failures:
@@ -152,7 +136,7 @@ def _messages(record: RunRecord) -> Iterator[Block]:
 
 def _losses(record: RunRecord) -> Iterator[Block]:
     points, evaluated = read_points(record.train_rows, "loss"), read_points(record.eval_rows, "loss")
-    series = _draw("training", points)
+    series = draw_lines("training", points)
     if points or evaluated:
         shown = [each for each in (*series, Series("evaluation", evaluated, is_marked=True)) if each.points]
         yield Curves("loss", "step", shown)
@@ -173,51 +157,40 @@ def _losses(record: RunRecord) -> Iterator[Block]:
         )
     norms = read_points(record.train_rows, "grad_norm")
     if norms:
-        yield Curves("gradient norm, before clipping", "step", _draw("", norms))
+        yield Curves("gradient norm, before clipping", "step", draw_lines("", norms))
 
 
-def _throughput(record: RunRecord) -> Iterator[Block]:
-    rows = record.steady_rows
-    points = read_points(rows, "tokens_per_second")
-    if not points:
-        return
-    yield Curves("tokens per second", "step", _draw("", points))
-    speeds, times, mfus = (record.values(name) for name in ("tokens_per_second", "step_seconds", "mfu"))
-    yield Table(
-        ("", *(name for name, _ in _PERCENTILES)),
-        [
-            ("tokens per second", *(render_number(percentile(speeds, share), 3) for _, share in _PERCENTILES)),
-            *(
-                [("step", *(render_seconds(percentile(times, 1 - share)) for _, share in _PERCENTILES))]
-                if times
-                else []
-            ),
-            *([("MFU", *(render_percent(percentile(mfus, share)) for _, share in _PERCENTILES))] if mfus else []),
-        ],
-    )
-    waits = sum(record.values("data_wait_seconds"))
-    left_out = len(record.starts)
-    lines = [f"Steps waited for data for {render_percent(waits / sum(times))} of their time."] if times else []
-    predicted = read_number(record.estimate, "seconds", "step")
-    if predicted and times:
+def _compare_plan(record: RunRecord) -> Iterator[Block]:
+    """Time and money as predicted before the first step, beside those measured; memory has a section of its own."""
+    events = record.find_events("reckoning")
+    found = events[-1] if events else record.estimate.get("reckoning")
+    rows = []
+    for name, label in _RECKONED.items():
+        predicted, measured = (read_number(found, side, name) for side in ("predicted", "measured"))
+        if predicted is not None and measured is not None:
+            difference = f"{100 * (measured / predicted - 1):+.1f} %" if predicted > 0 else "-"
+            rows.append((label, *(_render_reckoned(name, value) for value in (predicted, measured)), difference))
+    if rows:
+        yield Table(("", "predicted", "measured", "difference"), rows)
+    predicted, times = read_number(record.estimate, "seconds", "step"), record.values("step_seconds")
+    if not rows and predicted and times:
         median = percentile(times, 0.5)
-        lines.append(
-            f"The plan predicted {render_seconds(predicted)} for a step; the median is {render_seconds(median)} "
-            f"({100 * (median / predicted - 1):+.1f} %)."
+        yield Lines(
+            [
+                f"The plan predicted {render_seconds(predicted)} for a step; the median is {render_seconds(median)} "
+                f"({100 * (median / predicted - 1):+.1f} %)."
+            ]
         )
-    if left_out:
-        first = "The first step of the start is" if left_out == 1 else f"The first steps of {left_out} starts are"
-        lines.append(f"{first} slower, and left out here{', as are profiled steps' if record.traces else ''}.")
-    yield Lines([*lines, *_list_measured(record)])
 
 
-def _list_measured(record: RunRecord) -> list[str]:
-    """Return what the run said of its compiled graphs and its pipeline at its end."""
-    told = [line for row in record.find_events("measured")[-1:] for line in row.get("lines") or ()]
-    return [redact_text(line) for line in told if isinstance(line, str)]
+def _render_reckoned(name: str, value: float) -> str:
+    if name == "tokens_per_second":
+        return render_number(value, 3)
+    return f"${value:,.4g}" if name == "usd" else render_seconds(3600 * value if name == "hours" else value)
 
 
 def _time(record: RunRecord) -> Iterator[Block]:
+    rows = []
     if seconds := _read_goodput(record):
         wall = sum(seconds.values())
         ordered = sorted(seconds.items(), key=lambda each: -each[1])
@@ -225,7 +198,8 @@ def _time(record: RunRecord) -> Iterator[Block]:
         yield Bars([("wall time", shown)], "seconds")
     elif record.train_rows:
         yield Bars([("wall time so far", _time_by_rows(record))], "seconds")
-    rows = [("wall time", render_seconds(record.wall_seconds))]
+    else:
+        rows.append(("wall time", render_seconds(record.wall_seconds)))
     if record.spending is not None and record.spending.seconds:
         rows.append(("time of all starts", render_seconds(record.spending.seconds)))
     tokens = read_number(record.train_rows[-1], "tokens") if record.train_rows else None

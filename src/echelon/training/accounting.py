@@ -15,6 +15,7 @@ from echelon.inference.evaluate import EvalResults
 from echelon.reporting.goodput import GoodputTracker
 from echelon.reporting.journal import Journal
 from echelon.training.callbacks import Callback
+from echelon.training.gpu_meter import GpuMeter
 from echelon.training.heartbeat import Heartbeat
 from echelon.training.metrics import Measured, StepMetrics, find_message_wait, peak_memory_bytes, train_row
 from echelon.training.state import TrainState
@@ -49,6 +50,7 @@ class Accounting:
         self._peak_bytes: int | None = None
         self._mark = Stamp(device)
         self._traffic = count_traffic()
+        self._gpu = GpuMeter(device)
         self._measured_at, self._entered = time.perf_counter(), 0.0
 
     def begin(self, step: int) -> None:
@@ -73,7 +75,7 @@ class Accounting:
         peak = peak_memory_bytes(self._device) if is_due else None
         busy = 0.0 if self._device.type == "cuda" else read_own_time() - self._entered
         wall, self._measured_at = time.perf_counter() - self._measured_at, time.perf_counter()
-        return Measured(peak, self._traffic.take(), wall, busy)
+        return Measured(peak, self._traffic.take(), wall, busy, self._gpu.take())
 
     def book(self, metrics: StepMetrics, finished: Stamp) -> float:
         """Record the next finished step; return its duration in seconds."""
@@ -86,8 +88,13 @@ class Accounting:
             self._peak_bytes = metrics.memory_peak_bytes
         return seconds
 
-    def write(self, metrics: StepMetrics, seconds: float, state: TrainState) -> None:
-        """Write the row of a step that `book` has recorded. `state`: the state after the step."""
+    def write(
+        self, metrics: StepMetrics, seconds: float, state: TrainState, rank_seconds: Sequence[float] | None = None
+    ) -> None:
+        """Write the row of a step that `book` has recorded.
+
+        `state`: the state after the step. `rank_seconds`: what each rank needed for its own part of the last steps.
+        """
         rate = metrics.tokens / seconds
         row = train_row(
             metrics,
@@ -98,6 +105,7 @@ class Accounting:
             mfu=self._find_mfu(rate),
             memory_peak_bytes=self._peak_bytes,
             message_wait_seconds=None if self._device.type == "cuda" else find_message_wait(metrics),
+            rank_seconds=None if rank_seconds is None else [float(f"{each:.4g}") for each in rank_seconds],
         )
         self.latest = [row]
         if self.journal is not None:
@@ -121,7 +129,8 @@ class Accounting:
                 self._tell("on_evaluation", row)
 
     def tell_start(self, step: int) -> None:
-        """Tell the callbacks that training starts after this many steps."""
+        """Start to read the GPU's load, and tell the callbacks that training starts after this many steps."""
+        self._gpu.start()
         self._tell("on_start", step)
 
     def tell_save(self, step: int) -> None:
@@ -129,7 +138,8 @@ class Accounting:
         self._tell("on_save", step)
 
     def tell_end(self) -> None:
-        """Tell the callbacks that training ends."""
+        """Stop reading the GPU's load, and tell the callbacks that training ends."""
+        self._gpu.stop()
         self._tell("on_end")
 
     def spending(self, cause: str) -> AbstractContextManager[None]:

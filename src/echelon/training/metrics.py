@@ -15,6 +15,7 @@ from echelon.distributed.mesh import AXES, Meshes
 from echelon.distributed.stamp import Stamp
 from echelon.stopping import agreed_stop
 from echelon.training.bad_steps import Verdict
+from echelon.training.gpu_meter import GpuLoad
 
 LIMB_BITS = 16  # a batch hash is reduced as four limbs, whose sums over any number of ranks are exact in fp64
 _NUM_LIMBS = 4
@@ -97,12 +98,14 @@ class Measured:
 
     peak_bytes: its peak memory, on all ranks or on none. sent_bytes: what it sent in collectives. wall_seconds: since
     its last step; busy_seconds: those in which it worked for the step, without waiting for other ranks or for data.
+    gpu: the load of its GPU.
     """
 
     peak_bytes: int | None = None
     sent_bytes: float = 0.0
     wall_seconds: float = 0.0
     busy_seconds: float = 0.0
+    gpu: GpuLoad | None = None
 
 
 _NOTHING = Measured()
@@ -130,6 +133,8 @@ class StepMetrics:
     """Since the last step, on average."""
     own_seconds: Sequence[float]
     """Of each rank: working for the step and waiting for data, but not for other ranks."""
+    gpu: GpuLoad | None
+    """The mean over ranks with a GPU that tells it; None without any."""
     memory_peak_bytes: int | None
     is_bad: bool
     bad_in_a_row: int
@@ -157,6 +162,7 @@ class PendingMetrics:
         router_sum = torch.zeros_like(record.loss_sum) if record.router_sum is None else record.router_sum
         losses = torch.stack([each.double() for each in (record.loss_sum, router_sum, record.targets.own)])
         experts = losses.new_zeros(1, 1) if record.expert_tokens is None else record.expert_tokens.double()
+        load = [0.0] * 3 if measured.gpu is None else [*measured.gpu, 1.0]
         own_times = [0.0] * meshes.num_devices
         own_times[dist.get_rank(meshes.everyone)] = measured.busy_seconds + record.data_wait_seconds
         sums = torch.cat(
@@ -164,7 +170,8 @@ class PendingMetrics:
                 losses if meshes.counts_loss else torch.zeros_like(losses),
                 _to_device(data if meshes.counts_data else [0] * len(data), device),
                 _to_device(
-                    [record.data_wait_seconds, measured.sent_bytes, measured.wall_seconds, *record.stop_flags], device
+                    [record.data_wait_seconds, measured.sent_bytes, measured.wall_seconds, *load, *record.stop_flags],
+                    device,
                 ),
                 record.verdict.is_bad.double().reshape(1),  # bad on one rank is bad on all, or the ranks would diverge
                 (experts if meshes.counts_routers else torch.zeros_like(experts)).flatten(),
@@ -213,7 +220,7 @@ class PendingMetrics:
         num_ranks = self._grid.size(AXES)
         own_times, sums = values[:num_ranks], values[num_ranks:]
         loss_sum, router_sum, num_targets, tokens, labels, *rest, num_bad = sums
-        limbs, (wait, sent, wall, *stops) = rest[:_NUM_LIMBS], rest[_NUM_LIMBS:]
+        limbs, (wait, sent, wall, utilization, watts, num_loads, *stops) = rest[:_NUM_LIMBS], rest[_NUM_LIMBS:]
         total = sum(int(limb) << (LIMB_BITS * place) for place, limb in enumerate(limbs)) % 2**64
         return StepMetrics(
             step=self.record.step,
@@ -231,6 +238,7 @@ class PendingMetrics:
             sent_bytes=sent / num_ranks,
             wall_seconds=wall / num_ranks,
             own_seconds=own_times,
+            gpu=GpuLoad(utilization / num_loads, watts / num_loads) if num_loads else None,
             memory_peak_bytes=None if peak < 0 else int(peak),
             is_bad=num_bad > 0,
             bad_in_a_row=int(in_a_row),
@@ -313,6 +321,9 @@ def train_row(metrics: StepMetrics, **measured: Any) -> dict[str, Any]:
         "cost_usd": measured.get("cost_usd"),
         "sent_bytes": metrics.sent_bytes,
         "message_wait_seconds": measured.get("message_wait_seconds"),
+        "rank_seconds": measured.get("rank_seconds"),
+        "gpu_utilization": None if metrics.gpu is None else metrics.gpu.utilization,
+        "gpu_watts": None if metrics.gpu is None else metrics.gpu.watts,
         "router_loss": None if metrics.router_loss is None else finite(metrics.router_loss),
         "expert_load": metrics.expert_load,
     }

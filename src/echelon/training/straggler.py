@@ -72,6 +72,11 @@ class StragglerWatch:
         self._stops = stops
         self._window: deque[tuple[Sequence[float], float]] = deque(maxlen=_WINDOW_STEPS)
         self._in_a_row = [0] * len(hosts)
+        self.medians: list[float] | None = None
+        """The own seconds of each rank, medians over the window that the last step completed; None if it did not.
+
+        Also None with one rank.
+        """
 
     @property
     def stop_cause(self) -> str | None:
@@ -81,11 +86,13 @@ class StragglerWatch:
     def saw_step(self, step: int, own_seconds: Sequence[float], step_seconds: float) -> list[Straggler]:
         """Count a step with the own times of all ranks; return those that are found slow after this one."""
         self._window.append((own_seconds, step_seconds))
+        self.medians = None
         if len(self._window) < _WINDOW_STEPS:
             return []
         own = [statistics.median(times) for times in zip(*(each for each, _ in self._window), strict=True)]
         whole = statistics.median(seconds for _, seconds in self._window)
         self._window.clear()
+        self.medians = own if len(own) > 1 else None
         found = []
         for rank, seconds in enumerate(own):
             peers = [own[other] for other, stage in enumerate(self._stages) if stage == self._stages[rank]]

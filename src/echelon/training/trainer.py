@@ -116,6 +116,6 @@ class Trainer:
         for slow in self.stragglers.saw_step(self.state.step, metrics.own_seconds, metrics.wall_seconds):
             self.accounting.straggler(slow)
             self.stop.agreed = self.stop.agreed or self.stragglers.stop_cause
-        self.accounting.write(metrics, seconds, self.state)
+        self.accounting.write(metrics, seconds, self.state, self.stragglers.medians)
         if metrics.is_bad:
             self.recovery.pass_over(metrics, self.state)
