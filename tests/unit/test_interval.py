@@ -5,8 +5,9 @@ import math
 import pytest
 import torch.distributed as dist
 
+from echelon.planner.reliability import best_interval_seconds, lost_fractions
 from echelon.recipe.load import parse_recipe
-from echelon.training.interval import SaveInterval, best_interval_seconds, lost_fractions
+from echelon.training.interval import SaveInterval
 from recipe_samples import SMALL
 
 HOUR = 3600.0

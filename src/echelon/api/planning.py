@@ -19,6 +19,7 @@ from echelon.planner.machines import choose_instance, find_cluster
 from echelon.planner.memory import MemoryEstimate, StoredBytes, describe_checkpoint, estimate_memory, estimate_stored
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
+from echelon.planner.reliability import Goodput, Reliability, estimate_goodput
 from echelon.recipe import Recipe
 
 
@@ -38,6 +39,9 @@ class PlanReport:
     forecast: Forecast | None = None
     """The predicted time of a step and of the run, and its cost; None if the speed of the devices is unknown."""
 
+    goodput: Goodput | None = None
+    """With `reliability`: the part of the time that trains."""
+
     def __str__(self) -> str:
         return "\n".join(self.lines)
 
@@ -50,6 +54,7 @@ def plan(
     instance: str | None = None,
     count: int | None = None,
     build: bool = False,
+    reliability: Reliability | None = None,
     on_line: Callable[[str], None] = lambda line: None,
 ) -> PlanReport:
     """Plan how a recipe would run, and the memory, time and money it needs. Downloads no weights.
@@ -61,6 +66,7 @@ def plan(
         instance: a SageMaker instance type instead, for example `ml.p5.48xlarge`; `auto` selects the cheapest.
         count: the number of instances; None: 1, or with `auto` as few as possible.
         build: divide the real model as planned, without devices, in a process for each stage that is built.
+        reliability: failures and stragglers, for the expected goodput.
         on_line: called with each line of the report as soon as it is known, also if the plan is then refused.
 
     Raises:
@@ -91,10 +97,14 @@ def plan(
     for line in _describe_memory(memory, cluster):
         note(line)
     forecast = _forecast(recipe, shape, chosen, cluster, price, note)
+    goodput = None if reliability is None else estimate_goodput(shape, chosen, cluster.num_nodes, reliability)
+    if goodput is not None and reliability is not None:
+        for line in goodput.describe(reliability):
+            note(line)
     built = build_stages(recipe, shape, chosen) if build else {}
     for line in _describe_built(built, estimate_stored(shape, chosen)):
         note(line)
-    return PlanReport(chosen, memory, cluster, shape, tuple(lines), built, forecast)
+    return PlanReport(chosen, memory, cluster, shape, tuple(lines), built, forecast, goodput)
 
 
 def _forecast(

@@ -1,7 +1,8 @@
 """Search the plans of a recipe, on given devices or over instance types, and rank them by time, cost or memory."""
 
+import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from echelon.api.planning import find_target
@@ -9,10 +10,11 @@ from echelon.api.recipes import RecipeLike, load_recipe
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware.instances import list_instances
 from echelon.lifecycle.model_checks import check_model
-from echelon.planner.forecast import HourlyPrice
+from echelon.planner.forecast import Forecast, HourlyPrice
 from echelon.planner.machines import find_cluster
 from echelon.planner.model_shape import ModelShape
-from echelon.planner.search import SHOWN, Goal, RankedPlan, rank_plans, search_plans
+from echelon.planner.reliability import Goodput, Reliability, estimate_goodput
+from echelon.planner.search import SHOWN, Goal, RankedPlan, forecast_float8, rank_plans, search_plans
 from echelon.recipe import Recipe
 from echelon.sizes import render_bytes
 
@@ -31,6 +33,12 @@ class SearchReport:
     by: Goal
     budget_usd: float | None = None
     deadline_hours: float | None = None
+    float8: Forecast | None = None
+    """Of the first candidate with its products in float8, where `train.precision` and the devices allow it."""
+
+    reliability: Reliability | None = None
+    goodput: Goodput | None = None
+    """Of the first candidate, with the failures and stragglers of `reliability`."""
 
     @property
     def allowed(self) -> tuple[RankedPlan, ...]:
@@ -44,7 +52,12 @@ class SearchReport:
     def to_dict(self) -> dict[str, Any]:
         """The output of `--json`."""
         shown = self.allowed or self.candidates
-        return {"by": self.by, "candidates": [each.to_dict() for each in shown]}
+        return {
+            "by": self.by,
+            "candidates": [each.to_dict() for each in shown],
+            "float8_step_seconds": None if self.float8 is None else self.float8.step.total,
+            "goodput": None if self.goodput is None else self.goodput.share,
+        }
 
     def __str__(self) -> str:
         return "\n".join(self.describe())
@@ -66,6 +79,11 @@ class SearchReport:
             yield f"  assumes: {assumption}"
         if len(shown) > 1 and shown[0].fits:
             yield _explain(*shown[:2])
+            yield from _explain_machines(shown[0], allowed)
+        yield f"recipe of 1: {_render_settings(shown[0])}"
+        if self.goodput is not None and self.reliability is not None:
+            yield from self.goodput.describe(self.reliability)
+        yield from _describe_float8(shown[0], self.float8)
 
 
 def search(
@@ -78,6 +96,7 @@ def search(
     by: Goal = "time",
     budget_usd: float | None = None,
     deadline_hours: float | None = None,
+    reliability: Reliability | None = None,
 ) -> SearchReport:
     """Search the plans that a recipe allows, and rank them. Downloads no weights.
 
@@ -90,6 +109,7 @@ def search(
         by: what is ranked: seconds of a step, dollars for the same tokens, or bytes of a device.
         budget_usd: plans whose run costs more are left out, if any other is left.
         deadline_hours: likewise, of runs that take longer.
+        reliability: failures and stragglers, for the goodput of the first plan; the ranking is without them.
 
     Raises:
         ConfigError, PlanError or DataError: no plan is possible, or the speed or the price of the devices is unknown.
@@ -113,12 +133,19 @@ def search(
             "the number of steps depends on data that is not prepared, so a budget or a deadline cannot be checked; "
             "set train.steps or train.tokens."
         )
-    return SearchReport(found, by, budget_usd, deadline_hours)
+    report = SearchReport(found, by, budget_usd, deadline_hours)
+    best = (report.allowed or found)[0]
+    report = replace(report, float8=forecast_float8(recipe, shape, best))
+    if reliability is None:
+        return report
+    goodput = estimate_goodput(shape, best.plan, best.cluster.num_nodes, reliability)
+    return replace(report, reliability=reliability, goodput=goodput)
 
 
 def _search_instances(recipe: Recipe, shape: ModelShape, by: Goal, count: int | None) -> tuple[RankedPlan, ...]:
     """The best plan on each type and number of machines, at the price of each type in the catalogue."""
-    recipe = recipe.model_copy(update={"budget": recipe.budget.model_copy(update={"usd_per_hour": None})})
+    no_price = {"usd_per_hour": None, "spot_usd_per_hour": None}  # of one type
+    recipe = recipe.model_copy(update={"budget": recipe.budget.model_copy(update=no_price)})
     best: list[RankedPlan] = []
     reason: ConfigError | PlanError | None = None
     for instance in list_instances(recipe.launch.sagemaker.extra_types).values():
@@ -164,11 +191,14 @@ def _render_table(shown: Sequence[RankedPlan]) -> Iterator[str]:
 def _row(each: RankedPlan) -> tuple[str, ...]:
     forecast, plan = each.forecast, each.plan
     where = f"{each.machines}, " if each.machines else ""
-    limit = "" if each.usable_bytes is None else f" of {render_bytes(each.usable_bytes)}"
+    limit = ""
+    if each.usable_bytes is not None:
+        limit = f" of {render_bytes(each.usable_bytes)}"
+        limit += f" ({1 - each.memory.total / each.usable_bytes:.0%} free)" if each.fits else ""
     return (
         f"{where}{each.name()}",
         str(plan.micro_batch_size),
-        plan.activation_checkpointing,
+        each.activations,
         f"{forecast.tokens_per_second:,.0f}",
         f"{render_bytes(each.memory.total)}{limit}" + ("" if each.fits else ", does not fit"),
         "?" if forecast.hours is None else f"{forecast.hours:,.2f}",
@@ -194,3 +224,45 @@ def _explain(best: RankedPlan, second: RankedPlan) -> str:
     if machines[0] < machines[1]:
         words += f", on {machines[0]} machine{'' if machines[0] == 1 else 's'} instead of {machines[1]}"
     return f"why 1 and not 2: {words}; {render_bytes(best.memory.total)} instead of {render_bytes(second.memory.total)}"
+
+
+def _explain_machines(best: RankedPlan, allowed: Sequence[RankedPlan]) -> Iterator[str]:
+    """If the best candidate has more machines than another one: the numbers that speak for them."""
+    fewer = [each for each in allowed if each.cluster.num_nodes < best.cluster.num_nodes]
+    if not fewer:
+        return
+    one = min(fewer, key=lambda each: (each.cluster.num_nodes, each.forecast.step.total))
+    ours, theirs = best.forecast, one.forecast
+    words = [f"{ours.tokens_per_second:,.0f} tokens/s instead of {theirs.tokens_per_second:,.0f}"]
+    if ours.usd_per_billion_tokens is not None and theirs.usd_per_billion_tokens is not None:
+        words.append(
+            f"${ours.usd_per_billion_tokens:,.2f} for a billion tokens instead of ${theirs.usd_per_billion_tokens:,.2f}"
+        )
+    few = one.machines or f"{one.cluster.num_nodes} x {one.cluster.devices_per_node} {one.cluster.accelerator.name}"
+    yield f"why {best.cluster.num_nodes} machines, where {few} would do: {' and '.join(words)}"
+
+
+def _render_settings(each: RankedPlan) -> str:
+    """The settings of a candidate as overrides of a command."""
+    settings = each.settings()
+    train = (f"train.{name}={_render_value(value)}" for name, value in settings["train"].items())
+    return " ".join((shlex.quote(f"parallel={_render_value(settings['parallel'])}"), *map(shlex.quote, train)))
+
+
+def _render_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_render_value(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_render_value, value)) + "]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _describe_float8(best: RankedPlan, float8: Forecast | None) -> Iterator[str]:
+    if float8 is None:
+        return
+    saved = 1 - float8.step.total / best.forecast.step.total
+    if saved > 0:
+        yield (
+            f"train.precision=fp8 would make a step of 1 {saved:.1%} shorter; it rounds the inputs of matrix products "
+            "to 8 bits, so the search does not choose it"
+        )

@@ -1,16 +1,11 @@
 """`echelon plan`: show how a recipe would run, here or elsewhere, and the memory, time and money it would need."""
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from echelon.commands import plan_options as options
 from echelon.commands.arguments import OverridesArgument, read_recipe
 from echelon.commands.terminal import show
 from echelon.errors import ConfigError
-
-if TYPE_CHECKING:
-    from echelon.api.searching import SearchReport
 
 
 def plan(
@@ -27,6 +22,11 @@ def plan(
     as_json: options.AsJson = False,
     accuracy: options.Accuracy = False,
     calibrate: options.Calibrate = False,
+    scaling: options.Scaling = None,
+    plot: options.Plot = None,
+    mtbf_hours: options.MtbfHours = None,
+    restart_seconds: options.RestartSeconds = None,
+    step_spread: options.StepSpread = None,
 ) -> None:
     """Show how a recipe would run, its memory, time and cost.
 
@@ -44,23 +44,19 @@ def plan(
         for line in describe_accuracy([recipe_path, *map(Path, overrides or [])]):
             show(line)
         return
-    recipe = read_recipe(recipe_path, overrides, quiet=as_json)
-    if by is not None or budget_usd is not None or deadline_hours is not None or as_json:
-        from echelon.api.searching import search
+    from echelon.commands.plan_search import read_reliability, show_scaling, show_search
 
-        if build:
-            raise ConfigError("--build divides one plan; remove it, or the options that search plans.")
-        found = search(
-            recipe,
-            devices,
-            devices_per_node=devices_per_node,
-            instance=instance,
-            count=count,
-            by=by or ("time" if deadline_hours is None else "cost"),
-            budget_usd=budget_usd,
-            deadline_hours=deadline_hours,
-        )
-        _show_search(found, as_json)
+    recipe = read_recipe(recipe_path, overrides, quiet=as_json)
+    reliability = read_reliability(mtbf_hours, restart_seconds, step_spread)
+    searches = any(each is not None for each in (by, budget_usd, deadline_hours, plot)) or as_json
+    if build and (searches or scaling is not None):
+        raise ConfigError("--build divides one plan; remove it, or the options that search plans.")
+    if scaling is not None:
+        show_scaling(recipe, scaling, devices, devices_per_node, instance, reliability, as_json, plot)
+        return
+    if searches:
+        limits = (by, budget_usd, deadline_hours)
+        show_search(recipe, devices, devices_per_node, instance, count, *limits, reliability, as_json, plot)
         return
     from echelon.api.planning import plan as plan_here
 
@@ -71,13 +67,9 @@ def plan(
         instance=instance,
         count=count,
         build=build,
+        reliability=reliability,
         on_line=show,
     )
-
-
-def _show_search(found: "SearchReport", as_json: bool) -> None:
-    for line in [json.dumps(found.to_dict(), indent=2)] if as_json else found.describe():
-        show(line)
 
 
 def _calibrate() -> None:

@@ -40,3 +40,21 @@ Accuracy = Annotated[
 Calibrate = Annotated[
     bool, typer.Option("--calibrate", help="Measure this machine first, in under a minute; later plans use the result.")
 ]
+Scaling = Annotated[
+    str | None, typer.Option("--scaling", metavar="8,16,32", help="Plan for each of these numbers of devices.")
+]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the search or the scaling into this file.")
+]
+MtbfHours = Annotated[
+    float | None, typer.Option("--mtbf-hours", help="Mean hours between failures of a machine: show the goodput.")
+]
+RestartSeconds = Annotated[
+    float | None, typer.Option("--restart-seconds", min=0, help="From a failure to the next step. Default: 300.")
+]
+StepSpread = Annotated[
+    float | None,
+    typer.Option(
+        "--step-spread", min=0, help="Standard deviation of a machine's step time over its mean: show the goodput."
+    ),
+]

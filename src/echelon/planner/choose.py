@@ -260,8 +260,7 @@ def _choose_strategy(request: _Request) -> tuple[ParallelPlan, list[str]]:
     """The first strategy that fits, the simplest tried first. Raises PlanError with what each would need."""
     why: list[str] = []
     for layout in _auto_layouts(request):
-        plan, line = _choose_micro_batch(request, layout)
-        needs = request.estimate(plan)
+        plan, needs, line = _choose_micro_batch(request, layout)
         logger.debug(f"plan: {layout.strategy} needs {render_bytes(needs.total)}, micro batch {plan.micro_batch_size}")
         _check_host_memory(request, layout, needs)
         if request.fits(needs):
@@ -309,8 +308,8 @@ def _build_layout(request: _Request, parallel: "str | ParallelConfig") -> Layout
 
 def _build_requested(request: _Request, layout: Layout) -> tuple[ParallelPlan, list[str]]:
     """A strategy set by the user: refused only if its states, which are exact, exceed the memory of the device."""
-    plan, why = _choose_micro_batch(request, layout)
-    needs, memory = request.estimate(plan), request.cluster.accelerator.memory_bytes
+    plan, needs, why = _choose_micro_batch(request, layout)
+    memory = request.cluster.accelerator.memory_bytes
     if memory is not None and needs.states > memory:
         raise PlanError(
             f"parallel={layout.strategy}: parameters, gradients and optimizer need {render_bytes(needs.states)} on "
@@ -341,8 +340,8 @@ def _check_host_memory(request: _Request, layout: Layout, needs: MemoryEstimate)
     )
 
 
-def _choose_micro_batch(request: _Request, layout: Layout) -> tuple[ParallelPlan, list[str]]:
-    """The plan with the largest micro batch up to the cap that fits, or with the smallest if none fits."""
+def _choose_micro_batch(request: _Request, layout: Layout) -> tuple[ParallelPlan, MemoryEstimate, list[str]]:
+    """The plan with the largest micro batch up to the cap that fits, or with the smallest if none fits; its memory."""
     recipe, cap = request.recipe, MICRO_BATCH_TOKENS[request.cluster.kind]
     per_rank = check_batch(recipe, layout, request.num_samples, request.fill)
     sizes = micro_batch_sizes(recipe, layout.dp_size, request.fill)
@@ -351,18 +350,24 @@ def _choose_micro_batch(request: _Request, layout: Layout) -> tuple[ParallelPlan
     automatic, length = recipe.train.micro_batch_size == "auto", recipe.data.sequence_len
     if automatic and layout.microbatches is None:
         sizes = [size for size in sizes if size * length <= cap] or sizes[-1:]
-    plans = [_build_plan(request, layout, size, per_rank // size) for size in sizes]
-    plan = next((candidate for candidate in plans if request.fits(request.estimate(candidate))), plans[-1])
+    for size in sizes:
+        plan = _build_plan(request, layout, size, per_rank // size)
+        needs = request.estimate(plan)
+        if request.fits(needs):
+            break
     if not automatic:
-        return plan, []
-    size, needs = plan.micro_batch_size, request.estimate(plan).total
+        return plan, needs, []
     limit = request.usable_bytes
     room = "device memory unknown" if limit is None else f"of {render_bytes(limit)} usable"
     ramped = ", dividing every size of the ramp" if recipe.train.batch_ramp is not None else ""
-    return plan, [
-        f"micro_batch_size auto: {size} of the {per_rank} sequences each rank gets{ramped}, {size * length} tokens "
-        f"(at most {cap}); estimated {render_bytes(needs)}, {room}"
-    ]
+    return (
+        plan,
+        needs,
+        [
+            f"micro_batch_size auto: {size} of the {per_rank} sequences each rank gets{ramped}, {size * length} tokens "
+            f"(at most {cap}); estimated {render_bytes(needs.total)}, {room}"
+        ],
+    )
 
 
 def _build_plan(request: _Request, layout: Layout, micro_batch_size: int, num_microbatches: int) -> ParallelPlan:

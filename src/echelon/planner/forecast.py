@@ -36,6 +36,7 @@ class Forecast:
         mfu: model FLOPs utilisation, a fraction; None if the table has no peak.
         num_devices, num_machines: of the cluster.
         price: of one machine; None if it is unknown.
+        spot_usd_per_hour: of one spot machine; None if the recipe does not say.
     """
 
     step: TimeEstimate
@@ -46,6 +47,7 @@ class Forecast:
     num_devices: int
     num_machines: int
     price: HourlyPrice | None = None
+    spot_usd_per_hour: float | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -74,6 +76,18 @@ class Forecast:
         hourly = self.usd_per_hour
         return None if hourly is None else hourly * 1e9 / self.tokens_per_second / 3600
 
+    @property
+    def spot_usd(self) -> float | None:
+        """Of all steps on spot machines, without what interruptions cost."""
+        hours, hourly = self.hours, self.spot_usd_per_hour
+        return None if hours is None or hourly is None else hours * hourly * self.num_machines
+
+    @property
+    def spot_usd_per_billion_tokens(self) -> float | None:
+        """Dollars for 10^9 tokens on spot machines, without what interruptions cost."""
+        hourly = self.spot_usd_per_hour
+        return None if hourly is None else hourly * self.num_machines * 1e9 / self.tokens_per_second / 3600
+
     def describe(self) -> Iterator[str]:
         """Lines for the user: the step by part, the whole run, its cost, and what is assumed."""
         step, rate = self.step, self.tokens_per_second
@@ -96,14 +110,20 @@ class Forecast:
                 f"run: {self.num_steps:,} steps of {self.tokens:,} tokens in all take {self.hours:,.2f} h, without "
                 "start-up, evaluation and checkpoints"
             )
-        if self.price is None:
-            return
         machines = f" x {self.num_machines} machines" if self.num_machines > 1 else ""
-        run = "" if self.usd is None else f"${self.usd:,.2f} for the run, "
-        yield (
-            f"cost: {run}${self.usd_per_billion_tokens:,.2f} for a billion tokens, at "
-            f"${self.price.usd_per_hour:g}/h{machines} on demand ({self.price.terms})"
-        )
+        if self.price is not None:
+            run = "" if self.usd is None else f"${self.usd:,.2f} for the run, "
+            yield (
+                f"cost: {run}${self.usd_per_billion_tokens:,.2f} for a billion tokens, at "
+                f"${self.price.usd_per_hour:g}/h{machines} on demand ({self.price.terms})"
+            )
+        if self.spot_usd_per_hour is not None:
+            run = "" if self.spot_usd is None else f"${self.spot_usd:,.2f} for the run, "
+            yield (
+                f"cost: {run}${self.spot_usd_per_billion_tokens:,.2f} for a billion tokens, at "
+                f"${self.spot_usd_per_hour:g}/h{machines} on spot machines that are not taken away "
+                "(budget.spot_usd_per_hour)"
+            )
 
 
 def forecast_run(
@@ -137,6 +157,7 @@ def forecast_run(
         num_devices=cluster.num_devices,
         num_machines=cluster.num_nodes,
         price=price if given is None else HourlyPrice(given, "budget.usd_per_hour"),
+        spot_usd_per_hour=recipe.budget.spot_usd_per_hour,
     )
 
 

@@ -13,7 +13,7 @@ from echelon.planner.model_shape import ModelShape, logits_chunk_tokens
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
 from echelon.planner.rank_shape import divide_shape
 from echelon.planner.replica_costs import agreement_bytes, saved_bytes
-from echelon.planner.stages import StageLoad, stage_loads
+from echelon.planner.stages import StageLoad, keep_heaviest, stage_loads
 from echelon.recipe.names import OPTIMIZER_FROM_OUTSIDE, OPTIMIZERS
 from echelon.recipe.synchronization import QUORUM
 from echelon.sizes import render_bytes
@@ -173,15 +173,16 @@ class _LoadBytes:
 
 
 def _count_loads(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> list[_LoadBytes]:
-    """The bytes of a rank of each pipeline stage."""
+    """The bytes of a rank of each pipeline stage, without ranks that need less than another one with equal layers."""
     length = part_len(plan, sequence_len)
     hidden = plan.micro_batch_size * length * shape.hidden_size * DTYPE_BYTES[plan.precision.compute]
-    loads = stage_loads(divide_shape(shape, plan), plan, hidden)
+    loads = keep_heaviest(stage_loads(divide_shape(shape, plan), plan, hidden))
     return [_count_load(each, plan, sequence_len, kind) for each in loads]
 
 
 def _count_load(load: StageLoad, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> _LoadBytes:
-    shape, plan = load.shape, replace(plan, adapter=load.adapter)
+    shape = load.shape
+    plan = plan if load.adapter is plan.adapter else replace(plan, adapter=load.adapter)
     length = part_len(plan, sequence_len)
     kept, redone, moved = activation_bytes(shape, plan, sequence_len, kind)
     chunk, head = _logits(shape, plan, plan.micro_batch_size * length) if load.has_head else (0, 0)

@@ -1,6 +1,7 @@
 """The part of a model that one rank stores and computes, as a shape of its own."""
 
 from dataclasses import replace
+from functools import lru_cache
 
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
@@ -12,9 +13,11 @@ def divide_shape(shape: ModelShape, plan: ParallelPlan) -> ModelShape:
     It has some of the experts, and computes as many for a token as it could need. Norms, biases, routers and the hidden
     size stay whole. Sizes that do not divide are refused by `check_tensor_parallel`.
     """
-    tp = plan.tp
-    if tp == 1:
-        return shape
+    return shape if plan.tp == 1 else _divide(shape, plan.tp)
+
+
+@lru_cache(maxsize=64)
+def _divide(shape: ModelShape, tp: int) -> ModelShape:
     matrices = (sum(each.count * each.size for each in shape.linears) + shape.num_expert_parameters) // shape.num_layers
     layer = shape.num_layer_parameters - matrices + matrices // tp
     experts = tuple(replace(each, num_experts=each.num_experts // tp) for each in shape.experts)

@@ -1,33 +1,29 @@
 """Every allowed plan of a recipe on a cluster, with its memory, time and cost, ranked.
 
-What the recipe sets is kept: `parallel`, `train.micro_batch_size`, `train.activation_checkpointing`. What it leaves to
-echelon is tried. `resolve_plan` builds each plan, so a plan that it refuses is no candidate.
+What the recipe sets is kept: `parallel`, `train.micro_batch_size`, `train.activation_checkpointing`,
+`train.activation_offloading`, `train.precision`, `sync`. `search_space.py` lists what is tried where it leaves the
+choice to echelon. `resolve_plan` builds each plan, so a plan that it refuses is no candidate.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
-from math import gcd
 from typing import TYPE_CHECKING, Any, Literal
 
 from echelon.errors import ConfigError, PlanError
-from echelon.hardware.accelerators import Cluster, DeviceKind
-from echelon.planner.choose import MEMORY_HEADROOM, MICRO_BATCH_TOKENS, find_replica, resolve_plan
+from echelon.hardware.accelerators import Cluster
+from echelon.planner.choose import MEMORY_HEADROOM, resolve_plan
 from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run
+from echelon.planner.layout import STRATEGIES
 from echelon.planner.memory import MemoryEstimate, estimate_memory
-from echelon.planner.model_shape import ModelShape, divisors
+from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
-from echelon.planner.stages import fits_schedule
+from echelon.planner.search_space import list_layouts, list_micro_batches, list_policies
 from echelon.recipe.training import ParallelConfig
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
 
 Goal = Literal["time", "cost", "memory"]
-_LARGEST = 2  # micro batches of each layout that are tried, beside the smallest
-_LONG = 8192  # tokens of a sequence from which it may be divided among devices
-_MAX_STAGES = 16
-_POLICIES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 SHOWN = 10
 """Candidates in the table."""
 
@@ -39,6 +35,7 @@ class RankedPlan:
     Attributes:
         usable_bytes: of each device, less the headroom; None if its memory is unknown.
         machines: the instance type and number, for the user; empty without one.
+        parallel: the value of `parallel` that gives this plan.
     """
 
     plan: ParallelPlan
@@ -47,6 +44,7 @@ class RankedPlan:
     usable_bytes: float | None
     forecast: Forecast
     machines: str = ""
+    parallel: str | ParallelConfig = "auto"
 
     @property
     def fits(self) -> bool:
@@ -60,9 +58,38 @@ class RankedPlan:
     def name(self) -> str:
         """The strategy and the degrees above 1, as in `pp+fsdp+tp: dp_shard 8, tp 8, pp 4 (interleaved)`."""
         words = [f"{axis} {degree}" for axis, degree in self.degrees().items() if degree > 1]
-        schedule = f" ({self.plan.schedule})" if self.plan.schedule else ""
-        offload = ", cpu_offload" if self.plan.cpu_offload else ""
-        return f"{self.plan.strategy}: {', '.join(words) or '1 device'}{schedule}{offload}"
+        plan = self.plan
+        options: list[str] = [] if plan.schedule is None else [plan.schedule]
+        options += ["ulysses"] if plan.cp_method == "ulysses" else []
+        keeps = plan.pp == 1 and plan.dp_shard * plan.cp > 1 and not plan.reshard_after_forward
+        if keeps and plan.strategy not in STRATEGIES:
+            options.append("zero2" if plan.reduce_gradients == "each" else "zero1")
+        shown = f" ({', '.join(options)})" if options else ""
+        offload = ", cpu_offload" if plan.cpu_offload else ""
+        return f"{plan.strategy}: {', '.join(words) or '1 device'}{shown}{offload}"
+
+    @property
+    def activations(self) -> str:
+        """How activations are kept, in a few words."""
+        plan = self.plan
+        every = f" every {plan.checkpoint_every}" if plan.checkpoint_every > 1 else ""
+        return f"{plan.activation_checkpointing}{every}" + (", offloaded" if plan.activation_offloading else "")
+
+    def settings(self) -> dict[str, Any]:
+        """The keys of a recipe that give this plan, with `parallel` and `train` as mappings."""
+        plan, parallel = self.plan, self.parallel
+        checkpointing = (
+            plan.activation_checkpointing if plan.checkpoint_every == 1 else {"every": plan.checkpoint_every}
+        )
+        train: dict[str, Any] = {"micro_batch_size": plan.micro_batch_size}
+        if plan.activation_memory_budget is None:
+            train["activation_checkpointing"] = checkpointing
+        if plan.activation_offloading:
+            train["activation_offloading"] = True
+        given = parallel if isinstance(parallel, str) else parallel.model_dump(mode="json", exclude_defaults=True)
+        if isinstance(given, dict) and "microbatches" in given:
+            del train["micro_batch_size"]
+        return {"parallel": given, "train": train}
 
     def to_dict(self) -> dict[str, Any]:
         """The candidate as in the output of `--json`; None for what is unknown."""
@@ -75,7 +102,12 @@ class RankedPlan:
             "micro_batch_size": plan.micro_batch_size,
             "num_microbatches": plan.num_microbatches,
             "activation_checkpointing": plan.activation_checkpointing,
+            "checkpoint_every": plan.checkpoint_every,
+            "activation_offloading": plan.activation_offloading,
             "cpu_offload": plan.cpu_offload,
+            "cp_method": plan.cp_method,
+            "reshard_after_forward": plan.reshard_after_forward,
+            "reduce_gradients": plan.reduce_gradients,
             "machines": self.machines or None,
             "num_devices": self.cluster.num_devices,
             "fits": self.fits,
@@ -88,6 +120,9 @@ class RankedPlan:
             "hours": forecast.hours,
             "usd": forecast.usd,
             "usd_per_billion_tokens": forecast.usd_per_billion_tokens,
+            "spot_usd": forecast.spot_usd,
+            "spot_usd_per_billion_tokens": forecast.spot_usd_per_billion_tokens,
+            "recipe": self.settings(),
         }
 
 
@@ -108,30 +143,73 @@ def search_plans(
     memory = cluster.accelerator.memory_bytes
     usable = None if memory is None else memory * (1 - MEMORY_HEADROOM)
     fitting: dict[ParallelPlan, RankedPlan] = {}
-    refused: ConfigError | PlanError | None = None
-    others: list[tuple[Recipe, ParallelPlan, MemoryEstimate]] = []
-
-    def build(variant: "Recipe", plan: ParallelPlan, needs: MemoryEstimate) -> RankedPlan:
-        return RankedPlan(plan, cluster, needs, usable, forecast_run(variant, shape, plan, cluster, price), machines)
-
-    for offload in (False, True):
-        if fitting:
-            break
-        for found in _list_plans(recipe, shape, cluster, divide, offload):
-            if isinstance(found, ConfigError | PlanError):
-                refused = refused or found
-                continue
-            if _fits(found[2], usable, cluster):
-                key = _identify(found[1])
-                fitting[key] = fitting.get(key) or build(*found)
-            else:
+    others: list[_Found] = []
+    refused: list[ConfigError | PlanError] = []
+    for variant, first in _resolve_layouts(recipe, shape, cluster, divide, refused):
+        for found in _list_found(variant, first, shape, cluster, usable, by):
+            if not _fits(found.needs, usable, cluster):
                 others.append(found)
+            elif (key := _identify(found.plan)) not in fitting:
+                fitting[key] = found.rank(cluster, usable, price, machines, shape)
     if not (fitting or others):
-        assert refused is not None
-        raise refused
-    others.sort(key=lambda each: each[2].total)
-    more = [build(*each) for each in others[: max(0, SHOWN - len(fitting))]]
+        raise refused[0]
+    others.sort(key=lambda each: each.needs.total)
+    more = [each.rank(cluster, usable, price, machines, shape) for each in others[: max(0, SHOWN - len(fitting))]]
     return rank_plans([*fitting.values(), *more], by)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A plan, the recipe that it is of, and what it needs."""
+
+    variant: "Recipe"
+    plan: ParallelPlan
+    needs: MemoryEstimate
+
+    def rank(
+        self, cluster: Cluster, usable: float | None, price: HourlyPrice | None, machines: str, shape: ModelShape
+    ) -> RankedPlan:
+        forecast = forecast_run(self.variant, shape, self.plan, cluster, price)
+        return RankedPlan(self.plan, cluster, self.needs, usable, forecast, machines, self.variant.parallel)
+
+
+def _resolve_layouts(
+    recipe: "Recipe", shape: ModelShape, cluster: Cluster, divide: bool, refused: list[ConfigError | PlanError]
+) -> Iterator[tuple["Recipe", ParallelPlan]]:
+    """Each recipe that sets what this one leaves to echelon, with its plan; the errors of the others are added."""
+    # Without a limit, resolve_plan refuses no plan for its memory: those that do not fit are answered as well.
+    unlimited = replace(cluster, accelerator=replace(cluster.accelerator, memory_bytes=None), host_memory_bytes=None)
+    for parallel in list_layouts(recipe, shape, cluster, divide):
+        variant = recipe.model_copy(update={"parallel": parallel})
+        try:
+            yield variant, resolve_plan(variant, shape, unlimited)
+        except (ConfigError, PlanError) as error:
+            refused.append(error)
+
+
+def _list_found(
+    variant: "Recipe", first: ParallelPlan, shape: ModelShape, cluster: Cluster, usable: float | None, by: Goal
+) -> Iterator[_Found]:
+    """The plans of one layout; of ways to keep activations that differ in time and memory alone, the best that fits."""
+
+    def measure(plan: ParallelPlan) -> _Found:
+        return _Found(variant, plan, estimate_memory(shape, plan, variant.data.sequence_len, cluster.kind))
+
+    memory = cluster.accelerator.memory_bytes
+    for plan in list_micro_batches(variant, first, cluster.kind)[::-1]:
+        tried: list[_Found] = []
+        fitting: list[_Found] = []
+        for policies in list_policies(variant, plan, cluster.kind)[:: -1 if by == "memory" else 1]:
+            found = [measure(each) for each in policies]
+            tried += found
+            fitting += [each for each in found if _fits(each.needs, usable, cluster)]
+            is_enough = any(by == "memory" or not each.plan.activation_offloading for each in fitting)
+            if is_enough or (memory is not None and found[0].needs.states > memory):
+                break
+        yield from fitting
+        if not fitting:
+            yield min(tried, key=lambda each: each.needs.total)
+            return  # larger micro batches do not fit either
 
 
 def _identify(plan: ParallelPlan) -> ParallelPlan:
@@ -163,96 +241,12 @@ def _rank(each: RankedPlan, by: Goal) -> tuple[bool, float, float]:
     return False, seconds / each.forecast.tokens_per_step, memory
 
 
-def _list_plans(
-    recipe: "Recipe", shape: ModelShape, cluster: Cluster, divide: bool, offload: bool
-) -> Iterator["tuple[Recipe, ParallelPlan, MemoryEstimate] | ConfigError | PlanError"]:
-    """Each recipe that sets what this one leaves to echelon, with its plan and what it needs; or why it has none."""
-    # Without a limit, resolve_plan refuses no plan for its memory: those that do not fit are answered as well.
-    unlimited = replace(cluster, accelerator=replace(cluster.accelerator, memory_bytes=None), host_memory_bytes=None)
-    train, length, memory = recipe.train, recipe.data.sequence_len, cluster.accelerator.memory_bytes
-    fixed = "activation_checkpointing" in train.model_fields_set or train.activation_offloading
-    for parallel in _list_layouts(recipe, shape, cluster, divide, offload):
-        variant = recipe.model_copy(update={"parallel": parallel})
-        try:
-            first = resolve_plan(variant, shape, unlimited)
-        except (ConfigError, PlanError) as error:
-            yield error
-            continue
-        for plan in _vary(recipe, first, cluster.kind, fixed):
-            needs = estimate_memory(shape, plan, length, cluster.kind)
-            yield variant, plan, needs
-            if memory is not None and needs.states > memory and plan.micro_batch_size == first.micro_batch_size:
-                break  # neither checkpointing nor a smaller micro batch makes the states fit
-
-
-def _vary(recipe: "Recipe", first: ParallelPlan, kind: DeviceKind, fixed: bool) -> Iterator[ParallelPlan]:
-    """The plan with other micro batches and checkpointing, where the recipe leaves them to echelon."""
-    ranks = first.num_replicas * first.dp_size
-    shares = [size // ranks for size in recipe.batches.sizes]
-    cap = max(1, MICRO_BATCH_TOKENS[kind] * first.cp // recipe.data.sequence_len)
-    sizes = [size for size in divisors(gcd(*shares)) if size <= cap and _takes(first, shares, size)][::-1]
-    if recipe.train.micro_batch_size != "auto" or getattr(recipe.parallel, "microbatches", None) or not sizes:
-        sizes = [first.micro_batch_size]
-    for size in dict.fromkeys((*sizes[:_LARGEST], sizes[-1])):
-        sized = replace(first, micro_batch_size=size, num_microbatches=max(shares) // size)
-        for policy in (first.activation_checkpointing,) if fixed else _POLICIES:
-            yield replace(sized, activation_checkpointing=policy)
-
-
-def _takes(plan: ParallelPlan, shares: Sequence[int], size: int) -> bool:
-    """Whether the schedule of a pipeline takes every step with this micro batch."""
-    return plan.schedule is None or all(fits_schedule(plan.schedule, plan.pp, share // size) for share in shares)
-
-
-def _list_layouts(
-    recipe: "Recipe", shape: ModelShape, cluster: Cluster, divide: bool, offload: bool
-) -> Iterator["str | ParallelConfig"]:
-    """The values of `parallel` to try; the recipe's own if it has one."""
-    if recipe.parallel != "auto":
-        if not offload:
-            yield recipe.parallel
-        return
-    replica = find_replica(recipe, cluster)
-    world = replica.num_devices
-    if offload:
-        if cluster.kind == "cuda":
-            yield ParallelConfig(dp_shard=world, cpu_offload=True)
-        return
-    yield from ("ddp", "zero1", "zero2", "fsdp")
-    if replica.num_nodes > 1:
-        yield "hsdp"
-    yield from _list_divided(recipe, shape, replica, divide)
-    yield from (ParallelConfig(dp_shard=world, ep=ep) for ep in _powers(replica.devices_per_node)[1:] if shape.experts)
-
-
-def _list_divided(recipe: "Recipe", shape: ModelShape, replica: Cluster, divide: bool) -> Iterator[ParallelConfig]:
-    """Mappings that divide the model or its sequences."""
-    local = replica.devices_per_node
-    lengths = _powers(8) if divide and recipe.data.sequence_len >= _LONG else [1]
-    stages = _powers(min(_MAX_STAGES, shape.num_layers)) if divide else [1]
-    for tp, cp, pp in product(_powers(local), lengths, stages):
-        rest, left = divmod(replica.num_devices, tp * cp * pp)
-        if not left and (tp, cp, pp) != (1, 1, 1):
-            yield from _divide(recipe, tp, cp, pp, rest, max(1, local // tp // cp))
-
-
-def _divide(recipe: "Recipe", tp: int, cp: int, pp: int, rest: int, local: int) -> Iterator[ParallelConfig]:
-    """Mappings for these degrees: `rest` ranks shard, or are replicas of each other, or shard inside a machine."""
-    shares = {(1, rest), (rest, 1)} | ({(rest // local, local)} if rest % local == 0 else set())
-    sequence = recipe.data.sequence_len % (tp * cp) == 0
-    for replicate, shard in sorted(shares):
-        for schedule in ("1f1b", "interleaved") if pp > 1 else (None,):
-            yield ParallelConfig(
-                dp_replicate=replicate,
-                dp_shard=shard,
-                tp=tp,
-                cp=cp,
-                pp=pp,
-                sequence_parallel=True if tp > 1 and sequence else None,
-                schedule=schedule,
-            )
-
-
-def _powers(limit: int) -> list[int]:
-    """Powers of two up to a limit."""
-    return [1 << place for place in range(max(1, limit).bit_length())]
+def forecast_float8(recipe: "Recipe", shape: ModelShape, best: RankedPlan) -> Forecast | None:
+    """The forecast of a candidate whose products are in float8; None where the recipe or the devices rule it out."""
+    plan = best.plan
+    if recipe.train.precision != "auto" or not best.cluster.has_float8 or plan.tp > 1 or not plan.compile:
+        return None
+    if plan.adapter is not None or plan.precision.compute != "bfloat16":
+        return None
+    rounded = replace(plan, precision=replace(plan.precision, float8=True))
+    return forecast_run(recipe, shape, rounded, best.cluster, best.forecast.price)

@@ -8,6 +8,7 @@ ZB-H1 (Qi et al. 2023, arXiv:2401.10241).
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError, PlanError
@@ -263,6 +264,7 @@ def stage_loads(shape: ModelShape, plan: ParallelPlan, hidden_bytes: int) -> lis
     return loads
 
 
+@lru_cache(maxsize=1024)
 def _stage_shape(shape: ModelShape, num_layers: int, is_first: bool, is_last: bool) -> ModelShape:
     """The shape of some layers, with the look-up tables in front or the head behind; a tied head is on both ends."""
     part = num_layers / shape.num_layers
@@ -280,6 +282,16 @@ def _stage_shape(shape: ModelShape, num_layers: int, is_first: bool, is_last: bo
         experts=tuple(replace(each, count=round(each.count * part)) for each in shape.experts),
         num_idle_parameters=round(shape.num_idle_parameters * part),
     )
+
+
+def keep_heaviest(loads: Iterable[StageLoad]) -> list[StageLoad]:
+    """Of ranks with the same part of the model, the one that keeps the activations of the most microbatches."""
+    most: dict[tuple[int, bool, int], StageLoad] = {}
+    for each in loads:
+        key = (id(each.shape), each.has_head, each.received_bytes)  # equal stages have the same shape object
+        if key not in most or most[key].num_kept < each.num_kept:
+            most[key] = each
+    return list(most.values())
 
 
 def _stage_adapter(adapter: AdapterPlan, part: float) -> AdapterPlan:

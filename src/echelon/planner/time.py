@@ -300,7 +300,8 @@ def _replica_seconds(step: _Step, count: int, held: float, reductions: int, back
     sent, whole = (count_sent_bytes(each, [(hidden, hidden)], group.size) for each in (plan.sync, SyncPlan()))
     seconds = group.all_reduce(held * DTYPE_BYTES[plan.precision.reduce] * sent / whole)
     if plan.num_replicas == 1:
-        return count * reductions * step.exposed(seconds, backward)
+        times = 1 if plan.uses_fully_shard else reductions  # shards are summed between replicas at the last microbatch
+        return count * times * step.exposed(seconds, backward)
     return 0.0 if plan.sync.overlap else count * seconds / plan.sync.every
 
 

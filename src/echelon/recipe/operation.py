@@ -187,3 +187,6 @@ class BudgetConfig(Section):
         description="Dollars per hour for one machine. Default: the on-demand price of the SageMaker instance type, "
         "if the catalogue has one.",
     )
+    spot_usd_per_hour: Positive | None = Field(
+        None, description="Dollars per hour for one spot machine: `echelon plan` shows the cost at both prices."
+    )

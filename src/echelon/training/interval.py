@@ -7,6 +7,7 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
+from echelon.planner.reliability import best_interval_seconds, lost_fractions
 from echelon.recipe import Recipe
 from echelon.runs.wall_time import render_duration
 
@@ -19,28 +20,6 @@ _FIRST_STEPS = 10
 _RECENT_STEPS = 50
 # Relative change of the interval from which on it is logged.
 _ANNOUNCED_CHANGE = 0.2
-
-
-def best_interval_seconds(save_seconds: float, failure_seconds: float) -> float:
-    """Return the training time between two saves that minimises the expected loss of time.
-
-    Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer
-    Systems 22 (2006), equation 37; its first term is Young's (1974).
-
-    Args:
-        save_seconds: how long a save blocks training.
-        failure_seconds: the mean time between two failures of the job.
-    """
-    if save_seconds >= 2 * failure_seconds:
-        return failure_seconds
-    ratio = save_seconds / (2 * failure_seconds)
-    return math.sqrt(2 * save_seconds * failure_seconds) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
-
-
-def lost_fractions(interval_seconds: float, save_seconds: float, failure_seconds: float) -> tuple[float, float]:
-    """Return the expected fractions of time for saves and for repeated work: half an interval at each failure."""
-    period = interval_seconds + save_seconds
-    return save_seconds / period, period / 2 / failure_seconds
 
 
 class SaveInterval:

@@ -1,0 +1,117 @@
+"""The part of a run's time that trains, where machines fail and their steps vary: its goodput."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from echelon.planner.memory import estimate_checkpoint
+from echelon.planner.model_shape import ModelShape
+from echelon.planner.plan import ParallelPlan
+from echelon.planner.rates import GPU_RATES
+
+RESTART_SECONDS = 300.0
+"""From a failure to the next step, if it is not given: an assumption, not a measurement."""
+
+
+def best_interval_seconds(save_seconds: float, failure_seconds: float) -> float:
+    """Return the training time between two saves that minimises the expected loss of time.
+
+    Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer
+    Systems 22 (2006), equation 37; its first term is Young's (1974).
+
+    Args:
+        save_seconds: how long a save blocks training.
+        failure_seconds: the mean time between two failures of the job.
+    """
+    if save_seconds >= 2 * failure_seconds:
+        return failure_seconds
+    ratio = save_seconds / (2 * failure_seconds)
+    return math.sqrt(2 * save_seconds * failure_seconds) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
+
+
+def lost_fractions(interval_seconds: float, save_seconds: float, failure_seconds: float) -> tuple[float, float]:
+    """Return the expected fractions of time for saves and for repeated work: half an interval at each failure."""
+    period = interval_seconds + save_seconds
+    return save_seconds / period, period / 2 / failure_seconds
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """What is known of the machines.
+
+    Attributes:
+        mtbf_hours: mean hours between two failures of one machine; None: machines do not fail.
+        restart_seconds: from a failure of the job to its next step.
+        step_spread: standard deviation of a machine's step time, as a part of its mean; every step waits for the
+            slowest machine.
+    """
+
+    mtbf_hours: float | None = None
+    restart_seconds: float = RESTART_SECONDS
+    step_spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Expected times of a job on some machines.
+
+    Attributes:
+        failure_hours: mean hours between two failures of the job; None without failures.
+        save_seconds: how long a save blocks training.
+        interval_seconds: training time between two saves.
+        slowdown: the expected step over one whose machines all take the mean time.
+        share: of the job's time, that of steps as fast as the plan says: the goodput.
+    """
+
+    failure_hours: float | None
+    save_seconds: float
+    interval_seconds: float
+    slowdown: float
+    share: float
+
+    def describe(self, reliability: Reliability) -> Iterator[str]:
+        """Lines for the user."""
+        yield f"goodput: {self.share:.1%} of the time is training at the predicted speed"
+        if self.failure_hours is not None:
+            yield (
+                f"  failures: one in {self.failure_hours:,.1f} h of the job, {reliability.restart_seconds:g} s each to "
+                f"restart; a save blocks training for {self.save_seconds:.2g} s and is best every "
+                f"{self.interval_seconds / 60:,.1f} min"
+            )
+        if self.slowdown > 1:
+            yield f"  stragglers: a step takes {self.slowdown:.3f} times the mean of one machine"
+
+
+def estimate_goodput(shape: ModelShape, plan: ParallelPlan, num_machines: int, reliability: Reliability) -> Goodput:
+    """The expected goodput of a plan on machines that fail independently of each other, at any time.
+
+    With failures of the job every M seconds, saves of d seconds after each t seconds of training and restarts of R
+    seconds, t seconds of training take M exp(R / M) (exp((t + d) / M) - 1): the complete model of Daly (2006). A save
+    blocks training while each rank copies its part of the checkpoint to host memory.
+    """
+    slowdown = expect_slowest(num_machines, reliability.step_spread)
+    save = estimate_checkpoint(shape, plan) / plan.world_size / GPU_RATES.host_bandwidth
+    if reliability.mtbf_hours is None:
+        return Goodput(None, save, math.inf, slowdown, 1 / slowdown)
+    failure = reliability.mtbf_hours * 3600 / num_machines
+    interval = best_interval_seconds(save, failure)
+    share = training_share(interval, save, reliability.restart_seconds, failure)
+    return Goodput(failure / 3600, save, interval, slowdown, share / slowdown)
+
+
+def training_share(interval: float, save: float, restart: float, failure: float) -> float:
+    """The part of the time that trains, by Daly's formula; all in seconds. 0 if failures leave no time for it."""
+    if (interval + save + restart) / failure > 500:
+        return 0.0
+    return interval / (failure * math.exp(restart / failure) * math.expm1((interval + save) / failure))
+
+
+def expect_slowest(num_machines: int, spread: float) -> float:
+    """The expected longest of `num_machines` step times over their mean, if they are normally distributed.
+
+    The quantile of Blom, "Statistical Estimates and Transformed Beta-Variables" (1958), at (n - 3/8) / (n + 1/4).
+    """
+    if num_machines == 1 or not spread:
+        return 1.0
+    return 1 + spread * NormalDist().inv_cdf((num_machines - 0.375) / (num_machines + 0.25))
