@@ -91,6 +91,7 @@ class Row:
     """Fields of the model's config that differ, and their values."""
     changes: Any = None
     """Keys of the recipe that differ, by section; or the value of a key without sections."""
+    engine: str = "native"
 
     def __str__(self) -> str:
         name = (
@@ -103,6 +104,7 @@ class Row:
         extras += [self.optimizer] if self.optimizer != "adamw" else []
         extras += [self.master_weights] if self.master_weights != "fp32" else []
         extras += [self.adapter] if self.adapter != "full" else []
+        extras += [self.engine] if self.engine != "native" else []
         extras += [f"{name} {value}" for name, value in self.fields]
         return " ".join([name, *extras])
 
@@ -135,6 +137,7 @@ def write_recipe(row: Row, folder: Path, text: Path, steps: int) -> Path:
         "optim": {"name": row.optimizer, "learning_rate": LEARNING_RATES.get(row.optimizer, 1e-3), "warmup_steps": 2},
         "evaluate": {"batches": 1},
         "parallel": row.parallel,
+        "engine": row.engine,
         "checkpoint": {"every_steps": steps, "async": True},
     }  # fmt: skip
     if row.adapter != "full":

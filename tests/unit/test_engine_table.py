@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import parse_devices
 from echelon.lifecycle.model_checks import check_model
 from echelon.planner.choose import resolve_plan
+from echelon.planner.engine_limits import compare_engines, render_engine_table
 from echelon.planner.shape import build_shape
 from echelon.recipe import Recipe, engines
 from echelon.recipe.engines import ENGINES, EngineRow, Limit, find_refused
@@ -36,6 +38,24 @@ def check_batch(recipe, plan):
 def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(ENGINES, "toy", ROW)
     yield
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
+
+
+def test_the_page_has_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(ENGINES, "toy")
+    page = PAGE.read_text(encoding="utf-8")
+    shown = page.partition("<!-- engines: begin -->\n")[2].partition("<!-- engines: end -->")[0]
+    assert shown == render_engine_table(), "write render_engine_table() between the marks in docs/engines.md"
+
+
+def test_every_engine_is_compared_for_a_recipe(tmp_path) -> None:
+    recipe = load_text(tmp_path, SMALL, "optim.name=lion")[0]
+    lines = list(compare_engines(recipe, plan_of))
+    assert "  native: ddp, 1 x 4 sequences" in lines
+    [refusal] = [line for line in lines if line.startswith("  toy: refuses it")]
+    assert "engine" in refusal
 
 
 def recipe_of(tmp_path, *overrides: str) -> Recipe:

@@ -14,6 +14,7 @@ from echelon.lifecycle.building import build_stages
 from echelon.lifecycle.model_checks import check_model
 from echelon.lifecycle.setup import describe_steps
 from echelon.planner.choose import resolve_plan
+from echelon.planner.engine_limits import compare_engines
 from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run
 from echelon.planner.machines import choose_instance, find_cluster
 from echelon.planner.memory import MemoryEstimate, StoredBytes, describe_checkpoint, estimate_memory, estimate_stored
@@ -55,6 +56,7 @@ def plan(
     count: int | None = None,
     build: bool = False,
     reliability: Reliability | None = None,
+    engines: bool = False,
     on_line: Callable[[str], None] = lambda line: None,
 ) -> PlanReport:
     """Plan how a recipe would run, and the memory, time and money it needs. Downloads no weights.
@@ -67,6 +69,7 @@ def plan(
         count: the number of instances; None: 1, or with `auto` as few as possible.
         build: divide the real model as planned, without devices, in a process for each stage that is built.
         reliability: failures and stragglers, for the expected goodput.
+        engines: also what each engine would make of the recipe.
         on_line: called with each line of the report as soon as it is known, also if the plan is then refused.
 
     Raises:
@@ -103,6 +106,8 @@ def plan(
             note(line)
     built = build_stages(recipe, shape, chosen) if build else {}
     for line in _describe_built(built, estimate_stored(shape, chosen)):
+        note(line)
+    for line in compare_engines(recipe, lambda other: resolve_plan(other, shape, cluster)) if engines else ():
         note(line)
     return PlanReport(chosen, memory, cluster, shape, tuple(lines), built, forecast, goodput)
 

@@ -20,6 +20,7 @@ def plan(
     budget_usd: options.BudgetUsd = None,
     deadline_hours: options.DeadlineHours = None,
     as_json: options.AsJson = False,
+    engines: options.Engines = False,
     accuracy: options.Accuracy = False,
     calibrate: options.Calibrate = False,
     scaling: options.Scaling = None,
@@ -68,6 +69,7 @@ def plan(
         count=count,
         build=build,
         reliability=reliability,
+        engines=engines,
         on_line=show,
     )
 

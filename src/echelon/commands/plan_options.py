@@ -34,6 +34,7 @@ DeadlineHours = Annotated[
     float | None, typer.Option("--deadline-hours", min=0, help="Search plans whose run takes at most this.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Search, and print the candidates as JSON.")]
+Engines = Annotated[bool, typer.Option("--engines", help="Also show what each engine would make of the recipe.")]
 Accuracy = Annotated[
     bool, typer.Option("--accuracy", help="Compare runs with what was predicted: the arguments are run folders.")
 ]

@@ -117,11 +117,15 @@ class SendsWhole:
         return {}
 
 
-class _Undivided(SendsWhole):
-    """What holds for every parallelism in which each rank runs all layers. See Parallel."""
+class Undivided(SendsWhole):
+    """What holds for every parallelism in which each rank runs all layers. See DataParallel."""
 
     stage_of: Mapping[str, int] = {}
     counted_elsewhere: frozenset[str] = frozenset()
+
+    def backward(self, sums: Tensor, weights: Tensor) -> None:
+        """See DataParallel."""
+        sums.backward(weights)  # type: ignore[no-untyped-call]
 
     def waiting(self) -> Waiting | None:
         """See Parallel."""
@@ -134,7 +138,11 @@ class DataParallel(Parallel, Protocol):
     module: nn.Module
 
     def microbatch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Scope of one forward and backward pass; gradients are final after the one with `is_last`."""
+        """Scope of a forward pass and its backward pass; gradients are final after the one with `is_last`."""
+        ...
+
+    def backward(self, sums: Tensor, weights: Tensor) -> None:
+        """Add the gradients of the weighted sum of what the module returned in the scope before."""
         ...
 
 
@@ -165,7 +173,7 @@ def autocast_scope(plan: ParallelPlan, device_type: str) -> Autocast:
     return Autocast(device_type, getattr(torch, plan.precision.compute) if plan.uses_autocast else None)
 
 
-class Alone(_Undivided):
+class Alone(Undivided):
     """One process with the whole model."""
 
     num_rehearsals, num_rehearsed = 1, 2
@@ -221,7 +229,7 @@ def _reduce_bucket(reduction: _Reduction, bucket: GradBucket) -> torch.futures.F
     return unchanged
 
 
-class Replicated(_Undivided):
+class Replicated(Undivided):
     """DistributedDataParallel: a whole copy on every rank, gradients summed in buckets that overlap the backward.
 
     Gradients are views of the buckets, also those of microbatches that are not sent, so there is no second copy.
@@ -322,7 +330,7 @@ class _NoSum(DefaultReduceScatter):
         output_tensor.zero_()
 
 
-class FullyShard(_Undivided):
+class FullyShard(Undivided):
     """`fully_shard` (FSDP2): parameters, gradients and optimizer state are shards; layers are gathered as they run."""
 
     num_rehearsals, num_rehearsed = 1, 2

@@ -70,7 +70,7 @@ class SingleStage:
             # 0 * loss is 0, or NaN for a loss that is not finite: then every gradient is NaN, and so is the norm that
             # all ranks see, which is what keeps such a step from being applied.
             with record_function("echelon backward"):
-                sums.backward((factors + 0 * sums.detach()) / num_targets)
+                self._parallel.backward(sums, (factors + 0 * sums.detach()) / num_targets)
             total += sums.detach()
         if self._tap is None:
             return StepSums(total[0])

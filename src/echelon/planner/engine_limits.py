@@ -1,12 +1,15 @@
 """What the engine of a recipe can run of a plan."""
 
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from echelon.errors import PlanError
+from echelon.errors import ConfigError, PlanError
 from echelon.extensions import find_named
 from echelon.planner.degrees import join_words
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.engines import ENGINES, NATIVE, EngineRow
+from echelon.recipe.yaml_text import show_value
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
@@ -15,6 +18,54 @@ if TYPE_CHECKING:
 def find_row(recipe: "Recipe") -> EngineRow:
     """The row of the recipe's engine."""
     return ENGINES[recipe.engine]
+
+
+def with_engine(recipe: "Recipe", name: str) -> "Recipe":
+    """The recipe with another engine, without the settings of other engines. Raises ConfigError if it cannot run it."""
+    from echelon.recipe import build_recipe
+    from echelon.recipe.render import recipe_mapping
+
+    mapping = recipe_mapping(recipe)
+    for other, row in ENGINES.items():
+        if row.section is not None and other != name:
+            mapping.pop(row.section, None)
+    return build_recipe({**mapping, "engine": name})[0]
+
+
+def compare_engines(recipe: "Recipe", make_plan: Callable[["Recipe"], ParallelPlan]) -> Iterator[str]:
+    """Yield lines about each engine: the plan that it would run of a recipe, or why it refuses it.
+
+    `make_plan`: plans a recipe on the cluster.
+    """
+    yield "engines for this recipe:"
+    for name, row in ENGINES.items():
+        try:
+            plan = make_plan(with_engine(recipe, name))
+        except (ConfigError, PlanError) as error:
+            yield f"  {name}: refuses it: {str(error).removeprefix('recipe: ')}"
+        else:
+            is_here = row.package is None or find_spec(row.package) is not None
+            words = "" if is_here else f"; not installed here: pip install 'echelon[{name}]'"
+            yield f"  {name}: {plan.strategy}, {plan.num_microbatches} x {plan.micro_batch_size} sequences{words}"
+        if row.purpose:
+            yield f"    for: {row.purpose}"
+        if row.instead:
+            yield f"    native instead: {row.instead}"
+
+
+def render_engine_table() -> str:
+    """The Markdown table of docs/engines.md: a row for each limited key, with the values that each engine runs."""
+    keys = dict.fromkeys(limit.key for row in ENGINES.values() for limit in row.limits)
+    lines = ["| | " + " | ".join(f"`{name}`" for name in ENGINES) + " |", "|---" * (len(ENGINES) + 1) + "|"]
+    strategies = ["all" if row.strategies is None else ", ".join(row.strategies) for row in ENGINES.values()]
+    lines.append("| strategies of `parallel` | " + " | ".join(strategies) + " |")
+    for key in keys:
+        cells = []
+        for row in ENGINES.values():
+            values = next((limit.values for limit in row.limits if limit.key == key), None)
+            cells.append("all" if values is None else ", ".join(f"`{show_value(value)}`" for value in values))
+        lines.append(f"| `{key}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def check_engine(recipe: "Recipe", plan: ParallelPlan) -> None:

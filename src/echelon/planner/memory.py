@@ -14,6 +14,7 @@ from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
 from echelon.planner.rank_shape import divide_shape
 from echelon.planner.replica_costs import agreement_bytes, saved_bytes
 from echelon.planner.stages import StageLoad, keep_heaviest, stage_loads
+from echelon.recipe.engines import NATIVE
 from echelon.recipe.names import OPTIMIZER_FROM_OUTSIDE, OPTIMIZERS
 from echelon.recipe.synchronization import QUORUM
 from echelon.sizes import render_bytes
@@ -206,6 +207,8 @@ def _rotary_bytes(shape: ModelShape, sequence_len: int) -> int:
 def _list_assumptions(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> Iterator[str]:
     if shape.parts.attention_matrix and kind == "cuda":
         yield "soft-capped attention is flex attention, which keeps no scores; eager attention needs more"
+    if plan.engine != NATIVE:
+        yield f"the engine {plan.engine} is counted as the native one; what it copies beside that is not counted"
     if plan.compile:
         yield "activations are those of eager execution; a compiled model needs less"
     if not plan.uses_fully_shard and plan.dp_replicate > 1:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from echelon.recipe.batches import BatchSchedule, Rhythm, constant_batch, ramp_batch
+from echelon.recipe.deepspeed import DeepspeedConfig
 from echelon.recipe.engines import find_refused
 from echelon.recipe.horovod_config import HorovodConfig
 from echelon.recipe.inputs import (
@@ -72,6 +73,7 @@ class Recipe(Section):
     fault: FaultConfig = FaultConfig()
     sync: SyncConfig = SyncConfig()
     engine: EngineName = Field("native", description="The engine that runs the training steps.")
+    deepspeed: DeepspeedConfig = DeepspeedConfig()
     smp: dict[str, Any] = Field(
         default_factory=dict,
         description="With `engine: smp`: parameters of SageMaker's model-parallel library, in its own spelling; they "

@@ -42,6 +42,8 @@ class EngineRow:
         strategies: the strategies of a plan that it can run, which `parallel: auto` chooses from; None: all.
         compiles: whether it can compile layers; `train.compile: auto` is off where it cannot.
         limits: the other keys of a recipe that it restricts.
+        purpose: what it is for, for the user who chooses an engine.
+        instead: what the native engine has in place of it.
         check: `package.module:function` without torch, called with a recipe and its plan; raises ConfigError or
             PlanError for what the limits cannot say.
     """
@@ -52,6 +54,8 @@ class EngineRow:
     strategies: tuple[str, ...] | None = None
     compiles: bool = True
     limits: tuple[Limit, ...] = ()
+    purpose: str = ""
+    instead: str = ""
     check: str | None = None
 
 
@@ -60,14 +64,44 @@ _WHOLE_COPIES = (
     Limit("sync.compress.method", ("none",), "sends gradients by its own library"),
 )
 
+_ONE_MODEL = "runs the whole model on every process"
+_DEEPSPEED = EngineRow(
+    "echelon.engines.deepspeed.zero_engine:build_deepspeed_engine",
+    section="deepspeed",
+    package="deepspeed",
+    strategies=("ddp", "zero1", "zero2", "fsdp"),
+    compiles=False,
+    limits=(
+        Limit("optim.name", ("adamw", "sgd", "lion"), "flattens parameters, and other optimizers need their shape"),
+        *(Limit(f"parallel.{axis}", (1,), _ONE_MODEL) for axis in ("tp", "pp", "cp", "ep")),
+        Limit("parallel.cpu_offload", (False,), "offloads by deepspeed.offload"),
+        Limit("parallel.prefetch", (None,), "prefetches by zero_optimization.stage3_prefetch_bucket_size"),
+        Limit("sync.name", ("every_step",), "reduces gradients in every step"),
+        Limit("sync.compress.method", ("none",), "sends gradients as they are"),
+        Limit("objective.name", ("causal_lm",), "has no reference model"),
+        Limit("adapter.method", ("full", "lora"), "casts all weights, so packed and rescaled ones do not work"),
+        Limit("adapter.init", ("default",), "casts all weights, and this start changes the frozen ones"),
+        Limit("train.precision", ("auto", "fp32", "bf16", "fp16"), "has no float8"),
+        Limit("train.master_weights", ("fp32",), "keeps master weights in fp32"),
+        Limit("train.compile", ("auto", False), "does not compile layers"),
+        Limit("train.activation_offloading", (False,), "keeps activations on the device"),
+        Limit("fault.verify_replicas_every", (None,), "has partitions, which have no copies to compare"),
+    ),
+    purpose="ZeRO by DeepSpeed: its config, its tuning, and offloading of the optimizer alone",
+    instead="parallel: zero1, zero2 or fsdp on fully_shard, and parallel.cpu_offload for all states",
+    check="echelon.planner.deepspeed_settings:check_settings",
+)
 ENGINES: dict[str, EngineRow] = {
-    NATIVE: EngineRow("echelon.engines.native:build_native_engine"),
+    NATIVE: EngineRow("echelon.engines.native:build_native_engine", purpose="PyTorch's DDP and fully_shard"),
+    "deepspeed": _DEEPSPEED,
     "horovod": EngineRow(
         "echelon.engines.horovod:build_horovod_engine",
         section="horovod",
         package="horovod",
         strategies=("ddp",),
         limits=_WHOLE_COPIES,
+        purpose="clusters that have Horovod: its ring all-reduce, fusion and fp16 compression",
+        instead="parallel: ddp, and sync.compress.method=fp16",
     ),
 }
 """The engines by the recipe's `engine`."""

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from echelon.errors import ConfigError
 from echelon.recipe.aliases import ALIASES, apply_aliases, translate
+from echelon.recipe.deepspeed import read_deepspeed
 from echelon.recipe.document import Recipe
 from echelon.recipe.draft import Draft
 from echelon.recipe.inputs import expand_sources
@@ -74,6 +75,7 @@ def _finish(draft: Draft, overrides: Overrides, origin: str) -> tuple[Recipe, li
         notes += _apply_override(draft, path, value, origin)
         _write_sources_out(draft)
     notes += expand_smp(draft)
+    read_deepspeed(draft)
     _refuse_unknown_keys(draft)
     try:
         return Recipe.model_validate(draft.data), notes

@@ -26,7 +26,9 @@ class Unbuilt:
     built: tuple[Any, ...] = ()
 
 
-UNBUILT: tuple[Unbuilt, ...] = (Unbuilt("engine", "native, horovod, or smp for SMP's keys", ("horovod",)),)
+UNBUILT: tuple[Unbuilt, ...] = (
+    Unbuilt("engine", "native, deepspeed, horovod, or smp for SMP's keys", ("deepspeed", "horovod")),
+)
 
 
 def check_built(recipe: Recipe) -> None:

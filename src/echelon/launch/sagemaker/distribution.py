@@ -28,7 +28,7 @@ _NOT_HERE = {
     "multi_worker_mirrored_strategy": "it is for TensorFlow; use torch_distributed",
     "instance_groups": "every machine of a job trains; give the groups in launch.sagemaker.instance_groups, without "
     "those that would not train",
-    "deepspeed": "SageMaker has no such entry; use torch_distributed, and parallel: zero1, zero2 or fsdp",
+    "deepspeed": "SageMaker has no such entry; use torch_distributed, and engine: deepspeed",
     "horovod": "SageMaker starts it as mpi; use mpi, or torch_distributed",
     "smdistributed_dataparallel": "the SDK spells it smdistributed: {dataparallel: {enabled: true}}; that library "
     "is not available to echelon either, so use torch_distributed: {enabled: true}",

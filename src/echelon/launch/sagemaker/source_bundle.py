@@ -26,6 +26,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "wandb": ("wandb>=0.31,<1",),
     "s3": ("s3fs>=2024.6",),
     "gcs": ("gcsfs>=2024.6",),
+    "deepspeed": ("deepspeed>=0.19.8,<0.20",),
 }
 # AWS's plugin, with which MLflow accepts the ARN of a SageMaker server as tracking URI.
 _MLFLOW_OF_SAGEMAKER = "sagemaker-mlflow>=0.1"
@@ -44,6 +45,8 @@ def list_requirements(recipe: Recipe) -> str:
 
 def _list_extras(recipe: Recipe) -> list[str]:
     extras: list[str] = list(recipe.track)
+    if recipe.engine in EXTRAS:
+        extras.append(recipe.engine)
     if recipe.adapter.is_adapter:
         extras.append("qlora" if recipe.adapter.method == "qlora" else "peft")
     # A folder may contain compressed or columnar files, so every own source needs the readers.

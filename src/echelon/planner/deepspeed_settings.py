@@ -1,0 +1,203 @@
+"""DeepSpeed's config of a recipe and its plan, and the check of a config that the user wrote."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from echelon.errors import ConfigError, PlanError
+from echelon.planner.plan import ParallelPlan
+from echelon.recipe.yaml_text import show_value
+
+if TYPE_CHECKING:
+    from echelon.recipe import Recipe
+
+KEY = "deepspeed.config"
+_STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
+
+_ZERO = "zero_optimization."
+# Keys that change how DeepSpeed works, and not what it computes.
+_FREE = {
+    *(
+        f"{_ZERO}{name}"
+        for name in (
+            "reduce_bucket_size", "allgather_bucket_size", "allgather_partitions", "reduce_scatter", "overlap_comm",
+            "contiguous_gradients", "round_robin_gradients", "sub_group_size", "stage3_max_live_parameters",
+            "stage3_max_reuse_distance", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
+            "stage3_model_persistence_threshold", "stage3_module_granularity_threshold",
+            "use_all_reduce_for_fetch_params", "memory_efficient_linear",
+            "offload_optimizer.pin_memory", "offload_optimizer.buffer_count",
+            "offload_optimizer.fast_init", "offload_optimizer.ratio", "offload_param.pin_memory",
+            "offload_param.buffer_count", "offload_param.buffer_size", "offload_param.max_in_cpu",
+        )
+    ),
+    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger.enabled",
+    "comms_logger.verbose", "comms_logger.prof_all", "comms_logger.debug",
+}  # fmt: skip
+# Keys of which only one value fits what echelon does itself.
+_FIXED: dict[str, tuple[Any, str]] = {
+    "prescale_gradients": (False, "echelon sums gradients over the targets of all processes"),
+    "gradient_predivide_factor": (1.0, "echelon sums gradients over the targets of all processes"),
+    "zero_allow_untested_optimizer": (True, "echelon's own optimizer steps the partitions"),
+    "fp16.auto_cast": (False, "a batch has no numbers to cast"),
+    f"{_ZERO}stage3_gather_16bit_weights_on_model_save": (True, "checkpoints are echelon's"),
+    f"{_ZERO}elastic_checkpoint": (False, "checkpoints are echelon's"),
+    f"{_ZERO}load_from_fp32_weights": (True, "checkpoints are echelon's"),
+    "sparse_gradients": (False, "gradients are dense"),
+    "checkpoint.load_universal": (False, "checkpoints are echelon's, which load at any number of processes"),
+}
+# What other sections are for, by the first part of the key.
+_INSTEAD = {
+    "scheduler": "use optim.schedule and its keys",
+    "tensorboard": "use track: [tensorboard]",
+    "wandb": "use track: [wandb]",
+    "csv_monitor": "metrics.jsonl has the metrics of every step",
+    "comet": "use track",
+    "flops_profiler": "use profile",
+    "activation_checkpointing": "use train.activation_checkpointing",
+    "autotuning": "use echelon plan --by time",
+    "elasticity": "use launch.min_nodes and echelon's restarts",
+    "pipeline": "use engine: native with parallel.pp",
+    "amp": "use train.precision",
+    "torch_autocast": "use train.precision",
+    "data_types": "gradients are added up in fp32",
+}
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """A value that the recipe determines, and the key of the recipe that does."""
+
+    value: Any
+    by: str
+
+
+def build_settings(recipe: "Recipe", plan: ParallelPlan) -> dict[str, Any]:
+    """DeepSpeed's config of a plan: what the recipe determines, and the free keys of the user's config.
+
+    The numbers of a batch are those of its full size. `gradient_accumulation_steps` is 2 whatever the plan says: the
+    engine tells DeepSpeed itself which microbatch is the last one, and with 1 DeepSpeed would drop the others when it
+    offloads the optimizer. `gradient_clipping` is 0, where DeepSpeed's default is 1: the engine sets it in each step.
+
+    Raises:
+        ConfigError: a key of `deepspeed.config` contradicts the recipe, or is not one that can be passed on.
+        PlanError: DeepSpeed cannot run the plan.
+    """
+    _check_plan(recipe, plan)
+    owned = _find_owned(recipe, plan)
+    given = dict(_flatten(recipe.deepspeed.config))
+    passed: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in owned:
+            _check_owned(key, value, owned[key])
+        elif key in _FIXED:
+            fixed, why = _FIXED[key]
+            _check_owned(key, value, _Owned(fixed, why), is_key=False)
+        elif key not in _FREE:
+            raise ConfigError(_refuse(key, value))
+        elif value != "auto":
+            passed[key] = value
+    steps = {
+        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+        "gradient_accumulation_steps": 2,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 2**31,
+        f"{_ZERO}reduce_bucket_size": 2**25,
+    }
+    made = {key: each.value for key, each in owned.items() if not key.startswith(("optimizer.", "train_batch"))}
+    return _nest({**made, **steps, **passed})
+
+
+def check_settings(recipe: "Recipe", plan: ParallelPlan) -> None:
+    """Raise ConfigError or PlanError unless DeepSpeed can run a plan, with the user's config. See build_settings."""
+    build_settings(recipe, plan)
+
+
+def find_stage(plan: ParallelPlan) -> int:
+    """The ZeRO stage of a plan's strategy."""
+    return _STAGES[plan.strategy]
+
+
+def _check_plan(recipe: "Recipe", plan: ParallelPlan) -> None:
+    stage, offload = find_stage(plan), recipe.deepspeed.offload
+    if plan.precision.compute != "float32" and stage < 2 and not (stage == 1 and offload != "none"):
+        raise PlanError(
+            f"parallel={plan.strategy} with compute in {plan.precision.compute}: DeepSpeed runs this with an optimizer "
+            "of another kind, which echelon does not drive; use parallel=zero2 or fsdp, or train.precision=fp32."
+        )
+    if offload != "none" and stage == 0:
+        raise PlanError(
+            f"deepspeed.offload={offload} with parallel={plan.strategy}: DeepSpeed offloads what it partitions; use "
+            "parallel=zero1, zero2 or fsdp, or deepspeed.offload=none."
+        )
+    if offload == "all" and stage < 3:
+        raise PlanError(
+            f"deepspeed.offload=all with parallel={plan.strategy}: only parallel=fsdp (ZeRO-3) partitions parameters; "
+            "use it, or deepspeed.offload=optimizer."
+        )
+
+
+def _find_owned(recipe: "Recipe", plan: ParallelPlan) -> dict[str, _Owned]:
+    """The keys of DeepSpeed's config that the recipe determines."""
+    optim, offload = recipe.optim, recipe.deepspeed.offload
+    batch = "train.global_batch_size and the number of processes"
+    found = {
+        "train_batch_size": _Owned(plan.global_batch_size, f"train.{recipe.train.batch_key}"),
+        "train_micro_batch_size_per_gpu": _Owned(plan.micro_batch_size, "train.micro_batch_size"),
+        "gradient_accumulation_steps": _Owned(plan.num_microbatches, batch),
+        "gradient_clipping": _Owned(optim.max_grad_norm or 0.0, "optim.max_grad_norm"),
+        "bf16.enabled": _Owned(plan.precision.compute == "bfloat16", "train.precision"),
+        "fp16.enabled": _Owned(plan.precision.compute == "float16", "train.precision"),
+        "fp16.loss_scale": _Owned(1.0, "echelon's own loss scale"),
+        f"{_ZERO}stage": _Owned(find_stage(plan), "parallel"),
+        f"{_ZERO}offload_optimizer.device": _Owned("none" if offload == "none" else "cpu", "deepspeed.offload"),
+        f"{_ZERO}offload_param.device": _Owned("cpu" if offload == "all" else "none", "deepspeed.offload"),
+        "communication_data_type": _Owned("fp32", "echelon's reduction in fp32"),
+        "optimizer.type": _Owned({"adamw": "AdamW", "sgd": "SGD", "lion": "Lion"}[optim.name], "optim.name"),
+        "optimizer.params.lr": _Owned(optim.learning_rate, "optim.learning_rate"),
+        "optimizer.params.weight_decay": _Owned(optim.weight_decay, "optim.weight_decay"),
+    }
+    if optim.name != "sgd":
+        found["optimizer.params.betas"] = _Owned(list(optim.betas), "optim.betas")
+    if optim.name == "adamw":
+        found["optimizer.params.eps"] = _Owned(optim.eps, "optim.eps")
+    return found
+
+
+def _check_owned(key: str, value: Any, owned: _Owned, is_key: bool = True) -> None:
+    if value in ("auto", owned.value):
+        return
+    by = f"{owned.by} makes it" if is_key else f"{owned.by}, so it is"
+    raise ConfigError(
+        f"{KEY}.{key}={show_value(value)}: {by} {show_value(owned.value)}; change one of them, or write auto."
+    )
+
+
+def _refuse(key: str, value: Any) -> str:
+    first = key.partition(".")[0]
+    instead = _INSTEAD.get(first, "remove it")
+    nvme = " (NVMe offload is not built)" if "nvme" in key or value == "nvme" else ""
+    return (
+        f"{KEY}.{key}={show_value(value)} is not a key of DeepSpeed that engine=deepspeed passes on{nvme}; {instead}. "
+        "docs/engines.md lists the keys."
+    )
+
+
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        *parents, last = key.split(".")
+        place = nested
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return nested

@@ -1,0 +1,199 @@
+"""Training with DeepSpeed against the native engine: losses, norms, weights and moments, in real processes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_ranks import logits_of, measure_state, train_with_nan
+from echelon.api.models import export
+from training import Row, difference, hashes, losses_of, prepare, read_rows, tensors_of, train
+from workers import WorkerPool
+
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.dist
+
+STEPS = 10
+PARTITIONED = {"zero_optimization": {"stage3_param_persistence_threshold": 100}}  # else small models stay whole
+
+
+def run(function: Any, ranks: int, *arguments: Any) -> list[Any]:
+    """Call a function in processes of its own: DeepSpeed keeps groups of processes in global variables."""
+    pool = WorkerPool(size=ranks, seconds=400)
+    try:
+        return pool.run(function, ranks, *arguments)
+    finally:
+        pool.close()
+
+
+def trained(row: Row, folder: Path, text: Path, **options: Any) -> list[dict[str, Any]]:
+    """Train a row in processes of its own."""
+    pool = WorkerPool(size=row.ranks, seconds=400)
+    try:
+        return train(pool, row, folder, text, **options)
+    finally:
+        pool.close()
+
+
+class Native:
+    """The native single processes that rows are compared with, each trained once a session."""
+
+    def __init__(self, text: Path, folders: Any) -> None:
+        self._text, self._folders = text, folders
+        self._rows: dict[Row, Any] = {}
+
+    def __call__(self, row: Row) -> list[dict[str, Any]]:
+        reference = row.reference()
+        if reference not in self._rows:
+            folder = self._folders.mktemp("native")
+            self._rows[reference] = trained(reference, folder, self._text, steps=STEPS)
+        return self._rows[reference]
+
+
+@pytest.fixture(scope="session")
+def native(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Native:
+    return Native(text, tmp_path_factory)
+
+
+def deepspeed_row(parallel: str, ranks: int, offload: str = "none", **options: Any) -> Row:
+    config = PARTITIONED if parallel == "fsdp" else {}
+    options.setdefault("micro_batch", 8 // ranks // 2)
+    changes = {"deepspeed": {"offload": offload, "config": config}}
+    return Row(parallel, ranks, changes=changes, engine="deepspeed", **options)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("parallel", ["ddp", "zero1", "zero2", "fsdp"])
+@pytest.mark.slow
+def test_losses_and_norms_are_native_ones(native, tmp_path, text, parallel, ranks):
+    """Two microbatches a rank, whose targets are uneven."""
+    row = deepspeed_row(parallel, ranks)
+    ours = trained(row, tmp_path / "deepspeed", text, steps=STEPS)
+    losses, norms = difference(ours, native(row))
+    print(f"{row}: losses differ by {losses:.2g}, norms relatively by {norms:.2g}")
+    assert losses < 1e-5 and norms < 1e-5
+    assert hashes(ours) == hashes(native(row))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "offload"), [("zero1", "optimizer"), ("zero2", "optimizer"), ("fsdp", "optimizer"), ("fsdp", "all")]
+)
+@pytest.mark.slow
+def test_offloading_counts_every_microbatch(native, tmp_path, text, parallel, offload):
+    """DeepSpeed's CPUAdam steps the partitions. With a wrong boundary, three of four microbatches are lost."""
+    row = deepspeed_row(parallel, 2, offload, micro_batch=1)
+    ours = trained(row, tmp_path, text, steps=STEPS)
+    losses, norms = difference(ours, native(row))
+    print(f"{row}, offload {offload}: losses differ by {losses:.2g}, norms relatively by {norms:.2g}")
+    assert losses < 1e-5 and norms < 1e-5
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lion"])
+@pytest.mark.slow
+def test_other_rules_step_flat_partitions(native, tmp_path, text, optimizer):
+    row = deepspeed_row("zero2", 2, optimizer=optimizer)
+    losses, norms = difference(trained(row, tmp_path, text, steps=STEPS), native(row))
+    assert losses < 2e-5 and norms < 1e-4
+
+
+@pytest.mark.parametrize("parallel", ["zero2", "fsdp"])
+@pytest.mark.slow
+def test_lora_trains_as_under_native(native, tmp_path, text, parallel):
+    row = deepspeed_row(parallel, 2, adapter="lora")
+    losses, norms = difference(trained(row, tmp_path, text, steps=STEPS), native(row))
+    assert losses < 1e-5 and norms < 1e-5
+
+
+@pytest.mark.parametrize("parallel", ["zero2", "fsdp"])
+@pytest.mark.slow
+def test_bf16_is_near_the_single_process_in_fp32(native, tmp_path, text, parallel):
+    row = deepspeed_row(parallel, 2, precision="bf16")
+    losses, norms = difference(trained(row, tmp_path, text, steps=STEPS), native(row))
+    assert 0 < losses < 2e-2 and norms < 5e-2
+
+
+@pytest.mark.slow
+def test_checkpointed_activations_change_nothing(native, tmp_path, text):
+    row = deepspeed_row("fsdp", 2, checkpointing="full", tied=True)
+    losses, norms = difference(trained(row, tmp_path, text, steps=STEPS), native(row))
+    assert losses < 1e-5 and norms < 1e-5
+
+
+@pytest.mark.slow
+def test_a_run_goes_from_native_to_deepspeed_and_back(native, tmp_path, text):
+    """Three starts of one run: native on one rank, ZeRO-3 on four, ZeRO-1 with offload on two, native FSDP on two."""
+    first = Row("ddp", 1, micro_batch=4)
+    trained(first, tmp_path, text, steps=STEPS, stop_at=3)
+    trained(deepspeed_row("fsdp", 4), tmp_path, text, steps=STEPS, stop_at=6)
+    trained(deepspeed_row("zero1", 2, "optimizer"), tmp_path, text, steps=STEPS, stop_at=8)
+    ours = trained(Row("fsdp", 2, micro_batch=4), tmp_path, text, steps=STEPS)
+    losses, norms = difference(ours, native(first))
+    assert losses < 1e-5 and norms < 1e-5
+    assert hashes(ours) == hashes(native(first))
+
+
+@pytest.mark.parametrize("parallel", ["zero2", "fsdp"])
+@pytest.mark.slow
+def test_its_checkpoint_is_the_native_one_moments_included(tmp_path, text, parallel):
+    row = deepspeed_row(parallel, 2)
+    trained(row, tmp_path / "deepspeed", text, steps=4)
+    trained(row.reference(), tmp_path / "native", text, steps=4)
+    ours, theirs = (tensors_of(tmp_path / name / "run", 4) for name in ("deepspeed", "native"))
+    assert ours.keys() == theirs.keys()
+    assert any(name.endswith("exp_avg_sq") for name in theirs)
+    for name, expected in theirs.items():
+        assert ours[name].shape == expected.shape and ours[name].dtype == expected.dtype, name
+        scale = max(expected.abs().max().item(), 1e-12)
+        assert (ours[name] - expected).abs().max().item() < 2e-3 * scale, name
+
+
+@pytest.mark.slow
+def test_a_bad_step_of_one_rank_is_skipped_by_all_as_under_native(tmp_path, text):
+    changes = {"fault": {"on_bad_step": "skip"}}
+    rows = {
+        "native": Row("ddp", 2, micro_batch=2, changes=changes),
+        "zero1": Row("zero1", 2, micro_batch=2, engine="deepspeed", changes=changes),
+        "fsdp": Row("fsdp", 2, micro_batch=2, engine="deepspeed", changes=changes),
+        "offload": Row(
+            "zero2", 2, micro_batch=2, engine="deepspeed", changes={**changes, "deepspeed": {"offload": "optimizer"}}
+        ),
+    }
+    ended = {}
+    for name, row in rows.items():
+        path, plan = prepare(row, tmp_path / name, text, 6)
+        run(train_with_nan, 2, str(path), plan, 4)
+        ended[name] = [each for each in read_rows(tmp_path / name / "run") if each["kind"] == "train"]
+        assert [each["skipped"] for each in ended[name]].count(True) == 1, name
+    expected = [each for each in ended["native"] if each["step"] != 4]
+    for name in ("zero1", "fsdp", "offload"):
+        found = [each for each in ended[name] if each["step"] != 4]
+        assert max(abs(a["loss"] - b["loss"]) for a, b in zip(found, expected, strict=True)) < 1e-5, name
+
+
+@pytest.mark.parametrize(("parallel", "share"), [("zero1", 1), ("zero2", 1), ("fsdp", 2)])
+@pytest.mark.slow
+def test_each_rank_has_its_part_of_the_optimizer(tmp_path, text, parallel, share):
+    """AdamW has two fp32 numbers for each parameter, and DeepSpeed one more for the master weight."""
+    path, plan = prepare(deepspeed_row(parallel, 2), tmp_path, text, 2)
+    for held in run(measure_state, 2, str(path), plan):
+        assert held["moments"] == pytest.approx(held["whole"] * 2 / 2, rel=0.01)
+        assert held["masters"] == pytest.approx(held["whole"] / 2, rel=0.01)
+        assert held["held"] <= held["whole"] / share * (1.2 if share > 1 else 1.0)
+
+
+@pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+@pytest.mark.slow
+def test_an_export_has_the_logits_of_the_live_model_in_transformers(tmp_path, text, parallel):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    ids = list(b"def read(")
+    path, plan = prepare(deepspeed_row(parallel, 2), tmp_path, text, 3)
+    live = run(logits_of, 2, str(path), plan, ids)
+    assert live[0] == live[1]
+    export(tmp_path / "run", tmp_path / "exported")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, -1]
+    assert (logits - torch.tensor(live[0][0])).abs().max() < 1e-4
+    assert len(losses_of(read_rows(tmp_path / "run"))) == 3
