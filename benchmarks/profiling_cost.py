@@ -1,28 +1,31 @@
-"""The time of a step while torch's profiler records it, compared with other steps of the same run.
+"""The time of a step while torch's profiler records it, or without what is always counted, beside other steps.
 
     python benchmarks/profiling_cost.py [--size tiny|medium|small] [--rounds 8] [--steps 5]
 
 Runs in one process, on a GPU if there is one. Every round trains a block of steps without recording and one for each
 way of recording, in an order that rotates, so that a drift of the machine's speed affects all. A round gives a median
-step time for each. Printed are the median of their ratios, and the ratio of every round. A second block without
-recording shows the noise, and one without named regions shows what these cost a run that records nothing.
+step for each, by the clock and in processor time of this process, which other programs on the machine disturb less.
+Printed are the median of their ratios, and the ratio of every round. A second block without recording shows the noise;
+others show what named regions, and counting bytes and the rank's own time, cost a run that records nothing.
 """
 
 import argparse
 import pydoc_data.topics
 import statistics
 import tempfile
+import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 from torch.profiler import profile
 
+from echelon.distributed import traffic
 from echelon.hardware.detection import detect_cluster
 from echelon.lifecycle.setup import prepare_run
 from echelon.parallel import step
 from echelon.recipe import load_recipe
-from echelon.training import profiler, training_step
+from echelon.training import accounting, profiler, training_step
 from echelon.training.profiler import Recorder
 from measuring import describe_machine
 from overhead import RECIPE, SIZES
@@ -36,6 +39,7 @@ MEDIUM = [
 ]  # fmt: skip
 WAYS = {"not recorded": None, "as echelon records": {}, "without shapes": {"record_shapes": False}}
 AGAIN, BARE = "not recorded, again", "not recorded, and no region named"
+UNCOUNTED = "not recorded, and nothing counted"
 WARMUPS = 2  # the profiler starts in the first of them
 
 
@@ -53,14 +57,50 @@ def regions_named(wanted):
             module.record_function = function
 
 
-def run_block(echelon, folder, steps, options):
-    """The median time of a step in a block of steps; `options` of the profiler, None to record nothing."""
+@contextmanager
+def counted(echelon, wanted):
+    """Count neither bytes nor this rank's own time unless that is wanted."""
+    if wanted:
+        yield
+        return
+    read, accounting.read_own_time = accounting.read_own_time, lambda: 0.0
+    traffic._LIBRARIES.pop()._destroy()
+    try:
+        yield
+    finally:
+        accounting.read_own_time = read
+        traffic.count_traffic.cache_clear()
+        echelon.trainer.accounting._traffic = traffic.count_traffic()
+
+
+class Probe:
+    """A training step that notes the processor time of each call."""
+
+    def __init__(self, step):
+        self._step, self.seconds = step, []
+
+    def __getattr__(self, name):
+        return getattr(self._step, name)
+
+    def __call__(self, *arguments):
+        before = time.process_time()
+        pending = self._step(*arguments)
+        self.seconds.append(time.process_time() - before)
+        return pending
+
+
+def run_block(echelon, folder, steps, name):
+    """The median of a step in a block of steps, by the clock and in processor time."""
+    options, probe = WAYS.get(name), echelon.trainer.train_step
     first = echelon.trainer.state.step + WARMUPS + 1
     recorded = None if options is None else (first, steps)
     profiler.profile = lambda **given: profile(**(given | (options or {})))
     echelon.trainer.recorder = Recorder(echelon.runtime.device, lambda step: folder / "trace.json.gz", recorded)
-    rows = echelon.run(WARMUPS + steps)
-    return statistics.median(row["step_seconds"] for row in rows[WARMUPS:])
+    probe.seconds.clear()
+    with regions_named(name != BARE), counted(echelon, name != UNCOUNTED):
+        rows = echelon.run(WARMUPS + steps)
+    clock = statistics.median(row["step_seconds"] for row in rows[WARMUPS:])
+    return clock, statistics.median(probe.seconds[WARMUPS:])
 
 
 def main():
@@ -78,21 +118,24 @@ def main():
         recipe, _ = load_recipe(RECIPE, overrides)
         prepared = prepare_run(recipe, False, lambda: detect_cluster(1), {})
         echelon = EchelonTrainer(prepared.folder.path)
-        names = [*WAYS, AGAIN, BARE]
+        echelon.trainer.train_step = Probe(echelon.trainer.train_step)
+        names = [*WAYS, AGAIN, BARE, UNCOUNTED]
         rounds = []
         for number in range(arguments.rounds + 1):
             order = names[number % len(names) :] + names[: number % len(names)]
-            rounds.append({name: run_block(echelon, Path(scratch), arguments.steps, WAYS.get(name)) for name in order})
+            rounds.append({name: run_block(echelon, Path(scratch), arguments.steps, name) for name in order})
         echelon.close()
     print(
         f"{describe_machine('torch')}; {arguments.size}, fp32, eager, {torch.get_num_threads()} threads, "
         f"{arguments.rounds} rounds of {arguments.steps} steps each"
     )
     measured = rounds[1:]  # the first round warms up
-    print(f"not recorded {1e3 * statistics.median(each['not recorded'] for each in measured):.2f} ms a step")
-    for name in names[1:]:
-        ratios = [each[name] / each["not recorded"] for each in measured]
-        print(f"{name}: {statistics.median(ratios):.3f}  ({' '.join(f'{each:.2f}' for each in ratios)})")
+    for place, clock in enumerate(("by the clock", "in processor time")):
+        usual = statistics.median(each["not recorded"][place] for each in measured)
+        print(f"{clock}: not recorded {1e3 * usual:.2f} ms a step")
+        for name in names[1:]:
+            ratios = [each[name][place] / each["not recorded"][place] for each in measured]
+            print(f"  {name}: {statistics.median(ratios):.3f}  ({' '.join(f'{each:.2f}' for each in ratios)})")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from echelon.report.trace import PARTS, Collectives, Trace
 from echelon.sizes import render_bytes
 
 _NAME_WIDTH = 70
+# The speed of a machine drifts, so recorded steps are compared with so many steps before and after them.
+_NEAR_STEPS = 20
 
 
 def build_profile(record: RunRecord) -> Iterator[Block]:
@@ -76,17 +78,22 @@ def _find_seconds(trace: Trace, step: int) -> float | None:
 
 
 def _describe_cost(record: RunRecord, steps: Sequence[int]) -> Iterator[str]:
-    """Compare the profiled steps with the others of the run, by their rows."""
+    """Compare the profiled steps with those around them, by their rows."""
     profiled = [
         value
         for row in record.train_rows
         if row["step"] in steps and (value := read_number(row, "step_seconds")) is not None
     ]
-    others = record.values("step_seconds")
+    others = [
+        value
+        for row in record.steady_rows
+        if min(steps) - _NEAR_STEPS <= row["step"] <= max(steps) + _NEAR_STEPS
+        and (value := read_number(row, "step_seconds")) is not None
+    ]
     if profiled and others:
         taken, usual = statistics.median(profiled), statistics.median(others)
         yield (
-            f"A step took {render_seconds(taken)} while it was recorded, and {render_seconds(usual)} otherwise: "
+            f"A step took {render_seconds(taken)} while it was recorded, and {render_seconds(usual)} before and after: "
             f"recording costs {render_percent(taken / usual - 1)}."
         )
 
