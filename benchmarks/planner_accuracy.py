@@ -1,10 +1,10 @@
 """How far the planner's estimates are off, against published measurements: benchmarks/data/published-open.csv.
 
-    python benchmarks/planner_accuracy.py [--fit] [--rows] > benchmarks/results/planner-accuracy.md
+    python benchmarks/planner_accuracy.py [--fit] [--rows] [--plot FILE.svg] > benchmarks/results/planner-accuracy.md
 
 The fitted constants of `planner/rates.py` are fitted again for each source, on the rows of all other sources, and then
 scored on the rows of that source. Step time and memory are scored apart. --fit prints the constants fitted on all rows;
---rows adds each row to the report.
+--rows adds each row to the report. --plot draws predicted against measured step times.
 """
 
 import argparse
@@ -13,10 +13,13 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from echelon.planner.memory import estimate_memory
 from echelon.planner.rates import GPU_RATES, Rates
 from echelon.planner.time import TimeEstimate, estimate_time
+from echelon.report.blocks import Series
+from echelon.report.picture import Axis, Chart, draw_picture
 from published import Case, Excluded, read_rows
 
 FITTED = ("product", "small_dim", "attention", "fused", "eager", "overlap")
@@ -118,11 +121,24 @@ def _table(title: str, scored: dict[str, list[tuple[Case, float]]]) -> list[str]
     return [*lines, f"| all | {len(every)} | {quantiles(every)} | |", ""]
 
 
+def draw_time(scored: dict[str, list[tuple[Case, float]]]) -> str:
+    """An SVG picture: the predicted step time of each row against the measured one."""
+    series = []
+    for source, rows in scored.items():
+        points = [(each.seconds, ratio * each.seconds) for each, ratio in rows if each.seconds is not None]
+        series.append(Series(source, points, is_marked=True))
+    ends = [x for each in series for x, _ in each.points]
+    series.append(Series("as measured", [(value, value) for value in (min(ends), max(ends))], is_faint=True))
+    measured, predicted = (Axis(f"{word} seconds of a step", is_log=True) for word in ("measured", "predicted"))
+    return draw_picture([Chart(f"{len(ends)} published runs", measured, predicted, series, joined=False)])
+
+
 def main() -> None:
     """Print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--rows", action="store_true")
+    parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     rows = read_rows()
     cases = [each for each in rows if isinstance(each, Case)]
@@ -132,6 +148,8 @@ def main() -> None:
         print({name: round(getattr(best, name), 4) for name in FITTED}, f"loss {loss(timed, best):.4f}")
         return
     scored, rates = score_time(timed)
+    if options.plot is not None:
+        options.plot.write_text(draw_time(scored))
     lines = _table("Step time", scored)
     floor = quantiles(constant_mfu(timed))
     lines += [f"A constant MFU of {CONSTANT_MFU:.0%} on the same rows: median and 90th percentile {floor}.", ""]

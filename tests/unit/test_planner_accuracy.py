@@ -1,11 +1,12 @@
 """Published measurements of training against the planner's estimates: benchmarks/planner_accuracy.py."""
 
 import statistics
+from xml.etree import ElementTree
 
 import pytest
 
 from echelon.planner.rates import GPU_RATES
-from planner_accuracy import CONSTANT_MFU, constant_mfu, estimate, score_time
+from planner_accuracy import CONSTANT_MFU, constant_mfu, draw_time, estimate, score_time
 from published import Case, Excluded, read_rows
 
 
@@ -33,3 +34,12 @@ def test_sources_that_were_not_fitted_are_predicted():
     errors = sorted(abs(ratio - 1) for rows in scored.values() for _, ratio in rows)
     assert statistics.median(errors) < 0.15
     assert errors[int(0.9 * len(errors))] < 0.35
+
+
+def test_each_published_row_is_a_point_of_the_picture():
+    cases = [each for each in read_rows() if isinstance(each, Case) and each.seconds is not None]
+    scored = {"a": [(each, 1.5) for each in cases[:5]], "b": [(each, 1.0) for each in cases[5:12]]}
+    root = ElementTree.fromstring(draw_time(scored))
+    space = "{http://www.w3.org/2000/svg}"
+    assert len(list(root.iter(f"{space}circle"))) == 12
+    assert {"12 published runs", "a", "b", "as measured"} <= {each.text for each in root.iter(f"{space}text")}
