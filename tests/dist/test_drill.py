@@ -60,6 +60,8 @@ def test_one_process_skips_the_fault_that_only_a_peer_detects(folder):
 
 
 DEEP = {"config": {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 8, "num_attention_heads": 8}}
+MIXTURE = {"config": {"model_type": "mixtral", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+                      "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -69,8 +71,10 @@ DEEP = {"config": {"model_type": "llama", "hidden_size": 32, "num_hidden_layers"
         ("fsdp", {}),
         ({"tp": 2, "sequence_parallel": True}, DEEP),
         ({"pp": 2, "schedule": "interleaved", "stages": [1, 3, 3, 1]}, DEEP),
+        ({"cp": 2}, {}),
+        ({"dp_shard": 2, "ep": 2}, MIXTURE),
     ],
-    ids=["fsdp", "tp", "pp"],
+    ids=["fsdp", "tp", "pp", "cp", "ep"],
 )
 def test_every_fault_is_survived(capfd, monkeypatch, tmp_path, parallel, model):
     monkeypatch.chdir(tmp_path)

@@ -93,6 +93,17 @@ def test_the_planned_peak_of_layers_that_are_recomputed(workers, text, tmp_path,
     assert sum(astuple(measured)) == pytest.approx(sum(astuple(planned)), rel=0.15)
 
 
+def test_gradients_wait_for_those_of_the_weights(workers, text, tmp_path):
+    """Under `zero_bubble` the last of two stages keeps, twice, the gradient of the output of each product and norm."""
+    plan = ParallelPlan("pp", pp=2, schedule="zero_bubble", stages=(1, 1), reduce_gradients="last")
+    measured, planned = measure_both(workers, text, tmp_path, plan)
+    query, key_value, width, last_norm = 64, 2 * 32, 64, 64
+    waiting = 4 * TOKENS * (query + key_value + width + 2 * 128 + width + 2 * 64 + last_norm)
+    # When they are there, the loss is over. A layer's backward pass holds a few tensors of the hidden size beside them.
+    assert 0 <= measured.other - (2 * waiting - (measured.loss - HIDDEN)) < 8 * HIDDEN
+    assert sum(astuple(measured)) == pytest.approx(sum(astuple(planned)), rel=0.1)
+
+
 def test_checkpointed_layers_keep_their_inputs(workers, text, tmp_path):
     measured, _ = measure_both(workers, text, tmp_path, replace(DDP, activation_checkpointing="full"))
     by_hand = TOKENS * (2 * 4 * 64 + NORM) + POSITIONS

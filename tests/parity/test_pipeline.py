@@ -81,7 +81,7 @@ SLOW = [
     pipeline_row("gpt2", ranks=4, micro_batch=1, dp_replicate=2, tied=True),
     pipeline_row("cohere", ranks=4, micro_batch=1, dp_shard=2, order=["dp_shard", "pp"], tied=True),
     pipeline_row("gemma3_text", stages=[1, 3], schedule="gpipe", checkpointing="full"),
-    pipeline_row(schedule="zero_bubble", checkpointing="full", tied=True),
+    pipeline_row(schedule="interleaved", checkpointing="full", tied=True),
     pipeline_row(schedule="1f1b", checkpointing="selective"),
     pipeline_row(schedule="zero_bubble", stages=[1, 1, 1, 1]),
     pipeline_row(schedule="interleaved", checkpointing="selective", compile=True),

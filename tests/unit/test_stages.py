@@ -18,6 +18,7 @@ from echelon.planner.stages import (
     fits_schedule,
     head_cost,
     microbatches_kept,
+    passes_deferred,
     stage_loads,
 )
 from echelon.recipe import Recipe
@@ -142,6 +143,19 @@ def test_a_stage_keeps_no_more_microbatches_than_planned(schedule, ranks, count)
             assert most <= per_rank * planned < most + per_rank
 
 
+@pytest.mark.parametrize(("ranks", "count"), [*COUNTS, (4, 2), (3, 9)])
+def test_the_gradients_of_weights_wait_as_long_as_in_pytorchs_order(ranks, count):
+    for per_rank in (1, 2):
+        if not fits_schedule("zero_bubble", ranks, count):
+            continue
+        for rank, actions in order_of("zero_bubble", ranks, per_rank, count).items():
+            waiting, most = 0, 0
+            for kind, stage, _ in actions:
+                waiting += {"F": 0, "I": 1, "W": -1}[kind] * (stage > 0)  # the first stage does both at once
+                most = max(most, waiting)
+            assert passes_deferred("zero_bubble", rank, per_rank, count) == most
+
+
 def is_taken(schedule, ranks, count):
     """Whether PyTorch builds its schedule for this number of microbatches."""
     stage = SimpleNamespace(num_stages=ranks, group_size=ranks, group_rank=0, stage_index=0, submod=None)
@@ -180,8 +194,10 @@ def test_the_micro_batch_is_the_largest_that_leaves_enough_microbatches():
         (ConfigError, {"reduce_gradients": "each"}, {}, ("reduce_gradients=each does not work",)),
         (ConfigError, {"reshard_after_forward": True}, {}, ("reshard_after_forward=true does not work",)),
         (ConfigError, {"schedule": "zero_bubble"}, {"train": {"compile": True}}, ("cannot split the backward pass",)),
-        (ConfigError, {"schedule": "zero_bubble"}, {"train": {"activation_checkpointing": "selective"}},
-         ("selective with parallel.schedule=zero_bubble does not work with parallel.pp=2", "full works")),
+        *((ConfigError, {"schedule": "zero_bubble"}, {"train": {"activation_checkpointing": given}},
+           (f"train.activation_checkpointing={shown} does not work with parallel.schedule=zero_bubble",
+            "train.activation_checkpointing=none"))
+          for given, shown in (("selective", "selective"), ("full", "full"), ({"every": 2}, '{"every": 2}'))),
         (ConfigError, {}, {"adapter": {"method": "lora", "init": "pissa"}}, ("adapter.init=pissa does not work",)),
     ],
 )  # fmt: skip

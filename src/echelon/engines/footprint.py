@@ -168,7 +168,11 @@ class Footprint:
         hidden: Tensor = outputs[0]
         if hidden.requires_grad:
             self._mark(_HIDDEN)
-            hidden.register_hook(lambda gradient: self._mark(_LOSS))  # type: ignore[no-untyped-call]
+            hook: Any = hidden.register_hook(lambda gradient: reached())  # type: ignore[no-untyped-call]
+
+            def reached() -> None:
+                hook.remove()  # a pipeline may pass here again, for the gradients of weights
+                self._mark(_LOSS)
 
     def _mark(self, name: str) -> None:
         whole = (each for each in self._decoder.parameters() if not isinstance(each, DTensor))

@@ -6,6 +6,7 @@ back, each [batch, seq, hidden] in the compute dtype; tied embeddings are on the
 exchange their gradients once in a step.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from echelon.data.loader import Microbatch
 from echelon.distributed.stamp import Stamp
@@ -33,7 +35,7 @@ from echelon.objectives.outputs import DecoderOutputs, ObjectiveModule, Reading
 from echelon.parallel.data_parallel import DataParallel, SendsWhole, Waiting
 from echelon.parallel.step import StepSums
 from echelon.planner.plan import ParallelPlan
-from echelon.planner.stages import bubble_share, microbatches_kept
+from echelon.planner.stages import bubble_share, microbatches_kept, passes_deferred
 
 _SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _SEVERAL: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
@@ -187,6 +189,7 @@ class Pipeline(SendsWhole):
         self._work: _Work | None = None
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)
         self._num_kept = microbatches_kept(plan.schedule, plan.pp, self._rank, len(parts), plan.num_microbatches)
+        self._num_deferred = passes_deferred(plan.schedule, self._rank, len(parts), plan.num_microbatches)
         self.num_rehearsed = self._num_kept + 1
         self.counted_elsewhere = frozenset(shared if self._rank == self._size - 1 else ())
         self.stage_of: Mapping[str, int] = {
@@ -254,9 +257,7 @@ class Pipeline(SendsWhole):
 
     def _run_scheduled(self, microbatches: Sequence[Microbatch]) -> None:
         """Run the step by the plan's schedule."""
-        shapes = {tuple(each.input_ids.shape) for each in microbatches}
-        assert len(shapes) == 1, "the microbatches of a pipeline have one shape"
-        count, [shape] = len(microbatches), shapes
+        count, shape = len(microbatches), _shape_of(microbatches)
         if (count, *shape) not in self._schedules:
             self._schedules[(count, *shape)] = self._build_schedule(count, shape)
         placeholder = torch.zeros(count, device=self._device)
@@ -273,24 +274,24 @@ class Pipeline(SendsWhole):
 
         All shapes are given, so that PyTorch does not run the stages to find them.
         """
-        hidden = torch.empty(*shape, self._hidden_size, dtype=self._dtype, device="meta", requires_grad=True)
-        stages = [
-            _ScheduledStage(
-                partial(self._run_numbered, part),
-                self._clock,
-                part,
-                device=self._device,
-                group=self._group,
-                input_args=torch.empty(1, device="meta") if part.place.is_first else hidden,
-                output_args=torch.empty(2, device="meta", requires_grad=True) if part.place.is_last else hidden,
-            )
-            for part in self._parts
-        ]
+        stages = [self._build_stage(part, shape) for part in self._parts]
         options: dict[str, Any] = {"n_microbatches": count, "loss_fn": self._weigh, "scale_grads": False}
         if self._schedule_name in _SINGLE:
             [stage] = stages
             return _SINGLE[self._schedule_name](stage, **options)
         return _SEVERAL[self._schedule_name](stages, **options)
+
+    def _build_stage(self, part: StagePart, shape: tuple[int, ...]) -> _ScheduledStage:
+        hidden = torch.empty(*shape, self._hidden_size, dtype=self._dtype, device="meta", requires_grad=True)
+        return _ScheduledStage(
+            partial(self._run_numbered, part),
+            self._clock,
+            part,
+            device=self._device,
+            group=self._group,
+            input_args=torch.empty(1, device="meta") if part.place.is_first else hidden,
+            output_args=torch.empty(2, device="meta", requires_grad=True) if part.place.is_last else hidden,
+        )
 
     def _run_numbered(self, part: StagePart, number: int, received: Tensor) -> Tensor:
         assert self._work is not None
@@ -313,6 +314,11 @@ class Pipeline(SendsWhole):
         groups = [*([each] for each in microbatches[: -self._num_kept]), microbatches[-self._num_kept :]]
         for group in groups:
             passes = [self._pass_alone(part, microbatch) for part in self._parts for microbatch in group]
+            if self._num_deferred and group is groups[-1]:
+                self._go_back_in_halves(passes)
+                for part in self._parts:
+                    self._build_stage(part, _shape_of(group)).perform_reduce_grad(1)
+                continue
             final = {each.part.place.index: each for each in passes[::-1]} if group is groups[-1] else {}
             for each in passes[::-1]:
                 with each.part.parallel.microbatch(is_last=final.get(each.part.place.index) is each):
@@ -332,6 +338,24 @@ class Pipeline(SendsWhole):
             self._weigh(each.output).backward()  # type: ignore[no-untyped-call]
         elif each.output.requires_grad:
             each.output.backward(gradient)  # type: ignore[no-untyped-call]
+
+    def _go_back_in_halves(self, passes: Sequence[_Pass]) -> None:
+        """Run backward passes as `zero_bubble` does: gradients of activations, and later those of the weights."""
+        waiting: deque[Callable[[], object]] = deque()
+        for each in passes[::-1]:
+            parameters = each.part.module.parameters
+            with each.part.parallel.microbatch(is_last=False):
+                if each.received is None:  # its gradient is sent nowhere: both halves are computed at once
+                    waiting.append(partial(self._go_back, each, torch.zeros_like(each.output)))
+                else:
+                    outputs = [self._weigh(each.output) if each.part.place.is_last else each.output]
+                    gradients = [torch.zeros_like(output) for output in outputs]
+                    _, groups = stage_backward_input(outputs, gradients, [each.received], parameters())
+                    waiting.append(partial(stage_backward_weight, parameters(), groups))
+                if len(waiting) >= self._num_deferred:
+                    waiting.popleft()()
+        for finish in waiting:
+            finish()
 
     def _pass_through(
         self, microbatch: Microbatch, run: Callable[[StagePart, Microbatch, Tensor | None], Tensor]
@@ -431,3 +455,10 @@ class Pipeline(SendsWhole):
             for transfer in dist.batch_isend_irecv(exchange):
                 transfer.wait()
             part.copy_(own + other)
+
+
+def _shape_of(microbatches: Sequence[Microbatch]) -> tuple[int, ...]:
+    """Return the shape of the token ids of microbatches, [batch, seq]."""
+    shapes = {tuple(each.input_ids.shape) for each in microbatches}
+    assert len(shapes) == 1, "the microbatches of a pipeline have one shape"
+    return shapes.pop()

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from echelon.hardware.accelerators import DeviceKind
-from echelon.planner.adapter_plan import adapter_bytes_per_token
+from echelon.planner.adapter_plan import adapter_bytes_per_token, targeted_linears
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
 
@@ -82,6 +82,28 @@ def activation_bytes(
         here, moved = max(sum(kept[first : first + window]) for first in range(len(kept))), sum(kept[:-1])
     # 8: token ids
     return int(tokens * (here + outside + 8)) + rotary + fixed, int(tokens * redone) + again, int(tokens * moved)
+
+
+def deferred_bytes(shape: ModelShape, plan: ParallelPlan, sequence_len: int) -> int:
+    """Bytes that a microbatch keeps from the gradients of its activations until those of the weights are computed.
+
+    Only the schedule `zero_bubble` computes them apart. PyTorch keeps the gradient of the output of each operation that
+    has a trained weight: of products and norms. The activations are kept as well, and are counted as such.
+    """
+    by = _what_is_kept(shape, plan, "cpu")
+    tokens = plan.micro_batch_size * plan.rows_per_sequence * part_len(plan, sequence_len)
+    if plan.adapter is not None:
+        linears = targeted_linears(shape, plan.adapter)
+        return tokens * by.compute * sum(each.count * (plan.adapter.r + each.out_features) for each in linears)
+    parts, hidden = shape.parts, shape.hidden_size
+    heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    share, width = shape.expert_widths
+    products = heads + shape.num_kv_heads * shape.head_dim + hidden
+    products += int((1 - share) * ((parts.num_mlp_matrices - 1) * shape.intermediate_size + hidden))
+    experts = by.residual * int(share * shape.num_chosen_experts * (2 * width + hidden))
+    norms = (parts.num_norms * hidden + parts.head_norms * heads) // by.sequence_ranks
+    number = FP32_BYTES if parts.norm == "rms_fp32" else by.residual
+    return tokens * shape.num_layers * (by.compute * products + experts + number * norms)
 
 
 def _kept_by_layer(shape: ModelShape, plan: ParallelPlan, by: _Kept, layer: float) -> tuple[list[float], float]:

@@ -1,5 +1,6 @@
 """What a layer keeps for its backward pass: the keys of the recipe, read and checked together."""
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,10 +47,25 @@ def check_activations(recipe: "Recipe", kept: KeptActivations, shape: ModelShape
             f"model, and none would be recomputed; use {shape.num_layers} or less, or "
             "train.activation_checkpointing=none."
         )
+    if getattr(recipe.parallel, "schedule", None) == "zero_bubble":
+        _check_zero_bubble(recipe.train)
     if kept.memory_budget is not None:
         _check_budget(recipe, kept.memory_budget, cluster)
     if recipe.train.activation_offloading:
         _check_offloading(recipe, kept, cluster)
+
+
+def _check_zero_bubble(train: "TrainConfig") -> None:
+    """Refuse what a split backward pass would recompute many times, measured by test_zero_bubble.py."""
+    given = train.activation_checkpointing
+    if given == "none":
+        return
+    shown = given if isinstance(given, str) else json.dumps(given.model_dump(exclude_none=True))
+    raise ConfigError(
+        f"train.activation_checkpointing={shown} does not work with parallel.schedule=zero_bubble: PyTorch computes "
+        "the gradient of each weight in a backward pass of its own; each would recompute the layer, and all of it "
+        "would be kept. Use another schedule, or train.activation_checkpointing=none."
+    )
 
 
 def _check_budget(recipe: "Recipe", budget: float, cluster: Cluster) -> None:
@@ -59,11 +75,6 @@ def _check_budget(recipe: "Recipe", budget: float, cluster: Cluster) -> None:
         raise ConfigError(
             f"{shown} is kept by the compiler, but train.compile is false; use train.compile=true, or "
             "train.activation_checkpointing=selective or full."
-        )
-    if getattr(recipe.parallel, "schedule", None) == "zero_bubble":
-        raise ConfigError(
-            f"{shown} is kept by the compiler, and PyTorch cannot split the backward pass of compiled layers, as "
-            "parallel.schedule=zero_bubble does; use another schedule, or train.activation_checkpointing=full."
         )
     if adapter.target_parameters or adapter.quantize_experts:
         raise ConfigError(

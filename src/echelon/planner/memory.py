@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 
 from echelon.hardware.accelerators import DeviceKind
-from echelon.planner.activation_memory import FP32_BYTES, activation_bytes, dispatch_bytes, part_len
+from echelon.planner.activation_memory import FP32_BYTES, activation_bytes, deferred_bytes, dispatch_bytes, part_len
 from echelon.planner.adapter_plan import frozen_bytes, trains_head, whole_weight_bytes
 from echelon.planner.model_shape import ModelShape, logits_chunk_tokens
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
@@ -127,7 +127,8 @@ class _LoadBytes:
     Attributes:
         states: what does not depend on the microbatch.
         activations: what the forward pass keeps on the device.
-        redone: what a recomputed layer needs in addition.
+        deferred: gradients of earlier microbatches that wait for those of the weights (`zero_bubble`).
+        redone: what the backward pass of a layer needs in addition: what it recomputes, or the gradients that wait.
         chunk: the logits of one chunk of the loss; 0 without the head.
         head: hidden states with their gradient, and the head's gradient; 0 without the head.
         beside: rotary tables, rows sent to experts, and what is received from another stage.
@@ -138,6 +139,7 @@ class _LoadBytes:
 
     states: "_States"
     activations: int
+    deferred: int
     redone: int
     chunk: int
     head: int
@@ -147,13 +149,14 @@ class _LoadBytes:
     assumptions: tuple[str, ...]
 
     def estimate(self) -> MemoryEstimate:
-        """The bytes at the peak: either a recomputed layer or a chunk of logits, whichever is larger."""
+        """The bytes at the peak: either a backward pass or a chunk of logits, whichever is larger."""
         at_redone = self.redone > self.chunk
+        activations = self.activations + self.deferred
         return MemoryEstimate(
             parameters=self.states.parameters + self.states.cast + self.states.gathered,
             gradients=self.states.gradients + self.states.unreduced,
             optimizer=self.states.optimizer + self.agreement,
-            activations=self.activations + self.redone if at_redone else self.activations,
+            activations=activations + self.redone if at_redone else activations,
             logits=self.head if at_redone else self.chunk + self.head,
             buffers=self.states.buffers + self.beside,
             host=self.host,
@@ -169,7 +172,7 @@ class _LoadBytes:
             optimizer=self.states.optimizer,
             activations=self.activations + self.states.cast,
             loss=self.chunk + self.head,
-            other=more + max(0, self.redone - self.chunk),
+            other=more + self.deferred + max(0, self.redone - self.chunk),
         )
 
 
@@ -187,10 +190,12 @@ def _count_load(load: StageLoad, plan: ParallelPlan, sequence_len: int, kind: De
     length = part_len(plan, sequence_len)
     kept, redone, moved = activation_bytes(shape, plan, sequence_len, kind)
     chunk, head = _logits(shape, plan, plan.micro_batch_size * length) if load.has_head else (0, 0)
+    waits = deferred_bytes(shape, plan, sequence_len) // load.num_stages if load.num_deferred else 0
     return _LoadBytes(
         states=_states(shape, plan),
         activations=kept * load.num_kept,
-        redone=redone,
+        deferred=max(0, load.num_deferred - 1) * waits,
+        redone=redone + waits,
         chunk=chunk,
         head=head * load.num_kept,
         agreement=agreement_bytes(plan, _num_held(shape, plan)),

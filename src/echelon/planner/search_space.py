@@ -124,13 +124,12 @@ def list_policies(recipe: "Recipe", plan: ParallelPlan, kind: DeviceKind) -> lis
     or repeated forward passes take longer depends on the model.
     """
     train = recipe.train
-    if "activation_checkpointing" in train.model_fields_set:
+    if "activation_checkpointing" in train.model_fields_set or plan.schedule == "zero_bubble":  # which takes none
         return [[plan]]
     none, selective, full = (replace(plan, activation_checkpointing=each) for each in ("none", "selective", "full"))
     if train.activation_offloading:  # selective checkpointing does not work with it
         return [[plan], [full]] if plan.activation_checkpointing != "full" else [[plan]]
-    some = [] if plan.schedule == "zero_bubble" else [selective]
-    some.append(replace(full, checkpoint_every=2))
+    some = [selective, replace(full, checkpoint_every=2)]
     last = []
     if kind == "cuda" and plan.pp == 1 and "activation_offloading" not in train.model_fields_set:
         if train.compile is not True and not plan.precision.float8:

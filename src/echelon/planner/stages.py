@@ -170,9 +170,6 @@ def check_pipeline(recipe: "Recipe", layout: Layout) -> None:
          "a stage keeps the activations of several microbatches at once"),
         (splits and train.compile is True, "train.compile=true with parallel.schedule=zero_bubble",
          "PyTorch cannot split the backward pass of compiled layers; other schedules do not need it"),
-        (splits and train.activation_checkpointing == "selective",
-         "train.activation_checkpointing=selective with parallel.schedule=zero_bubble",
-         "PyTorch allows one backward pass of what is recomputed selectively, and this schedule splits it; full works"),
     )  # fmt: skip
     for applies, what, reason in refused:
         if applies:
@@ -223,18 +220,32 @@ def microbatches_kept(
     return min(kept, num_microbatches)
 
 
+def passes_deferred(schedule: PipelineSchedule, rank: int, stages_per_rank: int, num_microbatches: int) -> int:
+    """Return how many backward passes of a process wait at once for the gradients of their weights.
+
+    Only `zero_bubble` computes these later than the gradients of activations: rank 0 directly after them, every
+    following rank one microbatch later than the rank before. The first stage has no gradients of activations to send.
+    """
+    if schedule != "zero_bubble" or (rank == 0 and stages_per_rank == 1):
+        return 0
+    return min(rank + 1, stages_per_rank * num_microbatches)
+
+
 @dataclass(frozen=True)
 class StageLoad:
     """What one rank of a pipeline has to hold.
 
     shape: the model with this rank's layers alone. adapter: the part of the plan's adapter there. num_kept: the
-    microbatches whose activations are kept at once. has_head: whether the loss is computed here. received_bytes: of the
-    buffers for hidden states and their gradients.
+    microbatches whose activations are kept at once. num_deferred: the backward passes that wait at once for the
+    gradients of their weights, each through one of the rank's `num_stages` stages. has_head: whether the loss is
+    computed here. received_bytes: of the buffers for hidden states and their gradients.
     """
 
     shape: ModelShape
     adapter: AdapterPlan | None
     num_kept: int = 1
+    num_deferred: int = 0
+    num_stages: int = 1
     has_head: bool = True
     received_bytes: int = 0
 
@@ -257,6 +268,8 @@ def stage_loads(shape: ModelShape, plan: ParallelPlan, hidden_bytes: int) -> lis
                 _stage_shape(shape, num_layers, is_first, is_last),
                 None if plan.adapter is None else _stage_adapter(plan.adapter, num_layers / shape.num_layers),
                 microbatches_kept(plan.schedule, plan.pp, rank, per_rank, plan.num_microbatches),
+                passes_deferred(plan.schedule, rank, per_rank, plan.num_microbatches),
+                per_rank,
                 is_last,
                 ends * plan.num_microbatches * hidden_bytes,
             )
