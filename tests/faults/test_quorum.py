@@ -1,6 +1,6 @@
 """Replicas of a quorum are killed at random moments: the job goes on, with the rows of a run in one process.
 
-`make faults` kills ten at random moments. ECHELON_FAULTS_SEED sets the seed.
+`make test` kills two at random moments, `make faults` ten more. ECHELON_FAULTS_SEED sets the seed.
 """
 
 import os
@@ -26,7 +26,8 @@ PATIENCE_SECONDS = 150
 class Job:
     """A run of some replicas, in a folder, and what a test does to it."""
 
-    def __init__(self, folder, steps, replicas=3, **sections):
+    def __init__(self, folder, steps, replicas=3, sync=None, **sections):
+        """`sync`: the section; by default a quorum of the replicas."""
         self.replicas = replicas
         self.folder, self.run = folder, RunFolder(folder / "runs" / "tiny")
         train = {
@@ -38,7 +39,7 @@ class Job:
         }
         write_recipe(
             folder, model={"config": MODEL}, train=train, checkpoint={"every_steps": 20}, parallel="ddp",
-            sync={"name": "quorum", "replicas": replicas, **sections.pop("sync", {})},
+            sync=sync or {"name": "quorum", "replicas": replicas},
             fault={"verify_replicas_every": 5, "hang_seconds": 120, **sections.pop("fault", {})}, **sections,
         )  # fmt: skip
         self.process = None
@@ -126,6 +127,17 @@ def marked(tmp_path, monkeypatch):
     assert_no_orphan()
 
 
+def test_two_replicas_lost_at_random_moments(tmp_path):
+    """The second is lost before the first has returned."""
+    draw = random.Random(SEED)
+    job = Job(tmp_path, 40, train={"eval_every": 20}).begin()
+    kill_at_random(job, sorted(draw.sample(range(2, 20), 2)), draw)
+    job.end()
+    print(describe(job))
+    assert_never_restarted(job, 2)
+    assert_same_rows(job.run, train_alone(tmp_path))
+
+
 @pytest.mark.slow
 def test_two_lost_replicas_change_nothing_but_time(tmp_path):
     job = Job(tmp_path, 60).begin()
@@ -178,7 +190,7 @@ def test_a_signal_stops_it_while_a_replica_is_lost_and_it_resumes(tmp_path):
 
 @pytest.mark.slow
 def test_below_min_replicas_the_others_wait(tmp_path):
-    job = Job(tmp_path, 60, sync={"min_replicas": 3}).begin()
+    job = Job(tmp_path, 60, sync={"name": "quorum", "replicas": 3, "min_replicas": 3}).begin()
     job.until(lambda: job.last_step() >= 10)
     job.strike(1)
     job.end()
@@ -213,3 +225,27 @@ def test_bad_steps_are_skipped_by_all_replicas(tmp_path):
     alone = train_alone(tmp_path)
     assert any(row.get("skipped") for row in alone)
     assert_same_rows(job.run, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param({"train": {"precision": "bf16"}}, id="bf16"),
+        pytest.param({"train": {"compile": True}}, id="compile"),
+        pytest.param({"optim": {"name": "muon", "learning_rate": 1e-3}}, id="muon"),
+        pytest.param({"adapter": {"method": "lora", "r": 4}}, id="lora"),
+    ],
+)
+def test_a_lost_replica_changes_nothing_with(tmp_path, sections):
+    job = Job(tmp_path, 60, **sections).begin()
+    job.until(lambda: job.last_step() >= 8)
+    job.strike(1)
+    job.end()
+    assert_never_restarted(job, 1)
+    rows, alone = read_lines(job.run.metrics_path), train_alone(tmp_path)
+    assert [(row["kind"], row["step"], row.get("batch_hash")) for row in rows] == [
+        (row["kind"], row["step"], row.get("batch_hash")) for row in alone
+    ]
+    tolerance = 2e-2 if sections.get("train") == {"precision": "bf16"} else 1e-4
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in alone], rel=tolerance)

@@ -10,6 +10,7 @@ from echelon.hardware.accelerators import ACCELERATORS, Cluster, parse_devices
 from echelon.hardware.instances import INSTANCES, cluster_of
 from echelon.hardware.links import LINKS, Link, Links
 from echelon.planner.collectives import Group, find_group
+from echelon.planner.payoff import describe_payoff, find_payoff, without_sync
 from echelon.planner.plan import ParallelPlan, Precision, SyncPlan
 from echelon.planner.rates import GPU_RATES, Rates
 from echelon.planner.shape import build_shape
@@ -125,6 +126,75 @@ def test_replicas_that_train_apart_send_once_in_many_steps():
     every = estimate_time(LLAMA, replace(alone, dp_replicate=16), 4096, parse_devices("16xA100-80"), rates=PLAIN)
     found = estimate_time(LLAMA, apart, 4096, parse_devices("16xA100-80"), rates=PLAIN)
     assert found.exposed_communication["dp"] == pytest.approx(every.exposed_communication["dp"] / 50)
+
+
+PAIR = ParallelPlan("ddp", micro_batch_size=2, precision=Precision(compute="bfloat16"))
+MACHINES = "16xA100-80@nvlink3,ib200"
+ALL = 32 * (LAYER + 2 * 4096) + 2 * 32000 * 4096 + 4096
+
+
+def between(plan, rates=PLAIN, devices=MACHINES):
+    """The exposed communication between copies of the model."""
+    return estimate_time(LLAMA, plan, 4096, parse_devices(devices), rates=rates).exposed_communication["dp"]
+
+
+def test_gradients_are_also_summed_inside_replicas():
+    inside = between(replace(PAIR, dp_replicate=8), devices="8xA100-80")
+    apart = replace(PAIR, dp_replicate=8, num_replicas=2, sync=SyncPlan(name="local_sgd", every=10**9))
+    assert between(apart) == pytest.approx(inside, rel=1e-6) and inside > 0
+
+
+def test_compressed_gradients_are_not_sent_beside_the_backward_pass():
+    rates = replace(PLAIN, overlap=0.5)
+    for sync in (SyncPlan(method="topk"), SyncPlan(name="quorum")):
+        plan = replace(PAIR, dp_replicate=16, sync=sync)
+        assert between(plan, rates) == pytest.approx(between(plan))
+    rounded = between(replace(PAIR, dp_replicate=16, sync=SyncPlan(method="bf16")))
+    assert rounded == pytest.approx(between(replace(PAIR, dp_replicate=16)) / 2, rel=0.03), "half of the bytes"
+
+
+@pytest.mark.parametrize(("staleness", "pushed"), [(0, 4), (0, 2), (4, 4)])
+def test_the_link_of_a_parameter_server_is_what_a_step_waits_for(staleness, pushed):
+    """15 workers send it half of the gradients and get half of the weights, through a link of 24 GB/s."""
+    sync = SyncPlan(
+        name="parameter_server", servers=2, max_staleness=staleness, method="none" if pushed == 4 else "bf16"
+    )
+    gradients, weights = (size * ALL / 2 * 15 / 24e9 for size in (pushed, 4))
+    seconds = gradients + weights if staleness == 0 else max(gradients, weights)
+    assert between(replace(PAIR, num_replicas=16, sync=sync)) == pytest.approx(seconds + 2 * 30e-6)
+
+
+def test_a_worker_waits_for_its_own_link_if_all_processes_are_servers():
+    sync = SyncPlan(name="parameter_server", servers=16, max_staleness=None)
+    assert between(replace(PAIR, num_replicas=16, sync=sync)) == pytest.approx(8 * ALL / 24e9 + 2 * 30e-6)
+
+
+def test_local_sgd_pays_below_the_speed_that_its_formula_gives():
+    """Where C + X / 50 is 0.9 of the step with every_step; X: the all-reduce of all gradients, C: the rest."""
+    cluster = parse_devices(MACHINES)
+    plan = replace(PAIR, num_replicas=16, sync=SyncPlan(name="local_sgd", every=50))
+    step = estimate_time(LLAMA, replace(PAIR, dp_replicate=16), 4096, cluster)
+    rest = step.total - step.communication
+    speed = find_payoff(LLAMA, plan, 4096, cluster)
+    link = Link("", speed / 8, 30e-6, "")
+    ours, theirs = (
+        estimate_time(LLAMA, each, 4096, cluster, between=Links(link, link)).total
+        for each in (plan, without_sync(plan))
+    )
+    assert ours / theirs == pytest.approx(0.9, abs=1e-3)
+    whole = 2 * 32 * (4 * 30e-6 + 4 * ALL / 32 * 15 / 16 / (speed / 8))
+    assert ours == pytest.approx(rest + whole / 50)
+    assert f"at least 10% where the links between replicas have less than {speed / 1e9:.3g} Gbit/s" in describe_payoff(
+        LLAMA, plan, 4096, cluster
+    )
+
+
+def test_a_plan_says_where_a_way_to_agree_never_pays():
+    cluster = parse_devices(MACHINES)
+    one_server = replace(PAIR, num_replicas=16, sync=SyncPlan(name="parameter_server"))
+    assert "at no speed of the links between replicas" in describe_payoff(LLAMA, one_server, 4096, cluster)
+    for plan in (PAIR, replace(PAIR, dp_replicate=16), replace(PAIR, dp_replicate=16, sync=SyncPlan(name="quorum"))):
+        assert describe_payoff(LLAMA, plan, 4096, cluster) is None
 
 
 def test_a_pipeline_estimates_its_slowest_rank():

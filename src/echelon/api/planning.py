@@ -19,6 +19,7 @@ from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run
 from echelon.planner.machines import choose_instance, find_cluster
 from echelon.planner.memory import MemoryEstimate, StoredBytes, describe_checkpoint, estimate_memory, estimate_stored
 from echelon.planner.model_shape import ModelShape
+from echelon.planner.payoff import describe_payoff
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.reliability import Goodput, Reliability, estimate_goodput
 from echelon.recipe import Recipe
@@ -126,7 +127,8 @@ def _forecast(
     except PlanError as error:
         note(f"time: {error}")
         return None
-    for line in forecast.describe():
+    payoff = describe_payoff(shape, chosen, recipe.data.sequence_len, cluster)
+    for line in (*forecast.describe(), *([] if payoff is None else [payoff])):
         note(line)
     return forecast
 

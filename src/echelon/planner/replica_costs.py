@@ -74,14 +74,18 @@ def describe_traffic(plan: ParallelPlan, num_trained: int) -> list[str]:
 
 
 def _describe_server(sync: SyncPlan, num_trained: int, num_workers: int) -> str:
-    numbers = num_trained / sync.servers * (num_workers - 1)
-    pushed = 2 * _FP32 * sync.fraction if sync.method == "topk" else _BYTES[sync.method]
-    pulled = f"and sends {render_bytes(round(_FP32 * numbers))} of weights"
-    times = ", ".join(f"{8 * (pushed + _FP32) * numbers / rate:.3g} s at {name}" for name, rate in _LINKS.items())
+    pushed, pulled = count_served_bytes(sync, num_trained / sync.servers * (num_workers - 1))
+    times = ", ".join(f"{8 * (pushed + pulled) / rate:.3g} s at {name}" for name, rate in _LINKS.items())
     return (
-        f"sync {sync.name}: each server gets {render_bytes(round(pushed * numbers))} of gradients from other processes "
-        f"per step, {pulled}: together {times}"
+        f"sync {sync.name}: each server gets {render_bytes(round(pushed))} of gradients from other processes "
+        f"per step, and sends {render_bytes(round(pulled))} of weights: together {times}"
     )
+
+
+def count_served_bytes(sync: SyncPlan, num_trained: float) -> tuple[float, float]:
+    """Bytes that one worker (pushes, pulls) for `num_trained` numbers of parameter servers in a step."""
+    pushed = 2 * _FP32 * sync.fraction if sync.method == "topk" else _BYTES[sync.method]
+    return pushed * num_trained, _FP32 * num_trained
 
 
 def count_sent_bytes(sync: SyncPlan, shapes: Sequence[Sequence[int]], size: int) -> float:

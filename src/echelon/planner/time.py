@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from echelon.hardware.accelerators import Cluster
+from echelon.hardware.links import Links
 from echelon.planner.collectives import Group, find_group
 from echelon.planner.layer_time import LayerTime, head_time, layer_time
 from echelon.planner.memory import estimate_memory
@@ -16,7 +17,8 @@ from echelon.planner.pipeline_time import StageTime, bubble_seconds
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan, SyncPlan
 from echelon.planner.rank_shape import divide_shape
 from echelon.planner.rates import Rates, Software, choose_software, rates_of
-from echelon.planner.replica_costs import count_sent_bytes
+from echelon.planner.replica_costs import count_sent_bytes, count_served_bytes
+from echelon.recipe.synchronization import PARAMETER_SERVER, QUORUM
 
 _PARTS = ("matmul", "attention", "memory_bound", "recompute", "bubble", "optimizer", "offload", "overhead")
 
@@ -93,7 +95,7 @@ class TimeEstimate:
 
 @dataclass(frozen=True)
 class _Step:
-    """The inputs of all parts of an estimate."""
+    """The inputs of all parts of an estimate. between: see `estimate_time`."""
 
     shape: ModelShape
     plan: ParallelPlan
@@ -101,6 +103,7 @@ class _Step:
     cluster: Cluster
     software: Software
     rates: Rates
+    between: Links | None = None
     part: ModelShape = field(init=False)
 
     def __post_init__(self) -> None:
@@ -135,14 +138,17 @@ def estimate_time(
     cluster: Cluster,
     software: Software | None = None,
     rates: Rates | None = None,
+    between: Links | None = None,
 ) -> TimeEstimate:
     """Estimate of one optimizer step. `software`: of another program than echelon; `rates`: measured or fitted ones.
+
+    `between`: the links between copies of the model, instead of those of the cluster; each copy has a link of its own.
 
     Raises PlanError if the speed of the devices is unknown.
     """
     software = software or choose_software(plan)
     rates = rates or rates_of(cluster)
-    step = _Step(shape, plan, sequence_len, cluster, software, rates)
+    step = _Step(shape, plan, sequence_len, cluster, software, rates, between)
     layer = layer_time(step.part, plan, sequence_len, step.tokens, cluster, software, rates)
     head = head_time(step.part, plan, step.tokens, cluster, software, rates)
     tensor, context, experts = _tensor_seconds(step), _context_seconds(step, layer), _expert_seconds(step)
@@ -289,20 +295,61 @@ def _data_seconds(step: _Step, layer: LayerTime, count: int, head: LayerTime) ->
 
 
 def _replica_seconds(step: _Step, count: int, held: float, reductions: int, backward: float) -> float:
-    """Exposed communication between replicas in a step, by `sync`. held: trained parameters of a layer on this rank."""
+    """Exposed communication between copies of the weights in a step. held: trained parameters of a layer on this rank.
+
+    Gradients of copies inside a replica are summed by `every_step`, those of the replicas by `sync`.
+    """
+    plan, sync = step.plan, step.plan.sync
+    inner = find_group(plan, step.cluster, ("dp_replicate",))
+    times = 1 if plan.uses_fully_shard else reductions  # shards are summed between replicas at the last microbatch
+    if plan.num_replicas == 1:
+        group = inner if step.between is None else Group(inner.size, 1, step.between)
+        if sync.name == PARAMETER_SERVER or group.size == 1:
+            return 0.0
+        sent = _sent_bytes(step, held, group.size)
+        # What is compressed, and what a quorum sums, is not sent beside the backward pass.
+        waits = sync.name == QUORUM or (sync.method != "none" and not plan.uses_fully_shard)
+        seconds = group.all_reduce(sent)
+        return count * times * (seconds if waits else step.exposed(seconds, backward))
+    inside = inner.all_reduce(held * DTYPE_BYTES[plan.precision.reduce])
+    seconds = count * times * step.exposed(inside, backward)
+    # Replicas are outermost, so on different machines if there are several.
+    spread = min(plan.num_replicas, step.cluster.num_nodes)
+    group = Group(plan.num_replicas, -(-plan.num_replicas // spread), step.cluster.known_links)
+    if step.between is not None:
+        group = Group(plan.num_replicas, 1, step.between)
+    if sync.name == PARAMETER_SERVER:
+        return seconds + _server_seconds(sync, group, count * held)
+    return seconds + (
+        0.0 if sync.overlap else count * group.all_reduce(_sent_bytes(step, held, group.size)) / sync.every
+    )
+
+
+def _sent_bytes(step: _Step, held: float, size: int) -> float:
+    """The bytes of a layer of which an all-reduce takes as long as `size` ranks need to agree on it once."""
     plan, hidden = step.plan, step.shape.hidden_size
-    group = find_group(plan, step.cluster, ("dp_replicate",))
-    if plan.num_replicas > 1:  # outermost, so on different machines if there are several
-        spread = min(plan.num_replicas, step.cluster.num_nodes)
-        group = Group(plan.num_replicas, -(-plan.num_replicas // spread), step.cluster.known_links)
+    if plan.num_replicas == 1 and (plan.sync.method == "none" or plan.uses_fully_shard):
+        return held * DTYPE_BYTES[plan.precision.reduce]
+    sent, whole = (count_sent_bytes(each, [(hidden, hidden)], size) for each in (plan.sync, SyncPlan()))
+    return held * DTYPE_BYTES["float32"] * sent / whole
+
+
+def _server_seconds(sync: SyncPlan, group: Group, num_trained: float) -> float:
+    """Exposed communication of a step with parameter servers, none of it beside computation.
+
+    A server gets what the other workers push through its own link, and sends them the weights. If a step waits for all
+    workers, one comes after the other. Otherwise both go on at once; a worker waits for its own push and pull, or for
+    the server if that takes longer.
+    """
     if group.size == 1:
         return 0.0
-    sent, whole = (count_sent_bytes(each, [(hidden, hidden)], group.size) for each in (plan.sync, SyncPlan()))
-    seconds = group.all_reduce(held * DTYPE_BYTES[plan.precision.reduce] * sent / whole)
-    if plan.num_replicas == 1:
-        times = 1 if plan.uses_fully_shard else reductions  # shards are summed between replicas at the last microbatch
-        return count * times * step.exposed(seconds, backward)
-    return 0.0 if plan.sync.overlap else count * seconds / plan.sync.every
+    link = group.links.inside if group.num_machines == 1 else group.links.between
+    pushed, pulled = count_served_bytes(sync, num_trained)
+    others = group.size - 1
+    at_server = [each / sync.servers * others / link.bandwidth for each in (pushed, pulled)]
+    if sync.max_staleness == 0:
+        return 2 * link.latency + sum(at_server)
+    return 2 * link.latency + max((pushed + pulled) / link.bandwidth, *at_server)
 
 
 def _update_seconds(step: _Step, share: float, computation: float) -> tuple[float, float]:
