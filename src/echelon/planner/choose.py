@@ -41,9 +41,12 @@ logger = logging.getLogger(__name__)
 MEMORY_HEADROOM = 0.10  # share of a device kept for workspace, fragmentation and what the estimate does not count
 # Longer microbatches were not measured to be faster, and only use more memory.
 MICRO_BATCH_TOKENS = {"cuda": 16384, "cpu": 8192}
-# On CPUs: what compiling takes at most (about 25 s were measured for one kind of layer), the part of a step that it
-# saves (5 to 9 % in benchmarks/results/cpu-steps.md), and the MFU without it, which is only assumed.
-_COMPILE_SECONDS, _COMPILE_GAIN, _EAGER_MFU = 60, 0.07, 0.35
+# On CPUs: what compiling takes at most (about 25 s were measured for one kind of layer), and the MFU without it, which
+# is only assumed.
+_COMPILE_SECONDS, _EAGER_MFU = 60, 0.35
+# On CPUs: the part of a step that compiling saves, from benchmarks/results/cpu-steps.md: in bf16 with attention in
+# blocks, else with torch's attention.
+COMPILE_GAIN = {"bfloat16": 0.19, "float32": 0.06, "float16": 0.06}
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def resolve_plan(
     check_activations(recipe, kept, shape, cluster)
     precision, precision_why = _choose_precision(recipe, cluster)
     seconds = _estimate_seconds(recipe, shape, cluster, precision, num_samples)
-    compile_model, compile_why = _choose_compile(recipe, cluster, kept, seconds)
+    compile_model, compile_why = _choose_compile(recipe, cluster, kept, seconds, COMPILE_GAIN[precision.compute])
     adapter = build_adapter_plan(recipe.adapter, shape, len(recipe.model.new_tokens))
     replica = find_replica(recipe, cluster)
     request = _Request(recipe, shape, cluster, replica, num_samples, precision, adapter, compile_model, kept, fill)
@@ -213,9 +216,9 @@ def _estimate_seconds(
 
 
 def _choose_compile(
-    recipe: "Recipe", cluster: Cluster, kept: KeptActivations, seconds: float | None
+    recipe: "Recipe", cluster: Cluster, kept: KeptActivations, seconds: float | None, gain: float
 ) -> tuple[bool, list[str]]:
-    """Decide whether to compile a model that trains for `seconds`, if known.
+    """Decide whether to compile a model that trains for `seconds`, if known. `gain`: the part that compiling saves.
 
     Raises ConfigError for an adapter whose layers replace weights in each forward pass; PEFT advises against it.
     """
@@ -243,9 +246,9 @@ def _choose_compile(
     length = f"training takes about {seconds / 60:,.0f} min here, and compiling up to {_COMPILE_SECONDS} s"
     if not cluster.can_compile:
         return False, [f"compile auto: off, {cluster.accelerator.name} has no C++ compiler or no Python headers"]
-    if _COMPILE_GAIN * seconds < _COMPILE_SECONDS:
+    if gain * seconds < _COMPILE_SECONDS:
         return False, [f"compile auto: off, {length}"]
-    return True, [f"compile auto: on, {length}, which makes each step about {_COMPILE_GAIN:.0%} faster"]
+    return True, [f"compile auto: on, {length}, which saves about {gain:.0%} of each step"]
 
 
 def _find_compile_obstacle(recipe: "Recipe") -> str | None:
