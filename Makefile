@@ -104,7 +104,7 @@ launchers: .venv/.installed
 	$(BIN)/python -m pytest tests/launchers -m slow -rs
 
 # The engines that are installed apart; `make engine-NAME` runs the tests of one.
-ENGINES := deepspeed horovod
+ENGINES := deepspeed horovod tensorflow
 
 .PRECIOUS: .venv-%/.installed
 .venv-%/.installed: pyproject.toml
@@ -123,6 +123,14 @@ ENGINES := deepspeed horovod
 	CXX=$(CURDIR)/.venv-horovod/bin/c++17 MAKEFLAGS=-j2 HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 \
 	    HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
 	    .venv-horovod/bin/pip install --quiet --disable-pip-version-check --no-build-isolation horovod==0.28.1
+	@touch $@
+
+# keras-hub asks for tensorflow-text, and with it for a second TensorFlow; echelon uses neither.
+.venv-tensorflow/.installed: pyproject.toml
+	@echo "== setting up .venv-tensorflow: echelon, the packages its tests need, and TensorFlow"
+	$(PYTHON) -m venv .venv-tensorflow
+	.venv-tensorflow/bin/pip install --quiet --disable-pip-version-check -e '.[test]' 'tensorflow-cpu==2.21.*' kagglehub
+	.venv-tensorflow/bin/pip install --quiet --disable-pip-version-check --no-deps 'keras-hub==0.32.*'
 	@touch $@
 
 engine-%: .venv-%/.installed

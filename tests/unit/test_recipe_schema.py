@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 # The top-level keys of the public contract.
 CONTRACT = ["run", "model", "tokenizer", "adapter", "data", "objective", "train", "optim", "parallel", "checkpoint",
             "evaluate", "fault", "sync", "engine", "track", "launch", "profile", "budget"]  # fmt: skip
-ADDED = ["mlflow", "wandb", "smp", "deepspeed", "horovod"]  # settings of trackers and of engines, in addition
+ADDED = ["mlflow", "wandb", "smp", "deepspeed", "horovod", "tensorflow"]  # settings of trackers and engines
 
 
 def test_the_schema_has_every_key_with_a_description() -> None:

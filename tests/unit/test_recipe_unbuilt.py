@@ -11,7 +11,7 @@ from echelon.recipe.unbuilt import UNBUILT, Unbuilt
 from recipe_samples import SMALL, load_text
 
 REFUSED = {
-    "engine": "engine=tensorflow",
+    "tensorflow.strategy": ("engine=tensorflow", "tensorflow.strategy=parameter_server"),
 }
 
 BUILT = [
@@ -50,9 +50,9 @@ BUILT = [
 
 @pytest.mark.parametrize("row", UNBUILT, ids=lambda row: row.key)
 def test_each_row_refuses_a_value(tmp_path: Path, row: Unbuilt) -> None:
-    override = REFUSED[row.key]
+    overrides = REFUSED[row.key]
     with pytest.raises(ConfigError) as caught:
-        load_text(tmp_path, SMALL, override)
+        load_text(tmp_path, SMALL, *overrides)
     assert " is not built yet; possible now: " in str(caught.value)
     # The key as the user writes it, with the index of a list entry.
     assert str(caught.value).startswith(row.key.replace("[]", ".0") + "=")
@@ -60,9 +60,9 @@ def test_each_row_refuses_a_value(tmp_path: Path, row: Unbuilt) -> None:
 
 def test_the_message_states_key_value_and_alternatives(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_text(tmp_path, SMALL, "engine=tensorflow")
-    possible = "native, deepspeed, horovod, or smp for SMP's keys"
-    assert str(caught.value) == f"engine=tensorflow is not built yet; possible now: {possible}."
+        load_text(tmp_path, SMALL, *REFUSED["tensorflow.strategy"])
+    possible = "multi_worker, mirrored or single"
+    assert str(caught.value) == (f"tensorflow.strategy=parameter_server is not built yet; possible now: {possible}.")
 
 
 @pytest.mark.parametrize("override", BUILT)

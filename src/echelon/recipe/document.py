@@ -33,6 +33,7 @@ from echelon.recipe.operation import (
 from echelon.recipe.schedule import find_fault
 from echelon.recipe.section import PathOrName, Section, name_or_mapping
 from echelon.recipe.synchronization import QUORUM, SyncConfig
+from echelon.recipe.tensorflow_config import TensorflowConfig
 from echelon.recipe.training import EngineName, OptimConfig, ParallelConfig, ParallelName, TrainConfig
 
 MAX_RAMP_SIZES = 10_000
@@ -80,6 +81,7 @@ class Recipe(Section):
         "are replaced by the keys that they stand for when the recipe is read.",
     )
     horovod: HorovodConfig = HorovodConfig()
+    tensorflow: TensorflowConfig = TensorflowConfig()
     track: tuple[Tracker, ...] = Field(
         (), description="Trackers that receive the metrics; `metrics.jsonl` is always written."
     )

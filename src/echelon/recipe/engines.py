@@ -103,6 +103,30 @@ ENGINES: dict[str, EngineRow] = {
         purpose="clusters that have Horovod: its ring all-reduce, fusion and fp16 compression",
         instead="parallel: ddp, and sync.compress.method=fp16",
     ),
+    "tensorflow": EngineRow(
+        "echelon.engines.tensorflow.tensorflow_engine:build_tensorflow_engine",
+        section="tensorflow",
+        package="keras_hub",
+        strategies=("ddp",),
+        compiles=False,
+        limits=(
+            *_WHOLE_COPIES,
+            Limit("adapter.method", ("full",), "trains all weights: keras-hub's backbones take no adapter of PEFT"),
+            Limit("objective.name", ("causal_lm",), "computes the loss of next tokens only"),
+            Limit("data.document_mask", ("auto", False), "cannot keep the documents of a sequence apart"),
+            Limit("optim.name", ("adamw",), "has no kernel of it"),
+            Limit("train.precision", ("auto", "fp32"), "computes in fp32"),
+            Limit("train.master_weights", ("fp32",), "computes in fp32"),
+            Limit("train.compile", ("auto", False), "does not use PyTorch's compiler"),
+            Limit("train.activation_checkpointing", ("none",), "keeps all activations"),
+            Limit("train.activation_offloading", (False,), "keeps all activations on the device"),
+            Limit("train.deterministic", (False,), "does not check TensorFlow's kernels for it"),
+            Limit("profile.steps", (None,), "is not seen by PyTorch's profiler"),
+        ),
+        purpose="people with a TensorFlow stack: MirroredStrategy and MultiWorkerMirroredStrategy on CPUs",
+        instead="parallel: ddp",
+        check="echelon.planner.tensorflow_limits:check_tensorflow",
+    ),
 }
 """The engines by the recipe's `engine`."""
 

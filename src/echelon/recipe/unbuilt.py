@@ -27,7 +27,7 @@ class Unbuilt:
 
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("engine", "native, deepspeed, horovod, or smp for SMP's keys", ("deepspeed", "horovod")),
+    Unbuilt("tensorflow.strategy", "multi_worker, mirrored or single", ("mirrored", "single")),
 )
 
 

@@ -1,0 +1,229 @@
+"""The Engine of TensorFlow. torch remains what holds the job together: its process group, data and checkpoints."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from echelon.checkpoint.adapter_folder import AdapterContent
+from echelon.checkpoint.first_weights import open_weights
+from echelon.data.loader import Microbatch
+from echelon.distributed.mesh import Meshes
+from echelon.engines.engine import Finding, Rehearsal
+from echelon.engines.tensorflow.backbones import Array, find_arguments
+from echelon.engines.tensorflow.decoder import Decoder
+from echelon.engines.tensorflow.first_nonfinite import find_nonfinite
+from echelon.engines.tensorflow.library import Library, import_tensorflow
+from echelon.engines.tensorflow.placement import Placement, build_placement
+from echelon.engines.tensorflow.steps import Steps
+from echelon.engines.tensorflow.update import MOMENTS, AdamW, Member
+from echelon.errors import ConfigError
+from echelon.model.build import build_on_meta, materialize
+from echelon.objectives.loss import IGNORE
+from echelon.objectives.objective import Objective
+from echelon.optimizer import Served
+from echelon.optimizer.groups import find_members
+from echelon.parallel.step import StepSums
+from echelon.planner.plan import ParallelPlan
+from echelon.recipe import Recipe
+from echelon.sync.synchronizer import Fill
+
+_EPSILON = 1e-6  # as in clip_gradients
+
+
+class TensorflowEngine:
+    """A backbone of keras-hub under a distribution strategy. See `Engine`."""
+
+    loss_scale: Tensor | None = None
+    served: Served | None = None
+
+    def __init__(
+        self, library: Library, decoder: Decoder, optimizer: AdamW, steps: Steps, lines: Sequence[str]
+    ) -> None:
+        """`lines`: the result of `describe`."""
+        self._library = library
+        self._decoder = decoder
+        self._optimizer = optimizer
+        self._steps = steps
+        self._lines = lines
+        self._num_updates = 0
+
+    def describe(self, has_documents: bool) -> Sequence[str]:
+        """See Engine."""
+        return self._lines
+
+    def rehearse(self, microbatch: Microbatch, num_microbatches: int) -> Rehearsal:
+        """See Engine. It also traces the functions of a step. Memory is not measured.
+
+        Raises ConfigError for sequences whose documents must not attend to each other.
+        """
+        if microbatch.documents is not None:
+            raise ConfigError(
+                "engine=tensorflow: the backbones of keras-hub cannot keep the documents of a sequence apart, and this "
+                "data has several in one; set data.packing=false for instructions, or data.document_mask=false, or use "
+                "engine=native."
+            )
+        masked = torch.full_like(microbatch.labels, IGNORE)
+        self._steps.differentiate(microbatch.input_ids, masked, 1.0)
+        self._steps.add_up()
+        self._steps.norm()
+        self._steps.clear()
+        return Rehearsal()
+
+    def forward_backward(self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor) -> StepSums:
+        """See Engine."""
+        divisor = float(num_targets)
+        losses = [self._steps.differentiate(each.input_ids, each.labels, divisor) for each in microbatches]
+        self._steps.add_up()
+        return StepSums(torch.tensor(math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan).double())
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """See Replica."""
+        norm = self._steps.norm()
+        if max_norm is not None and norm + _EPSILON > max_norm:
+            self._steps.scale(max_norm / (norm + _EPSILON))
+        return torch.tensor(norm)
+
+    def step(self, learning_rate: float, commit: Tensor) -> None:
+        """See Replica."""
+        if bool(commit):
+            self._num_updates += 1
+            self._steps.update(learning_rate, self._num_updates)
+        self._steps.clear()
+
+    def discard(self) -> None:
+        """See Engine."""
+        self._steps.clear()
+
+    def find_nonfinite(self, step: int, microbatch: Microbatch, num_targets: Tensor) -> Finding | None:
+        """See Engine."""
+        return find_nonfinite(self._library, self._decoder, microbatch.input_ids, microbatch.labels)
+
+    @contextmanager
+    def evaluation(self) -> Iterator["TensorflowEvaluation"]:
+        """See Engine."""
+        yield TensorflowEvaluation(self._steps)
+
+    def describe_end(self) -> Sequence[str]:
+        """See Engine."""
+        return ()
+
+    def describe_adapter(self) -> AdapterContent:
+        """There is none: adapters are refused."""
+        raise AssertionError("engine=tensorflow trains all weights")
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return copies of the weights: see Replica."""
+        return _as_torch(self._decoder.read(self._decoder.variables))
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return copies of the gradients: see Replica."""
+        return _as_torch(self._steps.gradients())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """See Engine. The names and shapes are those of the native engine with AdamW."""
+        state = {f"model.{name}": each for name, each in self.weights().items()}
+        for name in self._decoder.variables:
+            state[f"optimizer.{name}.step"] = torch.tensor(float(self._num_updates))
+        for key in MOMENTS:
+            moments = _as_torch(self._decoder.read(self._optimizer.moments[key]))
+            state |= {f"optimizer.{name}.{key}": each for name, each in moments.items()}
+        return state
+
+    def load(self, fill: Fill) -> None:
+        """See Engine.
+
+        Raises ConfigError for weights that were updated a different number of times, which no run of echelon has.
+        """
+        state = self.state_dict()
+        fill(state)
+        names = list(self._decoder.variables)
+        counts = {int(state[f"optimizer.{name}.step"]) for name in names}
+        if len(counts) > 1:
+            raise ConfigError(
+                f"engine=tensorflow: the checkpoint has weights with {sorted(counts)} updates, and this engine counts "
+                "them together; use engine=native."
+            )
+        [self._num_updates] = counts
+        self._decoder.write(self._decoder.variables, {name: state[f"model.{name}"].numpy() for name in names})
+        for key in MOMENTS:
+            values = {name: state[f"optimizer.{name}.{key}"].numpy() for name in names}
+            self._decoder.write(self._optimizer.moments[key], values)
+
+
+class TensorflowEvaluation:
+    """See Evaluation. Every process computes with its own copy."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+
+    def sums(self, microbatch: Microbatch) -> Tensor:
+        """See Evaluation."""
+        return torch.tensor([self._steps.loss_sum(microbatch.input_ids, microbatch.labels)])
+
+    def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
+        """See Evaluation."""
+        return self._steps.logits_at(input_ids, places)
+
+
+def _as_torch(values: dict[str, Array]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(each) for name, each in values.items()}
+
+
+def build_tensorflow_engine(
+    recipe: Recipe,
+    config: PretrainedConfig,
+    plan: ParallelPlan,
+    meshes: Meshes,
+    objective: Objective,
+    device: torch.device,
+    compile_backend: str = "inductor",
+    new_token_ids: Sequence[int] = (),
+) -> TensorflowEngine:
+    """Start TensorFlow's strategy, and build the model in its scope with the initial weights of native. Collective.
+
+    See `build_engine` for the arguments. Raises ConfigError for a model that no backbone of keras-hub can be, and on a
+    GPU.
+    """
+    if device.type != "cpu":
+        raise ConfigError(
+            "engine=tensorflow trains on CPUs only, and this process has a GPU; use engine=native, or hide the GPUs "
+            "with CUDA_VISIBLE_DEVICES=''."
+        )
+    find_arguments(config)  # refuses a config before TensorFlow starts, which takes long
+    library = import_tensorflow()
+    placement = _find_placement(library, recipe, meshes)
+    skeleton = build_on_meta(config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
+    members = {each.name: Member(each.weight_decay, each.rate_factor) for each in find_members(skeleton, recipe.optim)}
+    shapes = {name: tuple(each.shape) for name, each in skeleton.named_parameters()}
+    with placement.strategy.scope():
+        decoder = Decoder(library, config, shapes)
+        optimizer = AdamW(library, decoder.variables, members, recipe.optim.betas, recipe.optim.eps)
+        steps = Steps(library, placement, decoder, optimizer)
+    decoder.write(decoder.variables, _first_weights(skeleton, recipe))
+    name = type(placement.strategy).__name__.removesuffix("V1").removesuffix("V2")
+    copies = placement.strategy.num_replicas_in_sync
+    lines = [f"tensorflow {library.tf.__version__}: {name}, {copies} cop{'y' if copies == 1 else 'ies'} of the model"]
+    return TensorflowEngine(library, decoder, optimizer, steps, lines)
+
+
+_placements: dict[str, Placement] = {}
+
+
+def _find_placement(library: Library, recipe: Recipe, meshes: Meshes) -> Placement:
+    """The strategy of this process: TensorFlow starts its server and devices once. Collective."""
+    strategy = recipe.tensorflow.strategy
+    if strategy not in _placements:
+        _placements[strategy] = build_placement(library, recipe.tensorflow, meshes.everyone)
+    return _placements[strategy]
+
+
+def _first_weights(skeleton: PreTrainedModel, recipe: Recipe) -> dict[str, Array]:
+    """The initial weights of the run, by name."""
+    model = build_on_meta(skeleton.config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
+    materialize(model, "cpu")
+    open_weights(skeleton, recipe)(model)
+    return {name: each.detach().numpy() for name, each in model.named_parameters()}
