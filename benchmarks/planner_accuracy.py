@@ -2,9 +2,10 @@
 
     python benchmarks/planner_accuracy.py [--fit] [--rows] [--plot FILE.svg] > benchmarks/results/planner-accuracy.md
 
-The fitted constants of `planner/rates.py` are fitted again for each source, on the rows of all other sources, and then
-scored on the rows of that source. Step time and memory are scored apart. --fit prints the constants fitted on all rows;
---rows adds each row to the report. --plot draws predicted against measured step times.
+The fitted constants of `planner/rates.py` are fitted again for each source, on the rows of all other sources, and
+then scored on the rows of that source. Step time and memory are scored apart; memory counts what those programs keep
+(published_memory.py), its two fitted constants likewise without the source that is scored. --fit prints the constants
+fitted on all rows; --rows adds each row to the report; --plot draws predicted against measured step times.
 """
 
 import argparse
@@ -15,12 +16,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from echelon.planner.memory import estimate_memory
 from echelon.planner.rates import GPU_RATES, Rates
 from echelon.planner.time import TimeEstimate, estimate_time
 from echelon.report.blocks import Series
 from echelon.report.picture import Axis, Chart, draw_picture
 from published import Case, Excluded, read_rows
+from published_memory import DEEPSPEED, score_memory
 
 FITTED = ("product", "small_dim", "attention", "fused", "eager", "overlap")
 _STEPS = (0.25, 0.12, 0.06, 0.03, 0.015)
@@ -75,16 +76,6 @@ def score_time(cases: Sequence[Case]) -> tuple[dict[str, list[tuple[Case, float]
         assert each.seconds is not None
         scored[each.source].append((each, estimate(each, rates[each.source]).total / each.seconds))
     return dict(scored), rates
-
-
-def score_memory(cases: Sequence[Case]) -> dict[str, list[tuple[Case, float]]]:
-    """By source, each row with predicted bytes over measured ones; nothing is fitted."""
-    scored = defaultdict(list)
-    for each in cases:
-        if each.memory_bytes is not None:
-            total = estimate_memory(each.shape, each.plan, each.sequence_len, each.cluster.kind).total
-            scored[each.source].append((each, total / each.memory_bytes))
-    return dict(scored)
 
 
 def constant_mfu(cases: Sequence[Case]) -> list[float]:
@@ -157,7 +148,14 @@ def main() -> None:
     lines += [f"| without | {' | '.join(FITTED)} |", f"|---{'|---' * len(FITTED)}|"]
     for source, found in rates.items():
         lines.append(f"| {source} | {' | '.join(f'{getattr(found, name):.3g}' for name in FITTED)} |")
-    lines += ["", *_table("Memory", score_memory(cases))]
+    kept, allocators = score_memory(cases)
+    lines += ["", *_table("Memory", kept)]
+    lines += ["What the allocator reserves, fitted without each source:", ""]
+    lines += ["| without | reserved / counted | buffers, GB |", "|---|---|---|"]
+    for source, found in allocators.items():
+        fitted = f"{found.ratio:.2f} | {found.buffers / 1e9:.2f}" if source in DEEPSPEED else "nothing is fitted |"
+        lines.append(f"| {source} | {fitted} |")
+    lines.append("")
     lines += ["## Rows that are left out", "", "| source | rows | reason |", "|---|---|---|"]
     reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
     for each in rows:
@@ -166,8 +164,9 @@ def main() -> None:
     lines += [f"| {source} | {', '.join(names)} | {reason} |" for (source, reason), names in reasons.items()]
     print("\n".join(lines))
     if options.rows:
-        for each, ratio in [pair for every in scored.values() for pair in every]:
-            print(f"{each.row} {ratio:.2f}")
+        for title, table in (("time", scored), ("memory", kept)):
+            for each, ratio in [pair for every in table.values() for pair in every]:
+                print(f"{title} {each.row} {ratio:.2f}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import csv
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from echelon.hardware.accelerators import ACCELERATORS, Accelerator, Cluster
 from echelon.hardware.links import Link, Links, usual_links
@@ -43,7 +44,10 @@ _VOCABULARIES = {"bsv100": 50304, "nemo": 51200, "tr11": 250880}
 
 @dataclass(frozen=True)
 class Case:
-    """A published run. seconds: of one step, None if only memory is known; memory_bytes: of the fullest rank."""
+    """A published run. seconds: of one step, None if only memory is known; memory_bytes: of the fullest rank.
+
+    date: of its source, as YYYY-MM, which tells the generation of its software. gradients: how its program keeps them.
+    """
 
     row: str
     source: str
@@ -55,6 +59,8 @@ class Case:
     seconds: float | None
     memory_bytes: float | None
     memory_kind: str = ""
+    date: str = ""
+    gradients: Literal["fp16", "fp32"] = "fp32"
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,10 @@ def _read(row: dict[str, str]) -> Case | Excluded:
     if "async TP" in row["notes"]:
         software = replace(software, tp_overlap=0.5)
     memory, kind = _memory(row, source)
-    return Case(row["id"], source, shape, plan, length, cluster, software, seconds, memory, kind)
+    gradients: Literal["fp16", "fp32"] = "fp32" if "fp32 grad" in row["precision"] else "fp16"
+    return Case(
+        row["id"], source, shape, plan, length, cluster, software, seconds, memory, kind, row["date"], gradients
+    )
 
 
 def _find_reason(row: dict[str, str], source: str) -> str | None:

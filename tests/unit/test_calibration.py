@@ -1,5 +1,6 @@
 """The calibration of a machine: what is fitted, kept, found again, and used by a plan."""
 
+import re
 import subprocess
 import sys
 import time
@@ -18,10 +19,12 @@ from echelon.hardware.calibration import (
     store_calibration,
 )
 from echelon.hardware.detection import calibrated_cluster, detect_cluster, use_calibration
+from echelon.planner.choose import resolve_plan
 from echelon.planner.measured_rates import fit_calibration
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
+from echelon.recipe import load_recipe
 
 CALIBRATION = Calibration(
     machine=describe_machine() | {"gpus": ""}, date="2026-01-02", device="cpu", num_devices=2,
@@ -54,12 +57,16 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
+def write_recipe(folder):
+    path = folder / "recipe.yaml"
+    path.write_text(RECIPE)
+    (folder / "text.txt").write_text("a few words\n")
+    return path
+
+
 @pytest.fixture
 def recipe(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE)
-    (tmp_path / "text.txt").write_text("a few words\n")
-    return path
+    return write_recipe(tmp_path)
 
 
 def test_the_constants_of_a_machine_are_found_again_in_its_times():
@@ -180,6 +187,26 @@ def test_a_cluster_of_other_devices_is_not_calibrated(cache):
     assert found.calibration == gpus and found.known_links.inside.bandwidth == 2e9
     assert use_calibration(parse_devices("16xH100@nvlink,efa")).known_links.inside.name == "nvlink4"
     assert use_calibration(parse_devices("8xA100-80")).calibration is None
+
+
+def test_auto_takes_the_fastest_strategy_on_a_calibrated_device_only(cache, tmp_path):
+    """Where gathering layers is cheap and all-reduces are slow, ZeRO beats DDP, which an uncalibrated CPU takes."""
+    recipe, _ = load_recipe(write_recipe(tmp_path), [])
+    shape = build_shape(recipe.model.config)
+
+    def choose(known):
+        cluster = detect_cluster(2) if known is None else calibrated_cluster(known, 2, 2)
+        found = resolve_plan(recipe, shape, cluster)
+        return found.strategy, next(line for line in found.why if line.startswith("parallel auto"))
+
+    assert choose(None) == ("ddp", "parallel auto: ddp, the first that fits")
+    slow = replace(CALIBRATION, bandwidth=1e5, latency=0.0, gather_bandwidth=1e12, scatter_bandwidth=1e12)
+    strategy, line = choose(slow)
+    assert strategy == "zero1" and "zero1, the fastest of those that fit, by the predicted time" in line
+    assert re.search(r": ddp [\d.]+ s, zero1 [\d.e-]+ s, zero2 [\d.e-]+ s, fsdp [\d.e-]+ s$", line)
+    fast = replace(CALIBRATION, bandwidth=1e12, latency=0.0, gather_bandwidth=1e12, scatter_bandwidth=1e12)
+    strategy, line = choose(fast)
+    assert strategy == "ddp" and ("the fastest" in line or "and simpler" in line)
 
 
 def test_processor_time_does_not_pass_while_a_process_waits():

@@ -10,7 +10,8 @@ from echelon.api.planning import plan
 from echelon.errors import PlanError
 from echelon.hardware.accelerators import parse_devices
 from echelon.planner.choose import resolve_plan
-from echelon.planner.forecast import Forecast, HourlyPrice, estimate_seconds, forecast_run
+from echelon.planner.forecast import Forecast, HourlyPrice, describe_estimate, forecast_run
+from echelon.planner.measured_runs import NO_HISTORY
 from echelon.planner.time import TimeEstimate
 from test_stages import build_recipe, shape_of
 
@@ -65,11 +66,12 @@ def test_a_price_of_the_recipe_takes_precedence():
 
 def test_the_seconds_of_a_run_folder_add_up():
     recipe, cluster = build_recipe("fsdp"), parse_devices("8xH100")
-    found = estimate_seconds(shape_of(), resolve_plan(recipe, shape_of(), cluster), 64, cluster)
+    found = describe_estimate(shape_of(), resolve_plan(recipe, shape_of(), cluster), 64, cluster, NO_HISTORY)["seconds"]
     assert found is not None
     assert sum(found.values()) == pytest.approx(2 * found["step"])
     unknown = parse_devices("8xcpu")
-    assert estimate_seconds(shape_of(), resolve_plan(recipe, shape_of(), unknown), 64, unknown) is None
+    plan = resolve_plan(recipe, shape_of(), unknown)
+    assert describe_estimate(shape_of(), plan, 64, unknown, NO_HISTORY) == {"seconds": None}
     with pytest.raises(PlanError, match="the speed of cpu is unknown"):
         forecast_run(recipe, shape_of(), resolve_plan(recipe, shape_of(), unknown), unknown)
 

@@ -8,6 +8,7 @@ import pytest
 from echelon.planner.rates import GPU_RATES
 from planner_accuracy import CONSTANT_MFU, constant_mfu, draw_time, estimate, score_time
 from published import Case, Excluded, read_rows
+from published_memory import DEEPSPEED, Allocator, count_bytes, fit_allocator, score_memory
 
 
 def test_every_published_row_is_scored_or_left_out_for_a_reason():
@@ -25,6 +26,29 @@ def test_published_steps_are_predicted_better_than_by_a_constant_mfu():
     assert CONSTANT_MFU == 0.42
     assert statistics.median(errors) < 0.10 < statistics.median(floor)
     assert errors[int(0.9 * len(errors))] < 0.25 < floor[int(0.9 * len(floor))]
+
+
+def test_the_memory_of_published_runs_is_predicted_without_their_source():
+    """The constants of each source are fitted on the rows of the other, so they are not those of all rows."""
+    cases = [each for each in read_rows() if isinstance(each, Case)]
+    scored, allocators = score_memory(cases)
+    assert {source: len(rows) for source, rows in scored.items()} == {"torchtitan": 14, "bsv100": 24, "tr11": 35}
+    errors = sorted(abs(ratio - 1) for rows in scored.values() for _, ratio in rows)
+    assert statistics.median(errors) < 0.10
+    assert errors[int(0.9 * len(errors))] < 0.25
+    measured = [each for each in cases if each.memory_bytes is not None]
+    assert allocators["tr11"] == fit_allocator([each for each in measured if each.source == "bsv100"])
+    assert allocators["bsv100"] == fit_allocator([each for each in measured if each.source == "tr11"])
+    assert allocators["torchtitan"] == Allocator() and "torchtitan" not in DEEPSPEED
+
+
+def test_the_bytes_of_one_published_run_are_those_worked_out_by_hand():
+    """bsv100-012: 1.3 B parameters, 8 V100, ZeRO-1, one sequence of 2048 tokens, fp16, no recomputation."""
+    (case,) = [each for each in read_rows() if each.row == "bsv100-012"]
+    parameters = 24 * (12 * 2048**2 + 13 * 2048) + 50257 * 2048
+    activations = 24 * 2048 * 2048 * (34 + 5 * 16 * 2048 / 2048)
+    logits = 6 * 2048 * 50257
+    assert count_bytes(case) == pytest.approx(parameters * (2 + 2 + 12 / 8) + activations + logits)
 
 
 @pytest.mark.slow

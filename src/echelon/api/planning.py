@@ -17,12 +17,14 @@ from echelon.planner.choose import resolve_plan
 from echelon.planner.engine_limits import compare_engines
 from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run
 from echelon.planner.machines import choose_instance, find_cluster
+from echelon.planner.measured_runs import read_history
 from echelon.planner.memory import MemoryEstimate, StoredBytes, describe_checkpoint, estimate_memory, estimate_stored
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.payoff import describe_payoff
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.reliability import Goodput, Reliability, estimate_goodput
 from echelon.recipe import Recipe
+from echelon.supervise.launch_environment import find_cache_dir
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ def _forecast(
 ) -> Forecast | None:
     """The predicted time and cost, with its lines; None, with the reason, if the speed of the devices is unknown."""
     try:
-        forecast = forecast_run(recipe, shape, chosen, cluster, price)
+        history = read_history(find_cache_dir(), shape, cluster)
+        forecast = forecast_run(recipe, shape, chosen, cluster, price, history=history)
     except PlanError as error:
         note(f"time: {error}")
         return None

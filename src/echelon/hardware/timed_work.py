@@ -237,7 +237,7 @@ def _divide(layer: "torch.nn.Module", kind: str) -> None:
                 module,
                 mesh,
                 None,
-                lambda _, inputs, mesh: DTensor.from_local(inputs[0], mesh, [Replicate()]),
+                lambda _, inputs, mesh: DTensor.from_local(inputs[0], mesh, [Replicate()]),  # type: ignore[arg-type]
                 lambda _, output, mesh: output.to_local(),
             )
 
@@ -325,7 +325,7 @@ def main(store: str, rank: int, world_size: int) -> None:
         torch.set_num_threads(1)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=dist.FileStore(store, world_size),
+        store=dist.FileStore(store, world_size),  # type: ignore[attr-defined]
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=_JOIN_SECONDS),

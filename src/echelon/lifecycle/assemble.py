@@ -54,11 +54,12 @@ from echelon.reporting.goodput import GoodputTracker
 from echelon.reporting.journal import Journal
 from echelon.reporting.network import describe_network
 from echelon.reporting.recovery import RecoveryWatch
-from echelon.runs.reckoning import reckon, store_reckoning
+from echelon.runs.reckoning import reckon, sharpen_later_plans, store_reckoning
 from echelon.runs.run_folder import RunFolder
 from echelon.sizes import render_bytes
 from echelon.stopping import StopRequest
 from echelon.supervise.launch_environment import (
+    find_cache_dir,
     find_host_dir,
     find_snapshot_dir,
     shares_files,
@@ -191,6 +192,8 @@ def summarize(trainer: Trainer, journal: Journal, folder: RunFolder) -> None:
             for line in reckoning.describe():
                 logger.info(line)
             store_reckoning(folder, reckoning, trainer.state.step)
+            if (told := sharpen_later_plans(folder, reckoning, find_cache_dir())) is not None:
+                logger.info(told)
     if journal.network is not None and (sent := journal.network.summarize()) is not None:
         logger.info(describe_network(sent))
         with suppress(OSError):  # the disk may be full

@@ -21,7 +21,8 @@ from echelon.lifecycle.model_checks import (
 )
 from echelon.logs import keep_console_in
 from echelon.planner.choose import resolve_plan
-from echelon.planner.forecast import estimate_seconds
+from echelon.planner.forecast import describe_estimate
+from echelon.planner.measured_runs import read_history
 from echelon.planner.memory import describe_checkpoint, estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan, load_plan
@@ -34,6 +35,7 @@ from echelon.runs.environment import describe_environment
 from echelon.runs.opening import OpenedRun, open_run
 from echelon.runs.run_folder import RunFolder, describe_gone
 from echelon.stored import read_as, write_json, write_text
+from echelon.supervise.launch_environment import find_cache_dir
 
 if TYPE_CHECKING:
     from echelon.data.prepared import PreparedData
@@ -152,8 +154,9 @@ def prepare_run(
         folder.text.write_prepared_path(data.path, data.content_digest, data.is_packed)
         fetch_models(recipe, commits)  # last, after every check that can fail
         write_commits(folder, commits)
-        seconds = estimate_seconds(shape, plan, recipe.data.sequence_len, cluster)
-        estimate = {"memory": asdict(memory), "seconds": seconds}
+        history = read_history(find_cache_dir(), shape, cluster)
+        seconds = describe_estimate(shape, plan, recipe.data.sequence_len, cluster, history)
+        estimate = {"memory": asdict(memory), **seconds}
         write_run(folder, recipe, plan, estimate, num_steps, cluster, variables)
     cost = describe_cost(recipe, folder, rate, cluster.num_nodes, num_steps)
     started = _describe_start(recipe, opened, commits, data, plan)

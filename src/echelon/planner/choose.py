@@ -12,6 +12,7 @@ from echelon.planner.adapter_plan import build_adapter_plan, describe_reach
 from echelon.planner.degrees import join_words, nearest
 from echelon.planner.engine_limits import check_engine, find_row
 from echelon.planner.expert_limits import check_expert_parallel
+from echelon.planner.fastest import choose_fastest, ranks_by_time
 from echelon.planner.kept_activations import KeptActivations, check_activations, read_activations
 from echelon.planner.layout import Layout, build_layout, check_batch, micro_batch_sizes
 from echelon.planner.memory import MemoryEstimate, count_held, estimate_memory
@@ -260,16 +261,28 @@ def _find_compile_obstacle(recipe: "Recipe") -> str | None:
 
 
 def _choose_strategy(request: _Request) -> tuple[ParallelPlan, list[str]]:
-    """The first strategy that fits, the simplest tried first. Raises PlanError with what each would need."""
+    """The first strategy that fits, the simplest tried first; on calibrated devices the fastest that fits.
+
+    Raises PlanError with what each would need.
+    """
     why: list[str] = []
+    fitting: dict[ParallelPlan, list[str]] = {}
+    alone = request.replica.num_devices == 1
     for layout in _auto_layouts(request):
         plan, needs, line = _choose_micro_batch(request, layout)
         logger.debug(f"plan: {layout.strategy} needs {render_bytes(needs.total)}, micro batch {plan.micro_batch_size}")
         _check_host_memory(request, layout, needs)
         if request.fits(needs):
-            reason = "one process" if plan.world_size == 1 else "the first that fits"
-            return plan, [*why, f"parallel auto: {layout.strategy}, {reason}", *line]
+            if alone or not ranks_by_time(request.cluster):
+                reason = "one process" if plan.world_size == 1 else "the first that fits"
+                return plan, [*why, f"parallel auto: {layout.strategy}, {reason}", *line]
+            fitting[plan] = line
+            continue
         why.append(f"parallel auto: {_needs(request, layout, plan, needs)}")
+    if fitting:
+        length = request.recipe.data.sequence_len
+        plan, reason = choose_fastest(list(fitting), request.shape, length, request.cluster)
+        return plan, [*why, f"parallel auto: {plan.strategy}, {reason}", *fitting[plan]]
     tried = "; ".join(entry.removeprefix("parallel auto: ").removesuffix(", too much") for entry in why)
     raise PlanError(
         f"parallel=auto: nothing fits {request.cluster.accelerator.name}: {tried}. {_advice(request, plan)}"

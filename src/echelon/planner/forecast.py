@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from echelon.errors import PlanError
 from echelon.hardware.accelerators import Cluster
+from echelon.planner.measured_runs import NO_HISTORY, History
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.time import TimeEstimate, estimate_time
@@ -133,14 +134,16 @@ def forecast_run(
     cluster: Cluster,
     price: HourlyPrice | None = None,
     num_samples: int | None = None,
+    history: History = NO_HISTORY,
 ) -> Forecast:
     """The predicted time and cost of a recipe under a plan. num_samples: the sequences of one epoch, if known.
+    history: measured runs of this model on these devices, which correct the prediction.
 
     `budget.usd_per_hour` of the recipe takes precedence over `price`. Raises PlanError if the speed of the devices is
     unknown.
     """
     length = recipe.data.sequence_len
-    step = estimate_time(shape, plan, length, cluster)
+    step, _ = history.sharpen(estimate_time(shape, plan, length, cluster), plan)
     given = recipe.budget.usd_per_hour
     known = num_samples is not None or recipe.train.epochs is None
     num_steps = recipe.num_steps(num_samples or 0) if known else None
@@ -161,12 +164,17 @@ def forecast_run(
     )
 
 
-def estimate_seconds(
-    shape: ModelShape, plan: ParallelPlan, sequence_len: int, cluster: Cluster
-) -> dict[str, float] | None:
-    """`seconds` of estimate.json: of a step, and by part. None if the speed of the devices is unknown."""
+def describe_estimate(
+    shape: ModelShape, plan: ParallelPlan, sequence_len: int, cluster: Cluster, history: History
+) -> dict[str, Any]:
+    """The fields of estimate.json about time.
+
+    `seconds`: of a step, and by part; None if the speed of the devices is unknown. `history`: the key of the measured
+    runs of this model and device, and the factor by which one of them has corrected `seconds`.
+    """
     try:
-        step = estimate_time(shape, plan, sequence_len, cluster)
+        step, factor = history.sharpen(estimate_time(shape, plan, sequence_len, cluster), plan)
     except PlanError:
-        return None
-    return {"step": step.total, **step.to_dict()}
+        return {"seconds": None}
+    seconds = {"step": step.total, **step.to_dict()}
+    return {"seconds": seconds, "history": {"key": history.key, "factor": factor}}

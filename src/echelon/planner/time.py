@@ -79,13 +79,14 @@ class TimeEstimate:
         }
         return max(parts, key=lambda name: parts[name])
 
-    def scaled(self, factor: float) -> "TimeEstimate":
-        """The estimate with every part this many times as long."""
-        if factor == 1.0:
+    def scaled(self, factor: float, reason: str | None = None) -> "TimeEstimate":
+        """The estimate with every part this many times as long; the reason is one more assumption."""
+        if factor == 1.0 and reason is None:
             return self
         parts = {name: factor * getattr(self, name) for name in _PARTS}
         exposed = {axis: factor * each for axis, each in self.exposed_communication.items()}
-        return replace(self, exposed_communication=exposed, **parts)
+        assumptions = self.assumptions if reason is None else (*self.assumptions, reason)
+        return replace(self, exposed_communication=exposed, assumptions=assumptions, **parts)
 
     def to_dict(self) -> dict[str, float]:
         """Seconds by part, as in estimate.json."""

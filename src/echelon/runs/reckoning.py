@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import ConfigError
+from echelon.planner.measured_runs import FEWEST_STEPS, record_run
+from echelon.planner.plan import load_plan
 from echelon.runs.cost import read_spending
 from echelon.runs.run_folder import RunFolder
 from echelon.sizes import render_bytes
@@ -18,10 +20,11 @@ _FEWEST, _RECENT = 3, 200  # steps that are measured
 
 @dataclass(frozen=True)
 class Reckoning:
-    """Values by name, predicted and measured; the names of bytes begin with `memory`."""
+    """Values by name, predicted and measured; the names of bytes begin with `memory`. num_steps: that were measured."""
 
     predicted: Mapping[str, float]
     measured: Mapping[str, float]
+    num_steps: int = 0
 
     @property
     def errors(self) -> dict[str, float]:
@@ -58,20 +61,20 @@ def reckon(folder: RunFolder) -> Reckoning | None:
     estimate = read_as(folder.estimate_path, dict[str, Any])
     predicted: dict[str, float] = {}
     measured: dict[str, float] = {}
-    _add_steps(folder, estimate, predicted, measured)
+    num_steps = _add_steps(folder, estimate, predicted, measured)
     for event in folder.rows.read_events()[::-1]:
         if event["event"] == "memory":
             for side, values in (("planned", predicted), ("measured", measured)):
                 values.update({f"memory_{part}": float(size) for part, size in event[side].items()})
                 values["memory_total"] = float(sum(event[side].values()))
             break
-    return Reckoning(predicted, measured) if measured else None
+    return Reckoning(predicted, measured, num_steps) if measured else None
 
 
 def _add_steps(
     folder: RunFolder, estimate: Mapping[str, Any], predicted: dict[str, float], measured: dict[str, float]
-) -> None:
-    """Add seconds of a step, tokens per second, hours and dollars of all steps."""
+) -> int:
+    """Add seconds of a step, tokens per second, hours and dollars of all steps. Returns how many were measured."""
     seconds = estimate.get("seconds")
     rows = [
         row
@@ -79,7 +82,7 @@ def _add_steps(
         if row["kind"] == "train" and row["step"] > _FIRST_STEPS and row.get("step_seconds")
     ][-_RECENT:]
     if not seconds or len(rows) < _FEWEST:
-        return
+        return 0
     step = statistics.median(row["step_seconds"] for row in rows)
     tokens = statistics.median(row["step_seconds"] * (row.get("tokens_per_second") or 0.0) for row in rows)
     spent, count = read_spending(folder), estimate.get("schedule", {}).get("steps")
@@ -91,6 +94,7 @@ def _add_steps(
             values["hours"] = each * count / 3600
             if spent.usd and spent.seconds:
                 values["usd"] = each * count * spent.usd / spent.seconds
+    return len(rows)
 
 
 def store_reckoning(folder: RunFolder, reckoning: Reckoning, step: int) -> None:
@@ -98,6 +102,20 @@ def store_reckoning(folder: RunFolder, reckoning: Reckoning, step: int) -> None:
     folder.rows.append_event("reckoning", step=step, **reckoning.to_dict())
     stored = read_as(folder.estimate_path, dict[str, Any])
     write_json(folder.estimate_path, stored | {"reckoning": reckoning.to_dict()})
+
+
+def sharpen_later_plans(folder: RunFolder, reckoning: Reckoning, cache_dir: Path) -> str | None:
+    """Keep the run for later plans of its model on its devices; returns the message about it.
+
+    None if too few steps were measured, or their time was not predicted. Raises OSError or ValueError.
+    """
+    history = read_as(folder.estimate_path, dict[str, Any]).get("history")
+    if not history or reckoning.num_steps < FEWEST_STEPS:
+        return None
+    predicted = reckoning.predicted["step_seconds"] / history["factor"]
+    measured = reckoning.measured["step_seconds"]
+    run = record_run(cache_dir, history["key"], str(folder.path), load_plan(folder.plan_path), predicted, measured)
+    return f"later plans of this model on such devices: corrected by a factor of {run.factor:.2f}, measured in this run"
 
 
 def describe_accuracy(paths: Sequence[Path]) -> Iterator[str]:

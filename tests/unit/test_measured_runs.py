@@ -1,0 +1,122 @@
+"""Measured runs that correct later predictions: what is kept, which run counts, and what a plan says."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from echelon.api.planning import plan as plan_again
+from echelon.hardware.accelerators import parse_devices
+from echelon.hardware.detection import calibrated_cluster
+from echelon.planner.forecast import describe_estimate
+from echelon.planner.measured_runs import MeasuredRun, describe_plan, read_history, record_run
+from echelon.planner.plan import ParallelPlan
+from echelon.planner.time import estimate_time
+from echelon.runs.reckoning import reckon, sharpen_later_plans
+from test_calibration import CALIBRATION, SHAPE, write_recipe
+from test_reckoning import write_run
+
+CLUSTER = calibrated_cluster(CALIBRATION, 2, 2)
+DDP = ParallelPlan("ddp", dp_replicate=2, micro_batch_size=2, num_microbatches=2)
+FSDP = ParallelPlan("fsdp", dp_shard=2, reshard_after_forward=True, reduce_gradients="each", micro_batch_size=2)
+
+
+def predict(cache, plan=DDP, shape=SHAPE, cluster=CLUSTER):
+    return describe_estimate(shape, plan, 128, cluster, read_history(cache, shape, cluster))
+
+
+def measure(cache, path, factor, plan=DDP, steps=30):
+    """A run whose steps take `factor` times what the formulas predict, as its end records it."""
+    estimate = predict(cache, plan)
+    plain = estimate_time(SHAPE, plan, 128, CLUSTER).total
+    folder = write_run(path, [factor * plain] * steps, estimate["seconds"])
+    stored = json.loads(folder.estimate_path.read_text()) | estimate
+    folder.estimate_path.write_text(json.dumps(stored))
+    folder.plan_path.write_text(json.dumps(plan.to_dict()))
+    found = reckon(folder)
+    assert found is not None
+    return sharpen_later_plans(folder, found, cache)
+
+
+def test_a_measured_run_corrects_the_next_plan_of_its_model_and_device(tmp_path):
+    plain = predict(tmp_path)
+    assert plain["history"]["factor"] == 1.0
+    line = measure(tmp_path, tmp_path / "first", 1.5)
+    assert line is not None and "corrected by a factor of 1.50" in line
+    found = predict(tmp_path)
+    assert found["history"] == {"key": plain["history"]["key"], "factor": pytest.approx(1.5)}
+    assert found["seconds"] == pytest.approx({name: 1.5 * each for name, each in plain["seconds"].items()})
+    step, _ = read_history(tmp_path, SHAPE, CLUSTER).sharpen(estimate_time(SHAPE, DDP, 128, CLUSTER), DDP)
+    assert step.assumptions[-1].startswith(f"corrected by a factor of 1.50: run {tmp_path / 'first'} of this plan took")
+
+
+def test_corrections_do_not_add_up(tmp_path):
+    """The second run was predicted with the factor of the first one; what is kept refers to the plain prediction."""
+    measure(tmp_path, tmp_path / "first", 1.5)
+    measure(tmp_path, tmp_path / "second", 1.8)
+    assert predict(tmp_path)["history"]["factor"] == pytest.approx(1.8)
+    measure(tmp_path, tmp_path / "first", 1.2)  # the same run again, which replaces its own measurement
+    history = read_history(tmp_path, SHAPE, CLUSTER)
+    assert [round(each.factor, 6) for each in history.runs] == [1.8, 1.2]
+
+
+def test_the_run_that_is_most_like_a_plan_counts(tmp_path):
+    measure(tmp_path, tmp_path / "fsdp", 2.0, FSDP)
+    assert predict(tmp_path, DDP)["history"]["factor"] == pytest.approx(2.0)  # better than none
+    measure(tmp_path, tmp_path / "ddp", 1.1, DDP)
+    assert predict(tmp_path, FSDP)["history"]["factor"] == pytest.approx(2.0)
+    assert predict(tmp_path, replace(DDP, micro_batch_size=4))["history"]["factor"] == pytest.approx(1.1)
+
+
+def test_other_models_and_devices_are_not_corrected(tmp_path):
+    measure(tmp_path, tmp_path / "run", 1.5)
+    wider = replace(SHAPE, hidden_size=512)
+    assert predict(tmp_path, shape=wider)["history"]["factor"] == 1.0
+    assert predict(tmp_path, cluster=parse_devices("2xH100"))["history"]["factor"] == 1.0
+
+
+def test_short_runs_and_damaged_files_correct_nothing(tmp_path):
+    assert measure(tmp_path, tmp_path / "short", 1.5, steps=20) is None  # the first three do not count
+    assert predict(tmp_path)["history"]["factor"] == 1.0
+    key = predict(tmp_path)["history"]["key"]
+    record_run(tmp_path, key, "run", DDP, 1.0, 2.0)
+    assert predict(tmp_path)["history"]["factor"] == 2.0
+    path = tmp_path / "measured-runs" / f"{key}.json"
+    content = path.read_text()
+    path.write_text(content[:-9])
+    assert predict(tmp_path)["history"]["factor"] == 1.0
+    path.write_text(content.replace('"predicted": 1.0', '"predicted": 0.0'))
+    assert predict(tmp_path)["history"]["factor"] == 1.0
+
+
+def test_only_the_newest_runs_are_kept(tmp_path):
+    for number in range(40):
+        record_run(tmp_path, "key", f"run-{number}", DDP, 1.0, 2.0)
+    kept = json.loads((tmp_path / "measured-runs" / "key.json").read_text())
+    assert [each["name"] for each in kept] == [f"run-{number}" for number in range(8, 40)]
+    assert MeasuredRun(**kept[-1]).plan == describe_plan(DDP)
+
+
+@pytest.mark.slow
+def test_a_real_run_corrects_the_next_plan_of_its_recipe(tmp_path, monkeypatch):
+    """A run on one process of this CPU; its folder, the cache and the next plan agree about the factor."""
+    monkeypatch.setenv("ECHELON_CACHE", str(tmp_path / "cache"))
+    recipe = write_recipe(tmp_path)
+    (tmp_path / "text.txt").write_text("a few words of text that is long enough\n" * 400)
+    command = [sys.executable, "-m", "echelon", "train", recipe.name, "train.steps=26", "--nproc", "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout + done.stderr
+    factor = re.search(r"corrected by a factor of ([\d.]+), measured in this run", shown)
+    assert factor is not None, shown
+    estimate = json.loads((tmp_path / "runs" / "small" / "estimate.json").read_text())
+    measured, predicted = (estimate["reckoning"][side]["step_seconds"] for side in ("measured", "predicted"))
+    assert float(factor[1]) == pytest.approx(measured / predicted, abs=0.006)
+    monkeypatch.chdir(tmp_path)
+    report = plan_again(recipe, "1xcpu")
+    assert report.forecast is None  # no rate of an uncalibrated CPU is known without its processes
+    here = str(plan_again(recipe))
+    assert f"corrected by a factor of {factor[1]}: run runs/small" in here
