@@ -73,6 +73,7 @@ _ALONE = ("tests/gpu/test_gpu_memory.py", "tests/gpu/test_gpu_host.py")
 _ELSEWHERE = [f"--ignore={path}" for path in _ALONE]
 _PRETRAINING = ("benchmarks/pretraining.py", "--seconds", "{seconds}")
 _FINETUNING = ("benchmarks/finetuning.py", "--pairs", "1", "--seconds", "{seconds}")
+_TECHNIQUES = ("benchmarks/techniques.py",)
 _OVERHEAD = ("benchmarks/overhead.py", "--precision", "bf16")
 
 CALLS = {
@@ -115,7 +116,10 @@ CALLS = {
     ),
     5: Call(
         "what each technique saves and costs",
-        (Part("techniques", ("benchmarks/techniques.py", "--seconds", "{seconds}"), 450, 120, ECHELON),),
+        (
+            Part("techniques", (*_TECHNIQUES, "--seconds", "{seconds}"), 450, 120, ECHELON,
+                 tiny=(*_TECHNIQUES, "--seconds", "{seconds}", "--rounds", "1", "--size", "tiny")),
+        ),
     ),
 }  # fmt: skip
 PREFLIGHT_SECONDS, INSTALL_SECONDS = 45.0, 25.0

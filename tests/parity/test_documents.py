@@ -24,6 +24,12 @@ ROWS = [
     ("pairs", with_ranks(Row("fsdp", precision="bf16"), 2)),
     pytest.param("pairs", with_ranks(Row("ddp", adapter="lora"), 2, micro_batch=2), marks=pytest.mark.slow),
     ("pairs", with_ranks(Row("fsdp", adapter="dora", checkpointing="full"), 2)),
+    pytest.param("pairs", Row({"tp": 2}, ranks=2, micro_batch=4), marks=pytest.mark.slow),
+    pytest.param(
+        "pairs",
+        Row({"tp": 2, "sequence_parallel": True}, ranks=2, micro_batch=4, adapter="lora"),
+        marks=pytest.mark.slow,
+    ),
 ]
 PLANS = [("ddp", 2), ("ddp", 4), ("zero1", 2), ("zero2", 4), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4)]
 FAMILIES = [("llama", False), ("gpt2", True), ("gemma2", True)]
