@@ -115,7 +115,7 @@ def draw_timeline(timeline: Timeline) -> str:
 
 
 def draw_heat_map(heat: HeatMap) -> str:
-    """Draw a cell for each value, darker for larger ones, between the smallest and the largest value."""
+    """Draw a cell for each value, stronger for larger ones, between the smallest and the largest value."""
     known = [value for row in heat.values for value in row if value is not None]
     low, high = min(known), max(known)
     wide, tall = _WIDTH / len(heat.columns), _HEIGHT / len(heat.rows)
@@ -132,7 +132,7 @@ def draw_heat_map(heat: HeatMap) -> str:
         f'<span style="top:{100 * (place + 0.5) / len(heat.rows):.2f}%">{escape(name)}</span>'
         for place, name in enumerate(heat.rows)
     )
-    scale = f"{render_value(low, heat.form)} (light) to {render_value(high, heat.form)} (dark)"
+    scale = f"{render_value(low, heat.form)} (faint) to {render_value(high, heat.form)} (strong)"
     picture = _svg("".join(body), heat.name)
     frame = f'<div class="labels">{labels}</div><div class="frame heat">{picture}</div>'
     return (
