@@ -8,6 +8,7 @@ import pytest
 
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import parse_devices
+from echelon.launch.sagemaker.source_bundle import list_requirements
 from echelon.planner.choose import resolve_plan
 from echelon.planner.deepspeed_settings import build_settings
 from echelon.planner.shape import build_shape
@@ -135,3 +136,9 @@ def test_a_config_file_that_is_no_config_is_refused(tmp_path, content) -> None:
     (tmp_path / "ds.json").write_text(content)
     with pytest.raises(ConfigError, match=r"deepspeed\.config=.*ds\.json"):
         load_text(tmp_path, SMALL, "engine=deepspeed", f"deepspeed.config={tmp_path / 'ds.json'}")
+
+
+def test_a_job_on_sagemaker_installs_it(tmp_path) -> None:
+    recipe = load_text(tmp_path, SMALL, "engine=deepspeed")[0]
+    assert "deepspeed>=0.19.8,<0.20\n" in list_requirements(recipe)
+    assert "deepspeed" not in list_requirements(load_text(tmp_path, SMALL)[0])
