@@ -57,10 +57,17 @@ def native(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Native:
     return Native(text, tmp_path_factory)
 
 
+OFFLOADS = {
+    "none": {},
+    "optimizer": {"offload_optimizer": True},
+    "all": {"offload_optimizer": True, "offload_parameters": True},
+}
+
+
 def deepspeed_row(parallel: str, ranks: int, offload: str = "none", **options: Any) -> Row:
     config = PARTITIONED if parallel == "fsdp" else {}
     options.setdefault("micro_batch", 8 // ranks // 2)
-    changes = {"deepspeed": {"offload": offload, "config": config}}
+    changes = {"deepspeed": {**OFFLOADS[offload], "config": config}}
     return Row(parallel, ranks, changes=changes, engine="deepspeed", **options)
 
 
@@ -155,7 +162,7 @@ def test_a_bad_step_of_one_rank_is_skipped_by_all_as_under_native(tmp_path, text
     rows = {
         "native": Row("ddp", 2, micro_batch=2, changes=changes),
         "deepspeed": Row(
-            parallel, 2, micro_batch=2, engine="deepspeed", changes={**changes, "deepspeed": {"offload": offload}}
+            parallel, 2, micro_batch=2, engine="deepspeed", changes={**changes, "deepspeed": OFFLOADS[offload]}
         ),
     }
     ended = {}

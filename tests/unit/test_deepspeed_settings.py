@@ -72,7 +72,10 @@ def test_a_config_file_is_read_into_the_recipe_and_its_free_keys_are_passed_on(t
         ("{optimizer: {type: Adam}}", "optimizer.type=Adam: optim.name makes it AdamW;"),
         ("{optimizer: {params: {lr: 1.0}}}", "optimizer.params.lr=1.0: optim.learning_rate makes it 0.0003;"),
         ("{scheduler: {type: WarmupLR}}", "scheduler.type=WarmupLR is not a key of DeepSpeed that engine=deepspeed"),
-        ("{zero_optimization: {offload_optimizer: {device: nvme}}}", "device=nvme: deepspeed.offload makes it none;"),
+        (
+            "{zero_optimization: {offload_optimizer: {device: nvme}}}",
+            "nvme: deepspeed.offload_optimizer makes it none;",
+        ),
         ("{zero_optimization: {offload_optimizer: {nvme_path: /x}}}", "(NVMe offload is not built)"),
         ("{gradient_predivide_factor: 2.0}", "echelon sums gradients over the targets of all processes, so it is 1.0"),
         ("{zero_quantized_weights: true}", "zero_quantized_weights=true is not a key"),
@@ -94,7 +97,7 @@ def test_a_config_that_contradicts_the_recipe_is_refused_by_key(tmp_path, config
         (["parallel={pp: 2}"], "parallel.pp=2: engine=deepspeed"),
         (["parallel={cp: 2}"], "parallel.cp=2: engine=deepspeed"),
         (["parallel={ep: 2}"], "parallel.ep=2: engine=deepspeed"),
-        (["parallel={cpu_offload: true}"], "engine=deepspeed offloads by deepspeed.offload"),
+        (["parallel={cpu_offload: true}"], "engine=deepspeed offloads by deepspeed.offload_optimizer"),
         (["sync={name: diloco}"], "sync.name=diloco: engine=deepspeed reduces gradients in every step"),
         (["sync={name: quorum}"], "sync.name=quorum: engine=deepspeed"),
         (["sync.compress.method=powersgd"], "sync.compress.method=powersgd: engine=deepspeed"),
@@ -116,8 +119,8 @@ def test_what_it_cannot_run_is_refused_when_the_recipe_is_read(tmp_path, overrid
     [
         (["parallel=hsdp"], "parallel: the plan is hsdp, and engine=deepspeed runs ddp, zero1, zero2 or fsdp"),
         (["parallel=zero1", "train.precision=bf16"], "parallel=zero1 with compute in bfloat16: DeepSpeed runs this"),
-        (["parallel=ddp", "deepspeed.offload=optimizer", "train.precision=fp32"], "DeepSpeed offloads what it"),
-        (["parallel=zero2", "deepspeed.offload=all"], "only parallel=fsdp (ZeRO-3) partitions parameters"),
+        (["parallel=ddp", "deepspeed.offload_optimizer=true", "train.precision=fp32"], "DeepSpeed offloads what it"),
+        (["parallel=zero2", "deepspeed={offload_optimizer: true, offload_parameters: true}"], "only parallel=fsdp"),
     ],
 )  # fmt: skip
 def test_what_it_cannot_plan_is_refused(tmp_path, overrides, message) -> None:
@@ -128,7 +131,12 @@ def test_what_it_cannot_plan_is_refused(tmp_path, overrides, message) -> None:
 
 def test_its_settings_without_it_are_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match="deepspeed has settings of engine=deepspeed, and the recipe has"):
-        load_text(tmp_path, SMALL, "deepspeed.offload=optimizer")
+        load_text(tmp_path, SMALL, "deepspeed.offload_optimizer=true")
+
+
+def test_parameters_are_offloaded_only_with_the_optimizer(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"set deepspeed\.offload_optimizer=true too"):
+        load_text(tmp_path, SMALL, "engine=deepspeed", "deepspeed.offload_parameters=true")
 
 
 @pytest.mark.parametrize("content", ["not json", "[1]"])

@@ -146,7 +146,7 @@ def test_overrides_may_use_aliases(tmp_path: Path) -> None:
         ("gradient_accumulation_steps: 4", "line 13: gradient_accumulation_steps has no equivalent in a "
          "recipe: gradient accumulation is derived from the global batch: set train.global_batch_size"),
         ("training: {gradient_accumulation_steps: 4}", "line 13: training.gradient_accumulation_steps"),
-        ("deepspeed: ds.json", "line 13: deepspeed has no equivalent in a recipe: sharding is chosen by"),
+        ("deepspeed: ds.json", "line 13: deepspeed=ds.json must be a mapping of keys; to train with DeepSpeed"),
         ("training: {stepps: 4}", "line 13: training is not a recipe key; did you mean train?"),
         ("per_device_train_batch_size: 0", "line 13: train.micro_batch_size=0 must be at least 1 or auto."),
     ],

@@ -120,27 +120,27 @@ def find_stage(plan: ParallelPlan) -> int:
 
 
 def _check_plan(recipe: "Recipe", plan: ParallelPlan) -> None:
-    stage, offload = find_stage(plan), recipe.deepspeed.offload
-    if plan.precision.compute != "float32" and stage < 2 and not (stage == 1 and offload != "none"):
+    stage, offloads = find_stage(plan), recipe.deepspeed.offload_optimizer
+    if plan.precision.compute != "float32" and stage < 2 and not (stage == 1 and offloads):
         raise PlanError(
             f"parallel={plan.strategy} with compute in {plan.precision.compute}: DeepSpeed runs this with an optimizer "
             "of another kind, which echelon does not drive; use parallel=zero2 or fsdp, or train.precision=fp32."
         )
-    if offload != "none" and stage == 0:
+    if offloads and stage == 0:
         raise PlanError(
-            f"deepspeed.offload={offload} with parallel={plan.strategy}: DeepSpeed offloads what it partitions; use "
-            "parallel=zero1, zero2 or fsdp, or deepspeed.offload=none."
+            f"deepspeed.offload_optimizer=true with parallel={plan.strategy}: DeepSpeed offloads what it partitions; "
+            "use parallel=zero1, zero2 or fsdp, or deepspeed.offload_optimizer=false."
         )
-    if offload == "all" and stage < 3:
+    if recipe.deepspeed.offload_parameters and stage < 3:
         raise PlanError(
-            f"deepspeed.offload=all with parallel={plan.strategy}: only parallel=fsdp (ZeRO-3) partitions parameters; "
-            "use it, or deepspeed.offload=optimizer."
+            f"deepspeed.offload_parameters=true with parallel={plan.strategy}: only parallel=fsdp (ZeRO-3) partitions "
+            "parameters; use it, or deepspeed.offload_parameters=false."
         )
 
 
 def _find_owned(recipe: "Recipe", plan: ParallelPlan) -> dict[str, _Owned]:
     """The keys of DeepSpeed's config that the recipe determines."""
-    optim, offload = recipe.optim, recipe.deepspeed.offload
+    optim, offloaded = recipe.optim, recipe.deepspeed
     batch = "train.global_batch_size and the number of processes"
     found = {
         "train_batch_size": _Owned(plan.global_batch_size, f"train.{recipe.train.batch_key}"),
@@ -151,8 +151,8 @@ def _find_owned(recipe: "Recipe", plan: ParallelPlan) -> dict[str, _Owned]:
         "fp16.enabled": _Owned(plan.precision.compute == "float16", "train.precision"),
         "fp16.loss_scale": _Owned(1.0, "echelon's own loss scale"),
         f"{_ZERO}stage": _Owned(find_stage(plan), "parallel"),
-        f"{_ZERO}offload_optimizer.device": _Owned("none" if offload == "none" else "cpu", "deepspeed.offload"),
-        f"{_ZERO}offload_param.device": _Owned("cpu" if offload == "all" else "none", "deepspeed.offload"),
+        f"{_ZERO}offload_optimizer.device": _place(offloaded.offload_optimizer, "deepspeed.offload_optimizer"),
+        f"{_ZERO}offload_param.device": _place(offloaded.offload_parameters, "deepspeed.offload_parameters"),
         "communication_data_type": _Owned("fp32", "echelon's reduction in fp32"),
         "optimizer.type": _Owned({"adamw": "AdamW", "sgd": "SGD", "lion": "Lion"}[optim.name], "optim.name"),
         "optimizer.params.lr": _Owned(optim.learning_rate, "optim.learning_rate"),
@@ -163,6 +163,10 @@ def _find_owned(recipe: "Recipe", plan: ParallelPlan) -> dict[str, _Owned]:
     if optim.name == "adamw":
         found["optimizer.params.eps"] = _Owned(optim.eps, "optim.eps")
     return found
+
+
+def _place(offloads: bool, by: str) -> _Owned:
+    return _Owned("cpu" if offloads else "none", by)
 
 
 def _check_owned(key: str, value: Any, owned: _Owned, is_key: bool = True) -> None:

@@ -110,7 +110,6 @@ NO_EQUIVALENT: Mapping[str, str] = {
     "adam_beta2": "both betas are one key: set optim.betas, for example [0.9, 0.95].",
     "resume_from_checkpoint": "training resumes from the newest complete checkpoint of run.dir "
     "automatically; remove this key, and use --fresh to start a new run.",
-    "deepspeed": "sharding is chosen by parallel: zero1, zero2 or fsdp (ZeRO-3); set it instead.",
     "fsdp": "sharding is chosen by parallel: fsdp, zero2 (SHARD_GRAD_OP) or hsdp (HYBRID_SHARD); set it instead.",
     "fsdp_config": "sharding is chosen by parallel: fsdp, or by its mapping of degrees; set it instead.",
     "dataset": "text is named by its path: set data.train.",

@@ -2,9 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Self
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema, model_validator
 
 from echelon.errors import ConfigError
 from echelon.recipe.draft import Draft
@@ -18,10 +18,13 @@ DsConfig = Annotated[
 class DeepspeedConfig(Section):
     """With `engine: deepspeed`: what DeepSpeed keeps in host memory, and a DeepSpeed config of your own."""
 
-    offload: Literal["none", "optimizer", "all"] = Field(
-        "none",
-        description="What is kept in host memory: with `optimizer` the master weights and the optimizer state, which "
-        "the host steps; with `all`, which needs `parallel: fsdp`, also the parameters.",
+    offload_optimizer: bool = Field(
+        False,
+        description="Keep the master weights and the optimizer state in host memory, where the host steps them.",
+    )
+    offload_parameters: bool = Field(
+        False,
+        description="Also keep the parameters in host memory. Needs `offload_optimizer` and `parallel: fsdp`.",
     )
     config: DsConfig = Field(
         default_factory=dict,
@@ -29,9 +32,24 @@ class DeepspeedConfig(Section):
         "read, or the content. Keys that the recipe sets must agree with it or be `auto`; see docs/engines.md.",
     )
 
+    @model_validator(mode="after")
+    def _parameters_follow_the_optimizer(self) -> Self:
+        if self.offload_parameters and not self.offload_optimizer:
+            raise ValueError(
+                "deepspeed.offload_parameters=true with offload_optimizer=false: the host steps what it keeps; set "
+                "deepspeed.offload_optimizer=true too, or offload_parameters=false."
+            )
+        return self
+
 
 def read_deepspeed(draft: Draft) -> None:
     """Replace the path in `deepspeed.config` by the content of that file. Raises ConfigError if it is not JSON."""
+    if isinstance(given := draft.get(("deepspeed",)), str):
+        raise ConfigError(
+            f"{draft.origin(('deepspeed',))}: deepspeed={given} must be a mapping of keys; to train with DeepSpeed set "
+            f"engine: deepspeed and deepspeed: {{config: {given}}}; for ZeRO without it set parallel: zero1, zero2 or "
+            "fsdp (ZeRO-3)."
+        )
     key = ("deepspeed", "config")
     path = draft.get(key)
     if not isinstance(path, str):

@@ -74,7 +74,7 @@ _DEEPSPEED = EngineRow(
     limits=(
         Limit("optim.name", ("adamw", "sgd", "lion"), "flattens parameters, and other optimizers need their shape"),
         *(Limit(f"parallel.{axis}", (1,), _ONE_MODEL) for axis in ("tp", "pp", "cp", "ep")),
-        Limit("parallel.cpu_offload", (False,), "offloads by deepspeed.offload"),
+        Limit("parallel.cpu_offload", (False,), "offloads by deepspeed.offload_optimizer and offload_parameters"),
         Limit("parallel.prefetch", (None,), "prefetches by zero_optimization.stage3_prefetch_bucket_size"),
         Limit("sync.name", ("every_step",), "reduces gradients in every step"),
         Limit("sync.compress.method", ("none",), "sends gradients as they are"),

@@ -78,8 +78,9 @@ def _build_cpu_adam(groups: Sequence[dict[str, Any]], config: OptimConfig) -> to
         made: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, betas=config.betas, eps=config.eps, adamw_mode=True)
     except (RuntimeError, ImportError, OSError) as error:
         raise ConfigError(
-            f"deepspeed.offload: DeepSpeed's CPUAdam cannot be compiled on this machine ({first_line(error)}); install "
-            "a C++ compiler and ninja (both on PATH), or use deepspeed.offload=none."
+            "deepspeed.offload_optimizer=true: DeepSpeed's CPUAdam cannot be compiled on this machine "
+            f"({first_line(error)}); install a C++ compiler and ninja (both on PATH), or use "
+            "deepspeed.offload_optimizer=false."
         ) from error
     return made
 

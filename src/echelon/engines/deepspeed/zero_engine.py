@@ -228,7 +228,7 @@ def build_deepspeed_engine(
     _check_trained(model, recipe)
     module.train()
     zero, partitions = _initialize(deepspeed, module, model, recipe, plan)
-    lines = [f"engine: DeepSpeed {deepspeed.__version__}, ZeRO stage {stage}, offload {recipe.deepspeed.offload}"]
+    lines = [f"engine: DeepSpeed {deepspeed.__version__}, ZeRO stage {stage}{_describe_offload(recipe)}"]
     parallel = ZeroParallel(zero, plan.world_size)
     strength = None if router.loss is None else router.loss.strength
     state = zero.optimizer.state[partitions.flats[0]]
@@ -280,12 +280,18 @@ def _check_trained(model: nn.Module, recipe: Recipe) -> None:
         )
 
 
+def _describe_offload(recipe: Recipe) -> str:
+    if not recipe.deepspeed.offload_optimizer:
+        return ""
+    return f"; in host memory: optimizer{' and parameters' if recipe.deepspeed.offload_parameters else ''}"
+
+
 def _initialize(
     deepspeed: Any, module: ObjectiveModule, model: nn.Module, recipe: Recipe, plan: ParallelPlan
 ) -> tuple[Any, Partitions]:
     """Have DeepSpeed take over a module; return its engine, and what it has divided. Collective."""
     stage = find_stage(plan)
-    optimizer = build_flat_optimizer(model, recipe.optim, recipe.deepspeed.offload != "none")
+    optimizer = build_flat_optimizer(model, recipe.optim, recipe.deepspeed.offload_optimizer)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     if stage == 3:
         _register_outside(deepspeed, module)
