@@ -40,7 +40,7 @@ def observe(rank, world_size, path, precision, num_microbatches):
     hook, data_parallel.sum_gradients = data_parallel.sum_gradients, note_bucket
     device, meshes = torch.device("cpu"), build_mesh(plan, "cpu")
     engine = build_native_engine(recipe, load_config(small_config("llama")), plan, meshes, CausalLM(), device)
-    trained = list(engine._trained().values())
+    trained = list(engine._trained.values())
     for parameter in trained if num_microbatches > 1 else ():
         parameter.register_post_accumulate_grad_hook(note_gradient)
     engine._decoder.base_model.register_forward_pre_hook(lambda *_: found.append(trained[0].grad is not None))

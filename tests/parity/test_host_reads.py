@@ -1,6 +1,12 @@
-"""Inside a step the host asks the device nothing: it runs ahead, and reads what happened one step later."""
+"""Inside a step the host asks the device nothing: it runs ahead, and reads what happened one step later.
 
+Nor does it search the model for its parts, or format stack traces, as `torch.manual_seed` does.
+"""
+
+import traceback
+from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -38,23 +44,42 @@ class HostReads(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
+class SlowCalls(ExitStack):
+    """Notes every search of a module for others, or for parameters, and every formatted stack trace."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+        for owner, name in ((torch.nn.Module, "named_modules"), (traceback, "format_stack")):
+            self.enter_context(mock.patch.object(owner, name, self._noting(getattr(owner, name))))
+
+    def _noting(self, function):
+        def noted(*arguments, **options):
+            self.found.append(function.__name__)
+            return function(*arguments, **options)
+
+        return noted
+
+
 def reads_of_a_step(rank, world_size, path, plan, samples):
-    """The reads of the third step, and, to show that they would be seen, those of reading its metrics."""
+    """The reads and slow calls of the third step, and, to show that both would be seen, those of known causes."""
     recipe, _ = load_recipe(Path(path))
     runtime = Runtime(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     with packed_samples(samples):
         trainer = build_trainer(recipe, plan, RunFolder(Path(recipe.run.dir)), runtime)
         trainer.train_step(0)
         trainer.train_step(1)
-        with HostReads() as inside:
+        with HostReads() as inside, SlowCalls() as slow_inside:
             pending = trainer.train_step(2)
-        with HostReads() as outside:
+        with HostReads() as outside, SlowCalls() as slow_outside:
             bool(pending.record.verdict.commit)
+            torch.manual_seed(0)
+            list(torch.nn.Linear(1, 1).parameters())
         trainer.train_step.loader.close()
         trainer.saver.store.close()
         if trainer.accounting.journal is not None:
             trainer.accounting.journal.close()
-    return inside.found, outside.found
+    return inside.found + slow_inside.found, outside.found, set(slow_outside.found)
 
 
 ROWS = [
@@ -80,8 +105,9 @@ ROWS += [
 
 
 @pytest.mark.parametrize(("samples", "row"), ROWS, ids=str)
-def test_a_step_reads_nothing_back(workers, text, tmp_path, samples, row):
+def test_a_step_reads_and_searches_nothing(workers, text, tmp_path, samples, row):
     path, plan = prepare(row, tmp_path, text, steps=4)
-    for inside, outside in workers.run(reads_of_a_step, row.ranks, str(path), plan, samples):
+    for inside, reads, slow_calls in workers.run(reads_of_a_step, row.ranks, str(path), plan, samples):
         assert inside == []
-        assert outside
+        assert reads
+        assert slow_calls == {"named_modules", "format_stack"}

@@ -127,7 +127,7 @@ def read_gradients(rank, world_size, path, config, plan):
     recipe, _ = load_recipe(Path(path))
     meshes = build_mesh(plan, "cpu")
     engine = build_native_engine(recipe, load_config(config), plan, meshes, CausalLM(), torch.device("cpu"))
-    trained = engine._trained()
+    trained = engine._trained
     for name, parameter in trained.items():
         drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(derive_seed(1, name)))
         write_part(parameter.detach(), 0.1 * drawn)

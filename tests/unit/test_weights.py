@@ -14,7 +14,7 @@ from echelon.inference.team import Host, Team
 from echelon.model import weights
 from echelon.model.build import build_on_meta, load_config, materialize
 from echelon.model.pretrained import PretrainedWeights
-from echelon.model.seeds import derive_seed
+from echelon.model.seeds import derive_seed, seed_generators
 from echelon.model.weights import initialize_weights
 from echelon.parallel.data_parallel import apply_fully_shard
 from echelon.planner.plan import ParallelPlan
@@ -47,6 +47,13 @@ def test_derived_seeds_are_frozen():
     # printf "0\x1fmodel.embed_tokens" | sha256sum: the first eight bytes, little-endian, halved
     assert derive_seed(0, "model.embed_tokens") == 6033119073688940214
     assert derive_seed(0, "a", "b") != derive_seed(0, "ab")
+
+
+def test_seeded_generators_draw_what_manual_seed_lets_them_draw():
+    torch.manual_seed(2**62 + 1)
+    expected = torch.rand(3)
+    seed_generators(2**62 + 1, torch.device("cpu"))
+    assert torch.equal(torch.rand(3), expected)
 
 
 def materialised(folder):

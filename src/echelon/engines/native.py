@@ -84,6 +84,9 @@ class NativeEngine:
         self._objective = objective
         self._loss_scale = loss_scale
         self._device = next(decoder.parameters()).device  # the device of the optimizer step
+        self._trained: dict[str, nn.Parameter] = {
+            name: each for name, each in decoder.named_parameters() if each.requires_grad
+        }
         self._forward_backward = forward_backward
         self._lines = lines
         self._step = 0
@@ -105,7 +108,7 @@ class NativeEngine:
 
     def clip(self, max_norm: float | None) -> Tensor:
         """See Engine."""
-        found = {name: each.grad for name, each in self._decoder.named_parameters() if each.grad is not None}
+        found = {name: each.grad for name, each in self._trained.items() if each.grad is not None}
         if self._loss_scale is not None:
             self._loss_scale.unscale(local_part(gradient) for gradient in found.values())
         elsewhere = self._parallel.counted_elsewhere
@@ -178,7 +181,7 @@ class NativeEngine:
         everyone = gather_objects(suffices, self._everyone)
         if not all(everyone):
             return Rehearsal(short=[rank for rank, each in enumerate(everyone) if not each])
-        for parameter in self._trained().values():
+        for parameter in self._trained.values():
             if parameter.grad is None:  # HSDP has none before its all-reduce
                 parameter.grad = torch.zeros_like(parameter)
         memory = self._find_largest(footprint.parts((each for _, each in self._optimizer.tensors()), has_buckets))
@@ -219,20 +222,16 @@ class NativeEngine:
 
     def weights(self) -> dict[str, Tensor]:
         """See Replica."""
-        return {name: local_part(parameter.detach()) for name, parameter in self._trained().items()}
+        return {name: local_part(parameter.detach()) for name, parameter in self._trained.items()}
 
     def gradients(self) -> dict[str, Tensor]:
         """See Replica."""
-        found = {name: parameter.grad for name, parameter in self._trained().items()}
+        found = {name: parameter.grad for name, parameter in self._trained.items()}
         return {name: local_part(gradient) for name, gradient in found.items() if gradient is not None}
-
-    def _trained(self) -> dict[str, nn.Parameter]:
-        """Return the trainable parameters of this rank, by name."""
-        return {name: each for name, each in self._decoder.named_parameters() if each.requires_grad}
 
     def describe_adapter(self) -> AdapterContent:
         """See Engine."""
-        tensors = {name: whole(parameter.detach()).cpu() for name, parameter in self._trained().items()}
+        tensors = {name: whole(parameter.detach()).cpu() for name, parameter in self._trained.items()}
         content = describe_adapter(self._decoder, tensors, self._principal)
         return content if self._stages is None else join_adapters(gather_objects(content, self._stages))
 
@@ -249,7 +248,7 @@ class NativeEngine:
         """
         parameters = dict(self._decoder.named_parameters())
         has_adapter = any(plain_name(name) is None for name in parameters)
-        stored = self._trained() if has_adapter else parameters
+        stored = self._trained if has_adapter else parameters
         state = {f"model.{name}": parameter.detach() for name, parameter in stored.items()}
         for name, tensor in self._optimizer.tensors():
             state[f"optimizer.{name}"] = tensor

@@ -45,11 +45,10 @@ class Slot:
             self.state[f"{key}.scales"] = self._build_scales()
         if keeps_remainder:
             self.state["remainder"] = torch.zeros_like(parameter, requires_grad=False)
-
-    @property
-    def is_direct(self) -> bool:
+        with torch.no_grad():  # the parts themselves, not views of them
+            self._local_state = {key: local_part(value) for key, value in self.state.items()}
+        self.is_direct = parameter.dtype == torch.float32 and not self.packed
         """Whether a rule works on what is stored; else on fp32 copies, which are stored again afterwards."""
-        return self.parameter.dtype == torch.float32 and not self.packed
 
     @property
     def is_contiguous(self) -> bool:
@@ -61,18 +60,19 @@ class Slot:
     def gradient(self) -> Gradient:
         """What a rule may replace before the update."""
         assert self.parameter.grad is not None
-        state = {key: local_part(value) for key, value in self.state.items()}
-        return Gradient(local_part(self.parameter.grad), state, self.layout)
+        return Gradient(local_part(self.parameter.grad), self._local_state, self.layout)
 
     def open(self) -> Item:
         """What a rule works on."""
         gradient = self.gradient()
+        if self.is_direct:
+            return Item(local_part(self.parameter.detach()), gradient.values, gradient.state, self.layout)
         weight = read_weight(local_part(self.parameter.detach()), gradient.state)
         return Item(weight, gradient.values.float(), read_moments(gradient.state, self.packed), self.layout)
 
     def store(self, item: Item, commit: Tensor, seed: int, step: int) -> None:
         """Put back what was copied, where the step commits."""
-        state = {key: local_part(value) for key, value in self.state.items()}
+        state = self._local_state
         store_moments(state, self.packed, item.state, commit)
         weight = local_part(self.parameter.detach())
         if weight.dtype != torch.float32:

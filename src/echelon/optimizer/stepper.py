@@ -33,6 +33,9 @@ class Optimizer:
     def __init__(self, groups: list[Group], seed: int, compiled: CompiledUpdate | None = None) -> None:
         """`compiled`: steps what it can."""
         self.groups = groups
+        self._preconditioners = [
+            group.rule if isinstance(group.rule, PreconditioningRule) else None for group in groups
+        ]
         self._seed = seed
         self._compiled = compiled
 
@@ -45,11 +48,11 @@ class Optimizer:
         Args:
             step: counted from 0; random rounding depends on it.
         """
-        for group in self.groups:
+        for group, preconditioner in zip(self.groups, self._preconditioners, strict=True):
             rate = learning_rate * group.rate_factor
             slots = [slot for slot in group.slots if slot.parameter.grad is not None]
-            if isinstance(group.rule, PreconditioningRule):
-                group.rule.precondition([slot.gradient() for slot in slots], commit)
+            if preconditioner is not None:
+                preconditioner.precondition([slot.gradient() for slot in slots], commit)
             if self._compiled is not None:
                 arguments = (rate, group.weight_decay, commit, self._seed, step)
                 slots = self._compiled.step(group.rule, slots, *arguments)

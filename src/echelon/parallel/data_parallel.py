@@ -180,6 +180,7 @@ class Alone(Undivided):
 
     def __init__(self, module: nn.Module, autocast: Autocast) -> None:
         self.module = module
+        self._parameters = list(module.parameters())
         self._autocast = autocast
 
     @contextmanager
@@ -190,7 +191,7 @@ class Alone(Undivided):
 
     def clear_gradients(self) -> None:
         """See DataParallel. Frees their memory."""
-        self.module.zero_grad(set_to_none=True)
+        _free_gradients(self._parameters)
 
     def isolated(self) -> AbstractContextManager[None]:
         """Nothing is sent in any case."""
@@ -249,6 +250,7 @@ class Replicated(Undivided):
         )
         trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
         reducer = build_reducer(plan.sync, trained, meshes.loss, seed) if plan.num_replicas == 1 else None
+        self._parameters = list(trained.values())
         self._reduction = _Reduction(meshes.loss, reducer, {id(each): name for name, each in trained.items()})
         self._ddp.register_comm_hook(self._reduction, _reduce_bucket)
         self.module: nn.Module = self._ddp
@@ -266,7 +268,10 @@ class Replicated(Undivided):
         they take memory.
         """
         if self._forgets:
-            self._ddp.zero_grad(set_to_none=is_last or self._num_reduced < self.num_rehearsals)
+            if is_last or self._num_reduced < self.num_rehearsals:
+                _free_gradients(self._parameters)
+            else:
+                torch._foreach_zero_([each.grad for each in self._parameters if each.grad is not None])
             self._forgets = False
         with nullcontext() if is_last else self._ddp.no_sync(), self._autocast():
             yield
@@ -341,9 +346,11 @@ class FullyShard(Undivided):
         self._reference = module.reference
         self._context = module.context
         self._root: FSDPModule = module
+        self._units = [each for each in module.modules() if isinstance(each, FSDPModule)]
         self._plan = plan
         self._device_type = device_type
         self._sends = True
+        self._parameters = list(module.parameters())
 
     @contextmanager
     def microbatch(self, is_last: bool) -> Iterator[None]:
@@ -352,17 +359,18 @@ class FullyShard(Undivided):
         Copies of a shard (HSDP) are summed once, after the last microbatch: that axis has the slow links.
         """
         reduce = is_last or self._plan.reduce_gradients == "each"
-        self._root.set_requires_gradient_sync(reduce)
-        self._root.set_requires_all_reduce(is_last and self._sends)
         self._root.set_is_last_backward(is_last)
-        # Without sharded forward passes the weights may stay whole between microbatches, but not past the last one:
-        # the optimizer and the checkpoint must see shards.
-        self._root.set_reshard_after_backward(is_last or self._plan.reshard_after_forward)
+        for unit in self._units:  # with `recurse`, each setting would search the model for its units
+            unit.set_requires_gradient_sync(reduce, recurse=False)
+            unit.set_requires_all_reduce(is_last and self._sends, recurse=False)
+            # Without sharded forward passes the weights may stay whole between microbatches, but not past the last
+            # one: the optimizer and the checkpoint must see shards.
+            unit.set_reshard_after_backward(is_last or self._plan.reshard_after_forward, recurse=False)
         yield
 
     def clear_gradients(self) -> None:
         """See DataParallel. Frees their memory."""
-        self.module.zero_grad(set_to_none=True)
+        _free_gradients(self._parameters)
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
@@ -398,9 +406,14 @@ class FullyShard(Undivided):
         """The module in evaluation mode; whatever stayed gathered is sharded again at the end."""
         with evaluation_mode(self.module):
             yield self.module
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for unit in self._units:
+            unit.reshard()
+
+
+def _free_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """As `nn.Module.zero_grad`, which looks for the parameters anew: a third of a millisecond for four layers."""
+    for parameter in parameters:
+        parameter.grad = None
 
 
 @contextmanager

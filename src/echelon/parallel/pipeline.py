@@ -27,7 +27,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from echelon.data.loader import Microbatch
 from echelon.distributed.stamp import Stamp
-from echelon.model.seeds import derive_seed
+from echelon.model.seeds import derive_seed, seed_generators
 from echelon.model.sharding import local_part
 from echelon.model.stage import Absent, StageRange
 from echelon.objectives.objective import Objective, training_sums
@@ -390,7 +390,7 @@ class Pipeline(SendsWhole):
         # Random state is not saved but derived, so that dropout is the same after a resume.
         first = int(microbatch.batch_indices[0])
         share = () if microbatch.part is None else (microbatch.part.rank,)
-        torch.manual_seed(derive_seed(self._seed, self._work.step, first, part.place.index, *share))
+        seed_generators(derive_seed(self._seed, self._work.step, first, part.place.index, *share), self._device)
         if part.place.is_last:
             sums: Tensor = part.parallel.module(microbatch, training_sums(self._work.objective), received)
             self._totals += sums.detach()

@@ -10,7 +10,7 @@ from torch.profiler import record_function
 
 from echelon.data.loader import Microbatch
 from echelon.model.router import RouterTap
-from echelon.model.seeds import derive_seed
+from echelon.model.seeds import derive_seed, seed_generators
 from echelon.objectives.objective import Objective, training_sums
 from echelon.parallel.data_parallel import DataParallel
 
@@ -63,7 +63,8 @@ class SingleStage:
             # Random state is not saved but derived, so that dropout is the same after a resume.
             # Ranks that share a sequence hold other positions of it.
             place = () if microbatch.part is None else (microbatch.part.rank,)
-            torch.manual_seed(derive_seed(self._seed, step, int(microbatch.batch_indices[0]), *place))
+            seed = derive_seed(self._seed, step, int(microbatch.batch_indices[0]), *place)
+            seed_generators(seed, num_targets.device)
             is_last = index == len(microbatches) - 1
             with record_function("echelon forward"), self._parallel.microbatch(is_last):
                 sums = self._parallel.module(microbatch, read)
