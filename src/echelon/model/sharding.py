@@ -1,7 +1,9 @@
 """The part of a sharded tensor that this rank holds."""
 
+from collections.abc import Iterable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
@@ -61,3 +63,9 @@ def whole(tensor: Tensor) -> Tensor:
     return DTensor.from_local(
         local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     ).full_tensor()
+
+
+def free_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """As `nn.Module.zero_grad`, which searches for the parameters anew: a third of a millisecond for four layers."""
+    for parameter in parameters:
+        parameter.grad = None

@@ -152,14 +152,14 @@ class DeepspeedEngine(NativeEngine):
 
     def describe_adapter(self) -> AdapterContent:
         """See Engine."""
-        tensors = {name: self._partitions.read(each, None).cpu() for name, each in self._trained().items()}
+        tensors = {name: self._partitions.read(each, None).cpu() for name, each in self._trained.items()}
         return describe_adapter(self._decoder, tensors, self._principal)
 
     def state_dict(self) -> dict[str, Tensor]:
         """See Engine. Copies in host memory, of which each rank has some rows: names and shapes are the native ones."""
         state: dict[str, Tensor] = {}
         steps = count_steps(self._zero.optimizer.state[self._partitions.flats[0]])
-        for name, parameter in self._trained().items():
+        for name, parameter in self._trained.items():
             state[f"model.{name}"] = self._divide(self._partitions.read(parameter, None))
             for key in self._keys:
                 state[f"optimizer.{name}.{key}"] = self._divide(self._partitions.read(parameter, key))
@@ -167,7 +167,7 @@ class DeepspeedEngine(NativeEngine):
                 state[f"optimizer.{name}.step"] = torch.tensor(steps)
         if self._loss_scale is not None:
             state |= {f"loss_scale.{key}": tensor for key, tensor in self._loss_scale.state_dict().items()}
-        if all(plain_name(name) is not None for name in self._trained()):
+        if all(plain_name(name) is not None for name in self._trained):
             state |= {f"model.{name}": buffer for name, buffer in persistent_buffers(self._decoder).items()}
         return state
 
@@ -175,7 +175,7 @@ class DeepspeedEngine(NativeEngine):
         """See Engine. One parameter at a time is whole."""
         state = self.state_dict()
         fill(state)
-        for name, parameter in self._trained().items():
+        for name, parameter in self._trained.items():
             for key, stored in self._stored(name):
                 value = state[stored]
                 assert isinstance(value, DTensor)
