@@ -10,8 +10,9 @@ from echelon.distributed.mesh import Meshes
 from echelon.engines.native import NativeEngine, build_native_engine
 from echelon.objectives.objective import Objective
 from echelon.objectives.outputs import ObjectiveModule
-from echelon.parallel.data_parallel import DataParallel, autocast_scope
+from echelon.parallel.data_parallel import autocast_scope
 from echelon.parallel.horovod_sum import HorovodSum
+from echelon.parallel.protocol import DataParallel
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
 from echelon.sizes import render_bytes

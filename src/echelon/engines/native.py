@@ -39,7 +39,7 @@ from echelon.objectives.objective import Objective
 from echelon.objectives.outputs import ObjectiveModule, Reading
 from echelon.optimizer import LossScale, Optimizer, Served, build_optimizer, build_served, clip_gradients, global_norm
 from echelon.parallel import Parallelize, connect_stages, parallelize, shard_model, shard_stages
-from echelon.parallel.data_parallel import Parallel
+from echelon.parallel.protocol import Parallel
 from echelon.parallel.step import ForwardBackward, StepSums
 from echelon.planner.memory import MemoryParts
 from echelon.planner.plan import ParallelPlan, Precision

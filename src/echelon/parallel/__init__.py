@@ -17,16 +17,11 @@ from echelon.objectives.outputs import ObjectiveModule
 from echelon.parallel.activation import apply_activation_checkpointing
 from echelon.parallel.compilation import apply_compile
 from echelon.parallel.context import apply_context
-from echelon.parallel.data_parallel import (
-    DataParallel,
-    Parallel,
-    apply_fully_shard,
-    autocast_scope,
-    build_data_parallel,
-)
+from echelon.parallel.data_parallel import apply_fully_shard, autocast_scope, build_data_parallel
 from echelon.parallel.expert import divide_experts, find_experts
 from echelon.parallel.offload import apply_activation_offloading
 from echelon.parallel.pipeline import Pipeline, StagePart
+from echelon.parallel.protocol import DataParallel, Parallel
 from echelon.parallel.step import ForwardBackward, SingleStage
 from echelon.parallel.summed import Summed
 from echelon.parallel.tensor import apply_tensor_parallel

@@ -32,7 +32,7 @@ from echelon.model.sharding import local_part
 from echelon.model.stage import Absent, StageRange
 from echelon.objectives.objective import Objective, training_sums
 from echelon.objectives.outputs import DecoderOutputs, ObjectiveModule, Reading
-from echelon.parallel.data_parallel import DataParallel, SendsWhole, Waiting
+from echelon.parallel.protocol import DataParallel, SendsWhole, Waiting
 from echelon.parallel.step import StepSums
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.stages import bubble_share, microbatches_kept, passes_deferred

@@ -12,7 +12,7 @@ from echelon.data.loader import Microbatch
 from echelon.model.router import RouterTap
 from echelon.model.seeds import derive_seed, seed_generators
 from echelon.objectives.objective import Objective, training_sums
-from echelon.parallel.data_parallel import DataParallel
+from echelon.parallel.protocol import DataParallel
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ from echelon.objectives.outputs import ObjectiveModule
 from echelon.optimizer import LossScale
 from echelon.optimizer.stepper import choose_rule
 from echelon.parallel import shard_model
-from echelon.parallel.data_parallel import Undivided, evaluation_mode
+from echelon.parallel.data_parallel import evaluation_mode
+from echelon.parallel.protocol import Undivided
 from echelon.parallel.step import SingleStage, StepSums
 from echelon.planner.deepspeed_settings import build_settings, find_stage
 from echelon.planner.plan import ParallelPlan
