@@ -91,7 +91,9 @@ def test_the_parity_table_is_described_correctly() -> None:
 
 def test_every_key_of_a_row_is_explained() -> None:
     row = train_row(
-        StepMetrics(0, 1.0, None, None, 1.0, True, None, 0.1, 1, 1, "0" * 16, 0.0, 0.0, 0.0, [], None, False, 0, None)
+        StepMetrics(
+            0, 1.0, None, None, 1.0, True, None, 0.1, 1, 1, "0" * 16, 0.0, 0.0, 0.0, [], *[None] * 2, False, 0, None
+        )
     )
     assert set(re.findall(r"^\| `(\w+)` \|", RUNS, re.MULTILINE)) >= set(row)
 

@@ -16,6 +16,7 @@ FAILURE = "/opt/ml/output/failure"
 CORE = (
     "transformers>=5.17,<6", "tokenizers>=0.22", "jinja2>=3.1.6", "safetensors>=0.6", "numpy>=1.26",
     "pydantic>=2.10,<3", "pyyaml>=6", "fsspec>=2024.6", "typer>=0.15", "rich>=13",
+    "nvidia-ml-py>=12; sys_platform == 'linux'",
 )  # fmt: skip
 EXTRAS: dict[str, tuple[str, ...]] = {
     "peft": ("peft>=0.18",),
