@@ -9,15 +9,19 @@ from dataclasses import replace
 import pytest
 
 from echelon.api.planning import plan as plan_again
+from echelon.api.searching import search
 from echelon.hardware.accelerators import parse_devices
 from echelon.hardware.detection import calibrated_cluster
 from echelon.planner.forecast import describe_estimate
 from echelon.planner.measured_runs import MeasuredRun, describe_plan, read_history, record_run
 from echelon.planner.plan import ParallelPlan
+from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
+from echelon.recipe import Recipe
 from echelon.runs.reckoning import reckon, sharpen_later_plans
 from test_calibration import CALIBRATION, SHAPE, write_recipe
 from test_reckoning import write_run
+from test_search import LLAMA, fields
 
 CLUSTER = calibrated_cluster(CALIBRATION, 2, 2)
 DDP = ParallelPlan("ddp", dp_replicate=2, micro_batch_size=2, num_microbatches=2)
@@ -49,7 +53,7 @@ def test_a_measured_run_corrects_the_next_plan_of_its_model_and_device(tmp_path)
     found = predict(tmp_path)
     assert found["history"] == {"key": plain["history"]["key"], "factor": pytest.approx(1.5)}
     assert found["seconds"] == pytest.approx({name: 1.5 * each for name, each in plain["seconds"].items()})
-    step, _ = read_history(tmp_path, SHAPE, CLUSTER).sharpen(estimate_time(SHAPE, DDP, 128, CLUSTER), DDP)
+    step = read_history(tmp_path, SHAPE, CLUSTER).correct(DDP).apply(estimate_time(SHAPE, DDP, 128, CLUSTER))
     assert step.assumptions[-1].startswith(f"corrected by a factor of 1.50: run {tmp_path / 'first'} of this plan took")
 
 
@@ -69,6 +73,56 @@ def test_the_run_that_is_most_like_a_plan_counts(tmp_path):
     measure(tmp_path, tmp_path / "ddp", 1.1, DDP)
     assert predict(tmp_path, FSDP)["history"]["factor"] == pytest.approx(2.0)
     assert predict(tmp_path, replace(DDP, micro_batch_size=4))["history"]["factor"] == pytest.approx(1.1)
+
+
+def test_degrees_that_were_not_measured_get_the_mean_of_those_that_were(tmp_path):
+    """The newest run of each: 2 and 8 of them are 4 in the geometric mean, whichever was last."""
+    zero1 = ParallelPlan("zero1", dp_shard=2, reduce_gradients="last", micro_batch_size=2, num_microbatches=2)
+    for name, plan, factor in (("old", FSDP, 5.0), ("ddp", DDP, 8.0), ("fsdp", FSDP, 2.0)):
+        measure(tmp_path, tmp_path / name, factor, plan)
+    correction = read_history(tmp_path, SHAPE, CLUSTER).correct(zero1)
+    assert correction.factor == pytest.approx(4.0) and correction.by == "model"
+    assert "the mean of runs of other plans of this model" in correction.reason
+    assert f"{tmp_path / 'fsdp'} with fsdp on 2 processes" in correction.reason and "old" not in correction.reason
+
+
+def test_a_search_is_ranked_by_what_was_measured(tmp_path, monkeypatch):
+    """A run of one strategy changes all seconds, and the order of no two plans: its error may be that of all.
+
+    Runs of two strategies change the order: plans with the degrees of either are corrected by its run, all others by
+    the mean of the two factors, 3 and 1/3, which is 1.
+    """
+    monkeypatch.setenv("ECHELON_CACHE", str(tmp_path))
+    recipe = Recipe.model_validate(fields(micro_batch_size=1, activation_checkpointing="full"))
+    key = read_history(tmp_path, build_shape(LLAMA), parse_devices("8xH100")).key
+
+    def rank():
+        report = search(recipe, "8xH100")
+        assert len({each.name() for each in report.candidates}) == len(report.candidates)
+        return str(report), {each.name(): each for each in report.candidates}
+
+    text, plain = rank()
+    seconds = {name: each.forecast.step.total for name, each in plain.items()}
+    best, second = list(plain)[:2]
+    assert "corrected" not in text
+    record_run(tmp_path, key, "first", plain[best].plan, seconds[best], 3 * seconds[best])
+    text, once = rank()
+    assert list(once) == list(plain)
+    for name, each in once.items():
+        assert each.forecast.step.total == pytest.approx(3 * seconds[name])
+        assert each.to_dict()["correction"] == pytest.approx(3.0)
+    assert "  1: corrected by a factor of 3.00: run first of this plan took" in text
+    assert "corrected by a factor of 3.00, run of other plans of this model: first with" in text
+
+    record_run(tmp_path, key, "second", plain[second].plan, seconds[second], seconds[second] / 3)
+    _, twice = rank()
+    degrees = {name: (each.plan.strategy, each.degrees()) for name, each in plain.items()}
+    factors = {
+        name: 3 if like == degrees[best] else 1 / 3 if like == degrees[second] else 1 for name, like in degrees.items()
+    }
+    assert set(factors.values()) == {3, 1 / 3, 1}
+    assert list(twice) == sorted(seconds, key=lambda name: seconds[name] * factors[name])
+    assert next(iter(twice)) == second and list(twice).index(best) > 10
 
 
 def test_other_models_and_devices_are_not_corrected(tmp_path):

@@ -12,11 +12,13 @@ from echelon.hardware.instances import list_instances
 from echelon.lifecycle.model_checks import check_model
 from echelon.planner.forecast import Forecast, HourlyPrice
 from echelon.planner.machines import find_cluster
+from echelon.planner.measured_runs import read_history
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.reliability import Goodput, Reliability, estimate_goodput
 from echelon.planner.search import SHOWN, Goal, RankedPlan, forecast_float8, rank_plans, search_plans
 from echelon.recipe import Recipe
 from echelon.sizes import render_bytes
+from echelon.supervise.launch_environment import find_cache_dir
 
 # Machines of each type that are tried, if their number is not given.
 _COUNTS = (1, 2, 4, 8)
@@ -75,8 +77,11 @@ class SearchReport:
             yield "no plan is within the limits; the best ones without them:"
         shown = (allowed or self.candidates)[:SHOWN]
         yield from _render_table(shown)
-        for assumption in shown[0].forecast.step.assumptions:
-            yield f"  assumes: {assumption}"
+        first = shown[0].forecast
+        for assumption in first.step.assumptions:
+            if assumption != first.correction.reason:
+                yield f"  assumes: {assumption}"
+        yield from _describe_corrections(shown)
         if len(shown) > 1 and shown[0].fits:
             yield _explain(*shown[:2])
             yield from _explain_machines(shown[0], allowed)
@@ -127,7 +132,8 @@ def search(
                 "or set budget.usd_per_hour, the price of one machine."
             )
         machines = "" if instance is None else f"{cluster.num_nodes} x {instance}"
-        found = search_plans(recipe, shape, cluster, by, price, machines)
+        history = read_history(find_cache_dir(), shape, cluster)
+        found = search_plans(recipe, shape, cluster, by, price, machines, history=history)
     if found[0].forecast.hours is None and (budget_usd is not None or deadline_hours is not None):
         raise ConfigError(
             "the number of steps depends on data that is not prepared, so a budget or a deadline cannot be checked; "
@@ -156,7 +162,8 @@ def _search_instances(recipe: Recipe, shape: ModelShape, by: Goal, count: int | 
             try:
                 cluster = find_cluster(recipe, instance, machines)
                 name = f"{machines} x {instance.name}"
-                best.append(search_plans(recipe, shape, cluster, by, price, name, divide=False)[0])
+                history = read_history(find_cache_dir(), shape, cluster)
+                best.append(search_plans(recipe, shape, cluster, by, price, name, divide=False, history=history)[0])
             except (ConfigError, PlanError) as error:
                 reason = error
     if not best:
@@ -205,6 +212,18 @@ def _row(each: RankedPlan) -> tuple[str, ...]:
         "?" if forecast.usd is None else f"{forecast.usd:,.2f}",
         forecast.step.limit,
     )
+
+
+def _describe_corrections(shown: Sequence[RankedPlan]) -> Iterator[str]:
+    """Which candidates were corrected, by which measured runs; nothing if none was."""
+    places: dict[str, list[int]] = {}
+    for place, each in enumerate(shown, 1):
+        places.setdefault(each.forecast.correction.reason, []).append(place)
+    if set(places) == {""}:
+        return
+    for reason, corrected in places.items():
+        words = reason or "not corrected: no run of this model on such devices was measured"
+        yield f"  {', '.join(map(str, corrected))}: {words}"
 
 
 def _explain(best: RankedPlan, second: RankedPlan) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.errors import PlanError
 from echelon.hardware.accelerators import Cluster
-from echelon.planner.measured_runs import NO_HISTORY, History
+from echelon.planner.measured_runs import NO_HISTORY, UNCORRECTED, Correction, History
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.time import TimeEstimate, estimate_time
@@ -38,6 +38,7 @@ class Forecast:
         num_devices, num_machines: of the cluster.
         price: of one machine; None if it is unknown.
         spot_usd_per_hour: of one spot machine; None if the recipe does not say.
+        correction: of the step, by measured runs.
     """
 
     step: TimeEstimate
@@ -49,6 +50,7 @@ class Forecast:
     num_machines: int
     price: HourlyPrice | None = None
     spot_usd_per_hour: float | None = None
+    correction: Correction = UNCORRECTED
 
     @property
     def tokens_per_second(self) -> float:
@@ -143,7 +145,8 @@ def forecast_run(
     unknown.
     """
     length = recipe.data.sequence_len
-    step, _ = history.sharpen(estimate_time(shape, plan, length, cluster), plan)
+    correction = history.correct(plan)
+    step = correction.apply(estimate_time(shape, plan, length, cluster))
     given = recipe.budget.usd_per_hour
     known = num_samples is not None or recipe.train.epochs is None
     num_steps = recipe.num_steps(num_samples or 0) if known else None
@@ -161,6 +164,7 @@ def forecast_run(
         num_machines=cluster.num_nodes,
         price=price if given is None else HourlyPrice(given, "budget.usd_per_hour"),
         spot_usd_per_hour=recipe.budget.spot_usd_per_hour,
+        correction=correction,
     )
 
 
@@ -170,11 +174,12 @@ def describe_estimate(
     """The fields of estimate.json about time.
 
     `seconds`: of a step, and by part; None if the speed of the devices is unknown. `history`: the key of the measured
-    runs of this model and device, and the factor by which one of them has corrected `seconds`.
+    runs of this model and device, and the factor by which they have corrected `seconds`.
     """
+    correction = history.correct(plan)
     try:
-        step, factor = history.sharpen(estimate_time(shape, plan, sequence_len, cluster), plan)
+        step = correction.apply(estimate_time(shape, plan, sequence_len, cluster))
     except PlanError:
         return {"seconds": None}
     seconds = {"step": step.total, **step.to_dict()}
-    return {"seconds": seconds, "history": {"key": history.key, "factor": factor}}
+    return {"seconds": seconds, "history": {"key": history.key, "factor": correction.factor}}

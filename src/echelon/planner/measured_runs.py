@@ -1,7 +1,7 @@
 """Measured runs that correct later predictions for the same model on the same kind of device.
 
 The end of a run adds a line to a file in the user's cache folder, named by model and device, so that a plan finds it
-without searching. A plan takes the run that is most like it, and multiplies its prediction by measured over predicted.
+without searching. A prediction is multiplied by measured over predicted of the runs that are most like its plan.
 """
 
 import hashlib
@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from statistics import geometric_mean
+from typing import Any, Literal
 
 from echelon.hardware.accelerators import Cluster
 from echelon.hardware.calibration import describe_machine
@@ -52,34 +53,66 @@ class MeasuredRun:
 
 
 @dataclass(frozen=True)
+class Correction:
+    """By how much measured runs correct the prediction for one plan.
+
+    Attributes:
+        factor: measured over predicted; 1 without a measured run.
+        by: "plan": the newest run of this plan; "degrees": the newest one with its strategy and degrees; "model": runs
+            with other degrees, which show what is common to all plans of the model on such devices; "none": no run.
+        reason: for the user; empty without a run.
+    """
+
+    factor: float = 1.0
+    by: Literal["plan", "degrees", "model", "none"] = "none"
+    reason: str = ""
+
+    def apply(self, step: TimeEstimate) -> TimeEstimate:
+        """The corrected estimate, with the reason among its assumptions."""
+        return step.scaled(self.factor, self.reason or None)
+
+
+UNCORRECTED = Correction()
+
+
+@dataclass(frozen=True)
 class History:
     """The measured runs of a model on a kind of device, the newest last. key: of the model and the device."""
 
     key: str
     runs: tuple[MeasuredRun, ...] = ()
 
-    def sharpen(self, step: TimeEstimate, plan: ParallelPlan) -> tuple[TimeEstimate, float]:
-        """(the estimate corrected by the run that is most like this plan, the factor; 1 without such a run).
+    def correct(self, plan: ParallelPlan) -> Correction:
+        """The correction of a plan.
 
-        The newest run of the same plan counts, else the newest one with the same degrees, else the newest one.
+        The newest run of the same plan counts, else the newest one with the same degrees. A plan with degrees that were
+        not measured gets the geometric mean over the measured ones, the newest run of each: so runs of one strategy
+        alone never change its order among those that were not measured.
         """
         words = describe_plan(plan)
-        best = max(
-            enumerate(self.runs), key=lambda each: (_count_equal(each[1].plan, words), each[0]), default=(0, None)
-        )[1]
-        if best is None:
-            return step, 1.0
-        like = "of this plan" if best.plan == words else f"with {best.plan['degrees']}"
-        took = f"{best.measured:.3g} s per step on {best.date}"
-        line = f"corrected by a factor of {best.factor:.2f}: run {best.name} {like} took {took}"
-        return step.scaled(best.factor, line), best.factor
+        like = [each for each in self.runs if each.plan["degrees"] == words["degrees"]]
+        if like:
+            best = max(enumerate(like), key=lambda each: (_count_equal(each[1].plan, words), each[0]))[1]
+            is_same = best.plan == words
+            run = f"run {best.name} {'of this plan' if is_same else 'with ' + best.plan['degrees']}"
+            took = f"took {best.measured:.3g} s per step on {best.date}"
+            line = f"corrected by a factor of {best.factor:.2f}: {run} {took}"
+            return Correction(best.factor, "plan" if is_same else "degrees", line)
+        newest = {each.plan["degrees"]: each for each in self.runs}
+        if not newest:
+            return UNCORRECTED
+        factor = geometric_mean(each.factor for each in newest.values())
+        runs = ", ".join(f"{each.name} with {degrees}" for degrees, each in newest.items())
+        mean = "the mean of runs" if len(newest) > 1 else "run"
+        line = f"corrected by a factor of {factor:.2f}, {mean} of other plans of this model: {runs}"
+        return Correction(factor, "model", line)
 
 
 NO_HISTORY = History("")
 
 
 def describe_plan(plan: ParallelPlan) -> dict[str, str]:
-    """What the speed of a plan depends on beside model and device: its degrees, micro batch and precision."""
+    """What the speed of a plan depends on beside model and device: its degrees, micro batch, precision and more."""
     degrees = {name: getattr(plan, name) for name in _DEGREES}
     words = [f"{name} {value}" for name, value in degrees.items() if name != "strategy" and value > 1]
     return {
@@ -89,11 +122,14 @@ def describe_plan(plan: ParallelPlan) -> dict[str, str]:
         "micro_batch": f"{plan.micro_batch_size} x {plan.num_microbatches}",
         "checkpointing": f"{plan.activation_checkpointing} {plan.checkpoint_every} {plan.activation_memory_budget}",
         "schedule": str(plan.schedule),
+        "sharding": f"{plan.reshard_after_forward} {plan.reduce_gradients} {plan.cp_method}",
+        "offload": f"{plan.cpu_offload} {plan.activation_offloading}",
+        "sync": f"{plan.sync.name} {plan.num_replicas}",
     }
 
 
-def _count_equal(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[bool, int]:
-    return one["degrees"] == other["degrees"], sum(one.get(name) == value for name, value in other.items())
+def _count_equal(one: Mapping[str, str], other: Mapping[str, str]) -> int:
+    return sum(one.get(name) == value for name, value in other.items())
 
 
 def history_key(shape: ModelShape, cluster: Cluster) -> str:

@@ -14,6 +14,7 @@ from echelon.hardware.accelerators import Cluster
 from echelon.planner.choose import MEMORY_HEADROOM, resolve_plan
 from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run
 from echelon.planner.layout import STRATEGIES
+from echelon.planner.measured_runs import NO_HISTORY, History
 from echelon.planner.memory import MemoryEstimate, estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
@@ -116,6 +117,7 @@ class RankedPlan:
             "step_seconds": forecast.step.total,
             "seconds": forecast.step.to_dict(),
             "tokens_per_second": forecast.tokens_per_second,
+            "correction": forecast.correction.factor,
             "limited_by": forecast.step.limit,
             "hours": forecast.hours,
             "usd": forecast.usd,
@@ -134,27 +136,34 @@ def search_plans(
     price: HourlyPrice | None = None,
     machines: str = "",
     divide: bool = True,
+    history: History = NO_HISTORY,
 ) -> tuple[RankedPlan, ...]:
     """The candidates that fit in memory, best first, then the smallest of the others, so that there are at least ten.
 
-    `divide`: try `pp` and `cp`, too. Raises PlanError or ConfigError, that of the first variant, if no plan is possible
-    on these devices, and PlanError if their speed is unknown.
+    `divide`: try `pp` and `cp`, too. `history`: measured runs of this model on these devices, which correct the time of
+    each candidate before they are ranked. Raises PlanError or ConfigError, that of the first variant, if no plan is
+    possible on these devices, and PlanError if their speed is unknown.
     """
     memory = cluster.accelerator.memory_bytes
     usable = None if memory is None else memory * (1 - MEMORY_HEADROOM)
     fitting: dict[ParallelPlan, RankedPlan] = {}
     others: list[_Found] = []
     refused: list[ConfigError | PlanError] = []
+
+    def rank(found: _Found) -> RankedPlan:
+        forecast = forecast_run(found.variant, shape, found.plan, cluster, price, history=history)
+        return RankedPlan(found.plan, cluster, found.needs, usable, forecast, machines, found.variant.parallel)
+
     for variant, first in _resolve_layouts(recipe, shape, cluster, divide, refused):
         for found in _list_found(variant, first, shape, cluster, usable, by):
             if not _fits(found.needs, usable, cluster):
                 others.append(found)
             elif (key := _identify(found.plan)) not in fitting:
-                fitting[key] = found.rank(cluster, usable, price, machines, shape)
+                fitting[key] = rank(found)
     if not (fitting or others):
         raise refused[0]
     others.sort(key=lambda each: each.needs.total)
-    more = [each.rank(cluster, usable, price, machines, shape) for each in others[: max(0, SHOWN - len(fitting))]]
+    more = [rank(each) for each in others[: max(0, SHOWN - len(fitting))]]
     return rank_plans([*fitting.values(), *more], by)
 
 
@@ -165,12 +174,6 @@ class _Found:
     variant: "Recipe"
     plan: ParallelPlan
     needs: MemoryEstimate
-
-    def rank(
-        self, cluster: Cluster, usable: float | None, price: HourlyPrice | None, machines: str, shape: ModelShape
-    ) -> RankedPlan:
-        forecast = forecast_run(self.variant, shape, self.plan, cluster, price)
-        return RankedPlan(self.plan, cluster, self.needs, usable, forecast, machines, self.variant.parallel)
 
 
 def _resolve_layouts(
@@ -242,11 +245,15 @@ def _rank(each: RankedPlan, by: Goal) -> tuple[bool, float, float]:
 
 
 def forecast_float8(recipe: "Recipe", shape: ModelShape, best: RankedPlan) -> Forecast | None:
-    """The forecast of a candidate whose products are in float8; None where the recipe or the devices rule it out."""
+    """The forecast of a candidate whose products are in float8; None where the recipe or the devices rule it out.
+
+    It is corrected as the candidate is.
+    """
     plan = best.plan
     if recipe.train.precision != "auto" or not best.cluster.has_float8 or plan.tp > 1 or not plan.compile:
         return None
     if plan.adapter is not None or plan.precision.compute != "bfloat16":
         return None
     rounded = replace(plan, precision=replace(plan.precision, float8=True))
-    return forecast_run(recipe, shape, rounded, best.cluster, best.forecast.price)
+    forecast = forecast_run(recipe, shape, rounded, best.cluster, best.forecast.price)
+    return replace(forecast, step=best.forecast.correction.apply(forecast.step), correction=best.forecast.correction)
