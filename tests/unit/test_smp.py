@@ -60,7 +60,9 @@ FIRST, SECOND = {"partitions": 2}, {"tensor_parallel_degree": 2}
         (1, {"fp16": True, "sdp_gradient_clipping": 0.5}, {"train.precision": "fp16", "optim.max_grad_norm": 0.5}),
         (1, {"bf16": True, "fp16": False}, {"train.precision": "bf16"}),
         (1, {"auto_partition": True, "default_partition": 0, "load_partition": False, "skip_tracing": True, "ddp": True,
-             "ddp_dist_backend": "auto", "sdp_reduce_bucket_size": 5e8}, {}),
+             "ddp_dist_backend": "auto", "sdp_reduce_bucket_size": 5e8, "sdp_param_persistence_threshold": 1e6,
+             "sdp_max_live_parameters": 1e9, "sdp_hierarchical_allgather": True, "fp16_params": False,
+             "deterministic_server": True, "contiguous": True, "horovod": False}, {}),
     ],
 )  # fmt: skip
 def test_what_parameters_become(version, parameters, expected):
@@ -103,6 +105,11 @@ REFUSED = [
     (1, {"ddp_port": 1}, "echelon's rendezvous has its own port"),
     (1, {"ddp_dist_backend": "mpi"}, "echelon uses NCCL on GPUs"),
     (1, {"contiguous": False}, "it is for TensorFlow"),
+    (1, {"ddp": False}, "leave it true, or remove it"),
+    (1, {"fp16_params": True}, "set train.precision=fp16 instead"),
+    (1, {"deterministic_server": 1}, "it must be true or false"),
+    (1, {"sdp_reduce_bucket_size": 1}, "fully_shard reduces layer by layer"),
+    (1, {"sdp_param_persistence_threshold": 1}, "every parameter is sharded"),
     (1, {"sdp_max_live_parameters": 1}, "set parallel.prefetch instead"),
     (1, {"sdp_hierarchical_allgather": 1}, "it must be true or false"),
     (1, {"shard_optimizer_state": True, "sharded_data_parallel_degree": 4}, "exclude each other"),
