@@ -371,6 +371,10 @@ def prepare_layers(
         apply_liger(model, device_type)
     if recipe.adapter.is_adapter:
         apply_adapter(model, recipe.adapter, new_token_ids)
+        if plan.tp == 1:
+            from echelon.model.lora_layer import add_by_products
+
+            add_by_products(model)
     if plan.precision.float8:
         apply_float8(model, emulate=device_type != "cuda")
     frozen_dtype = plan.precision.compute if recipe.adapter.is_adapter else plan.precision.param
