@@ -22,6 +22,7 @@ from torch.profiler import profile
 
 from echelon.distributed import traffic
 from echelon.hardware.detection import detect_cluster
+from echelon.hardware.heap import keep_freed_memory
 from echelon.lifecycle.setup import prepare_run
 from echelon.parallel import step
 from echelon.recipe import load_recipe
@@ -109,6 +110,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5)
     arguments = parser.parse_args()
+    keep_freed_memory()  # as every process of a run does
     with tempfile.TemporaryDirectory() as scratch:
         overrides = [
             f"data.train.0.path={TEXT}", f"run.dir={scratch}/run", "train.eval_every=1000000",

@@ -18,7 +18,10 @@ from echelon.training.pauses import Due
 
 
 class EchelonTrainer:
-    """echelon's trainer of a prepared run in this process, which runs blocks of steps and saves nothing."""
+    """echelon's trainer of a prepared run in this process, which runs blocks of steps and saves nothing.
+
+    `processor_seconds`: of this process, in the last block.
+    """
 
     def __init__(self, run_dir):
         self._folder = RunFolder(Path(run_dir))
@@ -31,7 +34,9 @@ class EchelonTrainer:
     def run(self, steps):
         """Train for a block of steps; return their rows of metrics.jsonl."""
         self.trainer.num_steps += steps
+        before = time.process_time()
         self.trainer.fit()
+        self.processor_seconds = time.process_time() - before
         rows = [json.loads(line) for line in self._folder.metrics_path.read_text().splitlines()]
         return [row for row in rows if row["kind"] == "train"][-steps:]
 

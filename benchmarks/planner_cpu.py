@@ -1,0 +1,136 @@
+"""Tokens per second that the plan of a calibrated CPU predicts, beside those of real runs of the same recipes.
+
+    python benchmarks/planner_cpu.py OUT [--rounds 2] [--steps 16]
+
+First calibrates this machine (`echelon plan --calibrate`), then trains every row in turn, several rounds long, through
+the command line: each prediction is that of the run's own estimate.json. Runs do not correct later ones. Writes OUT.md.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import pydoc_data.topics
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from measuring import describe_machine
+
+# Width, inner width, layers, heads, tokens of a sequence, sequences of a step.
+SIZES = {"narrow": (128, 352, 4, 4, 256, 16), "wide": (384, 1024, 8, 6, 256, 8)}
+PLANS = {
+    "ddp": "ddp",
+    "zero2": "zero2",
+    "fsdp": "fsdp",
+    "tp": "{{tp: {n}}}",
+    "pp": "{{pp: {n}}}",
+}
+PROCESSES = (2, 4)
+WANTED, DIFFERENT = 0.15, 0.10
+
+
+def write_recipe(folder, size):
+    width, inner, layers, heads, tokens, batch = SIZES[size]
+    recipe = {
+        "run": {"name": size},
+        "model": {
+            "config": {
+                "model_type": "llama", "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers,
+                "num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": tokens,
+            },
+        },
+        "tokenizer": "bytes",
+        "data": {"train": pydoc_data.topics.__file__, "sequence_len": tokens},
+        "train": {
+            "global_batch_size": batch, "precision": "fp32", "compile": False, "eval_every": None, "log_every": 100,
+            "activation_checkpointing": "none",
+        },
+        "optim": {"learning_rate": 1e-3},
+        "checkpoint": {"every_steps": 100000},
+    }  # fmt: skip
+    path = folder / f"{size}.json"
+    path.write_text(json.dumps(recipe))
+    return path
+
+
+def run_command(folder, *arguments):
+    """Run echelon in a folder whose cache has the calibration alone, so that no run corrects the plan of another."""
+    shutil.rmtree(folder / "cache" / "measured-runs", ignore_errors=True)
+    environment = {**os.environ, "ECHELON_CACHE": str(folder / "cache")}
+    command = [sys.executable, "-m", "echelon", *arguments]
+    subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+
+
+def measure(folder, recipe, name, processes, steps):
+    """(predicted, measured) tokens per second of a run."""
+    parallel = PLANS[name].format(n=processes)
+    options = [f"parallel={parallel}", f"train.steps={steps}"]
+    run_command(folder, "train", recipe.name, "--nproc", str(processes), "--fresh", *options)
+    found = json.loads((folder / "runs" / recipe.stem / "estimate.json").read_text())["reckoning"]
+    return tuple(found[side]["tokens_per_second"] for side in ("predicted", "measured"))
+
+
+def describe(results, machine, seconds):
+    """The lines of the page. results: (predicted, measured) tokens per second by (size, processes, plan)."""
+    yield "# The plan of a calibrated CPU beside real runs\n"
+    yield machine + "\n"
+    yield (
+        f"`echelon plan --calibrate` took {seconds:.0f} s. Predicted and measured are tokens per second; measured is the "
+        "median of the rounds, each the median of a run's steps.\n"
+    )
+    yield "| model | processes | plan | predicted | measured | of every round | predicted / measured |"
+    yield "|---|---|---|---|---|---|---|"
+    ratios, middle = [], {}
+    for (size, processes, name), rounds in results.items():
+        predicted, measured = rounds[0][0], statistics.median(each[1] for each in rounds)
+        middle[size, processes, name] = predicted, measured
+        ratios.append(predicted / measured)
+        every = " ".join(f"{each[1]:,.0f}" for each in rounds)
+        yield f"| {size} | {processes} | {name} | {predicted:,.0f} | {measured:,.0f} | {every} | {ratios[-1]:.2f} |"
+    within = sum(abs(each - 1) <= WANTED for each in ratios)
+    error = statistics.median(abs(each - 1) for each in ratios)
+    yield f"\n{within} of {len(ratios)} within {WANTED:.0%}; the median error is {error:.1%}.\n"
+    right, wrong = 0, []
+    for one, other in itertools.combinations(middle, 2):
+        real, planned = (middle[one][side] / middle[other][side] for side in (1, 0))
+        if one[0] == other[0] and max(real, 1 / real) > 1 + DIFFERENT:
+            right += (real > 1) == (planned > 1)
+            wrong += [] if (real > 1) == (planned > 1) else [f"{one} and {other}: {real:.2f}, predicted {planned:.2f}"]
+    yield f"Of {right + len(wrong)} pairs of one model that differ by more than {DIFFERENT:.0%}, {right} are ranked right."
+    yield from (f"- wrong: {each}" for each in wrong)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--size", choices=SIZES, action="append")
+    arguments = parser.parse_args()
+    machine = describe_machine("torch", "transformers")
+    results = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        began = time.monotonic()
+        run_command(folder, "plan", "--calibrate")
+        seconds = time.monotonic() - began
+        rows = list(itertools.product(arguments.size or SIZES, PROCESSES, PLANS))
+        recipes = {size: write_recipe(folder, size) for size in SIZES}
+        for number in range(arguments.rounds):
+            for size, processes, name in rows[:: 1 if number % 2 == 0 else -1]:
+                found = measure(folder, recipes[size], name, processes, arguments.steps)
+                results.setdefault((size, processes, name), []).append(found)
+                print(f"{size}, {processes} processes, {name}: predicted {found[0]:,.0f}, measured {found[1]:,.0f}", flush=True)
+    results = {row: results[row] for row in rows}
+    lines = list(describe(results, machine, seconds))
+    arguments.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
