@@ -80,8 +80,8 @@ def describe(results, machine, seconds):
     yield "# The plan of a calibrated CPU beside real runs\n"
     yield machine + "\n"
     yield (
-        f"`echelon plan --calibrate` took {seconds:.0f} s. Predicted and measured are tokens per second; measured is the "
-        "median of the rounds, each the median of a run's steps.\n"
+        f"`echelon plan --calibrate` took {seconds:.0f} s. Predicted and measured are tokens per second; measured is "
+        "the median of the rounds, each the median of a run's steps.\n"
     )
     yield "| model | processes | plan | predicted | measured | of every round | predicted / measured |"
     yield "|---|---|---|---|---|---|---|"
@@ -99,9 +99,12 @@ def describe(results, machine, seconds):
     for one, other in itertools.combinations(middle, 2):
         real, planned = (middle[one][side] / middle[other][side] for side in (1, 0))
         if one[0] == other[0] and max(real, 1 / real) > 1 + DIFFERENT:
-            right += (real > 1) == (planned > 1)
-            wrong += [] if (real > 1) == (planned > 1) else [f"{one} and {other}: {real:.2f}, predicted {planned:.2f}"]
-    yield f"Of {right + len(wrong)} pairs of one model that differ by more than {DIFFERENT:.0%}, {right} are ranked right."
+            if (real > 1) == (planned > 1):
+                right += 1
+            else:
+                wrong.append(f"{one} and {other}: {real:.2f}, predicted {planned:.2f}")
+    pairs = right + len(wrong)
+    yield f"Of {pairs} pairs of one model that differ by more than {DIFFERENT:.0%}, {right} are ranked right."
     yield from (f"- wrong: {each}" for each in wrong)
 
 
@@ -125,7 +128,8 @@ def main():
             for size, processes, name in rows[:: 1 if number % 2 == 0 else -1]:
                 found = measure(folder, recipes[size], name, processes, arguments.steps)
                 results.setdefault((size, processes, name), []).append(found)
-                print(f"{size}, {processes} processes, {name}: predicted {found[0]:,.0f}, measured {found[1]:,.0f}", flush=True)
+                row = f"{size}, {processes} processes, {name}"
+                print(f"{row}: predicted {found[0]:,.0f}, measured {found[1]:,.0f}", flush=True)
     results = {row: results[row] for row in rows}
     lines = list(describe(results, machine, seconds))
     arguments.out.with_suffix(".md").write_text("\n".join(lines) + "\n")

@@ -9,7 +9,6 @@ from command import write_recipe
 from echelon.report.trace import read_traces
 from echelon.runs.run_folder import RunFolder
 
-
 # A step takes about half a second, so that what is between steps is a small part of it.
 WIDE = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
