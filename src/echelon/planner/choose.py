@@ -3,21 +3,27 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import gcd
 from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError, PlanError
-from echelon.hardware.accelerators import CPU_BF16_MARGIN, Cluster
+from echelon.hardware.accelerators import Cluster
 from echelon.planner.adapter_plan import build_adapter_plan, describe_reach
-from echelon.planner.degrees import join_words, nearest
+from echelon.planner.arithmetic import COMPILE_GAIN, choose_compile, choose_precision, estimate_seconds
 from echelon.planner.engine_limits import check_engine, find_row
 from echelon.planner.expert_limits import check_expert_parallel
 from echelon.planner.fastest import choose_fastest, ranks_by_time
 from echelon.planner.kept_activations import KeptActivations, check_activations, read_activations
-from echelon.planner.layout import Layout, build_layout, check_batch, micro_batch_sizes
+from echelon.planner.layout import (
+    MICRO_BATCH_TOKENS,
+    Layout,
+    build_layout,
+    check_batch,
+    find_replica,
+    micro_batch_sizes,
+)
 from echelon.planner.memory import MemoryEstimate, count_held, estimate_memory
-from echelon.planner.model_shape import ModelShape, divisors
-from echelon.planner.plan import AdapterPlan, ParallelPlan, Precision, Rounding, build_sync_plan
+from echelon.planner.model_shape import ModelShape
+from echelon.planner.plan import AdapterPlan, ParallelPlan, Precision, build_sync_plan
 from echelon.planner.replica_costs import describe_traffic
 from echelon.planner.replica_limits import (
     ANYWHERE,
@@ -27,6 +33,7 @@ from echelon.planner.replica_limits import (
     join_quorum,
     join_servers,
 )
+from echelon.planner.search_space import list_divided, list_micro_batches
 from echelon.planner.sequence_limits import check_context
 from echelon.planner.stages import check_pipeline, choose_stages, describe_pipeline, pipeline_sizes
 from echelon.planner.tensor_limits import check_tensor_parallel
@@ -34,20 +41,12 @@ from echelon.recipe.synchronization import PARAMETER_SERVER, QUORUM
 from echelon.sizes import render_bytes
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe, TrainConfig
+    from echelon.recipe import Recipe
     from echelon.recipe.training import ParallelConfig
 
 logger = logging.getLogger(__name__)
 
 MEMORY_HEADROOM = 0.10  # share of a device kept for workspace, fragmentation and what the estimate does not count
-# Longer microbatches were not measured to be faster, and only use more memory.
-MICRO_BATCH_TOKENS = {"cuda": 16384, "cpu": 8192}
-# On CPUs: what compiling takes at most (about 25 s were measured for one kind of layer), and the MFU without it, which
-# is only assumed.
-_COMPILE_SECONDS, _EAGER_MFU = 60, 0.35
-# On CPUs: the part of a step that compiling saves, from benchmarks/results/cpu-steps.md: in bf16 with attention in
-# blocks, else with torch's attention.
-COMPILE_GAIN = {"bfloat16": 0.19, "float32": 0.06, "float16": 0.06}
 
 
 @dataclass(frozen=True)
@@ -92,43 +91,23 @@ def resolve_plan(
     _check_positions(recipe, shape)
     kept = read_activations(recipe.train)
     check_activations(recipe, kept, shape, cluster)
-    precision, precision_why = _choose_precision(recipe, cluster)
-    seconds = _estimate_seconds(recipe, shape, cluster, precision, num_samples)
-    compile_model, compile_why = _choose_compile(recipe, cluster, kept, seconds, COMPILE_GAIN[precision.compute])
+    precision, precision_why = choose_precision(recipe, cluster)
+    seconds = estimate_seconds(recipe, shape, cluster, precision, num_samples)
+    compile_model, compile_why = choose_compile(recipe, cluster, kept, seconds, COMPILE_GAIN[precision.compute])
     adapter = build_adapter_plan(recipe.adapter, shape, len(recipe.model.new_tokens))
     replica = find_replica(recipe, cluster)
     request = _Request(recipe, shape, cluster, replica, num_samples, precision, adapter, compile_model, kept, fill)
     if recipe.parallel == "auto":
         plan, plan_why = _choose_strategy(request)
     else:
-        layout = _build_layout(request, recipe.parallel)
-        check_pipeline(recipe, layout)
-        check_tensor_parallel(recipe, shape, layout)
-        check_expert_parallel(recipe, shape, layout)
-        check_context(recipe, layout, shape)
-        plan, plan_why = _build_requested(request, layout)
-        plan_why = [*plan_why, *describe_pipeline(plan)]
+        plan, plan_why = _build_requested(request, _check_layout(request, recipe.parallel))
+    plan_why = [*plan_why, *describe_pipeline(plan)]
     check_compression(plan)
     check_replicas(plan)
     check_engine(recipe, plan)
     plan_why = [*plan_why, *describe_traffic(plan, count_held(shape, plan))]
     reach = None if adapter is None else describe_reach(adapter, shape)
     return replace(plan, why=(*plan_why, *precision_why, *compile_why, *([] if reach is None else [reach])))
-
-
-def find_replica(recipe: "Recipe", cluster: Cluster) -> Cluster:
-    """The part of a cluster that one replica has. Raises PlanError, with numbers that fit, if they do not divide it."""
-    replicas, count = recipe.sync.replicas, cluster.num_devices
-    if count % replicas:
-        fits = join_words([str(n) for n in (count // replicas * replicas, (count // replicas + 1) * replicas) if n])
-        others = [str(n) for n in nearest(divisors(count), replicas) if n > 1]
-        instead = f", or use {join_words(others)} replicas" if others else ""
-        raise PlanError(
-            f"sync.replicas={replicas} does not divide {count} process{'' if count == 1 else 'es'}; run {fits} "
-            f"processes{instead}."
-        )
-    size = count // replicas
-    return replace(cluster, num_devices=size, devices_per_node=gcd(size, cluster.devices_per_node))
 
 
 def _check_positions(recipe: "Recipe", shape: ModelShape) -> None:
@@ -141,152 +120,62 @@ def _check_positions(recipe: "Recipe", shape: ModelShape) -> None:
         )
 
 
-def _choose_precision(recipe: "Recipe", cluster: Cluster) -> tuple[Precision, list[str]]:
-    train = recipe.train
-    wanted, name = train.precision, cluster.accelerator.name
-    if wanted == "fp8":
-        _check_float8(recipe, cluster)
-    if wanted == "bf16" and cluster.kind == "cuda" and not cluster.has_bf16:
-        raise PlanError(f"train.precision=bf16: {name} does not support bf16; use fp16 or fp32.")
-    compute_bf16 = wanted in ("bf16", "fp8") or (wanted == "auto" and cluster.has_bf16)
-    if train.master_weights != "fp32":
-        return replace(_choose_master_weights(train, compute_bf16), float8=wanted == "fp8"), []
-    if wanted == "fp8":
-        return Precision(compute="bfloat16", float8=True), []
-    precision = Precision(compute="bfloat16" if compute_bf16 else "float16" if wanted == "fp16" else "float32")
-    if wanted != "auto":
-        return precision, []
-    return precision, [f"precision auto: compute in {precision.compute}, {_explain_bf16(cluster)}"]
-
-
-def _check_float8(recipe: "Recipe", cluster: Cluster) -> None:
-    """Raise PlanError if the devices have no float8, ConfigError if the recipe cannot use it."""
-    if not cluster.has_float8:
-        raise PlanError(
-            f"train.precision=fp8: {cluster.accelerator.name} does not multiply matrices in float8, which needs a GPU "
-            "of compute capability 8.9 or later, such as an H100; use train.precision=bf16."
-        )
-    if recipe.adapter.is_adapter:
-        raise ConfigError(
-            f"train.precision=fp8 does not work with adapter.method={recipe.adapter.method}: frozen weights would be "
-            "cast again at every step; use train.precision=bf16, or adapter.method=full."
-        )
-    if recipe.train.compile is False:
-        raise ConfigError(
-            "train.precision=fp8 with train.compile=false is slower than bf16: every cast would be a pass over memory; "
-            "use train.compile=true, or train.precision=bf16."
-        )
-
-
-def _explain_bf16(cluster: Cluster) -> str:
-    """The reason for or against bf16: from the table of accelerators, or from a measurement."""
-    part = cluster.accelerator
-    if cluster.kind != "cpu":
-        return f"{part.name} has {'fast' if cluster.has_bf16 else 'no fast'} bf16"
-    if part.bf16_flops is None or part.fp32_flops is None:
-        return f"the bf16 speed of a {part.name} is measured on the training machine"
-    words = "" if cluster.has_bf16 else f"; bf16 is used if it is {CPU_BF16_MARGIN:g} times as fast"
-    return (
-        f"a process of this {part.name} multiplies matrices at {part.bf16_flops / 1e9:.0f} GFLOP/s in bf16 and "
-        f"{part.fp32_flops / 1e9:.0f} in fp32{words}"
-    )
-
-
-def _choose_master_weights(train: "TrainConfig", compute_bf16: bool) -> Precision:
-    """The precision with parameters stored only in bf16."""
-    if not compute_bf16:
-        raise ConfigError(
-            f"train.master_weights={train.master_weights} stores parameters only in bf16, but "
-            f"train.precision={train.precision} does not compute in bf16 on this device; set train.precision=bf16 or "
-            "train.master_weights=fp32."
-        )
-    rounding: Rounding = "kahan" if train.master_weights == "bf16_kahan" else "stochastic"
-    return Precision(param="bfloat16", compute="bfloat16", master="bfloat16", rounding=rounding)
-
-
-def _estimate_seconds(
-    recipe: "Recipe", shape: ModelShape, cluster: Cluster, precision: Precision, num_samples: int | None
-) -> float | None:
-    """Return about how long training takes without compilation; None if the rate or the number of steps is unknown."""
-    peak = cluster.accelerator.peak_flops(precision.compute)
-    if peak is None or (num_samples is None and recipe.train.epochs is not None):
-        return None
-    tokens = recipe.batches.first_token(recipe.num_steps(num_samples or 0))
-    flops = tokens * shape.flops_per_token(recipe.data.sequence_len)
-    return flops / (cluster.num_devices * peak * _EAGER_MFU)
-
-
-def _choose_compile(
-    recipe: "Recipe", cluster: Cluster, kept: KeptActivations, seconds: float | None, gain: float
-) -> tuple[bool, list[str]]:
-    """Decide whether to compile a model that trains for `seconds`, if known. `gain`: the part that compiling saves.
-
-    Raises ConfigError for an adapter whose layers replace weights in each forward pass; PEFT advises against it.
-    """
-    wanted, adapter = recipe.train.compile, recipe.adapter
-    key = "target_parameters" if adapter.target_parameters else "quantize_experts" if adapter.quantize_experts else None
-    if key is not None and wanted is True:
-        raise ConfigError(
-            f"train.compile=true: with adapter.{key} the weights of experts are replaced in each forward pass, which "
-            "cannot be compiled; set train.compile=false."
-        )
-    if isinstance(wanted, bool):
-        return wanted, []
-    if (obstacle := _find_compile_obstacle(recipe)) is not None:
-        return False, [f"compile auto: off, {obstacle}"]
-    if kept.memory_budget is not None:
-        return True, ["compile auto: on, the compiler keeps activations within the memory budget"]
-    if key is not None:
-        return False, [f"compile auto: off, with adapter.{key} the weights of experts change in each forward pass"]
-    if recipe.train.activation_offloading and not kept.is_input_alone:
-        return False, ["compile auto: off, the activations of compiled layers cannot be offloaded"]
-    if cluster.kind == "cuda":
-        return True, ["compile auto: on, fused kernels are faster on a GPU"]
-    if seconds is None:
-        return False, ["compile auto: off, the length of the training on this CPU is unknown"]
-    length = f"training takes about {seconds / 60:,.0f} min here, and compiling up to {_COMPILE_SECONDS} s"
-    if not cluster.can_compile:
-        return False, [f"compile auto: off, {cluster.accelerator.name} has no C++ compiler or no Python headers"]
-    if gain * seconds < _COMPILE_SECONDS:
-        return False, [f"compile auto: off, {length}"]
-    return True, [f"compile auto: on, {length}, which saves about {gain:.0%} of each step"]
-
-
-def _find_compile_obstacle(recipe: "Recipe") -> str | None:
-    if not find_row(recipe).compiles:
-        return f"engine={recipe.engine} does not compile layers"
-    if getattr(recipe.parallel, "schedule", None) == "zero_bubble":
-        return "PyTorch cannot split the backward pass of compiled layers (zero_bubble)"
-    return None
-
-
 def _choose_strategy(request: _Request) -> tuple[ParallelPlan, list[str]]:
-    """The first strategy that fits, the simplest tried first; on calibrated devices the fastest that fits.
+    """The first strategy that fits, the simplest tried first; on devices of known speed the fastest plan that fits.
 
     Raises PlanError with what each would need.
     """
     why: list[str] = []
     fitting: dict[ParallelPlan, list[str]] = {}
-    alone = request.replica.num_devices == 1
+    refused: list[ConfigError | PlanError] = []
+    ranks = request.replica.num_devices > 1 and ranks_by_time(request.cluster)
     for layout in _auto_layouts(request):
         plan, needs, line = _choose_micro_batch(request, layout)
         logger.debug(f"plan: {layout.strategy} needs {render_bytes(needs.total)}, micro batch {plan.micro_batch_size}")
         _check_host_memory(request, layout, needs)
         if request.fits(needs):
-            if alone or not ranks_by_time(request.cluster):
+            try:
+                check_engine(request.recipe, plan)
+            except (ConfigError, PlanError) as error:
+                refused.append(error)
+                continue
+            if not ranks:
                 reason = "one process" if plan.world_size == 1 else "the first that fits"
                 return plan, [*why, f"parallel auto: {layout.strategy}, {reason}", *line]
             fitting[plan] = line
             continue
         why.append(f"parallel auto: {_needs(request, layout, plan, needs)}")
-    if fitting:
+    divided = dict(_list_divided(request)) if ranks else {}
+    if fitting or divided:
         length = request.recipe.data.sequence_len
-        plan, reason = choose_fastest(list(fitting), request.shape, length, request.cluster)
-        return plan, [*why, f"parallel auto: {plan.strategy}, {reason}", *fitting[plan]]
+        plan, reason = choose_fastest(list(fitting), list(divided), request.shape, length, request.cluster)
+        return plan, [*why, f"parallel auto: {plan.strategy}, {reason}", *(fitting | divided)[plan]]
+    if refused:
+        raise refused[0]
     tried = "; ".join(entry.removeprefix("parallel auto: ").removesuffix(", too much") for entry in why)
     raise PlanError(
         f"parallel=auto: nothing fits {request.cluster.accelerator.name}: {tried}. {_advice(request, plan)}"
     )
+
+
+def _list_divided(request: _Request) -> Iterator[tuple[ParallelPlan, list[str]]]:
+    """The plans with `tp`, `cp` or `pp` that fit, the simplest first, each with its reasons.
+
+    Pipelines are tried with several micro batches: smaller ones wait less.
+    """
+    kind = request.cluster.kind
+    for parallel in list_divided(request.recipe, request.shape, request.cluster):
+        variant = replace(request, recipe=request.recipe.model_copy(update={"parallel": parallel}))
+        try:
+            plan, _, _ = _choose_micro_batch(variant, _check_layout(variant, parallel))
+        except (ConfigError, PlanError) as error:
+            logger.debug(f"plan: {error}")
+            continue
+        is_one = plan.pp == 1 or request.fill
+        for each in [plan] if is_one else list_micro_batches(variant.recipe, plan, kind):
+            needs = request.estimate(each)
+            if request.fits(needs):
+                yield each, _explain_micro_batch(request, each, needs)
 
 
 def _auto_layouts(request: _Request) -> Iterator[Layout]:
@@ -320,6 +209,16 @@ def _build_layout(request: _Request, parallel: "str | ParallelConfig") -> Layout
     if request.recipe.sync.name == PARAMETER_SERVER:
         return join_servers(layout, request.recipe, request.cluster)
     return replace(layout, num_replicas=request.recipe.sync.replicas)
+
+
+def _check_layout(request: _Request, parallel: "str | ParallelConfig") -> Layout:
+    """The layout of a value of `parallel`. Raises ConfigError or PlanError if the recipe or the model rules it out."""
+    layout, recipe, shape = _build_layout(request, parallel), request.recipe, request.shape
+    check_pipeline(recipe, layout)
+    check_tensor_parallel(recipe, shape, layout)
+    check_expert_parallel(recipe, shape, layout)
+    check_context(recipe, layout, shape)
+    return layout
 
 
 def _build_requested(request: _Request, layout: Layout) -> tuple[ParallelPlan, list[str]]:
@@ -371,19 +270,21 @@ def _choose_micro_batch(request: _Request, layout: Layout) -> tuple[ParallelPlan
         needs = request.estimate(plan)
         if request.fits(needs):
             break
-    if not automatic:
-        return plan, needs, []
-    limit = request.usable_bytes
+    return plan, needs, _explain_micro_batch(request, plan, needs)
+
+
+def _explain_micro_batch(request: _Request, plan: ParallelPlan, needs: MemoryEstimate) -> list[str]:
+    """The line about a micro batch that the recipe does not set."""
+    if request.recipe.train.micro_batch_size != "auto":
+        return []
+    size, limit = plan.micro_batch_size, request.usable_bytes
     room = "device memory unknown" if limit is None else f"of {render_bytes(limit)} usable"
-    ramped = ", dividing every size of the ramp" if recipe.train.batch_ramp is not None else ""
-    return (
-        plan,
-        needs,
-        [
-            f"micro_batch_size auto: {size} of the {per_rank} sequences each rank gets{ramped}, {size * length} tokens "
-            f"(at most {cap}); estimated {render_bytes(needs.total)}, {room}"
-        ],
-    )
+    ramped = ", dividing every size of the ramp" if request.recipe.train.batch_ramp is not None else ""
+    return [
+        f"micro_batch_size auto: {size} of the {size * plan.num_microbatches} sequences each rank gets{ramped}, "
+        f"{size * request.recipe.data.sequence_len} tokens (at most {MICRO_BATCH_TOKENS[request.cluster.kind]}); "
+        f"estimated {render_bytes(needs.total)}, {room}"
+    ]
 
 
 def _build_plan(request: _Request, layout: Layout, micro_batch_size: int, num_microbatches: int) -> ParallelPlan:

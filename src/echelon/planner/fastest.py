@@ -1,33 +1,73 @@
-"""The fastest of several plans by the predicted time of a step, where the speed of the devices was measured."""
+"""The fastest of several plans by the predicted time of a step, where the speed of the devices is known."""
 
 from collections.abc import Sequence
 
-from echelon.hardware.accelerators import Cluster
+from echelon.hardware.accelerators import ACCELERATORS, Cluster
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.time import estimate_time
 
 _CLOSE = 0.05  # a plan that is slower by less is as fast: predictions are not more exact
+# Plans with tp, cp or pp have to be faster by more than this: they depend more on links, and on what else is divided.
+_CLEARLY = 0.10
+_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 
 def ranks_by_time(cluster: Cluster) -> bool:
-    """Whether predictions for these devices are exact enough to choose by them: they were calibrated."""
-    return cluster.calibration is not None
+    """Whether predictions for these devices are exact enough to choose by them: calibrated ones, and known GPUs."""
+    return cluster.calibration is not None or (cluster.kind == "cuda" and cluster.accelerator.name in ACCELERATORS)
 
 
 def choose_fastest(
-    plans: Sequence[ParallelPlan], shape: ModelShape, sequence_len: int, cluster: Cluster
+    simple: Sequence[ParallelPlan],
+    divided: Sequence[ParallelPlan],
+    shape: ModelShape,
+    sequence_len: int,
+    cluster: Cluster,
 ) -> tuple[ParallelPlan, str]:
-    """The first of the plans that are about as fast as the fastest one, and why, for the user.
+    """The plan to take, and why, for the user.
+
+    Of the simple plans it is the first that is about as fast as the fastest of them, likewise of the divided ones. A
+    divided plan is taken if it is clearly faster, or if there is no simple one.
 
     Args:
-        plans: at least one, the simplest first.
+        simple: plans that divide the data, the gradients and the states alone, the simplest first.
+        divided: plans with `tp`, `cp` or `pp`, the simplest first. At least one of both kinds together.
     """
-    seconds = [estimate_time(shape, plan, sequence_len, cluster).total for plan in plans]
-    chosen = next(place for place, each in enumerate(seconds) if each <= (1 + _CLOSE) * min(seconds))
-    table = ", ".join(f"{plan.strategy} {each:.3g} s" for plan, each in zip(plans, seconds, strict=True))
-    ties = [plan.strategy for plan, each in zip(plans, seconds, strict=True) if each < seconds[chosen]]
+    seconds = {plan: estimate_time(shape, plan, sequence_len, cluster).total for plan in (*simple, *divided)}
+    table = ", ".join(f"{plan.strategy} {seconds[plan]:.3g} s" for plan in simple)
+    by = f"by the predicted time of a step on {_describe_devices(cluster)}"
+    others = _choose(divided, seconds) if divided else None
+    if not simple:
+        assert others is not None
+        return others, f"{_name(others)}, {seconds[others]:.3g} s, the best of {len(divided)} with tp, cp or pp, {by}"
+    chosen = _choose(simple, seconds)
+    beside = ""
+    if others is not None:
+        beside = f"; the best of {len(divided)} with tp, cp or pp is {_name(others)}, {seconds[others]:.3g} s"
+        if (1 + _CLEARLY) * seconds[others] < seconds[chosen]:
+            return others, f"{_name(others)}, {seconds[others]:.3g} s, clearly faster than {table}, {by}"
+    ties = [plan.strategy for plan in simple if seconds[plan] < seconds[chosen]]
     words = f"as fast as {ties[0]} and simpler" if ties else "the fastest"
-    return plans[
-        chosen
-    ], f"{words} of those that fit, by the predicted time of a step on this calibrated device: {table}"
+    return chosen, f"{words} of those that fit, {by}: {table}{beside}"
+
+
+def _describe_devices(cluster: Cluster) -> str:
+    """The devices, and the links that are assumed between them."""
+    if cluster.calibration is not None:
+        return "this calibrated device"
+    links = cluster.known_links
+    between = f" and {links.between.name}" if cluster.num_nodes > 1 else ""
+    return f"{cluster.accelerator.name} with {links.inside.name}{between}"
+
+
+def _choose(plans: Sequence[ParallelPlan], seconds: dict[ParallelPlan, float]) -> ParallelPlan:
+    """The first that is about as fast as the fastest of them."""
+    fastest = min(seconds[plan] for plan in plans)
+    return next(plan for plan in plans if seconds[plan] <= (1 + _CLOSE) * fastest)
+
+
+def _name(plan: ParallelPlan) -> str:
+    """The degrees above 1."""
+    degrees = [f"{axis} {getattr(plan, axis)}" for axis in _AXES if getattr(plan, axis) > 1]
+    return ", ".join(degrees) + (f" ({plan.schedule})" if plan.schedule is not None else "")

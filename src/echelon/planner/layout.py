@@ -1,7 +1,7 @@
 """The layout of a strategy from `parallel`, a name or a mapping of degrees, and the batch arithmetic over it."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError, PlanError
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from echelon.recipe.training import ParallelConfig
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
+# Longer microbatches were not measured to be faster, and only use more memory.
+MICRO_BATCH_TOKENS = {"cuda": 16384, "cpu": 8192}
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,21 @@ class Layout:
     def num_peers(self) -> int:
         """Ranks that read the same sequences, because they share the model or the sequence."""
         return self.cp * self.tp * self.pp
+
+
+def find_replica(recipe: "Recipe", cluster: Cluster) -> Cluster:
+    """The part of a cluster that one replica has. Raises PlanError, with numbers that fit, if they do not divide it."""
+    replicas, count = recipe.sync.replicas, cluster.num_devices
+    if count % replicas:
+        fits = join_words([str(n) for n in (count // replicas * replicas, (count // replicas + 1) * replicas) if n])
+        others = [str(n) for n in nearest(divisors(count), replicas) if n > 1]
+        instead = f", or use {join_words(others)} replicas" if others else ""
+        raise PlanError(
+            f"sync.replicas={replicas} does not divide {count} process{'' if count == 1 else 'es'}; run {fits} "
+            f"processes{instead}."
+        )
+    size = count // replicas
+    return replace(cluster, num_devices=size, devices_per_node=math.gcd(size, cluster.devices_per_node))
 
 
 def build_layout(parallel: "str | ParallelConfig", cluster: Cluster, num_layers: int) -> Layout:

@@ -12,10 +12,14 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from echelon.hardware.accelerators import Cluster, DeviceKind
-from echelon.planner.choose import MICRO_BATCH_TOKENS, find_replica
+from echelon.planner.families import FAMILIES
+from echelon.planner.layout import MICRO_BATCH_TOKENS, find_replica
 from echelon.planner.model_shape import ModelShape, divisors
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.stages import fits_schedule
+from echelon.recipe.engines import NATIVE
+from echelon.recipe.names import OPTIMIZERS
+from echelon.recipe.synchronization import EVERY_STEP
 from echelon.recipe.training import CpMethod, ParallelConfig, PipelineSchedule
 
 if TYPE_CHECKING:
@@ -54,6 +58,41 @@ def list_layouts(recipe: "Recipe", shape: ModelShape, cluster: Cluster, divide: 
         rest, left = divmod(world, tp * cp * pp)
         if not left and (cp == 1 or recipe.data.sequence_len % (2 * cp) == 0):
             yield from _list_mappings(recipe, shape, replica, (tp, cp, pp, rest))
+
+
+def list_divided(recipe: "Recipe", shape: ModelShape, cluster: Cluster) -> list[ParallelConfig]:
+    """The mappings that `parallel: auto` weighs against the named strategies: those with one or two of `tp`, `cp` and
+    `pp`, the fewest axes and the smallest degrees first. `resolve_plan` may refuse some of them.
+
+    Offloading, ZeRO-1 and `zero_bubble` beside them are used only if a recipe says so.
+    """
+    if not _can_divide(recipe, shape):
+        return []
+    found = [
+        each
+        for each in list_layouts(recipe, shape, cluster, divide=True)
+        if isinstance(each, ParallelConfig) and _count_axes(each) in (1, 2) and not each.cpu_offload
+        if each.reduce_gradients != "last" and each.schedule != "zero_bubble"
+    ]
+    return sorted(found, key=lambda each: (_count_axes(each), each.tp * each.cp * each.pp))
+
+
+def _can_divide(recipe: "Recipe", shape: ModelShape) -> bool:
+    """Whether every part of a recipe is one that works with `tp`, `cp` and `pp`.
+
+    Other engines, adapters, other objectives than `causal_lm`, replicas that agree by `sync`, optimizers and models of
+    the user's own and an attention that the recipe names work with some of them at most.
+    """
+    sync, model = recipe.sync, recipe.model
+    agrees_exactly = sync.name == EVERY_STEP and sync.replicas == 1 and sync.compress.method == "none"
+    is_usual = recipe.engine == NATIVE and recipe.objective.name == "causal_lm" and not recipe.adapter.is_adapter
+    is_known = shape.model_type in FAMILIES and not model.trust_remote_code and model.attn_implementation is None
+    return agrees_exactly and is_usual and is_known and recipe.optim.name in OPTIMIZERS
+
+
+def _count_axes(parallel: ParallelConfig) -> int:
+    """Along how many axes layers, matrices or sequences are divided."""
+    return sum(degree > 1 for degree in (parallel.tp, parallel.cp, parallel.pp))
 
 
 def _list_mappings(

@@ -67,7 +67,8 @@ class Recipe(Section):
         "auto",
         description="The strategy: `ddp` replicates the model on every process, `zero1` shards optimizer state, "
         "`zero2` also gradients, `fsdp` also parameters, `hsdp` shards within a machine and replicates across; or a "
-        "mapping of degrees. `auto` takes the first that fits and prints the reason.",
+        "mapping of degrees. `auto` takes the fastest that fits by the predicted time, on devices of unknown speed the "
+        "first that fits, and prints the reason.",
     )
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()

@@ -1,0 +1,141 @@
+"""The precision of a plan and whether its layers are compiled, each choice with the numbers it is based on."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from echelon.errors import ConfigError, PlanError
+from echelon.hardware.accelerators import CPU_BF16_MARGIN, Cluster
+from echelon.planner.engine_limits import find_row
+from echelon.planner.kept_activations import KeptActivations
+from echelon.planner.model_shape import ModelShape
+from echelon.planner.plan import Precision, Rounding
+
+if TYPE_CHECKING:
+    from echelon.recipe import Recipe, TrainConfig
+
+# On CPUs: what compiling takes at most (about 25 s were measured for one kind of layer), and the MFU without it, which
+# is only assumed.
+_COMPILE_SECONDS, _EAGER_MFU = 60, 0.35
+# On CPUs: the part of a step that compiling saves, from benchmarks/results/cpu-steps.md: in bf16 with attention in
+# blocks, else with torch's attention.
+COMPILE_GAIN = {"bfloat16": 0.19, "float32": 0.06, "float16": 0.06}
+
+
+def choose_precision(recipe: "Recipe", cluster: Cluster) -> tuple[Precision, list[str]]:
+    """The dtypes of a plan, with the reason for `auto`. Raises PlanError or ConfigError for what cannot be computed."""
+    train = recipe.train
+    wanted, name = train.precision, cluster.accelerator.name
+    if wanted == "fp8":
+        _check_float8(recipe, cluster)
+    if wanted == "bf16" and cluster.kind == "cuda" and not cluster.has_bf16:
+        raise PlanError(f"train.precision=bf16: {name} does not support bf16; use fp16 or fp32.")
+    compute_bf16 = wanted in ("bf16", "fp8") or (wanted == "auto" and cluster.has_bf16)
+    if train.master_weights != "fp32":
+        return replace(_choose_master_weights(train, compute_bf16), float8=wanted == "fp8"), []
+    if wanted == "fp8":
+        return Precision(compute="bfloat16", float8=True), []
+    precision = Precision(compute="bfloat16" if compute_bf16 else "float16" if wanted == "fp16" else "float32")
+    if wanted != "auto":
+        return precision, []
+    return precision, [f"precision auto: compute in {precision.compute}, {_explain_bf16(cluster)}"]
+
+
+def _check_float8(recipe: "Recipe", cluster: Cluster) -> None:
+    """Raise PlanError if the devices have no float8, ConfigError if the recipe cannot use it."""
+    if not cluster.has_float8:
+        raise PlanError(
+            f"train.precision=fp8: {cluster.accelerator.name} does not multiply matrices in float8, which needs a GPU "
+            "of compute capability 8.9 or later, such as an H100; use train.precision=bf16."
+        )
+    if recipe.adapter.is_adapter:
+        raise ConfigError(
+            f"train.precision=fp8 does not work with adapter.method={recipe.adapter.method}: frozen weights would be "
+            "cast again at every step; use train.precision=bf16, or adapter.method=full."
+        )
+    if recipe.train.compile is False:
+        raise ConfigError(
+            "train.precision=fp8 with train.compile=false is slower than bf16: every cast would be a pass over memory; "
+            "use train.compile=true, or train.precision=bf16."
+        )
+
+
+def _explain_bf16(cluster: Cluster) -> str:
+    """The reason for or against bf16: from the table of accelerators, or from a measurement."""
+    part = cluster.accelerator
+    if cluster.kind != "cpu":
+        return f"{part.name} has {'fast' if cluster.has_bf16 else 'no fast'} bf16"
+    if part.bf16_flops is None or part.fp32_flops is None:
+        return f"the bf16 speed of a {part.name} is measured on the training machine"
+    words = "" if cluster.has_bf16 else f"; bf16 is used if it is {CPU_BF16_MARGIN:g} times as fast"
+    return (
+        f"a process of this {part.name} multiplies matrices at {part.bf16_flops / 1e9:.0f} GFLOP/s in bf16 and "
+        f"{part.fp32_flops / 1e9:.0f} in fp32{words}"
+    )
+
+
+def _choose_master_weights(train: "TrainConfig", compute_bf16: bool) -> Precision:
+    """The precision with parameters stored only in bf16."""
+    if not compute_bf16:
+        raise ConfigError(
+            f"train.master_weights={train.master_weights} stores parameters only in bf16, but "
+            f"train.precision={train.precision} does not compute in bf16 on this device; set train.precision=bf16 or "
+            "train.master_weights=fp32."
+        )
+    rounding: Rounding = "kahan" if train.master_weights == "bf16_kahan" else "stochastic"
+    return Precision(param="bfloat16", compute="bfloat16", master="bfloat16", rounding=rounding)
+
+
+def estimate_seconds(
+    recipe: "Recipe", shape: ModelShape, cluster: Cluster, precision: Precision, num_samples: int | None
+) -> float | None:
+    """Return about how long training takes without compilation; None if the rate or the number of steps is unknown."""
+    peak = cluster.accelerator.peak_flops(precision.compute)
+    if peak is None or (num_samples is None and recipe.train.epochs is not None):
+        return None
+    tokens = recipe.batches.first_token(recipe.num_steps(num_samples or 0))
+    flops = tokens * shape.flops_per_token(recipe.data.sequence_len)
+    return flops / (cluster.num_devices * peak * _EAGER_MFU)
+
+
+def choose_compile(
+    recipe: "Recipe", cluster: Cluster, kept: KeptActivations, seconds: float | None, gain: float
+) -> tuple[bool, list[str]]:
+    """Decide whether to compile a model that trains for `seconds`, if known. `gain`: the part that compiling saves.
+
+    Raises ConfigError for an adapter whose layers replace weights in each forward pass; PEFT advises against it.
+    """
+    wanted, adapter = recipe.train.compile, recipe.adapter
+    key = "target_parameters" if adapter.target_parameters else "quantize_experts" if adapter.quantize_experts else None
+    if key is not None and wanted is True:
+        raise ConfigError(
+            f"train.compile=true: with adapter.{key} the weights of experts are replaced in each forward pass, which "
+            "cannot be compiled; set train.compile=false."
+        )
+    if isinstance(wanted, bool):
+        return wanted, []
+    if (obstacle := _find_compile_obstacle(recipe)) is not None:
+        return False, [f"compile auto: off, {obstacle}"]
+    if kept.memory_budget is not None:
+        return True, ["compile auto: on, the compiler keeps activations within the memory budget"]
+    if key is not None:
+        return False, [f"compile auto: off, with adapter.{key} the weights of experts change in each forward pass"]
+    if recipe.train.activation_offloading and not kept.is_input_alone:
+        return False, ["compile auto: off, the activations of compiled layers cannot be offloaded"]
+    if cluster.kind == "cuda":
+        return True, ["compile auto: on, fused kernels are faster on a GPU"]
+    if seconds is None:
+        return False, ["compile auto: off, the length of the training on this CPU is unknown"]
+    length = f"training takes about {seconds / 60:,.0f} min here, and compiling up to {_COMPILE_SECONDS} s"
+    if not cluster.can_compile:
+        return False, [f"compile auto: off, {cluster.accelerator.name} has no C++ compiler or no Python headers"]
+    if gain * seconds < _COMPILE_SECONDS:
+        return False, [f"compile auto: off, {length}"]
+    return True, [f"compile auto: on, {length}, which saves about {gain:.0%} of each step"]
+
+
+def _find_compile_obstacle(recipe: "Recipe") -> str | None:
+    if not find_row(recipe).compiles:
+        return f"engine={recipe.engine} does not compile layers"
+    if getattr(recipe.parallel, "schedule", None) == "zero_bubble":
+        return "PyTorch cannot split the backward pass of compiled layers (zero_bubble)"
+    return None
