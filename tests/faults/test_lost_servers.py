@@ -1,4 +1,4 @@
-"""A worker or a parameter server is killed: the job restarts from its checkpoint and ends as one that lost nothing."""
+"""A parameter server is killed: the job restarts from a checkpoint or a snapshot, and ends as one that lost nothing."""
 
 import pytest
 
@@ -18,9 +18,9 @@ def marked(tmp_path, monkeypatch):
     assert_no_orphan()
 
 
-def train_with_a_kill(folder, lost, **sync):
-    """A run of a server and two further workers, of which one process is killed after the first checkpoint."""
-    job = Job(folder, 60, RANKS, sync={"name": "parameter_server", **sync}).begin()
+def train_with_a_kill(folder, lost=0, servers=1, **sync):
+    """A run of three workers, of which one that is a server is killed after the first checkpoint."""
+    job = Job(folder, 60, RANKS, sync={"name": "parameter_server", "servers": servers, **sync}).begin()
     job.until(lambda: job.events("checkpoint"))
     job.strike(lost)
     job.end()
@@ -28,16 +28,31 @@ def train_with_a_kill(folder, lost, **sync):
     return job
 
 
-@pytest.mark.parametrize("lost", [0, 2], ids=["server", "worker"])
-def test_rows_are_those_of_a_single_process_if_steps_wait(tmp_path, lost):
-    job = train_with_a_kill(tmp_path, lost)
+@pytest.mark.parametrize(("lost", "servers"), [(0, 1), (1, 2)])
+def test_rows_are_those_of_a_single_process_if_steps_wait(tmp_path, lost, servers):
+    job = train_with_a_kill(tmp_path, lost, servers)
     assert_same_rows(job.run, train_alone(tmp_path))
 
 
-@pytest.mark.parametrize("lost", [0, 2], ids=["server", "worker"])
-def test_every_step_is_fed_whole_if_workers_do_not_wait(tmp_path, lost):
+def test_snapshots_in_memory_outlive_a_lost_worker(tmp_path):
+    """The workers that are left take snapshots in a new group; a server that is lost then resumes from one."""
+    job = Job(tmp_path, 90, RANKS, sync={"name": "parameter_server"}, checkpoint={"snapshot_every_steps": 3}).begin()
+    job.until(lambda: job.last_step() >= 5)
+    job.strike(2)
+    job.until(lambda: job.events("replica_lost"))
+    step = job.last_step()
+    job.until(lambda: job.last_step() >= step + 8)
+    job.strike(0)
+    job.end()
+    assert len(job.events("restart")) == 1
+    [resumed] = job.events("resume")
+    assert resumed["step"] > step and resumed["step"] % 20, "not from a checkpoint"
+    assert_same_rows(job.run, train_alone(tmp_path))
+
+
+def test_every_step_is_fed_whole_if_workers_do_not_wait(tmp_path):
     """Losses depend on the order of pushes; what each step reads does not."""
-    job = train_with_a_kill(tmp_path, lost, max_staleness=2)
+    job = train_with_a_kill(tmp_path, max_staleness=2)
     rows, alone = (
         [row for row in each if row["kind"] == "train"]
         for each in (read_lines(job.run.metrics_path), train_alone(tmp_path))

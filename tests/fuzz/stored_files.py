@@ -24,8 +24,9 @@ from echelon.errors import EchelonError
 from echelon.hardware.accelerators import Accelerator, Cluster
 from echelon.inference.target import load_target
 from echelon.inference.team import Host, Team
-from echelon.lifecycle.assemble import build_trainer, load_newest
+from echelon.lifecycle.assemble import build_trainer
 from echelon.lifecycle.model_checks import check_weights, find_model_fields
+from echelon.lifecycle.saved_state import load_newest
 from echelon.lifecycle.setup import prepare_run
 from echelon.model.build import build_on_meta, load_config
 from echelon.model.pretrained import PretrainedWeights

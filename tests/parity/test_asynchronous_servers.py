@@ -2,12 +2,14 @@
 
 import shutil
 import signal
+import threading
 import time
 
 import pytest
 import torch
 
-from echelon.sync.pushes import Kind
+from echelon.supervise.outcome import is_secondary
+from echelon.sync.pushes import Kind, close_connections, receive
 from push_oracle import replay
 from stand_ins import train_rank_with
 from test_parameter_server import STEPS, alone, served, train_poisoned
@@ -90,6 +92,31 @@ def test_compensated_gradients_are_those_of_the_paper(workers, text, tmp_path):
     )
     assert ours == pytest.approx(compensated, abs=1e-5)
     assert ours != pytest.approx(plain, abs=1e-4)
+
+
+def end_waits(rank, world_size):
+    """Wait for a message of the other rank in a thread; rank 0 ends all waits. Returns the error of this rank's."""
+    group = torch.distributed.new_group(backend="gloo")
+    errors = []
+
+    def wait():
+        try:
+            receive(1 - rank, 0, group)
+        except RuntimeError as error:
+            errors.append(is_secondary(error))
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    if rank == 0:
+        time.sleep(0.1)
+        close_connections(group)
+    thread.join(20)
+    return errors
+
+
+def test_waits_of_all_threads_end_when_connections_are_closed(workers):
+    """The errors say that a peer is gone: they are no cause of their own."""
+    assert workers.run(end_waits, 2) == [[True], [True]]
 
 
 def find_staleness(journal):

@@ -36,7 +36,7 @@ def run_replica(member, port, moment, results):
         view = board.await_view(number, member)
         number = view.number
         module._CONNECT_SECONDS = SECONDS
-        membership = Membership(board, view, member)
+        membership = Membership(board, view, member, len(NAMES))
         if number == 0 and moment == "its address is published" and member != NAMES[-1]:
             module._CONNECT_SECONDS = 0.5  # it may have been the dead replica's part to connect
             store.wait(["dead"])

@@ -108,6 +108,18 @@ def test_a_quorum_is_the_plan_of_ddp_and_changes_with_its_replicas():
     assert all(each.global_batch_size == 24 and each.world_size == count for count, each in left.items())
 
 
+def test_servers_divide_the_batch_between_the_workers_that_are_left():
+    plan = resolve_plan(build_recipe("ddp", batch=24, sync={"name": "parameter_server"}), TINY, cpus(4))
+    left = {count: resize(plan, count) for count in (1, 3, 5)}
+    assert {count: (each.num_replicas, each.num_fill) for count, each in left.items()} == {
+        1: (1, 0),
+        3: (3, 12),
+        5: (5, 6),
+    }
+    assert all(each.global_batch_size == 24 and each.world_size == count for count, each in left.items())
+    assert replace(resize(left[3], 4), num_fill=0) == plan
+
+
 @pytest.mark.parametrize(
     ("cluster", "message"),
     [

@@ -1,9 +1,11 @@
 """Snapshots: checkpoints in the machine's memory, for workers that are restarted on the same machine."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from echelon.checkpoint.folder import Checkpoint, find_checkpoints
 from echelon.checkpoint.store import CheckpointStore
@@ -20,13 +22,15 @@ class Snapshots:
     consecutive failures no more are taken.
     """
 
-    def __init__(self, folder: Path | None, every_steps: int | None) -> None:
-        """`folder`: created by the parent process; None disables snapshots."""
+    def __init__(
+        self, folder: Path | None, every_steps: int | None, new_group: Callable[[], dist.ProcessGroup] | None = None
+    ) -> None:
+        """`folder`: created by the parent process; None disables snapshots. `new_group`: see CheckpointStore."""
         self._every_steps = every_steps
         self._store: CheckpointStore | None = None
         if folder is not None and every_steps is not None:
             self._has_one = bool(find_checkpoints(folder))
-            self._store = CheckpointStore(folder, keep_last=1, asynchronous=True)
+            self._store = CheckpointStore(folder, keep_last=1, asynchronous=True, new_group=new_group)
 
     def rehearse(self, tensors: Mapping[str, Any]) -> None:
         """Check that memory is enough for two, since one stays until the next is complete. Raises CheckpointError."""
@@ -55,6 +59,11 @@ class Snapshots:
     def newest(self) -> Checkpoint | None:
         """Return the newest intact snapshot, the same on every rank."""
         return None if self._store is None else self._store.newest()
+
+    def drop(self) -> None:
+        """After the process group has ended: see CheckpointStore.drop. Not collective."""
+        if self._store is not None:
+            self._store.drop()
 
     def close(self) -> None:
         """Wait for the pending snapshot."""

@@ -1,4 +1,4 @@
-"""The group of a quorum: the process group of a view, which ends when a replica is lost or joins."""
+"""The process group of a view: replicas that train together until one of them is lost or another one joins."""
 
 import gc
 import time
@@ -33,14 +33,23 @@ class ViewChanged(Exception):
 
 @dataclass
 class Membership:
-    """This replica's part in a view."""
+    """This replica's part in a view.
+
+    Attributes:
+        member: the name of this start of the replica.
+        num_replicas: those of a view in which none is lost.
+        num_essential: how many replicas, the first ones, have state that no other has; they are in every view.
+    """
 
     board: Board
     view: View
     member: str
+    num_replicas: int
+    num_essential: int = 0
     _num_ballots: int = 0
     _is_changing: bool = field(default=False)
     _store: Store | None = None
+    _endings: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def rank(self) -> int:
@@ -58,10 +67,10 @@ class Membership:
         _form(self._store, self.rank, len(self.view.members), _CONNECT_SECONDS)
         _set_pg_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
 
-    def new_group(self) -> dist.ProcessGroup:
-        """Form another group of all replicas of the view, for checkpoints. Collective. Raises as `form_group` does."""
+    def new_group(self, purpose: str = "checkpoints") -> dist.ProcessGroup:
+        """Form another group of all replicas of the view. Collective. Raises as `form_group` does."""
         timeout = timedelta(seconds=_CONNECT_SECONDS)
-        group = cast(dist.ProcessGroup, dist.new_group(backend=_BACKEND, timeout=timeout, group_desc="checkpoints"))
+        group = cast(dist.ProcessGroup, dist.new_group(backend=_BACKEND, timeout=timeout, group_desc=purpose))
         _set_pg_timeout(timedelta(seconds=COLLECTIVE_SECONDS), group)
         return group
 
@@ -81,6 +90,10 @@ class Membership:
         if self._is_changing:
             raise ViewChanged
 
+    def is_ending(self) -> bool:
+        """Whether this view is over, or another one is to follow it."""
+        return self.board.has_changed(self.view.number)
+
     def raise_change(self, error: BaseException) -> None:
         """Raise ViewChanged if an error comes from the end of this view.
 
@@ -91,8 +104,17 @@ class Membership:
         seconds = _NOTICE_SECONDS if is_secondary(error) else _SHORT_NOTICE_SECONDS
         if isinstance(error, KeyboardInterrupt | SystemExit):
             return
-        if await_true(lambda: self.board.has_changed(self.view.number), seconds):
+        if await_true(self.is_ending, seconds):
             raise ViewChanged from error
+
+    def at_end(self, stop: Callable[[], None]) -> None:
+        """Have `end` call this: it stops threads that use groups of the view."""
+        self._endings.append(stop)
+
+    def end(self) -> None:
+        """Stop what uses groups of the view, before the group is left. Not collective."""
+        while self._endings:
+            self._endings.pop()()
 
     def find_changes(self) -> list[Change]:
         """The replicas that were lost and have joined, up to this view, in changes that nobody has recorded."""

@@ -88,7 +88,8 @@ class Meshes:
         outer: the ranks of all replicas with the same coordinates in their replica; None with one replica.
         pp: the stages of this rank's pipeline; None without one.
         cp: the ranks that share this rank's sequences; None if each sequence is on one rank.
-        membership: this replica's part in a quorum; None without one.
+        membership: this replica's part in a view, where replicas may be lost and join; None elsewhere.
+        number: that of this replica in the whole run; its place in a group changes when others are lost.
     """
 
     device_type: str
@@ -103,6 +104,7 @@ class Meshes:
     pp: dist.ProcessGroup | None
     cp: dist.ProcessGroup | None
     membership: Membership | None = None
+    number: int = 0
 
     @property
     def data_size(self) -> int:
@@ -148,14 +150,14 @@ def build_mesh(plan: ParallelPlan, device_type: str) -> Meshes:
     A group of all ranks is the default group, so a plan that only replicates creates no group.
     """
     grid = Grid(plan)
-    world = _init_world(plan, grid, device_type)
+    world, place = _init_world(plan, grid, device_type), grid.place(dist.get_rank())
     assert dist.group.WORLD is not None
     several = plan.num_replicas > 1
     needs_hosts = several and dist.get_backend() == "nccl"
     return Meshes(
         device_type=device_type,
         grid=grid,
-        place=grid.place(dist.get_rank()),
+        place=place,
         shard=None if world is None else world["dp_replicate", "shard"] if plan.dp_replicate > 1 else world["shard"],
         tp=world["tp"] if world is not None and plan.tp > 1 else None,
         experts=None if world is None else _divide_shards(world, plan),
@@ -164,6 +166,7 @@ def build_mesh(plan: ParallelPlan, device_type: str) -> Meshes:
         outer=_find_group(grid, ("replica",), world) if several else None,
         pp=_find_group(grid, ("pp",), world) if plan.pp > 1 else None,
         cp=_find_group(grid, ("cp",), world) if plan.cp > 1 else None,
+        number=place["replica"],
     )
 
 

@@ -353,7 +353,7 @@ def _build_served(
     if plan.sync.name != PARAMETER_SERVER:
         return None
     backend = compile_backend if plan.compile else None
-    master, seed, server = recipe.train.master_weights, recipe.run.seed, meshes.place["replica"]
+    master, seed, server = recipe.train.master_weights, recipe.run.seed, meshes.number
     return build_served(model, recipe.optim, master, seed, plan.sync.servers, server, backend)
 
 

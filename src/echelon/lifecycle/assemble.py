@@ -12,15 +12,11 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from echelon.checkpoint.adapter_folder import write_adapter
-from echelon.checkpoint.carrier import Carrier
 from echelon.checkpoint.model_card import render_card
-from echelon.checkpoint.snapshot import Snapshots
-from echelon.checkpoint.store import CheckpointStore
-from echelon.checkpoint.upload import Uploader
 from echelon.data.loader import BatchLoader, Microbatch, choose_padding, find_cut
 from echelon.data.mixture import build_order
 from echelon.data.prepared import PreparedData, open_prepared
-from echelon.distributed.membership import Membership, ViewChanged
+from echelon.distributed.membership import ViewChanged
 from echelon.distributed.mesh import Meshes, build_mesh
 from echelon.distributed.runtime import Runtime
 from echelon.engines import Engine, build_engine
@@ -38,6 +34,7 @@ from echelon.lifecycle.journaling import (
     record_beginning,
     record_changes,
 )
+from echelon.lifecycle.saved_state import build_snapshots, build_store, load_newest
 from echelon.model.adapters import find_new_tokens
 from echelon.model.build import resolve_config
 from echelon.model.hub import read_commits, with_copies
@@ -58,12 +55,7 @@ from echelon.runs.reckoning import reckon, sharpen_later_plans, store_reckoning
 from echelon.runs.run_folder import RunFolder
 from echelon.sizes import render_bytes
 from echelon.stopping import StopRequest
-from echelon.supervise.launch_environment import (
-    find_cache_dir,
-    find_host_dir,
-    find_snapshot_dir,
-    shares_files,
-)
+from echelon.supervise.launch_environment import find_cache_dir
 from echelon.sync import build_synchronizer
 from echelon.training.accounting import Accounting
 from echelon.training.bad_steps import StepJudge
@@ -108,7 +100,7 @@ def run_training(
 def conduct(trainer: Trainer, recipe: Recipe, folder: RunFolder, stop: StopRequest, heart: Heartbeat) -> TrainState:
     """Train to the run's last step, and do what follows it. Collective. Raises the errors of `run_training`.
 
-    Raises ViewChanged as well, in a quorum: then the group of its replicas has ended.
+    Raises ViewChanged as well, where replicas may be lost: then their group has ended.
     """
     journal, store = trainer.accounting.journal, trainer.saver.store
     membership = trainer.train_step.meshes.membership
@@ -289,13 +281,14 @@ def assemble(
 
     Args:
         recovery: on rank 0, what measures a recovery.
-        held: in a quorum, what this replica holds from an earlier view; None if it holds nothing.
+        held: what this replica holds from an earlier view; None if it holds nothing.
     """
     recipe, plan, engine, data = built.recipe, built.plan, built.engine, built.data
     stop, heart, device = stop or StopRequest(), heart or Heartbeat(), runtime.device
     sync = build_synchronizer(recipe.sync, engine, meshes)
     contents = RunContents(engine, sync, StepJudge(recipe.fault, device), meshes)
-    store, snapshots = build_store(recipe, folder, meshes.membership), build_snapshots(recipe)
+    store = build_store(recipe, folder, meshes.membership)
+    snapshots = build_snapshots(recipe, meshes.membership)
     tensors = contents.tensors()
     store.rehearse(tensors)
     snapshots.rehearse(tensors)
@@ -369,7 +362,7 @@ def _open_records(
     if held is None:
         note_memory(journal, step, plan, built.shape, recipe.data.sequence_len, device, built.memory)
     elif meshes.membership is not None:
-        record_changes(folder, meshes.membership, step)
+        record_changes(folder, meshes.membership, step, recipe.sync.name)
     return journal, goodput
 
 
@@ -400,53 +393,6 @@ def _find_mfu(
         sequence_len=recipe.data.sequence_len,
         num_trained=None if plan.adapter is None else plan.adapter.num_trained_matmul_parameters,
     )
-
-
-def build_store(recipe: Recipe, folder: RunFolder, membership: Membership | None) -> CheckpointStore:
-    """The run's checkpoint store, which writes an event for each save and logs faults. Collective."""
-    keep_last, asynchronous = recipe.checkpoint.keep_last, recipe.checkpoint.asynchronous
-
-    uploads = None
-    if recipe.checkpoint.remote is not None and dist.get_rank() == 0:
-        uploads = Uploader(recipe.checkpoint.remote, folder, keep_last, folder.rows.append_event)
-
-    def carry(group: dist.ProcessGroup) -> Carrier:
-        # Outside the run folder, which may be copied while it is written (SageMaker), including partial files.
-        return Carrier(str(find_host_dir()), recipe.prepared_dir / ".carried", group)
-
-    return CheckpointStore(
-        folder.checkpoints_dir,
-        keep_last,
-        asynchronous,
-        folder.rows.append_event,
-        uploads,
-        None if shares_files() else carry,
-        None if membership is None else membership.new_group,
-    )
-
-
-def build_snapshots(recipe: Recipe) -> Snapshots:
-    """The run's snapshots, if the recipe enables them. Collective."""
-    every_steps = recipe.checkpoint.snapshot_every_steps
-    return Snapshots(find_snapshot_dir(), every_steps)
-
-
-def load_newest(
-    store: CheckpointStore,
-    snapshots: Snapshots,
-    contents: RunContents,
-    runtime: Runtime,
-) -> SavedState | None:
-    """Load `contents` from the newest whole checkpoint or snapshot; returns its saved state, or None. Collective."""
-    snapshot = snapshots.newest()
-    checkpoint = store.newest(beyond=-1 if snapshot is None else snapshot.step) or snapshot
-    if checkpoint is None:
-        return None
-    saved = contents.load(checkpoint, store)
-    if runtime.rank == 0:
-        held = ", a snapshot in memory" if checkpoint == snapshot else ""
-        logger.info(f"Resuming from {checkpoint.path.name}{held}.")
-    return saved
 
 
 def build_loader(

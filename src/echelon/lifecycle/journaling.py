@@ -16,6 +16,7 @@ from echelon.distributed.runtime import Runtime
 from echelon.distributed.traffic import count_traffic
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
+from echelon.recipe.synchronization import PARAMETER_SERVER
 from echelon.reporting.budget import CostMeter
 from echelon.reporting.goodput import GoodputTracker
 from echelon.reporting.journal import Journal
@@ -66,11 +67,12 @@ def record_beginning(folder: RunFolder, step: int, data: PreparedData, peak_flop
     folder.rows.append_event("resume" if step else "start", step=step, peak_flops=peak_flops, **machine, **text)
 
 
-def record_changes(folder: RunFolder, membership: Membership, step: int) -> None:
+def record_changes(folder: RunFolder, membership: Membership, step: int, sync: str) -> None:
     """Log the replicas that were lost and have joined, and write their events. On rank 0, before the next step.
 
-    `step`: the number of complete steps.
+    `step`: the number of complete steps. `sync`: the name of the synchronizer.
     """
+    word = "worker" if sync == PARAMETER_SERVER else "replica"
     now, size = time.time(), len(membership.view.members)
     for change in membership.find_changes():
         seconds = now - change.time
@@ -80,12 +82,12 @@ def record_changes(folder: RunFolder, membership: Membership, step: int) -> None
                 folder.rows.append_event("replica_joined", step=step, **fields)
             else:
                 folder.rows.append_event("replica_lost", step=step, reason=change.reason, **fields)
-        left = f"{size} replica{'' if size == 1 else 's'}"
+        left = f"{size} {word}{'' if size == 1 else 's'}"
         if change.reason is None:
-            logger.info(f"quorum: replica {change.replica} has joined after step {step}; {left} now")
+            logger.info(f"{sync}: {word} {change.replica} has joined after step {step}; {left} now")
         else:
             logger.warning(
-                f"quorum: replica {change.replica} (pid {change.pid}) {change.reason}; {left} go on after step {step}, "
+                f"{sync}: {word} {change.replica} (pid {change.pid}) {change.reason}; {left} go on after step {step}, "
                 f"{seconds:.1f} s later"
             )
     membership.tell_recorded()

@@ -1,4 +1,4 @@
-"""One replica of a quorum, as a process: it goes on with those that are left when another one is lost.
+"""One replica of a quorum, or one worker of parameter servers, as a process: it goes on when another one is lost.
 
 It builds its engine alone, then joins the others in a view, trains there until the view ends, and joins the next one.
 """
@@ -62,7 +62,8 @@ class Replica:
         held, number = None, -1
         while True:
             view = board.await_view(number, self.member)
-            membership = Membership(board, view, self.member)
+            num_essential = recipe.sync.num_essential
+            membership = Membership(board, view, self.member, self.place.world_size, num_essential)
             number = view.number
             is_done, held = self._train_in(store, membership, built, held)
             leave_group()
@@ -82,16 +83,18 @@ class Replica:
                 return True, None
         except ViewChanged:
             pass
+        membership.end()
         if trainer is None:
             return False, held
         trainer.saver.store.drop()
+        trainer.saver.snapshots.drop()
         return False, hold(trainer)
 
     def _build(self, recipe: Recipe, plan: ParallelPlan) -> Built:
         """Build the engine, in a process group of this process alone."""
         form_alone()
         alone, runtime = resize(plan, 1), self._runtime(0, 1)
-        meshes = build_mesh(alone, runtime.device.type)
+        meshes = replace(build_mesh(alone, runtime.device.type), number=self.place.rank)
         is_first = self.member == "0.0"
         built = build_engines(recipe, alone, self.folder, runtime, meshes, "inductor", is_first)
         leave_group()

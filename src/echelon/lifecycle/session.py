@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -21,7 +22,7 @@ from echelon.logs import keep_console_in, keep_line
 from echelon.planner.machines import limit_to_weakest
 from echelon.planner.replica_limits import refuse_quorum
 from echelon.recipe import Recipe
-from echelon.recipe.synchronization import QUORUM
+from echelon.recipe.synchronization import KEPT, SyncConfig
 from echelon.runs.run_folder import RunFolder, is_run
 from echelon.stopping import StopRequest
 from echelon.supervise.agent import Agent, worker_argv
@@ -88,6 +89,7 @@ def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool, warm: 
             folder.clear_outcomes()
             argv = worker_argv("echelon.lifecycle.worker", str(folder.path))
             job = _make_job(recipe, argv, count, folder, managed_environment(memory), memory)
+            job = _kept(job, recipe.sync)
             outcome = Agent(THIS_MACHINE, warm).submit(job)
         if outcome.code == DONE or not is_run(folder.path):  # without a folder there is nothing to clean up or record
             return outcome
@@ -152,9 +154,15 @@ def _make_job(
     memory: Path | None = None,
 ) -> Workers:
     environment = {**worker_environment(count, recipe.train.deterministic), **variables}
-    least = recipe.sync.min_replicas if recipe.sync.name == QUORUM else None
     fault = recipe.fault
-    return Workers(argv, count, folder, environment, fault.max_restarts, fault.notice_seconds, memory, least)
+    return Workers(argv, count, folder, environment, fault.max_restarts, fault.notice_seconds, memory)
+
+
+def _kept(job: Workers, sync: SyncConfig) -> Workers:
+    """The job with what it needs so that the loss of a process does not restart the others, if its replicas can."""
+    if sync.name not in KEPT:
+        return job
+    return replace(job, min_replicas=sync.min_replicas, num_essential=sync.num_essential)
 
 
 def _move_aside(folder: RunFolder) -> None:

@@ -1,7 +1,7 @@
 """The part of the weights that a parameter server owns: copies of parameters, and the optimizer that steps them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,20 @@ def divide_names(sizes: Mapping[str, int], num_servers: int) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class Served:
-    """What a server owns. Its parameters are copies: a worker in the same process computes with its own weights."""
+    """What a server owns. Its parameters are copies: a worker in the same process computes with its own weights.
+
+    Attributes:
+        applied: the shares of steps, by step and share, that were applied alone since workers last waited for all.
+    """
 
     parameters: dict[str, nn.Parameter]
     optimizer: Optimizer
+    applied: set[tuple[int, int]] = field(default_factory=set)
 
     @torch.no_grad()
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Set the parameters to these weights, by name."""
+        """Set the parameters to these weights, by name, of a checkpoint: nothing was applied to them."""
+        self.applied.clear()
         for name, parameter in self.parameters.items():
             parameter.copy_(weights[name])
 

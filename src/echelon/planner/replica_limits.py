@@ -111,8 +111,10 @@ def refuse_quorum(recipe: "Recipe") -> None:
 
 
 def resize(plan: ParallelPlan, num_replicas: int) -> ParallelPlan:
-    """The plan of a quorum of another number of replicas, with the same global batch and micro batch."""
+    """The plan of a quorum, or of parameter servers, with another number of processes and the same global batch."""
     batch, size = plan.global_batch_size, plan.micro_batch_size
     num_microbatches = -(-batch // (num_replicas * size))
     num_fill = num_replicas * num_microbatches * size - batch
+    if plan.sync.name == PARAMETER_SERVER:
+        return replace(plan, num_replicas=num_replicas, num_microbatches=num_microbatches, num_fill=num_fill)
     return replace(plan, dp_replicate=num_replicas, num_microbatches=num_microbatches, num_fill=num_fill)

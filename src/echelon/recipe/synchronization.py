@@ -15,6 +15,8 @@ Aggregate = Literal["weighted", "mean", "sum"]
 
 EVERY_STEP, QUORUM, PARAMETER_SERVER = "every_step", "quorum", "parameter_server"
 APART = ("local_sgd", "diloco")
+KEPT = (QUORUM, PARAMETER_SERVER)
+"""Those under which a process may be lost while the others train on."""
 _USUAL: dict[str, Any] = {
     "replicas": 1, "every": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0, "overlap": False, "min_replicas": 1,
     "servers": 1, "aggregate": "weighted", "max_staleness": 0, "staleness_compensation": 0.0,
@@ -135,6 +137,11 @@ class SyncConfig(Section):
         """Whether the losses are those of a single process, up to rounding; unknown synchronizers are not."""
         is_served = self.name == PARAMETER_SERVER and (self.aggregate, self.max_staleness) == ("weighted", 0)
         return (is_served or self.name in (EVERY_STEP, QUORUM)) and self.compress.method == "none"
+
+    @property
+    def num_essential(self) -> int:
+        """How many processes, the first ones, have state that no other process has."""
+        return self.servers if self.name == PARAMETER_SERVER else 0
 
     @model_validator(mode="after")
     def _options_are_taken(self) -> Self:

@@ -1,4 +1,4 @@
-"""What the replicas of a quorum and their keeper tell each other, in a key-value store that the keeper holds.
+"""What replicas and their keeper tell each other, in a key-value store that the keeper holds.
 
 The keeper publishes views: the replicas that train together from now on. A view is over when one of its replicas is
 lost. The replicas of a view vote on every step. A step is committed when all of them have voted for it, and given up

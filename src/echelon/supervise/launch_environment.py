@@ -348,7 +348,7 @@ def hosted_environment(outcomes_dir: Path, shares_files: bool) -> dict[str, str]
 
 
 def replica_environment(number: int, num_replicas: int, address: str, port: int, member: str) -> dict[str, str]:
-    """The variables of a replica of a quorum, a single process of this machine.
+    """The variables of a replica that may be lost alone, a single process of this machine.
 
     `member`: the name of this start of the replica; `address` and `port`: those of its keeper's store.
     """
@@ -358,7 +358,7 @@ def replica_environment(number: int, num_replicas: int, address: str, port: int,
 
 
 def find_member() -> str | None:
-    """The name of this start of a replica, if this process is a replica of a quorum."""
+    """The name of this start of a replica, if this process is a replica that a keeper has started."""
     return os.environ.get(_MEMBER_VARIABLE)
 
 

@@ -28,7 +28,7 @@ _REPORT_BYTES = 4096
 _PEER_VANISHED = re.compile(
     r"connection closed by peer|connection reset|broken pipe|connection refused|read error|socket closed"
     r"|unexpected EOF|remote (process|peer|error)|ncclRemoteError|ncclSystemError|NCCL communicator was aborted"
-    r"|failed to recv|recvValue failed|sendBytes failed|recv, got 0 bytes|connectFullMesh failed",
+    r"|failed to recv|recvValue failed|sendBytes failed|recv, got 0 bytes|connectFullMesh failed|caused pair closure",
     re.IGNORECASE,
 )
 

@@ -1,4 +1,5 @@
-"""Keeps the replicas of a quorum running: starts each one, and starts a lost one again while the others train on."""
+"""Keeps replicas running, those of a quorum or the workers of parameter servers: starts a lost one again while the
+others train on."""
 
 import logging
 import os
@@ -47,7 +48,7 @@ class _Replica:
 
 
 class ReplicaKeeper:
-    """Runs one attempt of a job whose replicas form a quorum. All replicas are processes of this machine."""
+    """Runs one attempt of a job whose replicas may be lost one by one. All replicas are processes of this machine."""
 
     def __init__(self, job: Workers, warm: WarmStart | None) -> None:
         """`warm`: the process that forks the workers; without one each starts an interpreter."""
@@ -65,8 +66,8 @@ class ReplicaKeeper:
     def run(self) -> list[ProcessDeath]:
         """Start the replicas, and return when the job has ended; no worker outlives the call.
 
-        Returns the processes whose death ended the job: one that reported an error, which the others would meet too, or
-        the last ones, if no replica is left that trains.
+        Returns the processes whose death ended the job: one that reported an error, which the others would meet too,
+        one that the others need, or the last ones, if no replica is left that trains.
         """
         try:
             for number in self._num_starts:
@@ -102,7 +103,7 @@ class ReplicaKeeper:
                 self._is_ending = True
             elif (
                 replica.number in reported
-                or not (self._is_ending or self._trains_without(replica))
+                or not (self._is_ending or self._can_spare(replica))
                 or not self._lose(replica, death)
             ):
                 yield death
@@ -116,9 +117,10 @@ class ReplicaKeeper:
         """Whether a replica has the weights of the run: it has begun to train in a view."""
         return self._board.is_marked("trains", replica.member)
 
-    def _trains_without(self, replica: _Replica) -> bool:
-        """Whether another replica trains."""
-        return any(self._has_state(each) for each in self._running.values() if each is not replica)
+    def _can_spare(self, replica: _Replica) -> bool:
+        """Whether another replica trains, and needs nothing that only this one has."""
+        is_essential = replica.number < self._job.num_essential
+        return not is_essential and any(self._has_state(each) for each in self._running.values() if each is not replica)
 
     def _lose(self, replica: _Replica, death: ProcessDeath) -> bool:
         """Go on without a replica, and start it again; return False if too few are left, and none returns."""
@@ -132,7 +134,7 @@ class ReplicaKeeper:
             return True
         if self._failed_starts[number] == _MAX_FAILED_STARTS:
             line = (
-                f"replica {number} {describe_ending(death)}, and ended {_MAX_FAILED_STARTS} times in a row before it "
+                f"process {number} {describe_ending(death)}, and ended {_MAX_FAILED_STARTS} times in a row before it "
                 f"trained: it is not started again; see {self._job.folder.log_path(number)}"
             )
             logger.warning(line)

@@ -3,6 +3,7 @@
 Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014).
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,17 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.distributed.membership import Membership, ViewChanged
 from echelon.distributed.mesh import Meshes
 from echelon.optimizer import divide_names
 from echelon.recipe import SyncConfig
 from echelon.reduction.reducer import write_back
 from echelon.sync.push_code import Pusher
-from echelon.sync.pushes import Kind, Request, await_reply, post
+from echelon.sync.pushes import Kind, Request, Taken, await_reply, close_connections, post
 from echelon.sync.synchronizer import DataShare, Fill, Replica
 from echelon.sync.weight_server import Server
 
+logger = logging.getLogger(__name__)
+
 # After how many steps metrics are read if nothing limits how far workers are apart.
 _FREE_LAG = 32
+_DROPPED = "what workers had not sent of their gradients is dropped, because their group has changed"
 
 
 class ParameterServer:
@@ -31,42 +36,56 @@ class ParameterServer:
     by the norm of the whole sum, and each server steps its part with the optimizer of the recipe. Otherwise workers do
     not wait for each other: each takes the next share of a batch, pulls the weights, and pushes gradients, clipped by
     their own norm, that are applied alone. See `Synchronizer`.
+
+    Where workers may be lost, a step that waits for all is applied after a vote. So either all servers have applied it
+    or none has, and it is repeated. Shares that are applied alone are computed again, and servers drop those that they
+    have applied. In either case the workers of the next view pull the weights.
     """
 
     def __init__(self, config: SyncConfig, replica: Replica, meshes: Meshes) -> None:
         assert replica.served is not None
+        self._membership = membership = meshes.membership
         self._config = config
         self._replica = replica
         self._served = replica.served
-        self._share = DataShare(meshes.data_rank, meshes.data_size)
         self._waits = config.max_staleness == 0
-        self.lag = 1 if self._waits else _FREE_LAG if config.max_staleness is None else config.max_staleness + 1
+        num_shares = meshes.data_size if self._waits or membership is None else membership.num_replicas
+        self._share = DataShare(meshes.data_rank, num_shares)
+        self.lag = 0 if self._waits else _FREE_LAG if config.max_staleness is None else config.max_staleness + 1
         self._index = meshes.place["replica"]
-        group = dist.new_group(backend="gloo", group_desc="parameter servers")
-        assert group is not None
-        self._group = group
+        self._group = group = _form_group(membership)
         weights = replica.weights()
         sizes = {name: each.numel() * each.element_size() for name, each in weights.items()}
         self._parts = divide_names(sizes, config.servers)
         self._counts = [sum(weights[name].numel() for name in part) for part in self._parts]
-        self.server = Server(self._served, config, group) if self._index < config.servers else None
+        self.server: Server | None = None
+        if self._index < config.servers:
+            is_ending = (lambda: False) if membership is None else membership.is_ending
+            self.server = Server(self._served, config, group, num_shares, is_ending)
         self._pusher = Pusher(config.compress, weights, group)
-        self._is_open = False
+        self._is_open = self._is_fresh = False
         self._norms = (0.0, 0.0)
+        if membership is not None:
+            membership.at_end(self._leave)
+            if membership.view.number and config.compress.method == "topk" and self._index == 0:
+                logger.warning(f"sync.compress.method=topk: {_DROPPED}")
 
     def shares(self, step: int) -> Iterator[DataShare]:
-        """The same at every step if it waits for all workers; else what no other worker has taken."""
-        if not self._is_open:
-            self._is_open = True
-            if self.server is not None:
-                self.server.open()
+        """The same at every step if it waits for all workers; else what no other worker has taken.
+
+        The weights are pulled before each share. Raises ViewChanged if a worker was lost, or waits to join.
+        """
+        if self._membership is not None:
+            self._membership.check()
+        self._open(step)
         if self._waits:
-            yield self._share
+            yield self._pull(step)
             return
         while (taken := int(self._ask([Request(Kind.TAKE, step)])[0])) >= 0:
             self._share = self._share._replace(rank=taken)
-            self._pull([Request(Kind.PULL, step, (taken,))] * len(self._parts))
-            yield self._share
+            yield self._pull(step)
+        if taken == Taken.VIEW_ENDS:
+            raise ViewChanged
 
     @torch.no_grad()
     def clip(self, step: int, num_targets: Tensor, max_norm: float | None) -> Tensor:
@@ -86,10 +105,15 @@ class ParameterServer:
         return torch.isfinite(grad_norm)
 
     def apply(self, step: int, learning_rate: float, commit: Tensor) -> None:
-        """Have the servers apply or drop the sum, and pull the weights; or push gradients that are applied alone."""
+        """Apply or drop the sum, if this process is a server; or push gradients that are applied alone.
+
+        Raises ViewChanged if a worker was lost before all had voted for the step.
+        """
         if self._waits:
-            numbers = (learning_rate, float(commit), *self._norms)
-            self._pull([Request(Kind.APPLY, step, numbers)] * len(self._parts))
+            if self._membership is not None:
+                self._membership.vote()
+            if self.server is not None:
+                self.server.apply(step, learning_rate, commit, *self._norms)
         elif commit:
             self._push(Kind.UPDATE, step, (self._share.rank, learning_rate))
         self._pusher.settle(commit)
@@ -123,13 +147,28 @@ class ParameterServer:
         """No state."""
         self._drain()
 
+    def _open(self, step: int) -> None:
+        """Have the servers answer, from this step on."""
+        if not self._is_open:
+            self._is_open, self._is_fresh = True, False
+            if self.server is not None:
+                self.server.open(step)
+
     def _drain(self) -> None:
         """Have the servers finish what was pushed, and take their weights. Collective."""
-        if self._is_open:
-            self._pull([Request(Kind.DRAIN)] * len(self._parts))
+        if not self._is_fresh:
+            self._open(0)
+            self._fetch(Request(Kind.DRAIN))
             if self.server is not None:
                 self.server.close()
-            self._is_open = False
+            self._is_open, self._is_fresh = False, True
+
+    def _leave(self) -> None:
+        """End the messages of the group, also those of the others."""
+        if self.server is None:
+            close_connections(self._group)
+        else:
+            self.server.abandon()
 
     @torch.no_grad()
     def _push(self, kind: Kind, step: int, numbers: Sequence[float]) -> list[Tensor]:
@@ -142,11 +181,16 @@ class ParameterServer:
         parts = [{name: pushed[name] for name in part} for part in self._parts]
         return self._ask([Request(kind, step, numbers, self._pusher.encode(part)) for part in parts])
 
+    def _pull(self, step: int) -> DataShare:
+        """Take the weights for the share of this worker; return the share."""
+        self._fetch(Request(Kind.PULL, step, (self._share.rank,)))
+        return self._share
+
     @torch.no_grad()
-    def _pull(self, requests: list[Request]) -> None:
-        """Send requests whose replies are weights, and take them."""
+    def _fetch(self, request: Request) -> None:
+        """Send every server a request whose reply is weights, and take them."""
         weights = self._replica.weights()
-        for part, values in zip(self._parts, self._ask(requests), strict=True):
+        for part, values in zip(self._parts, self._ask([request] * len(self._parts)), strict=True):
             write_back(values, {name: weights[name] for name in part})
 
     def _ask(self, requests: list[Request]) -> list[Tensor]:
@@ -161,3 +205,12 @@ class ParameterServer:
             for work in posted[server]:
                 work.wait()
         return [replies[server] for server in range(len(requests))]
+
+
+def _form_group(membership: Membership | None) -> dist.ProcessGroup:
+    """The group of the messages. Collective."""
+    if membership is not None:
+        return membership.new_group("parameter servers")
+    group: dist.ProcessGroup | None = dist.new_group(backend="gloo", group_desc="parameter servers")
+    assert group is not None
+    return group

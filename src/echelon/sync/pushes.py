@@ -5,7 +5,9 @@ of a process group, whose addresses and interfaces are those of the job.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import IntEnum
 
 import torch
@@ -13,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 _REQUEST, _REPLY = 1, 2  # tags: both may be on their way between the same two processes
-_NUM_NUMBERS = 4
+_NEVER = 3  # nothing is sent with this tag
+_NUM_NUMBERS = 2
 
 
 class Kind(IntEnum):
@@ -21,15 +24,13 @@ class Kind(IntEnum):
 
     PUSH = 0
     """Numbers: targets. With gradients. The reply is the square of the norm of the server's sum of gradients."""
-    APPLY = 1
-    """Numbers: learning rate, 1 to apply or 0 to drop, norm, and what to clip it to. The reply is the weights."""
-    DRAIN = 2
+    DRAIN = 1
     """The worker pushes nothing more. The reply is the weights after the last push of all workers."""
-    TAKE = 3
-    """The reply is the next share of the step's batch that nobody has taken; -1 if there is none."""
-    PULL = 4
-    """Numbers: share. The reply is the weights."""
-    UPDATE = 5
+    TAKE = 2
+    """The reply is the next share of the step's batch that nobody has taken, or another value of `Taken`."""
+    PULL = 3
+    """Numbers: share. The reply is the weights; where steps wait for all workers, those after the step before."""
+    UPDATE = 4
     """Numbers: share, learning rate. With gradients, which are applied at once. The reply is one number."""
 
     @property
@@ -40,7 +41,15 @@ class Kind(IntEnum):
     @property
     def gets_weights(self) -> bool:
         """Whether the reply is the weights; else one number."""
-        return self in (Kind.APPLY, Kind.DRAIN, Kind.PULL)
+        return self in (Kind.DRAIN, Kind.PULL)
+
+
+class Taken(IntEnum):
+    """Replies to TAKE that are no share."""
+
+    NONE_LEFT = -1
+    VIEW_ENDS = -2
+    """This step, and all later ones, are for the workers of the next view."""
 
 
 @dataclass(frozen=True)
@@ -83,3 +92,13 @@ def await_reply(request: Request, server: int, size: int, group: dist.ProcessGro
     values = torch.empty(size if request.kind.gets_weights else 1)
     dist.recv(values, group_src=server, group=group, tag=_REPLY)
     return values
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """End all waits for messages of a group, in all threads of this process and of the others. Not collective.
+
+    torch cannot end a wait of another thread. gloo closes all connections of a group when one wait runs out of time.
+    """
+    if group.size() > 1:
+        with suppress(RuntimeError):
+            group.recv_anysource([torch.empty(1)], _NEVER).wait(timedelta(milliseconds=1))

@@ -1,5 +1,6 @@
 """A parameter server: it owns a part of the weights, adds up what workers push, and steps it with the optimizer."""
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -12,15 +13,20 @@ from echelon.optimizer import Served, clip_gradients, global_norm
 from echelon.recipe import SyncConfig
 from echelon.reduction.reducer import flatten, write_back
 from echelon.sync.push_code import PushCode
-from echelon.sync.pushes import Kind, Request, receive, reply
+from echelon.sync.pushes import Kind, Request, Taken, close_connections, receive, reply
 from echelon.sync.share_queue import ShareQueue
+
+logger = logging.getLogger(__name__)
 
 
 class Server:
     """Answers the requests of all workers, each in a thread of its own, from `open` to the last worker's DRAIN.
 
     Between them it does nothing, so weights and optimizer may be read, saved and loaded. Where steps wait for all
-    workers, gradients are added up in the order of the workers, so that a repeated run gets the same bits.
+    workers, gradients are added up in the order of the workers, so that a repeated run gets the same bits. Where they
+    do not, a share that is pushed again after the loss of a worker is applied once: see `Served.applied`.
+
+    When a worker is lost, all messages of the group end with an error, here and in the other processes.
 
     Attributes:
         journal: None, or a list to which each PULL and UPDATE is added when it is answered: kind, step and share.
@@ -28,15 +34,31 @@ class Server:
         num_sent: bytes of weights that went to other processes.
     """
 
-    def __init__(self, served: Served, config: SyncConfig, group: dist.ProcessGroup) -> None:
-        """`group`: the workers; this process is one of them."""
+    def __init__(
+        self,
+        served: Served,
+        config: SyncConfig,
+        group: dist.ProcessGroup,
+        num_shares: int,
+        is_ending: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """
+        Args:
+            group: the workers; this process is one of them.
+            num_shares: of the batch of a step, where workers do not wait for each other.
+            is_ending: whether the workers are to form another group after a step.
+        """
         self.journal: list[tuple[Kind, int, int]] | None = None
         self._served = served
         self._aggregate = config.aggregate
         self._compensation = config.staleness_compensation
         self._pulled: dict[int, Tensor] = {}
         self._group = group
-        self._queue = ShareQueue(group.size(), config.max_staleness)
+        self._num_shares = num_shares
+        self._queue = ShareQueue(group.size(), num_shares, config.max_staleness)
+        self._is_ending = is_ending
+        self._last_step: int | None = None
+        self._waits = config.max_staleness == 0
         self._own = group.rank()
         sizes = [each.numel() for each in served.parameters.values()]
         self._code = PushCode(config.compress, sizes)
@@ -48,10 +70,12 @@ class Server:
         self._sum = torch.empty(0)
         self._square = torch.zeros(1)
 
-    def open(self) -> None:
-        """Start to answer requests."""
-        self._num_pushed = self._num_applied = self._num_drained = 0
+    def open(self, step: int) -> None:
+        """Start to answer requests, from this step on."""
+        self._num_pushed = self._num_drained = 0
         self._num_targets = 0.0
+        self._next_step = step
+        self._served.applied.difference_update([each for each in self._served.applied if each[0] < step])
         self._queue.clear()
         self._pulled.clear()
         others = [worker for worker in range(self._group.size()) if worker != self._own]
@@ -68,14 +92,22 @@ class Server:
             thread.join()
         self._raise_failure()
 
+    def abandon(self) -> None:
+        """End all messages of the group, and wait until no thread serves."""
+        with self._changed:
+            self._failure = self._failure or ConnectionError("the group has ended")
+            self._changed.notify_all()
+        close_connections(self._group)
+        for thread in self._threads:
+            thread.join()
+
     def answer(self, worker: int, request: Request) -> Tensor:
         """Do what a worker asks for, and return the reply. May wait for other workers. Called in any thread."""
         with self._changed:
+            self._raise_failure()
             match request.kind:
                 case Kind.PUSH:
                     return self._push(worker, request)
-                case Kind.APPLY:
-                    return self._apply(request)
                 case Kind.DRAIN:
                     self._num_drained += 1
                     self._queue.leave(worker)
@@ -85,6 +117,7 @@ class Server:
                 case Kind.TAKE:
                     return self._hand_out(worker, request.step)
                 case Kind.PULL:
+                    self._wait(lambda: not self._waits or self._next_step >= request.step)
                     self._write_down(request)
                     weights = self._weights()
                     if self._compensation:
@@ -109,6 +142,7 @@ class Server:
             with self._changed:
                 self._failure = self._failure or error
                 self._changed.notify_all()
+            close_connections(self._group)
 
     @torch.no_grad()
     def _push(self, worker: int, request: Request) -> Tensor:
@@ -138,41 +172,49 @@ class Server:
         write_back(values, gradients)
         return list(gradients.values())
 
-    def _apply(self, request: Request) -> Tensor:
-        """Step the optimizer once for all workers, whose requests are alike."""
-        if self._num_applied < self._num_pushed // self._group.size():
-            rate, commit, norm, max_norm = request.numbers
+    def apply(self, step: int, learning_rate: float, commit: Tensor, norm: float, max_norm: float) -> None:
+        """Step the optimizer with the sum of all workers, clipped, or drop it. Called by the worker of this process."""
+        with self._changed:
             gradients = [each.grad for each in self._served.parameters.values() if each.grad is not None]
             clip_gradients(gradients, max_norm, torch.tensor(norm))
-            self._served.optimizer.step(request.step, rate, torch.tensor(bool(commit)))
-            self._num_applied += 1
-        return self._weights()
+            self._served.optimizer.step(step, learning_rate, commit)
+            self._next_step = step + 1
+            self._changed.notify_all()
 
     def _hand_out(self, worker: int, step: int) -> Tensor:
         """Return the next share of a step, once no worker is too far behind."""
         self._queue.enter(worker, step)
         self._changed.notify_all()
+        if self._last_step is None and self._is_ending():
+            self._last_step = self._queue.newest
+        if self._last_step is not None and step > self._last_step:
+            return torch.tensor([float(Taken.VIEW_ENDS)])
         self._wait(lambda: self._queue.is_open(step))
         share = self._queue.take(worker, step)
-        return torch.tensor([-1.0 if share is None else float(share)])
+        return torch.tensor([float(Taken.NONE_LEFT if share is None else share)])
 
     @torch.no_grad()
     def _update(self, worker: int, request: Request) -> Tensor:
-        """Step the optimizer with the gradients of one worker, of the weights that it pulled last.
+        """Step the optimizer with the gradients of one share, of the weights that the worker pulled last.
+
+        A share that has been applied is dropped.
 
         Compensated as in Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation"
         (arXiv:1609.08326): the square of the gradient stands for the diagonal of the Hessian.
         """
         assert request.values is not None
-        share, rate, *_ = request.numbers
+        share, rate = int(request.numbers[0]), request.numbers[1]
+        if (request.step, share) in self._served.applied:
+            return torch.zeros(1)
         values = self._code.decode(request.values)
         if self._compensation:
             change = self._weights().float() - self._pulled.pop(worker).float()
             values = values + self._compensation * values.square() * change
         self._write_gradients(values)
-        number = request.step * self._group.size() + int(share)
-        self._served.optimizer.step(number, rate, torch.tensor(True))
+        self._served.optimizer.step(request.step * self._num_shares + share, rate, torch.tensor(True))
+        self._served.applied.add((request.step, share))
         self._write_down(request)
+        logger.debug(f"server: share {share} of step {request.step + 1} is applied")
         return torch.zeros(1)
 
     def _write_down(self, request: Request) -> None:

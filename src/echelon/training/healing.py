@@ -1,6 +1,6 @@
-"""What a replica of a quorum keeps while its group is formed anew, and how it is sent to those that lack it."""
+"""What a replica keeps while its group is formed anew, and how it is sent to those that lack it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -52,24 +52,38 @@ def heal(contents: RunContents, held: Held | None) -> Held | None:
 
     Tensors are sent only if a replica lacks them or has those of another step: then each gets the same bits. Of
     replicas after the same step, one whose work after it may be unfinished is taken: the work is repeated by all.
+
+    Under parameter servers the first one's state is taken, which is that of the rows it has written; workers pull the
+    weights. If a server has no state, nothing was trained since this start.
     """
-    group = contents.meshes.everyone
+    group, membership = contents.meshes.everyone, contents.meshes.membership
+    num_servers = 0 if membership is None else membership.num_essential
     mine = None if held is None else (held.saved.train.step, held.owes_pause, held.owes_save)
     everyone = gather_objects(mine, group)
-    known = [each for each in everyone if each is not None]
-    if not known:
+    source = _choose_source(everyone, num_servers)
+    if source is None:
         return None
-    source = everyone.index(max(known))
     sent = [held if dist.get_rank(group) == source else None]
     dist.broadcast_object_list(sent, group=group, group_src=source)
     [state] = sent
     assert state is not None
-    if any(each is None or each[0] != known[0][0] for each in everyone):
+    if not num_servers and len({None if each is None else each[0] for each in everyone}) > 1:
         _send(contents, source)
     contents.sync.load_state_dict(state.saved.sync)
     contents.judge.load_state_dict(asdict(state.saved.judges[0]))
     rows = tuple(row for row in state.rows if row["kind"] == "train" or not state.owes_pause)
-    return replace(state, rows=rows, owes_save=any(owes_save for _, _, owes_save in known))
+    return replace(state, rows=rows, owes_save=any(each is not None and each[2] for each in everyone))
+
+
+def _choose_source(everyone: Sequence[tuple[int, bool, bool] | None], num_servers: int) -> int | None:
+    """The rank whose state all others take; None if none has any. See `heal`.
+
+    `everyone`: the step of each rank, and whether it owes a pause and a save; None for one without state.
+    """
+    if num_servers:
+        return None if None in everyone[:num_servers] else 0
+    known = [each for each in everyone if each is not None]
+    return everyone.index(max(known)) if known else None
 
 
 def _send(contents: RunContents, source: int) -> None:

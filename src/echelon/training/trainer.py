@@ -4,6 +4,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
 
+from echelon.distributed.membership import ViewChanged
 from echelon.stopping import StopRequest
 from echelon.training.accounting import Accounting
 from echelon.training.metrics import PendingMetrics
@@ -77,7 +78,11 @@ class Trainer:
             is_suppressed = step + 1 in self.state.suppressed
             self.accounting.enter()
             with self.recorder.step(step):
-                pending.append(self.train_step(step, is_suppressed, partial(self.accounting.measure, step)))
+                try:
+                    pending.append(self.train_step(step, is_suppressed, partial(self.accounting.measure, step)))
+                except ViewChanged:  # all processes have finished the steps before this one
+                    self._account_all(pending)
+                    raise
             # The host reads metrics one or more steps late, so that it never waits for the step it has just launched.
             if len(pending) > self.train_step.sync.lag:
                 self._account(pending.popleft())
