@@ -1,12 +1,13 @@
 """Exchanges between the ranks that share sequences. Gradients flow through them."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from echelon.distributed.isolation import Isolatable
 
 
 class Peers(Protocol):
@@ -32,13 +33,12 @@ class Peers(Protocol):
         ...
 
 
-class GroupPeers:
+class GroupPeers(Isolatable):
     """The ranks of a process group. See `Peers`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._group = group
-        self._sends = True
 
     def gather(self, part: Tensor) -> Tensor:
         """See Peers. The gradients of a part are summed in fp32."""
@@ -56,15 +56,6 @@ class GroupPeers:
         if self._sends:
             dist.all_reduce(total, group=self._group)
         return total
-
-    @contextmanager
-    def isolated(self) -> Iterator[None]:
-        """See Peers."""
-        self._sends = False
-        try:
-            yield
-        finally:
-            self._sends = True
 
     def collect(self, part: Tensor) -> Tensor:
         """`gather` without gradient."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from echelon.distributed.isolation import Isolatable
 from echelon.parallel.data_parallel import Alone, Autocast
 
 
@@ -65,7 +66,7 @@ class GroupSums:
         self._sent.clear()
 
 
-class HorovodSum(Alone):
+class HorovodSum(Isolatable, Alone):
     """A whole copy of the model on every rank; sums overlap the last backward pass of a step. See Parallel."""
 
     def __init__(self, module: nn.Module, autocast: Autocast, hvd: Any, group_bytes: int, in_fp16: bool) -> None:
@@ -78,7 +79,6 @@ class HorovodSum(Alone):
         for name, parameter in self._trained.items():
             register: Any = parameter.register_post_accumulate_grad_hook  # without annotations
             register(_Hook(self._sums, name))
-        self._sends = True
 
     @contextmanager
     def microbatch(self, is_last: bool) -> Iterator[None]:
@@ -97,15 +97,6 @@ class HorovodSum(Alone):
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 self._sums.add(name, parameter.grad)
         self._sums.finish()
-
-    @contextmanager
-    def isolated(self) -> Iterator[None]:
-        """Gradients stay those of this rank."""
-        self._sends = False
-        try:
-            yield
-        finally:
-            self._sends = True
 
 
 class _Hook:

@@ -1,26 +1,19 @@
 """The replicas of a quorum: processes with a whole copy of the model each, in a group that may change between steps."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from echelon.parallel.data_parallel import Alone, Autocast
+from echelon.distributed.isolation import Isolatable
+from echelon.parallel.data_parallel import Alone
 from echelon.reduction.reducer import divide, flatten, write_back
 
 
-class Summed(Alone):
+class Summed(Isolatable, Alone):
     """Gradients are summed over all processes of the default group, after the last microbatch. See Parallel.
 
     The default group is looked up in every step, because the quorum replaces it when a replica is lost or joins; a DDP
     module would have to be built again.
     """
-
-    def __init__(self, module: nn.Module, autocast: Autocast) -> None:
-        super().__init__(module, autocast)
-        self._sends = True
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -34,12 +27,3 @@ class Summed(Alone):
             flat = flatten(bucket)
             dist.all_reduce(flat)
             write_back(flat, bucket)
-
-    @contextmanager
-    def isolated(self) -> Iterator[None]:
-        """Gradients stay those of this process."""
-        self._sends = False
-        try:
-            yield
-        finally:
-            self._sends = True
