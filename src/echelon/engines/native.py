@@ -43,6 +43,8 @@ from echelon.parallel.protocol import Parallel
 from echelon.parallel.step import ForwardBackward, StepSums
 from echelon.planner.memory import MemoryParts
 from echelon.planner.plan import ParallelPlan, Precision
+from echelon.planner.shape import build_shape
+from echelon.planner.stages import predict_waiting
 from echelon.recipe import Recipe
 from echelon.recipe.synchronization import PARAMETER_SERVER
 from echelon.supervise.launch_environment import find_place
@@ -67,11 +69,14 @@ class NativeEngine:
         stages: dist.ProcessGroup | None = None,
         padding: Padding = LONGEST,
         served: Served | None = None,
+        waiting: float = 0.0,
     ) -> None:
         """`everyone`: all ranks. `lines`: the result of `describe`. `stages`: the group of pipeline stages, if any.
 
-        `padding`: the width that forward passes need. `served`: see Replica; its optimizer is `optimizer`.
+        `padding`: the width that forward passes need. `served`: see Replica; its optimizer is `optimizer`. `waiting`:
+        the predicted share of a step in which pipeline stages wait.
         """
+        self._waiting = waiting
         self._padding = padding
         self.served = served
         self._everyone = everyone
@@ -151,10 +156,10 @@ class NativeEngine:
         waiting = self._parallel.waiting()
         if waiting is None:
             return ()
-        measured = [each.measured for each in gather_objects(waiting, self._everyone) if each is not None]
+        measured = [each for each in gather_objects(waiting, self._everyone) if each is not None]
         return (
             f"pipeline: the processes waited for other stages in {sum(measured) / len(measured):.1%} of the last step "
-            f"({waiting.predicted:.1%} predicted)",
+            f"({self._waiting:.1%} predicted)",
         )
 
     def describe(self, has_documents: bool) -> Sequence[str]:
@@ -432,5 +437,6 @@ def build_native_engine(
     loss_scale = LossScale(device) if plan.precision.compute == "float16" else None
     lines = [line for line in (attention, kernels, router.line, *description) if line is not None]
     everyone, padding = meshes.everyone, choose_padding(plan)
-    fixed = (everyone, loss_scale, principal, lines, meshes.pp, padding, served)
+    waiting = predict_waiting(build_shape(config.to_dict()), plan, recipe.data.sequence_len) if plan.pp > 1 else 0.0
+    fixed = (everyone, loss_scale, principal, lines, meshes.pp, padding, served, waiting)
     return NativeEngine(parallel, model, optimizer, objective, steps, traits, *fixed)

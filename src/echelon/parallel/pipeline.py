@@ -32,10 +32,10 @@ from echelon.model.sharding import local_part
 from echelon.model.stage import Absent, StageRange
 from echelon.objectives.objective import Objective, training_sums
 from echelon.objectives.outputs import DecoderOutputs, ObjectiveModule, Reading
-from echelon.parallel.protocol import DataParallel, SendsWhole, Waiting
+from echelon.parallel.protocol import DataParallel, SendsWhole
 from echelon.parallel.step import StepSums
 from echelon.planner.plan import ParallelPlan
-from echelon.planner.stages import bubble_share, microbatches_kept, passes_deferred
+from echelon.planner.stages import microbatches_kept, passes_deferred
 
 _SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _SEVERAL: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
@@ -174,7 +174,6 @@ class Pipeline(SendsWhole):
         assert plan.schedule is not None, "a plan with pp has a schedule"
         self._parts = parts
         self._schedule_name = plan.schedule
-        self._predicted = bubble_share(plan.schedule, plan.pp, len(parts), plan.num_microbatches)
         self._group = group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._hidden_size = hidden_size
@@ -250,10 +249,9 @@ class Pipeline(SendsWhole):
                 stack.enter_context(part.parallel.evaluation())
             yield self._evaluate
 
-    def waiting(self) -> Waiting | None:
+    def waiting(self) -> float | None:
         """See Parallel. None before the first step that a schedule ran."""
-        measured = self._clock.waiting_share()
-        return None if measured is None else Waiting(measured, self._predicted)
+        return self._clock.waiting_share()
 
     def _run_scheduled(self, microbatches: Sequence[Microbatch]) -> None:
         """Run the step by the plan's schedule."""

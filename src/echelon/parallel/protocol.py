@@ -2,21 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from echelon.data.loader import Microbatch
 from echelon.objectives.outputs import Reading
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """The share of a step in which a rank waits for other pipeline stages: measured, and by the schedule's formula."""
-
-    measured: float
-    predicted: float
 
 
 class Parallel(Protocol):
@@ -70,8 +61,8 @@ class Parallel(Protocol):
         """Return the live tensors of a checkpoint beside weights and optimizer: see `Reducer.tensors`."""
         ...
 
-    def waiting(self) -> Waiting | None:
-        """Return how long this rank waited for other stages in the last step; None without a pipeline."""
+    def waiting(self) -> float | None:
+        """Return the share of the last step in which this rank waited for other stages; None without a pipeline."""
         ...
 
 
@@ -102,7 +93,7 @@ class Undivided(SendsWhole):
         """See DataParallel."""
         sums.backward(weights)  # type: ignore[no-untyped-call]
 
-    def waiting(self) -> Waiting | None:
+    def waiting(self) -> float | None:
         """See Parallel."""
         return None
 

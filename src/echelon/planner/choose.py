@@ -101,7 +101,7 @@ def resolve_plan(
         plan, plan_why = _choose_strategy(request)
     else:
         plan, plan_why = _build_requested(request, _check_layout(request, recipe.parallel))
-    plan_why = [*plan_why, *describe_pipeline(plan)]
+    plan_why = [*plan_why, *describe_pipeline(shape, plan, recipe.data.sequence_len)]
     check_compression(plan)
     check_replicas(plan)
     check_engine(recipe, plan)

@@ -56,6 +56,15 @@ def bubble_seconds(
     return busiest * _bubble(schedule, num_ranks, shares, num_microbatches)
 
 
+def waiting_share(
+    schedule: PipelineSchedule, num_ranks: int, stages: Sequence[StageTime], num_microbatches: int
+) -> float:
+    """Return the share of a step in which a rank waits for others, the mean over all ranks; arguments as above."""
+    loads = [sum(each.total for each in stages[rank::num_ranks]) for rank in range(num_ranks)]
+    seconds = num_microbatches * max(loads) + bubble_seconds(schedule, num_ranks, stages, num_microbatches)
+    return 1 - num_microbatches * sum(loads) / (num_ranks * seconds)
+
+
 @lru_cache(maxsize=4096)
 def _bubble(schedule: PipelineSchedule, num_ranks: int, shares: tuple[float, ...], num_microbatches: int) -> float:
     """The bubble for stages whose three times follow each other in `shares`."""

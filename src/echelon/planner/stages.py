@@ -1,9 +1,6 @@
-"""Pipeline stages: their decoder layers, the microbatches that a schedule takes, and its bubble if all are equal.
+"""Pipeline stages: their decoder layers, the microbatches that a schedule takes, its bubble, and what ranks hold.
 
-With p processes in a pipeline, v stages on each and m microbatches in a step. Times of forward passes, of gradients of
-activations and of gradients of weights are taken as equal, as in the papers of the schedules: GPipe (Huang et al. 2019,
-arXiv:1811.06965), 1F1B and its interleaved form (Narayanan et al. 2021, arXiv:2104.04473), and zero bubble, the form
-ZB-H1 (Qi et al. 2023, arXiv:2401.10241).
+With p processes in a pipeline, v stages on each and m microbatches in a step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,6 +12,7 @@ from echelon.errors import ConfigError, PlanError
 from echelon.planner.degrees import join_words, nearest
 from echelon.planner.layout import Layout
 from echelon.planner.model_shape import ModelShape, divisors
+from echelon.planner.pipeline_time import StageTime, waiting_share
 from echelon.planner.plan import AdapterPlan, ParallelPlan
 from echelon.recipe.training import ParallelConfig, PipelineSchedule
 
@@ -176,26 +174,30 @@ def check_pipeline(recipe: "Recipe", layout: Layout) -> None:
             raise ConfigError(f"{what} does not work with parallel.pp={layout.pp}: {reason}; change it, or use pp: 1.")
 
 
-def describe_pipeline(plan: ParallelPlan) -> list[str]:
+def describe_pipeline(shape: ModelShape, plan: ParallelPlan, sequence_len: int) -> list[str]:
     """Return the line about the stages of a plan and its bubble; none without a pipeline."""
     if plan.schedule is None:
         return []
-    per_rank = len(plan.stages) // plan.pp
-    share = bubble_share(plan.schedule, plan.pp, per_rank, plan.num_microbatches)
+    share = predict_waiting(shape, plan, sequence_len)
     return [
         f"pipeline: stages of {join_words([str(n) for n in plan.stages], last='and')} layers, "
-        f"{plan.num_microbatches} microbatches in a step; by its schedule {plan.schedule}, each process waits for "
+        f"{plan.num_microbatches} microbatches in a step; by its schedule {plan.schedule}, the processes wait for "
         f"others in {share:.1%} of a step"
     ]
 
 
-def bubble_share(schedule: PipelineSchedule, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> float:
-    """Return the share of a step in which a process of the pipeline waits: (p - 1) / (v m + p - 1).
+def predict_waiting(shape: ModelShape, plan: ParallelPlan, sequence_len: int) -> float:
+    """Return the share of a step in which a process of a pipeline waits, the mean over all; 0.0 without a pipeline.
 
-    Zero bubble computes gradients of weights meanwhile: (p - 1) / (3 v m + p - 1).
+    The schedule is simulated. A stage takes as long as its layers, the last one also as its head, by their FLOPs;
+    forward passes, gradients of activations and gradients of weights take equally long. With equal stages this is the
+    formula of the schedule's paper: (p - 1) / (v m + p - 1), for zero bubble (p - 1) / (3 v m + p - 1).
     """
-    work = stages_per_rank * num_microbatches * (3 if schedule == "zero_bubble" else 1)
-    return (num_ranks - 1) / (work + num_ranks - 1)
+    if plan.schedule is None:
+        return 0.0
+    costs = [float(count) for count in plan.stages]
+    costs[-1] += head_cost(shape, sequence_len)
+    return waiting_share(plan.schedule, plan.pp, [StageTime(each, each, each) for each in costs], plan.num_microbatches)
 
 
 def microbatches_kept(
