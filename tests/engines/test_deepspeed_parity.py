@@ -57,6 +57,14 @@ def native(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Native:
     return Native(text, tmp_path_factory)
 
 
+@pytest.fixture(scope="session")
+def cpu_adam() -> None:
+    """Compile DeepSpeed's CPUAdam where that was not done: some minutes, which the ranks of a test are not given."""
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    CPUAdamBuilder().load()
+
+
 OFFLOADS = {
     "none": {},
     "optimizer": {"offload_optimizer": True},
@@ -88,6 +96,7 @@ def test_losses_and_norms_are_native_ones(native, tmp_path, text, parallel, rank
     ("parallel", "offload"), [("zero1", "optimizer"), ("zero2", "optimizer"), ("fsdp", "optimizer"), ("fsdp", "all")]
 )
 @pytest.mark.slow
+@pytest.mark.usefixtures("cpu_adam")
 def test_offloading_counts_every_microbatch(native, tmp_path, text, parallel, offload):
     """DeepSpeed's CPUAdam steps the partitions. With a wrong boundary, three of four microbatches are lost."""
     row = deepspeed_row(parallel, 2, offload, micro_batch=1)
@@ -157,6 +166,7 @@ def test_its_checkpoint_is_the_native_one_moments_included(tmp_path, text, paral
 
 @pytest.mark.parametrize(("parallel", "offload"), [("zero1", "none"), ("fsdp", "none"), ("zero2", "optimizer")])
 @pytest.mark.slow
+@pytest.mark.usefixtures("cpu_adam")
 def test_a_bad_step_of_one_rank_is_skipped_by_all_as_under_native(tmp_path, text, parallel, offload):
     changes = {"fault": {"on_bad_step": "skip"}}
     rows = {

@@ -92,6 +92,28 @@ def test_the_plan_is_checked_against_the_requested_gpus(recipe, capsys):
         launch(recipe, ["launch.accelerator=H100"], dry_run=True, to="slurm")
 
 
+@pytest.mark.parametrize("engine", ["native", "deepspeed", "horovod", "tensorflow"])
+@pytest.mark.parametrize(
+    ("to", "words"),
+    [
+        ("torchrun", "2 hosts, which must share"),
+        ("slurm", "srun"),
+        ("kubernetes", "apiVersion"),
+        ("sagemaker", "1 x ml.g5.12xlarge on demand, image "),
+    ],
+)
+def test_every_engine_goes_through_every_launcher(recipe, capsys, engine, to, words):
+    """Its package is that of the machines, which need not be this one."""
+    account = "role: 'arn:aws:iam::111122223333:role/r', region: us-west-2, bucket: 's3://bucket'"
+    settings = [
+        f"engine={engine}", "parallel=ddp", "train.precision=fp32", "launch.nproc_per_node=2",
+        f"launch.sagemaker={{instance_type: ml.g5.12xlarge, {account}}}",
+    ]  # fmt: skip
+    launch(recipe, settings, dry_run=True, to=to, hosts="a,b" if to == "torchrun" else None)
+    shown = capsys.readouterr()
+    assert words in shown.out + shown.err
+
+
 HUB_MODEL = ["model.config=null", "model.checkpoint=team/tiny", "launch.accelerator=H100", "launch.nproc_per_node=2"]
 
 

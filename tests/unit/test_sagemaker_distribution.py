@@ -77,6 +77,15 @@ def test_mpi_sets_processes_and_variables(tmp_path):
     assert submission.request["Environment"] == {"NCCL_DEBUG": "VERSION", "NOTE": "two words"}
 
 
+def test_other_engines_are_started_by_their_entries(tmp_path):
+    mirrored = submit(tmp_path, {"multi_worker_mirrored_strategy": {"enabled": True}}, "parallel=ddp")
+    assert mirrored.staging.recipe.engine == "tensorflow"
+    assert any("multi_worker_mirrored_strategy -> engine=tensorflow" in line for line in mirrored.lines)
+    under_mpi = submit(tmp_path, {"mpi": {"enabled": True, "processes_per_host": 2}}, "engine=horovod", "parallel=ddp")
+    assert under_mpi.staging.recipe.engine == "horovod"
+    assert under_mpi.staging.recipe.launch.nproc_per_node == 2
+
+
 REFUSED = [
     ({}, [], "has no enabled entry"),
     ({"torch_distributed": {"enabled": False}}, [], "has no enabled entry"),
@@ -85,8 +94,10 @@ REFUSED = [
     ({"torch_distributed": {"on": True}}, [], "torch_distributed.on is unknown"),
     ({"torchrun": {"enabled": True}}, [], "distribution.torchrun is not a distribution"),
     ({"pytorchxla": {"enabled": True}}, [], "train.compile=true"),
-    ({"parameter_server": {"enabled": True}}, [], "it is for TensorFlow"),
-    ({"multi_worker_mirrored_strategy": {"enabled": True}}, [], "it is for TensorFlow"),
+    ({"parameter_server": {"enabled": True}}, [], "it is TensorFlow's, which echelon does not run"),
+    ({"multi_worker_mirrored_strategy": {"enabled": True}}, ["engine=horovod"], "engine=horovod is another one"),
+    ({"multi_worker_mirrored_strategy": {"enabled": True}}, ["tensorflow.strategy=single", "engine=tensorflow"],
+     "contradicts tensorflow.strategy=single"),
     ({"instance_groups": []}, [], "every machine of a job trains"),
     ({"torch_distributed": {"enabled": True}, "mpi": {"enabled": True}}, [], "one distribution"),
     ({"smdistributed": {"dataparallel": {"enabled": True}, "modelparallel": {"enabled": True}}}, [], "one distr"),

@@ -24,12 +24,12 @@ SMP_KEY = f"{KEY}.smdistributed.modelparallel.parameters"
 _NOT_HERE = {
     "pytorchxla": "the Training Compiler was for PyTorch 1.13 and older, and is discontinued; use torch_distributed "
     "and train.compile=true",
-    "parameter_server": "it is for TensorFlow; use torch_distributed",
-    "multi_worker_mirrored_strategy": "it is for TensorFlow; use torch_distributed",
+    "parameter_server": "it is TensorFlow's, which echelon does not run; use torch_distributed, and sync: {name: "
+    "parameter_server} for servers of its own",
     "instance_groups": "every machine of a job trains; give the groups in launch.sagemaker.instance_groups, without "
     "those that would not train",
     "deepspeed": "SageMaker has no such entry; use torch_distributed, and engine: deepspeed",
-    "horovod": "SageMaker starts it as mpi; use mpi, or torch_distributed",
+    "horovod": "SageMaker starts it as mpi; use mpi: {enabled: true}, and engine: horovod",
     "smdistributed_dataparallel": "the SDK spells it smdistributed: {dataparallel: {enabled: true}}; that library "
     "is not available to echelon either, so use torch_distributed: {enabled: true}",
     "smdistributed_modelparallel": "the SDK spells it smdistributed: {modelparallel: {enabled: true, parameters: "
@@ -40,6 +40,7 @@ _NOT_HERE = {
 _FIELDS = {
     "torch_distributed": ("enabled",),
     "pytorchddp": ("enabled", "custom_mpi_options"),
+    "multi_worker_mirrored_strategy": ("enabled",),
     "mpi": ("enabled", "processes_per_host", "custom_mpi_options"),
     "smdistributed": ("dataparallel", "modelparallel"),
     "smdistributed.dataparallel": ("enabled", "custom_mpi_options"),
@@ -78,6 +79,8 @@ def apply_distribution(recipe: Recipe) -> Distribution:
         changes |= _map_mpi(recipe.launch, enabled["mpi"], lines)
     if "pytorchddp" in enabled:
         changes |= _map_pytorchddp(recipe, lines)
+    if "multi_worker_mirrored_strategy" in enabled:
+        changes |= _map_mirrored(recipe, lines)
     if "smdistributed.dataparallel" in enabled:
         # Newest release: 2.6.0 of April 2025, inside the image of SMP v2.8.0.
         raise ConfigError(
@@ -184,6 +187,16 @@ def _map_pytorchddp(recipe: Recipe, lines: list[str]) -> dict[str, Any]:
         )
     lines.append(f"{KEY}.pytorchddp -> parallel=ddp over NCCL, started by torchrun's agent")
     return {"parallel": "ddp"}
+
+
+def _map_mirrored(recipe: Recipe, lines: list[str]) -> dict[str, Any]:
+    name = f"{KEY}.multi_worker_mirrored_strategy"
+    if recipe.engine not in ("native", "tensorflow"):
+        raise ConfigError(f"{name} is TensorFlow's, and engine={recipe.engine} is another one; remove one.")
+    if recipe.tensorflow.strategy != "multi_worker":
+        raise ConfigError(f"{name} contradicts tensorflow.strategy={recipe.tensorflow.strategy}; remove one.")
+    lines.append(f"{name} -> engine=tensorflow, started by torchrun's agent")
+    return {"engine": "tensorflow"}
 
 
 def _change(recipe: Recipe, changes: Mapping[str, Any], smp: Mapped | None) -> Recipe:
