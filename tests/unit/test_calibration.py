@@ -21,7 +21,7 @@ from echelon.hardware.calibration import (
 from echelon.hardware.detection import calibrated_cluster, detect_cluster, use_calibration
 from echelon.planner.choose import resolve_plan
 from echelon.planner.measured_rates import fit_calibration
-from echelon.planner.plan import ParallelPlan
+from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
 from echelon.recipe import load_recipe
@@ -140,6 +140,10 @@ def test_a_step_takes_what_the_measured_rates_say():
     assert found.overhead == pytest.approx(4 * 4 * 1.5e-3 + 0.01)  # a CPU computes nothing while it launches
     assert found.optimizer == pytest.approx(36 * SHAPE.num_parameters / 32e9)
     assert any("measured on this machine on 2026-01-02" in line for line in found.assumptions)
+    assert "kernels: PyTorch's attention on the CPU, pointwise operations not fused" in found.assumptions
+    half = replace(plan, precision=Precision(compute="bfloat16"))
+    step = estimate_time(SHAPE, half, 128, calibrated_cluster(CALIBRATION, 1, 1))
+    assert any("attention on the CPU in blocks of queries" in line for line in step.assumptions)
 
 
 def test_processes_that_wait_in_a_pipeline_leave_their_cores_to_others():

@@ -12,7 +12,7 @@ from echelon.errors import PlanError
 from echelon.hardware.accelerators import Accelerator, Cluster
 from echelon.planner.plan import ParallelPlan
 
-AttentionKernel = Literal["flash", "flash3", "unfused"]
+AttentionKernel = Literal["flash", "flash3", "unfused", "cpu", "cpu_blocks"]
 _Value = TypeVar("_Value")
 
 # The best matrix product measured on a device, as a share of its peak: bf16, float8 (ml-engineering, stas00, MAMF).
@@ -132,7 +132,13 @@ class Software:
 
     def describe(self) -> str:
         """One line for the user."""
-        names = {"flash": "FlashAttention-2", "flash3": "FlashAttention-3 or cuDNN", "unfused": "unfused attention"}
+        names = {
+            "flash": "FlashAttention-2",
+            "flash3": "FlashAttention-3 or cuDNN",
+            "unfused": "unfused attention",
+            "cpu": "PyTorch's attention on the CPU",
+            "cpu_blocks": "attention on the CPU in blocks of queries",
+        }
         return f"kernels: {names[self.attention]}, pointwise operations {'fused' if self.fused else 'not fused'}"
 
     def launch_seconds(self, rates: Rates) -> float:
@@ -140,9 +146,10 @@ class Software:
         return rates.launch * (0.35 if self.fused else 1.0)
 
 
-def choose_software(plan: ParallelPlan) -> Software:
-    """What echelon runs: FlashAttention-2 by PyTorch, and fused layers if they are compiled."""
-    return Software(attention="flash", fused=plan.compile)
+def choose_software(plan: ParallelPlan, cluster: Cluster) -> Software:
+    """What echelon runs: FlashAttention-2 by PyTorch on GPUs, and fused layers if they are compiled."""
+    on_cpu: AttentionKernel = "cpu_blocks" if plan.precision.compute == "bfloat16" else "cpu"
+    return Software(attention="flash" if cluster.kind == "cuda" else on_cpu, fused=plan.compile)
 
 
 def product_flops(device: Accelerator, compute: str, float8: bool, rates: Rates) -> float:

@@ -147,7 +147,7 @@ def estimate_time(
 
     Raises PlanError if the speed of the devices is unknown.
     """
-    software = software or choose_software(plan)
+    software = software or choose_software(plan, cluster)
     rates = rates or rates_of(cluster)
     step = _Step(shape, plan, sequence_len, cluster, software, rates, between)
     layer = layer_time(step.part, plan, sequence_len, step.tokens, cluster, software, rates)
