@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from xml.etree import ElementTree
 
 import pytest
@@ -19,6 +19,7 @@ from echelon.planner.choose import resolve_plan
 from echelon.planner.forecast import HourlyPrice
 from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ExpertShape
+from echelon.planner.reliability import Goodput, Reliability, estimate_goodput
 from echelon.planner.search import rank_plans, search_plans
 from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
@@ -273,6 +274,37 @@ def test_fewer_machines_win_unless_the_numbers_say_otherwise():
             rates = [each.forecast.tokens_per_second for each in ranked]
             assert f"{rates[0]:,.0f} tokens/s instead of {rates[1]:,.0f}" in text
             assert "for a billion tokens instead of $" in text
+
+
+def test_failures_and_stragglers_count_in_the_ranking_and_in_the_limits():
+    """Two machines at 15 % less cost come first, but not if they train in 60 % of the time instead of 90 %."""
+    goodput = partial(Goodput, failure_hours=10.0, save_seconds=1.0, interval_seconds=600.0, slowdown=1.0)
+    priced = (replace(each, forecast=replace(each.forecast, price=HourlyPrice(10.0, "here"))) for each in candidates())
+    one = replace(next(priced), machines="one", goodput=goodput(share=0.9))
+    step = one.forecast.step.scaled(0.85 / 2)
+    forecast = replace(one.forecast, step=step, num_machines=2, num_devices=16)
+    two = replace(one, machines="two", forecast=forecast, cluster=replace(one.cluster, num_devices=16))
+    for share, first in ((0.9, "two"), (0.6, "one")):
+        both = [one, replace(two, goodput=goodput(share=share))]
+        for by in ("cost", "time") if share == 0.9 else ("cost",):
+            ranked = _prefer_fewer_machines(rank_plans(both, by), by)
+            assert ranked[0].machines == first
+        text = str(SearchReport(ranked, "cost"))
+        assert f"{share:.1%}" in text and "% of the time is training" in text
+    hours = one.forecast.hours
+    assert SearchReport((one,), "time", deadline_hours=hours / 0.89).allowed
+    assert not SearchReport((one,), "time", deadline_hours=hours / 0.91).allowed
+    assert SearchReport((replace(one, goodput=None),), "time", deadline_hours=hours * 1.01).allowed
+
+
+def test_the_goodput_of_machines_is_in_the_table_and_in_json():
+    report = search(fields("fsdp"), "16xH100", reliability=Reliability(mtbf_hours=100.0))
+    plan = report.candidates[0].plan
+    share = estimate_goodput(build_shape(LLAMA), plan, 2, Reliability(mtbf_hours=100.0)).share
+    assert 0.9 < share < 1 and report.to_dict()["candidates"][0]["goodput"] == report.to_dict()["goodput"] == share
+    lines = str(report).splitlines()
+    assert lines[1].endswith("goodput") and lines[2].endswith(f"{share:.1%}")
+    assert any(line.startswith(f"goodput: {share:.1%} of the time") for line in lines)
 
 
 def test_float8_is_told_of_and_not_chosen():

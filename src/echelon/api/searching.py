@@ -39,8 +39,11 @@ class SearchReport:
     """Of the first candidate with its products in float8, where `train.precision` and the devices allow it."""
 
     reliability: Reliability | None = None
-    goodput: Goodput | None = None
-    """Of the first candidate, with the failures and stragglers of `reliability`."""
+
+    @property
+    def goodput(self) -> Goodput | None:
+        """Of the first candidate, with the failures and stragglers of `reliability`."""
+        return (self.allowed or self.candidates)[0].goodput
 
     @property
     def allowed(self) -> tuple[RankedPlan, ...]:
@@ -49,7 +52,7 @@ class SearchReport:
 
     def _is_within(self, each: RankedPlan) -> bool:
         limits = ((self.budget_usd, each.forecast.usd), (self.deadline_hours, each.forecast.hours))
-        return all(limit is None or (value is not None and value <= limit) for limit, value in limits)
+        return all(limit is None or (value is not None and each.of_all_time(value) <= limit) for limit, value in limits)
 
     def to_dict(self) -> dict[str, Any]:
         """The output of `--json`."""
@@ -114,7 +117,8 @@ def search(
         by: what is ranked: seconds of a step, dollars for the same tokens, or bytes of a device.
         budget_usd: plans whose run costs more are left out, if any other is left.
         deadline_hours: likewise, of runs that take longer.
-        reliability: failures and stragglers, for the goodput of the first plan; the ranking is without them.
+        reliability: failures and stragglers: plans are ranked, and compared with a budget and a deadline, by the time
+            that they take with these. The table has their tokens per second, hours and dollars without them.
 
     Raises:
         ConfigError, PlanError or DataError: no plan is possible, or the speed or the price of the devices is unknown.
@@ -122,7 +126,7 @@ def search(
     recipe = load_recipe(recipe)
     shape = check_model(recipe, elsewhere=devices is not None or instance is not None).shape
     if instance == "auto" and devices is None:
-        found = _search_instances(recipe, shape, by, count)
+        found = _search_instances(recipe, shape, by, count, reliability)
     else:
         cluster, price = find_target(recipe, shape, devices, devices_per_node, instance, count)
         known = price is not None or recipe.budget.usd_per_hour is not None
@@ -134,21 +138,26 @@ def search(
         machines = "" if instance is None else f"{cluster.num_nodes} x {instance}"
         history = read_history(find_cache_dir(), shape, cluster)
         found = search_plans(recipe, shape, cluster, by, price, machines, history=history)
+        found = tuple(_add_goodput(each, shape, reliability) for each in found)  # the same for all, as are the machines
     if found[0].forecast.hours is None and (budget_usd is not None or deadline_hours is not None):
         raise ConfigError(
             "the number of steps depends on data that is not prepared, so a budget or a deadline cannot be checked; "
             "set train.steps or train.tokens."
         )
-    report = SearchReport(found, by, budget_usd, deadline_hours)
+    report = SearchReport(found, by, budget_usd, deadline_hours, reliability=reliability)
     best = (report.allowed or found)[0]
-    report = replace(report, float8=forecast_float8(recipe, shape, best))
+    return replace(report, float8=forecast_float8(recipe, shape, best))
+
+
+def _add_goodput(each: RankedPlan, shape: ModelShape, reliability: Reliability | None) -> RankedPlan:
     if reliability is None:
-        return report
-    goodput = estimate_goodput(shape, best.plan, best.cluster.num_nodes, reliability)
-    return replace(report, reliability=reliability, goodput=goodput)
+        return each
+    return replace(each, goodput=estimate_goodput(shape, each.plan, each.cluster.num_nodes, reliability))
 
 
-def _search_instances(recipe: Recipe, shape: ModelShape, by: Goal, count: int | None) -> tuple[RankedPlan, ...]:
+def _search_instances(
+    recipe: Recipe, shape: ModelShape, by: Goal, count: int | None, reliability: Reliability | None
+) -> tuple[RankedPlan, ...]:
     """The best plan on each type and number of machines, at the price of each type in the catalogue."""
     no_price = {"usd_per_hour": None, "spot_usd_per_hour": None}  # of one type
     recipe = recipe.model_copy(update={"budget": recipe.budget.model_copy(update=no_price)})
@@ -163,7 +172,8 @@ def _search_instances(recipe: Recipe, shape: ModelShape, by: Goal, count: int | 
                 cluster = find_cluster(recipe, instance, machines)
                 name = f"{machines} x {instance.name}"
                 history = read_history(find_cache_dir(), shape, cluster)
-                best.append(search_plans(recipe, shape, cluster, by, price, name, divide=False, history=history)[0])
+                found = search_plans(recipe, shape, cluster, by, price, name, divide=False, history=history)[0]
+                best.append(_add_goodput(found, shape, reliability))
             except (ConfigError, PlanError) as error:
                 reason = error
     if not best:
@@ -183,11 +193,12 @@ def _prefer_fewer_machines(ranked: Sequence[RankedPlan], by: Goal) -> tuple[Rank
 
 def _value(each: RankedPlan, by: Goal) -> float:
     cost = each.forecast.usd_per_billion_tokens
-    return cost if by == "cost" and cost is not None else 1 / each.forecast.tokens_per_second
+    return each.of_all_time(cost if by == "cost" and cost is not None else 1 / each.forecast.tokens_per_second)
 
 
 def _render_table(shown: Sequence[RankedPlan]) -> Iterator[str]:
-    header = ("plan", "micro batch", "checkpointing", "tokens/s", "memory", "hours", "$", "limited by")
+    header: tuple[str, ...] = ("plan", "micro batch", "checkpointing", "tokens/s", "memory", "hours", "$", "limited by")
+    header += () if shown[0].goodput is None else ("goodput",)
     rows = [header, *(_row(each) for each in shown)]
     widths = [max(len(row[place]) for row in rows) for place in range(len(header))]
     for number, row in enumerate(rows):
@@ -211,6 +222,7 @@ def _row(each: RankedPlan) -> tuple[str, ...]:
         "?" if forecast.hours is None else f"{forecast.hours:,.2f}",
         "?" if forecast.usd is None else f"{forecast.usd:,.2f}",
         forecast.step.limit,
+        *(() if each.goodput is None else (f"{each.goodput.share:.1%}",)),
     )
 
 
@@ -239,6 +251,8 @@ def _explain(best: RankedPlan, second: RankedPlan) -> str:
     if ours.usd_per_billion_tokens is not None and theirs.usd_per_billion_tokens is not None:
         saved = 1 - ours.usd_per_billion_tokens / theirs.usd_per_billion_tokens
         words += f", {abs(saved):.1%} {'cheaper' if saved >= 0 else 'dearer'}"
+    if best.goodput is not None and second.goodput is not None:
+        words += f", {best.goodput.share:.1%} instead of {second.goodput.share:.1%} of the time is training"
     machines = best.cluster.num_nodes, second.cluster.num_nodes
     if machines[0] < machines[1]:
         words += f", on {machines[0]} machine{'' if machines[0] == 1 else 's'} instead of {machines[1]}"

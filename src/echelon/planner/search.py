@@ -5,6 +5,7 @@ What the recipe sets is kept: `parallel`, `train.micro_batch_size`, `train.activ
 choice to echelon. `resolve_plan` builds each plan, so a plan that it refuses is no candidate.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +19,7 @@ from echelon.planner.measured_runs import NO_HISTORY, History
 from echelon.planner.memory import MemoryEstimate, estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
+from echelon.planner.reliability import Goodput
 from echelon.planner.search_space import list_layouts, list_micro_batches, list_policies
 from echelon.recipe.training import ParallelConfig
 
@@ -37,6 +39,7 @@ class RankedPlan:
         usable_bytes: of each device, less the headroom; None if its memory is unknown.
         machines: the instance type and number, for the user; empty without one.
         parallel: the value of `parallel` that gives this plan.
+        goodput: with failures and slow machines; None if nothing is said about them.
     """
 
     plan: ParallelPlan
@@ -46,11 +49,17 @@ class RankedPlan:
     forecast: Forecast
     machines: str = ""
     parallel: str | ParallelConfig = "auto"
+    goodput: Goodput | None = None
 
     @property
     def fits(self) -> bool:
         """Whether the plan leaves the usual headroom on each device, and fits into the memory of its machine."""
         return _fits(self.memory, self.usable_bytes, self.cluster)
+
+    def of_all_time(self, value: float) -> float:
+        """A time or a cost of steps alone, with what failures and slow machines add; infinite if nothing trains."""
+        share = 1.0 if self.goodput is None else self.goodput.share
+        return value / share if share else math.inf
 
     def degrees(self) -> dict[str, int]:
         """The degree of each axis."""
@@ -117,6 +126,7 @@ class RankedPlan:
             "step_seconds": forecast.step.total,
             "seconds": forecast.step.to_dict(),
             "tokens_per_second": forecast.tokens_per_second,
+            "goodput": None if self.goodput is None else self.goodput.share,
             "correction": forecast.correction.factor,
             "limited_by": forecast.step.limit,
             "hours": forecast.hours,
@@ -240,8 +250,8 @@ def _rank(each: RankedPlan, by: Goal) -> tuple[bool, float, float]:
         return False, memory, seconds
     cost = each.forecast.usd_per_billion_tokens
     if by == "cost" and cost is not None:
-        return False, cost, seconds
-    return False, seconds / each.forecast.tokens_per_step, memory
+        return False, each.of_all_time(cost), seconds
+    return False, each.of_all_time(seconds / each.forecast.tokens_per_step), memory
 
 
 def forecast_float8(recipe: "Recipe", shape: ModelShape, best: RankedPlan) -> Forecast | None:
