@@ -15,7 +15,7 @@ help:
 	@echo "make parity-table  the same, and write docs/parity.md from the measurements; resumes after a kill (hours)"
 	@echo "make model-table  take every causal model of transformers through echelon, and write docs/models.md (20 minutes)"
 	@echo "make pictures run both tutorials, and draw the pictures of their pages (10 minutes)"
-	@echo "make faults   kill jobs at 76 random moments and compare their results: benchmarks/results/faults-cpu.md (40 minutes)"
+	@echo "make faults   kill jobs at 86 random moments and compare their results: benchmarks/results/faults-cpu.md, lost-replicas-cpu.md (an hour)"
 	@echo "make launchers  run jobs on emulated machines: a real Slurm, mpirun, ssh (as root, on Debian or Ubuntu)"
 	@echo "make engines  set up an environment for each other engine (.venv-NAME), and run its tests there (20 minutes)"
 	@echo "make bench    compare the step time with that of a plain PyTorch loop (long)"
