@@ -22,6 +22,7 @@ MODEL = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_posit
          "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
 LOST, JOINED = "replica_lost", "replica_joined"
 SERVER = {"name": "parameter_server"}
+PAIRS = {"train": "pairs.jsonl", "sequence_len": 64, "document_separator": None}
 LOOK_SECONDS = 0.02
 PATIENCE_SECONDS = 150
 
@@ -233,7 +234,7 @@ def test_bad_steps_are_skipped_by_all_replicas(tmp_path):
     [
         pytest.param({"train": {"precision": "bf16"}}, id="bf16"),
         pytest.param({"train": {"precision": "fp16"}}, id="fp16"),
-        pytest.param({"data": {"train": "pairs.jsonl", "sequence_len": 64}, "objective": {"name": "dpo"}}, id="dpo"),
+        pytest.param({"data": PAIRS, "objective": {"name": "dpo"}}, id="dpo"),
         pytest.param({"train": {"compile": True}}, id="compile"),
         pytest.param({"optim": {"name": "muon", "learning_rate": 1e-3}}, id="muon"),
         pytest.param({"adapter": {"method": "lora", "r": 4}}, id="lora"),

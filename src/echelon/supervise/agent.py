@@ -147,7 +147,8 @@ class Agent:
         )
         with exported(variables), news:
             if job.min_replicas is not None:
-                died_at, deaths = None, ReplicaKeeper(job, self._warm).run()
+                deaths = ReplicaKeeper(job, self._warm).run()
+                died_at = min((each.time for each in deaths), default=None)
             else:
                 with deaths_watched(folder, job.num_processes) as death:
                     deaths = self._run_torchrun(job, self._settings(job, meeting, attempt))
