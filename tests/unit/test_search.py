@@ -211,6 +211,18 @@ def test_all_instance_types_are_compared_and_few_machines_preferred():
     assert re.search(r"why 1 and not 2: [\d.]+% (faster|slower)", str(report))
 
 
+def test_pipelines_and_divided_sequences_are_tried_where_they_could_come_first():
+    """Where a divided plan is the cheapest, `--instance auto` finds it, as the full search of that type does."""
+    config = LLAMA | {"max_position_embeddings": 16384, "hidden_size": 8192, "intermediate_size": 28672}
+    given = fields(config=config | {"num_attention_heads": 64}, activation_checkpointing="full", micro_batch_size=1)
+    given["data"] = {"train": "text.txt", "sequence_len": 16384}
+    report = search(given, instance="auto", count=2, by="cost")
+    first = report.candidates[0]
+    assert first.plan.pp > 1 or first.plan.cp > 1
+    alone = search(given, instance=first.machines.split()[-1], count=2, by="cost")
+    assert replace(alone.candidates[0].plan, why=()) == replace(first.plan, why=())
+
+
 def test_the_command_prints_a_table_or_json(tmp_path, capsys):
     path = tmp_path / "large.yaml"
     path.write_text(yaml.safe_dump(fields("fsdp")))

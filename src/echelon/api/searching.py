@@ -8,6 +8,7 @@ from typing import Any
 from echelon.api.planning import find_target
 from echelon.api.recipes import RecipeLike, load_recipe
 from echelon.errors import ConfigError, PlanError
+from echelon.hardware.accelerators import Cluster
 from echelon.hardware.instances import list_instances
 from echelon.lifecycle.model_checks import check_model
 from echelon.planner.forecast import Forecast, HourlyPrice
@@ -24,6 +25,7 @@ from echelon.supervise.launch_environment import find_cache_dir
 _COUNTS = (1, 2, 4, 8)
 # Fewer machines are preferred to this share of the goal: links inside a machine are faster than estimates are exact.
 _CLOSE = 0.05
+_DIVIDED = 4  # clusters of all instance types on which pp and cp are tried
 _VISIBLE = 0.001  # of a step: smaller differences are not named
 
 
@@ -158,9 +160,19 @@ def _add_goodput(each: RankedPlan, shape: ModelShape, reliability: Reliability |
 def _search_instances(
     recipe: Recipe, shape: ModelShape, by: Goal, count: int | None, reliability: Reliability | None
 ) -> tuple[RankedPlan, ...]:
-    """The best plan on each type and number of machines, at the price of each type in the catalogue."""
+    """The best plan on each type and number of machines, at the price of each type in the catalogue.
+
+    Plans with `pp` and `cp` are tried on the few best of those machines where they could come first: they take most of
+    the time of a search.
+    """
     no_price = {"usd_per_hour": None, "spot_usd_per_hour": None}  # of one type
     recipe = recipe.model_copy(update={"budget": recipe.budget.model_copy(update=no_price)})
+
+    def find_best(cluster: Cluster, price: HourlyPrice | None, name: str, divide: bool) -> RankedPlan:
+        history = read_history(find_cache_dir(), shape, cluster)
+        found = search_plans(recipe, shape, cluster, by, price, name, divide, history)
+        return _add_goodput(found[0], shape, reliability)
+
     best: list[RankedPlan] = []
     reason: ConfigError | PlanError | None = None
     for instance in list_instances(recipe.launch.sagemaker.extra_types).values():
@@ -170,15 +182,27 @@ def _search_instances(
         for machines in _COUNTS if count is None else (count,):
             try:
                 cluster = find_cluster(recipe, instance, machines)
-                name = f"{machines} x {instance.name}"
-                history = read_history(find_cache_dir(), shape, cluster)
-                found = search_plans(recipe, shape, cluster, by, price, name, divide=False, history=history)[0]
-                best.append(_add_goodput(found, shape, reliability))
+                best.append(find_best(cluster, price, f"{machines} x {instance.name}", divide=False))
             except (ConfigError, PlanError) as error:
                 reason = error
     if not best:
         raise reason or PlanError("no instance type has a GPU and a known price.")
+    best = list(rank_plans(best, by))
+    first, tried = best[0], 0
+    for place, each in enumerate(best):
+        if tried < _DIVIDED and _could_be_first(each, first, by):
+            tried += 1
+            best[place] = find_best(each.cluster, each.forecast.price, each.machines, divide=True)
+            first = rank_plans([first, best[place]], by)[0]
     return _prefer_fewer_machines(rank_plans(best, by), by)
+
+
+def _could_be_first(each: RankedPlan, first: RankedPlan, by: Goal) -> bool:
+    """Whether another layout on these machines could be better than the first plan: none computes less than `each`."""
+    if by == "memory" or not first.fits:
+        return True
+    step = each.forecast.step
+    return each.fits and _value(each, by) * (step.matmul + step.attention) / step.total < _value(first, by)
 
 
 def _prefer_fewer_machines(ranked: Sequence[RankedPlan], by: Goal) -> tuple[RankedPlan, ...]:
