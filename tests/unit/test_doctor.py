@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from echelon.commands.doctor import _describe
 from echelon.doctor import machine
 from echelon.doctor.probing import Examination, Probe, probe_script, rounds
 from echelon.doctor.speed import Speed, find_slow
 from echelon.doctor.verdict import judge
-from echelon.errors import LaunchError
+from echelon.errors import LaunchError, PlanError
+from echelon.hardware.accelerators import parse_devices
 from echelon.launch.shell import guard_setup
 from echelon.recipe import LaunchConfig
 
@@ -63,6 +65,33 @@ def both(reason):
 
 SLOW, LATE = Speed(0.0001, 1e7), Speed(0.05, 1e9)
 PAIRS = list(combinations("abcd", 2))
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_plan_uses_what_the_doctor_measured_between_machines(tmp_path, together):
+    """Eight GPUs share what one process of their machine reached: 400 MB/s together, 10 MB/s in the slowest pair."""
+    pairs = {pair: SLOW if pair == ("b", "d") else FAST for pair in PAIRS}
+    measured = found(pairs=pairs, whole=Speed(0.0003, 4e8) if together else None)
+    path = tmp_path / "Network.json"
+    path.write_text(json.dumps({"is_well": True, "findings": [], **_describe(measured)}))
+    links = parse_devices(f"32xH100@nvlink,{path}").known_links
+    assert links.inside.name == "nvlink4"
+    assert links.between.bandwidth == (4e8 if together else 1e7) / 8
+    assert links.between.latency == FAST.latency_seconds
+    assert f"Network.json with {0.05 if together else 0.00125:g} GB/s per device between machines" in links.describe()
+
+
+def test_a_plan_refuses_what_the_doctor_could_not_measure(tmp_path):
+    path = tmp_path / "network.json"
+    with pytest.raises(PlanError, match=r"put network\.json second"):
+        parse_devices("32xH100@network.json")
+    with pytest.raises(PlanError, match=r"has no measurement between machines .*give the output of `echelon doctor"):
+        parse_devices(f"32xH100@nvlink,{path}")
+    broken = found(pairs={**dict.fromkeys(PAIRS, FAST), ("a", "b"): "no connection"}, whole=None)
+    for content in (_describe(broken), {"is_well": True, "findings": []}, _describe(found(pairs={}))):
+        path.write_text(json.dumps(content))
+        with pytest.raises(PlanError, match="has no measurement between machines"):
+            parse_devices(f"32xH100@nvlink,{path}")
 
 
 @pytest.mark.parametrize(

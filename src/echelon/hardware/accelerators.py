@@ -154,7 +154,7 @@ class Cluster:
 def parse_devices(text: str, devices_per_node: int = 8) -> Cluster:
     """Cluster for a text such as "8xH100", "2xcpu" or "64xH100@nvlink,efa" (COUNTxNAME; case and spaces do not matter).
 
-    After @: the link inside a machine, and the one between machines.
+    After @: the link inside a machine, and the one between machines, which may be a file from `echelon doctor --json`.
 
     Fewer devices than `devices_per_node` are one smaller machine; CPU processes are always on one machine.
     Raises PlanError naming the known accelerators.
@@ -175,8 +175,9 @@ def parse_devices(text: str, devices_per_node: int = 8) -> Cluster:
     accelerator = by_key[name]
     if accelerator.name == "cpu":
         return Cluster(accelerator, count, count, "cpu")
-    given = parse_links(links, accelerator.name) if links else None
-    return Cluster(accelerator, count, min(count, devices_per_node), "cuda", links=given)
+    local = min(count, devices_per_node)
+    given = parse_links(links, accelerator.name, local) if links else None
+    return Cluster(accelerator, count, local, "cuda", links=given)
 
 
 def find_accelerator(device_name: str, memory_bytes: int) -> Accelerator | None:

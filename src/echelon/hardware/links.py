@@ -4,8 +4,11 @@ Bandwidth is what collectives reach with large payloads (the bus bandwidth of nc
 """
 
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
 
 from echelon.errors import PlanError
+from echelon.stored import read_as
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,22 @@ class Link:
     source: str
     gather: float | None = None
     scatter: float | None = None
+
+
+@dataclass(frozen=True)
+class _Speed:
+    """What `echelon doctor` measured of an all-reduce."""
+
+    latency_seconds: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """The part of the output of `echelon doctor --json` that is used."""
+
+    pairs: tuple[_Speed, ...]
+    together: _Speed | None
 
 
 @dataclass(frozen=True)
@@ -92,16 +111,48 @@ def usual_links(device: str) -> Links:
     return Links(_MEMORY if inside == "memory" else LINKS[inside], LINKS[between], assumed=True)
 
 
-def parse_links(text: str, device: str) -> Links:
+def parse_links(text: str, device: str, num_devices: int) -> Links:
     """Links for a text such as `nvlink,efa`: inside a machine, then between machines; `nvlink` is that of the device.
 
-    Raises PlanError naming the known links.
+    The second may be a file with the output of `echelon doctor --json`, whose name ends in `.json`.
+
+    Args:
+        num_devices: of a machine, which share what `echelon doctor` measured between machines.
+
+    Raises:
+        PlanError: naming the known links, or what is wrong with the file.
     """
-    usual, names = usual_links(device), [name.strip().lower() for name in text.split(",")]
+    usual, names = usual_links(device), [name.strip() for name in text.split(",")]
     if len(names) > 2 or not all(names):
         raise PlanError(f"links {text!r}: give one link inside a machine and one between machines, such as nvlink,efa.")
-    inside = _find_link(names[0], device)
-    return Links(inside, _find_link(names[1], device) if len(names) == 2 else usual.between)
+    if names[0].endswith(".json"):
+        raise PlanError(f"links {text!r}: echelon doctor measures between machines; put {names[0]} second.")
+    inside = _find_link(names[0].lower(), device)
+    if len(names) == 1:
+        return Links(inside, usual.between)
+    if names[1].endswith(".json"):
+        return Links(inside, _read_measured(Path(names[1]), num_devices))
+    return Links(inside, _find_link(names[1].lower(), device))
+
+
+def _read_measured(path: Path, num_devices: int) -> Link:
+    """The share of each device in the network of its machine, by the output of `echelon doctor --json`.
+
+    Bandwidth is that of an all-reduce of all hosts; if only pairs were measured, that of the slowest one. Latency is
+    the median of the pairs. Each host had one process.
+    """
+    try:
+        measured = read_as(path, _Measured)
+        slowest = min(measured.pairs, key=lambda each: each.bytes_per_second)
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            f"links: {path} has no measurement between machines ({error}); give the output of `echelon doctor --hosts "
+            "A,B --json` without problems."
+        ) from error
+    whole = slowest if measured.together is None else measured.together
+    latency = median(each.latency_seconds for each in measured.pairs)
+    words = f"; {num_devices} devices of a machine share what one process measured" if num_devices > 1 else ""
+    return Link(path.name, whole.bytes_per_second / num_devices, latency, f"echelon doctor{words}")
 
 
 def _find_link(name: str, device: str) -> Link:
