@@ -94,3 +94,30 @@ def test_every_fault_is_survived(capfd, monkeypatch, tmp_path, parallel, model):
     assert findings["NaN in the weights"]["starts"] == 3
     assert not (tmp_path / "runs" / "tiny-drill").exists()
     assert_no_orphan()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sync",
+    [
+        {"name": "quorum"},
+        {"name": "parameter_server"},
+        {"name": "parameter_server", "max_staleness": 1},
+        {"name": "diloco", "every": 5},
+        {"compress": {"method": "powersgd"}},
+    ],
+    ids=["quorum", "servers", "asynchronous servers", "diloco", "powersgd"],
+)
+def test_every_fault_is_survived_however_replicas_agree(capfd, monkeypatch, tmp_path, sync):
+    """A rank that is lost restarts the others only if they need it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(MARK, str(tmp_path))
+    write_recipe(tmp_path, parallel="ddp", sync=sync)
+    ending = CommandLine(capfd, monkeypatch)("drill", "recipe.json", "--nproc", "2", "--json")
+    findings = [json.loads(line) for line in ending.out.splitlines() if line.startswith("{")]
+    assert ending.code == 0, ending
+    assert len(findings) == 7 and all(each["identical"] for each in findings)
+    killed = next(each for each in findings if each["fault"] == "a rank killed")
+    goes_on = sync.get("name") in ("quorum", "parameter_server")
+    assert killed["starts"] == 1 and (killed["lost_steps"] == 0) is goes_on
+    assert_no_orphan()

@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from echelon.drill.exercise import estimate_seconds
+from echelon.drill.exercise import choose_likeness, estimate_seconds
 from echelon.drill.faults import FAULTS
 from echelon.drill.shrink import shrink, shrink_model
+from echelon.drill.trial import Likeness
 from echelon.hardware.accelerators import ACCELERATORS, Cluster
 from echelon.model.build import build_on_meta, load_config
 from echelon.planner.choose import resolve_plan
 from echelon.planner.shape import build_shape
-from echelon.recipe import load_recipe
+from echelon.recipe import SyncConfig, load_recipe
 
 MODELS = {
     "llama": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
@@ -123,3 +124,21 @@ def test_the_duration_of_a_drill():
     assert estimate_seconds([by_name["SIGTERM"]], 10, 8) == pytest.approx(18 + 2 * 10 + 8 * 1.1)
     assert estimate_seconds([by_name["a rank hangs"]], 10, 8) == pytest.approx(18 + 2 * 10 + 8 * 1.1 + 10)
     assert estimate_seconds([by_name["NaN in the weights"]], 10, 8) == pytest.approx(18 + 3 * 10 + 8 * 1.2)
+
+
+@pytest.mark.parametrize(
+    ("sync", "killed", "others"),
+    [
+        ({}, Likeness.BITS, Likeness.BITS),
+        ({"name": "diloco"}, Likeness.BITS, Likeness.BITS),
+        ({"name": "quorum"}, Likeness.ROUNDING, Likeness.BITS),
+        ({"name": "parameter_server"}, Likeness.ROUNDING, Likeness.BITS),
+        ({"name": "parameter_server", "servers": 2}, Likeness.BITS, Likeness.BITS),
+        ({"name": "parameter_server", "max_staleness": 1}, Likeness.BATCHES, Likeness.BATCHES),
+    ],
+)
+def test_what_can_equal_an_undisturbed_run_depends_on_how_replicas_agree(sync, killed, others):
+    """Two processes, of which the second is killed. Servers that are lost restart the job."""
+    for fault in FAULTS:
+        found = choose_likeness(SyncConfig.model_validate(sync), fault, 2)
+        assert found is (killed if fault.name == "a rank killed" else others), fault

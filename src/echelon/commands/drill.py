@@ -74,9 +74,12 @@ def _stops_noted() -> Iterator[list[str]]:
 
 
 def _render(finding: "Finding") -> str:
+    from echelon.drill.trial import Likeness
+
     noticed, recovered = map(_seconds, (finding.noticed_seconds, finding.recovered_seconds))
     line = f"{finding.fault:<22} {noticed:>13} {recovered:>15} {finding.lost_steps:>10} {finding.starts:>6}  "
-    return line + ("yes" if finding.identical else f"no: {finding.trouble or 'different result'}; see {finding.folder}")
+    yes = "yes" if finding.compared == Likeness.BITS else f"yes, {finding.compared}"
+    return line + (yes if finding.identical else f"no: {finding.trouble or 'different result'}; see {finding.folder}")
 
 
 def _seconds(value: float | None) -> str:

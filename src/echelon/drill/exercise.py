@@ -9,10 +9,11 @@ from pathlib import Path
 
 from echelon.drill.faults import FAULTS, Fault
 from echelon.drill.shrink import SAVES, shrink
-from echelon.drill.trial import Interrupted, Job, Trial
+from echelon.drill.trial import Interrupted, Job, Likeness, Trial
 from echelon.errors import TrainingError
 from echelon.lifecycle.model_checks import check_model
-from echelon.recipe import Recipe
+from echelon.recipe import Recipe, SyncConfig
+from echelon.recipe.synchronization import KEPT, PARAMETER_SERVER
 from echelon.runs.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,8 @@ class Finding:
         recovered_seconds: from the fault, or the damage, to the first step after that of the fault.
         lost_steps: steps that were repeated.
         starts: how often the command was run, including the first time.
-        identical: whether rows and weights equal those of the undisturbed run.
+        identical: whether the run ended as the undisturbed one.
+        compared: what of both was compared.
         folder: the run folder, which was removed if the fault was survived.
         trouble: why the run did not finish, if it did not.
     """
@@ -47,6 +49,7 @@ class Finding:
     lost_steps: int
     starts: int
     identical: bool
+    compared: Likeness
     folder: str
     trouble: str | None = None
 
@@ -97,7 +100,7 @@ def run_drill(
         whole.complete()
         for fault in faults:
             trial = build(fault.name, num_steps)
-            finding = _strike(fault, trial, whole)
+            finding = _strike(fault, trial, whole, choose_likeness(recipe.sync, fault, num_processes))
             if finding.identical:
                 shutil.rmtree(trial.run.path)
             all_well &= finding.identical
@@ -108,6 +111,14 @@ def run_drill(
         raise
     if all_well:
         shutil.rmtree(place)
+
+
+def choose_likeness(sync: SyncConfig, fault: Fault, num_processes: int) -> Likeness:
+    """What of a run with this fault can be expected to equal the undisturbed one."""
+    if sync.name == PARAMETER_SERVER and sync.max_staleness != 0:
+        return Likeness.BATCHES  # the order of updates depends on time
+    goes_on = sync.name in KEPT and num_processes > max(1, sync.num_essential)
+    return Likeness.ROUNDING if goes_on and fault.loses_rank else Likeness.BITS
 
 
 def estimate_seconds(faults: Sequence[Fault], start_seconds: float, run_seconds: float) -> float:
@@ -133,8 +144,8 @@ def _measure(pilot: Trial) -> tuple[float, float]:
     return max(0.0, seconds - sum(steps)), sum(later) / len(later)
 
 
-def _strike(fault: Fault, trial: Trial, whole: Trial) -> Finding:
-    watch = _Watch(trial, fault)
+def _strike(fault: Fault, trial: Trial, whole: Trial, likeness: Likeness) -> Finding:
+    watch = _Watch(trial, fault, likeness)
     try:
         with trial.started() as job:
             watch.struck(job.wait_for_step(round(_STRIKE_AT * trial.num_steps)))
@@ -152,15 +163,16 @@ def _strike(fault: Fault, trial: Trial, whole: Trial) -> Finding:
                 code = watch.see_to_the_end(job)
     except TrainingError as error:
         return watch.report(False, str(error))
-    return watch.report(trial.equals(whole))
+    return watch.report(trial.equals(whole, likeness))
 
 
 class _Watch:
     """Measures when a run detects its fault, and when it has recovered."""
 
-    def __init__(self, trial: Trial, fault: Fault) -> None:
+    def __init__(self, trial: Trial, fault: Fault, likeness: Likeness) -> None:
         self._trial = trial
         self._fault = fault
+        self._likeness = likeness
         self._moment = 0.0
         self.step = 0
         self.starts = 0
@@ -189,10 +201,9 @@ class _Watch:
 
     def report(self, identical: bool, trouble: str | None = None) -> Finding:
         """The finding."""
-        folder = str(self._trial.run.path)
-        return Finding(
-            self._fault.name, self.noticed, self.recovered, self.lost, self.starts, identical, folder, trouble
-        )
+        folder, times = str(self._trial.run.path), (self.noticed, self.recovered)
+        compared = self._likeness
+        return Finding(self._fault.name, *times, self.lost, self.starts, identical, compared, folder, trouble)
 
     def _look(self) -> bool:
         events = self._trial.events(self._moment)

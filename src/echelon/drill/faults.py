@@ -31,6 +31,7 @@ class Fault:
         repair: what a user does after the command has failed with an error that asks for it, if given.
         noticed_by: events that show that the run has detected the fault; otherwise its end does.
         over_by: events after which the next step shows that the run has recovered.
+        loses_rank: whether it ends one rank, without which others may go on.
         starts: how often ranks usually start in its run.
         idle_seconds: how long the run makes no progress.
         needs_peer: whether only another rank can detect it.
@@ -40,8 +41,9 @@ class Fault:
     strike: Callable[[Job], None]
     damage: Callable[[Trial], None] | None = None
     repair: Callable[[Trial], None] | None = None
-    noticed_by: tuple[str, ...] = ("failure", "signal", "save_failed", "bad_step")
-    over_by: tuple[str, ...] = ("resume", "start")
+    noticed_by: tuple[str, ...] = ("failure", "signal", "save_failed", "bad_step", "replica_lost")
+    over_by: tuple[str, ...] = ("resume", "start", "replica_lost")
+    loses_rank: bool = False
     starts: int = 2
     idle_seconds: float = 0.0
     needs_peer: bool = False
@@ -118,7 +120,7 @@ def remove_the_newest(trial: Trial) -> None:
 
 FAULTS = (
     Fault("SIGTERM", ask_to_stop),
-    Fault("a rank killed", kill_a_rank),
+    Fault("a rank killed", kill_a_rank, loses_rank=True),
     Fault("the agent killed", kill_the_agent),
     Fault("a rank hangs", suspend_a_rank, idle_seconds=HANG_SECONDS, needs_peer=True),
     *([Fault("the disk is full", fill_the_disk, over_by=("checkpoint",), starts=1)] if sys.platform == "linux" else []),

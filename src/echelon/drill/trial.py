@@ -1,5 +1,6 @@
 """One run of a drill: `echelon train` in a separate process, observed from outside like by a user."""
 
+import math
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,26 @@ from echelon.runs.run_folder import OWNER_ONLY, RunFolder
 
 # Fields of a row that must equal those of the undisturbed run, bit for bit.
 EXACT = ("step", "tokens", "loss", "grad_norm", "learning_rate", "batch_hash")
+# Those that do not depend on the order of sums, or of updates.
+_ORDERLESS = ("step", "tokens", "learning_rate", "batch_hash")
+# By how much losses may differ if fewer ranks have added up gradients in some steps.
+_ROUNDING = 1e-3
 
 _LOOK_SECONDS = 0.03
 _PATIENCE_SECONDS = 600.0
 # Killed processes end well within this time.
 _GONE_SECONDS = 10.0
+
+
+class Likeness(StrEnum):
+    """What of a run can be expected to equal the undisturbed one."""
+
+    BITS = "every bit"
+    """Rows, weights and optimizer state."""
+    ROUNDING = "up to rounding"
+    """What each step read, and losses within 0.1 %."""
+    BATCHES = "the batches"
+    """What each step read."""
 
 
 class Interrupted(EchelonError):
@@ -87,10 +104,18 @@ class Trial:
         """The events since a time in UTC seconds."""
         return [event for event in self.run.rows.read_events() if event["time"] >= since]
 
-    def equals(self, other: "Trial") -> bool:
-        """Whether both ended with the same weights, optimizer state and rows, bit for bit."""
-        mine, theirs = ([[row[key] for key in EXACT] for row in each.rows()] for each in (self, other))
-        return mine == theirs and _are_equal(*(read_tensors(each.newest_checkpoint()) for each in (self, other)))
+    def equals(self, other: "Trial", likeness: Likeness) -> bool:
+        """Whether both ended alike."""
+        keys = EXACT if likeness is Likeness.BITS else _ORDERLESS
+        mine, theirs = ([[row[key] for key in keys] for row in each.rows()] for each in (self, other))
+        if mine != theirs:
+            return False
+        if likeness is Likeness.BITS:
+            return _are_equal(*(read_tensors(each.newest_checkpoint()) for each in (self, other)))
+        losses = ((row["loss"] for row in each.rows()) for each in (self, other))
+        return likeness is Likeness.BATCHES or all(
+            math.isclose(left, right, rel_tol=_ROUNDING) for left, right in zip(*losses, strict=True)
+        )
 
     def newest_checkpoint(self) -> Checkpoint:
         """The newest checkpoint. The run must have one."""
