@@ -13,6 +13,7 @@ import pytest
 
 from command import LAUNCHER_KEYS, read_lines, write_recipe
 from echelon.planner.plan import ParallelPlan
+from engine_drill import drill
 from training import Row, hashes, prepare, read_rows, train_rank, with_ranks
 from workers import WorkerPool
 
@@ -139,11 +140,6 @@ def test_every_launcher_starts_one_job(tmp_path: Path, launcher: str) -> None:
 @pytest.mark.slow
 def test_every_fault_is_survived(tmp_path: Path) -> None:
     """A killed rank, a hang, a signal, a full disk, NaN: the losses are those of a run without faults, bit for bit."""
-    write_recipe(tmp_path)
-    command = [sys.executable, "-m", "echelon", "drill", "recipe.json", "--nproc", "2", "--json", "engine=horovod"]
-    ending = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1800, check=False)
-    assert ending.returncode == 0, ending
-    rows = [json.loads(line) for line in ending.stdout.splitlines() if line.startswith("{")]
-    findings = {row["fault"]: row for row in rows}
-    assert len(findings) == 7 and all(each["identical"] for each in findings.values()), ending
+    findings = drill(tmp_path, "engine=horovod")
+    assert all(each["identical"] for each in findings.values()), findings
     assert findings["a rank killed"]["starts"] == 1, "restarted by itself"
