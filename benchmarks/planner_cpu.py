@@ -22,7 +22,7 @@ from pathlib import Path
 from measuring import describe_machine
 
 # Width, inner width, layers, heads, tokens of a sequence, sequences of a step.
-SIZES = {"narrow": (128, 352, 4, 4, 256, 16), "wide": (384, 1024, 8, 6, 256, 8)}
+SIZES = {"narrow": (128, 352, 4, 4, 256, 16), "wide": (384, 1024, 8, 8, 256, 8)}
 PLANS = {
     "ddp": "ddp",
     "zero2": "zero2",

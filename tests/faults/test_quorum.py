@@ -1,6 +1,7 @@
 """Replicas of a quorum are killed at random moments: the job goes on, with the rows of a run in one process.
 
-`make test` kills two at random moments, and two workers of a parameter server; `test_ten_losses.py` kills more.
+`make test` kills two at random moments, `make faults` also two workers of a parameter server; `test_ten_losses.py` kills
+more.
 ECHELON_FAULTS_SEED sets the seed.
 """
 
@@ -143,7 +144,13 @@ def short_rows(tmp_path_factory):
     return train_alone(folder)
 
 
-@pytest.mark.parametrize(("sync", "servers"), [(None, 0), (SERVER, 1)], ids=["quorum", "parameter server"])
+@pytest.mark.parametrize(
+    ("sync", "servers"),
+    [
+        pytest.param(None, 0, id="quorum"),
+        pytest.param(SERVER, 1, id="parameter server", marks=pytest.mark.slow),
+    ],
+)
 def test_two_replicas_lost_at_random_moments(tmp_path, short_rows, sync, servers):
     """The second is lost before the first has returned."""
     draw = random.Random(SEED)
