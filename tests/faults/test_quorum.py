@@ -1,7 +1,7 @@
 """Replicas of a quorum are killed at random moments: the job goes on, with the rows of a run in one process.
 
-`make test` kills two at random moments, `make faults` also two workers of a parameter server; `test_ten_losses.py` kills
-more.
+`make test` kills two at random moments, `make faults` also two workers of a parameter server; `test_ten_losses.py`
+kills more.
 ECHELON_FAULTS_SEED sets the seed.
 """
 
