@@ -1,6 +1,7 @@
 """Workers of parameter servers are killed: the job goes on, takes new ones in, and feeds every batch whole.
 
-`test_quorum.py` has the daily test, `test_ten_losses.py` ten kills. ECHELON_FAULTS_SEED sets the seed.
+`test_quorum.py` has what holds for replicas of a quorum too, `test_ten_losses.py` ten kills. ECHELON_FAULTS_SEED sets
+the seed.
 """
 
 import random
@@ -9,41 +10,27 @@ from collections import Counter
 
 import pytest
 
-from command import MARK, assert_no_orphan, read_lines
+from command import read_lines
 from test_quorum import (
     JOINED,
-    LOST,
     SEED,
     SERVER,
     Job,
     assert_never_restarted,
-    assert_same_rows,
     describe,
+    fed,
     kill_at_random,
     train_alone,
 )
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.usefixtures("marked")]
 
 APPLIED = re.compile(r"server: share (\d+) of step (\d+) is applied")
-
-
-@pytest.fixture(autouse=True)
-def marked(tmp_path, monkeypatch):
-    """No process that a test starts may outlive it."""
-    monkeypatch.setenv(MARK, str(tmp_path))
-    yield
-    assert_no_orphan()
 
 
 def read_applied(job, server):
     """What a server wrote down: how often it has applied each share, by step and share, both from 1 and from 0."""
     return Counter((int(step), int(share)) for share, step in APPLIED.findall(job.run.log_path(server).read_text()))
-
-
-def fed(rows):
-    """What each step read."""
-    return [(row["step"], row["batch_hash"], row["tokens"]) for row in rows if row["kind"] == "train"]
 
 
 @pytest.mark.parametrize("staleness", [2, None], ids=str)
@@ -65,39 +52,6 @@ def test_servers_apply_every_share_once_if_workers_do_not_wait(tmp_path, replica
     assert fed(rows) == fed(train_alone(tmp_path))
     losses = [row["loss"] for row in rows if row["kind"] == "train"]
     assert losses[-1] < losses[0] - 0.5
-
-
-def test_a_signal_stops_it_while_a_worker_is_lost_and_it_resumes(tmp_path):
-    job = Job(tmp_path, 90, sync=SERVER).begin()
-    job.until(lambda: job.last_step() >= 10)
-    job.process.terminate()
-    job.strike(2)
-    ending = job.end(code=3)
-    step = job.run.newest_step()
-    assert step and f"stopped by SIGTERM at step {step}, saved in " in ending.err
-    assert not {"restart", "failure"} & {event["event"] for event in job.events()}
-    job.begin()
-    job.until(lambda: job.last_step() >= step + 5)
-    job.strike(1)
-    job.end()
-    assert len(job.events("resume")) == 1 and not job.events("restart")
-    assert_same_rows(job.run, train_alone(tmp_path))
-
-
-def test_bad_steps_are_skipped_by_all_workers(tmp_path):
-    """Spikes are judged by the norms of earlier steps, which a worker that joins must get too."""
-    bad = {"on_bad_step": "skip", "max_bad_steps": 50, "spike_factor": 1.02, "spike_window": 4}
-    job = Job(tmp_path, 60, sync=SERVER, fault=bad).begin()
-    job.until(lambda: job.last_step() >= 12)
-    job.strike(1)
-    job.until(lambda: job.events(JOINED))
-    job.strike(2)
-    job.end()
-    assert_never_restarted(job, 2)
-    assert [event["replica"] for event in job.events(LOST)] == [1, 2]
-    alone = train_alone(tmp_path)
-    assert any(row.get("skipped") for row in alone)
-    assert_same_rows(job.run, alone)
 
 
 def test_compressed_pushes_lose_what_was_not_sent(tmp_path):

@@ -13,10 +13,10 @@ import time
 
 import pytest
 
-from command import MARK, assert_no_orphan, finish, read_lines, start, write_recipe
+from command import finish, read_lines, start, write_recipe
 from echelon.runs.run_folder import RunFolder
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("marked")]
 
 SEED = int(os.environ.get("ECHELON_FAULTS_SEED", "20260801"))
 MODEL = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "resid_pdrop": 0.0,
@@ -100,6 +100,11 @@ def assert_same_rows(run, alone):
             assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
+def fed(rows):
+    """What each step read."""
+    return [(row["step"], row["batch_hash"], row["tokens"]) for row in rows if row["kind"] == "train"]
+
+
 def assert_never_restarted(job, num_lost):
     assert len({event["pid"] for event in job.events(LOST)}) == num_lost, job.events(LOST, JOINED)
     names = [event["event"] for event in job.events()]
@@ -123,14 +128,6 @@ def describe(job):
     """What a test prints: how long the others were held up by each loss."""
     seconds = sorted(event["seconds"] for event in job.events(LOST))
     return f"{len(seconds)} replicas lost; the others went on after {seconds[0]:.2f} to {seconds[-1]:.2f} s"
-
-
-@pytest.fixture(autouse=True)
-def marked(tmp_path, monkeypatch):
-    """No process that a test starts may outlive it."""
-    monkeypatch.setenv(MARK, str(tmp_path))
-    yield
-    assert_no_orphan()
 
 
 SHORT = {"steps": 40, "train": {"eval_every": 20}}
@@ -179,8 +176,9 @@ def test_two_lost_replicas_change_nothing_but_time(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_signal_stops_it_while_a_replica_is_lost_and_it_resumes(tmp_path):
-    job = Job(tmp_path, 90).begin()
+@pytest.mark.parametrize(("sync", "second"), [(None, 0), (SERVER, 1)], ids=["quorum", "parameter server"])
+def test_a_signal_stops_it_while_a_replica_is_lost_and_it_resumes(tmp_path, sync, second):
+    job = Job(tmp_path, 90, sync=sync).begin()
     job.until(lambda: job.last_step() >= 10)
     job.process.terminate()
     job.strike(2)
@@ -190,7 +188,7 @@ def test_a_signal_stops_it_while_a_replica_is_lost_and_it_resumes(tmp_path):
     assert not {"restart", "failure"} & {event["event"] for event in job.events()}
     job.begin()
     job.until(lambda: job.last_step() >= step + 5)
-    job.strike(0)
+    job.strike(second)
     job.end()
     assert len(job.events("resume")) == 1 and not job.events("restart")
     assert_same_rows(job.run, train_alone(tmp_path))
@@ -220,16 +218,18 @@ def test_when_all_are_lost_the_job_restarts_from_its_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
-def test_bad_steps_are_skipped_by_all_replicas(tmp_path):
+@pytest.mark.parametrize(("sync", "second"), [(None, 0), (SERVER, 2)], ids=["quorum", "parameter server"])
+def test_bad_steps_are_skipped_by_all_replicas(tmp_path, sync, second):
     """Spikes are judged by the norms of earlier steps, which a replica that joins must get too."""
     bad = {"on_bad_step": "skip", "max_bad_steps": 50, "spike_factor": 1.02, "spike_window": 4}
-    job = Job(tmp_path, 60, fault=bad).begin()
+    job = Job(tmp_path, 60, sync=sync, fault=bad).begin()
     job.until(lambda: job.last_step() >= 12)
     job.strike(1)
     job.until(lambda: job.events(JOINED))
-    job.strike(0)
+    job.strike(second)
     job.end()
     assert_never_restarted(job, 2)
+    assert [event["replica"] for event in job.events(LOST)] == [1, second]
     alone = train_alone(tmp_path)
     assert any(row.get("skipped") for row in alone)
     assert_same_rows(job.run, alone)

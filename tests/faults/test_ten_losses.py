@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from command import MARK, assert_no_orphan, read_lines
+from command import read_lines
 from test_quorum import (
     JOINED,
     LOST,
@@ -28,7 +28,7 @@ from test_quorum import (
     train_alone,
 )
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.usefixtures("marked")]
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "lost-replicas-cpu.jsonl"
 STEPS = 240
@@ -38,14 +38,6 @@ WAYS = {
     "1 server, 3 workers": (3, SERVER, 1),
     "2 servers, 4 workers": (4, {**SERVER, "servers": 2}, 2),
 }
-
-
-@pytest.fixture(autouse=True)
-def marked(tmp_path, monkeypatch):
-    """No process that a test starts may outlive it."""
-    monkeypatch.setenv(MARK, str(tmp_path))
-    yield
-    assert_no_orphan()
 
 
 @pytest.mark.parametrize("way", WAYS)

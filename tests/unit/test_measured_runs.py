@@ -116,7 +116,7 @@ def test_a_search_is_ranked_by_what_was_measured(tmp_path, monkeypatch):
 
     record_run(tmp_path, key, "second", plain[second].plan, seconds[second], seconds[second] / 3)
     _, twice = rank()
-    degrees = {name: (each.plan.strategy, each.degrees()) for name, each in plain.items()}
+    degrees = {name: (each.plan.strategy, each.plan.degrees()) for name, each in plain.items()}
     factors = {
         name: 3 if like == degrees[best] else 1 / 3 if like == degrees[second] else 1 for name, like in degrees.items()
     }
