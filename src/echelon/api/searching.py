@@ -45,7 +45,12 @@ class SearchReport:
     @property
     def goodput(self) -> Goodput | None:
         """Of the first candidate, with the failures and stragglers of `reliability`."""
-        return (self.allowed or self.candidates)[0].goodput
+        return self.shown[0].goodput
+
+    @property
+    def shown(self) -> tuple[RankedPlan, ...]:
+        """Those that are allowed; all, if none is."""
+        return self.allowed or self.candidates
 
     @property
     def allowed(self) -> tuple[RankedPlan, ...]:
@@ -58,10 +63,9 @@ class SearchReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The output of `--json`."""
-        shown = self.allowed or self.candidates
         return {
             "by": self.by,
-            "candidates": [each.to_dict() for each in shown],
+            "candidates": [each.to_dict() for each in self.shown],
             "float8_step_seconds": None if self.float8 is None else self.float8.step.total,
             "goodput": None if self.goodput is None else self.goodput.share,
         }
@@ -80,7 +84,7 @@ class SearchReport:
             yield "no plan fits in memory; the smallest ones:"
         elif not allowed:
             yield "no plan is within the limits; the best ones without them:"
-        shown = (allowed or self.candidates)[:SHOWN]
+        shown = self.shown[:SHOWN]
         yield from _render_table(shown)
         first = shown[0].forecast
         for assumption in first.step.assumptions:
@@ -147,8 +151,7 @@ def search(
             "set train.steps or train.tokens."
         )
     report = SearchReport(found, by, budget_usd, deadline_hours, reliability=reliability)
-    best = (report.allowed or found)[0]
-    return replace(report, float8=forecast_float8(recipe, shape, best))
+    return replace(report, float8=forecast_float8(recipe, shape, report.shown[0]))
 
 
 def _add_goodput(each: RankedPlan, shape: ModelShape, reliability: Reliability | None) -> RankedPlan:

@@ -10,7 +10,6 @@ from echelon.planner.time import estimate_time
 _CLOSE = 0.05  # a plan that is slower by less is as fast: predictions are not more exact
 # Plans with tp, cp or pp have to be faster by more than this: they depend more on links, and on what else is divided.
 _CLEARLY = 0.10
-_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 
 def ranks_by_time(cluster: Cluster) -> bool:
@@ -68,6 +67,5 @@ def _choose(plans: Sequence[ParallelPlan], seconds: dict[ParallelPlan, float]) -
 
 
 def _name(plan: ParallelPlan) -> str:
-    """The degrees above 1."""
-    degrees = [f"{axis} {getattr(plan, axis)}" for axis in _AXES if getattr(plan, axis) > 1]
-    return ", ".join(degrees) + (f" ({plan.schedule})" if plan.schedule is not None else "")
+    """The degrees above 1, and the schedule."""
+    return plan.name_degrees() + (f" ({plan.schedule})" if plan.schedule is not None else "")

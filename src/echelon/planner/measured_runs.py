@@ -25,7 +25,6 @@ FEWEST_STEPS = 20
 
 _MOST = 32  # runs that are kept of a model and device
 _WIDTHS = ("model_type", "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads")
-_DEGREES = ("strategy", "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
 
 @dataclass(frozen=True)
@@ -113,10 +112,9 @@ NO_HISTORY = History("")
 
 def describe_plan(plan: ParallelPlan) -> dict[str, str]:
     """What the speed of a plan depends on beside model and device: its degrees, micro batch, precision and more."""
-    degrees = {name: getattr(plan, name) for name in _DEGREES}
-    words = [f"{name} {value}" for name, value in degrees.items() if name != "strategy" and value > 1]
+    degrees = plan.name_degrees()
     return {
-        "degrees": f"{plan.strategy} on {plan.world_size} processes" + (f" ({', '.join(words)})" if words else ""),
+        "degrees": f"{plan.strategy} on {plan.world_size} processes" + (f" ({degrees})" if degrees else ""),
         "precision": f"{plan.precision.compute}{', float8' if plan.precision.float8 else ''}",
         "compile": str(plan.compile),
         "micro_batch": f"{plan.micro_batch_size} x {plan.num_microbatches}",

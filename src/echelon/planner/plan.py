@@ -272,6 +272,14 @@ class ParallelPlan:
         """
         return self._shards or self.tp > 1 or self.pp > 1
 
+    def degrees(self) -> dict[str, int]:
+        """The degree of each axis inside a replica."""
+        return {axis: getattr(self, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")}
+
+    def name_degrees(self) -> str:
+        """The degrees above 1, as in `dp_shard 8, tp 8, pp 4`; empty on one device."""
+        return ", ".join(f"{axis} {degree}" for axis, degree in self.degrees().items() if degree > 1)
+
     @property
     def _shards(self) -> bool:
         is_alone = self.dp_replicate == self.dp_shard == 1

@@ -61,13 +61,8 @@ class RankedPlan:
         share = 1.0 if self.goodput is None else self.goodput.share
         return value / share if share else math.inf
 
-    def degrees(self) -> dict[str, int]:
-        """The degree of each axis."""
-        return {axis: getattr(self.plan, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")}
-
     def name(self) -> str:
         """The strategy and the degrees above 1, as in `pp+fsdp+tp: dp_shard 8, tp 8, pp 4 (interleaved)`."""
-        words = [f"{axis} {degree}" for axis, degree in self.degrees().items() if degree > 1]
         plan = self.plan
         options: list[str] = [] if plan.schedule is None else [plan.schedule]
         options += ["ulysses"] if plan.cp_method == "ulysses" else []
@@ -76,7 +71,7 @@ class RankedPlan:
             options.append("zero2" if plan.reduce_gradients == "each" else "zero1")
         shown = f" ({', '.join(options)})" if options else ""
         offload = ", cpu_offload" if plan.cpu_offload else ""
-        return f"{plan.strategy}: {', '.join(words) or '1 device'}{shown}{offload}"
+        return f"{plan.strategy}: {plan.name_degrees() or '1 device'}{shown}{offload}"
 
     @property
     def activations(self) -> str:
@@ -106,7 +101,7 @@ class RankedPlan:
         plan, forecast = self.plan, self.forecast
         return {
             "strategy": plan.strategy,
-            "parallel": self.degrees(),
+            "parallel": plan.degrees(),
             "schedule": plan.schedule,
             "stages": list(plan.stages),
             "micro_batch_size": plan.micro_batch_size,

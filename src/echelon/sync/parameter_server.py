@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 # After how many steps metrics are read if nothing limits how far workers are apart.
 _FREE_LAG = 32
-_DROPPED = "what workers had not sent of their gradients is dropped, because their group has changed"
 
 
 class ParameterServer:
@@ -68,7 +67,10 @@ class ParameterServer:
         if membership is not None:
             membership.at_end(self._leave)
             if membership.view.number and config.compress.method == "topk" and self._index == 0:
-                logger.warning(f"sync.compress.method=topk: {_DROPPED}")
+                logger.warning(
+                    "sync.compress.method=topk: what workers had not sent of their gradients is dropped, because their "
+                    "group has changed"
+                )
 
     def shares(self, step: int) -> Iterator[DataShare]:
         """The same at every step if it waits for all workers; else what no other worker has taken.

@@ -40,7 +40,7 @@ class Server:
         config: SyncConfig,
         group: dist.ProcessGroup,
         num_shares: int,
-        is_ending: Callable[[], bool] = lambda: False,
+        is_ending: Callable[[], bool],
     ) -> None:
         """
         Args:
