@@ -42,7 +42,8 @@ def tokenize_with_datasets(corpus: Path, tokenizer_dir: Path, target: Path, work
 
 def tokenize_with_echelon(corpus: Path, tokenizer_dir: Path, target: Path, workers: int) -> int:
     """Tokenize with `prepare`; return the number of ids."""
-    from echelon.data.prepare import PrepareSpec, prepare
+    from echelon.data.prepare import prepare
+    from echelon.data.prepare_spec import PrepareSpec
     from echelon.data.source import Source
 
     spec = PrepareSpec(

@@ -53,7 +53,7 @@ if __name__ == "__main__":
     log_to_console()
     session.prepare_run = prepare
     session._VISIBLE_SECONDS = 1.0
-    sys.modules["echelon.lifecycle.assemble"] = types.SimpleNamespace(run_training=train)
+    sys.modules["echelon.lifecycle.conducting"] = types.SimpleNamespace(run_training=train)
     try:
         sys.exit(session.train_as_rank(RECIPE, False).code)
     except EchelonError as error:

@@ -17,7 +17,7 @@ PROBE = """
 import json, os, sys
 from pathlib import Path
 import torch
-import echelon.lifecycle.assemble as assemble
+import echelon.lifecycle.conducting as conducting
 from echelon.runs.run_folder import RunFolder
 from echelon.stopping import StopRequest
 from echelon.lifecycle.worker import run_rank
@@ -27,7 +27,7 @@ def look_around(*arguments):
     print(json.dumps([*flags, os.environ.get("CUBLAS_WORKSPACE_CONFIG")]))
     torch.zeros(2).put_(torch.tensor([0]), torch.tensor([1.0]))
 
-assemble.run_training = look_around
+conducting.run_training = look_around
 print(json.dumps(run_rank(RunFolder(Path(sys.argv[1])), StopRequest()).message))
 """
 

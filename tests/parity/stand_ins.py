@@ -15,7 +15,7 @@ import torch.distributed as dist
 from echelon.distributed.runtime import Runtime
 from echelon.engines import Finding, Rehearsal
 from echelon.errors import EchelonError
-from echelon.lifecycle.assemble import run_training
+from echelon.lifecycle.conducting import run_training
 from echelon.parallel.step import StepSums
 from echelon.recipe import load_recipe
 from echelon.recipe.engines import ENGINES, EngineRow

@@ -13,7 +13,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from echelon.data import prepare as prepare_module
-from echelon.data.prepare import PrepareSpec, prepare, prepare_data, prepare_spec
+from echelon.data.prepare import prepare, prepare_data
+from echelon.data.prepare_spec import PrepareSpec, prepare_spec
 from echelon.data.prepared import PreparedData, open_prepared
 from echelon.data.readers.record import hash_for_split
 from echelon.data.shards import TokenDataset

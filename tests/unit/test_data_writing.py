@@ -20,7 +20,8 @@ import pytest
 
 from echelon.data import writing
 from echelon.data.duplicates import DigestSet
-from echelon.data.prepare import PrepareSpec, prepare
+from echelon.data.prepare import prepare
+from echelon.data.prepare_spec import PrepareSpec
 from echelon.data.prepared import PreparedData
 from echelon.data.readers import datasets as datasets_reader
 from echelon.data.source import Source

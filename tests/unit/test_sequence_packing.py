@@ -17,7 +17,8 @@ from echelon.data.catalog import load_manifest
 from echelon.data.loader import BatchLoader
 from echelon.data.order import Permutation, SampleOrder
 from echelon.data.packing import best_fit
-from echelon.data.prepare import PrepareSpec, prepare
+from echelon.data.prepare import prepare
+from echelon.data.prepare_spec import PrepareSpec
 from echelon.data.prepared import PreparedData, open_prepared
 from echelon.data.readers import cut_file
 from echelon.data.shards import NO_LABEL, TokenDataset

@@ -15,9 +15,9 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from echelon.data.catalog import FORMAT_VERSION, SampleRule, save_manifest
 from echelon.data.corpus import (
@@ -30,17 +30,15 @@ from echelon.data.corpus import (
     sample_texts,
 )
 from echelon.data.instruction import InstructionEncoding
-from echelon.data.preflight import InstructionOptions, build_instruction_encoding, check_stops_learned
+from echelon.data.preflight import build_instruction_encoding, check_stops_learned
+from echelon.data.prepare_spec import PrepareSpec, prepare_spec
 from echelon.data.prepared import DocumentMask, PreparedData, check_mask, open_prepared
 from echelon.data.readers.record import ExampleFields
 from echelon.data.resume import has_progress
-from echelon.data.shards import MAX_SHARD_TOKENS
-from echelon.data.source import Source
 from echelon.data.split import describe_split
 from echelon.data.templates import load_template
 from echelon.data.tokenize import Encoding
 from echelon.data.tokenizer import (
-    EOS,
     add_new_tokens,
     build_bytes_tokenizer,
     build_tokenizer,
@@ -53,7 +51,6 @@ from echelon.data.tokenizer import (
 )
 from echelon.data.writing import CorpusWriter, WritingOptions
 from echelon.errors import ConfigError, DataError, EchelonError
-from echelon.model.model_folder import find_model_dir
 from echelon.progress import Progress
 from echelon.runs.checksums import write_manifest
 from echelon.stored import sync_path
@@ -72,83 +69,6 @@ BYTES_PER_WORKER = 2**22
 """`prepare_workers: auto` starts at most one process per core, and at most one per this much text."""
 
 _WAITING_LINE_SECONDS = 10.0
-
-Packing = bool | Literal["auto"]
-"""`data.packing`: whether samples share sequences. `auto`: if the model can keep their documents apart."""
-
-
-@dataclass(frozen=True)
-class PrepareSpec:
-    """The input of `prepare`. `tokenizer`: a name, a vocabulary size to train, or None for the checkpoint's."""
-
-    train: tuple[Source, ...]
-    validation: tuple[Source, ...]
-    validation_fraction: float
-    tokenizer: str | int | None
-    checkpoint: str | None
-    prepared_dir: Path
-    sequence_len: int
-    workers: int | None = None
-    trust_remote_code: bool = False
-    mixture: bool = False
-    separator: str | None = EOS
-    deduplicate: bool = False
-    max_broken_fraction: float = 0.001
-    max_shard_tokens: int = MAX_SHARD_TOKENS
-    packing: Packing = "auto"
-    document_mask: DocumentMask = "auto"
-    on_overlong: Literal["cut", "drop", "refuse"] = "cut"
-    instruction: InstructionOptions = field(default_factory=InstructionOptions)
-    new_tokens: tuple[str, ...] = ()
-
-
-def prepare_spec(recipe: "Recipe") -> PrepareSpec:
-    """Collect the recipe's settings for its data."""
-    data = recipe.data
-    tokenizer = recipe.tokenizer
-    return PrepareSpec(
-        train=_sources("data.train", data.train),
-        validation=_sources("data.validation", data.validation),
-        validation_fraction=data.validation_fraction or 0.0,
-        tokenizer=tokenizer if tokenizer is None or isinstance(tokenizer, str) else tokenizer.train.vocab_size,
-        checkpoint=recipe.model.checkpoint and find_model_dir(recipe.model.checkpoint),
-        prepared_dir=Path(recipe.prepared_dir),
-        sequence_len=data.sequence_len,
-        workers=None if data.prepare_workers == "auto" else int(data.prepare_workers),
-        trust_remote_code=recipe.model.trust_remote_code,
-        mixture=data.is_mixture,
-        separator=data.document_separator,
-        deduplicate=data.deduplicate,
-        max_broken_fraction=data.max_broken_fraction,
-        packing=data.packing,
-        document_mask=data.document_mask,
-        on_overlong=data.on_overlong,
-        instruction=InstructionOptions(
-            chat_template=data.chat_template,
-            train_on=data.train_on,
-            system_prompt=data.system_prompt,
-            separator=data.document_separator,
-            preferences=recipe.objective.name == "dpo",
-            eot_tokens=data.eot_tokens,
-        ),
-        new_tokens=recipe.model.new_tokens,
-    )
-
-
-def _sources(key: str, configs: Sequence[Any]) -> tuple[Source, ...]:
-    return tuple(
-        Source(
-            f"{key}.{index}",
-            config.path,
-            config.format,
-            config.fields,
-            config.label,
-            config.split,
-            config.max_samples,
-            json.dumps(config.options or {}, sort_keys=True, default=str),
-        )
-        for index, config in enumerate(configs)
-    )
 
 
 def prepare_data(recipe: "Recipe", *, verify: bool = False) -> PreparedData:

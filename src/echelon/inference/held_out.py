@@ -9,7 +9,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from echelon.checkpoint.adapted import read_run_recipe
 from echelon.data.preflight import InstructionOptions
-from echelon.data.prepare import PrepareSpec, prepare, prepare_spec
+from echelon.data.prepare import prepare
+from echelon.data.prepare_spec import PrepareSpec, prepare_spec
 from echelon.data.prepared import PreparedData, ValidationSet, open_prepared
 from echelon.data.readers.record import ExampleFields
 from echelon.data.source import Source, list_files

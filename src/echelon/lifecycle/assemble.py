@@ -1,34 +1,25 @@
-"""Builds a trainer from a recipe and a plan on one rank, and runs it."""
+"""Builds a trainer from a recipe and a plan on one rank."""
 
 import logging
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from echelon.checkpoint.adapter_folder import write_adapter
-from echelon.checkpoint.model_card import render_card
 from echelon.data.loader import BatchLoader, Microbatch, choose_padding, find_cut
 from echelon.data.mixture import build_order
 from echelon.data.prepared import PreparedData, open_prepared
-from echelon.distributed.membership import ViewChanged
 from echelon.distributed.mesh import Meshes, build_mesh
 from echelon.distributed.runtime import Runtime
 from echelon.engines import Engine, build_engine
-from echelon.errors import StoppedError
 from echelon.hardware.detection import describe_peak, find_peak_flops
 from echelon.inference.evaluate import DEFAULT_BATCHES, Evaluator, read_in_order
 from echelon.inference.sampler import PromptSampler
 from echelon.lifecycle.fitting import build_rehearsed, note_memory, pin_plan
 from echelon.lifecycle.journaling import (
-    describe_end,
     describe_training,
-    finish,
     open_goodput,
     open_journal,
     record_beginning,
@@ -40,7 +31,6 @@ from echelon.model.build import resolve_config
 from echelon.model.hub import read_commits, with_copies
 from echelon.model.model_folder import find_stops, write_model_folder
 from echelon.objectives.objective import Objective, build_objective
-from echelon.parallel.compilation import compilations_told, describe_graph_breaks, describe_recompiles
 from echelon.planner.memory import MemoryParts
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
@@ -49,13 +39,9 @@ from echelon.recipe import Recipe
 from echelon.recipe.schedule import build_schedule
 from echelon.reporting.goodput import GoodputTracker
 from echelon.reporting.journal import Journal
-from echelon.reporting.network import describe_network
 from echelon.reporting.recovery import RecoveryWatch
-from echelon.runs.reckoning import reckon, sharpen_later_plans, store_reckoning
 from echelon.runs.run_folder import RunFolder
-from echelon.sizes import render_bytes
 from echelon.stopping import StopRequest
-from echelon.supervise.launch_environment import find_cache_dir
 from echelon.sync import build_synchronizer
 from echelon.training.accounting import Accounting
 from echelon.training.bad_steps import StepJudge
@@ -75,129 +61,6 @@ from echelon.training.trainer import Trainer
 from echelon.training.training_step import TrainingStep
 
 logger = logging.getLogger(__name__)
-
-# The part of the notice kept for closing trackers and ending processes after the last upload was given up.
-_LEAVING_SECONDS = 5.0
-
-
-def run_training(
-    recipe: Recipe,
-    plan: ParallelPlan,
-    folder: RunFolder,
-    runtime: Runtime,
-    stop: StopRequest,
-    heart: Heartbeat,
-    callbacks: Sequence[Callback] = (),
-) -> TrainState:
-    """Train in this rank until the run's last step, from the newest checkpoint if there is one. Collective.
-
-    Raises StoppedError when a rank was asked to stop. `heart` watches from the first step to the last.
-    """
-    trainer = build_trainer(recipe, plan, folder, runtime, stop=stop, heart=heart, callbacks=callbacks)
-    return conduct(trainer, recipe, folder, stop, heart)
-
-
-def conduct(trainer: Trainer, recipe: Recipe, folder: RunFolder, stop: StopRequest, heart: Heartbeat) -> TrainState:
-    """Train to the run's last step, and do what follows it. Collective. Raises the errors of `run_training`.
-
-    Raises ViewChanged as well, where replicas may be lost: then their group has ended.
-    """
-    journal, store = trainer.accounting.journal, trainer.saver.store
-    membership = trainer.train_step.meshes.membership
-
-    def time_left() -> float:
-        return stop.seconds_left(recipe.fault.notice_seconds) - _LEAVING_SECONDS
-
-    done = False
-    heart.start()
-    if journal is not None and journal.meter is not None:
-        journal.meter.watch(stop, lambda: store.write_seconds)
-    try:
-        with compilations_told(heart.rest, heart.resume):
-            state = trainer.fit()
-        heart.stop()
-        if recipe.adapter.is_adapter:
-            export_trained(trainer, recipe, folder)
-        measured = trainer.train_step.engine.describe_end()
-        trainer.saver.snapshots.close()
-        store.close(time_left)
-        if journal is not None:
-            journal.flush()
-            summarize(trainer, journal, folder)
-            journal.measured([*filter(None, (describe_recompiles(), describe_graph_breaks())), *measured])
-        done = True
-        if dist.get_rank() == 0:
-            finish(trainer, folder)
-        if journal is not None:
-            usd = None if journal.meter is None else journal.meter.usd
-            for line in describe_end(folder, state, trainer.accounting.goodput.wall_seconds, usd):
-                logger.info(line)
-    except StoppedError:
-        store.close(time_left)
-        raise
-    except BaseException as error:
-        if membership is not None:
-            membership.raise_change(error)
-        store.abandon()
-        raise
-    finally:
-        heart.stop()
-        trainer.train_step.loader.close()
-        if journal is not None:
-            _close_records(trainer, journal, folder, done)
-    return state
-
-
-def _close_records(trainer: Trainer, journal: Journal, folder: RunFolder, done: bool) -> None:
-    """Close the journal, after the goodput of a start that did not reach the last step. On rank 0."""
-    if isinstance(sys.exception(), ViewChanged):  # the run goes on
-        if journal.meter is not None:
-            journal.meter.close()
-    elif not done:
-        summarize(trainer, journal, folder)
-    journal.close(done)
-
-
-def export_trained(trainer: Trainer, recipe: Recipe, folder: RunFolder) -> None:
-    """Write the adapter in PEFT's format to the run's export/ and compare it with the live weights. Collective.
-
-    Raises:
-        CheckpointError: on rank 0, the written weights differ from the trained ones.
-    """
-    with trainer.train_step.sync.agreed():
-        content = trainer.train_step.engine.describe_adapter()
-    if dist.get_rank() == 0:
-        card = render_card(folder.path, trainer.state.step, is_adapter=True)
-        num_bytes = write_adapter(folder.export_dir, content, recipe.model.checkpoint, folder.model_dir, card)
-        folder.rows.append_event("export", step=trainer.state.step, bytes=num_bytes)
-        size = f"{render_bytes(num_bytes)} of weights, verified against the trained ones"
-        logger.info(f"adapter: {folder.export_dir} ({size})")
-
-
-def summarize(trainer: Trainer, journal: Journal, folder: RunFolder) -> None:
-    """Print the reckoning, the network and the goodput, and write them to events.jsonl, however this start ended.
-
-    On rank 0.
-    """
-    with suppress(OSError, ValueError):  # the disk may be full, a file damaged
-        if (reckoning := reckon(folder)) is not None:
-            for line in reckoning.describe():
-                logger.info(line)
-            store_reckoning(folder, reckoning, trainer.state.step)
-            if (told := sharpen_later_plans(folder, reckoning, find_cache_dir())) is not None:
-                logger.info(told)
-    if journal.network is not None and (sent := journal.network.summarize()) is not None:
-        logger.info(describe_network(sent))
-        with suppress(OSError):  # the disk may be full
-            journal.event("network", step=trainer.state.step, **sent)
-    goodput = trainer.accounting.goodput
-    logger.info(goodput.describe())
-    if journal.meter is not None:
-        journal.meter.close()
-        if (used := journal.meter.describe()) is not None:
-            logger.info(used)
-    with suppress(OSError):  # the disk may be full
-        folder.rows.append_event("goodput", step=trainer.state.step, seconds=goodput.state_dict()["seconds"])
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.data.corpus import list_corpus
-from echelon.data.prepare import prepare_spec
+from echelon.data.prepare_spec import prepare_spec
 from echelon.data.templates import load_template
 from echelon.errors import ConfigError, HubUnreachableError, PlanError
 from echelon.hardware.accelerators import Cluster, parse_devices

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from echelon.distributed.membership import Membership, ViewChanged, form_alone, join_board, leave_group
 from echelon.distributed.mesh import build_mesh
 from echelon.distributed.runtime import Runtime
-from echelon.lifecycle.assemble import Built, assemble, build_engines, conduct
+from echelon.lifecycle.assemble import Built, assemble, build_engines
+from echelon.lifecycle.conducting import conduct
 from echelon.planner.plan import ParallelPlan, load_plan
 from echelon.planner.replica_limits import resize
 from echelon.recipe import Recipe, load_recipe

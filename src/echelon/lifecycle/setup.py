@@ -79,7 +79,8 @@ class _LocalRecipe:
 
     def prepare_data(self, packing: bool | None) -> "PreparedData":
         """Prepare or open the data. `packing` is the choice of `data.packing: auto` that a resumed run began with."""
-        from echelon.data.prepare import prepare, prepare_spec
+        from echelon.data.prepare import prepare
+        from echelon.data.prepare_spec import prepare_spec
 
         spec = prepare_spec(self.recipe)
         if packing is not None and spec.packing == "auto":

@@ -52,7 +52,7 @@ def import_all() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import echelon.engines.native
-    import echelon.lifecycle.assemble
+    import echelon.lifecycle.conducting
     import echelon.lifecycle.setup
     import echelon.lifecycle.worker
     import echelon.sync.every_step  # noqa: F401

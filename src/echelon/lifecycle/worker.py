@@ -139,7 +139,7 @@ def run_rank(folder: RunFolder, stop: StopRequest, store: "Store | None" = None)
         if recipe.train.deterministic:
             use_deterministic_algorithms()
         with garbage_kept():
-            from echelon.lifecycle.assemble import run_training
+            from echelon.lifecycle.conducting import run_training
         from echelon.training.callbacks import build_callbacks
 
         leave_without_folder(folder, runtime.rank)
