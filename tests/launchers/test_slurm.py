@@ -117,6 +117,29 @@ def test_two_machines_equal_one_machine_with_two_processes(desk):
     assert [row["loss"] for row in there] == pytest.approx([row["loss"] for row in here], rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    "sync",
+    [
+        {"name": "local_sgd", "every": 2},
+        {"name": "diloco", "every": 2, "compress": {"method": "int8"}},
+        {"name": "parameter_server", "servers": 2},
+        {"name": "parameter_server", "max_staleness": 2},
+    ],
+    ids=["local SGD", "DiLoCo", "servers", "asynchronous servers"],
+)
+def test_replicas_agree_between_the_machines_of_a_job(desk, sync):
+    """As between two processes of one machine; with asynchronous servers losses depend on time."""
+    words = (f"sync={json.dumps(sync)}", "parallel=ddp")
+    name, number = desk.launch("launch.nodes=2", "launch.slurm.partition=low", *words)
+    assert desk.slurm.await_state(number, "COMPLETED", "FAILED") == "COMPLETED", desk.output(name)
+    assert f"sync: {sync['name']}, 2 " in desk.output(name)
+    desk.echelon("train", "recipe.yaml", "run.name=here", "--nproc", 2, *words)
+    there, here = desk.rows(), desk.rows("here")
+    assert [row["batch_hash"] for row in there] == [row["batch_hash"] for row in here]
+    if not sync.get("max_staleness"):
+        assert [row["loss"] for row in there] == pytest.approx([row["loss"] for row in here], rel=1e-6)
+
+
 LONG = ("train.steps=800", "train.log_every=400", "checkpoint.every_steps=400")
 
 
