@@ -1,23 +1,32 @@
 """The held-out loss at equal tokens of every way to agree between replicas, beside the bytes that each process sends.
 
-    python benchmarks/convergence.py OUT [--full] [--seeds N] [--only NAME ...]
+    python benchmarks/convergence.py OUT [--full] [--link] [--seeds N] [--only NAME ...]
 
 Trains the demo on two processes once for each method, and appends each result to OUT.json, so that it can be stopped
 and continued; then writes OUT.md and OUT.svg. By default the model is smaller than the demo's and sees one million
 tokens, in about a minute for each method on two cores; --full: the demo's model and three million. --seeds N: every
 method of --only runs with the seeds 0 to N - 1, which choose the first weights and the order of the data.
+
+--link: also trains some steps with each process on a machine of its own (a network namespace, so as root on Linux),
+over a link of 100 Mbit/s on which each packet arrives 20 ms later, and shows how long the run would take over it;
+seed 0 only.
 """
 
 import argparse
 import html
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
 PROCESSES = 2
+MEGABITS, LATENCY_SECONDS = 100, 0.02
+# Those of the steps over the link that count: one round of the replicas that agree every 30 steps, after the first.
+LINK_STEPS, ROUND = 61, slice(30, 60)
 SMALL = [
     "model.config.hidden_size=128", "model.config.intermediate_size=344", "model.config.num_hidden_layers=2",
     "tokenizer={train: {vocab_size: 1024}}", "data.sequence_len=128", "train.steps=480",
@@ -44,24 +53,52 @@ METHODS = {
     "server, top-k 1 % pushes": {"name": "parameter_server", "compress": {"method": "topk"}},
     "quorum": {"name": "quorum"},
 }
+UNLINKED = ("quorum",)  # for one machine
 ROW_HEIGHT, LABEL_WIDTH, BAR_WIDTH = 26, 190, 420
+
+
+def command_of(folder, sync, seed, overrides):
+    """The command that trains the demo with a method, in a folder."""
+    shown = [
+        f"run.dir={folder}/run", f"data.prepared_dir={ROOT}/runs/prepared", f"sync={json.dumps(sync)}",
+        f"run.seed={seed}", "train.eval_every=100000", "checkpoint.every_steps=100000", "train.log_every=100",
+        *overrides,
+    ]  # fmt: skip
+    return [sys.executable, "-m", "echelon", "train", str(ROOT / "recipes/demo.yaml"), *shown]
+
+
+def read_rows(folder):
+    return [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
 
 
 def measure(sync, seed, overrides):
     """The held-out loss at the end of a run, its tokens and steps, and the bytes that a process sent on average."""
     with tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder:
-        shown = [
-            f"run.dir={folder}/run", f"data.prepared_dir={ROOT}/runs/prepared", f"sync={json.dumps(sync)}",
-            f"run.seed={seed}", "train.eval_every=100000", "checkpoint.every_steps=100000", "train.log_every=100",
-            *overrides,
-        ]  # fmt: skip
-        command = [sys.executable, "-m", "echelon", "train", str(ROOT / "recipes/demo.yaml"), *shown]
-        subprocess.run([*command, "--nproc", str(PROCESSES)], check=True)
-        rows = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
+        subprocess.run([*command_of(folder, sync, seed, overrides), "--nproc", str(PROCESSES)], check=True)
+        rows = read_rows(folder)
     steps = [row for row in rows if row["kind"] == "train"]
     [evaluated] = [row for row in rows if row["kind"] == "eval"]
     sent = sum(row["sent_bytes"] for row in steps)
     return {"loss": evaluated["loss"], "tokens": steps[-1]["tokens"], "steps": len(steps), "sent_bytes": sent}
+
+
+def measure_over_link(sync, overrides):
+    """Seconds of a step if the processes are on different machines with a slow link: the mean of a whole round."""
+    from delayed_link import delayed
+    from namespaces import machines
+
+    with tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder, machines(PROCESSES, Path(folder)) as network:
+        command = command_of(folder, sync, 0, [*overrides, f"train.steps={LINK_STEPS}", "evaluate.batches=1"])
+        command += ["--nproc", "1", "--nodes", str(PROCESSES), "--rendezvous", f"{network[0].name}:29400"]
+        for machine in network:
+            machine.slow(MEGABITS)
+        with delayed(*network, LATENCY_SECONDS):
+            agents = [machine.start(command) for machine in network]
+            codes = [agent.wait() for agent in agents]
+            if any(codes):
+                raise subprocess.SubprocessError(f"echelon train failed over the link: {command}")
+        seconds = [row["step_seconds"] for row in read_rows(folder) if row["kind"] == "train"]
+    return statistics.mean(seconds[ROUND])
 
 
 def name_run(method, seed):
@@ -72,16 +109,19 @@ def render_table(results):
     first = results[FIRST]
     lines = [
         f"{first['steps']} steps, {first['tokens']:,} tokens, {PROCESSES} processes. Bytes are those that a process "
-        "sends on average, as the run counts them; tests compare the count with the bytes of sockets.",
+        "sends on average, as the run counts them; tests compare the count with the bytes of sockets. Over the link: "
+        f"the seconds of so many steps over {MEGABITS} Mbit/s with {1000 * LATENCY_SECONDS:.0f} ms of latency, scaled "
+        f"from steps {ROUND.start + 1} to {ROUND.stop} of a run of {LINK_STEPS}.",
         "",
-        f"| Method | Sent, MB | Less than {FIRST} | Held-out loss | Above {FIRST} of the same seed |",
-        "|---|---|---|---|---|",
+        f"| Method | Sent, MB | Less than {FIRST} | Held-out loss | Above {FIRST} of the same seed | Over the link |",
+        "|---|---|---|---|---|---|",
     ]
     for (method, seed), each in results_by_run(results):
         sent = f"{each['sent_bytes'] / 1e6:,.1f} | {first['sent_bytes'] / each['sent_bytes']:.1f} x"
         base = results.get(name_run(FIRST, seed))
         above = f"{each['loss'] / base['loss'] - 1:+.1%}" if base else "not run"
-        lines.append(f"| {name_run(method, seed)} | {sent} | {each['loss']:.4f} | {above} |")
+        seconds = f"{each['link_step_seconds'] * each['steps']:,.0f} s" if "link_step_seconds" in each else ""
+        lines.append(f"| {name_run(method, seed)} | {sent} | {each['loss']:.4f} | {above} | {seconds} |")
     return "\n".join(lines) + "\n"
 
 
@@ -115,16 +155,21 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--full", action="store_true")
+    parser.add_argument("--link", action="store_true")
     parser.add_argument("--seeds", type=int, default=1, choices=range(1, MOST_SEEDS + 1))
     parser.add_argument("--only", nargs="*", choices=list(METHODS), default=list(METHODS))
     given = parser.parse_args()
     stored = given.out.with_suffix(".json")
     results = json.loads(stored.read_text()) if stored.exists() else {}
+    overrides = FULL if given.full else SMALL
     (ROOT / "runs").mkdir(exist_ok=True)
     for seed in range(given.seeds):
         for method in given.only:
             if (name := name_run(method, seed)) not in results:
-                results[name] = measure(METHODS[method], seed, FULL if given.full else SMALL)
+                results[name] = measure(METHODS[method], seed, overrides)
+                stored.write_text(json.dumps(results, indent=1))
+            if given.link and seed == 0 and method not in UNLINKED and "link_step_seconds" not in results[name]:
+                results[name]["link_step_seconds"] = measure_over_link(METHODS[method], overrides)
                 stored.write_text(json.dumps(results, indent=1))
     given.out.with_suffix(".md").write_text(render_table(results))
     given.out.with_suffix(".svg").write_text(render_picture(results))
