@@ -10,7 +10,7 @@ help:
 	@echo "make demo     set up, train a small model on real text with two processes, evaluate it, sample from it"
 	@echo "make test     set up, run the tests"
 	@echo "make slow     the tests too long for daily use: a killed server, MLflow's UI in a browser, full disks (an hour)"
-	@echo "make fuzz     load 10,000 damaged files and recipes with the real loaders, and print a table of the results (10 minutes)"
+	@echo "make fuzz     load 10,000 damaged files and recipes with the real loaders, and print a table of the results (20 minutes)"
 	@echo "make parity   compare every strategy with the single process, for all combinations of options (long)"
 	@echo "make parity-table  the same, and write docs/parity.md from the measurements; resumes after a kill (hours)"
 	@echo "make model-table  take every causal model of transformers through echelon, and write docs/models.md (20 minutes)"

@@ -510,6 +510,8 @@ def test_plan_json_round_trips():
         ({**content, "precision": {**content["precision"], "compute": "float8"}}, "precision.compute='float8'"),
         ({**content, "precision": None}, "precision=None"),
         ({**content, "why": "because"}, "why="),
+        ({**content, "order": content["order"][1:]}, "order=.*once"),
+        ({**content, "order": [*content["order"][1:], content["order"][1]]}, "order=.*once"),
     ]:
         with pytest.raises(PlanError, match=word):
             ParallelPlan.from_dict(broken)

@@ -19,6 +19,7 @@ from echelon.launch.job import JobSpec
 from echelon.launch.records import write_job
 from echelon.lifecycle.setup import _describe_longer_run
 from echelon.recipe import OptimConfig, Recipe, render_recipe
+from echelon.runs.checksums import MANIFEST
 from echelon.runs.environment import describe_environment
 from echelon.runs.opening import OpenedRun, open_run
 from echelon.runs.run_folder import RunFolder
@@ -268,6 +269,17 @@ def test_documents_of_another_type_count_as_damaged(tmp_path, content):
     assert folder.is_finished() and folder.remedy() == "; raise train.steps to continue"
     folder.outcome_path.write_text('{"outcome": "early_stop"}')
     assert folder.remedy().startswith(" early; raise evaluate.early_stopping")
+
+
+@pytest.mark.parametrize("other", ["", ".", "/"])
+def test_a_damaged_path_of_the_text_is_replaced_by_that_of_the_events(tmp_path, other):
+    folder = leave_run(tmp_path / "run")
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / MANIFEST).write_text("{}")
+    folder.rows.append_event("start", step=0, prepared=str(text), digest="d")
+    folder.data_path.write_text(json.dumps({"prepared": other, "digest": "d"}))
+    assert folder.text.read_prepared_path() == text
 
 
 def test_environment_holds_no_secret():

@@ -207,6 +207,18 @@ def _find_group(grid: Grid, axes: Sequence[str], world: DeviceMesh | None) -> di
     return mine
 
 
+def start_all_reduce(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> dist.Work | None:
+    """Begin an all-reduce in place. Collective. None for one rank alone, which with Gloo would wait for a thread."""
+    if dist.get_world_size(group) == 1:
+        return None
+    work: dist.Work | None = dist.all_reduce(tensor, op, group, async_op=True)
+    return work
+
+
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     """Return the value of each rank of a group, by rank. Collective over `group`; values are pickled."""
     values: list[Any] = [None] * dist.get_world_size(group)

@@ -372,9 +372,12 @@ class ParallelPlan:
             if isinstance(part, Mapping) and (missing := {item.name for item in fields(kind)} - part.keys()):
                 raise _explain_version(where, "misses", missing)
         try:
-            return TypeAdapter(cls).validate_json(json.dumps(content), strict=True)
+            plan = TypeAdapter(cls).validate_json(json.dumps(content), strict=True)
         except ValidationError as error:
             raise _explain(error) from error
+        if sorted(plan.order) != sorted(AXIS_ORDER):
+            raise PlanError(f"plan.order={plan.order!r} is not valid: it must name each of {AXIS_ORDER} once.")
+        return plan
 
 
 _VERSIONS = {"missing": "misses", "unexpected_keyword_argument": "has unknown"}

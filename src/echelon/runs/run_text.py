@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.errors import DataError
+from echelon.runs.checksums import MANIFEST
 from echelon.runs.run_rows import RunRows
 from echelon.stored import read_as, write_json
 
@@ -63,7 +64,7 @@ class TextRecord:
             raise DataError(
                 f"{self.path}: the prepared text of this run is not recorded; run `echelon train` once to write it."
             )
-        return next((path for path in paths if path.is_dir()), paths[0])
+        return next((path for path in paths if (path / MANIFEST).is_file()), paths[0])
 
     def read_data_digest(self) -> str | None:
         """Return the digest that `write_prepared_path` recorded; None if there is none. Raises DataError."""

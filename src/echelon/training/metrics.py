@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.distributed.mesh import AXES, Meshes
+from echelon.distributed.mesh import AXES, Meshes, start_all_reduce
 from echelon.distributed.stamp import Stamp
 from echelon.stopping import agreed_stop
 from echelon.training.bad_steps import Verdict
@@ -180,9 +180,9 @@ class PendingMetrics:
             ]
         )
         peak = _to_device([-1 if peak_bytes is None else peak_bytes], device)
-        works = [dist.all_reduce(sums, group=meshes.everyone, async_op=True)]
+        works = [start_all_reduce(sums, meshes.everyone)]
         if peak_bytes is not None:
-            works.append(dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=meshes.everyone, async_op=True))
+            works.append(start_all_reduce(peak, meshes.everyone, dist.ReduceOp.MAX))
         self.record = record
         self._grid = meshes.grid
         self._reduced = (works, sums, peak, experts.shape)
@@ -200,8 +200,7 @@ class PendingMetrics:
         if self._values is not None:
             return self._values
         works, sums, peak, shape = self._reduced
-        for work in works:
-            assert work is not None
+        for work in filter(None, works):
             work.wait()
         num_replicas, num_experts = self._grid.sizes["replica"], math.prod(shape)
         last = len(sums) - 4 * num_replicas

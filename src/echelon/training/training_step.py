@@ -8,11 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch.profiler import record_function
 
 from echelon.data.loader import BatchLoader, StepBatch
-from echelon.distributed.mesh import Meshes
+from echelon.distributed.mesh import Meshes, start_all_reduce
 from echelon.engines import Engine
 from echelon.objectives.objective import Objective
 from echelon.recipe.schedule import Schedule
@@ -123,7 +122,8 @@ class TrainingStep:
         """Count the step's targets over all microbatches, as tensors on the device. Collective."""
         own = torch.stack([self.objective.count(microbatch) for microbatch in batch.microbatches]).sum()
         shared = own.clone()
-        dist.all_reduce(shared, group=self.meshes.loss)
+        if (work := start_all_reduce(shared, self.meshes.loss)) is not None:
+            work.wait()
         return Targets(own, shared)
 
     def diagnose(self, step: int) -> Diagnosis:
