@@ -26,7 +26,7 @@ class EchelonError(Exception):
 
 
 class ConfigError(EchelonError, ValueError):
-    """The recipe or the command line is wrong, or asks for something that is not built yet."""
+    """The recipe or the command line is wrong, or asks for what echelon cannot do."""
 
     exit_code = 2
 

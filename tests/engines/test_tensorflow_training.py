@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from command import await_line, finish, process_of, read_lines, start, write_recipe
+from echelon.api.models import export
+from echelon.engines.tensorflow.steps import GRADIENTS, WEIGHTS
+from echelon.engines.tensorflow.update import MOMENTS
 from echelon.planner.plan import ParallelPlan
 from echelon.runs.run_folder import RunFolder
 from training import Row, hashes, masked_trainer, prepare, read_rows, train_rank, with_ranks
@@ -21,11 +26,16 @@ STEPS = 10
 TOLERANCE = 1e-4
 
 
-def train_placed(rank: int, world_size: int, *arguments: Any) -> None:
-    """One rank with the variables that a launcher sets."""
+def place_rank(rank: int, world_size: int) -> None:
+    """Set the variables that a launcher sets."""
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+
+
+def train_placed(rank: int, world_size: int, *arguments: Any) -> None:
+    """One rank of a run."""
+    place_rank(rank, world_size)
     train_rank(rank, world_size, *arguments)
 
 
@@ -43,13 +53,35 @@ def train(row: Row, folder: Path, text: Path, stop_at: int | None = None) -> lis
 
 def find_operations(rank: int, world_size: int, path: str, plan: ParallelPlan) -> set[str]:
     """The operations in the graph that adds up gradients."""
-    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    place_rank(rank, world_size)
     with masked_trainer(rank, world_size, path, plan) as trainer:
         graph = trainer.train_step.engine._steps._add_up.get_concrete_function().graph.as_graph_def()
     nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
     return {node.op for node in nodes}
+
+
+def find_devices(rank: int, world_size: int, path: str, plan: ParallelPlan) -> dict[str, int] | None:
+    """How many bytes of weights, gradients and moments each TensorFlow device has, as the coordinator sees it."""
+    place_rank(rank, world_size)
+    with masked_trainer(rank, world_size, path, plan) as trainer:
+        model = trainer.train_step.engine._steps._model
+        if model is None:
+            return None
+        found: dict[str, int] = {}
+        for key in (WEIGHTS, GRADIENTS, *MOMENTS):
+            for each in (each for group in model.find(key).values() for each in group):
+                place = each.device.removesuffix("/replica:0/task:0/device:CPU:0")
+                found[place] = found.get(place, 0) + 4 * each.shape.num_elements()
+        return found
+
+
+def logits_of(rank: int, world_size: int, path: str, plan: ParallelPlan, ids: list[int]) -> list[list[float]]:
+    """Train a rank; return the logits of its live model after the last of some ids."""
+    place_rank(rank, world_size)
+    with masked_trainer(rank, world_size, path, plan) as trainer:
+        trainer.fit()
+        with trainer.train_step.engine.evaluation() as evaluation:
+            return evaluation.next_token_logits(torch.tensor([ids]), torch.tensor([len(ids) - 1])).tolist()
 
 
 def by_tensorflow(row: Row, **section: Any) -> Row:
@@ -95,6 +127,28 @@ def test_two_workers(text: Path, tmp_path: Path, native: list[dict[str, Any]]) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "servers"), [(1, 1), (2, 1), (3, 2)])
+def test_parameter_servers(text: Path, tmp_path: Path, native: list[dict[str, Any]], ranks: int, servers: int) -> None:
+    row = by_tensorflow(with_ranks(Row(), ranks, micro_batch=2), strategy="parameter_server", servers=servers)
+    assert_equal(train(row, tmp_path, text), native)
+
+
+@pytest.mark.slow
+def test_weights_gradients_and_moments_are_on_the_server(text: Path, tmp_path: Path) -> None:
+    path, plan = prepare(by_tensorflow(with_ranks(Row(), 2), strategy="parameter_server"), tmp_path, text, STEPS)
+    (tmp_path / "run" / "plan.json").write_text(json.dumps(plan.to_dict()))
+    pool = WorkerPool(size=2, seconds=900)
+    try:
+        found, elsewhere = pool.run(find_devices, 2, str(path), plan)
+    finally:
+        pool.close()
+    assert elsewhere is None and set(found) == {"/job:ps"}
+    config = Row().config() | {"vocab_size": 256}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    assert found["/job:ps"] == 4 * 4 * sum(each.numel() for each in model.parameters())
+
+
+@pytest.mark.slow
 def test_workers_sum_by_a_collective_of_tensorflow(text: Path, tmp_path: Path) -> None:
     path, plan = prepare(by_tensorflow(with_ranks(Row(), 2)), tmp_path, text, STEPS)
     (tmp_path / "run" / "plan.json").write_text(json.dumps(plan.to_dict()))
@@ -107,16 +161,20 @@ def test_workers_sum_by_a_collective_of_tensorflow(text: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_restarted(tmp_path: Path) -> None:
-    """The losses are those of a run without a fault, and of native."""
+@pytest.mark.parametrize(
+    ("strategy", "victim"), [("multi_worker", 1), ("parameter_server", 1), ("parameter_server", 0)]
+)
+def test_a_killed_process_is_restarted(tmp_path: Path, strategy: str, victim: int) -> None:
+    """A worker, and the coordinator with the server. The losses are those of a run without a fault, and of native."""
     write_recipe(tmp_path, train={"steps": 30, "log_every": 1})
     arguments = ("train", "recipe.json", "--nproc", "2")
     native = finish(start(*arguments, "run.name=native", "parallel=ddp", cwd=tmp_path), 300)
     assert native.code == 0, native
-    job = start(*arguments, "run.name=killed", "engine=tensorflow", cwd=tmp_path)
+    settings = ("engine=tensorflow", f"tensorflow.strategy={strategy}")
+    job = start(*arguments, "run.name=killed", *settings, cwd=tmp_path)
     run = RunFolder(tmp_path / "runs" / "killed")
     await_line(run.metrics_path, '"step": 7,', job, 300)
-    process_of(run, 1).kill()
+    process_of(run, victim).kill()
     ending = finish(job, 400)
     assert ending.code == 0, ending
     assert "restart 1 of" in ending.out + ending.err
@@ -130,11 +188,32 @@ def test_a_killed_worker_is_restarted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_changes_engines_in_the_middle(text: Path, tmp_path: Path, native: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("strategy", ["multi_worker", "parameter_server"])
+def test_a_run_changes_engines_in_the_middle(
+    text: Path, tmp_path: Path, native: list[dict[str, Any]], strategy: str
+) -> None:
     row = Row(micro_batch=4)
-    for engine, stop_at in ((row, 3), (by_tensorflow(row), 7), (row, STEPS)):
+    for engine, stop_at in ((row, 3), (by_tensorflow(row, strategy=strategy), 7), (row, STEPS)):
         found = train(engine, tmp_path, text, stop_at)
     assert_equal(found, native)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["multi_worker", "parameter_server"])
+def test_an_export_has_the_logits_of_the_live_model_in_transformers(text: Path, tmp_path: Path, strategy: str) -> None:
+    ids = list(b"def read(")
+    path, plan = prepare(by_tensorflow(with_ranks(Row(), 2), strategy=strategy), tmp_path, text, 3)
+    (tmp_path / "run" / "plan.json").write_text(json.dumps(plan.to_dict()))
+    pool = WorkerPool(size=2, seconds=900)
+    try:
+        live = pool.run(logits_of, 2, str(path), plan, ids)
+    finally:
+        pool.close()
+    assert live[0] == live[1]
+    export(tmp_path / "run", tmp_path / "exported")
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")(torch.tensor([ids])).logits[0, -1]
+    assert (logits - torch.tensor(live[0][0])).abs().max() < TOLERANCE
 
 
 @pytest.mark.slow

@@ -64,7 +64,6 @@ def test_recipes_load_from_a_file_a_mapping_and_another_recipe(tmp_path):
         ({**RECIPE, "train": {"steps": 10}}, (), r"^recipe: one of train.global_batch_tokens and train.global_batch"),
         ([], (), r"a recipe is a path or a mapping, and this is a list"),
         ("missing.yaml", (), r"missing.yaml does not exist"),
-        (RECIPE, {"engine": "tensorflow", "tensorflow.strategy": "parameter_server"}, "parameter_server is not built"),
     ],
 )
 def test_an_invalid_recipe_is_one_error_that_names_the_key(recipe, overrides, message):

@@ -81,6 +81,9 @@ def test_other_engines_are_started_by_their_entries(tmp_path):
     mirrored = submit(tmp_path, {"multi_worker_mirrored_strategy": {"enabled": True}}, "parallel=ddp")
     assert mirrored.staging.recipe.engine == "tensorflow"
     assert any("multi_worker_mirrored_strategy -> engine=tensorflow" in line for line in mirrored.lines)
+    served = submit(tmp_path, {"parameter_server": {"enabled": True}}, "parallel=ddp")
+    assert served.staging.recipe.engine == "tensorflow"
+    assert served.staging.recipe.tensorflow.strategy == "parameter_server"
     under_mpi = submit(tmp_path, {"mpi": {"enabled": True, "processes_per_host": 2}}, "engine=horovod", "parallel=ddp")
     assert under_mpi.staging.recipe.engine == "horovod"
     assert under_mpi.staging.recipe.launch.nproc_per_node == 2
@@ -94,7 +97,8 @@ REFUSED = [
     ({"torch_distributed": {"on": True}}, [], "torch_distributed.on is unknown"),
     ({"torchrun": {"enabled": True}}, [], "distribution.torchrun is not a distribution"),
     ({"pytorchxla": {"enabled": True}}, [], "train.compile=true"),
-    ({"parameter_server": {"enabled": True}}, [], "it is TensorFlow's, which echelon does not run"),
+    ({"parameter_server": {"enabled": True}}, ["tensorflow.strategy=mirrored", "engine=tensorflow"],
+     "contradicts tensorflow.strategy=mirrored"),
     ({"multi_worker_mirrored_strategy": {"enabled": True}}, ["engine=horovod"], "engine=horovod is another one"),
     ({"multi_worker_mirrored_strategy": {"enabled": True}}, ["tensorflow.strategy=single", "engine=tensorflow"],
      "contradicts tensorflow.strategy=single"),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.recipe import Overrides, Recipe, build_recipe, check_built
+from echelon.recipe import Overrides, Recipe, build_recipe
 from echelon.recipe import load_recipe as load_recipe_file
 from echelon.recipe.render import recipe_mapping
 from echelon.redaction import redact_text
@@ -29,7 +29,6 @@ def load_recipe(recipe: RecipeLike, overrides: Overrides = ()) -> Recipe:
         ConfigError: a key is invalid; the message names the key, its value and the fix.
     """
     if isinstance(recipe, Recipe):
-        check_built(recipe)
         if not overrides:
             return recipe
         recipe = recipe_mapping(recipe)

@@ -51,13 +51,12 @@ VersionOption = Annotated[
 
 
 def read_recipe(path: Path, overrides: list[str] | None, quiet: bool = False) -> "Recipe":
-    """Read the recipe, log its notes, and refuse features that are not built yet."""
+    """Read the recipe and log its notes."""
     from echelon.extensions import find_from_here
     from echelon.lifecycle.extension_checks import list_extensions
-    from echelon.recipe import check_built, load_recipe
+    from echelon.recipe import load_recipe
 
     recipe, notes = load_recipe(path, overrides or [])
-    check_built(recipe)
     find_from_here(each.name for each in list_extensions(recipe))
     for note in [] if quiet else notes:
         logger.info(note)

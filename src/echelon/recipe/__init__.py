@@ -28,7 +28,6 @@ from echelon.recipe.schema import recipe_json_schema
 from echelon.recipe.starter import render_starter
 from echelon.recipe.synchronization import SyncConfig
 from echelon.recipe.training import BatchRampConfig, OptimConfig, ParallelConfig, TrainConfig
-from echelon.recipe.unbuilt import check_built
 
 __all__ = [
     "RESUMABLE",
@@ -57,7 +56,6 @@ __all__ = [
     "WandbConfig",
     "blocking_differences",
     "build_recipe",
-    "check_built",
     "diff_recipes",
     "find_secret_keys",
     "load_recipe",

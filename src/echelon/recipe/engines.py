@@ -123,7 +123,7 @@ ENGINES: dict[str, EngineRow] = {
             Limit("train.deterministic", (False,), "does not check TensorFlow's kernels for it"),
             Limit("profile.steps", (None,), "is not seen by PyTorch's profiler"),
         ),
-        purpose="people with a TensorFlow stack: MirroredStrategy and MultiWorkerMirroredStrategy on CPUs",
+        purpose="people with a TensorFlow stack: its mirrored strategies and its parameter servers, on CPUs",
         instead="parallel: ddp",
         check="echelon.planner.tensorflow_limits:check_tensorflow",
     ),

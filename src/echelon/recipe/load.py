@@ -17,7 +17,6 @@ from echelon.recipe.messages import explain_errors
 from echelon.recipe.render import plain_value
 from echelon.recipe.smp import expand_smp
 from echelon.recipe.training import BATCH_KEYS, STEP_KEYS
-from echelon.recipe.unbuilt import check_built
 from echelon.recipe.yaml_text import parse_yaml, shorten
 
 COMMAND_LINE = "command line"
@@ -42,11 +41,9 @@ def load_recipe(path: Path, overrides: Overrides = (), origin: str = COMMAND_LIN
     """Read a recipe file, apply overrides, and check it; return the recipe and notes for the user.
 
     `origin` names the source of the overrides in messages. Raises ConfigError, with the file's line or the origin, for
-    an invalid recipe and for features that are not built yet.
+    an invalid recipe.
     """
-    recipe, notes = parse_recipe(_read_text(path), str(path), overrides, origin)
-    check_built(recipe)
-    return recipe, notes
+    return parse_recipe(_read_text(path), str(path), overrides, origin)
 
 
 def build_recipe(
@@ -55,15 +52,13 @@ def build_recipe(
     """Like `load_recipe`, for the mapping in a recipe file. The mapping is not changed."""
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"a recipe is a path or a mapping, and this is a {type(mapping).__name__}; give one of them.")
-    recipe, notes = _finish(_start_draft(plain_value(dict(mapping)), {}, "recipe"), overrides, origin)
-    check_built(recipe)
-    return recipe, notes
+    return _finish(_start_draft(plain_value(dict(mapping)), {}, "recipe"), overrides, origin)
 
 
 def parse_recipe(
     text: str, source: str, overrides: Overrides = (), origin: str = COMMAND_LINE
 ) -> tuple[Recipe, list[str]]:
-    """Like `load_recipe`, for a text, which messages call `source`. Features that are not built yet are accepted."""
+    """Like `load_recipe`, for a text, which messages call `source`."""
     data, origins = parse_yaml(text, source)
     return _finish(_start_draft(data, origins, source), overrides, origin)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from echelon.recipe.aliases import ALIASES, NO_EQUIVALENT
 from echelon.recipe.schema import recipe_json_schema
-from echelon.recipe.unbuilt import UNBUILT
 
 _INTRODUCTION = """\
 # The recipe
@@ -38,9 +37,6 @@ and `model.config`; `data.validation` and `data.validation_fraction`) the overri
 given under two spellings is refused.
 
     recipe.yaml, line 4: per_device_train_batch_size: 8 is read as train.micro_batch_size: 8.
-
-**Not built yet.** The reference includes planned features, so recipes stay valid. If a meaning ends in *Now: ...*, only
-these values work; others are refused with a message.
 
 **Numbers** may be written `2e9` and `524_288`, counts of tokens also `2B`: K, M, B and T are a thousand, a million, a
 billion and a trillion. **Editors** complete and check recipes by the JSON schema: run
@@ -126,9 +122,7 @@ def _describe_default(key: _Key) -> str:
 
 
 def _describe_meaning(key: _Key) -> str:
-    meaning = str(key.schema.get("description", ""))
-    possible = next((row.possible for row in UNBUILT if row.key == key.name), None)
-    return f"{meaning} *Now: {possible}.*" if possible else meaning
+    return str(key.schema.get("description", ""))
 
 
 def _render_aliases() -> str:

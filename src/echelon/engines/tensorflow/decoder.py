@@ -1,6 +1,7 @@
 """A decoder of `transformers` as a backbone of keras-hub: its forward pass, and its weights under their own names."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ class Decoder:
 
         Raises ConfigError for a config that no backbone can be.
         """
-        self._tf = library.tf
+        self._tf, self._keras = library.tf, library.keras
         self._family = find_family(config)
         backbone = getattr(library.keras_hub.models, self._family.backbone)
         self._backbone = backbone(**find_arguments(config), dtype="float32")
@@ -46,6 +47,19 @@ class Decoder:
         """The name of the weight that logits are computed with, without `.weight`."""
         names = ("lm_head.weight", f"{self._family.embedding}.weight")
         return next(name for name in names if name in self.variables).removesuffix(".weight")
+
+    def group(self, flat: Sequence[Any]) -> dict[str, list[Any]]:
+        """Return one value for each variable, in the order of `self.variables`, by name like them."""
+        rest = iter(flat)
+        return {name: [next(rest) for _ in group] for name, group in self.variables.items()}
+
+    def computing_with(self, values: Sequence[Any]) -> AbstractContextManager[Any]:
+        """Return a scope in which the decoder computes with these tensors, in the order of `self.variables`."""
+        by_path = {each.path: each for each in self._backbone.trainable_variables}
+        paths = [path for row in self._rows for path in row.variables]
+        pairs = [(by_path[path], value) for path, value in zip(paths, values, strict=True)]
+        scope: AbstractContextManager[Any] = self._keras.StatelessScope(state_mapping=pairs)
+        return scope
 
     def parts(self, ids: Any) -> Iterator[tuple[str, Any]]:
         """Run the decoder; yield the name of each module in `transformers` and its output, at last that of the norm.

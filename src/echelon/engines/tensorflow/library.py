@@ -13,15 +13,16 @@ class Library(NamedTuple):
     """The modules: they have no types."""
 
     tf: Any
+    keras: Any
     keras_hub: Any
 
 
 def import_tensorflow() -> Library:
-    """Import both packages. Raises ConfigError if one is missing."""
+    """Import the packages. Raises ConfigError if one is missing."""
     set_variables({"KERAS_BACKEND": "tensorflow"})  # Keras reads it once
     set_default_variables({"TF_CPP_MIN_LOG_LEVEL": "2", "TF_ENABLE_ONEDNN_OPTS": "0"})
     try:
-        return Library(importlib.import_module("tensorflow"), importlib.import_module("keras_hub"))
+        return Library(*map(importlib.import_module, ("tensorflow", "keras", "keras_hub")))
     except ImportError as error:
         raise ConfigError(
             f"engine=tensorflow needs tensorflow {_TESTED} and keras-hub ({error}); install echelon[tensorflow] as in "

@@ -1,23 +1,65 @@
-"""The passes and the update of a step in TensorFlow, under any strategy that has copies of the model."""
+"""The passes and the update of a step in TensorFlow: what any strategy does, and those with copies of the model."""
 
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
+from echelon.data.loader import Microbatch
 from echelon.engines.tensorflow.decoder import Decoder
 from echelon.engines.tensorflow.library import Library
+from echelon.engines.tensorflow.passes import Array, Passes, find_loss, to_int32
 from echelon.engines.tensorflow.placement import Placement
 from echelon.engines.tensorflow.update import AdamW
 from echelon.objectives.loss import IGNORE
 
-Array = npt.NDArray[Any]
+WEIGHTS, GRADIENTS = "weights", "gradients"
 
 
-class Steps:
-    """Runs microbatches on the copies of this process, sums gradients over all copies, and updates the weights.
+class Steps(Protocol):
+    """The training steps of a model under a strategy. Every method is collective.
+
+    The tensors of a key are those of all weights, by name and in the shapes of `transformers`. A key is WEIGHTS,
+    GRADIENTS or one of `update.MOMENTS`.
+    """
+
+    def accumulate(self, microbatches: Sequence[Microbatch], divisor: float) -> float:
+        """Set the gradients to those of the summed loss / divisor, of all processes; return this one's summed loss."""
+        ...
+
+    def clear(self) -> None:
+        """Set the gradients to zero."""
+        ...
+
+    def norm(self) -> float:
+        """Return the norm of all gradients."""
+        ...
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients by a number."""
+        ...
+
+    def update(self, rate: float, step: int) -> None:
+        """Apply the gradients at a learning rate. `step`: the number of this update, from 1."""
+        ...
+
+    def passes(self) -> Passes:
+        """Return forward passes with the present weights."""
+        ...
+
+    def read(self, key: str) -> dict[str, Array]:
+        """Return copies of the tensors of a key, on every process."""
+        ...
+
+    def write(self, key: str, values: Mapping[str, Array]) -> None:
+        """Set the tensors of a key, given on every process."""
+        ...
+
+
+class CopiedSteps:
+    """See Steps. Runs microbatches on the copies of this process, and sums gradients over all copies.
 
     The gradients of a copy are added up in variables of its own; the others get them once, after the last microbatch.
     """
@@ -25,8 +67,9 @@ class Steps:
     def __init__(self, library: Library, placement: Placement, decoder: Decoder, optimizer: AdamW) -> None:
         """Built in the scope of the strategy."""
         tf = library.tf
+        self._passes = Passes(library, decoder)
         self._tf, self._decoder, self._optimizer = tf, decoder, optimizer
-        self._strategy, self._num_copies = placement
+        self._strategy, self._num_copies, varies = placement
         self._variables = [each for group in decoder.variables.values() for each in group]
         self._sums = [
             tf.Variable(
@@ -38,73 +81,62 @@ class Steps:
             for each in self._variables
         ]
         ids, scalar = tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([], tf.float32)
-        self._differentiate = tf.function(self._differentiate_all, input_signature=[ids, ids, scalar])
+        signature = [ids, ids, scalar] if varies else None
+        self._differentiate = tf.function(self._differentiate_all, input_signature=signature)
         self._add_up = tf.function(self._add_up_all)
         self._clear = tf.function(self._clear_all)
         self._measure = tf.function(self._measure_one)
         self._scale = tf.function(self._scale_all, input_signature=[scalar])
         self._update = tf.function(self._update_all, input_signature=[scalar, scalar, scalar])
-        self._evaluate = tf.function(self._loss, input_signature=[ids, ids])
-        self._predict = tf.function(self._logits_at, input_signature=[ids, tf.TensorSpec([None], tf.int32)])
 
-    def differentiate(self, ids: Tensor, labels: Tensor, divisor: float) -> float:
-        """Add the gradients of the summed loss / divisor of a microbatch; return the summed loss of this process."""
-        rows = [_divide_rows(each, self._num_copies, filler) for each, filler in ((ids, 0), (labels, IGNORE))]
-        return float(self._differentiate(*rows, np.float32(divisor)))
-
-    def add_up(self) -> None:
-        """Sum the gradients over all copies of all processes. Collective."""
+    def accumulate(self, microbatches: Sequence[Microbatch], divisor: float) -> float:
+        """See Steps."""
+        losses = [self._add_gradients(each, divisor) for each in microbatches]
         self._add_up()
+        return math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan
+
+    def _add_gradients(self, microbatch: Microbatch, divisor: float) -> float:
+        pairs = ((microbatch.input_ids, 0), (microbatch.labels, IGNORE))
+        rows = [_divide_rows(each, self._num_copies, filler) for each, filler in pairs]
+        return float(self._differentiate(*map(self._tf.constant, rows), self._tf.constant(divisor, self._tf.float32)))
 
     def clear(self) -> None:
-        """Set the gradients to zero."""
+        """See Steps."""
         self._clear()
 
     def norm(self) -> float:
-        """Return the norm of all gradients, after `add_up`."""
+        """See Steps."""
         return float(self._measure())
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradients by a number."""
+        """See Steps."""
         self._scale(np.float32(factor))
 
     def update(self, rate: float, step: int) -> None:
-        """Apply the gradients. `step`: the number of this update, from 1."""
+        """See Steps."""
         size, root = self._optimizer.correct(rate, step)
         self._update(np.float32(rate), np.float32(size), np.float32(root))
 
-    def loss_sum(self, ids: Tensor, labels: Tensor) -> float:
-        """Return the summed cross-entropy of labelled tokens, without gradients, in this process alone."""
-        return float(self._evaluate(_to_int32(ids), _to_int32(labels)))
+    def passes(self) -> Passes:
+        """See Steps. Every process has its own copy."""
+        return self._passes
 
-    def logits_at(self, ids: Tensor, places: Tensor) -> Tensor:
-        """Return fp32 logits [batch, vocabulary] of the token after position `places` [batch] of ids [batch, seq]."""
-        return torch.from_numpy(self._predict(_to_int32(ids), _to_int32(places)).numpy())
+    def read(self, key: str) -> dict[str, Array]:
+        """See Steps."""
+        return self._decoder.read(self._find(key))
 
-    def gradients(self) -> dict[str, Array]:
-        """Return the gradients by name, after `add_up`."""
-        local = self._group([self._here(each) for each in self._sums])
-        return self._decoder.read(local)
+    def write(self, key: str, values: Mapping[str, Array]) -> None:
+        """See Steps."""
+        self._decoder.write(self._find(key), values)
+
+    def _find(self, key: str) -> Mapping[str, list[Any]]:
+        if key == GRADIENTS:
+            return self._decoder.group([self._here(each) for each in self._sums])
+        return self._decoder.variables if key == WEIGHTS else self._optimizer.moments[key]
 
     def _here(self, value: Any) -> Any:
         """The first copy of a distributed value."""
         return self._strategy.experimental_local_results(value)[0]
-
-    def _group(self, flat: list[Any]) -> dict[str, list[Any]]:
-        rest = iter(flat)
-        return {name: [next(rest) for _ in group] for name, group in self._decoder.variables.items()}
-
-    def _loss(self, ids: Any, labels: Any) -> Any:
-        tf = self._tf
-        logits = self._decoder.logits(self._decoder.hidden_states(ids))
-        has_target = labels != IGNORE
-        safe = tf.where(has_target, labels, 0)
-        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(safe, logits)
-        return tf.reduce_sum(tf.where(has_target, losses, 0.0))
-
-    def _logits_at(self, ids: Any, places: Any) -> Any:
-        hidden = self._decoder.hidden_states(ids)
-        return self._decoder.logits(self._tf.gather(hidden, places, batch_dims=1))
 
     def _differentiate_all(self, ids: Any, labels: Any, divisor: Any) -> Any:
         tf, strategy, copies = self._tf, self._strategy, self._num_copies
@@ -114,7 +146,7 @@ class Steps:
                 number = tf.distribute.get_replica_context().replica_id_in_sync_group
                 ids, labels = (tf.stack(tf.split(each, copies))[number] for each in (ids, labels))
             with tf.GradientTape() as tape:
-                loss = self._loss(ids, labels)
+                loss = find_loss(tf, self._decoder, ids, labels)
             # 0 * loss is 0, or NaN for a loss that is not finite: then all gradients are, on every copy.
             found = tape.gradient(loss, self._variables, output_gradients=(1 + 0 * loss) / divisor)
             for total, gradient in zip(self._sums, found, strict=True):
@@ -157,14 +189,10 @@ class Steps:
         self._strategy.run(run)
 
     def _update_all(self, rate: Any, size: Any, root: Any) -> None:
-        self._optimizer.apply(self._strategy, self._group(self._sums), rate, size, root)
-
-
-def _to_int32(tensor: Tensor) -> Array:
-    return tensor.cpu().numpy().astype(np.int32)
+        self._optimizer.apply(self._strategy, self._decoder.group(self._sums), rate, size, root)
 
 
 def _divide_rows(tensor: Tensor, copies: int, filler: int) -> Array:
     """The rows, with rows of `filler` at the end, so that every copy has as many."""
     missing = -tensor.shape[0] % copies
-    return np.pad(_to_int32(tensor), ((0, missing), (0, 0)), constant_values=filler)
+    return np.pad(to_int32(tensor), ((0, missing), (0, 0)), constant_values=filler)

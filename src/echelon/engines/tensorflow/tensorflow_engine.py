@@ -1,10 +1,13 @@
 """The Engine of TensorFlow. torch remains what holds the job together: its process group, data and checkpoints."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -13,12 +16,13 @@ from echelon.checkpoint.first_weights import open_weights
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import Meshes
 from echelon.engines.engine import Finding, Rehearsal
-from echelon.engines.tensorflow.backbones import Array, find_arguments
+from echelon.engines.tensorflow.backbones import find_arguments
 from echelon.engines.tensorflow.decoder import Decoder
-from echelon.engines.tensorflow.first_nonfinite import find_nonfinite
 from echelon.engines.tensorflow.library import Library, import_tensorflow
-from echelon.engines.tensorflow.placement import Placement, build_placement
-from echelon.engines.tensorflow.steps import Steps
+from echelon.engines.tensorflow.passes import Array, Passes
+from echelon.engines.tensorflow.placement import build_placement, start_cluster
+from echelon.engines.tensorflow.served_steps import ServedModel, ServedSteps
+from echelon.engines.tensorflow.steps import GRADIENTS, WEIGHTS, CopiedSteps, Steps
 from echelon.engines.tensorflow.update import MOMENTS, AdamW, Member
 from echelon.errors import ConfigError
 from echelon.model.build import build_on_meta, materialize
@@ -33,6 +37,8 @@ from echelon.sync.synchronizer import Fill
 
 _EPSILON = 1e-6  # as in clip_gradients
 
+Started = TypeVar("Started")
+
 
 class TensorflowEngine:
     """A backbone of keras-hub under a distribution strategy. See `Engine`."""
@@ -40,13 +46,8 @@ class TensorflowEngine:
     loss_scale: Tensor | None = None
     served: Served | None = None
 
-    def __init__(
-        self, library: Library, decoder: Decoder, optimizer: AdamW, steps: Steps, lines: Sequence[str]
-    ) -> None:
+    def __init__(self, steps: Steps, lines: Sequence[str]) -> None:
         """`lines`: the result of `describe`."""
-        self._library = library
-        self._decoder = decoder
-        self._optimizer = optimizer
         self._steps = steps
         self._lines = lines
         self._num_updates = 0
@@ -66,19 +67,15 @@ class TensorflowEngine:
                 "data has several in one; set data.packing=false for instructions, or data.document_mask=false, or use "
                 "engine=native."
             )
-        masked = torch.full_like(microbatch.labels, IGNORE)
-        self._steps.differentiate(microbatch.input_ids, masked, 1.0)
-        self._steps.add_up()
+        masked = replace(microbatch, labels=torch.full_like(microbatch.labels, IGNORE))
+        self._steps.accumulate([masked], 1.0)
         self._steps.norm()
         self._steps.clear()
         return Rehearsal()
 
     def forward_backward(self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor) -> StepSums:
         """See Engine."""
-        divisor = float(num_targets)
-        losses = [self._steps.differentiate(each.input_ids, each.labels, divisor) for each in microbatches]
-        self._steps.add_up()
-        return StepSums(torch.tensor(math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan).double())
+        return StepSums(torch.tensor(self._steps.accumulate(microbatches, float(num_targets))).double())
 
     def clip(self, max_norm: float | None) -> Tensor:
         """See Replica."""
@@ -100,12 +97,12 @@ class TensorflowEngine:
 
     def find_nonfinite(self, step: int, microbatch: Microbatch, num_targets: Tensor) -> Finding | None:
         """See Engine."""
-        return find_nonfinite(self._library, self._decoder, microbatch.input_ids, microbatch.labels)
+        return self._steps.passes().find_nonfinite(microbatch.input_ids, microbatch.labels)
 
     @contextmanager
     def evaluation(self) -> Iterator["TensorflowEvaluation"]:
         """See Engine."""
-        yield TensorflowEvaluation(self._steps)
+        yield TensorflowEvaluation(self._steps.passes())
 
     def describe_end(self) -> Sequence[str]:
         """See Engine."""
@@ -117,20 +114,19 @@ class TensorflowEngine:
 
     def weights(self) -> dict[str, Tensor]:
         """Return copies of the weights: see Replica."""
-        return _as_torch(self._decoder.read(self._decoder.variables))
+        return _as_torch(self._steps.read(WEIGHTS))
 
     def gradients(self) -> dict[str, Tensor]:
         """Return copies of the gradients: see Replica."""
-        return _as_torch(self._steps.gradients())
+        return _as_torch(self._steps.read(GRADIENTS))
 
     def state_dict(self) -> dict[str, Tensor]:
         """See Engine. The names and shapes are those of the native engine with AdamW."""
-        state = {f"model.{name}": each for name, each in self.weights().items()}
-        for name in self._decoder.variables:
-            state[f"optimizer.{name}.step"] = torch.tensor(float(self._num_updates))
+        weights = self.weights()
+        state = {f"model.{name}": each for name, each in weights.items()}
+        state |= {f"optimizer.{name}.step": torch.tensor(float(self._num_updates)) for name in weights}
         for key in MOMENTS:
-            moments = _as_torch(self._decoder.read(self._optimizer.moments[key]))
-            state |= {f"optimizer.{name}.{key}": each for name, each in moments.items()}
+            state |= {f"optimizer.{name}.{key}": each for name, each in _as_torch(self._steps.read(key)).items()}
         return state
 
     def load(self, fill: Fill) -> None:
@@ -140,7 +136,7 @@ class TensorflowEngine:
         """
         state = self.state_dict()
         fill(state)
-        names = list(self._decoder.variables)
+        names = [key.removeprefix("model.") for key in state if key.startswith("model.")]
         counts = {int(state[f"optimizer.{name}.step"]) for name in names}
         if len(counts) > 1:
             raise ConfigError(
@@ -148,25 +144,24 @@ class TensorflowEngine:
                 "them together; use engine=native."
             )
         [self._num_updates] = counts
-        self._decoder.write(self._decoder.variables, {name: state[f"model.{name}"].numpy() for name in names})
+        self._steps.write(WEIGHTS, {name: state[f"model.{name}"].numpy() for name in names})
         for key in MOMENTS:
-            values = {name: state[f"optimizer.{name}.{key}"].numpy() for name in names}
-            self._decoder.write(self._optimizer.moments[key], values)
+            self._steps.write(key, {name: state[f"optimizer.{name}.{key}"].numpy() for name in names})
 
 
 class TensorflowEvaluation:
     """See Evaluation. Every process computes with its own copy."""
 
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
 
     def sums(self, microbatch: Microbatch) -> Tensor:
         """See Evaluation."""
-        return torch.tensor([self._steps.loss_sum(microbatch.input_ids, microbatch.labels)])
+        return torch.tensor([self._passes.loss_sum(microbatch.input_ids, microbatch.labels)])
 
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
         """See Evaluation."""
-        return self._steps.logits_at(input_ids, places)
+        return self._passes.logits_at(input_ids, places)
 
 
 def _as_torch(values: dict[str, Array]) -> dict[str, Tensor]:
@@ -195,30 +190,67 @@ def build_tensorflow_engine(
         )
     find_arguments(config)  # refuses a config before TensorFlow starts, which takes long
     library = import_tensorflow()
-    placement = _find_placement(library, recipe, meshes)
     skeleton = build_on_meta(config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
     members = {each.name: Member(each.weight_decay, each.rate_factor) for each in find_members(skeleton, recipe.optim)}
     shapes = {name: tuple(each.shape) for name, each in skeleton.named_parameters()}
+    make_decoder = partial(Decoder, library, config, shapes)
+
+    def make_optimizer(decoder: Decoder) -> AdamW:
+        return AdamW(library, decoder.variables, members, recipe.optim.betas, recipe.optim.eps)
+
+    build = _build_served if recipe.tensorflow.strategy == "parameter_server" else _build_copied
+    steps, line = build(library, recipe, meshes, make_decoder, make_optimizer)
+    steps.write(WEIGHTS, _first_weights(skeleton, recipe))
+    return TensorflowEngine(steps, [f"tensorflow {library.tf.__version__}: {line}"])
+
+
+def _build_copied(
+    library: Library,
+    recipe: Recipe,
+    meshes: Meshes,
+    make_decoder: Callable[[], Decoder],
+    make_optimizer: Callable[[Decoder], AdamW],
+) -> tuple[Steps, str]:
+    """The steps of a strategy that copies the model, and a description of it."""
+    placement = _start_once(recipe.tensorflow.strategy, build_placement, library, recipe, meshes)
     with placement.strategy.scope():
-        decoder = Decoder(library, config, shapes)
-        optimizer = AdamW(library, decoder.variables, members, recipe.optim.betas, recipe.optim.eps)
-        steps = Steps(library, placement, decoder, optimizer)
-    decoder.write(decoder.variables, _first_weights(skeleton, recipe))
+        decoder = make_decoder()
+        steps = CopiedSteps(library, placement, decoder, make_optimizer(decoder))
     name = type(placement.strategy).__name__.removesuffix("V1").removesuffix("V2")
     copies = placement.strategy.num_replicas_in_sync
-    lines = [f"tensorflow {library.tf.__version__}: {name}, {copies} cop{'y' if copies == 1 else 'ies'} of the model"]
-    return TensorflowEngine(library, decoder, optimizer, steps, lines)
+    return steps, f"{name}, {copies} cop{'y' if copies == 1 else 'ies'} of the model"
 
 
-_placements: dict[str, Placement] = {}
+def _build_served(
+    library: Library,
+    recipe: Recipe,
+    meshes: Meshes,
+    make_decoder: Callable[[], Decoder],
+    make_optimizer: Callable[[Decoder], AdamW],
+) -> tuple[Steps, str]:
+    """The steps of ParameterServerStrategy, and a description of it."""
+    cluster = _start_once(recipe.tensorflow.strategy, start_cluster, library, recipe, meshes)
+    workers, servers = dist.get_world_size(meshes.everyone), recipe.tensorflow.servers
+    model = None
+    if cluster.coordinator is not None:
+        with cluster.coordinator.strategy.scope():
+            decoder = make_decoder()
+            model = ServedModel(library, cluster.coordinator, decoder, make_optimizer(decoder), workers)
+    steps = ServedSteps(library, model, make_decoder, meshes.everyone)
+    counts = f"{servers} server{'s' * (servers > 1)}, {workers} worker{'s' * (workers > 1)}"
+    return steps, f"ParameterServerStrategy, {counts}, synchronous steps"
 
 
-def _find_placement(library: Library, recipe: Recipe, meshes: Meshes) -> Placement:
-    """The strategy of this process: TensorFlow starts its server and devices once. Collective."""
-    strategy = recipe.tensorflow.strategy
-    if strategy not in _placements:
-        _placements[strategy] = build_placement(library, recipe.tensorflow, meshes.everyone)
-    return _placements[strategy]
+_started: dict[str, Any] = {}
+
+
+def _start_once(
+    strategy: str, start: Callable[..., Started], library: Library, recipe: Recipe, meshes: Meshes
+) -> Started:
+    """What a strategy has in this process: TensorFlow starts its servers and devices once. Collective."""
+    started: Started = _started.get(strategy) or start(library, recipe.tensorflow, meshes.everyone)
+    _started[strategy] = started
+    return started
 
 
 def _first_weights(skeleton: PreTrainedModel, recipe: Recipe) -> dict[str, Array]:

@@ -39,8 +39,11 @@ class AdamW:
         """The moments of each weight, by key and name, as variables like those of the weight."""
 
     def _zeros(self, variables: list[Any]) -> list[Any]:
-        tf = self._tf
-        return [tf.Variable(tf.zeros(each.shape, tf.float32), trainable=False) for each in variables]
+        tf, zeros = self._tf, []
+        for each in variables:
+            with tf.distribute.get_strategy().extended.colocate_vars_with(each):
+                zeros.append(tf.Variable(tf.zeros(each.shape, tf.float32), trainable=False))
+        return zeros
 
     def correct(self, rate: float, step: int) -> tuple[float, float]:
         """Return rate / (1 - b1^t) and sqrt(1 - b2^t) for update t, from 1: in double precision, as in PyTorch."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from echelon.errors import ConfigError, LaunchError
 from echelon.logs import log_to_console
-from echelon.recipe import Recipe, RunConfig, check_built, load_recipe
+from echelon.recipe import Recipe, RunConfig, load_recipe
 from echelon.runs.run_folder import RunFolder
 from echelon.sizes import render_bytes
 from echelon.stopping import STOP_SIGNALS
@@ -143,7 +143,6 @@ def run(base: Path, env: Mapping[str, str]) -> Outcome:
     for line in container.describe():
         logger.info(line)
     recipe, _ = load_recipe(container.recipe_path)
-    check_built(recipe)
     _check_place(recipe.run, base)
     _check_channels(recipe, container)
     variables = {**env, **find_variables(container, env)}

@@ -12,11 +12,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from echelon.errors import ConfigError
-from echelon.recipe import LaunchConfig, Recipe, check_built
+from echelon.recipe import LaunchConfig, Recipe
 from echelon.recipe.draft import Draft
 from echelon.recipe.messages import explain_errors
 from echelon.recipe.render import recipe_mapping
 from echelon.recipe.smp import Mapped, apply_smp, map_smp
+from echelon.recipe.tensorflow_config import TensorflowConfig
 
 KEY = "launch.sagemaker.distribution"
 SMP_KEY = f"{KEY}.smdistributed.modelparallel.parameters"
@@ -24,8 +25,6 @@ SMP_KEY = f"{KEY}.smdistributed.modelparallel.parameters"
 _NOT_HERE = {
     "pytorchxla": "the Training Compiler was for PyTorch 1.13 and older, and is discontinued; use torch_distributed "
     "and train.compile=true",
-    "parameter_server": "it is TensorFlow's, which echelon does not run; use torch_distributed, and sync: {name: "
-    "parameter_server} for servers of its own",
     "instance_groups": "every machine of a job trains; give the groups in launch.sagemaker.instance_groups, without "
     "those that would not train",
     "deepspeed": "SageMaker has no such entry; use torch_distributed, and engine: deepspeed",
@@ -41,11 +40,15 @@ _FIELDS = {
     "torch_distributed": ("enabled",),
     "pytorchddp": ("enabled", "custom_mpi_options"),
     "multi_worker_mirrored_strategy": ("enabled",),
+    "parameter_server": ("enabled",),
     "mpi": ("enabled", "processes_per_host", "custom_mpi_options"),
     "smdistributed": ("dataparallel", "modelparallel"),
     "smdistributed.dataparallel": ("enabled", "custom_mpi_options"),
     "smdistributed.modelparallel": ("enabled", "parameters"),
 }
+_STRATEGIES = {"multi_worker_mirrored_strategy": "multi_worker", "parameter_server": "parameter_server"}
+"""TensorFlow's distributions, with the names of their strategies in a recipe."""
+
 # Allowed combinations; each entry may also be used alone.
 _TOGETHER = (
     {"torch_distributed", "smdistributed.dataparallel"},
@@ -79,8 +82,9 @@ def apply_distribution(recipe: Recipe) -> Distribution:
         changes |= _map_mpi(recipe.launch, enabled["mpi"], lines)
     if "pytorchddp" in enabled:
         changes |= _map_pytorchddp(recipe, lines)
-    if "multi_worker_mirrored_strategy" in enabled:
-        changes |= _map_mirrored(recipe, lines)
+    for name, strategy in _STRATEGIES.items():
+        if name in enabled:
+            changes |= _map_tensorflow(recipe, name, strategy, lines)
     if "smdistributed.dataparallel" in enabled:
         # Newest release: 2.6.0 of April 2025, inside the image of SMP v2.8.0.
         raise ConfigError(
@@ -189,14 +193,14 @@ def _map_pytorchddp(recipe: Recipe, lines: list[str]) -> dict[str, Any]:
     return {"parallel": "ddp"}
 
 
-def _map_mirrored(recipe: Recipe, lines: list[str]) -> dict[str, Any]:
-    name = f"{KEY}.multi_worker_mirrored_strategy"
+def _map_tensorflow(recipe: Recipe, entry: str, strategy: str, lines: list[str]) -> dict[str, Any]:
+    name, given = f"{KEY}.{entry}", recipe.tensorflow.strategy
     if recipe.engine not in ("native", "tensorflow"):
         raise ConfigError(f"{name} is TensorFlow's, and engine={recipe.engine} is another one; remove one.")
-    if recipe.tensorflow.strategy != "multi_worker":
-        raise ConfigError(f"{name} contradicts tensorflow.strategy={recipe.tensorflow.strategy}; remove one.")
-    lines.append(f"{name} -> engine=tensorflow, started by torchrun's agent")
-    return {"engine": "tensorflow"}
+    if given not in (TensorflowConfig().strategy, strategy):
+        raise ConfigError(f"{name} contradicts tensorflow.strategy={given}; remove one.")
+    lines.append(f"{name} -> engine=tensorflow, tensorflow.strategy={strategy}, started by torchrun's agent")
+    return {"engine": "tensorflow", "tensorflow.strategy": strategy}
 
 
 def _change(recipe: Recipe, changes: Mapping[str, Any], smp: Mapped | None) -> Recipe:
@@ -212,5 +216,4 @@ def _change(recipe: Recipe, changes: Mapping[str, Any], smp: Mapped | None) -> R
         changed = Recipe.model_validate(draft.data)
     except ValidationError as error:
         raise ConfigError(explain_errors(error, draft)) from None
-    check_built(changed)
     return changed

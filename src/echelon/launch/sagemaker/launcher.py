@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from echelon.errors import ConfigError
 from echelon.launch.job import JobRecord, JobSpec, JobStatus, Submitted
 from echelon.launch.sagemaker.request import Submission, build_submission, find_run_uri
-from echelon.recipe import check_built, render_recipe
+from echelon.recipe import render_recipe
 from echelon.runs.run_folder import FILES
 
 if TYPE_CHECKING:
@@ -33,9 +33,7 @@ class SageMakerLauncher:
         settings = job.recipe.launch.sagemaker
         if settings.instance_type is None and not settings.instance_groups:
             raise ConfigError("launch.sagemaker.instance_type is not set; set it, such as ml.g5.12xlarge, or to auto.")
-        submission = build_submission(job)
-        check_built(submission.staging.recipe)
-        return list(submission.lines)
+        return list(build_submission(job).lines)
 
     def render(self, job: JobSpec) -> dict[str, str]:
         """See Launcher: the request, the container's recipe, and a line for each uploaded object.

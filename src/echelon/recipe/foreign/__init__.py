@@ -20,7 +20,6 @@ from echelon.recipe.foreign.refusals import REFUSED, refuse_plugins
 from echelon.recipe.foreign.result import render_imported, render_notes, render_refusal
 from echelon.recipe.foreign.training import Amounts, carry_optimizer, carry_training
 from echelon.recipe.load import parse_recipe
-from echelon.recipe.unbuilt import check_built
 
 __all__ = ["TOOLS", "TRAINERS", "Amounts", "Entry", "Fate", "Imported", "Tool", "import_recipe"]
 
@@ -59,7 +58,7 @@ def import_recipe(
         raise ConfigError(render_refusal(ledger, str(path)))
     text = render_imported(ledger, path.name)
     try:
-        check_built(parse_recipe(text, "the imported recipe")[0])
+        parse_recipe(text, "the imported recipe")
     except ConfigError as error:
         raise ConfigError(
             f"{path} does not give a valid recipe: {error} Change it in the file and import it again."

@@ -1,0 +1,51 @@
+"""engine=tensorflow on two machines, which are network namespaces: its servers connect over the network."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from command import read_lines, write_recipe
+from echelon.runs.run_folder import RunFolder
+from namespaces import machines, namespaces_allowed
+from training import hashes
+
+pytest.importorskip("keras_hub")
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.slow,
+    pytest.mark.skipif(namespaces_allowed() is not None, reason=str(namespaces_allowed())),
+]
+
+STEPS = 10
+TOLERANCE = 1e-4
+TRAIN = [sys.executable, "-m", "echelon", "train", "recipe.json"]
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+
+
+def rows(folder: Path, name: str) -> list[dict]:
+    lines = read_lines(RunFolder(folder / "runs" / name).metrics_path)
+    return [each for each in lines if each["kind"] == "train"]
+
+
+@pytest.mark.parametrize("strategy", ["parameter_server", "multi_worker"])
+def test_two_machines(tmp_path: Path, strategy: str) -> None:
+    """With parameter_server, each machine has a worker and a server."""
+    write_recipe(tmp_path, train={"steps": STEPS, "log_every": 1})
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    native = subprocess.run([*TRAIN, "--nproc", "1", "run.name=native"], cwd=tmp_path, env=environment, **PIPES)
+    assert native.returncode == 0, native.stdout
+    servers = ["tensorflow.servers=2"] if strategy == "parameter_server" else []
+    settings = ["engine=tensorflow", f"tensorflow.strategy={strategy}", *servers, "run.name=hosts"]
+    place = ["--nproc", "1", "--nodes", "2", "--rendezvous", "node-1:29400"]
+    with machines(2, tmp_path) as network:
+        started = [each.start([*TRAIN, *place, *settings], env=environment, **PIPES) for each in network]
+        outputs = [each.communicate(timeout=600)[0] for each in started]
+    assert [each.returncode for each in started] == [0, 0], outputs
+    assert ("2 servers, 2 workers" in outputs[0]) == (strategy == "parameter_server")
+    found, expected = rows(tmp_path, "hosts"), rows(tmp_path, "native")
+    assert len(found) == STEPS and hashes(found) == hashes(expected)
+    for key in ("loss", "grad_norm"):
+        assert max(abs(one[key] - other[key]) for one, other in zip(found, expected, strict=True)) < TOLERANCE
