@@ -74,9 +74,9 @@ def test_a_config_file_is_read_into_the_recipe_and_its_free_keys_are_passed_on(t
         ("{scheduler: {type: WarmupLR}}", "scheduler.type=WarmupLR is not a key of DeepSpeed that engine=deepspeed"),
         (
             "{zero_optimization: {offload_optimizer: {device: nvme}}}",
-            "nvme: deepspeed.offload_optimizer makes it none;",
+            "offload_optimizer.device=nvme: with NVMe offload DeepSpeed moves gradients and moments to files",
         ),
-        ("{zero_optimization: {offload_optimizer: {nvme_path: /x}}}", "(NVMe offload is not built)"),
+        ("{zero_optimization: {offload_optimizer: {nvme_path: /x}}}", "with NVMe offload DeepSpeed moves gradients"),
         ("{gradient_predivide_factor: 2.0}", "echelon sums gradients over the targets of all processes, so it is 1.0"),
         ("{zero_quantized_weights: true}", "zero_quantized_weights=true is not a key"),
     ],

@@ -1,4 +1,4 @@
-"""`echelon import`: convert a configuration file of another training tool into a recipe."""
+"""`echelon import`: convert another training tool's configuration into a recipe, or its checkpoint into weights."""
 
 import logging
 from pathlib import Path
@@ -13,8 +13,17 @@ logger = logging.getLogger(__name__)
 
 
 def import_file(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="A file of Axolotl, HF (TRL, PEFT) or LLaMA-Factory.")],
-    out: Annotated[Path | None, typer.Argument(metavar="[OUT]", help="The recipe to write. Default: stdout.")] = None,
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="A file of Axolotl, HF (TRL, PEFT) or LLaMA-Factory; or a checkpoint folder of DeepSpeed.",
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Argument(metavar="[OUT]", help="The recipe to write. Default: stdout. For a checkpoint: a new folder."),
+    ] = None,
     tool: Annotated[
         str | None,
         typer.Option("--from", metavar="TOOL", help="axolotl, hf, llamafactory or llamafactory-v1. Default: detected."),
@@ -38,9 +47,15 @@ def import_file(
         ),
     ] = None,
 ) -> None:
-    """Convert another tool's configuration into a recipe. Lists all keys that could not be converted."""
+    """Convert another tool's configuration into a recipe. Lists all keys that could not be converted.
+
+    A checkpoint folder of DeepSpeed becomes a folder of safetensors instead.
+    """
     from echelon.recipe.foreign import Amounts, import_recipe
 
+    if path.is_dir():
+        _import_checkpoint(path, out)
+        return
     if out is not None and out.exists():
         raise ConfigError(f"{out} already exists; give another file, or remove it.")
     log_to_stderr()
@@ -53,3 +68,22 @@ def import_file(
     else:
         out.write_text(imported.text, encoding="utf-8")
         show(f"wrote {out}; check it with: echelon plan {out}")
+
+
+def _import_checkpoint(path: Path, out: Path | None) -> None:
+    from echelon.checkpoint.zero_folder import is_zero_folder
+    from echelon.checkpoint.zero_import import import_zero_folder
+
+    if not is_zero_folder(path):
+        raise ConfigError(
+            f"{path} is a folder, and not a checkpoint of DeepSpeed (*_model_states.pt, or `latest`); give a "
+            "configuration file, or such a folder."
+        )
+    if out is None:
+        raise ConfigError(
+            f"{path} is a checkpoint of DeepSpeed; name the folder to write too: echelon import {path} OUT"
+        )
+    log_to_stderr()
+    described = import_zero_folder(path, out)
+    logger.info(f"import: {path} is {described}")
+    show(f"wrote {out}; train it further with model.checkpoint={out}")

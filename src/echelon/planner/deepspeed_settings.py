@@ -87,6 +87,8 @@ def build_settings(recipe: "Recipe", plan: ParallelPlan) -> dict[str, Any]:
     given = dict(_flatten(recipe.deepspeed.config))
     passed: dict[str, Any] = {}
     for key, value in given.items():
+        if _needs_files(key, value):
+            raise ConfigError(_refuse(key, value))
         if key in owned:
             _check_owned(key, value, owned[key])
         elif key in _FIXED:
@@ -178,12 +180,22 @@ def _check_owned(key: str, value: Any, owned: _Owned, is_key: bool = True) -> No
     )
 
 
+def _needs_files(key: str, value: Any) -> bool:
+    """Whether a key of DeepSpeed's config is one of offloading to NVMe."""
+    return "nvme" in key or value == "nvme" or key.startswith("aio.")
+
+
 def _refuse(key: str, value: Any) -> str:
     first = key.partition(".")[0]
     instead = _INSTEAD.get(first, "remove it")
-    nvme = " (NVMe offload is not built)" if "nvme" in key or value == "nvme" else ""
+    if _needs_files(key, value):
+        return (
+            f"{KEY}.{key}={show_value(value)}: with NVMe offload DeepSpeed moves gradients and moments to files before "
+            "the step, and engine=deepspeed reads them from memory, for the norm and for checkpoints; remove the key "
+            "and use deepspeed.offload_optimizer and offload_parameters, which keep them in host memory."
+        )
     return (
-        f"{KEY}.{key}={show_value(value)} is not a key of DeepSpeed that engine=deepspeed passes on{nvme}; {instead}. "
+        f"{KEY}.{key}={show_value(value)} is not a key of DeepSpeed that engine=deepspeed passes on; {instead}. "
         "docs/engines.md lists the keys."
     )
 
