@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.distributed.isolation import Isolatable
+from echelon.distributed.traffic import Route, count_traffic
 from echelon.parallel.data_parallel import Alone, Autocast
 
 
@@ -34,6 +35,7 @@ class GroupSums:
         self._dtype = torch.float16 if in_fp16 else torch.float32
         self._ready: dict[str, Tensor] = {}
         self._sent: dict[int, _Sent] = {}
+        self._meter, self._share = count_traffic(), 2 * (1 - 1 / hvd.size())  # of what is summed, in a ring
         self.takes = False
         """Whether gradients are complete as they become ready: in the last microbatch of a step."""
 
@@ -52,6 +54,7 @@ class GroupSums:
     def _send(self, index: int) -> None:
         gradients = [self._ready.pop(name) for name in self._groups[index]]
         summed = [each.to(self._dtype).contiguous() for each in gradients]  # the same tensor if it is so already
+        self._meter.add(Route("horovod", "all_reduce"), self._share * sum(each.nbytes for each in summed))
         handle = self._hvd.grouped_allreduce_async_(summed, name=f"gradients {index}", op=self._hvd.Sum)
         self._sent[index] = _Sent(gradients, summed, handle)
 
