@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test slow fuzz parity parity-table model-table pictures faults launchers engines bench bench-peers scaling bench-techniques gpu lint clean
+.PHONY: help demo test slow fuzz parity parity-table model-table pictures faults launchers engines bench bench-engines bench-peers scaling bench-techniques gpu lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make faults   kill jobs at 86 random moments and compare their results: benchmarks/results/faults-cpu.md, lost-replicas-cpu.md (an hour)"
 	@echo "make launchers  run jobs on emulated machines: a real Slurm, mpirun, ssh (as root, on Debian or Ubuntu)"
 	@echo "make engines  set up an environment for each other engine (.venv-NAME), and run its tests there (20 minutes)"
+	@echo "make bench-engines  tokens per second and memory under each engine, side by side: benchmarks/results/engines-cpu.md (10 minutes)"
 	@echo "make bench    compare the step time with that of a plain PyTorch loop (long)"
 	@echo "make bench-peers  train the same work with echelon, HF Trainer, Accelerate, Fabric, DeepSpeed and a plain loop: benchmarks/results/peers-cpu.md (3 hours, nothing else running)"
 	@echo "make scaling  count the bytes of every strategy at 1 to 8 processes: benchmarks/results/scaling-cpu.md (20 minutes)"
@@ -138,6 +139,11 @@ engine-%: .venv-%/.installed
 	PATH="$(CURDIR)/.venv-$*/bin:$$PATH" .venv-$*/bin/python -m pytest tests/engines/test_$*_*.py -m "slow or not slow" -rs
 
 engines: $(ENGINES:%=engine-%)
+
+# Needs the environments of `make engines`.
+bench-engines: .venv/.installed
+	@echo "== training the same work under every engine, in turns: benchmarks/results/engines-cpu.md"
+	$(BIN)/python benchmarks/engines.py benchmarks/results/engines-cpu $(foreach NAME,$(ENGINES),--python $(NAME)=$(CURDIR)/.venv-$(NAME)/bin/python)
 
 bench: .venv/.installed
 	@echo "== comparing the step time with that of a plain PyTorch loop"
