@@ -27,7 +27,7 @@ from echelon.parallel.expert import find_dispatches, find_experts
 from echelon.parallel.gloo_scatter import ExchangeReduceScatter
 from echelon.parallel.protocol import DataParallel, Undivided
 from echelon.planner.plan import ParallelPlan
-from echelon.reduction import Reducer, build_reducer
+from echelon.reduction import Buckets, build_reducer
 
 # Rotary tables are equal on every rank; sending them before every forward would only cost. Renamed in torch 2.13.
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -103,19 +103,19 @@ class _Reduction:
     """
 
     group: dist.ProcessGroup
-    reducer: Reducer | None
+    buckets: Buckets | None
     names: Mapping[int, str]
     step: int = 0
     sends: bool = True
 
 
 def _reduce_bucket(reduction: _Reduction, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    if reduction.sends and reduction.reducer is None:
+    if reduction.sends and reduction.buckets is None:
         return sum_gradients(reduction.group, bucket)
-    if reduction.sends and reduction.reducer is not None:
-        # A method of several collectives runs here from end to end: buckets come in the same order on every rank.
+    if reduction.sends and reduction.buckets is not None:
         names = [reduction.names[id(parameter)] for parameter in bucket.parameters()]
-        reduction.reducer.reduce(reduction.step, dict(zip(names, bucket.gradients(), strict=True)))
+        gradients = dict(zip(names, bucket.gradients(), strict=True))
+        return reduction.buckets.sum(reduction.step, gradients, bucket.buffer())
     unchanged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     unchanged.set_result(bucket.buffer())
     return unchanged
@@ -142,7 +142,8 @@ class Replicated(Undivided):
         trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
         reducer = build_reducer(plan.sync, trained, meshes.loss, seed) if plan.num_replicas == 1 else None
         self._parameters = list(trained.values())
-        self._reduction = _Reduction(meshes.loss, reducer, {id(each): name for name, each in trained.items()})
+        buckets = None if reducer is None else Buckets(reducer, meshes.device_type)
+        self._reduction = _Reduction(meshes.loss, buckets, {id(each): name for name, each in trained.items()})
         self._ddp.register_comm_hook(self._reduction, _reduce_bucket)
         self.module: nn.Module = self._ddp
         self._autocast = autocast
@@ -185,14 +186,19 @@ class Replicated(Undivided):
         """See Parallel."""
         self._reduction.step = step
 
+    def reduce(self) -> None:
+        """See Parallel. DDP has waited for the sums, and does not know of their errors."""
+        if self._reduction.buckets is not None:
+            self._reduction.buckets.finish()
+
     def settle(self, commit: Tensor) -> None:
         """See Parallel."""
-        if self._reduction.reducer is not None:
-            self._reduction.reducer.settle(commit)
+        if self._reduction.buckets is not None:
+            self._reduction.buckets.reducer.settle(commit)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """See Parallel."""
-        return {} if self._reduction.reducer is None else self._reduction.reducer.tensors()
+        return {} if self._reduction.buckets is None else self._reduction.buckets.reducer.tensors()
 
     @contextmanager
     def evaluation(self) -> Iterator[nn.Module]:

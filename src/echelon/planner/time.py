@@ -308,8 +308,9 @@ def _replica_seconds(step: _Step, count: int, held: float, reductions: int, back
         if sync.name == PARAMETER_SERVER or group.size == 1:
             return 0.0
         sent = _sent_bytes(step, held, group.size)
-        # What is compressed, and what a quorum sums, is not sent beside the backward pass.
-        waits = sync.name == QUORUM or (sync.method != "none" and not plan.uses_fully_shard)
+        # What a quorum sums is not sent beside the backward pass, nor what is compressed on GPUs.
+        is_compressed = sync.method != "none" and not plan.uses_fully_shard
+        waits = sync.name == QUORUM or (is_compressed and step.cluster.kind == "cuda")
         seconds = group.all_reduce(sent)
         return count * times * (seconds if waits else step.exposed(seconds, backward))
     inside = inner.all_reduce(held * DTYPE_BYTES[plan.precision.reduce])

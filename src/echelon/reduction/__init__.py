@@ -6,13 +6,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.planner.plan import SyncPlan
+from echelon.reduction.buckets import Buckets
 from echelon.reduction.encoded import BLOCKS, HALF, ROUNDED, Encoded
 from echelon.reduction.powersgd import PowerSGD
 from echelon.reduction.reducer import Reducer
 from echelon.reduction.signs import Signs
 from echelon.reduction.sparse import RandomK, TopK
 
-__all__ = ["Reducer", "TopK", "build_reducer"]
+__all__ = ["Buckets", "Reducer", "TopK", "build_reducer"]
 
 
 def build_reducer(
