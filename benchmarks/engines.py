@@ -6,7 +6,8 @@ Two processes on CPUs in fp32. In a round every row is one run of `echelon train
 them, every second one in reverse, so that a drift of the machine's speed affects all rows. The first steps of a run are
 not measured. `--python`: the interpreter of the environment that has an engine (`make engine-NAME` makes
 .venv-NAME/bin/python); native runs in this one, and engines without an interpreter are left out. `--seconds`: no round
-starts that would end later. Writes OUT.json and OUT.md.
+starts that would end later. Writes OUT.json and OUT.md after each round; rounds that OUT.json has already are kept, and
+count.
 """
 
 import argparse
@@ -35,7 +36,7 @@ class Size:
     batch: int
 
 
-SIZES = {"full": Size(256, 6, 256, 8), "tiny": Size(32, 2, 32, 4)}
+SIZES = {"full": Size(192, 4, 128, 8), "tiny": Size(32, 2, 32, 4)}
 ROWS = {
     "native, ddp": ("native", ["parallel=ddp"]),
     "native, zero2": ("native", ["parallel=zero2"]),
@@ -88,17 +89,19 @@ def run_row(folder, name, python):
     return rate, max(each["memory_peak_bytes"] for each in rows), [each["loss"] for each in rows]
 
 
-def measure(pythons, rounds, steps, seconds, size):
-    """Rates, peaks and the largest difference of a loss from that of the first row, by row."""
+def measure(result, pythons, rounds, seconds, write):
+    """Add rounds to a result: rates, peaks and the largest difference of a loss from that of the first row, by row."""
+    found, size, steps = result["rows"], SIZES[result["size"]], result["steps"]
     names = [name for name, (engine, _) in ROWS.items() if engine in pythons]
-    found = {name: {"rates": [], "peaks": [], "difference": 0.0} for name in names}
-    started = time.monotonic()
+    for name in names:
+        found.setdefault(name, {"rates": [], "peaks": [], "difference": 0.0})
+    started, first = time.monotonic(), len(found[names[0]]["rates"])
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         write_work(folder, size, steps)
-        for number in range(rounds):
-            spent = time.monotonic() - started
-            if number and spent * (number + 1) / number > seconds:
+        for number in range(first, rounds):
+            spent, done = time.monotonic() - started, number - first
+            if done and spent * (done + 1) / done > seconds:
                 break
             losses = {}
             for name in names if number % 2 == 0 else reversed(names):
@@ -110,7 +113,7 @@ def measure(pythons, rounds, steps, seconds, size):
                 pairs = zip(losses[name], losses[names[0]], strict=True)
                 apart = max(abs(one - other) for one, other in pairs)
                 found[name]["difference"] = max(found[name]["difference"], apart)
-    return found
+            write()
 
 
 def find_versions(pythons):
@@ -160,17 +163,22 @@ def main():
     parser.add_argument("--size", choices=SIZES, default="full")
     options = parser.parse_args()
     pythons = {"native": sys.executable} | dict(each.split("=", 1) for each in options.python)
-    machine = describe_machine("torch")
-    rows = measure(pythons, options.rounds, options.steps, options.seconds, SIZES[options.size])
+    path = options.out.with_suffix(".json")
     result = {
-        "machine": machine,
+        "machine": describe_machine("torch"),
         "versions": find_versions(pythons),
         "steps": options.steps,
         "size": options.size,
-        "rows": rows,
+        "rows": {},
     }
-    options.out.with_suffix(".json").write_text(json.dumps(result, indent=1))
-    options.out.with_suffix(".md").write_text(render_page(result))
+    if path.exists():
+        result["rows"] = json.loads(path.read_text())["rows"]
+
+    def write():
+        path.write_text(json.dumps(result, indent=1))
+        options.out.with_suffix(".md").write_text(render_page(result))
+
+    measure(result, pythons, options.rounds, options.seconds, write)
 
 
 if __name__ == "__main__":

@@ -34,3 +34,14 @@ def test_ratios_are_those_of_a_round() -> None:
     assert "| native, ddp | 200 (100 to 400) | 1.00 (1.00 to 1.00) | 1 | 0.0e+00 |" in page
     assert "| horovod, ddp | 150 (50 to 240) | 0.60 (0.50 to 0.75) | 2 | 2.0e-07 |" in page
     assert "3 rounds of 24 steps" in page
+
+
+def test_the_documentation_has_the_published_figures() -> None:
+    root = Path(__file__).parents[2]
+    published = root / "benchmarks" / "results" / "engines-cpu"
+    page = render_page(json.loads(published.with_suffix(".json").read_text()))
+    assert published.with_suffix(".md").read_text() == page
+    table = [line for line in page.splitlines() if line.startswith("| ")]
+    assert len(table) == 1 + len(ROWS)
+    documentation = (root / "docs" / "engines.md").read_text(encoding="utf-8")
+    assert "\n".join([table[0], "|---|---|---|---|---|", *table[1:]]) in documentation
