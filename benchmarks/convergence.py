@@ -27,6 +27,7 @@ PROCESSES = 2
 MEGABITS, LATENCY_SECONDS = 100, 0.02
 # A round of the replicas that agree after step 30: such a step, the one beside which they may send, and 28 others.
 LINK_STEPS, ROUND, FIRST_COUNTED, WINDOW = 32, 30, 4, 10
+LINK_OVERRIDES = [f"train.steps={LINK_STEPS}", "optim.warmup_steps=10", "evaluate.batches=1"]
 SMALL = [
     "model.config.hidden_size=128", "model.config.intermediate_size=344", "model.config.num_hidden_layers=2",
     "tokenizer={train: {vocab_size: 1024}}", "data.sequence_len=128", "train.steps=480",
@@ -91,7 +92,7 @@ def measure_over_link(sync, overrides):
     from namespaces import machines
 
     with tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder, machines(PROCESSES, Path(folder)) as network:
-        command = command_of(folder, sync, 0, [*overrides, f"train.steps={LINK_STEPS}", "evaluate.batches=1"])
+        command = command_of(folder, sync, 0, [*overrides, *LINK_OVERRIDES])
         command += ["--nproc", "1", "--nodes", str(PROCESSES), "--rendezvous", f"{network[0].name}:29400"]
         for machine in network:
             machine.slow(MEGABITS)
