@@ -1,6 +1,7 @@
 """engine=tensorflow trains what native trains, under each distribution strategy."""
 
 import json
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +83,22 @@ def logits_of(rank: int, world_size: int, path: str, plan: ParallelPlan, ids: li
         trainer.fit()
         with trainer.train_step.engine.evaluation() as evaluation:
             return evaluation.next_token_logits(torch.tensor([ids]), torch.tensor([len(ids) - 1])).tolist()
+
+
+def find_nan(rank: int, world_size: int, path: str, plan: ParallelPlan) -> tuple[float, float, str, bool]:
+    """The loss, the norm and the finding of a step with a weight that is not a number, which changes no other one."""
+    place_rank(rank, world_size)
+    with masked_trainer(rank, world_size, path, plan) as trainer:
+        engine, microbatches = trainer.train_step.engine, next(trainer.train_step.loader).microbatches
+        weights = {name: each.numpy() for name, each in engine.weights().items()}
+        weights["model.layers.1.mlp.up_proj.weight"][0, 0] = math.nan
+        engine._steps.write(WEIGHTS, weights)
+        sums, norm = engine.forward_backward(0, microbatches, torch.ones(())), engine.clip(1.0)
+        engine.step(1e-3, torch.zeros((), dtype=torch.bool))
+        finding = engine.find_nonfinite(0, microbatches[0], torch.ones(()))
+        kept = all(torch.equal(each.nan_to_num(), torch.from_numpy(weights[name]).nan_to_num())
+                   for name, each in engine.weights().items())  # fmt: skip
+        return float(sums.loss), float(norm), finding.describe(), kept
 
 
 def by_tensorflow(row: Row, **section: Any) -> Row:
@@ -178,9 +195,14 @@ def test_a_killed_process_is_restarted(tmp_path: Path, strategy: str, victim: in
     ending = finish(job, 400)
     assert ending.code == 0, ending
     assert "restart 1 of" in ending.out + ending.err
+    assert_same_run(tmp_path, "killed")
+
+
+def assert_same_run(folder: Path, name: str) -> None:
+    """A run of 30 steps has the batches and the losses of the run `native` beside it."""
     found, expected = (
-        [each for each in read_lines(tmp_path / "runs" / name / "metrics.jsonl") if each["kind"] == "train"]
-        for name in ("killed", "native")
+        [each for each in read_lines(folder / "runs" / each / "metrics.jsonl") if each["kind"] == "train"]
+        for each in (name, "native")
     )
     assert [each["step"] for each in found] == list(range(1, 31))
     assert hashes(found) == hashes(expected)
@@ -214,6 +236,21 @@ def test_an_export_has_the_logits_of_the_live_model_in_transformers(text: Path, 
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")(torch.tensor([ids])).logits[0, -1]
     assert (logits - torch.tensor(live[0][0])).abs().max() < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["multi_worker", "parameter_server"])
+def test_a_value_that_is_not_a_number_is_found_and_not_applied(text: Path, tmp_path: Path, strategy: str) -> None:
+    path, plan = prepare(by_tensorflow(with_ranks(Row(), 2), strategy=strategy), tmp_path, text, 3)
+    (tmp_path / "run" / "plan.json").write_text(json.dumps(plan.to_dict()))
+    pool = WorkerPool(size=2, seconds=900)
+    try:
+        found = pool.run(find_nan, 2, str(path), plan)
+    finally:
+        pool.close()
+    for loss, norm, finding, kept in found:
+        assert math.isnan(loss) and math.isnan(norm) and kept
+        assert finding == "the output of model.layers.1"
 
 
 @pytest.mark.slow
