@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,21 @@ def assert_same_run(folder: Path, name: str) -> None:
     assert [each["step"] for each in found] == list(range(1, 31))
     assert hashes(found) == hashes(expected)
     assert max(abs(one["loss"] - other["loss"]) for one, other in zip(found, expected, strict=True)) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_signal_stops_parameter_servers_and_the_command_resumes(tmp_path: Path) -> None:
+    write_recipe(tmp_path, train={"steps": 30, "log_every": 1})
+    arguments = ("train", "recipe.json", "--nproc", "2")
+    assert finish(start(*arguments, "run.name=native", "parallel=ddp", cwd=tmp_path), 300).code == 0
+    settings = ("run.name=stopped", "engine=tensorflow", "tensorflow.strategy=parameter_server")
+    job = start(*arguments, *settings, cwd=tmp_path)
+    await_line(tmp_path / "runs" / "stopped" / "metrics.jsonl", '"step": 7,', job, 300)
+    job.send_signal(signal.SIGTERM)
+    assert finish(job, 300).code == 3
+    ending = finish(start(*arguments, *settings, cwd=tmp_path), 400)
+    assert ending.code == 0, ending
+    assert_same_run(tmp_path, "stopped")
 
 
 @pytest.mark.slow
