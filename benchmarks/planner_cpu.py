@@ -2,8 +2,9 @@
 
     python benchmarks/planner_cpu.py OUT [--rounds 2] [--steps 16]
 
-First calibrates this machine (`echelon plan --calibrate`), then trains every row in turn, several rounds long, through
-the command line: each prediction is that of the run's own estimate.json. Runs do not correct later ones. Writes OUT.md.
+Each round calibrates this machine (`echelon plan --calibrate`), since the speed of a shared one drifts within minutes,
+and then trains every row in turn through the command line: each prediction is that of the run's own estimate.json. What
+is predicted and what is measured are compared within a round. Runs do not correct later ones. Writes OUT.md.
 """
 
 import argparse
@@ -75,30 +76,43 @@ def measure(folder, recipe, name, processes, steps):
     return tuple(found[side]["tokens_per_second"] for side in ("predicted", "measured"))
 
 
-def describe(results, machine, seconds):
-    """The lines of the page. results: (predicted, measured) tokens per second by (size, processes, plan)."""
+def describe(results, machine, calibrating):
+    """The lines of the page.
+
+    Args:
+        results: (predicted, measured) tokens per second of each round, by (size, processes, plan).
+        calibrating: seconds of each calibration.
+    """
     yield "# The plan of a calibrated CPU beside real runs\n"
     yield machine + "\n"
     yield (
-        f"`echelon plan --calibrate` took {seconds:.0f} s. Predicted and measured are tokens per second; measured is "
-        "the median of the rounds, each the median of a run's steps.\n"
+        f"`echelon plan --calibrate` took {statistics.median(calibrating):.0f} s. Predicted and measured are tokens "
+        "per second, medians over the rounds; measured is the median of a run's steps. The ratio is the median over "
+        "the rounds of predicted / measured, each with the calibration of its round.\n"
     )
-    yield "| model | processes | plan | predicted | measured | of every round | predicted / measured |"
+    yield "| model | processes | plan | predicted | measured | ratio | of every round |"
     yield "|---|---|---|---|---|---|---|"
-    ratios, middle = [], {}
+    found = []
     for (size, processes, name), rounds in results.items():
-        predicted, measured = rounds[0][0], statistics.median(each[1] for each in rounds)
-        middle[size, processes, name] = predicted, measured
-        ratios.append(predicted / measured)
-        every = " ".join(f"{each[1]:,.0f}" for each in rounds)
-        yield f"| {size} | {processes} | {name} | {predicted:,.0f} | {measured:,.0f} | {every} | {ratios[-1]:.2f} |"
-    within = sum(abs(each - 1) <= WANTED for each in ratios)
-    error = statistics.median(abs(each - 1) for each in ratios)
-    yield f"\n{within} of {len(ratios)} within {WANTED:.0%}; the median error is {error:.1%}.\n"
+        predicted, measured = (statistics.median(each[side] for each in rounds) for side in (0, 1))
+        ratios = [one / other for one, other in rounds]
+        found.append(statistics.median(ratios))
+        every = " ".join(f"{each:.2f}" for each in ratios)
+        yield f"| {size} | {processes} | {name} | {predicted:,.0f} | {measured:,.0f} | {found[-1]:.2f} | {every} |"
+    within = sum(abs(each - 1) <= WANTED for each in found)
+    error = statistics.median(abs(each - 1) for each in found)
+    yield f"\n{within} of {len(found)} within {WANTED:.0%}; the median error is {error:.1%}.\n"
     right, wrong = 0, []
-    for one, other in itertools.combinations(middle, 2):
-        real, planned = (middle[one][side] / middle[other][side] for side in (1, 0))
-        if one[0] == other[0] and max(real, 1 / real) > 1 + DIFFERENT:
+    for one, other in itertools.combinations(results, 2):
+        if one[0] != other[0]:
+            continue
+        planned, real = (
+            statistics.median(
+                mine[side] / theirs[side] for mine, theirs in zip(results[one], results[other], strict=True)
+            )
+            for side in (0, 1)
+        )
+        if max(real, 1 / real) > 1 + DIFFERENT:
             if (real > 1) == (planned > 1):
                 right += 1
             else:
@@ -119,19 +133,20 @@ def main():
     results = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        began = time.monotonic()
-        run_command(folder, "plan", "--calibrate")
-        seconds = time.monotonic() - began
+        calibrating = []
         rows = list(itertools.product(arguments.size or SIZES, PROCESSES, PLANS))
         recipes = {size: write_recipe(folder, size) for size in SIZES}
         for number in range(arguments.rounds):
+            began = time.monotonic()
+            run_command(folder, "plan", "--calibrate")
+            calibrating.append(time.monotonic() - began)
             for size, processes, name in rows[:: 1 if number % 2 == 0 else -1]:
                 found = measure(folder, recipes[size], name, processes, arguments.steps)
                 results.setdefault((size, processes, name), []).append(found)
                 row = f"{size}, {processes} processes, {name}"
                 print(f"{row}: predicted {found[0]:,.0f}, measured {found[1]:,.0f}", flush=True)
     results = {row: results[row] for row in rows}
-    lines = list(describe(results, machine, seconds))
+    lines = list(describe(results, machine, calibrating))
     arguments.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
