@@ -1,6 +1,9 @@
 """The calibration of a machine: what is fitted, kept, found again, and used by a plan."""
 
+import math
+import random
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -24,6 +27,7 @@ from echelon.planner.measured_rates import fit_calibration
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
+from echelon.planner.waits import expect_wait
 from echelon.recipe import load_recipe
 
 CALIBRATION = Calibration(
@@ -96,6 +100,9 @@ def test_the_constants_of_a_machine_are_found_again_in_its_times():
         ("loss", {"logits": 1e6, "seconds": 0.004}),
         ("all_reduce", {"bytes": 4.0, "processes": 2.0, "seconds": 2e-4}),
         ("all_reduce", {"bytes": 4e6, "processes": 2.0, "seconds": 2e-4 + 2e-3}),
+        # 25 times 0.04 s of work, each with a standard deviation of 0.05 * sqrt(0.04) s; see below for 0.589.
+        ("waits", {"times": 25.0, "processes": 2.0, "work": 1.0,
+                   "seconds": 1.0 + 25 * (2e-4 + 0.589456 * 0.05 * 0.2)}),
     ]  # fmt: skip
     found = fit_calibration(rows, "cpu", 2, "float32")
     assert found.small_dim == small
@@ -104,6 +111,7 @@ def test_the_constants_of_a_machine_are_found_again_in_its_times():
     assert found.pointwise_bandwidth == pytest.approx(bandwidth, rel=1e-6)
     assert (found.stream_bandwidth, found.logit_seconds) == pytest.approx((1e10, 4e-9))
     assert (found.latency, found.bandwidth) == pytest.approx((2e-4, 2e9))
+    assert found.jitter == pytest.approx(0.05, rel=1e-5)
     with pytest.raises(ValueError, match="no product in bfloat16"):
         fit_calibration(rows, "cpu", 2, "bfloat16")
 
@@ -144,6 +152,35 @@ def test_a_step_takes_what_the_measured_rates_say():
     half = replace(plan, precision=Precision(compute="bfloat16"))
     step = estimate_time(SHAPE, half, 128, calibrated_cluster(CALIBRATION, 1, 1))
     assert any("attention on the CPU in blocks of queries" in line for line in step.assumptions)
+
+
+def test_ranks_wait_for_the_last_of_them_as_often_as_they_meet():
+    """Against random numbers: 4 ranks that meet 32 times, whose time for 0.1 s of work deviates by 0.05 * sqrt(0.1)."""
+    rng = random.Random(0)
+    deviation = 0.05 * math.sqrt(0.1)
+    drawn = [max(rng.gauss(0.1, deviation) for _ in range(4)) - 0.1 for _ in range(32 * 500)]
+    assert expect_wait(4, 0.05, 3.2, 32) == pytest.approx(32 * statistics.fmean(drawn), rel=0.03)
+    assert expect_wait(1, 0.05, 3.2, 32) == 0
+
+
+def test_an_uneven_speed_makes_more_of_the_axes_that_meet_more_often():
+    """Of 4 layers and 4 microbatches: 2 all-reduces forward and backward under tp, one all-reduce in a step under ddp,
+    and under fsdp, which gathers each layer twice and reduces its gradients once in a step, 3 times 4."""
+    uneven = replace(CALIBRATION, jitter=0.05)
+    for fields, axis, times in (
+        ({"strategy": "tp", "tp": 2}, "tp", 4 * 4 * 4),
+        ({"strategy": "tp", "tp": 2, "sequence_parallel": True}, "tp", 4 * 4 * 8),
+        ({"strategy": "ddp", "dp_replicate": 2}, "dp", 1),
+        ({"strategy": "fsdp", "dp_shard": 2, "reshard_after_forward": True}, "shard", 4 * (2 * 4 + 1)),
+    ):
+        plan = ParallelPlan(micro_batch_size=2, num_microbatches=4, **fields)
+        even, other = (
+            estimate_time(SHAPE, plan, 128, calibrated_cluster(each, 2, 2)) for each in (CALIBRATION, uneven)
+        )
+        work = even.compute + even.overhead
+        more = other.exposed_communication[axis] - even.exposed_communication[axis]
+        assert more == pytest.approx(0.589456 * 0.05 * math.sqrt(work * times), rel=1e-5), fields
+        assert other.total - even.total == pytest.approx(more)
 
 
 def test_processes_that_wait_in_a_pipeline_leave_their_cores_to_others():

@@ -46,6 +46,7 @@ class Calibration:
             the copies to and from its parameters.
         hook_seconds, dispatch_seconds: that a layer of hardly any size takes longer, forward and backward, if it is
             sharded by hooks, and if it is divided into distributed tensors; without the collectives.
+        jitter: jitter * sqrt(s) is the standard deviation of the time of a process that computes for s seconds.
     """
 
     machine: dict[str, str]
@@ -66,6 +67,7 @@ class Calibration:
     scatter_bandwidth: float = 0.0
     hook_seconds: float = 0.0
     dispatch_seconds: float = 0.0
+    jitter: float = 0.0
 
     @property
     def is_cpu(self) -> bool:
@@ -111,6 +113,8 @@ class Calibration:
             yield f"  {'reducing their gradients':<31} {self.scatter_bandwidth / 1e9:12,.2f} GB/s"
             yield f"  {'hooks of a sharded layer':<31} {self.hook_seconds * 1e3:12.2f} ms"
             yield f"  {'dispatch of a divided layer':<31} {self.dispatch_seconds * 1e3:12.2f} ms"
+            if self.jitter:
+                yield f"  {'irregularity of 1 s of work':<31} {self.jitter * 1e3:12.2f} ms"
 
     def describe(self) -> str:
         """One line for the user, about a plan that uses it."""

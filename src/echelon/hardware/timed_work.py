@@ -34,6 +34,7 @@ _LOGITS = {"cpu": (256, 4096), "cuda": (4096, 32768)}
 _COPIED = {"cpu": 2**23, "cuda": 2**28}  # numbers of a copy, more than caches hold
 _PAYLOADS = {"cpu": (4, 2**16, 2**20, 2**22), "cuda": (4, 2**20, 2**24, 2**28)}  # bytes of an all-reduce
 _SECONDS = 0.08  # for each measurement, at least three calls
+_WAITS = 60  # collectives in the measurement of what processes wait for each other
 _JOIN_SECONDS = 120
 _HEAD_DIM = {"cpu": 32, "cuda": 128}
 
@@ -189,6 +190,29 @@ def _build_collectives(count: int, device: "torch.device") -> dict[str, Callable
     return {"all_reduce": lambda: dist.all_reduce(payload), "all_gather": gather, "reduce_scatter": scatter}
 
 
+def time_waits(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
+    """The work of a layer and an all-reduce of 4 bytes, in turn: a process that is done first waits for the others.
+
+    `seconds`: elapsed. `work`: processor time. Only on a CPU; the host of a GPU runs ahead.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if timer.device.type == "cuda":
+        return
+    tokens, width = _LAYERS["cpu"][1]
+    layer = build_layer(width, _HEAD_DIM["cpu"]).to(dtype)
+    hidden, payload = torch.randn(1, tokens, width, dtype=dtype), torch.ones(1)
+    layer(hidden).sum().backward()
+    dist.barrier()
+    began, before = time.perf_counter(), timer.read()
+    for _ in range(_WAITS):
+        layer(hidden).sum().backward()
+        dist.all_reduce(payload)
+    values = {"seconds": time.perf_counter() - began, "work": timer.read() - before}
+    yield "waits", {"times": float(_WAITS), "processes": float(dist.get_world_size()), **values}
+
+
 def time_wrappers(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
     """A layer of hardly any size: whole, sharded by `fully_shard`, and divided for tensor parallelism.
 
@@ -310,6 +334,7 @@ def time_all(device: "torch.device") -> Iterator[Row]:
     if dist.get_world_size() > 1:
         yield from time_wrappers(timer, training)
         yield from time_collectives(device)
+        yield from time_waits(timer, training)
 
 
 def main(store: str, rank: int, world_size: int) -> None:

@@ -7,6 +7,7 @@ from datetime import date
 from echelon.hardware.calibration import Calibration, describe_machine
 from echelon.planner.layer_time import HIDDEN_PASSES, INNER_PASSES
 from echelon.planner.rates import GPU_RATES
+from echelon.planner.waits import expect_wait
 
 Row = tuple[str, Mapping[str, float]]
 """What was measured, and its values: sizes, and `seconds` of one call."""
@@ -57,6 +58,7 @@ def fit_calibration(rows: Sequence[Row], device: str, num_devices: int, training
         scatter_bandwidth=_fit_link(_rows(rows, "reduce_scatter"), passes=1)[1],
         hook_seconds=_fit_wrapper(rows, "sharded", {"all_gather": 2, "reduce_scatter": 1}),
         dispatch_seconds=_fit_wrapper(rows, "divided", {"all_reduce": 4}),
+        jitter=_fit_jitter(_rows(rows, "waits"), latency),
     )
 
 
@@ -115,6 +117,15 @@ def _fit_wrapper(rows: Sequence[Row], name: str, collectives: Mapping[str, int])
         smallest = min(_rows(rows, each), key=lambda values: values["bytes"])
         seconds -= times * smallest.get("processor", smallest["seconds"])
     return max(0.0, seconds)
+
+
+def _fit_jitter(rows: Sequence[Mapping[str, float]], latency: float) -> float:
+    """The jitter with which processes wait for each other as long as measured; 0 without a row."""
+    if not rows:
+        return 0.0
+    [row] = rows
+    waited = max(0.0, row["seconds"] - row["work"] - row["times"] * latency)
+    return waited / expect_wait(int(row["processes"]), 1.0, row["work"], row["times"])
 
 
 def _fit_link(rows: Sequence[Mapping[str, float]], passes: int) -> tuple[float, float]:

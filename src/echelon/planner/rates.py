@@ -57,6 +57,7 @@ class Rates:
         logit_seconds: of the loss per logit, forward and backward, where it is measured.
         waits_for_host: whether the device does nothing while the host launches the next operation, as a CPU.
         sharing: processes that share a core of a CPU.
+        jitter: how irregularly ranks compute: see `expect_wait`, in square roots of seconds.
     """
 
     product: float = 0.85
@@ -79,6 +80,7 @@ class Rates:
     dispatch: float = 0.0
     waits_for_host: bool = False
     sharing: float = 1.0
+    jitter: float = 0.0
 
 
 GPU_RATES = Rates()
@@ -109,6 +111,7 @@ def rates_of(cluster: Cluster) -> Rates:
         step_seconds=usual.step_seconds * sharing,
         waits_for_host=measured.is_cpu,
         sharing=sharing,
+        jitter=measured.jitter,
     )
 
 

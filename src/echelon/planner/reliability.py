@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import NormalDist
 
 from echelon.planner.memory import estimate_checkpoint
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.rates import GPU_RATES
+from echelon.planner.waits import expect_largest
 
 RESTART_SECONDS = 300.0
 """From a failure to the next step, if it is not given: an assumption, not a measurement."""
@@ -108,10 +108,5 @@ def training_share(interval: float, save: float, restart: float, failure: float)
 
 
 def expect_slowest(num_machines: int, spread: float) -> float:
-    """The expected longest of `num_machines` step times over their mean, if they are normally distributed.
-
-    The quantile of Blom, "Statistical Estimates and Transformed Beta-Variables" (1958), at (n - 3/8) / (n + 1/4).
-    """
-    if num_machines == 1 or not spread:
-        return 1.0
-    return 1 + spread * NormalDist().inv_cdf((num_machines - 0.375) / (num_machines + 0.25))
+    """The expected longest of `num_machines` step times over their mean, if they are normally distributed."""
+    return 1 + spread * expect_largest(num_machines)

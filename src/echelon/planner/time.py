@@ -18,6 +18,7 @@ from echelon.planner.plan import DTYPE_BYTES, ParallelPlan, SyncPlan
 from echelon.planner.rank_shape import divide_shape
 from echelon.planner.rates import Rates, Software, choose_software, rates_of
 from echelon.planner.replica_costs import count_sent_bytes, count_served_bytes
+from echelon.planner.waits import expect_waits
 from echelon.recipe.synchronization import PARAMETER_SERVER, QUORUM
 
 _PARTS = ("matmul", "attention", "memory_bound", "recompute", "bubble", "optimizer", "offload", "overhead")
@@ -184,7 +185,10 @@ def estimate_time(
         overhead=steps * (host if rates.waits_for_host else max(0.0, host - loads[slowest])) + rates.step_seconds,
         assumptions=tuple(_list_assumptions(cluster, software)),
     )
-    return estimate.scaled(_count_waiting(loads, steps, bubble, rates.sharing))
+    scaled = estimate.scaled(_count_waiting(loads, steps, bubble, rates.sharing))
+    waits = expect_waits(plan, count, scaled.compute + scaled.overhead, rates.jitter)
+    exposed = {axis: each + waits.get(axis, 0.0) for axis, each in scaled.exposed_communication.items()}
+    return replace(scaled, exposed_communication=exposed)
 
 
 def _count_waiting(loads: Sequence[float], steps: int, bubble: float, sharing: float) -> float:
