@@ -26,10 +26,10 @@ def test_ddp_does_not_cut_the_graph_of_a_layer(one_process, monkeypatch):
         graphs.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
-    model = small_model("llama", num_hidden_layers=2).train().base_model
-    apply_compile(find_layers(model), record)
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1)
-    divided = DistributedDataParallel(model, bucket_cap_mb=1e-5)
-    divided(torch.zeros(2, 16, dtype=torch.int64), use_cache=False).last_hidden_state.sum().backward()
+    model = small_model("llama", num_hidden_layers=2).train().base_model
+    with torch._dynamo.config.patch(optimize_ddp=True):
+        apply_compile(find_layers(model), record)
+        divided = DistributedDataParallel(model, bucket_cap_mb=1e-5)
+        divided(torch.zeros(2, 16, dtype=torch.int64), use_cache=False).last_hidden_state.sum().backward()
     assert len(graphs) == 1
