@@ -282,6 +282,13 @@ def test_a_damaged_path_of_the_text_is_replaced_by_that_of_the_events(tmp_path, 
     assert folder.text.read_prepared_path() == text
 
 
+def test_a_pid_that_is_removed_while_it_is_read_does_not_count(tmp_path):
+    folder = leave_run(tmp_path / "run")
+    folder.write_pid(0)
+    (folder.outcomes_dir / "pid-1").symlink_to(folder.outcomes_dir / "removed")  # listed, and not there
+    assert folder.read_pids() == {0: os.getpid()}
+
+
 def test_environment_holds_no_secret():
     variables = {
         "RANK": "0",

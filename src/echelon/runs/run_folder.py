@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,7 +161,10 @@ class RunFolder:
 
     def read_pids(self) -> dict[int, int]:
         """Return the pid of each rank that has written it."""
-        found = {path.name: path.read_text(encoding="utf-8") for path in self.outcomes_dir.glob("pid-*")}
+        found = dict[str, str]()
+        for path in self.outcomes_dir.glob("pid-*"):
+            with suppress(FileNotFoundError):  # a new start removes those of the last one
+                found[path.name] = path.read_text(encoding="utf-8")
         return {int(name.removeprefix("pid-")): int(text) for name, text in found.items() if text.isdecimal()}
 
     def tracker_path(self, name: str) -> Path:
