@@ -67,10 +67,11 @@ def read_zero_folder(folder: Path) -> ZeroWeights:
     step = _find_step(folder)
     if step is None:
         raise CheckpointError(f"{folder} has no *_model_states.pt of DeepSpeed, neither there nor where `latest` says.")
-    models = [_load(path) for path in _sorted(step, _MODEL)]
+    paths = _sorted(step, _MODEL)
+    models = [_load(path) for path in paths]
     first = models[0]
     parallel = first.get("mp_world_size", 1)
-    if parallel != 1 or any("mp_rank_00" not in path.name for path in _sorted(step, _MODEL)):
+    if parallel != 1 or any("mp_rank_00" not in path.name for path in paths):
         raise CheckpointError(f"{step} is of tensor or pipeline parallelism, and only ZeRO's checkpoints can be read.")
     try:
         tensors = {name: each.detach().clone() for name, each in _read_kept(models, first)}

@@ -88,7 +88,11 @@ def build_settings(recipe: "Recipe", plan: ParallelPlan) -> dict[str, Any]:
     passed: dict[str, Any] = {}
     for key, value in given.items():
         if _needs_files(key, value):
-            raise ConfigError(_refuse(key, value))
+            raise ConfigError(
+                f"{KEY}.{key}={show_value(value)}: with NVMe offload DeepSpeed moves gradients and moments to files "
+                "before the step, and engine=deepspeed reads them from memory, for the norm and for checkpoints; "
+                "remove the key and use deepspeed.offload_optimizer and offload_parameters, which keep them in host memory."
+            )
         if key in owned:
             _check_owned(key, value, owned[key])
         elif key in _FIXED:
@@ -188,12 +192,6 @@ def _needs_files(key: str, value: Any) -> bool:
 def _refuse(key: str, value: Any) -> str:
     first = key.partition(".")[0]
     instead = _INSTEAD.get(first, "remove it")
-    if _needs_files(key, value):
-        return (
-            f"{KEY}.{key}={show_value(value)}: with NVMe offload DeepSpeed moves gradients and moments to files before "
-            "the step, and engine=deepspeed reads them from memory, for the norm and for checkpoints; remove the key "
-            "and use deepspeed.offload_optimizer and offload_parameters, which keep them in host memory."
-        )
     return (
         f"{KEY}.{key}={show_value(value)} is not a key of DeepSpeed that engine=deepspeed passes on; {instead}. "
         "docs/engines.md lists the keys."

@@ -70,12 +70,17 @@ def _count_rank(
     }
 
 
+def count_reductions(plan: ParallelPlan) -> int:
+    """How often gradients are summed over ranks in a step."""
+    return plan.num_microbatches if plan.reduce_gradients == "each" else 1
+
+
 def _count_parameters(load: StageLoad, plan: ParallelPlan) -> tuple[float, float]:
     """(weights and gradients of a shard group, gradients between replicas) of one rank."""
     shape, policy, adapter = load.shape, plan.precision, load.adapter
     compute, reduce, steps = DTYPE_BYTES[policy.compute], DTYPE_BYTES[policy.reduce], plan.num_microbatches
     trained = 1.0 if adapter is None else adapter.num_trained_parameters / shape.num_parameters
-    reductions = steps if plan.reduce_gradients == "each" else 1
+    reductions = count_reductions(plan)
     shared = plan.dp_shard * plan.cp
     experts = shape.num_layers * shape.num_layer_experts
     layers = shape.num_layers * shape.num_layer_parameters - experts

@@ -18,6 +18,7 @@ from echelon.planner.plan import DTYPE_BYTES, ParallelPlan, SyncPlan
 from echelon.planner.rank_shape import divide_shape
 from echelon.planner.rates import Rates, Software, choose_software, rates_of
 from echelon.planner.replica_costs import count_sent_bytes, count_served_bytes
+from echelon.planner.sent_bytes import count_reductions
 from echelon.planner.waits import expect_waits
 from echelon.recipe.synchronization import PARAMETER_SERVER, QUORUM
 
@@ -289,7 +290,7 @@ def _data_seconds(step: _Step, layer: LayerTime, count: int, head: LayerTime) ->
     shard = find_group(plan, step.cluster, ("dp_shard", "cp"))
     gather = shard.gather_layer(weights * DTYPE_BYTES[plan.precision.compute])
     reduce = shard.scatter_layer(weights * trained * DTYPE_BYTES[plan.precision.reduce])
-    reductions = steps if plan.reduce_gradients == "each" else 1
+    reductions = count_reductions(plan)
     if plan.reshard_after_forward:  # gathered for the forward and again for the backward pass
         exposed = steps * (step.exposed(gather, forward) + step.exposed(gather, backward))
         both = step.exposed(gather + reduce, backward) - step.exposed(gather, backward)

@@ -4,6 +4,7 @@ import math
 from statistics import NormalDist
 
 from echelon.planner.plan import ParallelPlan
+from echelon.planner.sent_bytes import count_reductions
 
 
 def expect_largest(count: int) -> float:
@@ -26,10 +27,12 @@ def expect_wait(count: int, jitter: float, seconds: float, times: float) -> floa
 def expect_waits(plan: ParallelPlan, num_layers: int, seconds: float, jitter: float) -> dict[str, float]:
     """The expected seconds in a step of a rank with so many layers, at the collectives of each axis that has several.
 
-    `seconds`: of a step, in which it computes.
+    `seconds`: of a step, in which it computes. Empty without jitter.
     """
+    if not jitter:
+        return {}
     steps, passes = plan.num_microbatches, 3 if plan.activation_checkpointing == "full" else 2
-    reductions = steps if plan.reduce_gradients == "each" else 1
+    reductions = count_reductions(plan)
     gathers = 2 * steps if plan.reshard_after_forward else 1
     collectives = {  # the ranks of each axis, and how often they meet
         "dp": (plan.dp_replicate, reductions),

@@ -84,7 +84,8 @@ def _render_section(name: str, keys: list[_Key], root: Mapping[str, Any]) -> str
         lines += [root["$defs"][_references(head.schema)[0]]["description"], ""]
     lines += ["| Key | Type | Default | Meaning |", "|---|---|---|---|"]
     for key in inner if is_section else keys:
-        cells = (f"`{key.name}`", _describe_type(key.schema), _describe_default(key), _describe_meaning(key))
+        meaning = str(key.schema.get("description", ""))
+        cells = (f"`{key.name}`", _describe_type(key.schema), _describe_default(key), meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -119,10 +120,6 @@ def _describe_default(key: _Key) -> str:
     if default is None or "$ref" in key.schema:  # the keys of a section in a section have rows of their own
         return ""
     return f"`{default if isinstance(default, str) else json.dumps(default)}`"
-
-
-def _describe_meaning(key: _Key) -> str:
-    return str(key.schema.get("description", ""))
 
 
 def _render_aliases() -> str:

@@ -14,7 +14,7 @@ from echelon.engines.tensorflow.decoder import Decoder
 from echelon.engines.tensorflow.library import Library
 from echelon.engines.tensorflow.passes import Array, Passes, find_loss, to_int32
 from echelon.engines.tensorflow.steps import GRADIENTS, WEIGHTS
-from echelon.engines.tensorflow.update import AdamW
+from echelon.engines.tensorflow.update import AdamW, zeros_beside
 from echelon.objectives.loss import IGNORE
 
 
@@ -32,8 +32,8 @@ class ServedModel:
         self.decoder, self._optimizer, self._coordinator = decoder, optimizer, coordinator
         self._tf, self._strategy, self._num_ranks = tf, coordinator.strategy, num_ranks
         self._variables = [each for group in decoder.variables.values() for each in group]
-        self._rows = [self._zeros_beside(each, [num_ranks]) for each in self._variables]
-        self._sums = [self._zeros_beside(each, []) for each in self._variables]
+        self._rows = [zeros_beside(library, each, [num_ranks]) for each in self._variables]
+        self._sums = [zeros_beside(library, each) for each in self._variables]
         many, scalar = tf.TensorSpec([None, None, None], tf.int32), tf.TensorSpec([], tf.float32)
         signature = [many, many, scalar, tf.TensorSpec([], tf.int32)]
         self._differentiate = tf.function(self._differentiate_share, input_signature=signature)
@@ -77,12 +77,6 @@ class ServedModel:
         if key == GRADIENTS:
             return self.decoder.group(self._sums)
         return self.decoder.variables if key == WEIGHTS else self._optimizer.moments[key]
-
-    def _zeros_beside(self, variable: Any, lengths: list[int]) -> Any:
-        """A new variable on the same server, with these lengths before those of the variable."""
-        tf = self._tf
-        with self._strategy.extended.colocate_vars_with(variable):
-            return tf.Variable(tf.zeros([*lengths, *variable.shape], tf.float32), trainable=False)
 
     def _differentiate_share(self, ids: Any, labels: Any, divisor: Any, rank: Any) -> Any:
         tf = self._tf

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,6 +33,7 @@ from echelon.optimizer.groups import find_members
 from echelon.parallel.step import StepSums
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
+from echelon.recipe.tensorflow_config import TensorflowConfig
 from echelon.sync.synchronizer import Fill
 
 _EPSILON = 1e-6  # as in clip_gradients
@@ -198,59 +199,54 @@ def build_tensorflow_engine(
     def make_optimizer(decoder: Decoder) -> AdamW:
         return AdamW(library, decoder.variables, members, recipe.optim.betas, recipe.optim.eps)
 
-    build = _build_served if recipe.tensorflow.strategy == "parameter_server" else _build_copied
-    steps, line = build(library, recipe, meshes, make_decoder, make_optimizer)
+    builder = _Builder(library, recipe.tensorflow, meshes.everyone, make_decoder, make_optimizer)
+    steps, line = builder.served() if recipe.tensorflow.strategy == "parameter_server" else builder.copied()
     steps.write(WEIGHTS, _first_weights(skeleton, recipe))
     return TensorflowEngine(steps, [f"tensorflow {library.tf.__version__}: {line}"])
-
-
-def _build_copied(
-    library: Library,
-    recipe: Recipe,
-    meshes: Meshes,
-    make_decoder: Callable[[], Decoder],
-    make_optimizer: Callable[[Decoder], AdamW],
-) -> tuple[Steps, str]:
-    """The steps of a strategy that copies the model, and a description of it."""
-    placement = _start_once(recipe.tensorflow.strategy, build_placement, library, recipe, meshes)
-    with placement.strategy.scope():
-        decoder = make_decoder()
-        steps = CopiedSteps(library, placement, decoder, make_optimizer(decoder))
-    name = type(placement.strategy).__name__.removesuffix("V1").removesuffix("V2")
-    copies = placement.strategy.num_replicas_in_sync
-    return steps, f"{name}, {copies} cop{'y' if copies == 1 else 'ies'} of the model"
-
-
-def _build_served(
-    library: Library,
-    recipe: Recipe,
-    meshes: Meshes,
-    make_decoder: Callable[[], Decoder],
-    make_optimizer: Callable[[Decoder], AdamW],
-) -> tuple[Steps, str]:
-    """The steps of ParameterServerStrategy, and a description of it."""
-    cluster = _start_once(recipe.tensorflow.strategy, start_cluster, library, recipe, meshes)
-    workers, servers = dist.get_world_size(meshes.everyone), recipe.tensorflow.servers
-    model = None
-    if cluster.coordinator is not None:
-        with cluster.coordinator.strategy.scope():
-            decoder = make_decoder()
-            model = ServedModel(library, cluster.coordinator, decoder, make_optimizer(decoder), workers)
-    steps = ServedSteps(library, model, make_decoder, meshes.everyone)
-    counts = f"{servers} server{'s' * (servers > 1)}, {workers} worker{'s' * (workers > 1)}"
-    return steps, f"ParameterServerStrategy, {counts}, synchronous steps"
 
 
 _started: dict[str, Any] = {}
 
 
-def _start_once(
-    strategy: str, start: Callable[..., Started], library: Library, recipe: Recipe, meshes: Meshes
-) -> Started:
-    """What a strategy has in this process: TensorFlow starts its servers and devices once. Collective."""
-    started: Started = _started.get(strategy) or start(library, recipe.tensorflow, meshes.everyone)
-    _started[strategy] = started
-    return started
+@dataclass(frozen=True)
+class _Builder:
+    """Builds the steps of a strategy, and a description of it. Both methods are collective over `everyone`."""
+
+    library: Library
+    config: TensorflowConfig
+    everyone: dist.ProcessGroup
+    make_decoder: Callable[[], Decoder]
+    make_optimizer: Callable[[Decoder], AdamW]
+
+    def copied(self) -> tuple[Steps, str]:
+        """For a strategy that copies the model."""
+        placement = self._start_once(build_placement)
+        with placement.strategy.scope():
+            decoder = self.make_decoder()
+            steps = CopiedSteps(self.library, placement, decoder, self.make_optimizer(decoder))
+        name = type(placement.strategy).__name__.removesuffix("V1").removesuffix("V2")
+        copies = placement.strategy.num_replicas_in_sync
+        return steps, f"{name}, {copies} cop{'y' if copies == 1 else 'ies'} of the model"
+
+    def served(self) -> tuple[Steps, str]:
+        """For ParameterServerStrategy."""
+        coordinator = self._start_once(start_cluster).coordinator
+        workers, servers = dist.get_world_size(self.everyone), self.config.servers
+        model = None
+        if coordinator is not None:
+            with coordinator.strategy.scope():
+                decoder = self.make_decoder()
+                model = ServedModel(self.library, coordinator, decoder, self.make_optimizer(decoder), workers)
+        steps = ServedSteps(self.library, model, self.make_decoder, self.everyone)
+        counts = f"{servers} server{'s' * (servers > 1)}, {workers} worker{'s' * (workers > 1)}"
+        return steps, f"ParameterServerStrategy, {counts}, synchronous steps"
+
+    def _start_once(self, start: Callable[[Library, TensorflowConfig, dist.ProcessGroup], Started]) -> Started:
+        """What the strategy has in this process: TensorFlow starts its servers and devices once."""
+        strategy = self.config.strategy
+        started: Started = _started.get(strategy) or start(self.library, self.config, self.everyone)
+        _started[strategy] = started
+        return started
 
 
 def _first_weights(skeleton: PreTrainedModel, recipe: Recipe) -> dict[str, Array]:

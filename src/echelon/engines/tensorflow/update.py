@@ -1,6 +1,6 @@
 """AdamW as PyTorch computes it, on TensorFlow's variables."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,13 @@ class Member:
 
     weight_decay: float
     rate_factor: float
+
+
+def zeros_beside(library: Library, variable: Any, lengths: Sequence[int] = ()) -> Any:
+    """A new variable of zeros where another one is, with these lengths before its own. In the scope of the strategy."""
+    tf = library.tf
+    with tf.distribute.get_strategy().extended.colocate_vars_with(variable):
+        return tf.Variable(tf.zeros([*lengths, *variable.shape], tf.float32), trainable=False)
 
 
 class AdamW:
@@ -35,15 +42,11 @@ class AdamW:
         self._tf = library.tf
         self._weights, self._members = weights, members
         self._betas, self._eps = betas, eps
-        self.moments = {key: {name: self._zeros(each) for name, each in weights.items()} for key in MOMENTS}
+        self.moments = {
+            key: {name: [zeros_beside(library, each) for each in group] for name, group in weights.items()}
+            for key in MOMENTS
+        }
         """The moments of each weight, by key and name, as variables like those of the weight."""
-
-    def _zeros(self, variables: list[Any]) -> list[Any]:
-        tf, zeros = self._tf, []
-        for each in variables:
-            with tf.distribute.get_strategy().extended.colocate_vars_with(each):
-                zeros.append(tf.Variable(tf.zeros(each.shape, tf.float32), trainable=False))
-        return zeros
 
     def correct(self, rate: float, step: int) -> tuple[float, float]:
         """Return rate / (1 - b1^t) and sqrt(1 - b2^t) for update t, from 1: in double precision, as in PyTorch."""
