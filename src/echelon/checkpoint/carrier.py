@@ -8,13 +8,13 @@ import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from echelon.checkpoint.folder import Checkpoint
+from echelon.distributed.objects import broadcast_object, gather_objects
 from echelon.runs.checksums import MANIFEST, find_faults
 from echelon.stored import sync_path
 
@@ -29,8 +29,7 @@ class Carrier:
     """
 
     def __init__(self, machine: str, scratch: Path, group: dist.ProcessGroup) -> None:
-        machines = [""] * dist.get_world_size()
-        dist.all_gather_object(machines, machine, group=group)
+        machines = gather_objects(machine, group)
         self._group = group
         self._scratch = scratch
         self._elsewhere = [rank for rank, name in enumerate(machines) if name != machines[0]]
@@ -49,8 +48,7 @@ class Carrier:
         """Send the files of ranks on other machines to rank 0, into `folder`. Rank 0 returns why that failed, if so."""
         rank, reason = dist.get_rank(), None
         mine = sorted(self.writing(folder).glob(f"__{rank}_*")) if not self.is_here else []
-        listed: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(listed, [(path.name, path.stat().st_size) for path in mine], group=self._group)
+        listed = gather_objects([(path.name, path.stat().st_size) for path in mine], self._group)
         for sender in self._elsewhere:
             for name, size in listed[sender]:
                 if rank == sender:
@@ -73,15 +71,11 @@ class Carrier:
 
         Raises OSError on all ranks if the disk of a machine is full.
         """
-        manifest = [(checkpoint.path / MANIFEST).read_bytes() if dist.get_rank() == 0 else b""]
-        dist.broadcast_object_list(manifest, src=0, group=self._group)
-        mine = self.is_here or _holds(checkpoint.path, manifest[0])
-        have = [True] * dist.get_world_size()
-        dist.all_gather_object(have, mine, group=self._group)
+        manifest = (checkpoint.path / MANIFEST).read_bytes() if dist.get_rank() == 0 else b""
+        mine = self.is_here or _holds(checkpoint.path, broadcast_object(manifest, self._group))
         copy = self._scratch / checkpoint.path.name
-        if not all(have):
-            faults: list[str | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(faults, self._broadcast(checkpoint.path, copy, wanted=not mine), group=self._group)
+        if not all(gather_objects(mine, self._group)):
+            faults = gather_objects(self._broadcast(checkpoint.path, copy, wanted=not mine), self._group)
             if any(faults):
                 raise OSError(next(fault for fault in faults if fault))
         return checkpoint if mine else Checkpoint(checkpoint.step, copy)
@@ -105,11 +99,11 @@ class Carrier:
         rank, reason = dist.get_rank(), None
         if rank != 0 and rank not in self._firsts:
             return None
-        files = [[(path.name, path.stat().st_size) for path in sorted(source.iterdir())] if rank == 0 else []]
-        dist.broadcast_object_list(files, src=0, group=self._receivers)
+        here = [(path.name, path.stat().st_size) for path in sorted(source.iterdir())] if rank == 0 else []
+        files = broadcast_object(here, self._receivers)
         if rank != 0 and wanted:
             copy.mkdir(parents=True, exist_ok=True)
-        for name, size in files[0]:
+        for name, size in files:
             if rank == 0:
                 for chunk in _read_chunks(source / name):
                     dist.broadcast(chunk, 0, group=self._receivers)

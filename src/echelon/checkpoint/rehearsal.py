@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from echelon.distributed.objects import gather_objects
 from echelon.errors import CheckpointError
 from echelon.stored import sync_path
 
@@ -56,9 +57,7 @@ def rehearse_save(folder: Path, sizes: Mapping[str, int], group: dist.ProcessGro
 
     try:
         for action in (write, publish):
-            reasons: list[str | None] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(reasons, _attempt(action), group=group)
-            for rank, reason in enumerate(reasons):
+            for rank, reason in enumerate(gather_objects(_attempt(action), group)):
                 if reason is not None:
                     raise CheckpointError(
                         f"A checkpoint could not be saved to {folder}: rank {rank}: {reason}. Training has not "

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,13 +34,13 @@ from echelon.checkpoint.rehearsal import rehearse_save
 from echelon.checkpoint.retries import MAX_FAILURES, Retries
 from echelon.checkpoint.stager import Stager
 from echelon.checkpoint.upload import Uploader
+from echelon.distributed.objects import broadcast_object, gather_objects
 from echelon.errors import CheckpointError
 from echelon.runs.checksums import describe_files, find_faults
 from echelon.runs.run_folder import sweep_checkpoints
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
 # A verification that takes longer than this is logged.
 _LONG_SECONDS = 10.0
@@ -216,11 +216,10 @@ class CheckpointStore:
         All files are read and compared with their checksums, which takes as long as reading or hashing them. The ranks
         divide the files: under an unchanged plan, each checks as many as it wrote.
         """
-        found = [find_checkpoints(self._folder) if self._is_publisher else []]
-        dist.broadcast_object_list(found, src=0, group=self._group)
-        for checkpoint in reversed([each for each in found[0] if each.step > beyond]):
+        found = broadcast_object(find_checkpoints(self._folder) if self._is_publisher else [], self._group)
+        for checkpoint in reversed([each for each in found if each.step > beyond]):
             began = time.monotonic()
-            shares = self._gather(self._find_faults(checkpoint))
+            shares = gather_objects(self._find_faults(checkpoint), self._group)
             faults = list(dict.fromkeys(fault for share in shares for fault in share))
             seconds = time.monotonic() - began
             if seconds > _LONG_SECONDS and self._is_publisher:
@@ -264,7 +263,7 @@ class CheckpointStore:
         """In the thread, publish a save after all ranks have written. Returns why it failed, the same on every rank."""
         mine = self._describe_written(written, writing)
         logger.debug(f"checkpoint: step {checkpoint.step} is written here after {time.monotonic() - began:.2f} s")
-        reports = self._gather(mine)
+        reports = gather_objects(mine, self._group)
         reason = next((each for each, _ in reports if each is not None), None)
         if self._carrier is not None:
             reason = self._carrier.collect(writing) if reason is None else self._carrier.discard(writing, reason)
@@ -276,7 +275,7 @@ class CheckpointStore:
                 self._conclude(checkpoint, keep, time.monotonic() - began)
             else:
                 self._give_up(checkpoint, reason)
-        reason = self._gather(reason)[0]
+        reason = broadcast_object(reason, self._group)
         if reason is None:
             self.write_seconds = time.monotonic() - began
         return reason
@@ -303,12 +302,6 @@ class CheckpointStore:
         except Exception as error:
             return find_reason(error)
         return None
-
-    def _gather(self, value: T) -> list[T]:
-        """Return the value of each rank, by rank."""
-        values = [value] * dist.get_world_size()
-        dist.all_gather_object(values, value, group=self._group)
-        return values
 
     def _conclude(self, checkpoint: Checkpoint, keep: int | None, seconds: float) -> None:
         """After a successful save, record the event and remove old checkpoints."""

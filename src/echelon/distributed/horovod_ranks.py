@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from echelon.distributed.mesh import gather_objects
+from echelon.distributed.objects import gather_objects
 from echelon.errors import ConfigError, LaunchError
 from echelon.recipe.horovod_config import HorovodConfig
 from echelon.supervise.launch_environment import (

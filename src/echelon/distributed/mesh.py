@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -217,10 +217,3 @@ def start_all_reduce(
         return None
     work: dist.Work | None = dist.all_reduce(tensor, op, group, async_op=True)
     return work
-
-
-def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
-    """Return the value of each rank of a group, by rank. Collective over `group`; values are pickled."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values

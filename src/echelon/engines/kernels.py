@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from echelon.distributed.mesh import Meshes, gather_objects
+from echelon.distributed.mesh import Meshes
+from echelon.distributed.objects import broadcast_object, gather_objects
 from echelon.model.flex_attention import FLEX, get_softcap, has_flex
 from echelon.model.liger import find_obstacle, is_installed
 from echelon.model.traits import Traits, apply_plain_causal, computes_as_eager, find_traits
@@ -73,10 +74,10 @@ def choose_liger(
 
 def _agree_on_traits(skeleton: PreTrainedModel, sequence_len: int, meshes: Meshes) -> Traits:
     """Return the traits that rank 0 finds, so that the machines of all ranks compute the same. Collective."""
-    found = [find_traits(skeleton, sequence_len) if dist.get_rank(meshes.everyone) == 0 else None]
-    dist.broadcast_object_list(found, group=meshes.everyone, group_src=0)
-    assert found[0] is not None
-    return found[0]
+    found = find_traits(skeleton, sequence_len) if dist.get_rank(meshes.everyone) == 0 else None
+    traits = broadcast_object(found, meshes.everyone)
+    assert traits is not None
+    return traits
 
 
 def _agree(here: bool, meshes: Meshes) -> bool:

@@ -15,7 +15,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from echelon.checkpoint.adapter_folder import AdapterContent, describe_adapter, join_adapters
 from echelon.checkpoint.first_weights import open_weights
 from echelon.data.loader import LONGEST, Microbatch, Padding, choose_padding
-from echelon.distributed.mesh import Meshes, gather_objects
+from echelon.distributed.mesh import Meshes
+from echelon.distributed.objects import gather_objects
 from echelon.engines.engine import Finding, Rehearsal
 from echelon.engines.footprint import Footprint
 from echelon.engines.kernels import choose_attention_kernel, choose_liger

@@ -26,6 +26,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from echelon.data.loader import Microbatch
+from echelon.distributed.objects import broadcast_object
 from echelon.distributed.stamp import Stamp
 from echelon.model.seeds import derive_seed, seed_generators
 from echelon.model.sharding import local_part
@@ -428,9 +429,8 @@ class Pipeline(SendsWhole):
         passes = self._pass_through(microbatch, run)
         last = self._size - 1
         found = passes[-1].output if self._rank == last else torch.empty(0)
-        shapes = [tuple(found.shape)]
-        dist.broadcast_object_list(shapes, group=self._group, group_src=last)
-        result = found if self._rank == last else torch.empty(shapes[0], device=self._device)
+        shape = broadcast_object(tuple(found.shape), self._group, last)
+        result = found if self._rank == last else torch.empty(shape, device=self._device)
         dist.broadcast(result, group=self._group, group_src=last)
         return result
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from echelon.checkpoint.folder import Checkpoint
 from echelon.checkpoint.store import CheckpointStore
-from echelon.distributed.mesh import Meshes, gather_objects
+from echelon.distributed.mesh import Meshes
+from echelon.distributed.objects import gather_objects
 from echelon.engines import Engine
 from echelon.reporting.goodput import GoodputTracker
 from echelon.sync import Synchronizer

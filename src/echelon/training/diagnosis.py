@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.data.loader import StepBatch
-from echelon.distributed.mesh import gather_objects
+from echelon.distributed.objects import gather_objects
 from echelon.engines.engine import Engine, Finding
 
 MAX_SAMPLES = 16

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.distributed.mesh import gather_objects
+from echelon.distributed.objects import broadcast_object, gather_objects
 from echelon.training.contents import RunContents
 from echelon.training.state import GoodputState, JudgeState, SavedState
 from echelon.training.trainer import Trainer
@@ -63,9 +63,7 @@ def heal(contents: RunContents, held: Held | None) -> Held | None:
     source = _choose_source(everyone, num_servers)
     if source is None:
         return None
-    sent = [held if dist.get_rank(group) == source else None]
-    dist.broadcast_object_list(sent, group=group, group_src=source)
-    [state] = sent
+    state = broadcast_object(held, group, source)
     assert state is not None
     if not num_servers and len({None if each is None else each[0] for each in everyone}) > 1:
         _send(contents, source)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from echelon.distributed.mesh import EXPERT_AXES, Grid, Meshes
+from echelon.distributed.objects import gather_objects
 from echelon.model.sharding import local_part
 from echelon.planner.plan import ParallelPlan
 
@@ -71,8 +72,7 @@ def compare_replicas(tensors: Mapping[str, Tensor], meshes: Meshes) -> list[Diff
     found = list(_find_differing(_gather_digests(list(weights.values()), meshes), meshes.grid))
     if not found:
         return []
-    all_names = [names] * meshes.num_devices  # other pipeline stages have other names
-    dist.all_gather_object(all_names, names, group=meshes.everyone)
+    all_names = gather_objects(names, meshes.everyone)  # other pipeline stages have other names
     return [
         Difference(odd, copies, all_names[copies[0]][differing[0]], len(differing)) for odd, copies, differing in found
     ]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from echelon.distributed.objects import broadcast_object
 from echelon.errors import TrainingError
 from echelon.recipe import FaultConfig
 from echelon.runs.run_folder import RunFolder
@@ -131,9 +132,7 @@ def find_suppressed(folder: RunFolder) -> tuple[int, ...]:
 
     Collective: rank 0 reads the file.
     """
-    found = [_read_suppressed(folder) if dist.get_rank() == 0 else []]
-    dist.broadcast_object_list(found, src=0)
-    return tuple(found[0])
+    return tuple(broadcast_object(_read_suppressed(folder) if dist.get_rank() == 0 else [], None))
 
 
 def _read_suppressed(folder: RunFolder) -> list[int]:

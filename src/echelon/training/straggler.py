@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from echelon.distributed.mesh import Meshes, gather_objects
+from echelon.distributed.mesh import Meshes
+from echelon.distributed.objects import gather_objects
 from echelon.stopping import STRAGGLER
 
 # A rank is slow if, in so many windows in a row, the median of its own time over the steps of the window is above that

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from echelon.distributed.mesh import gather_objects
+from echelon.distributed.objects import gather_objects
 from echelon.engines.tensorflow.library import Library
 from echelon.engines.tensorflow.tpu import find_tpu_strategy
 from echelon.recipe.tensorflow_config import TensorflowConfig

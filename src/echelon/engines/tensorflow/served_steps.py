@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.data.loader import Microbatch
-from echelon.distributed.mesh import gather_objects
+from echelon.distributed.objects import gather_objects
 from echelon.engines.tensorflow.decoder import Decoder
 from echelon.engines.tensorflow.library import Library
 from echelon.engines.tensorflow.passes import Array, Passes, find_loss, to_int32

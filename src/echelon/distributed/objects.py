@@ -1,0 +1,25 @@
+"""Objects of one rank for all of a group. They are pickled, and come from ranks of the same job alone."""
+
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Return the value of each rank of a group, by rank. Collective over `group`; None: over all ranks."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def broadcast_object(value: T, group: dist.ProcessGroup | None, source: int = 0) -> T:
+    """Return on every rank the value that rank `source` of a group gives; those of others are ignored.
+
+    Collective over `group`; None: over all ranks.
+    """
+    values: list[Any] = [value]
+    dist.broadcast_object_list(values, group=group, group_src=source)
+    found: T = values[0]
+    return found
