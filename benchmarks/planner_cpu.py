@@ -2,9 +2,10 @@
 
     python benchmarks/planner_cpu.py OUT [--rounds 2] [--steps 16]
 
-Each round calibrates this machine (`echelon plan --calibrate`), since the speed of a shared one drifts within minutes,
-and then trains every row in turn through the command line: each prediction is that of the run's own estimate.json. What
-is predicted and what is measured are compared within a round. Runs do not correct later ones. Writes OUT.md.
+Each round trains every row in turn through the command line: each prediction is that of the run's own estimate.json.
+Before the rows of one model on so many processes this machine is calibrated (`echelon plan --calibrate`), since the
+speed of a shared one drifts within minutes. What is predicted and what is measured are compared within a round. Runs do
+not correct later ones. Keeps whole rounds in OUT.json, so that more can be added, and writes OUT.md.
 """
 
 import argparse
@@ -88,7 +89,7 @@ def describe(results, machine, calibrating):
     yield (
         f"`echelon plan --calibrate` took {statistics.median(calibrating):.0f} s. Predicted and measured are tokens "
         "per second, medians over the rounds; measured is the median of a run's steps. The ratio is the median over "
-        "the rounds of predicted / measured, each with the calibration of its round.\n"
+        "the rounds of predicted / measured, each with the calibration before it.\n"
     )
     yield "| model | processes | plan | predicted | measured | ratio | of every round |"
     yield "|---|---|---|---|---|---|---|"
@@ -122,31 +123,43 @@ def describe(results, machine, calibrating):
     yield from (f"- wrong: {each}" for each in wrong)
 
 
+def measure_round(folder, recipes, rows, steps):
+    """The (predicted, measured) tokens per second of every row, and the seconds of each calibration."""
+    found, calibrating, known = [], [], None
+    for size, processes, name in rows:
+        if known != (size, processes):
+            began, known = time.monotonic(), (size, processes)
+            run_command(folder, "plan", "--calibrate")
+            calibrating.append(time.monotonic() - began)
+        predicted, measured = measure(folder, recipes[size], name, processes, steps)
+        found.append([size, processes, name, predicted, measured])
+        print(
+            f"{size}, {processes} processes, {name}: predicted {predicted:,.0f}, measured {measured:,.0f}", flush=True
+        )
+    return {"rows": found, "calibrating": calibrating}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2, help="with those that OUT.json has already")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--size", choices=SIZES, action="append")
     arguments = parser.parse_args()
-    machine = describe_machine("torch", "transformers")
-    results = {}
+    machine, stored = describe_machine("torch", "transformers"), arguments.out.with_suffix(".json")
+    rounds = json.loads(stored.read_text()) if stored.exists() else []
+    rows = list(itertools.product(arguments.size or SIZES, PROCESSES, PLANS))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        calibrating = []
-        rows = list(itertools.product(arguments.size or SIZES, PROCESSES, PLANS))
         recipes = {size: write_recipe(folder, size) for size in SIZES}
-        for number in range(arguments.rounds):
-            began = time.monotonic()
-            run_command(folder, "plan", "--calibrate")
-            calibrating.append(time.monotonic() - began)
-            for size, processes, name in rows[:: 1 if number % 2 == 0 else -1]:
-                found = measure(folder, recipes[size], name, processes, arguments.steps)
-                results.setdefault((size, processes, name), []).append(found)
-                row = f"{size}, {processes} processes, {name}"
-                print(f"{row}: predicted {found[0]:,.0f}, measured {found[1]:,.0f}", flush=True)
-    results = {row: results[row] for row in rows}
-    lines = list(describe(results, machine, calibrating))
+        while len(rounds) < arguments.rounds:
+            order = rows[:: 1 if len(rounds) % 2 == 0 else -1]
+            rounds.append(measure_round(folder, recipes, order, arguments.steps))
+            stored.write_text(json.dumps(rounds, indent=1))
+    results = {row: [] for row in rows}
+    for size, processes, name, predicted, measured in itertools.chain.from_iterable(each["rows"] for each in rounds):
+        results[size, processes, name].append((predicted, measured))
+    lines = list(describe(results, machine, [seconds for each in rounds for seconds in each["calibrating"]]))
     arguments.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 

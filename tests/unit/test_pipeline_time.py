@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from echelon.planner.pipeline_time import StageTime, bubble_seconds, round_size
+from echelon.planner.pipeline_time import StageTime, bubble_seconds, round_size, shared_seconds
 from echelon.planner.stages import fits_schedule
 from test_stages import SCHEDULES, order_of
 
@@ -60,6 +60,38 @@ def test_the_bubble_is_that_of_a_simulated_step(schedule, kind):
         assert bubble == pytest.approx(seconds - busiest, rel=0.01, abs=1e-3 * busiest), (ranks, per_rank, count)
         seen += 1
     assert seen >= 8
+
+
+def simulate_shared(order, stages, sharing, tick=0.004):
+    """The seconds of a step whose ranks share cores, in small ticks of time."""
+    waiting, left, finished, now = {rank: list(actions) for rank, actions in order.items()}, {}, set(), 0.0
+    while any(waiting.values()):
+        active = []
+        for rank, actions in waiting.items():
+            kind, stage, index = actions[0] if actions else ("W", -1, 0)
+            needed = {"F": ("F", stage - 1, index), "W": ("I", stage, index)}.get(kind, ("I", stage + 1, index))
+            if actions and (needed in finished or not 0 <= needed[1] < len(stages)):
+                forward, inputs, weights = stages[stage]
+                left.setdefault(rank, {"F": forward, "B": inputs + weights, "I": inputs, "W": weights}[kind])
+                active.append(rank)
+        for rank in active:
+            left[rank] -= tick * min(sharing, len(order) / len(active))
+            if left[rank] <= 0:
+                kind, stage, index = waiting[rank].pop(0)
+                finished.add(("I" if kind == "B" else kind, stage, index))
+                del left[rank]
+        now += tick
+    return now
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "sharing"), [(4, 2.0), (3, 1.5), (2, 2.0), (2, 1.0)])
+def test_ranks_that_wait_leave_their_part_of_the_cores_to_others(schedule, ranks, sharing):
+    per_rank = 2 if schedule in ("interleaved", "zero_bubble") else 1
+    stages = stages_of("any", ranks * per_rank, random.Random(3))
+    expected = simulate_shared(order_of(schedule, ranks, per_rank, 2 * ranks), stages, sharing)
+    found = shared_seconds(schedule, ranks, [StageTime(*each) for each in stages], 2 * ranks, sharing)
+    assert found == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])

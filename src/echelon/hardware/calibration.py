@@ -44,8 +44,9 @@ class Calibration:
         bandwidth: bytes/s that each of two devices sends in an all-reduce of a large tensor; 0 with a single device.
         gather_bandwidth, scatter_bandwidth: likewise, of the all-gather and the reduce-scatter of a sharded layer, with
             the copies to and from its parameters.
-        hook_seconds, dispatch_seconds: that a layer of hardly any size takes longer, forward and backward, if it is
-            sharded by hooks, and if it is divided into distributed tensors; without the collectives.
+        wrapper_seconds, hook_seconds, dispatch_seconds: that a layer of hardly any size takes longer, forward and
+            backward, with `fully_shard` over one rank, if it is sharded over several, and if it is divided into
+            distributed tensors; without the collectives.
         jitter: jitter * sqrt(s) is the standard deviation of the time of a process that computes for s seconds.
     """
 
@@ -65,6 +66,7 @@ class Calibration:
     bandwidth: float
     gather_bandwidth: float = 0.0
     scatter_bandwidth: float = 0.0
+    wrapper_seconds: float = 0.0
     hook_seconds: float = 0.0
     dispatch_seconds: float = 0.0
     jitter: float = 0.0
@@ -111,6 +113,7 @@ class Calibration:
             yield f"  {'all-reduce':<31} {self.bandwidth / 1e9:12,.2f} GB/s, {self.latency * 1e6:.0f} us"
             yield f"  {'gathering sharded layers':<31} {self.gather_bandwidth / 1e9:12,.2f} GB/s"
             yield f"  {'reducing their gradients':<31} {self.scatter_bandwidth / 1e9:12,.2f} GB/s"
+            yield f"  {'hooks of fully_shard on one rank':<31} {self.wrapper_seconds * 1e3:11.2f} ms"
             yield f"  {'hooks of a sharded layer':<31} {self.hook_seconds * 1e3:12.2f} ms"
             yield f"  {'dispatch of a divided layer':<31} {self.dispatch_seconds * 1e3:12.2f} ms"
             if self.jitter:

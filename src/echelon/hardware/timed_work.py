@@ -2,13 +2,15 @@
 
 All processes do the same at once, as in training: they share the memory of the machine, and of a CPU its cores. On a
 CPU work is timed by the processor time of the process, so that other programs on the machine hardly matter;
-collectives by elapsed time as well. The shortest of several calls counts.
+collectives by elapsed time as well. Everything is measured several times over, and the median of the calls counts: a
+step of training takes what its parts usually take, not what they take at best.
 """
 
 import json
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 Row = tuple[str, dict[str, float]]
 """What was measured, and its values: sizes, and `seconds` of one call."""
+_MEASURED = ("seconds", "backward", "processor", "work")  # the values that are not sizes
 
 # Rows, inner and outer dim of the products: of narrow and wide layers. A GPU is many times as fast.
 _PRODUCTS = {
@@ -34,6 +37,7 @@ _LOGITS = {"cpu": (256, 4096), "cuda": (4096, 32768)}
 _COPIED = {"cpu": 2**23, "cuda": 2**28}  # numbers of a copy, more than caches hold
 _PAYLOADS = {"cpu": (4, 2**16, 2**20, 2**22), "cuda": (4, 2**20, 2**24, 2**28)}  # bytes of an all-reduce
 _SECONDS = 0.08  # for each measurement, at least three calls
+_ROUNDS = 3  # of all measurements: the speed of a shared machine changes within seconds
 _WAITS = 60  # collectives in the measurement of what processes wait for each other
 _JOIN_SECONDS = 120
 _HEAD_DIM = {"cpu": 32, "cuda": 128}
@@ -55,7 +59,7 @@ class Timer:
         return time.perf_counter()
 
     def measure(self, call: Callable[[], object]) -> float:
-        """Seconds of one call: the shortest of several, since disturbances only make a call longer."""
+        """Seconds of one call: the median of several."""
         call()
         seconds: list[float] = []
         ends = time.perf_counter() + 10 * _SECONDS  # under load processor time passes slowly
@@ -63,7 +67,7 @@ class Timer:
             began = self.read()
             call()
             seconds.append(self.read() - began)
-        return min(seconds)
+        return statistics.median(seconds)
 
 
 def time_products(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
@@ -214,35 +218,33 @@ def time_waits(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
 
 
 def time_wrappers(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
-    """A layer of hardly any size: whole, sharded by `fully_shard`, and divided for tensor parallelism.
+    """A layer of hardly any size: whole, `fully_shard` over one rank and over all, and divided for tensor parallelism.
 
     The difference is what hooks and the dispatch of distributed tensors cost, and collectives of hardly any bytes.
     """
     import torch
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     tokens, head_dim = _LAYERS[timer.device.type][0]
     width = head_dim * dist.get_world_size()
     hidden = torch.randn(1, tokens, width, device=timer.device, dtype=dtype, requires_grad=True)
-    for name in ("whole", "sharded", "divided"):
-        layer = build_layer(width, head_dim).to(timer.device, dtype)
-        if name == "sharded":
-            fully_shard(layer, reshard_after_forward=True)
-        elif name == "divided":
-            _divide(layer, timer.device.type)
-
-        def step() -> None:
-            layer(hidden).sum().backward()  # noqa: B023
-            layer.zero_grad(set_to_none=True)  # noqa: B023
-
-        step()
-        seconds = []
-        for _ in range(12):  # as often on every rank
+    forms = ("whole", "wrapped", "sharded", "divided")
+    layers = {name: build_layer(width, head_dim).to(timer.device, dtype) for name in forms}
+    meshes = init_device_mesh(timer.device.type, (1, dist.get_world_size()), mesh_dim_names=("one", "all"))
+    for name, mesh in (("wrapped", meshes["one"]), ("sharded", meshes["all"])):
+        fully_shard(layers[name], mesh=mesh, reshard_after_forward=True)
+    _divide(layers["divided"], timer.device.type)
+    taken: dict[str, list[float]] = {name: [] for name in layers}
+    for _ in range(13):  # as often on every rank
+        for name, layer in layers.items():
             began = timer.read()
-            step()
-            seconds.append(timer.read() - began)
-        yield name, {"seconds": min(seconds)}
+            layer(hidden).sum().backward()
+            layer.zero_grad(set_to_none=True)
+            taken[name].append(timer.read() - began)
+    for name, seconds in taken.items():
+        yield name, {"seconds": statistics.median(seconds[1:])}  # the first call sets up buffers
 
 
 def _divide(layer: "torch.nn.Module", kind: str) -> None:
@@ -318,8 +320,25 @@ def build_layer(width: int, head_dim: int) -> "torch.nn.Module":
     return Layer()
 
 
-def time_all(device: "torch.device") -> Iterator[Row]:
-    """Every measurement of one process, those of collectives last."""
+def time_all(device: "torch.device") -> list[Row]:
+    """Every measurement of one process: the medians of several rounds."""
+    return take_medians(row for _ in range(_ROUNDS) for row in _time_once(device))
+
+
+def take_medians(rows: Iterable[Row]) -> list[Row]:
+    """One row for each piece of work, with the medians of what was measured."""
+    found: dict[tuple[str, frozenset[tuple[str, float]]], list[dict[str, float]]] = {}
+    for name, values in rows:
+        sizes = frozenset((key, value) for key, value in values.items() if key not in _MEASURED)
+        found.setdefault((name, sizes), []).append(values)
+    return [
+        (name, {key: statistics.median(each[key] for each in same) for key in same[0]})
+        for (name, _), same in found.items()
+    ]
+
+
+def _time_once(device: "torch.device") -> Iterator[Row]:
+    """One round of all measurements, those of collectives last."""
     import torch
     import torch.distributed as dist
 
@@ -355,7 +374,7 @@ def main(store: str, rank: int, world_size: int) -> None:
         world_size=world_size,
         timeout=timedelta(seconds=_JOIN_SECONDS),
     )
-    rows = list(time_all(device))
+    rows = time_all(device)
     dist.barrier()
     if rank == 0:
         sys.stdout.write(f"{json.dumps(rows)}\n")

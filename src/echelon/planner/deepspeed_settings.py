@@ -91,7 +91,8 @@ def build_settings(recipe: "Recipe", plan: ParallelPlan) -> dict[str, Any]:
             raise ConfigError(
                 f"{KEY}.{key}={show_value(value)}: with NVMe offload DeepSpeed moves gradients and moments to files "
                 "before the step, and engine=deepspeed reads them from memory, for the norm and for checkpoints; "
-                "remove the key and use deepspeed.offload_optimizer and offload_parameters, which keep them in host memory."
+                "remove the key and use deepspeed.offload_optimizer and offload_parameters, which keep them in host "
+                "memory."
             )
         if key in owned:
             _check_owned(key, value, owned[key])

@@ -1,6 +1,6 @@
 """Seconds of one decoder layer and of the head, for one microbatch on one rank: a roofline."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from echelon.hardware.accelerators import Cluster
 from echelon.planner.model_shape import ModelShape
@@ -21,20 +21,26 @@ _SCORE_PASSES = (2, 4.5)
 class LayerTime:
     """Seconds of one microbatch, forward and backward together.
 
-    Of these, `forward` are the forward pass, and `weights` the gradients of weights.
+    Of these, `forward` are the forward pass, and `weights` the gradients of weights. In `host` a CPU launches what it
+    computes afterwards.
     """
 
     matmul: float = 0.0
     attention: float = 0.0
     memory_bound: float = 0.0
     recompute: float = 0.0
+    host: float = 0.0
     forward: float = 0.0
     weights: float = 0.0
 
     @property
     def total(self) -> float:
         """All parts."""
-        return self.matmul + self.attention + self.memory_bound + self.recompute
+        return self.matmul + self.attention + self.memory_bound + self.recompute + self.host
+
+    def launched_in(self, seconds: float) -> "LayerTime":
+        """The same, on a CPU that launches it in so many seconds, half of them in the forward pass."""
+        return replace(self, host=seconds, forward=self.forward + seconds / 2)
 
 
 def layer_time(

@@ -56,6 +56,7 @@ def fit_calibration(rows: Sequence[Row], device: str, num_devices: int, training
         bandwidth=bandwidth,
         gather_bandwidth=_fit_link(_rows(rows, "all_gather"), passes=1)[1],
         scatter_bandwidth=_fit_link(_rows(rows, "reduce_scatter"), passes=1)[1],
+        wrapper_seconds=_fit_wrapper(rows, "wrapped", {}),
         hook_seconds=_fit_wrapper(rows, "sharded", {"all_gather": 2, "reduce_scatter": 1}),
         dispatch_seconds=_fit_wrapper(rows, "divided", {"all_reduce": 4}),
         jitter=_fit_jitter(_rows(rows, "waits"), latency),

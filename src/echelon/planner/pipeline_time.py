@@ -47,13 +47,22 @@ def bubble_seconds(
     Args:
         stages: all stages in the order of the model; stage s is on rank s modulo num_ranks.
     """
-    busiest = max(sum(each.total for each in stages[rank::num_ranks]) for rank in range(num_ranks))
-    if not busiest:
-        return 0.0
-    shares = tuple(
-        round(each / busiest, _PLACES) for stage in stages for each in (stage.forward, stage.inputs, stage.weights)
-    )
-    return busiest * _bubble(schedule, num_ranks, shares, num_microbatches)
+    busiest, shares = _divide_by_busiest(num_ranks, stages)
+    totals = [sum(shares[3 * stage : 3 * stage + 3]) for stage in range(len(stages))]
+    worked = num_microbatches * max(sum(totals[rank::num_ranks]) for rank in range(num_ranks))
+    return busiest * max(0.0, _step_length(schedule, num_ranks, shares, num_microbatches, 1.0) - worked)
+
+
+def shared_seconds(
+    schedule: PipelineSchedule, num_ranks: int, stages: Sequence[StageTime], num_microbatches: int, sharing: float
+) -> float:
+    """Return the seconds of a step whose ranks share cores, `sharing` of them one core; one that waits leaves its part.
+
+    Args:
+        stages: as above, each with the seconds that it takes while all ranks compute.
+    """
+    busiest, shares = _divide_by_busiest(num_ranks, stages)
+    return busiest * _step_length(schedule, num_ranks, shares, num_microbatches, sharing)
 
 
 def waiting_share(
@@ -65,19 +74,31 @@ def waiting_share(
     return 1 - num_microbatches * sum(loads) / (num_ranks * seconds)
 
 
+def _divide_by_busiest(num_ranks: int, stages: Sequence[StageTime]) -> tuple[float, tuple[float, ...]]:
+    """(seconds of the rank with the most work for one microbatch, the three times of each stage as shares of them)."""
+    busiest = max(sum(each.total for each in stages[rank::num_ranks]) for rank in range(num_ranks))
+    times = (each for stage in stages for each in (stage.forward, stage.inputs, stage.weights))
+    return busiest, tuple(round(each / busiest, _PLACES) if busiest else 0.0 for each in times)
+
+
 @lru_cache(maxsize=4096)
-def _bubble(schedule: PipelineSchedule, num_ranks: int, shares: tuple[float, ...], num_microbatches: int) -> float:
-    """The bubble for stages whose three times follow each other in `shares`."""
+def _step_length(
+    schedule: PipelineSchedule, num_ranks: int, shares: tuple[float, ...], num_microbatches: int, sharing: float
+) -> float:
+    """The time of a step for stages whose three times follow each other in `shares`."""
     num_stages, size = len(shares) // 3, round_size(schedule, num_ranks, num_microbatches)
     rounds = num_microbatches // size
     more = max(0, rounds - max(2, _MOST_ACTIONS // (2 * num_stages * size)))
     count = num_microbatches - more * size
-    seconds = _run(_list_actions(schedule, num_ranks, num_stages, count), shares, num_ranks)
-    if more:
-        fewer = _list_actions(schedule, num_ranks, num_stages, count - size)
-        seconds += more * (seconds - _run(fewer, shares, num_ranks))
-    totals = [sum(shares[3 * stage : 3 * stage + 3]) for stage in range(num_stages)]
-    return max(0.0, seconds - num_microbatches * max(sum(totals[rank::num_ranks]) for rank in range(num_ranks)))
+
+    def run(count: int) -> float:
+        actions = _list_actions(schedule, num_ranks, num_stages, count)
+        if sharing > 1:
+            return _run_shared(actions, shares, num_ranks, sharing)
+        return _run(actions, shares, num_ranks)
+
+    length = run(count)
+    return length + more * (length - run(count - size)) if more else length
 
 
 def round_size(schedule: PipelineSchedule, num_ranks: int, num_microbatches: int) -> int:
@@ -87,16 +108,44 @@ def round_size(schedule: PipelineSchedule, num_ranks: int, num_microbatches: int
     return num_microbatches // max(1, num_microbatches // num_ranks)
 
 
+def _list_times(shares: Sequence[float]) -> list[float]:
+    """The times of the four kinds of actions of each stage."""
+    stages = zip(shares[::3], shares[1::3], shares[2::3], strict=True)
+    return [each for forward, inputs, weights in stages for each in (forward, inputs + weights, inputs, weights)]
+
+
 def _run(actions: Sequence[tuple[int, int, int]], shares: Sequence[float], num_ranks: int) -> float:
     """The time at which the last action is done."""
-    stages = zip(shares[::3], shares[1::3], shares[2::3], strict=True)
-    taken = [each for forward, inputs, weights in stages for each in (forward, inputs + weights, inputs, weights)]
+    taken = _list_times(shares)
     clock, done = [0.0] * num_ranks, [0.0]
     for rank, needed, place in actions:
         start, ready = clock[rank], done[needed]
         clock[rank] = end = (ready if ready > start else start) + taken[place]
         done.append(end)
     return max(clock)
+
+
+def _run_shared(
+    actions: Sequence[tuple[int, int, int]], shares: Sequence[float], num_ranks: int, sharing: float
+) -> float:
+    """The same, for ranks that are the faster the fewer of them compute, at most `sharing` times as fast."""
+    taken, now, done = _list_times(shares), 0.0, [True] + [False] * len(actions)
+    queues: list[list[int]] = [[] for _ in range(num_ranks)]
+    for number in range(len(actions), 0, -1):
+        queues[actions[number - 1][0]].append(number)
+    left = [taken[place] for _, _, place in actions]
+    while any(queues):
+        first = [queue[-1] for queue in queues if queue]
+        active = [number for number in first if done[actions[number - 1][1]]]
+        speed = min(sharing, num_ranks / len(active))
+        passed = min(left[number - 1] for number in active)
+        now += passed / speed
+        for number in active:
+            left[number - 1] -= passed
+            if left[number - 1] <= 1e-9:
+                done[number] = True
+                queues[actions[number - 1][0]].pop()
+    return now
 
 
 @lru_cache(maxsize=128)

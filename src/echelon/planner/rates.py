@@ -44,6 +44,8 @@ class Rates:
         eager: the same of layers that run operation by operation.
         overlap: the part of communication that runs beside computation, if computation is long enough.
         launch: seconds in which the host launches one layer, forward and backward, operation by operation.
+        head_launches: how many layers take as long to launch as the embedding, head and loss of a microbatch
+            (`benchmarks/launches.py`, on a CPU).
         step_seconds: seconds of a step outside of all else: the loader, logging, clipping.
         update_bytes: bytes that clipping and AdamW in fp32 read and write per parameter: 9 numbers.
         memory_bandwidth: bytes/s, if that of the device is unknown.
@@ -52,8 +54,8 @@ class Rates:
         attention_backward: the speed of attention's backward pass, as a share of its forward pass (the same figures).
         products: FLOP/s of large matrix products by dtype, where they are measured.
         attention_rate: FLOP/s of the forward pass of attention, where it is measured.
-        hook, dispatch: seconds of the host beyond `launch`, for a layer that is sharded, and for one that is divided by
-            tensor parallelism.
+        wrapper, hook, dispatch: seconds of the host beyond `launch`, for a layer with `fully_shard` over one rank, for
+            one that is sharded over several, and for one that is divided by tensor parallelism.
         logit_seconds: of the loss per logit, forward and backward, where it is measured.
         waits_for_host: whether the device does nothing while the host launches the next operation, as a CPU.
         sharing: processes that share a core of a CPU.
@@ -67,6 +69,7 @@ class Rates:
     eager: float = 1.85
     overlap: float = 0.76
     launch: float = 1e-3
+    head_launches: float = 1.8
     step_seconds: float = 0.01
     update_bytes: float = 36.0
     memory_bandwidth: float = 10e9
@@ -76,6 +79,7 @@ class Rates:
     products: Mapping[str, float] = field(default_factory=dict)
     attention_rate: float | None = None
     logit_seconds: float | None = None
+    wrapper: float = 0.0
     hook: float = 0.0
     dispatch: float = 0.0
     waits_for_host: bool = False
@@ -106,6 +110,7 @@ def rates_of(cluster: Cluster) -> Rates:
         memory_bandwidth=bandwidth,
         bandwidth_share=measured.pointwise_bandwidth * cores / bandwidth,
         launch=measured.launch_seconds * sharing,
+        wrapper=measured.wrapper_seconds * sharing,
         hook=measured.hook_seconds * sharing,
         dispatch=measured.dispatch_seconds * sharing,
         step_seconds=usual.step_seconds * sharing,

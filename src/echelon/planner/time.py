@@ -4,7 +4,7 @@ Each decoder layer is a roofline: matrix products by FLOPs, the rest by bytes. C
 (`collectives.py`); what runs beside computation counts only as far as it is longer. `rates.py` has the constants.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from echelon.hardware.accelerators import Cluster
@@ -13,7 +13,7 @@ from echelon.planner.collectives import Group, find_group
 from echelon.planner.layer_time import LayerTime, head_time, layer_time
 from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ModelShape
-from echelon.planner.pipeline_time import StageTime, bubble_seconds
+from echelon.planner.pipeline_time import StageTime, bubble_seconds, shared_seconds
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan, SyncPlan
 from echelon.planner.rank_shape import divide_shape
 from echelon.planner.rates import Rates, Software, choose_software, rates_of
@@ -154,19 +154,21 @@ def estimate_time(
     step = _Step(shape, plan, sequence_len, cluster, software, rates, between)
     layer = layer_time(step.part, plan, sequence_len, step.tokens, cluster, software, rates)
     head = head_time(step.part, plan, step.tokens, cluster, software, rates)
+    of_layer, of_head, of_root = _launch_seconds(step)
+    if rates.waits_for_host:
+        layer, head = layer.launched_in(of_layer), head.launched_in(of_head)
     tensor, context, experts = _tensor_seconds(step), _context_seconds(step, layer), _expert_seconds(step)
     border, steps = _border_seconds(step), plan.num_microbatches
+    ends = border + (of_root if rates.waits_for_host else 0.0)
     layers = [sum(plan.stages[rank :: plan.pp]) for rank in range(plan.pp)] if plan.stages else [shape.num_layers]
-    loads = [count * (layer.total + tensor + context + experts) + border for count in layers]
+    loads = [count * (layer.total + tensor + context + experts) + ends for count in layers]
     loads[-1] += head.total
     slowest = loads.index(max(loads))
     count, heads = layers[slowest], int(slowest == plan.pp - 1)
     shard, replicas = _data_seconds(step, layer, count, head)
     optimizer, offload = _update_seconds(step, count / shape.num_layers, loads[slowest] * steps)
-    host = count * (software.launch_seconds(rates) + (rates.dispatch if plan.tp > 1 else 0.0))
-    host *= 1.5 if plan.activation_checkpointing == "full" else 1.0
-    host += (count + 1) * rates.hook if plan.dp_shard * plan.cp > 1 else 0.0
-    bubble = _bubble_seconds(step, layer, head, tensor + context + experts, border)
+    host = count * of_layer + heads * of_head + of_root
+    bubble, waiting = _pipeline_seconds(step, _time_stages(step, layer, head, tensor + context + experts, ends))
     estimate = TimeEstimate(
         matmul=steps * (count * layer.matmul + heads * head.matmul),
         attention=steps * count * layer.attention,
@@ -186,21 +188,10 @@ def estimate_time(
         overhead=steps * (host if rates.waits_for_host else max(0.0, host - loads[slowest])) + rates.step_seconds,
         assumptions=tuple(_list_assumptions(cluster, software)),
     )
-    scaled = estimate.scaled(_count_waiting(loads, steps, bubble, rates.sharing))
+    scaled = estimate.scaled(waiting)
     waits = expect_waits(plan, count, scaled.compute + scaled.overhead, rates.jitter)
     exposed = {axis: each + waits.get(axis, 0.0) for axis, each in scaled.exposed_communication.items()}
     return replace(scaled, exposed_communication=exposed)
-
-
-def _count_waiting(loads: Sequence[float], steps: int, bubble: float, sharing: float) -> float:
-    """The share of a pipeline's time that is left where processes share cores: one that waits leaves its core free.
-
-    A step cannot be shorter than the work of all processes on all cores, nor than the way through the pipeline with a
-    core for each process.
-    """
-    alone = max(loads) * steps + bubble
-    together = sum(loads) / len(loads) * steps
-    return max(together, alone / sharing) / alone if sharing > 1 else 1.0
 
 
 def _list_assumptions(cluster: Cluster, software: Software) -> Iterator[str]:
@@ -262,20 +253,49 @@ def _border_seconds(step: _Step) -> float:
     return 2 * len(plan.stages) // plan.pp * group.send(step.hidden_bytes / share) * (1 - step.rates.overlap)
 
 
-def _bubble_seconds(step: _Step, layer: LayerTime, head: LayerTime, sent: float, border: float) -> float:
-    """Seconds that the busiest rank of a pipeline waits. sent, border: what a layer and a rank send, both ways."""
-    plan = step.plan
-    if plan.schedule is None:
-        return 0.0
-    ends, last = border / (len(plan.stages) // plan.pp), len(plan.stages) - 1
-    stages = []
-    for number, count in enumerate(plan.stages):
+def _launch_seconds(step: _Step) -> tuple[float, float, float]:
+    """Seconds in which the host launches a microbatch: a layer, what is outside the layers, the hooks of their roots.
+
+    Forward and backward. Full checkpointing launches forward passes twice.
+    """
+    plan, rates = step.plan, step.rates
+    hook = (rates.hook if plan.dp_shard * plan.cp > 1 else rates.wrapper) if plan.uses_fully_shard else 0.0
+    once = step.software.launch_seconds(rates)
+    layer = (once + (rates.dispatch if plan.tp > 1 else 0.0)) * (1.5 if plan.activation_checkpointing == "full" else 1)
+    roots = len(plan.stages) // plan.pp if plan.pp > 1 else 1
+    return layer + hook, rates.head_launches * rates.launch, roots * hook
+
+
+def _time_stages(step: _Step, layer: LayerTime, head: LayerTime, sent: float, border: float) -> Iterator[StageTime]:
+    """The times of a microbatch in each stage of a pipeline.
+
+    Args:
+        sent: seconds in which a layer sends, both ways.
+        border: seconds that the stages of a rank take beyond their layers, forward and backward.
+    """
+    stages = step.plan.stages
+    ends, last = border * step.plan.pp / max(1, len(stages)), len(stages) - 1
+    for number, count in enumerate(stages):
         behind = head if number == last else LayerTime()
         forward = count * (layer.forward + sent / 2) + behind.forward + ends / 2
         weights = count * layer.weights + behind.weights
         total = count * (layer.total + sent) + behind.total + ends
-        stages.append(StageTime(forward, total - forward - weights, weights))
-    return bubble_seconds(plan.schedule, plan.pp, stages, plan.num_microbatches)
+        yield StageTime(forward, total - forward - weights, weights)
+
+
+def _pipeline_seconds(step: _Step, stages: Iterator[StageTime]) -> tuple[float, float]:
+    """(seconds that the busiest rank of a pipeline waits, the share of the step that is left where ranks share cores).
+
+    A rank that waits leaves its part of a core to others.
+    """
+    plan, sharing = step.plan, step.rates.sharing
+    if plan.schedule is None:
+        return 0.0, 1.0
+    pipeline = (plan.schedule, plan.pp, list(stages), plan.num_microbatches)
+    bubble = bubble_seconds(*pipeline)
+    if sharing == 1:
+        return bubble, 1.0
+    return bubble, shared_seconds(*pipeline, sharing) / shared_seconds(*pipeline, 1.0)
 
 
 def _data_seconds(step: _Step, layer: LayerTime, count: int, head: LayerTime) -> tuple[float, float]:
