@@ -82,12 +82,10 @@ def test_the_constants_of_a_machine_are_found_again_in_its_times():
         slow = 1 + small / 2 * (1 / rows + 1 / inner + 1 / outer)
         return 2 * rows * inner * outer / flops * slow
 
-    def layer(tokens, width, inner):
-        products = 4 * product(tokens, width, width) + 2 * product(tokens, width, inner)
-        seconds = 3 * (products + product(tokens, inner, width))
-        scores = 4 * tokens**2 / 2 * width  # causal: half of two products of 2 FLOPs
+    def pointwise(tokens, width, inner):
         moved = 3 * tokens * 4 * 1.85 * (14 * width + 3 * inner)
-        return seconds + scores / attention * (1 + 2.5 / backward) + moved / bandwidth + launch
+        sizes = {"tokens": tokens, "width": width, "inner": inner}
+        return "pointwise", {**sizes, "seconds": moved / bandwidth + 4e-4 if width > 16 else 4e-4}
 
     rows = [
         *(("product float32", {"rows": a, "inner": b, "outer": c, "seconds": 3 * product(a, b, c)})
@@ -95,8 +93,8 @@ def test_the_constants_of_a_machine_are_found_again_in_its_times():
         ("attention float32", {"tokens": 256, "heads": 4, "head_dim": 32,
                                "seconds": 2 * 4 * 256**2 * 32 / attention,
                                "backward": 5 * 4 * 256**2 * 32 / attention / backward}),
-        ("layer", {"tokens": 8, "width": 16, "inner": 48, "seconds": launch}),
-        ("layer", {"tokens": 256, "width": 256, "inner": 688, "seconds": layer(256, 256, 688)}),
+        ("layer", {"seconds": launch}),
+        *(pointwise(*each) for each in ((8, 16, 48), (256, 256, 688), (2048, 128, 352))),
         ("whole", {"seconds": 1e-3}),
         ("wrapped", {"seconds": 2.5e-3}),
         ("copy", {"bytes": 1e8, "seconds": 0.01}),

@@ -10,11 +10,12 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from echelon.hardware.heap import keep_freed_memory
+from echelon.hardware.timed_layers import build_layer, build_pointwise, divide_layer, inner_width, pass_through
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +32,9 @@ _PRODUCTS = {
 }
 # Tokens, heads and their dim.
 _ATTENTION = {"cpu": ((256, 4, 32), (512, 4, 64)), "cuda": ((4096, 16, 128), (8192, 16, 128))}
-# Tokens and width of the layers: of hardly any size, and one that the cores' caches hold about as well as in training.
-_LAYERS = {"cpu": ((8, 16), (256, 256), (512, 384)), "cuda": ((8, 64), (8192, 2048), (8192, 4096))}
+# Tokens and width of a layer of hardly any size, and of some whose numbers fit into caches or do not.
+_SMALLEST = {"cpu": (8, 16), "cuda": (8, 64)}
+_LAYERS = {"cpu": ((256, 256), (512, 384), (2048, 128)), "cuda": ((8192, 2048), (8192, 4096))}
 _LOGITS = {"cpu": (256, 4096), "cuda": (4096, 32768)}
 _COPIED = {"cpu": 2**23, "cuda": 2**28}  # numbers of a copy, more than caches hold
 _PAYLOADS = {"cpu": (4, 2**16, 2**20, 2**22), "cuda": (4, 2**20, 2**24, 2**28)}  # bytes of an all-reduce
@@ -60,68 +62,88 @@ class Timer:
 
     def measure(self, call: Callable[[], object]) -> float:
         """Seconds of one call: the median of several."""
-        call()
-        seconds: list[float] = []
-        ends = time.perf_counter() + 10 * _SECONDS  # under load processor time passes slowly
-        while len(seconds) < 3 or (sum(seconds) < _SECONDS and time.perf_counter() < ends):
-            began = self.read()
+        return self.measure_in_turns([call])[0]
+
+    def measure_in_turns(self, calls: Sequence[Callable[[], object]]) -> list[float]:
+        """Seconds of each call, the medians of several, all at the same time: a machine that is slower slows all."""
+        for call in calls:
             call()
-            seconds.append(self.read() - began)
-        return statistics.median(seconds)
+        seconds: list[list[float]] = [[] for _ in calls]
+        ends = time.perf_counter() + 10 * _SECONDS * len(calls)  # under load processor time passes slowly
+        while len(seconds[0]) < 3 or (sum(map(sum, seconds)) < _SECONDS * len(calls) and time.perf_counter() < ends):
+            for taken, call in zip(seconds, calls, strict=True):
+                began = self.read()
+                call()
+                taken.append(self.read() - began)
+        return [statistics.median(taken) for taken in seconds]
 
 
 def time_products(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
-    """The three products of a linear layer: its output, and the gradients of its input and of its weight."""
-    import torch
-
+    """The products of linear layers."""
     name = str(dtype).removeprefix("torch.")
     for rows, inner, outer in _PRODUCTS[timer.device.type]:
-        left = torch.randn(rows, inner, device=timer.device, dtype=dtype)
-        weight = torch.randn(outer, inner, device=timer.device, dtype=dtype)
-        gradient = torch.randn(rows, outer, device=timer.device, dtype=dtype)
-        calls = (lambda: left @ weight.T, lambda: gradient @ weight, lambda: gradient.T @ left)  # noqa: B023
-        seconds = sum(timer.measure(call) for call in calls)
+        seconds = timer.measure(_build_products(timer.device, dtype, rows, inner, outer))
         yield f"product {name}", {"rows": rows, "inner": inner, "outer": outer, "seconds": seconds}
         if seconds > _SECONDS:  # a type that the CPU emulates: larger products would take seconds
             return
 
 
+def _build_products(
+    device: "torch.device", dtype: "torch.dtype", rows: int, inner: int, outer: int
+) -> Callable[[], object]:
+    """The three products of a linear layer: its output, and the gradients of its input and of its weight."""
+    import torch
+
+    left = torch.randn(rows, inner, device=device, dtype=dtype)
+    weight = torch.randn(outer, inner, device=device, dtype=dtype)
+    gradient = torch.randn(rows, outer, device=device, dtype=dtype)
+    return lambda: (left @ weight.T, gradient @ weight, gradient.T @ left)
+
+
 def time_attention(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
     """Causal attention, forward and backward."""
+    name = str(dtype).removeprefix("torch.")
+    for tokens, heads, head_dim in _ATTENTION[timer.device.type]:
+        once, both = timer.measure_in_turns(_build_attention(timer.device, dtype, tokens, heads, head_dim))
+        sizes = {"tokens": tokens, "heads": heads, "head_dim": head_dim}
+        yield f"attention {name}", {**sizes, "seconds": once, "backward": both - once}
+
+
+def _build_attention(
+    device: "torch.device", dtype: "torch.dtype", tokens: int, heads: int, head_dim: int
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Causal attention: its forward pass, and both passes."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    name = str(dtype).removeprefix("torch.")
-    for tokens, heads, head_dim in _ATTENTION[timer.device.type]:
-        shape = (1, heads, tokens, head_dim)
-        query, key, value = (torch.randn(shape, device=timer.device, dtype=dtype, requires_grad=True) for _ in range(3))
-        gradient = torch.randn(shape, device=timer.device, dtype=dtype)
+    shape = (1, heads, tokens, head_dim)
+    query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    gradient = torch.randn(shape, device=device, dtype=dtype)
 
-        def forward() -> "Tensor":
-            return scaled_dot_product_attention(query, key, value, is_causal=True)  # noqa: B023
+    def forward() -> "Tensor":
+        return scaled_dot_product_attention(query, key, value, is_causal=True)
 
-        def both() -> None:
-            torch.autograd.grad(forward(), (query, key, value), gradient)  # noqa: B023
-
-        once = timer.measure(forward)
-        sizes = {"tokens": tokens, "heads": heads, "head_dim": head_dim}
-        yield f"attention {name}", {**sizes, "seconds": once, "backward": timer.measure(both) - once}
+    return forward, lambda: torch.autograd.grad(forward(), (query, key, value), gradient)
 
 
-def time_layers(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
-    """Decoder layers with two RMS norms, rotary positions and a gated MLP, forward and backward."""
+def time_layer(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
+    """A decoder layer of hardly any size, forward and backward: what the host needs to launch it."""
     import torch
 
-    for tokens, width in _LAYERS[timer.device.type]:
-        layer = build_layer(width, _HEAD_DIM[timer.device.type]).to(timer.device, dtype)
-        hidden = torch.randn(1, tokens, width, device=timer.device, dtype=dtype, requires_grad=True)
+    tokens, width = _SMALLEST[timer.device.type]
+    hidden = torch.randn(1, tokens, width, device=timer.device, dtype=dtype, requires_grad=True)
+    layer = build_layer(width, width).to(timer.device, dtype)
+    yield "layer", {"seconds": timer.measure(pass_through(layer, hidden, width))}
 
-        def step() -> None:
-            layer(hidden).sum().backward()  # noqa: B023
-            layer.zero_grad(set_to_none=True)  # noqa: B023
 
-        sizes = {"tokens": tokens, "width": width, "inner": inner_width(width)}
-        yield "layer", {**sizes, "seconds": timer.measure(step)}
+def time_pointwise(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
+    """What a decoder layer does outside its products and attention, forward and backward; of hardly any size, too."""
+
+    kind = timer.device.type
+    shapes = (_SMALLEST[kind], *_LAYERS[kind])
+    calls = [build_pointwise(timer.device, dtype, tokens, width, _HEAD_DIM[kind]) for tokens, width in shapes]
+    for (tokens, width), seconds in zip(shapes, timer.measure_in_turns(calls), strict=True):
+        yield "pointwise", {"tokens": tokens, "width": width, "inner": inner_width(width), "seconds": seconds}
 
 
 def time_memory(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
@@ -204,14 +226,14 @@ def time_waits(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
 
     if timer.device.type == "cuda":
         return
-    tokens, width = _LAYERS["cpu"][1]
-    layer = build_layer(width, _HEAD_DIM["cpu"]).to(dtype)
+    tokens, width = _LAYERS["cpu"][0]
     hidden, payload = torch.randn(1, tokens, width, dtype=dtype), torch.ones(1)
-    layer(hidden).sum().backward()
+    step = pass_through(build_layer(width, _HEAD_DIM["cpu"]).to(dtype), hidden, _HEAD_DIM["cpu"])
+    step()
     dist.barrier()
     began, before = time.perf_counter(), timer.read()
     for _ in range(_WAITS):
-        layer(hidden).sum().backward()
+        step()
         dist.all_reduce(payload)
     values = {"seconds": time.perf_counter() - began, "work": timer.read() - before}
     yield "waits", {"times": float(_WAITS), "processes": float(dist.get_world_size()), **values}
@@ -227,7 +249,7 @@ def time_wrappers(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    tokens, head_dim = _LAYERS[timer.device.type][0]
+    tokens, head_dim = _SMALLEST[timer.device.type]
     width = head_dim * dist.get_world_size()
     hidden = torch.randn(1, tokens, width, device=timer.device, dtype=dtype, requires_grad=True)
     forms = ("whole", "wrapped", "sharded", "divided")
@@ -235,89 +257,16 @@ def time_wrappers(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
     meshes = init_device_mesh(timer.device.type, (1, dist.get_world_size()), mesh_dim_names=("one", "all"))
     for name, mesh in (("wrapped", meshes["one"]), ("sharded", meshes["all"])):
         fully_shard(layers[name], mesh=mesh, reshard_after_forward=True)
-    _divide(layers["divided"], timer.device.type)
+    divide_layer(layers["divided"], timer.device.type)
+    steps = {name: pass_through(layer, hidden, head_dim) for name, layer in layers.items()}
     taken: dict[str, list[float]] = {name: [] for name in layers}
     for _ in range(13):  # as often on every rank
-        for name, layer in layers.items():
+        for name, step in steps.items():
             began = timer.read()
-            layer(hidden).sum().backward()
-            layer.zero_grad(set_to_none=True)
+            step()
             taken[name].append(timer.read() - began)
     for name, seconds in taken.items():
         yield name, {"seconds": statistics.median(seconds[1:])}  # the first call sets up buffers
-
-
-def _divide(layer: "torch.nn.Module", kind: str) -> None:
-    """Divide the matrices over all processes; norms are distributed tensors that every process has, as in training."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, distribute_module
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mesh = init_device_mesh(kind, (dist.get_world_size(),))
-    columns = {name: ColwiseParallel() for name in ("query", "key", "value", "gate", "up")}
-    parallelize_module(layer, mesh, {**columns, "out": RowwiseParallel(), "down": RowwiseParallel()})
-    for name, module in layer.named_modules():
-        if name.startswith("norms."):
-            distribute_module(
-                module,
-                mesh,
-                None,
-                lambda _, inputs, mesh: DTensor.from_local(inputs[0], mesh, [Replicate()]),  # type: ignore[arg-type]
-                lambda _, output, mesh: output.to_local(),
-            )
-
-
-def inner_width(width: int) -> int:
-    """The width between the products of an MLP of Llama: 8/3 of the hidden one, in whole sixteens."""
-    return -(-8 * width // 3 // 16) * 16
-
-
-def build_layer(width: int, head_dim: int) -> "torch.nn.Module":
-    """A decoder layer as Hugging Face writes Llama's, in plain PyTorch."""
-    import torch
-    from torch import nn
-    from torch.nn.functional import scaled_dot_product_attention, silu
-
-    class Norm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(width))
-
-        def forward(self, hidden: "Tensor") -> "Tensor":
-            kind = hidden.dtype
-            hidden = hidden.to(torch.float32)
-            hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6)
-            return self.weight * hidden.to(kind)
-
-    def rotate(states: "Tensor", cosine: "Tensor", sine: "Tensor") -> "Tensor":
-        first, second = states.chunk(2, dim=-1)
-        return states * cosine + torch.cat((-second, first), dim=-1) * sine
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norms = nn.ModuleList(Norm() for _ in range(2))
-            self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
-            self.gate, self.up = (nn.Linear(width, inner_width(width), bias=False) for _ in range(2))
-            self.down = nn.Linear(inner_width(width), width, bias=False)
-
-        def forward(self, hidden: "Tensor") -> "Tensor":
-            tokens = hidden.shape[1]
-            size = min(head_dim, width)
-            normed = self.norms[0](hidden)
-            parts = [
-                each(normed).view(1, tokens, -1, size).transpose(1, 2) for each in (self.query, self.key, self.value)
-            ]
-            angles = torch.zeros(tokens, size, device=hidden.device, dtype=hidden.dtype)
-            query, key = (rotate(each, angles + 1, angles) for each in parts[:2])
-            mixed = scaled_dot_product_attention(query, key, parts[2], is_causal=True)
-            hidden = hidden + self.out(mixed.transpose(1, 2).reshape(1, tokens, -1))
-            normed = self.norms[1](hidden)
-            result: Tensor = hidden + self.down(silu(self.gate(normed)) * self.up(normed))
-            return result
-
-    return Layer()
 
 
 def time_all(device: "torch.device") -> list[Row]:
@@ -347,7 +296,7 @@ def _time_once(device: "torch.device") -> Iterator[Row]:
     for dtype in (torch.float32, low):
         dist.barrier()
         yield from time_products(timer, dtype)
-    for measure in (time_attention, time_layers, time_memory):
+    for measure in (time_attention, time_layer, time_pointwise, time_memory):
         dist.barrier()
         yield from measure(timer, training)
     if dist.get_world_size() > 1:

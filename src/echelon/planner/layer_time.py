@@ -43,6 +43,30 @@ class LayerTime:
         return replace(self, host=seconds, forward=self.forward + seconds / 2)
 
 
+@dataclass(frozen=True)
+class LaunchTime:
+    """Seconds in which the host launches one microbatch, forward and backward.
+
+    Attributes:
+        layer: of each layer.
+        head: of embedding, head and loss.
+        root: of the hooks around the layers.
+    """
+
+    layer: float = 0.0
+    head: float = 0.0
+    root: float = 0.0
+
+
+def launch_time(plan: ParallelPlan, software: Software, rates: Rates) -> LaunchTime:
+    """What the host of a rank launches. Full checkpointing launches forward passes twice."""
+    hook = (rates.hook if plan.dp_shard * plan.cp > 1 else rates.wrapper) if plan.uses_fully_shard else 0.0
+    layer = software.launch_seconds(rates) + (rates.dispatch if plan.tp > 1 else 0.0)
+    layer *= 1.5 if plan.activation_checkpointing == "full" else 1.0
+    stages = len(plan.stages) // plan.pp if plan.stages else 1
+    return LaunchTime(layer + hook, rates.head_launches * rates.launch, stages * hook)
+
+
 def layer_time(
     part: ModelShape,
     plan: ParallelPlan,

@@ -33,11 +33,8 @@ def fit_calibration(rows: Sequence[Row], device: str, num_devices: int, training
     attention = _rows(rows, f"attention {training_dtype}")
     forward = statistics.fmean(_attention_flops(each) / each["seconds"] for each in attention)
     backward = statistics.fmean(2.5 * _attention_flops(each) / each["backward"] for each in attention)
-    smallest, *layers = sorted(_rows(rows, "layer"), key=lambda each: each["tokens"] * each["width"])
-    launch = smallest["seconds"]
-    known = (rates[training_dtype], small_dim, forward, backward)
+    (layer,), (copy,), (loss,) = (_rows(rows, name) for name in ("layer", "copy", "loss"))
     number = 4 if training_dtype == "float32" else 2
-    (copy,), (loss,) = _rows(rows, "copy"), _rows(rows, "loss")
     latency, bandwidth = _fit_link(_rows(rows, "all_reduce"), passes=2)
     return Calibration(
         machine=describe_machine(),
@@ -49,9 +46,9 @@ def fit_calibration(rows: Sequence[Row], device: str, num_devices: int, training
         attention_flops=forward,
         attention_backward=backward / forward,
         stream_bandwidth=copy["bytes"] / copy["seconds"],
-        pointwise_bandwidth=statistics.fmean(_pointwise(each, known, launch, number) for each in layers),
+        pointwise_bandwidth=_fit_pointwise(_rows(rows, "pointwise"), number),
         logit_seconds=loss["seconds"] / loss["logits"],
-        launch_seconds=launch,
+        launch_seconds=layer["seconds"],
         latency=latency,
         bandwidth=bandwidth,
         gather_bandwidth=_fit_link(_rows(rows, "all_gather"), passes=1)[1],
@@ -91,21 +88,15 @@ def _attention_flops(row: Mapping[str, float]) -> float:
     return 2.0 * row["heads"] * row["tokens"] ** 2 * row["head_dim"]
 
 
-def _pointwise(row: Mapping[str, float], known: tuple[float, float, float, float], launch: float, number: int) -> float:
-    """Bytes per second of a layer's operations outside its products, from the time that products leave of it.
-
-    At most the whole time is taken, at least a twentieth of it, in case the products were measured too slow.
-    """
-    flops, small_dim, forward, backward = known
-    tokens, width, inner = row["tokens"], row["width"], row["inner"]
-    seconds = row["seconds"] - launch
-    for rows, columns, times in ((width, width, 4), (width, inner, 2), (inner, width, 1)):
-        shape = {"rows": tokens, "inner": rows, "outer": columns}
-        seconds -= 6.0 * times * tokens * rows * columns / flops * _slowdown(shape, small_dim)
-    scores = 2.0 * width * tokens**2
-    seconds -= scores / forward + 2.5 * scores / backward
-    num_bytes = 3 * tokens * number * GPU_RATES.eager * (HIDDEN_PASSES * width + INNER_PASSES * inner)
-    return num_bytes / max(seconds, 0.05 * row["seconds"])
+def _fit_pointwise(rows: Sequence[Mapping[str, float]], number: int) -> float:
+    """Bytes per second of a layer's operations outside its products and attention; `number`: bytes of a number."""
+    launch, *others = sorted(rows, key=lambda each: each["tokens"] * each["width"])
+    moved = (
+        3 * each["tokens"] * number * GPU_RATES.eager * (HIDDEN_PASSES * each["width"] + INNER_PASSES * each["inner"])
+        for each in others
+    )
+    taken = (max(each["seconds"] - launch["seconds"], 1e-9) for each in others)
+    return statistics.median(one / other for one, other in zip(moved, taken, strict=True))
 
 
 def _fit_wrapper(rows: Sequence[Row], name: str, collectives: Mapping[str, int]) -> float:

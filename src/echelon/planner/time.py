@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from echelon.hardware.accelerators import Cluster
 from echelon.hardware.links import Links
 from echelon.planner.collectives import Group, find_group
-from echelon.planner.layer_time import LayerTime, head_time, layer_time
+from echelon.planner.layer_time import LaunchTime, LayerTime, head_time, launch_time, layer_time
 from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.pipeline_time import StageTime, bubble_seconds, shared_seconds
@@ -152,14 +152,13 @@ def estimate_time(
     software = software or choose_software(plan, cluster)
     rates = rates or rates_of(cluster)
     step = _Step(shape, plan, sequence_len, cluster, software, rates, between)
-    layer = layer_time(step.part, plan, sequence_len, step.tokens, cluster, software, rates)
-    head = head_time(step.part, plan, step.tokens, cluster, software, rates)
-    of_layer, of_head, of_root = _launch_seconds(step)
-    if rates.waits_for_host:
-        layer, head = layer.launched_in(of_layer), head.launched_in(of_head)
+    launch = launch_time(plan, software, rates)
+    waited = launch if rates.waits_for_host else LaunchTime()
+    layer = layer_time(step.part, plan, sequence_len, step.tokens, cluster, software, rates).launched_in(waited.layer)
+    head = head_time(step.part, plan, step.tokens, cluster, software, rates).launched_in(waited.head)
     tensor, context, experts = _tensor_seconds(step), _context_seconds(step, layer), _expert_seconds(step)
     border, steps = _border_seconds(step), plan.num_microbatches
-    ends = border + (of_root if rates.waits_for_host else 0.0)
+    ends = border + waited.root
     layers = [sum(plan.stages[rank :: plan.pp]) for rank in range(plan.pp)] if plan.stages else [shape.num_layers]
     loads = [count * (layer.total + tensor + context + experts) + ends for count in layers]
     loads[-1] += head.total
@@ -167,7 +166,7 @@ def estimate_time(
     count, heads = layers[slowest], int(slowest == plan.pp - 1)
     shard, replicas = _data_seconds(step, layer, count, head)
     optimizer, offload = _update_seconds(step, count / shape.num_layers, loads[slowest] * steps)
-    host = count * of_layer + heads * of_head + of_root
+    host = count * launch.layer + heads * launch.head + launch.root
     bubble, waiting = _pipeline_seconds(step, _time_stages(step, layer, head, tensor + context + experts, ends))
     estimate = TimeEstimate(
         matmul=steps * (count * layer.matmul + heads * head.matmul),
@@ -251,19 +250,6 @@ def _border_seconds(step: _Step) -> float:
     group = find_group(plan, step.cluster, ("pp",))
     share = plan.tp if plan.sequence_parallel else 1
     return 2 * len(plan.stages) // plan.pp * group.send(step.hidden_bytes / share) * (1 - step.rates.overlap)
-
-
-def _launch_seconds(step: _Step) -> tuple[float, float, float]:
-    """Seconds in which the host launches a microbatch: a layer, what is outside the layers, the hooks of their roots.
-
-    Forward and backward. Full checkpointing launches forward passes twice.
-    """
-    plan, rates = step.plan, step.rates
-    hook = (rates.hook if plan.dp_shard * plan.cp > 1 else rates.wrapper) if plan.uses_fully_shard else 0.0
-    once = step.software.launch_seconds(rates)
-    layer = (once + (rates.dispatch if plan.tp > 1 else 0.0)) * (1.5 if plan.activation_checkpointing == "full" else 1)
-    roots = len(plan.stages) // plan.pp if plan.pp > 1 else 1
-    return layer + hook, rates.head_launches * rates.launch, roots * hook
 
 
 def _time_stages(step: _Step, layer: LayerTime, head: LayerTime, sent: float, border: float) -> Iterator[StageTime]:
