@@ -41,7 +41,6 @@ from echelon.runs.run_folder import sweep_checkpoints
 
 logger = logging.getLogger(__name__)
 
-
 # A verification that takes longer than this is logged.
 _LONG_SECONDS = 10.0
 # How long a failed run waits for its last upload.
@@ -275,7 +274,7 @@ class CheckpointStore:
                 self._conclude(checkpoint, keep, time.monotonic() - began)
             else:
                 self._give_up(checkpoint, reason)
-        reason = broadcast_object(reason, self._group)
+        reason = gather_objects(reason, self._group)[0]  # every rank waits for all others here
         if reason is None:
             self.write_seconds = time.monotonic() - began
         return reason

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,8 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from echelon.distributed.membership import Membership
 from echelon.distributed.sequence_part import SequencePart
 from echelon.planner.plan import ParallelPlan
-
-T = TypeVar("T")
 
 AXES = ("replica", "pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_AXES = ("replica", "dp_replicate", "dp_shard")

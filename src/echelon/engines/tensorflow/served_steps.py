@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.data.loader import Microbatch
-from echelon.distributed.objects import gather_objects
+from echelon.distributed.objects import broadcast_object, gather_objects
 from echelon.engines.tensorflow.decoder import Decoder
 from echelon.engines.tensorflow.library import Library
 from echelon.engines.tensorflow.passes import Array, Passes, find_loss, to_int32
@@ -192,9 +192,7 @@ class ServedSteps:
 
     def _tell(self, value: Any) -> Any:
         """What rank 0 has, on every rank."""
-        told = [value]
-        dist.broadcast_object_list(told, group=self._everyone, group_src=0)
-        return told[0]
+        return broadcast_object(value, self._everyone)
 
 
 def _stack(tensors: Sequence[torch.Tensor], filler: int) -> Array:
