@@ -133,7 +133,7 @@ def time_layer(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
     tokens, width = _SMALLEST[timer.device.type]
     hidden = torch.randn(1, tokens, width, device=timer.device, dtype=dtype, requires_grad=True)
     layer = build_layer(width, width).to(timer.device, dtype)
-    yield "layer", {"seconds": timer.measure(pass_through(layer, hidden, width))}
+    yield "layer", {"seconds": timer.measure(pass_through(layer, hidden))}
 
 
 def time_pointwise(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
@@ -228,7 +228,7 @@ def time_waits(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
         return
     tokens, width = _LAYERS["cpu"][0]
     hidden, payload = torch.randn(1, tokens, width, dtype=dtype), torch.ones(1)
-    step = pass_through(build_layer(width, _HEAD_DIM["cpu"]).to(dtype), hidden, _HEAD_DIM["cpu"])
+    step = pass_through(build_layer(width, _HEAD_DIM["cpu"]).to(dtype), hidden)
     step()
     dist.barrier()
     began, before = time.perf_counter(), timer.read()
@@ -258,7 +258,7 @@ def time_wrappers(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
     for name, mesh in (("wrapped", meshes["one"]), ("sharded", meshes["all"])):
         fully_shard(layers[name], mesh=mesh, reshard_after_forward=True)
     divide_layer(layers["divided"], timer.device.type)
-    steps = {name: pass_through(layer, hidden, head_dim) for name, layer in layers.items()}
+    steps = {name: pass_through(layer, hidden) for name, layer in layers.items()}
     taken: dict[str, list[float]] = {name: [] for name in layers}
     for _ in range(13):  # as often on every rank
         for name, step in steps.items():
