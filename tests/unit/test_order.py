@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from echelon.data.order import Permutation, SampleOrder
+from echelon.data.order import OrderAhead, Permutation, SampleOrder
 
 WORD = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -115,3 +115,25 @@ def test_order_continues_into_the_next_epoch():
         assert sorted(ids[7 * epoch : 7 * epoch + 7]) == list(range(7))
     assert order.sample_ids(5, 9).tolist() == ids[5:14].tolist()
     assert order.sample_ids(5, 0).size == 0
+
+
+def test_an_order_ahead_is_the_same_order_at_any_jump():
+    order = SampleOrder(1000, seed=3)
+    ahead = OrderAhead(order)
+    assert ahead.num_samples == 1000
+    for start, count in [(0, 12), (12, 12), (1020, 12), (500, 3000), (3499, 1), (2, 7), (5000, 0), (10**12, 4)]:
+        assert ahead.sample_ids(start, count).tolist() == order.sample_ids(start, count).tolist()
+
+
+def test_an_order_ahead_looks_up_many_positions_at_once():
+    asked = []
+
+    class Order(SampleOrder):
+        def sample_ids(self, start, count):
+            asked.append((start, count))
+            return super().sample_ids(start, count)
+
+    ahead = OrderAhead(Order(1000, seed=3))
+    for step in range(100):
+        ahead.sample_ids(8 * step, 8)
+    assert asked == [(0, 1024)]

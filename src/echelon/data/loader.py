@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from echelon.data.order import DataOrder, Words, mix
+from echelon.data.order import DataOrder, OrderAhead, Words, mix
 from echelon.data.shards import NO_LABEL, Dataset, Samples
 from echelon.distributed.sequence_part import SequencePart
 from echelon.errors import DataError
@@ -184,7 +184,7 @@ class BatchLoader(Iterator[StepBatch]):
         assert order.num_samples == dataset.num_samples, "the order is of another dataset"
         assert micro_batch_size > 0 and 0 <= dp_rank < dp_size, "no such microbatch or rank"
         self._dataset = dataset
-        self._order = order
+        self._order = OrderAhead(order)
         self._batches = batches
         self._micro_batch_size = micro_batch_size
         self._dp_rank, self._dp_size = dp_rank, dp_size

