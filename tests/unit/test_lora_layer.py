@@ -16,7 +16,7 @@ ROWS, WIDTH, OUT = 6, 8, 10
 
 
 class LargePasses(TorchDispatchMode):
-    """Notes the elementwise operations whose result has the size of the layer's output."""
+    """Notes the operations that read or write a tensor of the output's size once more, and additions in place."""
 
     def __init__(self):
         super().__init__()
@@ -25,7 +25,7 @@ class LargePasses(TorchDispatchMode):
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
         name = operation._schema.name.removeprefix("aten::")
-        if name in ("mul", "add", "add_") and result.numel() == ROWS * OUT:
+        if name in ("mul", "add", "add_", "addmm_", "clone", "copy_") and result.numel() == ROWS * OUT:
             self.found.append(name)
         return result
 
@@ -67,7 +67,7 @@ def test_outputs_and_gradients_are_those_of_peft_with_fewer_passes(is_transposed
     for one, other in zip(found, expected, strict=True):
         assert (one - other).norm() <= (1e-6 if dtype == torch.float32 else 1e-2) * other.norm()
     assert their_passes == ["mul", "add", "mul"], "scaled, added, and its gradient scaled"
-    assert our_passes == []
+    assert our_passes == ([] if is_transposed else ["addmm_"]), "what is added in place needs no other tensor"
 
 
 def test_a_disabled_or_merged_adapter_and_dora_run_as_in_peft():

@@ -1,7 +1,8 @@
 """PEFT's LoRA layer, whose adapter is added to the output of the frozen layer by one matrix product.
 
-PEFT computes B(A(x)), scales it and adds it: two tensors of the output's size in the forward pass, and a scaled copy of
-the output's gradient in the backward pass. On a CPU, each of these passes over memory takes as long as a product by A.
+PEFT computes B(A(x)), scales it and adds it: three tensors of the output's size in the forward pass, and a scaled copy
+of the output's gradient in the backward pass. On a CPU, each of these passes over memory takes as long as a product by
+A. Here the product by B is added to the output of the frozen layer in place.
 """
 
 from typing import Any
@@ -19,10 +20,13 @@ class AddingLinear(Linear):  # type: ignore[misc]
         if self.disable_adapters or self.merged:
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
         (name,) = self.active_adapters
-        result: Tensor = self.base_layer(x)
-        rows = self.lora_A[name](self.lora_dropout[name](x)).flatten(0, -2).to(result.dtype)
+        inputs = x.flatten(0, -2)  # the result of a product of matrices is no view, so that autograd copies nothing
+        result: Tensor = self.base_layer(inputs)
+        rows = self.lora_A[name](self.lora_dropout[name](inputs)).to(result.dtype)
         expand = self.lora_B[name].weight.to(result.dtype).t()
-        return torch.addmm(result.flatten(0, -2), rows, expand, alpha=self.scaling[name]).view_as(result)
+        add = torch.addmm if self.fan_in_fan_out else Tensor.addmm_  # Conv1D returns a view
+        result = add(result, rows, expand, alpha=self.scaling[name])
+        return result.view(*x.shape[:-1], result.shape[-1])
 
 
 def add_by_products(model: nn.Module) -> None:
