@@ -4,16 +4,23 @@ import json
 import math
 import os
 import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from command import await_line, finish, process_of, read_lines, start, write_recipe
 from echelon.api.models import export
+from echelon.distributed.objects import gather_objects
 from echelon.engines.tensorflow.steps import GRADIENTS, WEIGHTS
 from echelon.engines.tensorflow.update import MOMENTS
 from echelon.planner.plan import ParallelPlan
@@ -75,6 +82,36 @@ def find_devices(rank: int, world_size: int, path: str, plan: ParallelPlan) -> d
                 place = each.device.removesuffix("/replica:0/task:0/device:CPU:0")
                 found[place] = found.get(place, 0) + 4 * each.shape.num_elements()
         return found
+
+
+def stop_a_worker(rank: int, world_size: int, path: str, plan: ParallelPlan, call: str) -> float:
+    """The seconds that 2 s of sleep take on rank 0 while it directs rank 1, which is stopped for 8 s."""
+    place_rank(rank, world_size)
+    with masked_trainer(rank, world_size, path, plan) as trainer:
+        model = trainer.train_step.engine._steps._model
+        pids = gather_objects(os.getpid(), dist.group.WORLD)
+        if model is None:
+            return 2.0
+        rows = np.ones((1, 2, trainer.train_step.loader.batch(0).microbatches[0].input_ids.shape[1]), np.int32)
+        calls: dict[str, Callable[[], object]] = {
+            "accumulate": lambda: model.accumulate([(rows, rows)] * world_size, 1.0),
+            "norm": model.norm,
+            "update": lambda: model.update(1e-3, 1),
+            "read": lambda: model.decoder.read(model.find(WEIGHTS)),
+        }
+        for each in calls.values():
+            each()
+        continued = subprocess.Popen(["sh", "-c", f"sleep 8; kill -CONT {pids[1]}"])
+        os.kill(pids[1], signal.SIGSTOP)
+        directing = threading.Thread(target=calls[call])
+        directing.start()
+        began = time.monotonic()
+        for _ in range(20):
+            time.sleep(0.1)
+        taken = time.monotonic() - began
+        directing.join()
+        continued.wait()
+        return taken
 
 
 def logits_of(rank: int, world_size: int, path: str, plan: ParallelPlan, ids: list[int]) -> list[list[float]]:
@@ -164,6 +201,21 @@ def test_weights_gradients_and_moments_are_on_the_server(text: Path, tmp_path: P
     config = Row().config() | {"vocab_size": 256}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     assert found["/job:ps"] == 4 * 4 * sum(each.numel() for each in model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["accumulate", "norm", "update", "read"])
+def test_threads_of_the_coordinator_run_while_a_worker_is_stopped(text: Path, tmp_path: Path, call: str) -> None:
+    """One of them finds that the run hangs. The worker is also one of two servers."""
+    row = by_tensorflow(with_ranks(Row(), 2), strategy="parameter_server", servers=2)
+    path, plan = prepare(row, tmp_path, text, STEPS)
+    (tmp_path / "run" / "plan.json").write_text(json.dumps(plan.to_dict()))
+    pool = WorkerPool(size=2, seconds=300)
+    try:
+        taken, _ = pool.run(stop_a_worker, 2, str(path), plan, call)
+    finally:
+        pool.close()
+    assert taken < 5, "the interpreter was locked until the worker went on"
 
 
 @pytest.mark.slow

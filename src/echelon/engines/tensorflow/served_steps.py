@@ -47,8 +47,12 @@ class ServedModel:
 
         `shares`: by rank, the ids and labels of its microbatches, int32 [microbatches, batch, seq].
         """
+        # Tensors of this process. TensorFlow would copy arrays to the worker and then ask it for their shapes, with
+        # Python's interpreter locked: if the worker is stopped, no thread here would notice.
         losses = [
-            self._coordinator.schedule(self._differentiate, args=(ids, labels, np.float32(divisor), np.int32(rank)))
+            self._coordinator.schedule(
+                self._differentiate, args=tuple(map(self._tf.constant, (ids, labels, np.float32(divisor), rank)))
+            )
             for rank, (ids, labels) in enumerate(shares)
         ]
         self._coordinator.join()
