@@ -17,7 +17,7 @@ help:
 	@echo "make pictures run both tutorials, and draw the pictures of their pages (10 minutes)"
 	@echo "make faults   kill jobs at 86 random moments and compare their results: benchmarks/results/faults-cpu.md, lost-replicas-cpu.md (an hour)"
 	@echo "make launchers  run jobs on emulated machines: a real Slurm, mpirun, ssh (as root, on Debian or Ubuntu)"
-	@echo "make engines  set up an environment for each other engine (.venv-NAME), and run its tests there (20 minutes)"
+	@echo "make engines  set up an environment for each other engine (.venv-NAME), and run its tests there (1.5 hours)"
 	@echo "make bench-engines  tokens per second and memory under each engine, side by side: benchmarks/results/engines-cpu.md (10 minutes)"
 	@echo "make bench    compare the step time with that of a plain PyTorch loop (long)"
 	@echo "make bench-peers  train the same work with echelon, HF Trainer, Accelerate, Fabric, DeepSpeed and a plain loop: benchmarks/results/peers-cpu.md (3 hours, nothing else running)"
