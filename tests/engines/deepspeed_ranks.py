@@ -23,6 +23,15 @@ def train_with_nan(rank, world_size, path, plan, bad_step):
         stack.enter_context(masked_trainer(rank, world_size, path, plan)).fit()
 
 
+def train_in_fp16(rank, world_size, path, plan):
+    """Train a rank in fp16 on a CPU, which computes in it slowly: DeepSpeed asks for one that does so fast."""
+    from deepspeed.accelerator import get_accelerator
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda accelerator: True))
+        stack.enter_context(masked_trainer(rank, world_size, path, plan)).fit()
+
+
 def measure_state(rank, world_size, path, plan):
     """The bytes of this rank's optimizer state and master weights, and those of the model's parameters."""
     with masked_trainer(rank, world_size, path, plan) as trainer:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ranks import logits_of, measure_state, train_with_nan
+from deepspeed_ranks import logits_of, measure_state, train_in_fp16, train_with_nan
 from echelon.api.models import export
 from echelon.runs.run_folder import RunFolder
 from echelon.stored import write_json
@@ -128,6 +128,33 @@ def test_bf16_is_near_the_single_process_in_fp32(native, tmp_path, text, paralle
     row = deepspeed_row(parallel, 2, precision="bf16")
     losses, norms = difference(trained(row, tmp_path, text, steps=STEPS), native(row))
     assert 0 < losses < 2e-2 and norms < 5e-2
+
+
+@pytest.mark.parametrize("parallel", ["zero2", "fsdp"])
+@pytest.mark.slow
+def test_fp16_skips_steps_that_overflow_and_halves_the_loss_scale(native, tmp_path, text, parallel):
+    """Until the first of them it is near the single process in fp32."""
+    row = deepspeed_row(parallel, 2, precision="fp16")
+    path, plan = prepare(row, tmp_path, text, STEPS)
+    run_path = tmp_path / "run"
+    write_json(RunFolder(run_path).plan_path, plan.to_dict())
+    run(train_in_fp16, 2, str(path), plan)
+    ours, theirs = ([each for each in rows if each["kind"] == "train"] for rows in (read_rows(run_path), native(row)))
+    skipped = [each["step"] for each in ours if each["skipped"]]
+    assert len(ours) == STEPS and skipped, "DeepSpeed adds up gradients in fp16"
+    losses, norms = difference(ours[: skipped[0] - 1], theirs[: skipped[0] - 1])
+    assert 0 < losses < 2e-2 and norms < 5e-2
+    scales = [65536 / 2 ** sum(step < each["step"] for step in skipped) for each in ours]
+    assert [each["loss_scale"] for each in ours] == scales
+    assert ours[-1]["loss"] < ours[0]["loss"] - 0.3
+
+
+@pytest.mark.parametrize("parallel", ["zero2", "fsdp"])
+@pytest.mark.slow
+def test_a_mixture_of_experts_trains_as_under_native(native, tmp_path, text, parallel):
+    row = deepspeed_row(parallel, 2, family="mixtral")
+    losses, norms = difference(trained(row, tmp_path, text, steps=STEPS), native(row))
+    assert losses < 1e-5 and norms < 1e-5
 
 
 @pytest.mark.slow
