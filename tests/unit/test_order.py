@@ -125,7 +125,16 @@ def test_an_order_ahead_is_the_same_order_at_any_jump():
         assert ahead.sample_ids(start, count).tolist() == order.sample_ids(start, count).tolist()
 
 
-def test_an_order_ahead_looks_up_many_positions_at_once():
+@pytest.mark.parametrize(
+    ("stride", "count", "lookups", "first"),
+    [
+        (8, 8, 2, [(0, 8), (8, 1024)]),
+        (512, 64, 51, [(0, 64), (512, 1024), (1536, 1024), (2560, 1024)]),
+        (2048, 64, 100, [(0, 64), (2048, 64), (4096, 64), (6144, 64)]),
+    ],
+)
+def test_an_order_ahead_looks_up_many_positions_where_the_next_steps_use_them(stride, count, lookups, first):
+    """A rank takes `count` positions out of every `stride`, the global batch."""
     asked = []
 
     class Order(SampleOrder):
@@ -135,5 +144,5 @@ def test_an_order_ahead_looks_up_many_positions_at_once():
 
     ahead = OrderAhead(Order(1000, seed=3))
     for step in range(100):
-        ahead.sample_ids(8 * step, 8)
-    assert asked == [(0, 1024)]
+        ahead.sample_ids(stride * step, count)
+    assert len(asked) == lookups and asked[: len(first)] == first

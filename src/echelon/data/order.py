@@ -112,17 +112,21 @@ class SampleOrder:
 class OrderAhead:
     """The same order, looked up many positions at a time: 1,024 of them take about twice as long as one.
 
-    For one thread.
+    Only where the next lookups will use them: not before the second lookup, nor where each is further on than half of
+    these positions. For one thread.
     """
 
     def __init__(self, order: DataOrder) -> None:
         self.num_samples = order.num_samples
         self._order = order
         self._start, self._known = 0, np.empty(0, dtype=np.int64)
+        self._previous = -_AHEAD
 
     def sample_ids(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """See DataOrder."""
         if not self._start <= start <= start + count <= self._start + len(self._known):
-            self._start, self._known = start, self._order.sample_ids(start, max(count, _AHEAD))
+            ahead = _AHEAD if 0 <= start - self._previous <= _AHEAD // 2 else 0
+            self._start, self._known = start, self._order.sample_ids(start, max(count, ahead))
+        self._previous = start
         first = start - self._start
         return self._known[first : first + count]
