@@ -12,6 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -137,3 +138,14 @@ class WorkerPool:
                     raise WorkerFailure(f"rank {rank} of {len(connections)}:\n{value}")
                 results[rank] = value
         return [results[rank] for rank in range(len(connections))]
+
+
+def run_in_new_processes(
+    function: Callable[..., Any], world_size: int, *arguments: Any, seconds: float = TIMEOUT_SECONDS
+) -> list[Any]:
+    """Call `function(rank, world_size, *arguments)` as WorkerPool does, in processes that end after it.
+
+    For libraries that can be set up once in a process.
+    """
+    with closing(WorkerPool(world_size, seconds)) as pool:
+        return pool.run(function, world_size, *arguments)

@@ -1,5 +1,6 @@
 """Training with DeepSpeed against the native engine: losses, norms, weights and moments, in real processes."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from echelon.api.models import export
 from echelon.runs.run_folder import RunFolder
 from echelon.stored import write_json
 from training import Row, difference, hashes, losses_of, prepare, read_rows, tensors_of, train
-from workers import WorkerPool
+from workers import WorkerPool, run_in_new_processes
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.dist
@@ -21,20 +22,13 @@ PARTITIONED = {"zero_optimization": {"stage3_param_persistence_threshold": 100}}
 
 def run(function: Any, ranks: int, *arguments: Any) -> list[Any]:
     """Call a function in processes of its own: DeepSpeed keeps groups of processes in global variables."""
-    pool = WorkerPool(size=ranks, seconds=400)
-    try:
-        return pool.run(function, ranks, *arguments)
-    finally:
-        pool.close()
+    return run_in_new_processes(function, ranks, *arguments, seconds=400)
 
 
 def trained(row: Row, folder: Path, text: Path, **options: Any) -> list[dict[str, Any]]:
     """Train a row in processes of its own."""
-    pool = WorkerPool(size=row.ranks, seconds=400)
-    try:
+    with closing(WorkerPool(size=row.ranks, seconds=400)) as pool:
         return train(pool, row, folder, text, **options)
-    finally:
-        pool.close()
 
 
 class Native:

@@ -16,7 +16,7 @@ from command import LAUNCHER_KEYS, read_lines, write_recipe
 from echelon.planner.plan import ParallelPlan
 from engine_drill import assert_every_fault_is_survived
 from training import Row, hashes, prepare, read_rows, train_rank, with_ranks
-from workers import WorkerPool
+from workers import run_in_new_processes
 
 pytest.importorskip("horovod")
 pytestmark = pytest.mark.dist
@@ -37,11 +37,7 @@ def train(row: Row, folder: Path, text: Path, stop_at: int | None = None) -> lis
     """Train a row in new processes, because Horovod starts once in each; return its training rows."""
     path, plan = prepare(row, folder, text, STEPS)
     write_plan(folder, plan)
-    pool = WorkerPool(size=row.ranks, seconds=600)
-    try:
-        pool.run(train_placed, row.ranks, 1, str(path), plan, stop_at, "")
-    finally:
-        pool.close()
+    run_in_new_processes(train_placed, row.ranks, 1, str(path), plan, stop_at, "", seconds=600)
     return [each for each in read_rows(folder / "run") if each["kind"] == "train"]
 
 

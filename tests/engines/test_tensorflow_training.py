@@ -26,7 +26,7 @@ from echelon.engines.tensorflow.update import MOMENTS
 from echelon.planner.plan import ParallelPlan
 from echelon.runs.run_folder import RunFolder
 from training import Row, hashes, masked_trainer, prepare, read_rows, train_rank, with_ranks
-from workers import WorkerPool
+from workers import run_in_new_processes
 
 pytest.importorskip("keras_hub")
 pytestmark = pytest.mark.dist
@@ -48,15 +48,21 @@ def train_placed(rank: int, world_size: int, *arguments: Any) -> None:
     train_rank(rank, world_size, *arguments)
 
 
-def train(row: Row, folder: Path, text: Path, stop_at: int | None = None) -> list[dict[str, Any]]:
-    """Train a row in new processes, because TensorFlow's devices are fixed once in each; return its training rows."""
-    path, plan = prepare(row, folder, text, STEPS)
+def run_ranks(
+    function: Callable[..., Any], row: Row, folder: Path, text: Path, *arguments: Any, steps: int = STEPS
+) -> list[Any]:
+    """Call `function(rank, world_size, path, plan, *arguments)` on the ranks of a row, with the path of its recipe.
+
+    In new processes, because TensorFlow's devices are fixed once in each.
+    """
+    path, plan = prepare(row, folder, text, steps)
     (folder / "run" / "plan.json").write_text(json.dumps(plan.to_dict()))
-    pool = WorkerPool(size=row.ranks, seconds=900)
-    try:
-        pool.run(train_placed, row.ranks, str(path), plan, stop_at, "")
-    finally:
-        pool.close()
+    return run_in_new_processes(function, row.ranks, str(path), plan, *arguments, seconds=900)
+
+
+def train(row: Row, folder: Path, text: Path, stop_at: int | None = None) -> list[dict[str, Any]]:
+    """Train a row in new processes; return its training rows."""
+    run_ranks(train_placed, row, folder, text, stop_at, "")
     return [each for each in read_rows(folder / "run") if each["kind"] == "train"]
 
 
@@ -190,13 +196,8 @@ def test_parameter_servers(text: Path, tmp_path: Path, native: list[dict[str, An
 
 @pytest.mark.slow
 def test_weights_gradients_and_moments_are_on_the_server(text: Path, tmp_path: Path) -> None:
-    path, plan = prepare(by_tensorflow(with_ranks(Row(), 2), strategy="parameter_server"), tmp_path, text, STEPS)
-    (tmp_path / "run" / "plan.json").write_text(json.dumps(plan.to_dict()))
-    pool = WorkerPool(size=2, seconds=900)
-    try:
-        found, elsewhere = pool.run(find_devices, 2, str(path), plan)
-    finally:
-        pool.close()
+    row = by_tensorflow(with_ranks(Row(), 2), strategy="parameter_server")
+    found, elsewhere = run_ranks(find_devices, row, tmp_path, text)
     assert elsewhere is None and set(found) == {"/job:ps"}
     config = Row().config() | {"vocab_size": 256}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
@@ -208,25 +209,13 @@ def test_weights_gradients_and_moments_are_on_the_server(text: Path, tmp_path: P
 def test_threads_of_the_coordinator_run_while_a_worker_is_stopped(text: Path, tmp_path: Path, call: str) -> None:
     """One of them finds that the run hangs. The worker is also one of two servers."""
     row = by_tensorflow(with_ranks(Row(), 2), strategy="parameter_server", servers=2)
-    path, plan = prepare(row, tmp_path, text, STEPS)
-    (tmp_path / "run" / "plan.json").write_text(json.dumps(plan.to_dict()))
-    pool = WorkerPool(size=2, seconds=300)
-    try:
-        taken, _ = pool.run(stop_a_worker, 2, str(path), plan, call)
-    finally:
-        pool.close()
+    taken, _ = run_ranks(stop_a_worker, row, tmp_path, text, call)
     assert taken < 5, "the interpreter was locked until the worker went on"
 
 
 @pytest.mark.slow
 def test_workers_sum_by_a_collective_of_tensorflow(text: Path, tmp_path: Path) -> None:
-    path, plan = prepare(by_tensorflow(with_ranks(Row(), 2)), tmp_path, text, STEPS)
-    (tmp_path / "run" / "plan.json").write_text(json.dumps(plan.to_dict()))
-    pool = WorkerPool(size=2, seconds=900)
-    try:
-        found = pool.run(find_operations, 2, str(path), plan)
-    finally:
-        pool.close()
+    found = run_ranks(find_operations, by_tensorflow(with_ranks(Row(), 2)), tmp_path, text)
     assert all(any(name.startswith("CollectiveReduce") for name in names) for names in found), found
 
 
@@ -292,13 +281,7 @@ def test_a_run_changes_engines_in_the_middle(
 @pytest.mark.parametrize("strategy", ["multi_worker", "parameter_server"])
 def test_an_export_has_the_logits_of_the_live_model_in_transformers(text: Path, tmp_path: Path, strategy: str) -> None:
     ids = list(b"def read(")
-    path, plan = prepare(by_tensorflow(with_ranks(Row(), 2), strategy=strategy), tmp_path, text, 3)
-    (tmp_path / "run" / "plan.json").write_text(json.dumps(plan.to_dict()))
-    pool = WorkerPool(size=2, seconds=900)
-    try:
-        live = pool.run(logits_of, 2, str(path), plan, ids)
-    finally:
-        pool.close()
+    live = run_ranks(logits_of, by_tensorflow(with_ranks(Row(), 2), strategy=strategy), tmp_path, text, ids, steps=3)
     assert live[0] == live[1]
     export(tmp_path / "run", tmp_path / "exported")
     with torch.no_grad():
@@ -309,13 +292,7 @@ def test_an_export_has_the_logits_of_the_live_model_in_transformers(text: Path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["multi_worker", "parameter_server"])
 def test_a_value_that_is_not_a_number_is_found_and_not_applied(text: Path, tmp_path: Path, strategy: str) -> None:
-    path, plan = prepare(by_tensorflow(with_ranks(Row(), 2), strategy=strategy), tmp_path, text, 3)
-    (tmp_path / "run" / "plan.json").write_text(json.dumps(plan.to_dict()))
-    pool = WorkerPool(size=2, seconds=900)
-    try:
-        found = pool.run(find_nan, 2, str(path), plan)
-    finally:
-        pool.close()
+    found = run_ranks(find_nan, by_tensorflow(with_ranks(Row(), 2), strategy=strategy), tmp_path, text, steps=3)
     for loss, norm, finding, kept in found:
         assert math.isnan(loss) and math.isnan(norm) and kept
         assert finding == "the output of model.layers.1"

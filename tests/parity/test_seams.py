@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import signal
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -166,10 +167,8 @@ def test_local_sgd_that_was_ended_goes_on_bit_for_bit(workers, text, tmp_path, l
     """Between two agreements: after step 5, where SIGKILL leaves the checkpoint of step 4."""
     run = prepared(APART, tmp_path, text, replicas=2)
     if number == signal.SIGKILL:
-        pool = WorkerPool(2)
-        with pytest.raises(WorkerFailure):
+        with closing(WorkerPool(2)) as pool, pytest.raises(WorkerFailure):
             train_with(pool, run, sync=LOCAL_SGD, interruption=(5, number))
-        pool.close()
         assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-00000004"]
     else:
         errors, _ = train_with(workers, run, sync=LOCAL_SGD, interruption=(4, number))
