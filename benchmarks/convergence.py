@@ -32,7 +32,8 @@ SMALL = [
     "model.config.hidden_size=128", "model.config.intermediate_size=344", "model.config.num_hidden_layers=2",
     "tokenizer={train: {vocab_size: 1024}}", "data.sequence_len=128", "train.steps=480",
 ]  # fmt: skip
-FULL = ["train.steps=750"]
+# Compiled, as `auto` would choose for a run of this length, also in the few steps over the link.
+FULL = ["train.steps=750", "train.compile=true"]
 FIRST, MOST_SEEDS = "every_step", 3
 METHODS = {
     FIRST: {},
