@@ -22,7 +22,6 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
 PROCESSES = 2
 MEGABITS, LATENCY_SECONDS = 100, 0.02
 # A round of the replicas that agree after step 30: such a step, the one beside which they may send, and 28 others.
@@ -89,19 +88,10 @@ def measure_over_link(sync, overrides):
 
     The steps between agreements count as the fastest ten of them in a row, because others may use the same cores.
     """
-    from delayed_link import delayed
-    from namespaces import machines
+    from slow_link import train_over_link
 
-    with tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder, machines(PROCESSES, Path(folder)) as network:
-        command = command_of(folder, sync, 0, [*overrides, *LINK_OVERRIDES])
-        command += ["--nproc", "1", "--nodes", str(PROCESSES), "--rendezvous", f"{network[0].name}:29400"]
-        for machine in network:
-            machine.slow(MEGABITS)
-        with delayed(*network, LATENCY_SECONDS):
-            agents = [machine.start(command) for machine in network]
-            codes = [agent.wait() for agent in agents]
-            if any(codes):
-                raise subprocess.SubprocessError(f"echelon train failed over the link: {command}")
+    with tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder:
+        train_over_link(command_of(folder, sync, 0, [*overrides, *LINK_OVERRIDES]), folder, MEGABITS, LATENCY_SECONDS)
         seconds = [row["step_seconds"] for row in read_rows(folder) if row["kind"] == "train"]
     alike = seconds[FIRST_COUNTED : ROUND - 1]
     fastest = min(statistics.mean(alike[start : start + WINDOW]) for start in range(len(alike) - WINDOW + 1))

@@ -1,0 +1,32 @@
+"""Runs whose two processes are on machines of their own, network namespaces, with a slow link between them.
+
+As root on Linux.
+"""
+
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from delayed_link import delayed
+from namespaces import machines
+
+PROCESSES = 2
+
+
+def train_over_link(command, folder, megabits, latency_seconds=0.0, environment=None):
+    """Run an `echelon train` command, one process on each machine; each sends at most so many megabits a second.
+
+    `latency_seconds`: how much later each packet arrives. `environment`: of the processes; None: this one's.
+    """
+    with machines(PROCESSES, Path(folder)) as network:
+        place = ["--nproc", "1", "--nodes", str(PROCESSES), "--rendezvous", f"{network[0].name}:29400"]
+        for machine in network:
+            machine.slow(megabits)
+        with delayed(*network, latency_seconds) if latency_seconds else nullcontext():
+            agents = [machine.start([*command, *place], environment) for machine in network]
+            codes = [agent.wait() for agent in agents]
+    if any(codes):
+        raise subprocess.SubprocessError(f"echelon train failed over the link: {command}")
