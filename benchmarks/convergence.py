@@ -45,6 +45,7 @@ METHODS = {
     "signs": {"compress": {"method": "sign"}},
     "local SGD, H = 30": {"name": "local_sgd", "every": 30},
     "DiLoCo, H = 30": {"name": "diloco", "every": 30},
+    "DiLoCo, H = 30, momentum 0.5": {"name": "diloco", "every": 30, "outer_momentum": 0.5},
     "DiLoCo, H = 30, int8": {"name": "diloco", "every": 30, "compress": {"method": "int8"}},
     "DiLoCo, H = 30, overlap": {"name": "diloco", "every": 30, "overlap": True},
     "server, staleness 0": {"name": "parameter_server"},
@@ -55,7 +56,7 @@ METHODS = {
     "quorum": {"name": "quorum"},
 }
 UNLINKED = ("quorum",)  # for one machine
-ROW_HEIGHT, LABEL_WIDTH, BAR_WIDTH = 26, 190, 420
+ROW_HEIGHT, LABEL_WIDTH, BAR_WIDTH, NOTE_WIDTH = 26, 210, 380, 320
 
 
 def command_of(folder, sync, seed, overrides):
@@ -117,9 +118,15 @@ def render_table(results):
         sent = f"{each['sent_bytes'] / 1e6:,.1f} | {first['sent_bytes'] / each['sent_bytes']:.1f} x"
         base = results.get(name_run(FIRST, seed))
         above = f"{each['loss'] / base['loss'] - 1:+.1%}" if base else "not run"
-        seconds = f"{each['link_step_seconds'] * each['steps']:,.0f} s" if "link_step_seconds" in each else ""
-        lines.append(f"| {name_run(method, seed)} | {sent} | {each['loss']:.4f} | {above} | {seconds} |")
+        seconds = link_seconds(each)
+        over_link = "" if seconds is None else f"{seconds:,.0f} s"
+        lines.append(f"| {name_run(method, seed)} | {sent} | {each['loss']:.4f} | {above} | {over_link} |")
     return "\n".join(lines) + "\n"
+
+
+def link_seconds(result):
+    """Seconds of the whole run over the link; None if that was not measured."""
+    return result["link_step_seconds"] * result["steps"] if "link_step_seconds" in result else None
 
 
 def results_by_run(results):
@@ -129,20 +136,22 @@ def results_by_run(results):
 
 
 def render_picture(results):
-    """The losses as bars, from zero, with the bytes beside them: SVG."""
+    """The losses as bars, from zero, with bytes and seconds over the link beside them: SVG."""
     scale = BAR_WIDTH / max(each["loss"] for each in results.values())
-    width, height = LABEL_WIDTH + BAR_WIDTH + 170, ROW_HEIGHT * (len(results) + 2)
+    width, height = LABEL_WIDTH + BAR_WIDTH + NOTE_WIDTH, ROW_HEIGHT * (len(results) + 2)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
         f'font-size="13"><title>Loss at equal tokens</title><rect width="{width}" height="{height}" fill="white"/>'
     ]
     for number, (run, each) in enumerate(results_by_run(results)):
         y, length = ROW_HEIGHT * (number + 1), each["loss"] * scale
+        note = f"{each['loss']:.3f}, {each['sent_bytes'] / 1e6:,.1f} MB sent"
+        if (seconds := link_seconds(each)) is not None:
+            note += f", {seconds:,.0f} s over the link"
         parts.append(
             f'<text x="{LABEL_WIDTH - 8}" y="{y + 17}" text-anchor="end">{html.escape(name_run(*run))}</text>'
             f'<rect x="{LABEL_WIDTH}" y="{y + 4}" width="{length:.1f}" height="{ROW_HEIGHT - 8}" fill="#4878a8"/>'
-            f'<text x="{LABEL_WIDTH + length + 6:.1f}" y="{y + 17}">{each["loss"]:.3f}, '
-            f"{each['sent_bytes'] / 1e6:,.1f} MB sent</text>"
+            f'<text x="{LABEL_WIDTH + length + 6:.1f}" y="{y + 17}">{note}</text>'
         )
     parts.append(f'<text x="{LABEL_WIDTH}" y="{height - 8}">held-out loss at equal tokens</text></svg>\n')
     return "\n".join(parts)
