@@ -62,7 +62,10 @@ def _random(step, name, values):
 
 
 def _sign(step, name, values):
-    return values.abs().sum() / values.numel() * torch.where(values < 0, -1.0, 1.0)
+    """Each row of a matrix and each vector is a block of arXiv:1905.10936."""
+    rows = values.view(-1, values.shape[-1])
+    sent = [row.abs().sum() / len(row) * torch.where(row < 0, -1.0, 1.0) for row in rows]
+    return torch.stack(sent).view_as(values)
 
 
 def topk(step, workers, state):

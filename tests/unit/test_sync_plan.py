@@ -10,7 +10,7 @@ from echelon.optimizer import divide_names
 from echelon.planner.choose import resolve_plan
 from echelon.planner.memory import estimate_checkpoint, estimate_memory
 from echelon.planner.plan import ParallelPlan, SyncPlan
-from echelon.planner.replica_costs import agreement_bytes
+from echelon.planner.replica_costs import agreement_bytes, count_sent_bytes
 from echelon.planner.replica_limits import refuse_quorum, resize
 from echelon.recipe import SyncConfig
 from echelon.sizes import render_bytes
@@ -198,13 +198,20 @@ def test_bytes_and_memory_of_replicas():
 
 
 def test_bytes_and_memory_of_compressed_gradients():
-    plan = resolve_plan(build_recipe("ddp", sync={"compress": {"method": "sign"}}), TINY, cpus(4))
+    plan = resolve_plan(build_recipe("ddp", sync={"compress": {"method": "topk"}}), TINY, cpus(4))
     plain, trained = replace(plan, sync=SyncPlan()), TINY.num_parameters
     extra = estimate_memory(TINY, plan, 128, "cpu").total - estimate_memory(TINY, plain, 128, "cpu").total
     assert extra == 2 * 4 * trained
     assert estimate_checkpoint(TINY, plan) - estimate_checkpoint(TINY, plain) == 4 * 4 * trained
     [line] = [line for line in plan.why if line.startswith("sync every_step")]
-    assert f"sends {render_bytes(round(3 * trained / 8))} per step" in line
+    assert f"sends {render_bytes(round(3 * 8 * 0.01 * trained))} per step" in line
+
+
+def test_bytes_of_signs():
+    """One bit for each number, and 4 bytes for each row of a matrix and each vector, to every other rank."""
+    assert count_sent_bytes(SyncPlan(method="sign"), [(4096, 256), (256,)], 4) == 3 * (
+        4096 * 256 / 8 + 256 / 8 + 4 * (4096 + 1)
+    )
 
 
 SERVERS = {"name": "parameter_server", "servers": 2}

@@ -55,13 +55,13 @@ def describe_traffic(plan: ParallelPlan, num_trained: int) -> list[str]:
     """The message about what each process sends for `sync`, beside sync.name: every_step without compression.
 
     Args:
-        num_trained: the trained numbers that one process has. Of `powersgd`, whose bytes depend on the shapes of
-            matrices, nothing is said.
+        num_trained: the trained numbers that one process has. Of `powersgd` and `sign`, whose bytes depend on the
+            shapes of matrices, nothing is said.
     """
     sync, size = plan.sync, plan.num_replicas if plan.num_replicas > 1 else plan.dp_replicate
     if sync.name == PARAMETER_SERVER and size > 1:
         return [_describe_server(sync, num_trained, size)]
-    if (sync.name not in APART and sync.method == "none") or size == 1 or sync.method == "powersgd":
+    if (sync.name not in APART and sync.method == "none") or size == 1 or sync.method in ("powersgd", "sign"):
         return []
     sent = count_sent_bytes(sync, [(num_trained,)], size) / sync.every
     whole = count_sent_bytes(SyncPlan(), [(num_trained,)], size)
@@ -97,7 +97,7 @@ def count_sent_bytes(sync: SyncPlan, shapes: Sequence[Sequence[int]], size: int)
         case "randomk":
             return ring * _FP32 * sync.fraction * count
         case "sign":
-            return others * count / 8
+            return others * (count / 8 + _FP32 * sum(prod(shape[:-1]) for shape in shapes))
         case "powersgd":
             return ring * _FP32 * sum(_count_thin(shape, sync.rank) for shape in shapes)
     return ring * _BYTES[sync.method] * count

@@ -1,4 +1,4 @@
-"""Sums of signs: one bit of each value, and the mean magnitude of each tensor."""
+"""Sums of signs: one bit of each value, and the mean magnitude of each row."""
 
 from collections.abc import Mapping
 
@@ -12,9 +12,12 @@ _WEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class Signs(Feedback):
-    """Karimireddy et al., "Error Feedback Fixes SignSGD" (arXiv:1901.09847), algorithm 2, for each tensor.
+    """Karimireddy et al., "Error Feedback Fixes SignSGD" (arXiv:1901.09847), algorithm 2, for each block.
 
-    Each rank sends every other rank one bit for each value, and 4 bytes for each tensor. See Reducer.
+    A block, with a magnitude of its own (Zheng et al., arXiv:1905.10936, algorithm 1), is a row: the values along the
+    last dimension. Rows of an embedding whose tokens no batch had stay zeros.
+
+    Each rank sends every other rank one bit for each value, and 4 bytes for each block. See Reducer.
     """
 
     def __init__(self, trained: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
@@ -22,14 +25,14 @@ class Signs(Feedback):
         self._group = group
 
     def reduce(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """See Reducer. The mean magnitude of a tensor with a value that is not finite is not finite either."""
-        corrected = {name: self.correct(name, tensor).flatten() for name, tensor in tensors.items()}
-        scales = torch.stack([values.abs().mean() for values in corrected.values()])
-        bits = torch.cat([values >= 0 for values in corrected.values()])
-        sizes = [len(values) for values in corrected.values()]
-        rounded = torch.split(_decode(bits, scales, sizes), sizes)
-        for (name, values), sent in zip(corrected.items(), rounded, strict=True):
-            self.keep(name, values - sent)
+        """See Reducer. The mean magnitude of a block with a value that is not finite is not finite either."""
+        corrected = {name: _blocks(self.correct(name, tensor)) for name, tensor in tensors.items()}
+        scales = torch.cat([blocks.abs().mean(1) for blocks in corrected.values()])
+        bits = torch.cat([(blocks >= 0).flatten() for blocks in corrected.values()])
+        sizes = [blocks.shape for blocks in corrected.values()]
+        rounded = torch.split(_decode(bits, scales, sizes), [blocks.numel() for blocks in corrected.values()])
+        for (name, blocks), sent in zip(corrected.items(), rounded, strict=True):
+            self.keep(name, blocks.flatten() - sent)
         mine = torch.cat([_pack(bits), scales.view(torch.uint8)])
         total = torch.zeros(len(bits), device=mine.device)
         for received in gather(mine, self._group):
@@ -48,8 +51,13 @@ def _unpack(codes: Tensor, count: int) -> Tensor:
     return (codes[:, None] & weights).ne(0).flatten()[:count]
 
 
-def _decode(bits: Tensor, scales: Tensor, sizes: list[int]) -> Tensor:
-    """Return scale * sign of values, given whether they are not negative."""
-    counts = torch.tensor(sizes, device=scales.device)
-    magnitudes = scales.repeat_interleave(counts, output_size=sum(sizes))
+def _blocks(values: Tensor) -> Tensor:
+    """Values as rows, [blocks, size]."""
+    return values.reshape(-1, values.shape[-1] if values.dim() else 1)
+
+
+def _decode(bits: Tensor, scales: Tensor, sizes: list[torch.Size]) -> Tensor:
+    """Return scale * sign of values, given whether they are not negative, for tensors of [blocks, size]."""
+    counts = torch.cat([torch.full((blocks,), size, device=scales.device) for blocks, size in sizes])
+    magnitudes = scales.repeat_interleave(counts, output_size=len(bits))
     return torch.where(bits, magnitudes, -magnitudes)
