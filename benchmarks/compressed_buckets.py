@@ -55,9 +55,8 @@ def median_step(method, is_beside, megabits):
         ]  # fmt: skip
         command = [sys.executable, "-m", "echelon", "train", str(ROOT / "recipes/demo.yaml"), *shown]
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-        train_over_link(command, folder, megabits, environment=os.environ | {"PYTHONPATH": path})
-        rows = [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
-    return statistics.median(row["step_seconds"] for row in rows if row["kind"] == "train" and row["step"] > WARM_UPS)
+        seconds = train_over_link(command, folder, megabits, environment=os.environ | {"PYTHONPATH": path})
+    return statistics.median(seconds[WARM_UPS:])
 
 
 def main():

@@ -92,8 +92,8 @@ def measure_over_link(sync, overrides):
     from slow_link import train_over_link
 
     with tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder:
-        train_over_link(command_of(folder, sync, 0, [*overrides, *LINK_OVERRIDES]), folder, MEGABITS, LATENCY_SECONDS)
-        seconds = [row["step_seconds"] for row in read_rows(folder) if row["kind"] == "train"]
+        command = command_of(folder, sync, 0, [*overrides, *LINK_OVERRIDES])
+        seconds = train_over_link(command, folder, MEGABITS, LATENCY_SECONDS)
     alike = seconds[FIRST_COUNTED : ROUND - 1]
     fastest = min(statistics.mean(alike[start : start + WINDOW]) for start in range(len(alike) - WINDOW + 1))
     return ((ROUND - 2) * fastest + sum(seconds[ROUND - 1 : ROUND + 1])) / ROUND

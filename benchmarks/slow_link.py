@@ -3,6 +3,7 @@
 As root on Linux.
 """
 
+import json
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -17,8 +18,9 @@ PROCESSES = 2
 
 
 def train_over_link(command, folder, megabits, latency_seconds=0.0, environment=None):
-    """Run an `echelon train` command, one process on each machine; each sends at most so many megabits a second.
+    """Run an `echelon train` command, one process on each machine; return the seconds of each step.
 
+    `folder`: the command's run folder is FOLDER/run. `megabits`: what each machine sends in a second at most.
     `latency_seconds`: how much later each packet arrives. `environment`: of the processes; None: this one's.
     """
     with machines(PROCESSES, Path(folder)) as network:
@@ -30,3 +32,5 @@ def train_over_link(command, folder, megabits, latency_seconds=0.0, environment=
             codes = [agent.wait() for agent in agents]
     if any(codes):
         raise subprocess.SubprocessError(f"echelon train failed over the link: {command}")
+    rows = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
+    return [row["step_seconds"] for row in rows if row["kind"] == "train"]

@@ -29,8 +29,9 @@ class Signs(Feedback):
         corrected = {name: _blocks(self.correct(name, tensor)) for name, tensor in tensors.items()}
         scales = torch.cat([blocks.abs().mean(1) for blocks in corrected.values()])
         bits = torch.cat([(blocks >= 0).flatten() for blocks in corrected.values()])
-        sizes = [blocks.shape for blocks in corrected.values()]
-        rounded = torch.split(_decode(bits, scales, sizes), [blocks.numel() for blocks in corrected.values()])
+        shapes = [blocks.shape for blocks in corrected.values()]
+        sizes = torch.cat([torch.full((count,), size, device=scales.device) for count, size in shapes])
+        rounded = torch.split(_decode(bits, scales, sizes), [count * size for count, size in shapes])
         for (name, blocks), sent in zip(corrected.items(), rounded, strict=True):
             self.keep(name, blocks.flatten() - sent)
         mine = torch.cat([_pack(bits), scales.view(torch.uint8)])
@@ -56,8 +57,7 @@ def _blocks(values: Tensor) -> Tensor:
     return values.reshape(-1, values.shape[-1] if values.dim() else 1)
 
 
-def _decode(bits: Tensor, scales: Tensor, sizes: list[torch.Size]) -> Tensor:
-    """Return scale * sign of values, given whether they are not negative, for tensors of [blocks, size]."""
-    counts = torch.cat([torch.full((blocks,), size, device=scales.device) for blocks, size in sizes])
-    magnitudes = scales.repeat_interleave(counts, output_size=len(bits))
+def _decode(bits: Tensor, scales: Tensor, sizes: Tensor) -> Tensor:
+    """Return scale * sign of values, given whether they are not negative, and the size of each block."""
+    magnitudes = scales.repeat_interleave(sizes, output_size=len(bits))
     return torch.where(bits, magnitudes, -magnitudes)
