@@ -152,10 +152,14 @@ def test_two_replicas_lost_at_random_moments(tmp_path, short_rows, sync, servers
     """The second is lost before the first has returned."""
     draw = random.Random(SEED)
     job = Job(tmp_path, **SHORT, sync=sync).begin()
-    kill_at_random(job, sorted(draw.sample(range(2, 20), 2)), draw, servers)
-    job.end()
+    kill_at_random(job, [draw.randrange(2, 20)] * 2, draw, servers)
+    ending = job.end()
     print(describe(job))
     assert_never_restarted(job, 2)
+    word = "worker" if servers else "replica"
+    for lost in job.events(LOST):
+        left = f"1 {word} goes" if lost["replicas"] == 1 else f"{lost['replicas']} {word}s go"
+        assert f"; {left} on after step {lost['step']}, " in ending.out
     assert_same_rows(job.run, short_rows)
 
 

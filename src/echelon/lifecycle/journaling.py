@@ -82,12 +82,13 @@ def record_changes(folder: RunFolder, membership: Membership, step: int, sync: s
                 folder.rows.append_event("replica_joined", step=step, **fields)
             else:
                 folder.rows.append_event("replica_lost", step=step, reason=change.reason, **fields)
-        left = f"{size} {word}{'' if size == 1 else 's'}"
         if change.reason is None:
-            logger.info(f"{sync}: {word} {change.replica} has joined after step {step}; {left} now")
+            training = f"{size} {word}{'' if size == 1 else 's'}"
+            logger.info(f"{sync}: {word} {change.replica} has joined after step {step}; {training} now")
         else:
+            going_on = f"1 {word} goes on" if size == 1 else f"{size} {word}s go on"
             logger.warning(
-                f"{sync}: {word} {change.replica} (pid {change.pid}) {change.reason}; {left} go on after step {step}, "
+                f"{sync}: {word} {change.replica} (pid {change.pid}) {change.reason}; {going_on} after step {step}, "
                 f"{seconds:.1f} s later"
             )
     membership.tell_recorded()
