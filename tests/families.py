@@ -1,8 +1,11 @@
 """Small configs of each model family, for tests that hold for all of them."""
 
+from collections.abc import Iterable
+from math import prod
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from echelon.model.build import build_on_meta, load_config
@@ -72,3 +75,14 @@ def random_batch(num: int = 2, length: int = 32, vocab: int = 256, seed: int = 0
     labels = tokens[:, 1:].clone()
     labels[0, 5:9] = -100
     return tokens[:, :-1].contiguous(), labels
+
+
+def assert_same_shapes(shapes: Iterable[tuple[int, ...]], model: nn.Module) -> None:
+    """Compare planned shapes with those of a model's trained tensors: all matrices, and the numbers in vectors.
+
+    A matrix may be stored transposed.
+    """
+    found = [tuple(each.shape) for each in model.parameters() if each.requires_grad]
+    planned, found = (sorted(tuple(sorted(each)) for each in side) for side in (shapes, found))
+    assert [each for each in planned if len(each) > 1] == [each for each in found if len(each) > 1]
+    assert sum(map(prod, planned)) == sum(map(prod, found))

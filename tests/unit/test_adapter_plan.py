@@ -15,8 +15,9 @@ from echelon.planner.adapter_plan import build_adapter_plan, frozen_bytes
 from echelon.planner.memory import estimate_memory
 from echelon.planner.plan import AdapterPlan, ParallelPlan, Precision
 from echelon.planner.shape import build_shape
+from echelon.planner.trained_shapes import trained_shapes
 from echelon.recipe import AdapterConfig, load_recipe
-from families import small_config
+from families import assert_same_shapes, small_config
 from recipe_samples import SMALL as SMALL_RECIPE
 from recipe_samples import load_text
 from training import Row, resolve, write_recipe
@@ -49,23 +50,27 @@ def injected(config, adapter):
     return model
 
 
-@pytest.mark.parametrize(
-    ("name", "adapter"),
-    [(name, {"method": method, "r": 5}) for name in MODELS for method in ("lora", "qlora", "dora")
-     if (name, method) != ("gpt2", "qlora")]
-    + [
-        ("llama", {"method": "lora", "target_modules": ["q_proj", "down_proj"]}),
-        ("llama", {"method": "qlora", "double_quant": False, "target_modules": ["v_proj"]}),
-        ("gpt2", {"method": "lora", "target_modules": ["c_proj"]}),
-        ("llama", {"method": "lora", "modules_to_save": ["embed_tokens", "lm_head", "norm", "input_layernorm"]}),
-        ("llama", {"method": "lora", "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
-        ("qwen3", {"method": "qlora", "modules_to_save": ["down_proj", "q_norm", "post_attention_layernorm"]}),
-        ("gemma2", {"method": "qlora", "modules_to_save": ["lm_head", "embed_tokens", "pre_feedforward_layernorm"]}),
-        ("gemma2", {"method": "dora", "modules_to_save": ["embed_tokens"]}),
-        ("gpt2", {"method": "lora", "modules_to_save": ["wte", "wpe", "ln_f", "ln_2"]}),
-        ("olmo2", {"method": "lora", "modules_to_save": ["embed_tokens"]}),
-    ],
-)  # fmt: skip
+ADAPTERS = [
+    *(
+        (name, {"method": method, "r": 5})
+        for name in MODELS
+        for method in ("lora", "qlora", "dora")
+        if (name, method) != ("gpt2", "qlora")
+    ),
+    ("llama", {"method": "lora", "target_modules": ["q_proj", "down_proj"]}),
+    ("llama", {"method": "qlora", "double_quant": False, "target_modules": ["v_proj"]}),
+    ("gpt2", {"method": "lora", "target_modules": ["c_proj"]}),
+    ("llama", {"method": "lora", "modules_to_save": ["embed_tokens", "lm_head", "norm", "input_layernorm"]}),
+    ("llama", {"method": "lora", "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    ("qwen3", {"method": "qlora", "modules_to_save": ["down_proj", "q_norm", "post_attention_layernorm"]}),
+    ("gemma2", {"method": "qlora", "modules_to_save": ["lm_head", "embed_tokens", "pre_feedforward_layernorm"]}),
+    ("gemma2", {"method": "dora", "modules_to_save": ["embed_tokens"]}),
+    ("gpt2", {"method": "lora", "modules_to_save": ["wte", "wpe", "ln_f", "ln_2"]}),
+    ("olmo2", {"method": "lora", "modules_to_save": ["embed_tokens"]}),
+]
+
+
+@pytest.mark.parametrize(("name", "adapter"), ADAPTERS)
 def test_counts_and_bytes_equal_peft(name, adapter):
     model = injected(MODELS[name], AdapterConfig.model_validate(adapter))
     parameters = list(model.parameters())
@@ -75,6 +80,14 @@ def test_counts_and_bytes_equal_peft(name, adapter):
     assert sum(frozen_bytes(shape, plan, 2)) == sum(each.numel() * each.element_size() for each in frozen)
     packed = [each for each in model.modules() if isinstance(each, QuantizedLinear)]
     assert plan.num_quantized_parameters == sum(each.in_features * each.out_features for each in packed)
+
+
+@pytest.mark.parametrize(("name", "adapter"), ADAPTERS)
+def test_shapes_equal_peft(name, adapter):
+    """All trained matrices, and as many numbers in vectors. GPT-2's linear layers are stored transposed."""
+    model = injected(MODELS[name], AdapterConfig.model_validate(adapter))
+    shape, plan = planned(MODELS[name], **adapter)
+    assert_same_shapes(trained_shapes(shape, plan), model)
 
 
 def test_bytes_of_modules_trained_in_full():

@@ -29,8 +29,9 @@ from echelon.planner.choose import resolve_plan
 from echelon.planner.memory import estimate_memory
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.shape import build_shape
+from echelon.planner.trained_shapes import trained_shapes
 from echelon.recipe import AdapterConfig
-from families import small_config, small_model
+from families import assert_same_shapes, small_config, small_model
 from recipe_samples import SMALL, load_text
 from test_adapter_layers import IDS, adapted, logits, trained
 
@@ -108,6 +109,7 @@ def test_the_plan_counts_what_is_trained(family, method):
     plan = build_adapter_plan(adapter, shape)
     parameters = dict(model.named_parameters())
     assert plan.num_trained_parameters == sum(each.numel() for each in parameters.values() if each.requires_grad)
+    assert_same_shapes(trained_shapes(shape, plan), model)
     experts = [each for name, each in parameters.items() if each.dim() == 3 and not name.endswith("conv1d.weight")]
     assert plan.num_adapted_experts == sum(each.numel() for each in experts) > 0
     assert describe_reach(plan, shape) is None and all(name in plan.describe("bfloat16") for name in plan.experts)

@@ -7,7 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echelon.errors import ConfigError
 from echelon.planner.shape import build_shape, resolve_vocab_size
-from families import small_config
+from echelon.planner.trained_shapes import trained_shapes
+from families import assert_same_shapes, small_config
 
 LLAMA_LIKE = {
     "vocab_size": 129,
@@ -57,6 +58,7 @@ def test_counts_equal_the_model_of_transformers(config, tied):
     assert shape.num_layer_parameters == sum(p.numel() for p in layers[0].parameters())
     assert shape.num_embedding_parameters == model.get_input_embeddings().weight.numel()
     assert shape.num_layers == len(layers)
+    assert_same_shapes(trained_shapes(shape, None), model)
     assert (
         shape.tied_embeddings is (model.get_output_embeddings().weight is model.get_input_embeddings().weight) is tied
     )

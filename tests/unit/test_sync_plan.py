@@ -3,18 +3,21 @@
 from dataclasses import replace
 
 import pytest
+from transformers import AutoConfig
 
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import parse_devices
+from echelon.model.build import build_on_meta
 from echelon.optimizer import divide_names
 from echelon.planner.choose import resolve_plan
 from echelon.planner.memory import estimate_checkpoint, estimate_memory
 from echelon.planner.plan import ParallelPlan, SyncPlan
 from echelon.planner.replica_costs import agreement_bytes, count_sent_bytes
 from echelon.planner.replica_limits import refuse_quorum, resize
+from echelon.planner.sent_bytes import count_step_bytes
 from echelon.recipe import SyncConfig
 from echelon.sizes import render_bytes
-from test_plan import TINY, build_recipe, cpus
+from test_plan import TINY, TINY_CONFIG, build_recipe, cpus
 
 DILOCO = {"name": "diloco", "replicas": 2}
 
@@ -205,6 +208,17 @@ def test_bytes_and_memory_of_compressed_gradients():
     assert estimate_checkpoint(TINY, plan) - estimate_checkpoint(TINY, plain) == 4 * 4 * trained
     [line] = [line for line in plan.why if line.startswith("sync every_step")]
     assert f"sends {render_bytes(round(3 * 8 * 0.01 * trained))} per step" in line
+
+
+@pytest.mark.parametrize("method", ["powersgd", "sign"])
+def test_bytes_that_depend_on_shapes(method):
+    """The plan's bytes beside those of the tensors that transformers builds."""
+    plan = resolve_plan(build_recipe("ddp", sync={"compress": {"method": method}}), TINY, cpus(4))
+    model = build_on_meta(AutoConfig.for_model(**TINY_CONFIG))
+    sent = count_sent_bytes(plan.sync, [each.shape for each in model.parameters()], 4)
+    [line] = [line for line in plan.why if line.startswith("sync every_step")]
+    assert f"sends {render_bytes(round(sent))} per step" in line
+    assert count_step_bytes(TINY, plan, 128)["dp"] == pytest.approx(sent)
 
 
 def test_bytes_of_signs():

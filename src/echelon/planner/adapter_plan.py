@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # Names of the modules that can be trained in full, in the families of transformers.
 _INPUT_TABLES = frozenset(("embed_tokens", "wte", "embed_in", "word_embeddings"))
 _OUTPUT_TABLES = frozenset(("lm_head", "embed_out"))
-_TABLES = (_INPUT_TABLES, _OUTPUT_TABLES)
+TABLES = (_INPUT_TABLES, _OUTPUT_TABLES)
 _LAST_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
 _LAYER_NORMS = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm", "ln_1",
@@ -107,7 +107,7 @@ def _count_saved(names: tuple[str, ...], shape: ModelShape) -> _Saved:
     outside = sum(size for size, is_inside in sizes.values() if not is_inside)
     if not shape.tied_embeddings:
         return _Saved(names, inside, outside, sum(sizes[name][0] for name in _INPUT_TABLES & sizes.keys()))
-    if not any(table.isdisjoint(names) for table in _TABLES):  # one weight with two names
+    if not any(table.isdisjoint(names) for table in TABLES):  # one weight with two names
         outside -= shape.num_embedding_parameters
     return _Saved(names, inside, outside, 0)
 
@@ -129,9 +129,9 @@ def _count_expert_adapter(adapter: "AdapterConfig", weight: ExpertShape) -> int:
 
 def _count_frozen_tables(saved: tuple[str, ...], shape: ModelShape) -> int:
     """The number of vocabulary tables that are not trained in full: each gets separate rows for new tokens."""
-    frozen = sum(table.isdisjoint(saved) for table in _TABLES)
+    frozen = sum(table.isdisjoint(saved) for table in TABLES)
     if shape.tied_embeddings:  # one weight, trained in full if either name is saved
-        return int(frozen == len(_TABLES))
+        return int(frozen == len(TABLES))
     return frozen
 
 

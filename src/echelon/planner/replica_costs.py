@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from math import prod
 
+from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan, SyncPlan
+from echelon.planner.trained_shapes import trained_shapes
 from echelon.recipe.synchronization import APART, PARAMETER_SERVER, QUORUM
 from echelon.sizes import render_bytes
 
@@ -51,20 +53,18 @@ def saved_bytes(plan: ParallelPlan, num_trained: int, weights: int, optimizer: i
     return weights + optimizer + (size * _FP32 * num_trained if has_rest else 0)
 
 
-def describe_traffic(plan: ParallelPlan, num_trained: int) -> list[str]:
+def describe_traffic(model: ModelShape, plan: ParallelPlan, num_trained: int) -> list[str]:
     """The message about what each process sends for `sync`, beside sync.name: every_step without compression.
 
-    Args:
-        num_trained: the trained numbers that one process has. Of `powersgd` and `sign`, whose bytes depend on the
-            shapes of matrices, nothing is said.
+    `num_trained`: the trained numbers that one process has.
     """
     sync, size = plan.sync, plan.num_replicas if plan.num_replicas > 1 else plan.dp_replicate
     if sync.name == PARAMETER_SERVER and size > 1:
         return [_describe_server(sync, num_trained, size)]
-    if (sync.name not in APART and sync.method == "none") or size == 1 or sync.method in ("powersgd", "sign"):
+    if (sync.name not in APART and sync.method == "none") or size == 1:
         return []
-    sent = count_sent_bytes(sync, [(num_trained,)], size) / sync.every
     whole = count_sent_bytes(SyncPlan(), [(num_trained,)], size)
+    sent = whole * find_sent_share(model, plan, size) / sync.every
     times = [f"{8 * sent / rate:.3g} s instead of {8 * whole / rate:.3g} s at {name}" for name, rate in _LINKS.items()]
     every = "on average " if sync.every > 1 else ""
     return [
@@ -101,6 +101,14 @@ def count_sent_bytes(sync: SyncPlan, shapes: Sequence[Sequence[int]], size: int)
         case "powersgd":
             return ring * _FP32 * sum(_count_thin(shape, sync.rank) for shape in shapes)
     return ring * _BYTES[sync.method] * count
+
+
+def find_sent_share(model: ModelShape, plan: ParallelPlan, size: int) -> float:
+    """The bytes that each of `size` ranks sends to agree once, divided by those of gradients in fp32."""
+    if plan.sync.method == "none":
+        return 1.0
+    shapes = trained_shapes(model, plan.adapter)
+    return count_sent_bytes(plan.sync, shapes, size) / count_sent_bytes(SyncPlan(), shapes, size)
 
 
 def _count_thin(shape: Sequence[int], rank: int) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from echelon.hardware.accelerators import DeviceKind
 from echelon.planner.model_shape import ModelShape
-from echelon.planner.plan import DTYPE_BYTES, ParallelPlan, SyncPlan
+from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
 from echelon.planner.rank_shape import divide_shape
-from echelon.planner.replica_costs import count_sent_bytes
+from echelon.planner.replica_costs import find_sent_share
 from echelon.planner.stages import StageLoad, stage_loads
 
 
@@ -98,8 +98,7 @@ def _count_parameters(load: StageLoad, plan: ParallelPlan) -> tuple[float, float
     size = plan.num_replicas if apart else plan.dp_replicate
     if size == 1:
         return sent, 0.0
-    numbers, whole = (count_sent_bytes(each, [(round(held),)], size) for each in (plan.sync, SyncPlan()))
-    all_reduce = 2 * _part(size) * held * reduce * numbers / whole
+    all_reduce = 2 * _part(size) * held * reduce * find_sent_share(shape, plan, size)
     if apart:
         return sent, all_reduce / plan.sync.every
     return sent, all_reduce * (1 if plan.uses_fully_shard else reductions)  # shards are summed at the last microbatch

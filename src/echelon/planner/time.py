@@ -17,7 +17,7 @@ from echelon.planner.pipeline_time import StageTime, bubble_seconds, shared_seco
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan, SyncPlan
 from echelon.planner.rank_shape import divide_shape
 from echelon.planner.rates import Rates, Software, choose_software, rates_of
-from echelon.planner.replica_costs import count_sent_bytes, count_served_bytes
+from echelon.planner.replica_costs import count_served_bytes, find_sent_share
 from echelon.planner.sent_bytes import count_reductions
 from echelon.planner.waits import expect_waits
 from echelon.recipe.synchronization import PARAMETER_SERVER, QUORUM
@@ -340,11 +340,10 @@ def _replica_seconds(step: _Step, count: int, held: float, reductions: int, back
 
 def _sent_bytes(step: _Step, held: float, size: int) -> float:
     """The bytes of a layer of which an all-reduce takes as long as `size` ranks need to agree on it once."""
-    plan, hidden = step.plan, step.shape.hidden_size
+    plan = step.plan
     if plan.num_replicas == 1 and (plan.sync.method == "none" or plan.uses_fully_shard):
         return held * DTYPE_BYTES[plan.precision.reduce]
-    sent, whole = (count_sent_bytes(each, [(hidden, hidden)], size) for each in (plan.sync, SyncPlan()))
-    return held * DTYPE_BYTES["float32"] * sent / whole
+    return held * DTYPE_BYTES["float32"] * find_sent_share(step.shape, plan, size)
 
 
 def _server_seconds(sync: SyncPlan, group: Group, num_trained: float) -> float:
