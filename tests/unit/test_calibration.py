@@ -76,7 +76,7 @@ def recipe(tmp_path):
 
 def test_the_constants_of_a_machine_are_found_again_in_its_times():
     """Rows of a machine whose times follow the formulas of docs/planning.md exactly."""
-    flops, small, attention, backward, bandwidth, launch = 70e9, 16.0, 20e9, 0.8, 6e9, 1e-3
+    flops, small, attention, backward, bandwidth, launch = 70e9, 41.0, 20e9, 0.8, 6e9, 1e-3
 
     def product(rows, inner, outer):
         slow = 1 + small / 2 * (1 / rows + 1 / inner + 1 / outer)
@@ -106,7 +106,7 @@ def test_the_constants_of_a_machine_are_found_again_in_its_times():
                    "seconds": 1.0 + 25 * (2e-4 + 0.589456 * 0.05 * 0.2)}),
     ]  # fmt: skip
     found = fit_calibration(rows, "cpu", 2, "float32")
-    assert found.small_dim == small
+    assert found.small_dim == pytest.approx(small, abs=1e-6)
     assert found.product_flops == pytest.approx({"float32": flops})
     assert (found.attention_flops, found.attention_backward) == pytest.approx((attention, backward))
     assert found.pointwise_bandwidth == pytest.approx(bandwidth, rel=1e-6)

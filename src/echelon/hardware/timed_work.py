@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 from echelon.hardware.heap import keep_freed_memory
@@ -27,7 +29,14 @@ _MEASURED = ("seconds", "backward", "processor", "work")  # the values that are 
 
 # Rows, inner and outer dim of the products: of narrow and wide layers. A GPU is many times as fast.
 _PRODUCTS = {
-    "cpu": ((64, 64, 64), (128, 128, 128), (256, 256, 704), (1024, 256, 704), (256, 704, 256), (512, 1024, 1024)),
+    "cpu": (
+        (1024, 128, 128),
+        (2048, 128, 352),
+        (1024, 256, 704),
+        (1024, 704, 256),
+        (2048, 384, 384),
+        (512, 1024, 1024),
+    ),
     "cuda": ((512, 512, 512), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (8192, 2048, 8192)),
 }
 # Tokens, heads and their dim.
@@ -36,6 +45,7 @@ _ATTENTION = {"cpu": ((256, 4, 32), (512, 4, 64)), "cuda": ((4096, 16, 128), (81
 _SMALLEST = {"cpu": (8, 16), "cuda": (8, 64)}
 _LAYERS = {"cpu": ((256, 256), (512, 384), (2048, 128)), "cuda": ((8192, 2048), (8192, 4096))}
 _LOGITS = {"cpu": (256, 4096), "cuda": (4096, 32768)}
+_UNCACHED = {"cpu": 2**26, "cuda": 2**27}  # bytes of different inputs, more than caches hold
 _COPIED = {"cpu": 2**23, "cuda": 2**28}  # numbers of a copy, more than caches hold
 _PAYLOADS = {"cpu": (4, 2**16, 2**20, 2**22), "cuda": (4, 2**20, 2**24, 2**28)}  # bytes of an all-reduce
 _SECONDS = 0.08  # for each measurement, at least three calls
@@ -82,7 +92,8 @@ def time_products(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
     """The products of linear layers."""
     name = str(dtype).removeprefix("torch.")
     for rows, inner, outer in _PRODUCTS[timer.device.type]:
-        seconds = timer.measure(_build_products(timer.device, dtype, rows, inner, outer))
+        build = partial(_build_products, timer.device, dtype, rows, inner, outer)
+        seconds = timer.measure(_in_turn(build, timer.device, rows * inner + inner * outer + rows * outer, dtype))
         yield f"product {name}", {"rows": rows, "inner": inner, "outer": outer, "seconds": seconds}
         if seconds > _SECONDS:  # a type that the CPU emulates: larger products would take seconds
             return
@@ -97,33 +108,56 @@ def _build_products(
     left = torch.randn(rows, inner, device=device, dtype=dtype)
     weight = torch.randn(outer, inner, device=device, dtype=dtype)
     gradient = torch.randn(rows, outer, device=device, dtype=dtype)
-    return lambda: (left @ weight.T, gradient @ weight, gradient.T @ left)
+    results = [torch.ones_like(each) for each in (gradient, left, weight)]  # in memory that is there
+    factors = [(left, weight.T), (gradient, weight), (gradient.T, left)]
+
+    def multiply() -> None:
+        for pair, result in zip(factors, results, strict=True):
+            torch.mm(*pair, out=result)
+
+    return multiply
+
+
+def _in_turn(
+    build: Callable[[], Callable[[], object]], device: "torch.device", numbers: int, dtype: "torch.dtype"
+) -> Callable[[], object]:
+    """A call that does the work of another built one each time, so that no cache holds its inputs, as in training.
+
+    `numbers`: of the inputs of one, of this dtype.
+    """
+    copies = -(-_UNCACHED[device.type] // (numbers * dtype.itemsize))
+    turns = cycle([build() for _ in range(copies)])
+    return lambda: next(turns)()
 
 
 def time_attention(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
     """Causal attention, forward and backward."""
     name = str(dtype).removeprefix("torch.")
     for tokens, heads, head_dim in _ATTENTION[timer.device.type]:
-        once, both = timer.measure_in_turns(_build_attention(timer.device, dtype, tokens, heads, head_dim))
+        numbers = 4 * tokens * heads * head_dim
+        builds = [
+            partial(_build_attention, timer.device, dtype, tokens, heads, head_dim, both) for both in (False, True)
+        ]
+        once, both = timer.measure_in_turns([_in_turn(each, timer.device, numbers, dtype) for each in builds])
         sizes = {"tokens": tokens, "heads": heads, "head_dim": head_dim}
         yield f"attention {name}", {**sizes, "seconds": once, "backward": both - once}
 
 
 def _build_attention(
-    device: "torch.device", dtype: "torch.dtype", tokens: int, heads: int, head_dim: int
-) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Causal attention: its forward pass, and both passes."""
+    device: "torch.device", dtype: "torch.dtype", tokens: int, heads: int, head_dim: int, both: bool
+) -> Callable[[], object]:
+    """The forward pass of causal attention, or both passes."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
     shape = (1, heads, tokens, head_dim)
-    query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
     gradient = torch.randn(shape, device=device, dtype=dtype)
 
     def forward() -> "Tensor":
-        return scaled_dot_product_attention(query, key, value, is_causal=True)
+        return scaled_dot_product_attention(*inputs, is_causal=True)
 
-    return forward, lambda: torch.autograd.grad(forward(), (query, key, value), gradient)
+    return (lambda: torch.autograd.grad(forward(), inputs, gradient)) if both else forward
 
 
 def time_layer(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
@@ -141,7 +175,10 @@ def time_pointwise(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
 
     kind = timer.device.type
     shapes = (_SMALLEST[kind], *_LAYERS[kind])
-    calls = [build_pointwise(timer.device, dtype, tokens, width, _HEAD_DIM[kind]) for tokens, width in shapes]
+    builds = [partial(build_pointwise, timer.device, dtype, tokens, width, _HEAD_DIM[kind]) for tokens, width in shapes]
+    calls = [builds[0]()]
+    for build, (tokens, width) in zip(builds[1:], shapes[1:], strict=True):
+        calls.append(_in_turn(build, timer.device, tokens * (6 * width + 2 * inner_width(width)), dtype))
     for (tokens, width), seconds in zip(shapes, timer.measure_in_turns(calls), strict=True):
         yield "pointwise", {"tokens": tokens, "width": width, "inner": inner_width(width), "seconds": seconds}
 

@@ -12,9 +12,6 @@ from echelon.planner.waits import expect_wait
 Row = tuple[str, Mapping[str, float]]
 """What was measured, and its values: sizes, and `seconds` of one call."""
 
-_LARGE = 128  # the smallest dim of products that are long enough to have a rate
-_SMALL_DIMS = [0.0, *(2.0**power for power in range(2, 11))]
-
 
 def fit_calibration(rows: Sequence[Row], device: str, num_devices: int, training_dtype: str) -> Calibration:
     """The calibration that follows from what `hardware/timed_work.py` measured.
@@ -29,7 +26,7 @@ def fit_calibration(rows: Sequence[Row], device: str, num_devices: int, training
     if training_dtype not in products:
         raise ValueError(f"no product in {training_dtype} was measured")
     small_dim = _fit_small_dim(products[training_dtype])
-    rates = {dtype: _fit_products(found, small_dim)[0] for dtype, found in products.items()}
+    rates = {dtype: _fit_rate(found, small_dim) for dtype, found in products.items()}
     attention = _rows(rows, f"attention {training_dtype}")
     forward = statistics.fmean(_attention_flops(each) / each["seconds"] for each in attention)
     backward = statistics.fmean(2.5 * _attention_flops(each) / each["backward"] for each in attention)
@@ -64,23 +61,36 @@ def _rows(rows: Iterable[Row], name: str) -> list[Mapping[str, float]]:
     return [values for each, values in rows if each == name]
 
 
-def _slowdown(row: Mapping[str, float], small_dim: float) -> float:
-    return 1 + small_dim * (1 / row["rows"] + 1 / row["inner"] + 1 / row["outer"]) / 2
+def _product_flops(row: Mapping[str, float]) -> float:
+    return 6.0 * row["rows"] * row["inner"] * row["outer"]
 
 
-def _fit_products(rows: Iterable[Mapping[str, float]], small_dim: float) -> tuple[float, float]:
-    """(FLOP/s of large products, the spread of the rates that each of them would give)."""
-    large = [each for each in rows if min(each["rows"], each["inner"], each["outer"]) >= _LARGE] or list(rows)
-    rates = [
-        6.0 * each["rows"] * each["inner"] * each["outer"] * _slowdown(each, small_dim) / each["seconds"]
-        for each in large
-    ]
-    return statistics.median(rates), statistics.pstdev(rates) / statistics.fmean(rates)
+def _smallness(row: Mapping[str, float]) -> float:
+    """By how much a product takes longer per FLOP, for each unit of the constant `small_dim`."""
+    return (1 / row["rows"] + 1 / row["inner"] + 1 / row["outer"]) / 2
+
+
+def _fit_rate(rows: Iterable[Mapping[str, float]], small_dim: float) -> float:
+    """FLOP/s of large products."""
+    return statistics.median(
+        _product_flops(each) * (1 + small_dim * _smallness(each)) / each["seconds"] for each in rows
+    )
 
 
 def _fit_small_dim(rows: Sequence[Mapping[str, float]]) -> float:
-    """The constant with which products of different sizes agree best on the rate."""
-    return min(_SMALL_DIMS, key=lambda small_dim: _fit_products(rows, small_dim)[1])
+    """The constant with which the measured products have the same rate, by least squares of the relative errors.
+
+    The seconds of a FLOP are a + b * smallness, and the constant is b / a. 0 if larger products take no less.
+    """
+    rates = [_product_flops(each) / each["seconds"] for each in rows]
+    slopes = [rate * _smallness(each) for rate, each in zip(rates, rows, strict=True)]
+    squares, mixed, slants = (
+        sum(one * other for one, other in zip(*pair, strict=True))
+        for pair in ((rates, rates), (rates, slopes), (slopes, slopes))
+    )
+    constant = sum(rates) * slants - sum(slopes) * mixed
+    slope = sum(slopes) * squares - sum(rates) * mixed
+    return max(0.0, slope / constant) if constant > 0 else 0.0
 
 
 def _attention_flops(row: Mapping[str, float]) -> float:
