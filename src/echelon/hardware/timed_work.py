@@ -151,13 +151,13 @@ def _build_attention(
     from torch.nn.functional import scaled_dot_product_attention
 
     shape = (1, heads, tokens, head_dim)
-    inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+    query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     gradient = torch.randn(shape, device=device, dtype=dtype)
 
     def forward() -> "Tensor":
-        return scaled_dot_product_attention(*inputs, is_causal=True)
+        return scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    return (lambda: torch.autograd.grad(forward(), inputs, gradient)) if both else forward
+    return (lambda: torch.autograd.grad(forward(), (query, key, value), gradient)) if both else forward
 
 
 def time_layer(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
