@@ -392,6 +392,14 @@ def weight_difference(run: Path, reference: Path, step: int) -> float:
     return max((ours[name].double() - theirs[name].double()).abs().max().item() for name in names)
 
 
+def differing_share(run: Path, reference: Path, step: int, tolerance: float) -> float:
+    """The share of weights that differ by more than `tolerance` between the checkpoints of two runs."""
+    ours, theirs = tensors_of(run, step), tensors_of(reference, step)
+    names = [name for name in theirs if name.startswith("model.")]
+    different = sum(((ours[name].double() - theirs[name].double()).abs() > tolerance).sum().item() for name in names)
+    return float(different / sum(theirs[name].numel() for name in names))
+
+
 def with_ranks(row: Row, ranks: int, **changes: Any) -> Row:
     """The row on another number of ranks, with the largest microbatch that divides."""
     return replace(row, ranks=ranks, micro_batch=changes.pop("micro_batch", GLOBAL_BATCH // ranks), **changes)
