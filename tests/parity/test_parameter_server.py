@@ -11,7 +11,6 @@ from training import (
     LOSS,
     Row,
     check_exact_resume,
-    differing_share,
     hashes,
     losses_of,
     masked_trainer,
@@ -20,6 +19,7 @@ from training import (
     train,
     train_rank,
     weight_difference,
+    weight_differences,
     with_ranks,
 )
 
@@ -71,11 +71,11 @@ def test_losses_and_weights_are_those_of_a_single_process(workers, text, tmp_pat
     assert losses_of(ours) == pytest.approx(losses_of(theirs), abs=1e-5)
     norms = [[each["grad_norm"] for each in rows if each["kind"] == "train"] for rows in (ours, theirs)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-    runs = (tmp_path / "servers/run", tmp_path / "alone/run", steps)
+    differences = weight_differences(tmp_path / "servers/run", tmp_path / "alone/run", steps)
     if row.optimizer == "lion":  # steps by the sign of a number, which rounding decides where it is nearly zero
-        assert differing_share(*runs, tolerance=1e-5) < 1e-4
+        assert (differences > 1e-5).double().mean() < 1e-4
     else:
-        assert weight_difference(*runs) < 1e-5
+        assert differences.max() < 1e-5
 
 
 @pytest.mark.slow

@@ -386,18 +386,15 @@ def losses_of(rows: list[dict[str, Any]]) -> list[float]:
 
 def weight_difference(run: Path, reference: Path, step: int) -> float:
     """The largest absolute difference of any weight between the checkpoints of two runs."""
+    return weight_differences(run, reference, step).max().item()
+
+
+def weight_differences(run: Path, reference: Path, step: int) -> torch.Tensor:
+    """The absolute difference of each weight between the checkpoints of two runs: [number of weights], in fp64."""
     ours, theirs = tensors_of(run, step), tensors_of(reference, step)
     names = [name for name in theirs if name.startswith("model.")]
     assert names and {name for name in ours if name.startswith("model.")} == set(names)
-    return max((ours[name].double() - theirs[name].double()).abs().max().item() for name in names)
-
-
-def differing_share(run: Path, reference: Path, step: int, tolerance: float) -> float:
-    """The share of weights that differ by more than `tolerance` between the checkpoints of two runs."""
-    ours, theirs = tensors_of(run, step), tensors_of(reference, step)
-    names = [name for name in theirs if name.startswith("model.")]
-    different = sum(((ours[name].double() - theirs[name].double()).abs() > tolerance).sum().item() for name in names)
-    return float(different / sum(theirs[name].numel() for name in names))
+    return torch.cat([(ours[name].double() - theirs[name].double()).abs().flatten() for name in names])
 
 
 def with_ranks(row: Row, ranks: int, **changes: Any) -> Row:
