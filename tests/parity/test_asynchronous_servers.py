@@ -8,8 +8,9 @@ import time
 import pytest
 import torch
 
+from echelon.distributed.membership import close_connections
 from echelon.supervise.outcome import is_secondary
-from echelon.sync.pushes import Kind, close_connections, receive
+from echelon.sync.pushes import Kind, receive
 from push_oracle import replay
 from stand_ins import train_rank_with
 from test_parameter_server import STEPS, alone, served, train_poisoned

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from datetime import timedelta
 
 import pytest
@@ -56,6 +57,10 @@ def run_replica(member, port, moment, results):
                     membership.raise_change(error)
             results.put((member, number, None))
         leave_group()
+    leave(results)
+
+
+def leave(results):
     results.close()
     results.join_thread()
     os._exit(0)
@@ -86,3 +91,57 @@ def test_a_death_while_a_group_connects_is_noticed_at_once(moment):
             each.join()
     assert sorted(row for row in found if row[1] == 0) == [("0.0", 0, None), ("1.0", 0, None)]
     assert sorted(row for row in found if row[1] == 1) == [("0.0", 1, 7.0), ("1.0", 1, 7.0), ("2.1", 1, 7.0)]
+
+
+def run_saving_replica(member, port, results):
+    """In a thread the second one waits for the first, which waits for the second; the third is killed."""
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=SECONDS))
+    board = Board(store)
+    module._CONNECT_SECONDS = SECONDS
+    membership = Membership(board, board.await_view(-1, member), member, len(NAMES))
+    membership.form_group(store)
+    saving = membership.new_group()
+    if membership.rank == 2:
+        store.wait(["saving"])
+        die()
+    thread = threading.Thread(target=receive, args=(0, saving), daemon=True)
+    if membership.rank == 1:
+        thread.start()
+        store.set("saving", "")
+        receive(2, dist.group.WORLD)
+    else:
+        receive(1, dist.group.WORLD)
+    changed = board.is_over(0)
+    membership.end()
+    if membership.rank == 1:
+        thread.join()
+    results.put((member, changed))
+    leave(results)
+
+
+def receive(source, group):
+    """Wait for a message that is never sent, until the connection is closed."""
+    with pytest.raises(RuntimeError):
+        dist.recv(torch.empty(1), group_src=source, group=group)
+
+
+def test_a_save_that_waits_for_another_replica_ends_when_a_third_is_lost():
+    keeper = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=SECONDS), wait_for_workers=False)
+    board, results = Board(keeper), WARM.Queue()
+    replicas = [
+        WARM.Process(target=run_saving_replica, args=(name, keeper.port, results), daemon=True) for name in NAMES
+    ]
+    try:
+        for each in replicas:
+            each.start()
+        board.publish(View(0, NAMES))
+        replicas[-1].join(SECONDS)
+        assert replicas[-1].exitcode == -signal.SIGKILL
+        board.end(0)
+        found = [results.get(timeout=20) for _ in NAMES[:2]]
+    finally:
+        for each in replicas:
+            each.kill()
+            each.join()
+    assert sorted(found) == [("0.0", True), ("1.0", True)]

@@ -3,10 +3,12 @@
 import gc
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -23,6 +25,7 @@ _STORE_SECONDS = 60.0
 # A fifth of the time that gloo waits for a connection once all replicas have published their addresses.
 _CONNECT_SECONDS = 4.0
 _LOOK_SECONDS = 0.002
+_UNUSED_TAG = 3
 # How long the keeper may take to notice a death that a replica has met as an error.
 _NOTICE_SECONDS, _SHORT_NOTICE_SECONDS = 5.0, 2.0
 
@@ -49,6 +52,7 @@ class Membership:
     _num_ballots: int = 0
     _is_changing: bool = field(default=False)
     _store: Store | None = None
+    _groups: list[dist.ProcessGroup] = field(default_factory=list)
     _endings: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -66,12 +70,14 @@ class Membership:
         self._store = _ViewStore(PrefixStore(f"group/{number}", store), lambda: self.board.is_over(number))
         _form(self._store, self.rank, len(self.view.members), _CONNECT_SECONDS)
         _set_pg_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
+        self._groups.append(cast(dist.ProcessGroup, dist.group.WORLD))
 
     def new_group(self, purpose: str = "checkpoints") -> dist.ProcessGroup:
         """Form another group of all replicas of the view. Collective. Raises as `form_group` does."""
         timeout = timedelta(seconds=_CONNECT_SECONDS)
         group = cast(dist.ProcessGroup, dist.new_group(backend=_BACKEND, timeout=timeout, group_desc=purpose))
         _set_pg_timeout(timedelta(seconds=COLLECTIVE_SECONDS), group)
+        self._groups.append(group)
         return group
 
     def vote(self) -> None:
@@ -112,7 +118,15 @@ class Membership:
         self._endings.append(stop)
 
     def end(self) -> None:
-        """Stop what uses groups of the view, before the group is left. Not collective."""
+        """Stop what uses groups of the view, before the group is left. Not collective.
+
+        If a replica was lost, closes all connections: a thread that saves a checkpoint may wait for a replica that has
+        given up the save, and whose main thread waits for this one.
+        """
+        if self.board.is_over(self.view.number):
+            for group in self._groups:
+                close_connections(group)
+        self._groups.clear()
         while self._endings:
             self._endings.pop()()
 
@@ -186,6 +200,16 @@ def leave_group() -> None:
         form_alone()
     dist.destroy_process_group()
     gc.collect()
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """End all waits for messages of a group, in all threads of this process and of the others. Not collective.
+
+    torch cannot end a wait of another thread. gloo closes all connections of a group when one wait runs out of time.
+    """
+    if group.size() > 1:
+        with suppress(RuntimeError):
+            group.recv_anysource([torch.empty(1)], _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 def _form(store: Store, rank: int, size: int, seconds: float) -> None:

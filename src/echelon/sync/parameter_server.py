@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.distributed.membership import Membership, ViewChanged
+from echelon.distributed.membership import Membership, ViewChanged, close_connections
 from echelon.distributed.mesh import Meshes
 from echelon.optimizer import divide_names
 from echelon.recipe import SyncConfig
 from echelon.reduction.reducer import write_back
 from echelon.sync.push_code import Pusher
-from echelon.sync.pushes import Kind, Request, Taken, await_reply, close_connections, post
+from echelon.sync.pushes import Kind, Request, Taken, await_reply, post
 from echelon.sync.synchronizer import DataShare, Fill, Replica
 from echelon.sync.weight_server import Server
 

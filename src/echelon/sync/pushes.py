@@ -5,9 +5,7 @@ of a process group, whose addresses and interfaces are those of the job.
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from enum import IntEnum
 
 import torch
@@ -15,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 _REQUEST, _REPLY = 1, 2  # tags: both may be on their way between the same two processes
-_NEVER = 3  # nothing is sent with this tag
 _NUM_NUMBERS = 2
 
 
@@ -92,13 +89,3 @@ def await_reply(request: Request, server: int, size: int, group: dist.ProcessGro
     values = torch.empty(size if request.kind.gets_weights else 1)
     dist.recv(values, group_src=server, group=group, tag=_REPLY)
     return values
-
-
-def close_connections(group: dist.ProcessGroup) -> None:
-    """End all waits for messages of a group, in all threads of this process and of the others. Not collective.
-
-    torch cannot end a wait of another thread. gloo closes all connections of a group when one wait runs out of time.
-    """
-    if group.size() > 1:
-        with suppress(RuntimeError):
-            group.recv_anysource([torch.empty(1)], _NEVER).wait(timedelta(milliseconds=1))

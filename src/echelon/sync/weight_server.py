@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.distributed.membership import close_connections
 from echelon.errors import TrainingError
 from echelon.optimizer import Served, clip_gradients, global_norm
 from echelon.recipe import SyncConfig
 from echelon.reduction.reducer import flatten, write_back
 from echelon.sync.push_code import PushCode
-from echelon.sync.pushes import Kind, Request, Taken, close_connections, receive, reply
+from echelon.sync.pushes import Kind, Request, Taken, receive, reply
 from echelon.sync.share_queue import ShareQueue
 
 logger = logging.getLogger(__name__)
