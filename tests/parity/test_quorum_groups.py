@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -12,7 +13,8 @@ from torch.distributed import TCPStore
 
 from echelon.distributed import membership as module
 from echelon.distributed.membership import Membership, ViewChanged, leave_group
-from echelon.supervise.board import Board, View
+from echelon.supervise.board import Board, View, await_true
+from echelon.sync.pushes import Kind, Request, await_message, await_reply, post, receive, reply
 from workers import WARM
 
 NAMES = ("0.0", "1.0", "2.0")
@@ -66,29 +68,46 @@ def leave(results):
     os._exit(0)
 
 
+class Kept:
+    """Replicas as processes, with their board and what they report."""
+
+    def __init__(self, target, names, *arguments):
+        self._keeper = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=SECONDS), wait_for_workers=False)
+        self.board, self._results = Board(self._keeper), WARM.Queue()
+        self._replicas = {
+            name: WARM.Process(target=target, args=(name, self._keeper.port, *arguments, self._results), daemon=True)
+            for name in names
+        }
+
+    def __enter__(self):
+        for each in self._replicas.values():
+            each.start()
+        return self
+
+    def __exit__(self, *_):
+        for each in self._replicas.values():
+            each.kill()
+            each.join()
+
+    def lose(self, name):
+        """Wait until a replica of the first view has killed itself, and tell the others."""
+        self._replicas[name].join(SECONDS)
+        assert self._replicas[name].exitcode == -signal.SIGKILL
+        self.board.end(0)
+        self._keeper.set("dead", "")
+
+    def reports(self, count, seconds=SECONDS):
+        return sorted(self._results.get(timeout=seconds) for _ in range(count))
+
+
 @pytest.mark.parametrize("moment", ["none has an address", "its address is published", "the first group is formed"])
 def test_a_death_while_a_group_connects_is_noticed_at_once(moment):
     """A replica that is new forms the next group with two for which one has failed."""
-    keeper = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=SECONDS), wait_for_workers=False)
-    board, results = Board(keeper), WARM.Queue()
-    replicas = {
-        name: WARM.Process(target=run_replica, args=(name, keeper.port, moment, results), daemon=True)
-        for name in (*NAMES, RETURNED)
-    }
-    try:
-        for each in replicas.values():
-            each.start()
-        board.publish(View(0, NAMES))
-        replicas[NAMES[-1]].join(SECONDS)
-        assert replicas[NAMES[-1]].exitcode == -signal.SIGKILL
-        board.end(0)
-        keeper.set("dead", "")
-        board.publish(View(1, (*NAMES[:2], RETURNED)))
-        found = [results.get(timeout=SECONDS) for _ in range(5)]
-    finally:
-        for each in replicas.values():
-            each.kill()
-            each.join()
+    with Kept(run_replica, (*NAMES, RETURNED), moment) as kept:
+        kept.board.publish(View(0, NAMES))
+        kept.lose(NAMES[-1])
+        kept.board.publish(View(1, (*NAMES[:2], RETURNED)))
+        found = kept.reports(5)
     assert sorted(row for row in found if row[1] == 0) == [("0.0", 0, None), ("1.0", 0, None)]
     assert sorted(row for row in found if row[1] == 1) == [("0.0", 1, 7.0), ("1.0", 1, 7.0), ("2.1", 1, 7.0)]
 
@@ -105,14 +124,14 @@ def run_saving_replica(member, port, results):
     if membership.rank == 2:
         store.wait(["saving"])
         die()
-    thread = threading.Thread(target=receive, args=(0, saving), daemon=True)
+    thread = threading.Thread(target=await_in_vain, args=(0, saving), daemon=True)
     if membership.rank == 1:
         thread.start()
         store.set("saving", "")
-        receive(2, dist.group.WORLD)
+        await_in_vain(2, dist.group.WORLD)
     else:
-        receive(1, dist.group.WORLD)
-    changed = board.is_over(0)
+        await_in_vain(1, dist.group.WORLD)
+    changed = await_true(membership.is_ending, SECONDS)
     membership.end()
     if membership.rank == 1:
         thread.join()
@@ -120,28 +139,45 @@ def run_saving_replica(member, port, results):
     leave(results)
 
 
-def receive(source, group):
+def await_in_vain(source, group):
     """Wait for a message that is never sent, until the connection is closed."""
     with pytest.raises(RuntimeError):
         dist.recv(torch.empty(1), group_src=source, group=group)
 
 
 def test_a_save_that_waits_for_another_replica_ends_when_a_third_is_lost():
-    keeper = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=SECONDS), wait_for_workers=False)
-    board, results = Board(keeper), WARM.Queue()
-    replicas = [
-        WARM.Process(target=run_saving_replica, args=(name, keeper.port, results), daemon=True) for name in NAMES
-    ]
-    try:
-        for each in replicas:
-            each.start()
-        board.publish(View(0, NAMES))
-        replicas[-1].join(SECONDS)
-        assert replicas[-1].exitcode == -signal.SIGKILL
-        board.end(0)
-        found = [results.get(timeout=20) for _ in NAMES[:2]]
-    finally:
-        for each in replicas:
-            each.kill()
-            each.join()
-    assert sorted(found) == [("0.0", True), ("1.0", True)]
+    with Kept(run_saving_replica, NAMES) as kept:
+        kept.board.publish(View(0, NAMES))
+        kept.lose(NAMES[-1])
+        assert kept.reports(2, 20) == [("0.0", True), ("1.0", True)]
+
+
+def exchange_late(member, port, results):
+    """Be a server whose worker pushes late, and gets a late reply; the times are longer than those of connections."""
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=SECONDS))
+    board = Board(store)
+    membership = Membership(board, board.await_view(-1, member), member, 2)
+    membership.form_group(store)
+    module._CONNECT_SECONDS = 0.5
+    group = membership.new_group("parameter servers")
+    if membership.rank == 0:
+        request = receive(1, 4, group)
+        time.sleep(1)
+        reply(torch.tensor([7.0]), 1, group)
+        results.put((member, request.kind, request.values.tolist()))
+    else:
+        time.sleep(1)
+        request = Request(Kind.PUSH, 1, (2.0,), torch.arange(4, dtype=torch.uint8))
+        posted = post(request, 0, group)
+        results.put((member, request.kind, await_reply(request, 0, 1, group).tolist()))
+        for work in posted:
+            await_message(work)
+    leave(results)
+
+
+def test_messages_may_take_longer_than_connections():
+    """A worker computes for longer than a group may take to connect."""
+    with Kept(exchange_late, NAMES[:2]) as kept:
+        kept.board.publish(View(0, NAMES[:2]))
+        assert kept.reports(2, 20) == [("0.0", Kind.PUSH, [0, 1, 2, 3]), ("1.0", Kind.PUSH, [7.0])]

@@ -18,7 +18,7 @@ from echelon.optimizer import divide_names
 from echelon.recipe import SyncConfig
 from echelon.reduction.reducer import write_back
 from echelon.sync.push_code import Pusher
-from echelon.sync.pushes import Kind, Request, Taken, await_reply, post
+from echelon.sync.pushes import Kind, Request, Taken, await_message, await_reply, post
 from echelon.sync.synchronizer import DataShare, Fill, Replica
 from echelon.sync.weight_server import Server
 
@@ -205,7 +205,7 @@ class ParameterServer:
         for server in remote:
             replies[server] = await_reply(requests[server], server, self._counts[server], self._group)
             for work in posted[server]:
-                work.wait()
+                await_message(work)
         return [replies[server] for server in range(len(requests))]
 
 

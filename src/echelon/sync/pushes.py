@@ -6,11 +6,14 @@ of a process group, whose addresses and interfaces are those of the job.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import IntEnum
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from echelon.distributed.runtime import COLLECTIVE_SECONDS
 
 _REQUEST, _REPLY = 1, 2  # tags: both may be on their way between the same two processes
 _NUM_NUMBERS = 2
@@ -70,22 +73,36 @@ def post(request: Request, server: int, group: dist.ProcessGroup) -> list[dist.W
 def receive(worker: int, size: int, group: dist.ProcessGroup) -> Request:
     """Wait for the next request of a worker. `size`: how many bytes a push has."""
     head = torch.empty(2 + _NUM_NUMBERS, dtype=torch.float64)
-    dist.recv(head, group_src=worker, group=group, tag=_REQUEST)
+    _take(head, worker, group, _REQUEST)
     number, step, *numbers = head.tolist()
     kind, values = Kind(int(number)), None
     if kind.has_values:
         values = torch.empty(size, dtype=torch.uint8)
-        dist.recv(values, group_src=worker, group=group, tag=_REQUEST)
+        _take(values, worker, group, _REQUEST)
     return Request(kind, int(step), numbers, values)
 
 
 def reply(values: Tensor, worker: int, group: dist.ProcessGroup) -> None:
     """Send the reply to a worker's request."""
-    dist.send(values, group_dst=worker, group=group, tag=_REPLY)
+    await_message(dist.isend(values, group_dst=worker, group=group, tag=_REPLY))
 
 
 def await_reply(request: Request, server: int, size: int, group: dist.ProcessGroup) -> Tensor:
     """Wait for the reply of a server. `size`: the number of its weights."""
     values = torch.empty(size if request.kind.gets_weights else 1)
-    dist.recv(values, group_src=server, group=group, tag=_REPLY)
+    _take(values, server, group, _REPLY)
     return values
+
+
+def _take(values: Tensor, source: int, group: dist.ProcessGroup, tag: int) -> None:
+    """Wait for a message, and write it into `values`."""
+    await_message(dist.irecv(values, group_src=source, group=group, tag=tag))
+
+
+def await_message(work: dist.Work | None) -> None:
+    """Wait until a message is sent or received.
+
+    Without a time of its own a message gets that of the group's connections, which is shorter than a long step.
+    """
+    assert work is not None
+    work.wait(timedelta(seconds=COLLECTIVE_SECONDS))
