@@ -24,6 +24,7 @@ from echelon.hardware.calibration import (
 )
 from echelon.hardware.detection import calibrated_cluster, detect_cluster, use_calibration
 from echelon.planner.choose import resolve_plan
+from echelon.planner.collectives import find_group
 from echelon.planner.measured_rates import fit_calibration
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.shape import build_shape
@@ -82,10 +83,21 @@ def test_the_constants_of_a_machine_are_found_again_in_its_times():
         slow = 1 + small / 2 * (1 / rows + 1 / inner + 1 / outer)
         return 2 * rows * inner * outer / flops * slow
 
-    def pointwise(tokens, width, inner):
-        moved = 3 * tokens * 4 * 1.85 * (14 * width + 3 * inner)
-        sizes = {"tokens": tokens, "width": width, "inner": inner}
-        return "pointwise", {**sizes, "seconds": moved / bandwidth + 4e-4 if width > 16 else 4e-4}
+    def layers(sequences, tokens, width, inner):
+        rows = sequences * tokens
+        matrices = ((width, 3 * width), (width, width), (width, 2 * inner), (inner, width))
+        scores = 2 * sequences * tokens**2 * width / attention
+        moved = 3 * rows * 4 * 1.85 * (14 * width + 3 * inner)
+        seconds = launch + 3 * sum(product(rows, *each) for each in matrices) + scores * (1 + 2.5 / backward)
+        sizes = {"sequences": sequences, "tokens": tokens, "width": width, "inner": inner}
+        return "layers", {**sizes, "seconds": seconds + moved / bandwidth}
+
+    # 25 times 0.04 s of work, each with a standard deviation of 0.05 * sqrt(0.04) s; the larger of two numbers is
+    # expected 0.589 standard deviations above the mean.
+    waited = 0.589456 * 0.05 * 0.2
+
+    def collectives(name, size, seconds):
+        return name, {"bytes": size, "processes": 2.0, "seconds": seconds, "processor": 1e-4, "work": 0.04}
 
     rows = [
         *(("product float32", {"rows": a, "inner": b, "outer": c, "seconds": 3 * product(a, b, c)})
@@ -94,16 +106,19 @@ def test_the_constants_of_a_machine_are_found_again_in_its_times():
                                "seconds": 2 * 4 * 256**2 * 32 / attention,
                                "backward": 5 * 4 * 256**2 * 32 / attention / backward}),
         ("layer", {"seconds": launch}),
-        *(pointwise(*each) for each in ((8, 16, 48), (256, 256, 688), (2048, 128, 352))),
+        layers(8, 256, 128, 352),
+        layers(2, 256, 512, 1376),
         ("whole", {"seconds": 1e-3}),
         ("wrapped", {"seconds": 2.5e-3}),
+        ("sharded", {"seconds": 3.5e-3}),
         ("copy", {"bytes": 1e8, "seconds": 0.01}),
         ("loss", {"logits": 1e6, "seconds": 0.004}),
-        ("all_reduce", {"bytes": 4.0, "processes": 2.0, "seconds": 2e-4}),
-        ("all_reduce", {"bytes": 4e6, "processes": 2.0, "seconds": 2e-4 + 2e-3}),
-        # 25 times 0.04 s of work, each with a standard deviation of 0.05 * sqrt(0.04) s; see below for 0.589.
-        ("waits", {"times": 25.0, "processes": 2.0, "work": 1.0,
-                   "seconds": 1.0 + 25 * (2e-4 + 0.589456 * 0.05 * 0.2)}),
+        # Two passes of 1 ms and of half of the payload each; one of 1 ms.
+        *(collectives("all_reduce", size, 2e-3 + size / 2e9 + waited) for size in (1e5, 1e6, 1e7)),
+        *(collectives("all_gather", size, 1e-3 + size / 2 / 1e9 + waited) for size in (1e5, 1e6, 1e7)),
+        *(collectives("reduce_scatter", size, 1e-3 + size / 2 / 4e9 + waited) for size in (1e5, 1e6, 1e7)),
+        *(collectives(name, 4.0, 2e-4) for name in ("all_reduce", "all_gather", "reduce_scatter")),
+        ("waits", {"times": 25.0, "processes": 2.0, "work": 1.0, "seconds": 1.0 + 25 * (2e-4 + waited)}),
     ]  # fmt: skip
     found = fit_calibration(rows, "cpu", 2, "float32")
     assert found.small_dim == pytest.approx(small, abs=1e-6)
@@ -111,11 +126,18 @@ def test_the_constants_of_a_machine_are_found_again_in_its_times():
     assert (found.attention_flops, found.attention_backward) == pytest.approx((attention, backward))
     assert found.pointwise_bandwidth == pytest.approx(bandwidth, rel=1e-6)
     assert (found.stream_bandwidth, found.logit_seconds) == pytest.approx((1e10, 4e-9))
-    assert (found.latency, found.bandwidth) == pytest.approx((2e-4, 2e9))
+    assert (found.latency, found.bandwidth) == pytest.approx((1e-3, 2e9))
+    assert (found.gather_bandwidth, found.scatter_bandwidth) == pytest.approx((1e9, 4e9))
     assert found.wrapper_seconds == pytest.approx(1.5e-3)
+    assert found.hook_seconds == pytest.approx(2.5e-3 - 3e-4)
     assert found.jitter == pytest.approx(0.05, rel=1e-5)
     with pytest.raises(ValueError, match="no product in bfloat16"):
         fit_calibration(rows, "cpu", 2, "bfloat16")
+    # The plan of such a machine says the same: an all-reduce of 1 MB between its two devices.
+    known = replace(found, product_flops=CALIBRATION.product_flops)
+    group = find_group(ParallelPlan("ddp", dp_replicate=2), calibrated_cluster(known, 2, 2), ("dp_replicate",))
+    assert group.all_reduce(1e6) == pytest.approx(2e-3 + 5e-4)
+    assert group.gather_layer(1e6) == pytest.approx(1e-3 + 5e-4)
 
 
 def test_it_is_found_again_on_this_machine_with_these_versions_only(cache, monkeypatch):
@@ -133,7 +155,9 @@ def test_it_is_found_again_on_this_machine_with_these_versions_only(cache, monke
 def test_processes_that_share_cores_share_their_rates_and_links():
     two, four = (calibrated_cluster(CALIBRATION, count, count) for count in (2, 4))
     assert (two.accelerator.fp32_flops, four.accelerator.fp32_flops) == (80e9, 40e9)
-    assert (two.known_links.inside.bandwidth, four.known_links.inside.bandwidth) == (2e9, 1e9)
+    # A message takes longer, since its receiver gets a core later; the bytes of a large one are copied as fast.
+    assert four.known_links.inside.latency == 2 * two.known_links.inside.latency
+    assert (two.known_links.inside.bandwidth, four.known_links.inside.bandwidth) == (2e9, 2e9)
     one = calibrated_cluster(CALIBRATION, 1, 1)  # with two threads
     assert one.accelerator.fp32_flops == 160e9 and one.known_links.inside.bandwidth == 2e9
 

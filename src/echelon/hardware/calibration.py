@@ -17,7 +17,7 @@ from echelon.hardware.links import Link, Links, usual_links
 from echelon.stored import read_as, write_json
 
 CPU = "cpu"
-_FORMAT = "1"  # of the file
+_FORMAT = "2"  # of the file
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _PACKAGES = ("torch", "transformers")
 
@@ -40,8 +40,8 @@ class Calibration:
         pointwise_bandwidth: bytes/s that the operations of a layer outside its products read and write.
         logit_seconds: of the loss, forward and backward, per logit.
         launch_seconds: in which the host runs one layer of hardly any size, forward and backward.
-        latency: seconds of an all-reduce of 4 bytes between two devices.
-        bandwidth: bytes/s that each of two devices sends in an all-reduce of a large tensor; 0 with a single device.
+        latency: seconds of an all-gather without a payload between two devices, beside work; an all-reduce has two.
+        bandwidth: bytes/s that each device sends in an all-reduce of a large tensor; 0 with a single device.
         gather_bandwidth, scatter_bandwidth: likewise, of the all-gather and the reduce-scatter of a sharded layer, with
             the copies to and from its parameters.
         wrapper_seconds, hook_seconds, dispatch_seconds: that a layer of hardly any size takes longer, forward and
@@ -91,11 +91,11 @@ class Calibration:
         source = f"measured by echelon plan --calibrate on {self.date}"
         inside = Link(
             "calibrated",
-            self.bandwidth * share,
-            self.latency / share,
+            self.bandwidth,
+            3 * self.latency / share,  # a link's is that of the three rounds of eight devices
             source,
-            gather=self.gather_bandwidth * share or None,
-            scatter=self.scatter_bandwidth * share or None,
+            gather=self.gather_bandwidth or None,
+            scatter=self.scatter_bandwidth or None,
         )
         return Links(inside, usual.between)
 

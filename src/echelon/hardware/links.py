@@ -13,9 +13,14 @@ from echelon.stored import read_as
 
 @dataclass(frozen=True)
 class Link:
-    """A link of one device. bandwidth: bytes/s in one direction, of collectives. latency: seconds of a collective
-    with an empty payload between two devices. gather, scatter: bytes/s of all-gathers and reduce-scatters of sharded
-    layers, where they were measured apart."""
+    """A link of one device.
+
+    Attributes:
+        bandwidth: bytes/s in one direction, of collectives.
+        latency: seconds of a collective with an empty payload: inside a machine of eight devices, the three rounds of a
+            tree; between machines of two of them.
+        gather, scatter: bytes/s of all-gathers and reduce-scatters of sharded layers, where they were measured apart.
+    """
 
     name: str
     bandwidth: float

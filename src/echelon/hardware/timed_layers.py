@@ -1,6 +1,6 @@
 """The decoder layers whose work a calibration times: those of Llama, as they are trained."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,50 +31,23 @@ def build_layer(width: int, head_dim: int) -> "torch.nn.Module":
     return layer
 
 
-def pass_through(layer: Any, hidden: "Tensor") -> Callable[[], None]:
-    """The forward and the backward pass of a layer, with rotary positions that turn nothing."""
-    shape = (1, hidden.shape[1], layer.self_attn.head_dim)
+def pass_through(layers: "Sequence[Any]", hidden: "Tensor") -> Callable[[], None]:
+    """The forward and the backward pass of layers, one after the other, with rotary positions that turn nothing.
+
+    `hidden`: of shape (sequences, tokens, width).
+    """
+    shape = (1, hidden.shape[1], layers[0].self_attn.head_dim)
     positions = (hidden.new_ones(shape), hidden.new_zeros(shape))
 
     def step() -> None:
-        layer(hidden, position_embeddings=positions).sum().backward()
-        layer.zero_grad(set_to_none=True)
+        passed: Any = hidden
+        for layer in layers:
+            passed = layer(passed, position_embeddings=positions)
+        passed.sum().backward()
+        for layer in layers:
+            layer.zero_grad(set_to_none=True)
 
     return step
-
-
-def build_pointwise(
-    device: "torch.device", dtype: "torch.dtype", tokens: int, width: int, head_dim: int
-) -> Callable[[], object]:
-    """Two norms, of which three and two products read, rotary positions, a gate, two sums and the order of heads."""
-    import torch
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    head_dim, inner = min(head_dim, width), inner_width(width)
-    layer: Any = build_layer(width, head_dim).to(device, dtype)
-    widths = (width, width, inner, inner, width, width, width, width)
-    inputs = [torch.randn(1, tokens, each, device=device, dtype=dtype, requires_grad=True) for each in widths]
-    cosine = torch.ones(1, tokens, head_dim, device=device, dtype=dtype)
-    sine = torch.zeros_like(cosine)
-
-    def run() -> None:
-        hidden, down, gate, up, query, key, mixed, out = inputs
-        heads = [each.view(1, tokens, -1, head_dim).transpose(1, 2) for each in (query, key)]
-        after = hidden + out
-        first, second = layer.input_layernorm(hidden), layer.post_attention_layernorm(after)
-        results = [
-            *apply_rotary_pos_emb(*heads, cosine, sine),
-            *(first.view_as(first) for _ in range(3)),
-            *(second.view_as(second) for _ in range(2)),
-            mixed.view(1, -1, tokens, head_dim).transpose(1, 2).reshape(1, tokens, width),
-            layer.mlp.act_fn(gate) * up,
-            after + down,
-        ]
-        torch.autograd.backward(results, [torch.ones_like(each) for each in results])
-        for each in (*inputs, *layer.parameters()):
-            each.grad = None
-
-    return run
 
 
 def divide_layer(layer: "torch.nn.Module", kind: str) -> None:

@@ -17,7 +17,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING
 
 from echelon.hardware.heap import keep_freed_memory
-from echelon.hardware.timed_layers import build_layer, build_pointwise, divide_layer, inner_width, pass_through
+from echelon.hardware.timed_layers import build_layer, divide_layer, inner_width, pass_through
 
 if TYPE_CHECKING:
     import torch
@@ -41,13 +41,17 @@ _PRODUCTS = {
 }
 # Tokens, heads and their dim.
 _ATTENTION = {"cpu": ((256, 4, 32), (512, 4, 64)), "cuda": ((4096, 16, 128), (8192, 16, 128))}
-# Tokens and width of a layer of hardly any size, and of some whose numbers fit into caches or do not.
-_SMALLEST = {"cpu": (8, 16), "cuda": (8, 64)}
-_LAYERS = {"cpu": ((256, 256), (512, 384), (2048, 128)), "cuda": ((8192, 2048), (8192, 4096))}
+_SMALLEST = {"cpu": (8, 16), "cuda": (8, 64)}  # tokens and width of a layer of hardly any size
+# Sequences, their tokens, and the width of layers; and how many are stacked.
+_LAYERS = {"cpu": ((8, 256, 128), (2, 256, 512)), "cuda": ((4, 2048, 2048), (2, 4096, 4096))}
+_STACKED = 4
+_WAITING = (256, 256)  # tokens and width of a layer between two collectives
 _LOGITS = {"cpu": (256, 4096), "cuda": (4096, 32768)}
 _UNCACHED = {"cpu": 2**26, "cuda": 2**27}  # bytes of different inputs, more than caches hold
 _COPIED = {"cpu": 2**23, "cuda": 2**28}  # numbers of a copy, more than caches hold
 _PAYLOADS = {"cpu": (4, 2**16, 2**20, 2**22), "cuda": (4, 2**20, 2**24, 2**28)}  # bytes of an all-reduce
+_CALLS = 24  # of each collective
+_WORK = 512  # the dims of the product before it, on a CPU
 _SECONDS = 0.08  # for each measurement, at least three calls
 _ROUNDS = 3  # of all measurements: the speed of a shared machine changes within seconds
 _WAITS = 60  # collectives in the measurement of what processes wait for each other
@@ -160,27 +164,23 @@ def _build_attention(
     return (lambda: torch.autograd.grad(forward(), (query, key, value), gradient)) if both else forward
 
 
-def time_layer(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
-    """A decoder layer of hardly any size, forward and backward: what the host needs to launch it."""
+def time_layers(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
+    """A decoder layer, forward and backward: of hardly any size, what the host needs to launch it; and of some sizes,
+    each in a stack whose numbers no cache holds until the backward pass, as in training."""
     import torch
 
+    def build(sequences: int, tokens: int, width: int, head_dim: int, count: int) -> Callable[[], None]:
+        hidden = torch.randn(sequences, tokens, width, device=timer.device, dtype=dtype, requires_grad=True)
+        layers = [build_layer(width, head_dim).to(timer.device, dtype) for _ in range(count)]
+        return pass_through(layers, hidden)
+
     tokens, width = _SMALLEST[timer.device.type]
-    hidden = torch.randn(1, tokens, width, device=timer.device, dtype=dtype, requires_grad=True)
-    layer = build_layer(width, width).to(timer.device, dtype)
-    yield "layer", {"seconds": timer.measure(pass_through(layer, hidden))}
-
-
-def time_pointwise(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
-    """What a decoder layer does outside its products and attention, forward and backward; of hardly any size, too."""
-
-    kind = timer.device.type
-    shapes = (_SMALLEST[kind], *_LAYERS[kind])
-    builds = [partial(build_pointwise, timer.device, dtype, tokens, width, _HEAD_DIM[kind]) for tokens, width in shapes]
-    calls = [builds[0]()]
-    for build, (tokens, width) in zip(builds[1:], shapes[1:], strict=True):
-        calls.append(_in_turn(build, timer.device, tokens * (6 * width + 2 * inner_width(width)), dtype))
-    for (tokens, width), seconds in zip(shapes, timer.measure_in_turns(calls), strict=True):
-        yield "pointwise", {"tokens": tokens, "width": width, "inner": inner_width(width), "seconds": seconds}
+    yield "layer", {"seconds": timer.measure(build(1, tokens, width, width, 1))}
+    for sequences, tokens, width in _LAYERS[timer.device.type]:
+        head_dim = _HEAD_DIM[timer.device.type]
+        seconds = timer.measure(build(sequences, tokens, width, head_dim, _STACKED)) / _STACKED
+        sizes = {"sequences": sequences, "tokens": tokens, "width": width, "inner": inner_width(width)}
+        yield "layers", {**sizes, "seconds": seconds}
 
 
 def time_memory(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
@@ -205,26 +205,34 @@ def time_memory(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
 def time_collectives(device: "torch.device") -> Iterator[Row]:
     """Collectives of several sizes between all processes.
 
-    `seconds`: elapsed, the shortest of several calls. On a CPU `processor`, too: of a process, all its threads, on
-    average. Cores that are free do as much work in that time, while others hold up every process of a collective.
+    `seconds`: elapsed. On a CPU each one comes after a piece of work, as in training, where a process that waits for a
+    message gets a core late: the mean. On a GPU, and of the smallest size, the shortest of several calls on their own.
+    `processor`: of a process, all its threads. `work`: of each piece.
     """
+    import torch
     import torch.distributed as dist
 
-    timer = Timer(device)
+    timer, square = Timer(device), torch.randn(_WORK, _WORK)
     for size in _PAYLOADS[device.type]:
+        alone = device.type == "cuda" or size == min(_PAYLOADS[device.type])
         for name, call in _build_collectives(size // 4, device).items():
             call()  # opens connections
-            elapsed, used = [], []
-            for _ in range(16 if size < 2**20 else 5):
-                dist.barrier()
-                timer.read()
-                began, before = time.perf_counter(), time.process_time()
+            elapsed, used, worked = [], [], []
+            for _ in range(_CALLS):
+                if alone:
+                    dist.barrier()
+                began, before = time.perf_counter(), timer.read()
+                if not alone:
+                    square @ square
+                between = timer.read()
                 call()
-                timer.read()
-                elapsed.append(time.perf_counter() - began)
-                used.append(time.process_time() - before)
-            values = {"bytes": float(size), "processes": float(dist.get_world_size()), "seconds": min(elapsed)}
-            yield name, values | ({"processor": sum(used) / len(used)} if device.type == "cpu" else {})
+                after = timer.read()
+                elapsed.append(time.perf_counter() - began - (between - before))
+                used.append(after - between)
+                worked.append(between - before)
+            values = {"bytes": float(size), "processes": float(dist.get_world_size())}
+            values["seconds"] = min(elapsed) if alone else statistics.fmean(elapsed)
+            yield name, values | {"processor": statistics.fmean(used), "work": statistics.fmean(worked)}
 
 
 def _build_collectives(count: int, device: "torch.device") -> dict[str, Callable[[], object]]:
@@ -263,9 +271,9 @@ def time_waits(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
 
     if timer.device.type == "cuda":
         return
-    tokens, width = _LAYERS["cpu"][0]
+    tokens, width = _WAITING
     hidden, payload = torch.randn(1, tokens, width, dtype=dtype), torch.ones(1)
-    step = pass_through(build_layer(width, _HEAD_DIM["cpu"]).to(dtype), hidden)
+    step = pass_through([build_layer(width, _HEAD_DIM["cpu"]).to(dtype)], hidden)
     step()
     dist.barrier()
     began, before = time.perf_counter(), timer.read()
@@ -295,7 +303,7 @@ def time_wrappers(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
     for name, mesh in (("wrapped", meshes["one"]), ("sharded", meshes["all"])):
         fully_shard(layers[name], mesh=mesh, reshard_after_forward=True)
     divide_layer(layers["divided"], timer.device.type)
-    steps = {name: pass_through(layer, hidden) for name, layer in layers.items()}
+    steps = {name: pass_through([layer], hidden) for name, layer in layers.items()}
     taken: dict[str, list[float]] = {name: [] for name in layers}
     for _ in range(13):  # as often on every rank
         for name, step in steps.items():
@@ -333,7 +341,7 @@ def _time_once(device: "torch.device") -> Iterator[Row]:
     for dtype in (torch.float32, low):
         dist.barrier()
         yield from time_products(timer, dtype)
-    for measure in (time_attention, time_layer, time_pointwise, time_memory):
+    for measure in (time_attention, time_layers, time_memory):
         dist.barrier()
         yield from measure(timer, training)
     if dist.get_world_size() > 1:

@@ -69,8 +69,9 @@ class Group:
         """Seconds until the next rank has `num_bytes`; between machines if any rank's neighbour is on another one."""
         if self.size == 1:
             return 0.0
-        link = self.links.inside if self.num_machines == 1 else self.links.between
-        return link.latency + num_bytes / link.bandwidth
+        if self.num_machines > 1:
+            return self.links.between.latency + num_bytes / self.links.between.bandwidth
+        return self.links.inside.latency / 3 + num_bytes / self.links.inside.bandwidth  # one round of a collective
 
 
 def find_group(plan: ParallelPlan, cluster: Cluster, axes: Sequence[str]) -> Group:

@@ -1,5 +1,6 @@
 """Seconds of one decoder layer and of the head, for one microbatch on one rank: a roofline."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from echelon.hardware.accelerators import Cluster
@@ -101,8 +102,7 @@ def head_time(
     """Seconds of the head and the loss."""
     compute = plan.precision.compute
     flops = product_flops(cluster.accelerator, compute, False, rates)
-    once = 2.0 * tokens * part.hidden_size * part.vocab_size / flops
-    once *= _slowdown(tokens, part.hidden_size, part.vocab_size, rates)
+    once = product_seconds(tokens, [(part.hidden_size, part.vocab_size, 1.0)], flops, rates.small_dim)
     passes = rates.fused if software.fused else rates.eager
     memory = tokens * part.vocab_size * _LOSS_PASSES * passes / 2 / _bandwidth(cluster, rates)
     if rates.logit_seconds is not None:  # measured with operations that are not fused
@@ -117,9 +117,15 @@ def _bandwidth(cluster: Cluster, rates: Rates) -> float:
     return (rates.memory_bandwidth if known is None else known) * rates.bandwidth_share
 
 
-def _slowdown(rows: int, inner: int, outer: int, rates: Rates) -> float:
-    """How much longer a product takes per FLOP because its dims are small."""
-    return 1 + rates.small_dim * (1 / rows + 1 / inner + 1 / outer) / 2
+def product_seconds(tokens: int, products: Sequence[tuple[int, int, float]], flops: float, small_dim: float) -> float:
+    """Seconds of the products of so many tokens with matrices: (inner dim, outer dim, how often).
+
+    `flops`: FLOP/s of large products. `small_dim`: see `Rates`.
+    """
+    return sum(
+        2.0 * tokens * times * inner * outer / flops * (1 + small_dim * (1 / tokens + 1 / inner + 1 / outer) / 2)
+        for inner, outer, times in products
+    )
 
 
 def _matmul_forward(part: ModelShape, plan: ParallelPlan, tokens: int, cluster: Cluster, rates: Rates) -> float:
@@ -139,10 +145,7 @@ def _matmul_forward(part: ModelShape, plan: ParallelPlan, tokens: int, cluster: 
     counted = sum(times * rows * columns for rows, columns, times in products)
     active = part.num_layer_parameters - part.num_idle_parameters / part.num_layers
     other = max(1.0, active / counted) if not share else 1.0  # products that the widths do not tell of
-    return other * sum(
-        2.0 * tokens * times * rows * columns / flops * _slowdown(tokens, rows, columns, rates)
-        for rows, columns, times in products
-    )
+    return other * product_seconds(tokens, products, flops, rates.small_dim)
 
 
 def _attention(

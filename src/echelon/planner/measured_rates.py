@@ -1,13 +1,18 @@
 """The constants of a calibration, from the times of pieces of work: the planner's own formulas, solved for them."""
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import date
 
 from echelon.hardware.calibration import Calibration, describe_machine
-from echelon.planner.layer_time import HIDDEN_PASSES, INNER_PASSES
+from echelon.planner.layer_time import HIDDEN_PASSES, INNER_PASSES, product_seconds
 from echelon.planner.rates import GPU_RATES
 from echelon.planner.waits import expect_wait
+
+# How often each collective sends the payload.
+_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 Row = tuple[str, Mapping[str, float]]
 """What was measured, and its values: sizes, and `seconds` of one call."""
@@ -31,9 +36,11 @@ def fit_calibration(rows: Sequence[Row], device: str, num_devices: int, training
     forward = statistics.fmean(_attention_flops(each) / each["seconds"] for each in attention)
     backward = statistics.fmean(2.5 * _attention_flops(each) / each["backward"] for each in attention)
     (layer,), (copy,), (loss,) = (_rows(rows, name) for name in ("layer", "copy", "loss"))
-    number = 4 if training_dtype == "float32" else 2
-    latency, bandwidth = _fit_link(_rows(rows, "all_reduce"), passes=2)
-    return Calibration(
+    shortest = min((each["seconds"] for each in _rows(rows, "all_reduce")), default=0.0)
+    jitter = _fit_jitter(_rows(rows, "waits"), shortest)
+    links = {name: _fit_link(_rows(rows, name), passes, jitter) for name, passes in _PASSES.items()}
+    stream = copy["bytes"] / copy["seconds"]
+    found = Calibration(
         machine=describe_machine(),
         date=date.today().isoformat(),
         device=device,
@@ -42,19 +49,20 @@ def fit_calibration(rows: Sequence[Row], device: str, num_devices: int, training
         small_dim=small_dim,
         attention_flops=forward,
         attention_backward=backward / forward,
-        stream_bandwidth=copy["bytes"] / copy["seconds"],
-        pointwise_bandwidth=_fit_pointwise(_rows(rows, "pointwise"), number),
+        stream_bandwidth=stream,
+        pointwise_bandwidth=stream,
         logit_seconds=loss["seconds"] / loss["logits"],
         launch_seconds=layer["seconds"],
-        latency=latency,
-        bandwidth=bandwidth,
-        gather_bandwidth=_fit_link(_rows(rows, "all_gather"), passes=1)[1],
-        scatter_bandwidth=_fit_link(_rows(rows, "reduce_scatter"), passes=1)[1],
+        latency=statistics.fmean(seconds for seconds, _ in links.values()),
+        bandwidth=links["all_reduce"][1],
+        gather_bandwidth=links["all_gather"][1],
+        scatter_bandwidth=links["reduce_scatter"][1],
         wrapper_seconds=_fit_wrapper(rows, "wrapped", {}),
         hook_seconds=_fit_wrapper(rows, "sharded", {"all_gather": 2, "reduce_scatter": 1}),
         dispatch_seconds=_fit_wrapper(rows, "divided", {"all_reduce": 4}),
-        jitter=_fit_jitter(_rows(rows, "waits"), latency),
+        jitter=jitter,
     )
+    return replace(found, pointwise_bandwidth=_fit_pointwise(_rows(rows, "layers"), found, training_dtype))
 
 
 def _rows(rows: Iterable[Row], name: str) -> list[Mapping[str, float]]:
@@ -78,19 +86,25 @@ def _fit_rate(rows: Iterable[Mapping[str, float]], small_dim: float) -> float:
 
 
 def _fit_small_dim(rows: Sequence[Mapping[str, float]]) -> float:
-    """The constant with which the measured products have the same rate, by least squares of the relative errors.
+    """The constant with which the measured products have the same rate; 0 if larger products take no less.
 
-    The seconds of a FLOP are a + b * smallness, and the constant is b / a. 0 if larger products take no less.
+    The seconds of a FLOP are a + b * smallness, and the constant is b / a.
     """
-    rates = [_product_flops(each) / each["seconds"] for each in rows]
-    slopes = [rate * _smallness(each) for rate, each in zip(rates, rows, strict=True)]
+    constant, slope = _fit_line([(_smallness(each), each["seconds"] / _product_flops(each)) for each in rows])
+    return max(0.0, slope / constant) if constant > 0 else 0.0
+
+
+def _fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(a, b) of the line y = a + b * x through points (x, y), by least squares of the relative errors."""
+    ones, ratios = [1 / y for _, y in points], [x / y for x, y in points]
     squares, mixed, slants = (
         sum(one * other for one, other in zip(*pair, strict=True))
-        for pair in ((rates, rates), (rates, slopes), (slopes, slopes))
+        for pair in ((ones, ones), (ones, ratios), (ratios, ratios))
     )
-    constant = sum(rates) * slants - sum(slopes) * mixed
-    slope = sum(slopes) * squares - sum(rates) * mixed
-    return max(0.0, slope / constant) if constant > 0 else 0.0
+    scale = squares * slants - mixed**2
+    if scale <= 0:  # a single point
+        return points[0][1], 0.0
+    return (sum(ones) * slants - sum(ratios) * mixed) / scale, (sum(ratios) * squares - sum(ones) * mixed) / scale
 
 
 def _attention_flops(row: Mapping[str, float]) -> float:
@@ -98,15 +112,34 @@ def _attention_flops(row: Mapping[str, float]) -> float:
     return 2.0 * row["heads"] * row["tokens"] ** 2 * row["head_dim"]
 
 
-def _fit_pointwise(rows: Sequence[Mapping[str, float]], number: int) -> float:
-    """Bytes per second of a layer's operations outside its products and attention; `number`: bytes of a number."""
-    launch, *others = sorted(rows, key=lambda each: each["tokens"] * each["width"])
-    moved = (
-        3 * each["tokens"] * number * GPU_RATES.eager * (HIDDEN_PASSES * each["width"] + INNER_PASSES * each["inner"])
-        for each in others
-    )
-    taken = (max(each["seconds"] - launch["seconds"], 1e-9) for each in others)
-    return statistics.median(one / other for one, other in zip(moved, taken, strict=True))
+def _fit_pointwise(rows: Sequence[Mapping[str, float]], found: Calibration, dtype: str) -> float:
+    """Bytes per second of a layer's operations outside its products and attention, which take what is left of it.
+
+    By least squares of the relative errors. `found`: the other constants.
+    """
+    number = 4 if dtype == "float32" else 2
+    pairs = [
+        (_pointwise_bytes(each, number) / each["seconds"], 1 - _known_seconds(each, found, dtype) / each["seconds"])
+        for each in rows
+    ]
+    slope = sum(moved * left for moved, left in pairs) / sum(moved**2 for moved, _ in pairs)
+    return 1 / max(slope, 1 / (GPU_RATES.eager * found.stream_bandwidth))  # at least one pass over memory
+
+
+def _known_seconds(row: Mapping[str, float], found: Calibration, dtype: str) -> float:
+    """Seconds of a layer of Llama, forward and backward, without its pointwise operations."""
+    tokens, width, inner = (int(each) for each in (row["sequences"] * row["tokens"], row["width"], row["inner"]))
+    matrices = [(width, 3 * width, 1.0), (width, width, 1.0), (width, 2 * inner, 1.0), (inner, width, 1.0)]
+    products = 3 * product_seconds(tokens, matrices, found.product_flops[dtype], found.small_dim)
+    attention = 2.0 * tokens * row["tokens"] * width / found.attention_flops * (1 + 2.5 / found.attention_backward)
+    launch = found.launch_seconds if found.is_cpu else 0.0  # the host of a GPU runs ahead
+    return launch + products + attention
+
+
+def _pointwise_bytes(row: Mapping[str, float], number: int) -> float:
+    """What the operations of a layer outside its products and attention read and write, forward and backward."""
+    passes = HIDDEN_PASSES * row["width"] + INNER_PASSES * row["inner"]
+    return 3 * row["sequences"] * row["tokens"] * number * GPU_RATES.eager * passes
 
 
 def _fit_wrapper(rows: Sequence[Row], name: str, collectives: Mapping[str, int]) -> float:
@@ -117,7 +150,7 @@ def _fit_wrapper(rows: Sequence[Row], name: str, collectives: Mapping[str, int])
     seconds = found[0]["seconds"] - whole[0]["seconds"]
     for each, times in collectives.items():
         smallest = min(_rows(rows, each), key=lambda values: values["bytes"])
-        seconds -= times * smallest.get("processor", smallest["seconds"])
+        seconds -= times * smallest["processor"]
     return max(0.0, seconds)
 
 
@@ -130,16 +163,23 @@ def _fit_jitter(rows: Sequence[Mapping[str, float]], latency: float) -> float:
     return waited / expect_wait(int(row["processes"]), 1.0, row["work"], row["times"])
 
 
-def _fit_link(rows: Sequence[Mapping[str, float]], passes: int) -> tuple[float, float]:
-    """(seconds of the smallest payload, bytes that a rank sends per second of the largest one); (0, 0) without rows.
+def _fit_link(rows: Sequence[Mapping[str, float]], passes: int, jitter: float) -> tuple[float, float]:
+    """(seconds of a round without a payload, bytes per second that a rank sends of a large one); (0, 0) without rows.
 
     Args:
         passes: 2 for an all-reduce, which is a reduce-scatter and an all-gather, else 1. In each pass a rank sends the
-            payload without its own part.
+            payload without its own part, in the rounds of a tree.
+        jitter: of the work before each collective; processes wait for the last of them.
     """
     if not rows:
         return 0.0, 0.0
-    smallest, largest = (choose(rows, key=lambda each: each["bytes"]) for choose in (min, max))
-    ranks, key = largest["processes"], "processor" if "processor" in largest else "seconds"
-    sent = passes * (ranks - 1) / ranks * largest["bytes"]
-    return smallest["seconds"], sent / max(largest[key] - smallest[key], 1e-9)
+    ranks = int(rows[0]["processes"])
+    larger = sorted(rows, key=lambda each: each["bytes"])[1:]
+    points = [
+        (passes * (ranks - 1) / ranks * each["bytes"], each["seconds"] - expect_wait(ranks, jitter, each["work"], 1))
+        for each in larger
+    ]
+    latency, slope = _fit_line(points)
+    sent, seconds = points[-1]
+    rounds = passes * math.ceil(math.log2(ranks))
+    return max(0.0, latency) / rounds, 1 / slope if slope > 0 else sent / seconds
