@@ -46,16 +46,21 @@ ENGINES = ("echelon", "hf-trainer", "accelerate", "fabric", "deepspeed", "expert
 
 @dataclass(frozen=True)
 class Setting:
-    """How a side trains. `compiles`: no, model, layers; of echelon no, yes, auto. `keeps`: freed memory, by malloc."""
+    """How a side trains. `compiles`: no, model, layers; of echelon no, yes, auto. `keeps`: freed memory, by malloc.
+
+    `reduces`: what echelon adds up gradients in.
+    """
 
     attention: str | None = "sdpa"
     compiles: str = "model"
     keeps: bool = False
+    reduces: str = "fp32"
 
     def __str__(self):
         compiled = {"no": "eager", "auto": "compile: auto"}.get(self.compiles, f"compiled ({self.compiles})")
         kept = ", memory kept" if self.keeps else ""
-        return f"{compiled}, {self.attention or 'default'} attention{kept}"
+        reduced = "" if self.reduces == "fp32" else f", gradients in {self.reduces}"
+        return f"{compiled}, {self.attention or 'default'} attention{kept}{reduced}"
 
 
 # As their users run them: bf16, compiled, the default attention. echelon: the defaults of a recipe for a long run.
@@ -65,7 +70,15 @@ USUAL = {"echelon": Setting(None, "auto")} | dict.fromkeys(ENGINES[1:], Setting(
 #   reference, "torch.compile" in Fabric's guide, engine.compile() in DeepSpeed's compiler tutorial
 # - attn_implementation: "Attention interface" in transformers' guide
 # - freed memory kept: mallopt(3), as environment variables; "Performance Tuning Guide" of PyTorch, on allocators
-CANDIDATES = {"echelon": (Setting(None, "yes"), Setting("eager", "yes"), Setting("sdpa", "yes"), Setting(None, "no"))}
+CANDIDATES = {
+    "echelon": (
+        Setting(None, "yes"),
+        Setting(None, "yes", reduces="bf16"),
+        Setting("eager", "yes"),
+        Setting("sdpa", "yes"),
+        Setting(None, "no"),
+    )
+}
 CANDIDATES |= dict.fromkeys(
     ENGINES[1:],
     (
@@ -162,6 +175,8 @@ def write_recipe(inputs, folder, side):
         "checkpoint": {"every_steps": NEVER},
         "fault": {"hang_seconds": PAUSE_SECONDS},
     }  # fmt: skip
+    if setting.reduces != "fp32":
+        recipe["sync"] = {"compress": {"method": setting.reduces}}
     path = folder / "recipe.yaml"
     path.write_text(json.dumps(recipe))
     return path
@@ -285,8 +300,8 @@ def choose_sides(arguments, inputs, remarks):
     sides, searched, kept = [], {}, {}
     if "fsdp" in arguments.modes:
         remarks.append(
-            "fsdp: HF Trainer and Accelerate add up gradients in bf16 there, echelon and the expert's loop in fp32, "
-            "which sends twice as many bytes in the backward pass"
+            "fsdp: HF Trainer and Accelerate add up gradients in bf16 there, echelon and the expert's loop in fp32 "
+            "unless a row says otherwise, which sends twice as many bytes in the backward pass"
         )
     if arguments.settings:
         known = json.loads(arguments.settings.read_text())["sides"]

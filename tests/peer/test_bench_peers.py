@@ -45,5 +45,16 @@ def test_scaling_counts_what_the_sockets_send(tmp_path):
     done = run("scaling.py", "--processes", "1", "2", "--steps", "2", "--rounds", "1", "--out", tmp_path / "scaling.md")
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [line for line in (tmp_path / "scaling.md").read_text().splitlines() if line.startswith(("| 1 |", "| 2 |"))]
-    assert [row.split("|")[2].strip() for row in rows] == ["one process", "ddp", "zero1", "zero2", "fsdp"]
+    names = (
+        "one process",
+        "ddp",
+        "zero1",
+        "zero2",
+        "fsdp",
+        "tp",
+        "tp, sequence parallel",
+        "cp, allgather",
+        "cp, ulysses",
+    )
+    assert [row.split("|")[2].strip() for row in rows] == [*names, "ep", "pp"]
     assert all(0.98 <= float(row.split("|")[5]) <= 1.02 for row in rows[1:])
