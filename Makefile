@@ -21,7 +21,7 @@ help:
 	@echo "make bench-engines  tokens per second and memory under each engine, side by side: benchmarks/results/engines-cpu.md (10 minutes)"
 	@echo "make bench    compare the step time with that of a plain PyTorch loop (long)"
 	@echo "make bench-peers  train the same work with echelon, HF Trainer, Accelerate, Fabric, DeepSpeed and a plain loop: benchmarks/results/peers-cpu.md (3 hours, nothing else running)"
-	@echo "make scaling  count the bytes of every strategy at 1 to 8 processes: benchmarks/results/scaling-cpu.md (20 minutes)"
+	@echo "make scaling  count the bytes of every strategy at 1 to 8 processes: benchmarks/results/scaling-cpu.md (15 minutes)"
 	@echo "make bench-techniques  peak memory and step time of checkpointing, tp, pp, cp, ep and their products, side by side: benchmarks/results/techniques-cpu.md (15 minutes)"
 	@echo "make gpu      on a machine with an NVIDIA GPU: run the GPU tests, then the GPU benchmarks, in five calls (45 minutes)"
 	@echo "make lint     check style and types"

@@ -4,8 +4,8 @@
 
 A small Llama, for `ep` a Mixtral, with micro batches of one size, bf16, one thread each. Each pair of strategy and
 number of processes trains in processes of its own, in turns over the rounds. *theory* is the planner's formula
-(planner/sent_bytes.py), *sent* what the kernel counted for the sockets of a rank in one step. A difference above 2 %
-fails the run.
+(planner/sent_bytes.py), *sent* what the kernel counted for the sockets of a rank in one step. A difference above 2 %,
+of `ep` above 5 %, fails the run.
 """
 
 import argparse
@@ -35,7 +35,8 @@ from measuring import describe_machine, spread
 from traffic import count_sent_bytes, plan_strategies, read_sent_bytes
 
 SIZES = {"full": (256, 8, 128, 4), "tiny": (64, 2, 64, 1)}  # width, layers, tokens, micro batch
-VOCABULARY, WARMUP_STEPS, TOLERANCE, NUM_EXPERTS = 8192, 2, 0.02, 8
+VOCABULARY, WARMUP_STEPS, NUM_EXPERTS = 8192, 2, 8
+TOLERANCE, ROUTED_TOLERANCE = 0.02, 0.05  # of experts, which the router does not choose equally often
 QUOTED = {1: "1.0", 2: "1.9", 4: "3.8", 8: "7.5"}
 # Workers are forked from a process that has imported what they need.
 WARM = multiprocessing.get_context("forkserver")
@@ -156,7 +157,8 @@ def render(arguments, rates, sent):
         theory = sum(count_step_bytes(shapes[plan.ep > 1], plan, length, "cpu").values())
         measured = sent[processes, strategy]
         ratio = "" if processes == 1 else f"{measured / theory:.3f}"
-        is_right &= processes == 1 or abs(measured / theory - 1) <= TOLERANCE
+        allowed = ROUTED_TOLERANCE if plan.ep > 1 else TOLERANCE
+        is_right &= processes == 1 or abs(measured / theory - 1) <= allowed
         lines.append(
             f"| {processes} | {strategy} | {theory / 1e6:.2f} | "
             f"{measured / 1e6:.2f} | {ratio} | {spread(own, ',.0f')} | {statistics.median(own) / base:.2f} | "
@@ -165,10 +167,12 @@ def render(arguments, rates, sent):
     cores = os.cpu_count()
     lines += [
         "",
-        "Bytes are those a rank sends in one step, in a pipeline the rank that sends most. tp, pp and cp divide the "
-        "same microbatch over more processes; the others have one for each. *Quoted* are the speed-ups that data "
-        f"parallelism is usually credited with, on one GPU per process. This machine has {cores} cores: beyond {cores} "
-        "processes they share the cores, so the table cannot show a speed-up there, only what more processes cost.",
+        "Bytes are those a rank sends in one step, in a pipeline the rank that sends most. The theory of `ep` assumes "
+        "that all experts are chosen equally often. Under sequence parallelism gloo sends twice as much as a "
+        "reduce-scatter needs, which the theory includes. tp, pp and cp divide the same microbatch over more "
+        "processes; the others have one for each. *Quoted* are the speed-ups that data parallelism is usually credited "
+        f"with, on one GPU per process. This machine has {cores} cores: beyond {cores} processes they share the cores, "
+        "so the table cannot show a speed-up there, only what more processes cost.",
     ]
     return "\n".join(lines) + "\n", is_right
 
@@ -193,7 +197,7 @@ def main():
     print(text)
     if arguments.out:
         arguments.out.write_text(text)
-    sys.exit(0 if is_right else f"a strategy sends more than {TOLERANCE:.0%} off its formula")
+    sys.exit(0 if is_right else "a strategy sends other bytes than its formula says")
 
 
 if __name__ == "__main__":

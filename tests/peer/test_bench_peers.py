@@ -57,4 +57,6 @@ def test_scaling_counts_what_the_sockets_send(tmp_path):
         "cp, ulysses",
     )
     assert [row.split("|")[2].strip() for row in rows] == [*names, "ep", "pp"]
-    assert all(0.98 <= float(row.split("|")[5]) <= 1.02 for row in rows[1:])
+    allowed = {"ep": 0.05}  # the router does not choose all experts equally often
+    for name, ratio in ((row.split("|")[2].strip(), float(row.split("|")[5])) for row in rows[1:]):
+        assert abs(ratio - 1) <= allowed.get(name, 0.02), (name, ratio)

@@ -5,6 +5,7 @@ import random
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -59,7 +60,12 @@ def test_data_parallel_bytes_are_those_of_the_worked_example(parallel, gigabytes
 def test_bytes_of_other_axes_are_those_of_their_pages():
     shape, hidden = build_shape(SMALL), 2048 * 2048 * 2  # one sequence, bf16
     tensor = plan_of({"tp": 8}, batch=8, micro_batch_size=1)
-    assert count_step_bytes(shape, tensor, 2048)["tp"] == pytest.approx(8 * (8 * 24 + 4) * 7 / 8 * hidden)
+    tensor_bytes = 8 * (8 * 24 + 4) * 7 / 8 * hidden
+    assert count_step_bytes(shape, tensor, 2048)["tp"] == pytest.approx(tensor_bytes)
+    # Half of them are reduce-scatters under sequence parallelism, of which gloo sends twice the bytes.
+    sequence = replace(tensor, sequence_parallel=True)
+    on_gpus, on_cpus = (count_step_bytes(shape, sequence, 2048, kind)["tp"] for kind in ("cuda", "cpu"))
+    assert (on_gpus, on_cpus) == pytest.approx((1.0 * tensor_bytes, 1.5 * tensor_bytes))
     stages = plan_of({"pp": 8}, batch=8, micro_batch_size=1)
     assert count_step_bytes(shape, stages, 2048)["pp"] == 8 * 2 * hidden  # of a stage between two others
     context = plan_of({"cp": 2, "dp_shard": 4}, batch=8, micro_batch_size=1)

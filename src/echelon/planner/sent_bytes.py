@@ -59,12 +59,13 @@ def _count_rank(
         heads = 2 * part.num_heads + 2 * max(part.num_kv_heads, plan.cp)
     experts, _ = part.expert_widths
     rows = part.num_chosen_experts * _part(plan.ep)
+    passes = 1.5 if plan.sequence_parallel and kind == "cpu" else 1.0  # gloo's reduce-scatter is an all-reduce
     if plan.ep > 1 and kind == "cuda":  # as many rows as each other rank could need
         rows = (plan.ep - 1) * min(part.num_chosen_experts, part.experts[0].num_experts // plan.ep)
     return {
         "dp": replicas,
         "shard": shard,
-        "tp": steps * (4 * layers * (2 + again) + 2 * num_ends) * _part(plan.tp) * hidden,
+        "tp": passes * steps * (4 * layers * (2 + again) + 2 * num_ends) * _part(plan.tp) * hidden,
         "cp": steps * layers * (2 + again) * _part(plan.cp) * tokens * heads * part.head_dim * number,
         "ep": steps * layers * experts * (4 + 2 * again) * rows * tokens * part.hidden_size * number,
     }
