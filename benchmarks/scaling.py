@@ -34,7 +34,7 @@ from echelon.recipe import load_recipe
 from measuring import describe_machine, spread
 from traffic import count_sent_bytes, plan_strategies, read_sent_bytes
 
-SIZES = {"full": (256, 8, 128, 4), "tiny": (64, 2, 64, 1)}  # width, layers, tokens, micro batch
+SIZES = {"full": (256, 8, 128, 4), "tiny": (128, 2, 128, 4)}  # width, layers, tokens, micro batch
 VOCABULARY, WARMUP_STEPS, NUM_EXPERTS = 8192, 2, 8
 TOLERANCE, ROUTED_TOLERANCE = 0.02, 0.05  # of experts, which the router does not choose equally often
 QUOTED = {1: "1.0", 2: "1.9", 4: "3.8", 8: "7.5"}
