@@ -1,6 +1,6 @@
 """What each strategy sends and how fast it trains at 1, 2, 4 and 8 processes, over gloo on this machine.
 
-    python benchmarks/scaling.py [--processes 1 2 4 8] [--steps 8] [--rounds 3] [--size full|tiny] [--out FILE.md]
+    python benchmarks/scaling.py [--processes 1 2 4 8] [--steps 8] [--rounds 2] [--size full|tiny] [--out FILE.md]
 
 A small Llama, for `ep` a Mixtral, with micro batches of one size, bf16, one thread each. Each pair of strategy and
 number of processes trains in processes of its own, in turns over the rounds. *theory* is the planner's formula

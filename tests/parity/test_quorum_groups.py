@@ -112,14 +112,21 @@ def test_a_death_while_a_group_connects_is_noticed_at_once(moment):
     assert sorted(row for row in found if row[1] == 1) == [("0.0", 1, 7.0), ("1.0", 1, 7.0), ("2.1", 1, 7.0)]
 
 
-def run_saving_replica(member, port, results):
-    """In a thread the second one waits for the first, which waits for the second; the third is killed."""
+def join(member, port):
+    """The keeper's store, and the membership of the first view, whose group is formed."""
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=SECONDS))
     board = Board(store)
-    module._CONNECT_SECONDS = SECONDS
-    membership = Membership(board, board.await_view(-1, member), member, len(NAMES))
+    view = board.await_view(-1, member)
+    membership = Membership(board, view, member, len(view.members))
     membership.form_group(store)
+    return store, membership
+
+
+def run_saving_replica(member, port, results):
+    """In a thread the second one waits for the first, which waits for the second; the third is killed."""
+    module._CONNECT_SECONDS = SECONDS
+    store, membership = join(member, port)
     saving = membership.new_group()
     if membership.rank == 2:
         store.wait(["saving"])
@@ -154,11 +161,7 @@ def test_a_save_that_waits_for_another_replica_ends_when_a_third_is_lost():
 
 def exchange_late(member, port, results):
     """Be a server whose worker pushes late, and gets a late reply; the times are longer than those of connections."""
-    torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=SECONDS))
-    board = Board(store)
-    membership = Membership(board, board.await_view(-1, member), member, 2)
-    membership.form_group(store)
+    _, membership = join(member, port)
     module._CONNECT_SECONDS = 2  # enough to connect on a busy machine
     group = membership.new_group("parameter servers")
     if membership.rank == 0:
