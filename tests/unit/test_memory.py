@@ -404,6 +404,19 @@ def test_the_peak_is_the_loss_or_the_first_recomputed_layer(vocab_size):
         assert (estimate.activations, estimate.logits) == (inputs, head + 2 * 100 * vocab_size * 4)
 
 
+def test_long_sequences_in_bf16_on_a_cpu_peak_in_attention():
+    """Two checkpointed layers, 64 wide, 2 heads. Per token: inputs of layers, a token id, rotary tables; the second
+    layer's first norm, three copies of its output, query, key, value, output and statistics; and three blocks of scores
+    of 256 queries and both heads."""
+    narrow = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    shape, length = build_shape({**MODELS["llama"], **narrow}), 32768
+    plan = ParallelPlan("ddp", precision=BF16, activation_checkpointing="full")
+    kept, attention = 2 * 256 + 8 + 2 * 32 * 4, (2 * 256 + 4) + 3 * 128 + (64 + 32 + 32 + 64) * 2 + 2 * 4
+    expected = length * (kept + attention + 3 * 256 * 2 * 2)
+    assert estimate_memory(shape, plan, length, "cpu").activations == expected
+    assert estimate_memory(shape, plan, length, "cuda").activations < 0.95 * expected
+
+
 def test_offloaded_activations_are_on_the_device_for_two_layers():
     """Full checkpointing keeps an input of 100 x 64 numbers in fp32 for each of four layers."""
     shape = build_shape(MODELS["llama"])

@@ -115,7 +115,9 @@ def _differentiate(
     batch, heads, length, width = query.shape
     keys, values = _flat(key), _flat(value)
     of_query = torch.empty_like(query, memory_format=torch.contiguous_format)
-    of_keys, of_values = (torch.zeros_like(each, dtype=torch.float32) for each in (keys, values))
+    # [heads, width, seq]: a product of a few transposed queries copies less than one of transposed probabilities
+    shape = (len(keys), width, length)
+    of_keys, of_values = (key.new_zeros(shape, dtype=torch.float32) for _ in range(2))
     with torch.autocast(query.device.type, enabled=False):
         for block in _blocks(length):
             queries, gradients = _block_of(query, key, block), _block_of(gradient.transpose(1, 2), key, block)
@@ -123,11 +125,13 @@ def _differentiate(
             probabilities = _probabilities(queries, keys, peaks, query, block, scale, mask)
             of_probabilities = gradients @ values[:, : block.stop].transpose(1, 2)
             of_scores = torch._softmax_backward_data(of_probabilities, probabilities, -1, query.dtype).mul_(scale)
-            of_values[:, : block.stop] += probabilities.transpose(1, 2) @ gradients
-            of_keys[:, : block.stop] += of_scores.transpose(1, 2) @ queries
+            del of_probabilities  # three blocks of scores at once suffice, here and in the next turn
+            of_values[..., : block.stop] += gradients.transpose(1, 2) @ probabilities
+            of_keys[..., : block.stop] += queries.transpose(1, 2) @ of_scores
             of_query[:, :, block] = (of_scores @ keys[:, : block.stop]).view(batch, heads, -1, width)
-            del probabilities, of_probabilities, of_scores  # else they stay in the next turn: five at once, not three
-    return of_query, of_keys.to(key.dtype).view(key.shape), of_values.to(value.dtype).view(value.shape)
+            del probabilities, of_scores
+    of_key, of_value = (each.to(key.dtype).transpose(1, 2).reshape(key.shape) for each in (of_keys, of_values))
+    return of_query, of_key, of_value
 
 
 @_differentiate.register_fake

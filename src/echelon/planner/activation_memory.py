@@ -15,6 +15,9 @@ from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
 
 FP32_BYTES = 4
 
+# Attention in blocks on a CPU: the queries of a block, at most, and the blocks of scores that are held at once.
+_BLOCK_QUERIES, _BLOCKS_HELD = 256, 3
+
 # With activation offloading, in the forward pass: the layer that runs, and the one whose activations leave.
 _LAYERS_LEAVING = 2
 
@@ -63,7 +66,8 @@ def activation_bytes(
     by = _what_is_kept(shape, plan, kind)
     length = part_len(plan, sequence_len)
     tokens = plan.micro_batch_size * plan.rows_per_sequence * length
-    layer = _layer_bytes_per_token(shape, by, sequence_len, kind, _rows_per_token(shape, plan, kind))
+    mlp = _mlp_half_bytes(shape, by, _rows_per_token(shape, plan, kind))
+    layer = mlp + _attention_half_bytes(shape, by, sequence_len, kind) + by.adapter
     layer += _context_bytes(shape, plan, by.compute)
     # The first layer's input needs no gradient if the embedding is frozen: its norm keeps nothing.
     num_redone = 0 if plan.activation_checkpointing == "none" else shape.num_layers // plan.checkpoint_every
@@ -80,8 +84,11 @@ def activation_bytes(
     if plan.activation_offloading:
         window = max(_LAYERS_LEAVING, 1 + plan.activation_loading_horizon)
         here, moved = max(sum(kept[first : first + window]) for first in range(len(kept))), sum(kept[:-1])
+    # When the backward pass of a layer comes to its attention, that of its MLP is done, and what the MLP kept is free.
+    at_attention = tokens * (redone - mlp - outside) + _blocks_bytes(shape, plan, sequence_len, kind)
+    redone = max(tokens * redone, at_attention) + again
     # 8: token ids
-    return int(tokens * (here + outside + 8)) + rotary + fixed, int(tokens * redone) + again, int(tokens * moved)
+    return int(tokens * (here + outside + 8)) + rotary + fixed, int(redone), int(tokens * moved)
 
 
 def deferred_bytes(shape: ModelShape, plan: ParallelPlan, sequence_len: int) -> int:
@@ -163,22 +170,46 @@ def dispatch_bytes(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kin
     return 2 * rows * shape.hidden_size * DTYPE_BYTES[plan.precision.compute]
 
 
-def _layer_bytes_per_token(
-    shape: ModelShape, by: _Kept, sequence_len: int, kind: DeviceKind, rows_per_token: int
-) -> float:
-    """Bytes per token that the backward pass of one decoder layer needs; of experts, for `rows_per_token` of them."""
+def _attention_half_bytes(shape: ModelShape, by: _Kept, sequence_len: int, kind: DeviceKind) -> float:
+    """Bytes per token that the backward pass of a layer needs of its attention, norms and residuals included."""
+    # If autocast casts, each projection keeps a copy of its input: q, k and v; otherwise one is shared.
+    inputs = 3 if _keeps_copies(shape, by) else 1
+    num_norms = shape.parts.num_norms - shape.parts.num_norms // 2
+    return _half_bytes(shape, by, inputs, num_norms) + _attention_bytes(shape, by, sequence_len, kind)
+
+
+def _mlp_half_bytes(shape: ModelShape, by: _Kept, rows_per_token: int) -> float:
+    """The same of its MLP, or of its experts, for `rows_per_token` of them."""
     parts = shape.parts
-    # If autocast casts, each projection keeps a copy of its input: q, k, v, gate and up; otherwise two are shared. A
-    # frozen projection keeps none, and one tensor less of the intermediate width for the last one of the MLP.
-    inputs = 5 if parts.separate_projections and by.residual != by.compute else 2
-    projections = 0 if by.frozen else inputs * by.compute * shape.hidden_size
+    inputs = 2 if _keeps_copies(shape, by) else 1  # gate and up
     share, _ = shape.expert_widths
+    # A frozen projection keeps no input: one tensor less of the intermediate width, for the last one.
     mlp = (1 - share) * (parts.mlp_saved - by.frozen) * by.compute * shape.intermediate_size
     mlp += share * rows_per_token * _expert_row_bytes(shape, by)
+    return _half_bytes(shape, by, inputs, parts.num_norms // 2) + mlp
+
+
+def _keeps_copies(shape: ModelShape, by: _Kept) -> bool:
+    return shape.parts.separate_projections and by.residual != by.compute
+
+
+def _half_bytes(shape: ModelShape, by: _Kept, inputs: int, num_norms: int) -> float:
+    """Per token: what either half of a layer keeps beside its own part. `inputs`: copies of the projections' input."""
     # The inputs of the post-norms of Gemma 2 and 3 are not the residual stream, yet cost the same fp32 copy.
-    norms = parts.num_norms * _norm_bytes(shape, by)
-    dropout = 2 * by.mask * shape.hidden_size if parts.residual_dropout else 0
-    return projections + mlp + norms + dropout + by.adapter + _attention_bytes(shape, by, sequence_len, kind)
+    norms = num_norms * _norm_bytes(shape, by)
+    dropout = by.mask * shape.hidden_size if shape.parts.residual_dropout else 0
+    return norms + dropout + (0 if by.frozen else inputs * by.compute * shape.hidden_size)
+
+
+def _blocks_bytes(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> int:
+    """Scores that the backward pass of attention in blocks of queries holds at once (model/blocked_attention.py)."""
+    parts = shape.parts
+    is_fused = not parts.attention_matrix and not parts.attention_dropout
+    if kind != "cpu" or plan.precision.compute != "bfloat16" or plan.cp > 1 or not is_fused:
+        return 0
+    sequences = plan.micro_batch_size * plan.rows_per_sequence
+    block = min(_BLOCK_QUERIES, sequence_len) * sequence_len * DTYPE_BYTES[plan.precision.compute]
+    return _BLOCKS_HELD * sequences * shape.num_heads * block
 
 
 def _attention_bytes(shape: ModelShape, by: _Kept, sequence_len: int, kind: DeviceKind) -> int:
