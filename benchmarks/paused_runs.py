@@ -14,6 +14,8 @@ import subprocess
 import sys
 import time
 
+import psutil
+
 from measuring import NotHere
 
 SETTLING_STEPS = 2
@@ -123,11 +125,15 @@ class PausedRun:
         return self._records.read()
 
     def end(self):
-        """Kill the launcher, then the ranks."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """Kill the launcher and everything that it has started."""
+        started = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            started = psutil.Process(self._process.pid).children(recursive=True)
+        for process in (self._process, *started):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self._process.wait()
-        self._signal(signal.SIGKILL)
+        self._signal(signal.SIGKILL)  # ranks whose launcher has failed before
 
     def _wait_for(self, num_steps):
         patience = time.monotonic() + TIMEOUT_SECONDS
