@@ -65,7 +65,7 @@ class PeerRecords:
         return min(len(self._column(path, "seconds")) for path in self._paths)
 
     def read(self):
-        """See EchelonRecords. The losses are the mean over the ranks, which have as many targets."""
+        """See EchelonRecords. The losses are the mean over the ranks, with as many targets each but in one batch."""
         losses = zip(*(self._column(path, "loss") for path in self._paths), strict=False)
         peak = max(max(self._column(path, "peak")) for path in self._paths)
         return self._column(self._paths[0], "seconds"), [statistics.fmean(each) for each in losses], peak

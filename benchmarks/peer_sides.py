@@ -4,8 +4,8 @@
 
 Nothing of echelon is imported here. Every side gets the same rows of tokens in the same order: step s trains on the
 rows from s x ranks x micro_batch on. Labels are shifted in advance (`shift_labels`, which the losses of transformers
-accept), so that every row has as many targets as tokens. Appends to `rank-N.jsonl` as it trains: the id of the process,
-then the seconds and the peak memory of each step, and its loss.
+accept), so that every row has as many targets as tokens, except the one in which the text ends. Appends to
+`rank-N.jsonl` as it trains: the id of the process, then the seconds and the peak memory of each step, and its loss.
 """
 
 import json
@@ -24,7 +24,7 @@ BETAS, EPSILON, WEIGHT_DECAY, MAX_NORM = (0.9, 0.95), 1e-8, 0.1, 1.0
 
 
 class Rows(torch.utils.data.Dataset):
-    """The rows of tokens as examples of a transformers model."""
+    """The rows of tokens, and of labels, as examples of a transformers model."""
 
     def __init__(self, path):
         self._rows = np.load(path, mmap_mode="r")
@@ -33,8 +33,8 @@ class Rows(torch.utils.data.Dataset):
         return len(self._rows)
 
     def __getitem__(self, index):
-        row = torch.from_numpy(self._rows[index].astype(np.int64))
-        return {"input_ids": row[:-1], "labels": row[1:], "shift_labels": row[1:]}
+        tokens, labels = torch.from_numpy(self._rows[index].astype(np.int64))
+        return {"input_ids": tokens, "labels": labels, "shift_labels": labels}
 
 
 class Record:

@@ -146,8 +146,13 @@ def write_inputs(scratch, size, processes, num_steps):
             f"the text has {data.num_samples} sequences; {num_steps} steps need {wanted}; take fewer steps"
         )
     samples = data.read_samples(SampleOrder(data.num_samples, SEED).sample_ids(0, wanted))
-    np.save(inputs.rows, np.concatenate([samples.inputs, samples.labels[:, -1:]], axis=1))
+    write_rows(inputs.rows, samples)
     return inputs
+
+
+def write_rows(path, samples):
+    """Write what `Rows` of peer_sides.py reads: tokens, and labels, of which none follow the end of the text."""
+    np.save(path, np.stack([samples.inputs, samples.labels], axis=1))
 
 
 def write_recipe(inputs, folder, side):
