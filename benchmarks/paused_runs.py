@@ -61,8 +61,9 @@ class PeerRecords:
         return [_read_lines(path)[0]["pid"] for path in self._paths]
 
     def count_steps(self):
-        """See EchelonRecords."""
-        return min(len(self._column(path, "seconds")) for path in self._paths)
+        """See EchelonRecords. A trainer may record the loss of a step before or after its seconds."""
+        ranks = [_read_lines(path) for path in self._paths]
+        return min(sum(key in row for row in rows) for rows in ranks for key in ("seconds", "loss"))
 
     def read(self):
         """See EchelonRecords. The losses are the mean over the ranks, with as many targets each but in one batch."""

@@ -1,11 +1,12 @@
-"""benchmarks/paused_runs.py: what a run of another trainer has started ends with it."""
+"""benchmarks/paused_runs.py: which steps of another trainer are done, and that its ranks end with their run."""
 
+import json
 import time
 
 import psutil
 import pytest
 
-from paused_runs import PausedRun
+from paused_runs import PausedRun, PeerRecords
 
 LAUNCHER = """
 import pathlib, subprocess, sys, time
@@ -38,3 +39,12 @@ def test_ranks_end_with_a_run_that_is_still_warming_up(tmp_path):
     except psutil.TimeoutExpired:
         rank.kill()
         pytest.fail("the rank outlived its run")
+
+
+def test_a_step_is_done_once_its_seconds_and_its_loss_are_recorded_on_every_rank(tmp_path):
+    seconds, loss = {"seconds": 1.0, "peak": 100}, {"loss": 2.0}
+    for rank, rows in enumerate([[seconds, loss, seconds], [loss, seconds, loss, seconds]]):
+        lines = "".join(f"{json.dumps(row)}\n" for row in [{"pid": 1}, *rows])
+        (tmp_path / f"rank-{rank}.jsonl").write_text(lines)
+    records = PeerRecords(tmp_path, 2)
+    assert records.count_steps() == len(records.read()[1]) == 1
