@@ -126,15 +126,13 @@ class PausedRun:
         return self._records.read()
 
     def end(self):
-        """Kill the launcher and everything that it has started."""
-        started = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            started = psutil.Process(self._process.pid).children(recursive=True)
-        for process in (self._process, *started):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        """Kill the launcher, then everything that it has started."""
+        with contextlib.suppress(psutil.NoSuchProcess):  # ranks that warm up are not known yet
+            self._pids += [each.pid for each in psutil.Process(self._process.pid).children(recursive=True)]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._signal(signal.SIGKILL)  # ranks whose launcher has failed before
+        self._signal(signal.SIGKILL)
 
     def _wait_for(self, num_steps):
         patience = time.monotonic() + TIMEOUT_SECONDS
