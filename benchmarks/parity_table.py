@@ -29,7 +29,8 @@ HEAD = """\
 
 `benchmarks/parity_table.py` writes this page from `benchmarks/results/parity-cpu.jsonl`, which lists every row with its
 options. A row is a run of 4 steps in real processes, compared step by step with a single process in fp32 that takes the
-whole batch at once: see [strategies.md](strategies.md#what-the-same-means).
+whole batch at once: see [strategies.md](strategies.md#what-the-same-means). The commit below is the one that was
+measured; later commits are not, until the page is written again.
 
 """
 COLUMNS = """\
@@ -49,7 +50,7 @@ DIVIDED = """\
 Rows of `tests/parity/test_tensor.py`, `test_pipeline.py`, `test_context.py`, `test_expert_parallel.py` and
 `test_tensor_experts.py`, compared in the same way, also with uneven targets. Axes that are not named are 1; on the
 processes that are left, parameters are replicated. `make parity-table` measures all rows of these files; those that are
-not counted here have not been measured with this source.
+not counted here have not been measured at this commit.
 
 """
 AXES = {
@@ -99,13 +100,13 @@ def _render_coverage(measured: list[Measured]) -> list[str]:
 
 
 def _render_machines(measured: list[Measured]) -> list[str]:
-    """A line for each type of machine and set of versions, with the dates of its measurements."""
+    """A line for each type of machine, set of versions and commit, with the dates of its measurements."""
     machines: dict[str, set[str]] = {}
     for each in measured:
         on = each.environment
         line = (
             f"{on['processor']}, {on['cores']} cores, Python {on['python']}, torch {on['torch']}, transformers "
-            f"{on['transformers']}, echelon {on['echelon']}"
+            f"{on['transformers']}, echelon {on['echelon']} at commit {on.get('commit') or 'unknown'}"
         )
         machines.setdefault(line, set()).add(on["date"])
     return [f"- {line}; {' to '.join(sorted({min(days), max(days)}))}" for line, days in sorted(machines.items())]

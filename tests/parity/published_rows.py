@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import re
+import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
@@ -74,7 +75,22 @@ def describe_machine() -> dict[str, Any]:
         "processor": _processor_name(),
         "cores": os.cpu_count(),
         "source": digest_source(),
+        "commit": describe_commit(),
     }
+
+
+def describe_commit(root: Path = ROOT) -> str:
+    """The commit that is checked out, with `-dirty` if a file of its source has changed since; "" outside of git."""
+    try:
+        commit = _git(root, "rev-parse", "--short=12", "HEAD").strip()
+        changed = _git(root, "status", "--porcelain", "--", *(f":(glob){pattern}" for pattern in _TRAINED_BY))
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return commit + "-dirty" * bool(changed)
+
+
+def _git(root: Path, *arguments: str) -> str:
+    return subprocess.run(["git", "-C", root, *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def _processor_name() -> str:

@@ -1,17 +1,18 @@
 """The results of `make parity-table`: a killed run resumes, parts are disjoint, and the page shows the results."""
 
+import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 
 import parity_table
-from published_rows import Difference, Measured, append, begin, choose_rows, parse_part, read_measured
+from published_rows import Difference, Measured, append, begin, choose_rows, describe_commit, parse_part, read_measured
 from training import Row
 
 NAMES = [f"row {number}" for number in range(10)]
 MACHINE = {"date": "2026-01-02", "python": "3", "echelon": "0", "torch": "2", "transformers": "5", "processor": "one",
-           "cores": 2, "source": "abc"}  # fmt: skip
+           "cores": 2, "source": "abc", "commit": "0123456789ab"}  # fmt: skip
 MEASURED = Measured(Row("fsdp", ranks=2), Difference(1e-6, 2e-7, 3e-5, 4e-4), True, 1.5, MACHINE)
 
 
@@ -70,6 +71,7 @@ def test_the_page_has_the_largest_difference_of_each_group(tmp_path, monkeypatch
     assert "skipped 1 rows measured with other source" in told and "3 rows, 2 of them equal" in told
     page = (tmp_path / "page.md").read_text()
     assert "Divided models" not in page
+    assert "echelon 0 at commit 0123456789ab; 2026-01-02" in page
     assert "| DDP | 1 | fp32 | 2 | 9.0e-07 | 3.0e-05 | 4.0e-04 |" in page
     assert "| FSDP | 2 | fp32 | 1 | 2.0e-07 |" in page and "ZeRO-1" not in page
     assert "partial" in page and f"- {MEASURED.name}: loss 1.0e-06 (at most 2e-05)" in page
@@ -92,3 +94,17 @@ def test_rows_with_model_parallelism_have_tables_of_their_own(tmp_path, monkeypa
     assert "| FSDP | 2 | fp32 | 1 | 2.0e-07 |" in page and "Measured: 2 rows, of which 2 are within" in page
     assert "| pp 2 (1f1b), tp 2 (sequence parallel) | 4 | fp32 | 1 | 2.0e-07 | 3.0e-05 | 4.0e-04 |" in page
     assert "| dp_shard 2, cp 2 (allgather) | 4 | fp32 |" in page and "| llama | lora | fp32 | 1 |" in page
+
+
+def test_the_measured_commit_is_named_and_changes_of_its_source_are_said(tmp_path):
+    assert describe_commit(tmp_path) == ""
+    source = tmp_path / "src" / "echelon" / "parallel" / "tensor.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("1\n")
+    for command in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a", "commit", "-qm", "one"]):
+        subprocess.run(["git", "-C", tmp_path, *command], check=True)
+    commit = subprocess.run(["git", "-C", tmp_path, "rev-parse", "HEAD"], capture_output=True, text=True).stdout[:12]
+    (tmp_path / "README.md").write_text("not measured\n")
+    assert describe_commit(tmp_path) == commit
+    source.write_text("2\n")
+    assert describe_commit(tmp_path) == f"{commit}-dirty"
