@@ -215,7 +215,9 @@ def test_existing_run(echelon, run):
     text = Path("text.txt")
     before = text.stat()
     text.write_text(text.read_text().replace("plus", "less"))
-    assert_refused(echelon(*more), 2, "data.train: the data differs from that of the run", "--fresh")
+    ending = echelon(*more)
+    assert_refused(ending, 2, "data.train: the data differs from that of the run", "--fresh")
+    assert "run: changed" not in ending.out  # the run still has its old recipe
     text.write_text(text.read_text().replace("less", "plus"))
     os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns))
 

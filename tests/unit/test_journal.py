@@ -5,8 +5,10 @@ import json
 import os
 
 import pytest
+from transformers import LlamaConfig
 
-from echelon.lifecycle.journaling import describe_end
+from echelon.data.tokenizer import train_tokenizer
+from echelon.lifecycle.journaling import describe_end, describe_tokens
 from echelon.planner.memory import MemoryParts
 from echelon.recipe.batches import BatchSchedule, constant_batch, ramp_batch
 from echelon.reporting import journal as journal_module
@@ -158,3 +160,17 @@ class FullDisk:
 
     def close(self):
         self._file.close()
+
+
+def test_special_tokens_are_told_with_their_owner():
+    tokenizer = train_tokenizer(["a text of some words"] * 3, 260)
+    tokenizer.pad_token = "a"
+    pad = tokenizer.pad_token_id
+    config = LlamaConfig(bos_token_id=0, eos_token_id=[3, 5], pad_token_id=None)
+    line = describe_tokens(config, tokenizer, [tokenizer.eos_token_id])
+    told = f"tokens: pad {pad} (tokenizer), eos [3, 5] (model config), bos 0 (model config)"
+    assert line == f"{told}; generation stops at 0 (<|endoftext|>)"
+    bare = LlamaConfig(bos_token_id=None, eos_token_id=None, pad_token_id=7)
+    tokenizer.pad_token = None
+    line = describe_tokens(bare, tokenizer, [])
+    assert line == "tokens: pad 7 (model config), eos 0 (tokenizer), bos none; generation stops at none"

@@ -63,6 +63,14 @@ def test_the_starter_loads(tmp_path: Path, name: str, path: str) -> None:
     assert recipe.model.config is not None and recipe.model.config["model_type"] == "llama"
 
 
+def test_the_starter_names_its_file_and_its_comments_stand_in_one_column() -> None:
+    lines = render_starter("my-model", file="a b/my-model.yaml").splitlines()
+    assert next(line for line in lines if "echelon train" in line).startswith("#   echelon train 'a b/my-model.yaml' ")
+    assert not any("recipe.yaml" in line for line in lines)
+    columns = [line.index("# ") for line in lines if "# " in line[1:] and not line.startswith("tokenizer:")]
+    assert len(columns) >= 10 and len(set(columns)) == 1
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_recipes_load_without_messages(path: Path) -> None:
     assert load_recipe(path)[1] == []

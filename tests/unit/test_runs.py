@@ -115,7 +115,10 @@ def test_status_takes_a_folder_or_a_name_and_without_one_shows_all(echelon, tmp_
     running = f"elsewhere/b  train  running  process {process.pid} on {platform.node()}  step 7  loss 3.2500\n"
     assert echelon("status", "elsewhere/b") == (0, running, "")
     code, _, err = echelon("status", "unknown")
-    assert code == 2 and "unknown is not a job of this folder" in err
+    assert code == 2 and err == (
+        "echelon: unknown is neither a run nor a job of this folder; the newest runs in runs/: a; the newest jobs in "
+        "jobs/: none.\n"
+    )
 
 
 def test_a_run_is_cancelled_and_its_console_followed_to_its_end(echelon, tmp_path, hold):

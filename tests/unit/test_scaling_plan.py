@@ -200,6 +200,8 @@ def test_the_command_prints_tables_json_and_a_picture(tmp_path, capsys):
     assert found["pays_up_to"] == {"strong": None, "weak": None}
     with pytest.raises(ConfigError, match="not a list of numbers"):
         plan_command(path, devices="8xH100", scaling="8-64")
+    with pytest.raises(ConfigError, match=r"^--scaling --plot is .* \(--plot was taken for its value\); write it like"):
+        plan_command(path, ["scaling.html"], devices="8xH100", scaling="--plot")
     with pytest.raises(ConfigError, match="needs --mtbf-hours"):
         plan_command(path, devices="8xH100", restart_seconds=60.0)
     with pytest.raises(ConfigError, match="cannot be written"):

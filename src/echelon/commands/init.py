@@ -32,7 +32,7 @@ def init(
     if params is None and tokens is None:
         if vocab_size is not None:
             raise ConfigError(f"--vocab-size {vocab_size} requires --params or --tokens; add one of them.")
-        recipe, lines = render_starter(name=path.stem), list[str]()
+        recipe, lines = render_starter(name=path.stem, file=str(path)), list[str]()
     else:
         from echelon.recipe.scaling import parse_count, render_scaled, scale_recipe
 
@@ -41,7 +41,7 @@ def init(
             None if tokens is None else parse_count("--tokens", tokens),
             vocab_size,
         )
-        recipe, lines = render_scaled(scaled, path.stem, path.name), [*map(str, scaled.choices), *scaled.notes]
+        recipe, lines = render_scaled(scaled, path.stem, str(path)), [*map(str, scaled.choices), *scaled.notes]
     path.write_text(recipe, encoding="utf-8")
     for line in lines:
         logger.info(line)

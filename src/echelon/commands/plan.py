@@ -33,6 +33,8 @@ def plan(
 
     Also shows why a recipe is refused. Downloads no weights.
     """
+    # First: the parser takes the next option for the value if the numbers were forgotten.
+    counts = None if scaling is None else options.parse_counts(scaling)
     if calibrate:
         _calibrate()
         if recipe_path is None:
@@ -50,10 +52,10 @@ def plan(
     recipe = read_recipe(recipe_path, overrides, quiet=as_json)
     reliability = read_reliability(mtbf_hours, restart_seconds, step_spread)
     searches = any(each is not None for each in (by, budget_usd, deadline_hours, plot)) or as_json
-    if build and (searches or scaling is not None):
+    if build and (searches or counts is not None):
         raise ConfigError("--build divides one plan; remove it, or the options that search plans.")
-    if scaling is not None:
-        show_scaling(recipe, scaling, devices, devices_per_node, instance, reliability, as_json, plot)
+    if counts is not None:
+        show_scaling(recipe, counts, devices, devices_per_node, instance, reliability, as_json, plot)
         return
     if searches:
         limits = (by, budget_usd, deadline_hours)

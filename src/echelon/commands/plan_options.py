@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from echelon.errors import ConfigError
+
 PlannedRecipe = Annotated[Path | None, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
 Devices = Annotated[
     str | None, typer.Option("--devices", metavar="64xH100", help="Plan for these devices. Default: this machine.")
@@ -59,3 +61,14 @@ StepSpread = Annotated[
         "--step-spread", min=0, help="Standard deviation of a machine's step time over its mean: show the goodput."
     ),
 ]
+
+
+def parse_counts(text: str) -> list[int]:
+    """Parse `--scaling 8,16,32`, numbers of devices. Raises ConfigError."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) for word in words):
+        taken = f" ({text} was taken for its value)" if text.startswith("-") else ""
+        raise ConfigError(
+            f"--scaling {text} is not a list of numbers of devices{taken}; write it like --scaling 8,16,32,64."
+        )
+    return [int(word) for word in words]

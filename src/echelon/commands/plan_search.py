@@ -1,6 +1,7 @@
 """The parts of `echelon plan` that compare plans: the search, and the scaling over numbers of devices."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -59,7 +60,7 @@ def show_search(
 
 def show_scaling(
     recipe: Recipe,
-    counts: str,
+    counts: Sequence[int],
     devices: str | None,
     devices_per_node: int,
     instance: str | None,
@@ -70,14 +71,8 @@ def show_scaling(
     """Plan a recipe for each number of devices, print the tables and draw them."""
     from echelon.api.plan_scaling import plan_scaling
 
-    try:
-        numbers = [int(each) for each in counts.split(",")]
-    except ValueError:
-        raise ConfigError(
-            f"--scaling {counts} is not a list of numbers of devices; write it like 8,16,32,64."
-        ) from None
     found = plan_scaling(
-        recipe, numbers, devices, devices_per_node=devices_per_node, instance=instance, reliability=reliability
+        recipe, counts, devices, devices_per_node=devices_per_node, instance=instance, reliability=reliability
     )
     for line in [json.dumps(found.to_dict(), indent=2)] if as_json else found.describe():
         show(line)

@@ -10,11 +10,14 @@ from echelon.errors import ConfigError
 from echelon.launch.job import JobRecord, JobSpec, Launcher, Submitted
 from echelon.launch.targets import TARGETS
 from echelon.recipe import Recipe, render_recipe
+from echelon.runs.overview import RUNS, find_newest_runs
 from echelon.runs.run_folder import OWNER_ONLY
 from echelon.stored import read_json, write_json, write_text
 
 JOBS = Path("jobs")
 
+# Runs and jobs that a message names.
+_NAMED = 5
 _NAME_LENGTH = 63
 STAMP_LENGTH = len("-20260102-030405")
 """Length of the launch time at the end of a job's name, in characters."""
@@ -77,7 +80,10 @@ def record_job(job: JobSpec, submitted: Submitted) -> JobRecord:
 
 
 def find_job(name: str) -> JobRecord:
-    """Find a job by its name, its folder or its id at the target. Raises ConfigError, listing the newest jobs."""
+    """Find a job by its name, its folder or its id at the target.
+
+    Raises ConfigError if there is none, listing the newest runs and jobs: commands that take a job take a run too.
+    """
     records = list_jobs()
     for record in records:
         if name.rstrip("/") in (record.name, record.id, str(record.folder)):
@@ -91,8 +97,12 @@ def find_job(name: str) -> JobRecord:
                 f"{folder}/job.json is missing or damaged, as after a failed launch; if the target does not know the "
                 "job, remove the folder."
             )
-    known = ", ".join(record.name for record in records[:5]) or "none"
-    raise ConfigError(f"{name} is not a job of this folder; the newest jobs in {JOBS}/: {known}.")
+    jobs = ", ".join(record.name for record in records[:_NAMED]) or "none"
+    runs = ", ".join(str(path.relative_to(RUNS)) for path in find_newest_runs([RUNS])[:_NAMED]) or "none"
+    raise ConfigError(
+        f"{name} is neither a run nor a job of this folder; the newest runs in {RUNS}/: {runs}; the newest jobs in "
+        f"{JOBS}/: {jobs}."
+    )
 
 
 def list_jobs() -> list[JobRecord]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from echelon.data.prepared import PreparedData
 from echelon.distributed.membership import Membership
@@ -102,12 +102,24 @@ def describe_training(
     stops: Sequence[int],
 ) -> Iterator[str]:
     """Lines about the training: special tokens, and the replicas that are compared."""
-    kinds = ("pad", "eos", "bos")
-    special = ", ".join(f"{kind} {getattr(config, f'{kind}_token_id', None)}" for kind in kinds)
-    ends = [f"{each} ({data.tokenizer.convert_ids_to_tokens(each)})" for each in stops]
-    yield f"tokens: {special}; generation stops at {', '.join(ends) or 'none'}"
+    yield describe_tokens(config, data.tokenizer, stops)
     if recipe.fault.verify_replicas_every is not None:
         yield describe_replicas(plan)
+
+
+def describe_tokens(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> str:
+    """A line about the special tokens of a training, and those at which generation stops."""
+    special = ", ".join(_describe_token(kind, config, tokenizer) for kind in ("pad", "eos", "bos"))
+    ends = [f"{each} ({tokenizer.convert_ids_to_tokens(each)})" for each in stops]
+    return f"tokens: {special}; generation stops at {', '.join(ends) or 'none'}"
+
+
+def _describe_token(kind: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A special token's id, and whose it is. Padding takes the tokenizer's; the others are first those of the model."""
+    ids = {"model config": getattr(config, f"{kind}_token_id", None)}
+    ids["tokenizer"] = getattr(tokenizer, f"{kind}_token_id")
+    order = ("tokenizer", "model config") if kind == "pad" else ("model config", "tokenizer")
+    return next((f"{kind} {ids[each]} ({each})" for each in order if ids[each] is not None), f"{kind} none")
 
 
 def describe_end(folder: RunFolder, state: TrainState, seconds: float, usd: float | None) -> Iterator[str]:

@@ -213,6 +213,8 @@ def _describe_start(
     from echelon.data.mixture import describe_mixture
     from echelon.model.hub import describe_commits
 
+    if opened.state == "resumed":  # recipe.yaml in the run folder has the new values now
+        yield from (f"run: changed {difference}" for difference in opened.differences)
     yield from describe_commits(commits)
     yield from plan.describe()
     yield from describe_mixture(recipe, data)

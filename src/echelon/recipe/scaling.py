@@ -12,6 +12,7 @@ The initial weights' rule is that of Nguyen & Salazar 2019, arXiv:1910.05895.
 """
 
 import math
+import shlex
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -368,7 +369,7 @@ def render_scaled(scaled: ScaledRecipe, name: str, file: str = "recipe.yaml", te
         params=scaled.shape.num_parameters,
         tokens=show_count(scaled["tokens"]),
         arguments=scaled.arguments,
-        file=file,
+        file=shlex.quote(file),
         name=render_inline(name),
         path=render_inline(text_path),
         vocab=scaled["vocab_size"],

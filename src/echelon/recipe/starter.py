@@ -1,5 +1,7 @@
 """The recipe that `echelon init` writes: commented, small, and ready to train on the user's text."""
 
+import shlex
+
 from echelon.recipe.yaml_text import render_inline
 
 _STARTER = """\
@@ -10,7 +12,7 @@ _STARTER = """\
 # Every key: docs/recipe.md in echelon's documentation.
 
 run:
-  name: {name}                  # the run folder is runs/NAME
+{name:<32}# the run folder is runs/NAME
   seed: 0
 
 model:
@@ -23,11 +25,11 @@ model:
     num_key_value_heads: 2
     tie_word_embeddings: true
 
-tokenizer: {{train: {{vocab_size: 4096}}}}    # or `bytes`, or a folder or hub id
+tokenizer: {{train: {{vocab_size: 4096}}}}  # or `bytes`, or a folder or hub id
 
 data:
   train:
-    - path: {path}              # a file, a folder, or .jsonl records with a `text` field
+{path:<32}# a file, a folder, or .jsonl records with a `text` field
   validation_fraction: 0.05     # fraction held out for validation
   sequence_len: 256
 
@@ -49,6 +51,10 @@ checkpoint:
 """
 
 
-def render_starter(name: str = "my-run", text_path: str = "text.txt") -> str:
-    """Return the YAML of a recipe that trains a small Llama from scratch on `text_path`, with comments."""
-    return _STARTER.format(name=render_inline(name), path=render_inline(text_path), file="recipe.yaml")
+def render_starter(name: str = "my-run", text_path: str = "text.txt", file: str = "recipe.yaml") -> str:
+    """Return the YAML of a recipe that trains a small Llama from scratch on `text_path`, with comments.
+
+    `file`: the path of the recipe, which its first lines name in commands.
+    """
+    named, read_from = f"  name: {render_inline(name)} ", f"    - path: {render_inline(text_path)} "
+    return _STARTER.format(name=named, path=read_from, file=shlex.quote(file))

@@ -103,8 +103,6 @@ def _reopen(folder: RunFolder, recipe: Recipe) -> OpenedRun:
         folder.unlock()
         logger.info(f"run: {folder.path} has finished{folder.remedy()}, or pass --fresh to start again.")
         return OpenedRun(folder, "finished", differences, old)
-    for difference in differences:
-        logger.info(f"run: changed {difference}")
     for line in folder.rows.describe_bad_lines():
         logger.warning(f"run: {line}")
     return OpenedRun(folder, "resumed", differences, old)

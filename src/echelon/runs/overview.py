@@ -97,6 +97,17 @@ def find_runs(roots: Iterable[Path]) -> list[Path]:
     return sorted({path for root in roots for path in _walk(root)})
 
 
+def find_newest_runs(roots: Iterable[Path]) -> list[Path]:
+    """Find the runs in and below folders, the one with the newest event first."""
+
+    def changed_at(path: Path) -> float:
+        with suppress(OSError):  # removed meanwhile
+            return (path / "events.jsonl").stat().st_mtime
+        return 0.0
+
+    return sorted(find_runs(roots), key=changed_at, reverse=True)
+
+
 def _walk(root: Path) -> Iterator[Path]:
     for place, folders, files in os.walk(root):
         if "events.jsonl" in files:
