@@ -8,7 +8,7 @@ import errno
 import re
 import traceback
 
-from echelon.redaction import redact_text
+from echelon.redaction import make_printable, redact_text
 
 # Messages of allocators that raise a RuntimeError: torch's on CPUs, and C++'s own.
 _NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|bad_alloc")
@@ -17,12 +17,12 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class EchelonError(Exception):
-    """An error reported as one message without a traceback, with secrets redacted."""
+    """An error reported as one message without a traceback, with secrets and control characters replaced."""
 
     exit_code = 1
 
     def __init__(self, message: str) -> None:
-        super().__init__(redact_text(message))
+        super().__init__(make_printable(redact_text(message)))
 
 
 class ConfigError(EchelonError, ValueError):
@@ -82,8 +82,8 @@ def first_line(error: BaseException) -> str:
 
 
 def render_traceback(error: BaseException) -> str:
-    """The traceback of an unexpected error, as Python prints it, with secrets redacted."""
-    return redact_text("".join(traceback.format_exception(error)))
+    """The traceback of an unexpected error, as Python prints it, with secrets and control characters replaced."""
+    return make_printable(redact_text("".join(traceback.format_exception(error))))
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from echelon.redaction import redact_text
+from echelon.redaction import make_printable, redact_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,14 +67,14 @@ class RankFilter(logging.Filter):
 
 
 class _Formatter(logging.Formatter):
-    """Formats records with secrets redacted; times are UTC, as in events.jsonl."""
+    """Formats records with secrets and control characters replaced; times are UTC, as in events.jsonl."""
 
     converter = staticmethod(time.gmtime)
     default_time_format = "%Y-%m-%dT%H:%M:%S"
     default_msec_format = "%s.%03dZ"
 
     def format(self, record: logging.LogRecord) -> str:
-        return redact_text(super().format(record))
+        return make_printable(redact_text(super().format(record)))
 
 
 class _StreamHandler(logging.StreamHandler[TextIO]):
@@ -248,9 +248,9 @@ def keep_console_in(path: Path, rank: int | None = None) -> None:
 
 
 def keep_line(line: str) -> None:
-    """Add a line that was printed without a logger to the kept console, if it is kept; with secrets redacted."""
+    """Add a line that was printed without a logger to the kept console, if it is kept, as log lines are written."""
     if (copy := _find_copy()) is not None:
-        copy.write(f"{redact_text(line)}\n")
+        copy.write(f"{make_printable(redact_text(line))}\n")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Detect and redact secrets in everything that is written, printed or sent.
+"""What no output may contain: secrets, and characters that control a terminal.
 
 A value is a secret by its name (`api_key`, `HF_TOKEN`), or by its form: key prefixes of services, authorization
 headers, logins in URLs, private keys, `NAME=VALUE` and `--name VALUE` in a line of text. Under an ambiguous name
@@ -77,6 +77,26 @@ _PRIVATE_KEY = re.compile(
     r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]*PRIVATE KEY-----|\Z)", re.DOTALL
 )
 _SCHEME = r"(?:bearer|basic|token|digest|api-?key|negotiate|aws4-hmac-sha256)"
+
+
+# C0 without tab and newline, DEL and C1; the marks that change the direction of text; halves of surrogate pairs. A
+# carriage return may end a line, but not go back to its start.
+_UNPRINTABLE = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)")
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+_REPLACEMENT = "\ufffd"
+
+
+def make_printable(text: str) -> str:
+    """The text with each character that could control a terminal, or that UTF-8 cannot encode, replaced by U+FFFD.
+
+    Every text that people read goes through this: a run folder, a model or an error may have been made by a stranger.
+    """
+    return _UNPRINTABLE.sub(_REPLACEMENT, text)
+
+
+def make_encodable(text: str) -> str:
+    """The text with halves of surrogate pairs replaced by U+FFFD, and all else as it is."""
+    return _HALF_PAIR.sub(_REPLACEMENT, text)
 
 
 def redact(value: Any) -> Any:

@@ -72,6 +72,13 @@ def find_prints(module: Module) -> list[str]:
     ]
 
 
+def find_direct_output(module: Module) -> list[str]:
+    """Calls that write to stdout or stderr, of which `commands.terminal` alone makes text of strangers harmless."""
+    writers = ("print", "typer.echo", "typer.secho", "sys.stdout.write", "sys.stderr.write", "Console")
+    calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
+    return [f"{module.short}:{call.lineno} writes directly" for call in calls if ast.unparse(call.func) in writers]
+
+
 def find_odd_loggers(module: Module) -> list[str]:
     """Loggers with a name other than their module's, and messages passed through a parameter `say`.
 
@@ -113,6 +120,11 @@ def test_the_training_loop_never_branches_on_a_name():
 
 def test_print_is_for_the_console():
     assert not [found for module in ECHELON for found in find_prints(module)]
+
+
+def test_commands_print_through_one_module():
+    commands = [each for each in ECHELON if each.short.startswith("commands.") and each.short != "commands.terminal"]
+    assert commands and not [found for module in commands for found in find_direct_output(module)]
 
 
 def test_a_module_logs_under_its_own_name():
@@ -175,6 +187,12 @@ def test_a_print_and_an_unfiled_note_are_found(tmp_path):
     module = write(tmp_path, text).modules["house.a"]
     assert find_prints(module) == ["a:1 prints"]
     assert find_unfiled(module) == ["a:3"]
+
+
+def test_direct_output_is_found(tmp_path):
+    text = "print('a', file=stream)\nsys.stdout.write('b')\nstream.write('c')\ntyper.echo('d')\n"
+    module = write(tmp_path, text).modules["house.a"]
+    assert find_direct_output(module) == [f"a:{n} writes directly" for n in (1, 2, 4)]
 
 
 def test_a_size_formatted_by_hand_is_found(tmp_path):

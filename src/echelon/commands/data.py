@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from echelon.commands.arguments import OverridesArgument, RecipeArgument, read_recipe
-from echelon.commands.terminal import show
+from echelon.commands.terminal import show, show_styled
 from echelon.stopping import stops_told
 
 if TYPE_CHECKING:
@@ -70,20 +70,18 @@ def _show_source(counts: "SourceCounts") -> None:
 
 def _show_document(document: "FedDocument", tokenizer: "PreTrainedTokenizerFast") -> None:
     """Show a document as text; target tokens are coloured on a terminal, in [[ ]] elsewhere."""
-    from rich.console import Console
-    from rich.text import Text
-
     place = f"--- sequence {document.sequence}, document {document.number}: {document.ids.size:,} tokens"
-    text, coloured = Text(), sys.stdout.isatty()
+    coloured = sys.stdout.isatty()
     if document.learned[1:].all():
         show(f"{place}, all learned but the first")
-        text.append(_decode(tokenizer, document.ids.tolist()))
-    else:
-        show(f"{place}, {int(document.learned.sum()):,} learned ({'green' if coloured else 'in [[ ]]'})")
-        for ids, learned in _runs(document):
-            part = _decode(tokenizer, ids)
-            text.append(part if coloured or not learned else f"[[{part}]]", "green" if learned else "dim")
-    Console(highlight=False, soft_wrap=True, no_color=not coloured).print(text)
+        show(_decode(tokenizer, document.ids.tolist()))
+        return
+    show(f"{place}, {int(document.learned.sum()):,} learned ({'green' if coloured else 'in [[ ]]'})")
+    parts = []
+    for ids, learned in _runs(document):
+        part = _decode(tokenizer, ids)
+        parts.append((part if coloured or not learned else f"[[{part}]]", "green" if learned else "dim"))
+    show_styled(parts, coloured)
 
 
 def _decode(tokenizer: "PreTrainedTokenizerFast", ids: list[int]) -> str:

@@ -15,7 +15,7 @@ import typer
 from echelon.commands.arguments import CheckpointOption, JsonOption, ShardsOption, TargetArgument, parse_nproc
 from echelon.commands.interactive import converse
 from echelon.commands.sharded import run_with_model
-from echelon.commands.terminal import log_to_stderr, show, show_piece
+from echelon.commands.terminal import log_to_stderr, show, show_made, show_piece
 from echelon.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _show_samples(samples: Iterator["Sample"], headers: Iterator[str], streams: 
         if header:
             show(header)
         sample = next(samples)
-        show("" if streams else sample.text)
+        show_made("" if streams else sample.text)
 
 
 def _headers(prompts: Sequence[str], num_samples: int) -> Iterator[str]:
@@ -157,9 +157,14 @@ def _write_samples(
     from echelon.supervise.launch_environment import find_place
 
     file = out if find_place().rank == 0 else Path(os.devnull)
-    with file.open("w", encoding="utf-8") if file is not None else nullcontext(sys.stdout) as lines:
+    with file.open("w", encoding="utf-8") if file is not None else nullcontext() as lines:
         for record in records:
             for sample in islice(samples, num_samples):
-                print(render_sample(record, sample), file=lines, flush=True)
+                line = render_sample(record, sample)
+                if lines is None:
+                    show(line)
+                else:
+                    lines.write(f"{line}\n")
+                    lines.flush()
     if out is not None:
         show(f"generate: {len(records) * num_samples} samples in {out}")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from echelon.commands.terminal import log_to_stderr, show
+from echelon.commands.terminal import log_to_stderr, show, show_piece
 from echelon.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def import_file(
     for note in imported.notes:
         logger.warning(note)
     if out is None:
-        typer.echo(imported.text, nl=False)
+        show_piece(imported.text)
     else:
         out.write_text(imported.text, encoding="utf-8")
         show(f"wrote {out}; check it with: echelon plan {out}")

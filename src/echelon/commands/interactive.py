@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon.commands.terminal import complain, show, show_piece
+from echelon.commands.terminal import complain, show, show_made, show_piece
 from echelon.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _answer_lines(dialogue: "Dialogue", as_json: bool) -> None:
         is_empty = False
         if not _obey(dialogue, message):
             answer = dialogue.ask(message)
-            show(render_sample({"prompt": message}, answer) if as_json else answer.text.replace("\n", "\\n"))
+            show_made(render_sample({"prompt": message}, answer) if as_json else answer.text.replace("\n", "\\n"))
     if is_empty:
         raise ConfigError("--chat: stdin contains no message; write one per line, or give --prompt or --prompts.")
 

@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from echelon.commands.terminal import show, show_piece
+from echelon.commands.terminal import clear_terminal, show
 
 _MAX_WIDTH = 100
-_CLEAR = "\x1b[H\x1b[J"
 
 
 def watch(
@@ -37,6 +36,7 @@ def watch(
             size = shutil.get_terminal_size()
             lines = render_text(shorten(report), min(_MAX_WIDTH, size.columns)).splitlines()
             if is_terminal:
-                show_piece(_CLEAR + "\n".join(line[: size.columns] for line in lines[: size.lines - 1]) + "\n")
+                clear_terminal()
+                show("\n".join(line[: size.columns] for line in lines[: size.lines - 1]))
             else:
                 show("\n".join([*lines, ""]))

@@ -8,6 +8,7 @@ import hashlib
 from html import escape
 from pathlib import Path
 
+from echelon.redaction import make_printable
 from echelon.report.blocks import Bars, Block, Curves, HeatMap, Lines, Listing, Pairs, Report, Table, Timeline
 from echelon.report.drawing import draw_bars, draw_curves, draw_heat_map, draw_timeline
 
@@ -40,7 +41,7 @@ def render_page(report: Report, refresh_seconds: float | None = None) -> str:
         for section in report.sections
     )
     tone = "bad" if report.is_bad else "good"
-    return (
+    return make_printable(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

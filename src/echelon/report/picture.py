@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from echelon.redaction import make_printable
 from echelon.report.blocks import Form, Series
 from echelon.report.numbers import pick_ticks, render_axis
 
@@ -56,7 +57,7 @@ def draw_picture(charts: Sequence[Chart]) -> str:
         body += drawn
         top += height
     title = escape("; ".join(chart.title for chart in charts))
-    return (
+    return make_printable(
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{top}" viewBox="0 0 {_WIDTH} {top}" '
         f'role="img" aria-label="{title}">\n<style>{_find_colours()}\n'
         ".back{fill:var(--paper)} text{font:12px system-ui,sans-serif;fill:var(--ink)} .title{font-weight:600} "
