@@ -3,13 +3,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test slow fuzz parity parity-table model-table pictures faults launchers engines bench bench-engines bench-peers scaling bench-techniques gpu lint clean
+.PHONY: help demo test slow slow-part fuzz parity parity-table model-table pictures faults launchers engines bench bench-engines bench-peers scaling bench-techniques gpu lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     set up, train a small model on real text with two processes, evaluate it, sample from it"
 	@echo "make test     set up, run the tests"
 	@echo "make slow     the tests too long for daily use: a killed server, MLflow's UI in a browser, full disks (an hour)"
+	@echo "make slow-part  today's part of 24 of all slow tests, also of fuzz, parity, faults and launchers; PART=N chooses one (15 minutes)"
 	@echo "make fuzz     load 10,000 damaged files and recipes with the real loaders, and print a table of the results (20 minutes)"
 	@echo "make parity   compare every strategy with the single process, for all combinations of options (long)"
 	@echo "make parity-table  the same, and write docs/parity.md from the measurements; resumes after a kill (hours)"
@@ -88,7 +89,8 @@ faults: .venv/.installed
 # Programs that the launcher tests start.
 LAUNCHER_PACKAGES := slurmctld slurmd slurm-client munge openmpi-bin openssh-server iproute2
 
-launchers: .venv/.installed
+.PHONY: launcher-programs
+launcher-programs:
 	@missing=; for program in slurmctld slurmd sbatch munged mpirun sshd ip; do \
 	    PATH="$$PATH:/usr/sbin" command -v $$program > /dev/null || missing="$$missing $$program"; \
 	done; \
@@ -101,8 +103,18 @@ launchers: .venv/.installed
 	elif [ -n "$$missing" ]; then \
 	    echo "== missing programs, whose tests are skipped:$$missing"; \
 	fi
+
+launchers: .venv/.installed launcher-programs
 	@echo "== launching jobs with the real launchers"
 	$(BIN)/python -m pytest tests/launchers -m slow -rs
+
+# All slow tests in parts that need about as long as `make test`; `.ci/run` runs another one each day.
+SLOW_PARTS := 24
+PART ?= $(shell echo $$(( $$(date -u +%s) / 86400 % $(SLOW_PARTS) + 1 )))
+
+slow-part: .venv/.slow launcher-programs
+	@echo "== running part $(PART) of $(SLOW_PARTS) of all slow tests (make slow-part PART=$(PART))"
+	$(BIN)/python -m pytest tests -m "slow and not gpu" -rs --splits $(SLOW_PARTS) --group $(PART) --splitting-algorithm least_duration
 
 # The engines that are installed apart; `make engine-NAME` runs the tests of one.
 ENGINES := deepspeed horovod tensorflow
