@@ -3,6 +3,7 @@
 import errno
 import json
 import signal
+import sys
 from contextlib import suppress
 
 import pytest
@@ -12,6 +13,7 @@ from echelon.commands.jobs import logs, status
 from echelon.commands.launch import launch
 from echelon.commands.sweep import _stops_noted
 from echelon.errors import ConfigError, HubUnreachableError, LaunchError
+from echelon.launch import packages
 from echelon.launch.job import Submitted
 from echelon.launch.records import find_job, list_jobs
 from echelon.logs import log_to_console
@@ -20,6 +22,7 @@ from recipe_samples import DEMO
 
 KUBERNETES = "{image: registry.example/echelon, gpus_per_node: 2, volumes: [{mount: /data, claim: team}]}"
 RECIPE = DEMO + f"launch: {{kubernetes: {KUBERNETES}}}\n"
+OURS = "111122223333.dkr.ecr.us-west-2.amazonaws.com/ours:1"
 RECORD = {"name": "x", "target": "local", "id": "17", "run_dir": "/r", "submitted_at": 1.0, "place": {}}
 
 
@@ -99,19 +102,45 @@ def test_the_plan_is_checked_against_the_requested_gpus(recipe, capsys):
         ("torchrun", "2 hosts, which must share"),
         ("slurm", "srun"),
         ("kubernetes", "apiVersion"),
-        ("sagemaker", "1 x ml.g5.12xlarge on demand, image "),
+        ("sagemaker", f" on demand, image {OURS}"),
     ],
 )
 def test_every_engine_goes_through_every_launcher(recipe, capsys, engine, to, words):
     """Its package is that of the machines, which need not be this one."""
     account = "role: 'arn:aws:iam::111122223333:role/r', region: us-west-2, bucket: 's3://bucket'"
+    machine = "ml.m5.4xlarge" if engine == "tensorflow" else "ml.g5.12xlarge"
     settings = [
         f"engine={engine}", "parallel=ddp", "train.precision=fp32", "launch.nproc_per_node=2",
-        f"launch.sagemaker={{instance_type: ml.g5.12xlarge, {account}}}",
+        "launch.python=/opt/other/bin/python",
+        f"launch.sagemaker={{instance_type: {machine}, image: '{OURS}', {account}}}",
     ]  # fmt: skip
     launch(recipe, settings, dry_run=True, to=to, hosts="a,b" if to == "torchrun" else None)
     shown = capsys.readouterr()
     assert words in shown.out + shown.err
+    assert engine == "native" or f"{engine} (engine={engine})" in shown.out or f"must contain {engine}" in shown.out
+
+
+@pytest.mark.parametrize("to", ["torchrun", "slurm"])
+def test_a_package_that_the_jobs_python_lacks_is_refused(recipe, to, monkeypatch):
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)  # as in an environment without torchao
+    settings = ["train.precision=fp8", f"launch.python={sys.executable}"]
+    hosts = "a,b" if to == "torchrun" else None
+    with pytest.raises(ConfigError) as refused:
+        launch(recipe, settings, dry_run=True, to=to, hosts=hosts)
+    assert str(refused.value) == (
+        f"train.precision=fp8 requires the package torchao, which {sys.executable}, the Python of the job, does not "
+        f"have; run {sys.executable} -m pip install 'echelon[float8]'."
+    )
+    # Another interpreter, and one that launch.setup may choose, cannot be asked.
+    launch(recipe, [*settings, "launch.setup=[module load python]"], dry_run=True, to=to, hosts=hosts)
+
+
+def test_the_packages_of_an_image_are_named(recipe, capsys):
+    launch(recipe, ["train.precision=fp8"], dry_run=True, to="kubernetes")
+    assert (
+        "packages: the image registry.example/echelon must have echelon with its extras float8 (train.precision=fp8); "
+        "this cannot be checked here"
+    ) in capsys.readouterr().out
 
 
 HUB_MODEL = ["model.config=null", "model.checkpoint=team/tiny", "launch.accelerator=H100", "launch.nproc_per_node=2"]

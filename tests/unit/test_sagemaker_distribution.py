@@ -78,13 +78,16 @@ def test_mpi_sets_processes_and_variables(tmp_path):
 
 
 def test_other_engines_are_started_by_their_entries(tmp_path):
-    mirrored = submit(tmp_path, {"multi_worker_mirrored_strategy": {"enabled": True}}, "parallel=ddp")
+    machine = "launch.sagemaker.instance_type=ml.m5.4xlarge"
+    mirrored = submit(tmp_path, {"multi_worker_mirrored_strategy": {"enabled": True}}, "parallel=ddp", machine)
     assert mirrored.staging.recipe.engine == "tensorflow"
     assert any("multi_worker_mirrored_strategy -> engine=tensorflow" in line for line in mirrored.lines)
-    served = submit(tmp_path, {"parameter_server": {"enabled": True}}, "parallel=ddp")
+    served = submit(tmp_path, {"parameter_server": {"enabled": True}}, "parallel=ddp", machine)
     assert served.staging.recipe.engine == "tensorflow"
     assert served.staging.recipe.tensorflow.strategy == "parameter_server"
-    under_mpi = submit(tmp_path, {"mpi": {"enabled": True, "processes_per_host": 2}}, "engine=horovod", "parallel=ddp")
+    ours = "launch.sagemaker.image=111122223333.dkr.ecr.us-west-2.amazonaws.com/ours:1"
+    horovod = ("engine=horovod", "parallel=ddp", ours)
+    under_mpi = submit(tmp_path, {"mpi": {"enabled": True, "processes_per_host": 2}}, *horovod)
     assert under_mpi.staging.recipe.engine == "horovod"
     assert under_mpi.staging.recipe.launch.nproc_per_node == 2
 

@@ -15,6 +15,7 @@ import yaml
 
 from echelon.errors import ConfigError, DataError
 from echelon.hardware.instances import INSTANCES
+from echelon.launch.packages import describe_packages
 from echelon.launch.sagemaker import SageMakerLauncher
 from echelon.launch.sagemaker import source_bundle as bundle
 from echelon.launch.sagemaker.images import OLDEST_PYTHON, OLDEST_TORCH, check_image, find_image
@@ -231,6 +232,42 @@ def test_requirements_follow_the_recipe(tmp_path):
     assert "torch" not in [re.match(r"[\w-]+", line)[0] for line in lines.splitlines()]
     plain = bundle.list_requirements(make_job(tmp_path, "data.train=python-stdlib").recipe)
     assert plain == "".join(f"{name}\n" for name in bundle.CORE)
+
+
+def test_the_container_installs_what_an_engine_or_a_precision_needs(tmp_path):
+    def ask(*overrides: str) -> tuple[list[str], list[str]]:
+        job = make_job(tmp_path, *overrides)
+        return bundle.list_requirements(job.recipe).splitlines(), describe_packages(job.recipe)
+
+    fp8 = ("train.precision=fp8", "launch.sagemaker.instance_type=ml.p5.48xlarge")
+    assert "torchao>=0.15" in ask(*fp8)[0]
+    assert ask(*fp8)[1] == [
+        "packages: the container installs what its image lacks of echelon's extras float8 (train.precision=fp8)"
+    ]
+    tensorflow = ("engine=tensorflow", "parallel=ddp", "launch.sagemaker.instance_type=ml.m5.4xlarge")
+    assert {"tensorflow-cpu>=2.21,<2.22", "keras-hub>=0.32,<0.33"} <= set(ask(*tensorflow)[0])
+    build_submission(make_job(tmp_path, *tensorflow))
+    # Liger's kernels are for GPUs, and for layers that are not compiled.
+    assert "liger-kernel>=0.8" in ask("train.compile=false")[0]
+    assert "liger-kernel>=0.8" not in ask()[0]
+    assert "liger-kernel>=0.8" not in ask("train.compile=false", "launch.sagemaker.instance_type=ml.m5.4xlarge")[0]
+
+
+def test_an_engine_that_the_machines_cannot_run_is_refused(tmp_path):
+    horovod = ("engine=horovod", "parallel=ddp", "launch.sagemaker.distribution={mpi: {enabled: true}}")
+    with pytest.raises(ConfigError) as refused:
+        build_submission(make_job(tmp_path, *horovod))
+    assert str(refused.value) == (
+        "engine=horovod: AWS's image does not have the package horovod, and pip cannot install it when the job starts; "
+        "set launch.sagemaker.image to an image that has it (docs/engines.md), or use engine=native with parallel: "
+        "ddp, and sync.compress.method=fp16."
+    )
+    own = make_job(tmp_path, *horovod, "launch.sagemaker.image=111122223333.dkr.ecr.us-west-2.amazonaws.com/ours:1")
+    build_submission(own)
+    [line] = describe_packages(own.recipe)
+    assert "ours:1 must contain horovod, which cannot be checked here" in line
+    with pytest.raises(ConfigError, match=r"^engine=tensorflow computes on CPUs, but .*=ml\.g5\.12xlarge has GPUs"):
+        build_submission(make_job(tmp_path, "engine=tensorflow", "parallel=ddp"))
 
 
 def test_user_text_is_never_interpreted(tmp_path):

@@ -13,6 +13,7 @@ from echelon.errors import ConfigError, HubUnreachableError, PlanError
 from echelon.hardware.accelerators import Cluster, parse_devices
 from echelon.hardware.job_machines import find_machines
 from echelon.launch.job import JobSpec, Launcher
+from echelon.launch.packages import describe_packages
 from echelon.launch.sagemaker.request import find_trained_recipe
 from echelon.launch.sagemaker.staging import CHECKPOINT_DIR
 from echelon.launch.secrets import refuse_secrets
@@ -68,7 +69,7 @@ def check_job(job: JobSpec) -> CheckedJob:
     trained = _find_trained_recipe(recipe)
     with _left_to_the_job(recipe.launch.to, notes):
         lines += _check_model(trained, find_target_cluster(trained))
-    lines += notes
+    lines += [*notes, *describe_packages(trained)]
     num_steps = None if recipe.train.epochs is not None else recipe.num_steps(0)
     if rate is None and recipe.launch.to != "local":
         lines.append("cost: the price of these machines is unknown; set budget.usd_per_hour, the price of one machine")

@@ -10,7 +10,9 @@ from typing import Any
 from echelon.errors import ConfigError
 from echelon.hardware.instances import cluster_of
 from echelon.hardware.job_machines import JobMachines
+from echelon.launch.sagemaker.source_bundle import EXTRAS
 from echelon.recipe import CheckpointConfig, LaunchConfig, Recipe
+from echelon.recipe.engines import ENGINES, NATIVE
 from echelon.recipe.launching import SageMakerConfig
 
 _KEY = "launch.sagemaker"
@@ -55,6 +57,7 @@ def check_settings(recipe: Recipe, machines: JobMachines, default_max_hours: flo
     _check_addresses(recipe.launch.sagemaker)
     _check_machines(recipe.launch, machines)
     _check_instance_groups(recipe.launch.sagemaker, machines)
+    _check_engine(recipe, machines)
     _check_times(recipe, default_max_hours)
     _check_network(recipe)
     _check_file_systems(recipe.launch.sagemaker)
@@ -122,6 +125,23 @@ def _check_instance_groups(settings: SageMakerConfig, machines: JobMachines) -> 
         )
     if settings.sdk == "model_trainer" and settings.instance_groups:
         raise ConfigError(f"{_KEY}.instance_groups is not supported by {_KEY}.sdk=model_trainer; use sdk: boto3.")
+
+
+def _check_engine(recipe: Recipe, machines: JobMachines) -> None:
+    """Refuse an engine whose package the container would lack, and one that would leave the GPUs idle."""
+    row, settings, instance = ENGINES[recipe.engine], recipe.launch.sagemaker, machines.weakest
+    if row.package is not None and recipe.engine not in EXTRAS and settings.image is None:
+        raise ConfigError(
+            f"engine={recipe.engine}: AWS's image does not have the package {row.package}, and pip cannot install it "
+            f"when the job starts; set {_KEY}.image to an image that has it (docs/engines.md), or use "
+            f"engine={NATIVE} with {row.instead}."
+        )
+    if recipe.engine == "tensorflow" and instance.gpus:
+        raise ConfigError(
+            f"engine=tensorflow computes on CPUs, but {_KEY}.instance_type={instance.name} has GPUs, which would be "
+            f"paid for and not used; use a type without GPUs, such as ml.m5.4xlarge, or engine={NATIVE} with "
+            f"{row.instead}."
+        )
 
 
 def _check_times(recipe: Recipe, default_max_hours: float) -> None:

@@ -2,10 +2,13 @@
 
 import io
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
+from echelon.hardware.job_machines import find_machines
 from echelon.launch.shell import guard_setup, join_words
 from echelon.recipe import Recipe
+from echelon.recipe.engines import ENGINES
 
 PACKAGE = Path(__file__).parents[2]
 ENTRY = "/opt/ml/input/data/echelon/enter.py"
@@ -28,6 +31,9 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "s3": ("s3fs>=2024.6",),
     "gcs": ("gcsfs>=2024.6",),
     "deepspeed": ("deepspeed>=0.19.8,<0.20",),
+    "tensorflow": ("tensorflow-cpu>=2.21,<2.22", "keras-hub>=0.32,<0.33"),
+    "float8": ("torchao>=0.15",),
+    "liger": ("liger-kernel>=0.8",),
 }
 # AWS's plugin, with which MLflow accepts the ARN of a SageMaker server as tracking URI.
 _MLFLOW_OF_SAGEMAKER = "sagemaker-mlflow>=0.1"
@@ -37,25 +43,39 @@ _EARLIEST = (1980, 1, 1, 0, 0, 0)
 def list_requirements(recipe: Recipe) -> str:
     """The recipe's requirements in the container, without torch, as the text of a requirements.txt."""
     names = list(CORE)
-    for extra in _list_extras(recipe):
-        names += EXTRAS[extra]
+    for extra in (*list_extras(recipe), *_list_helpful_extras(recipe)):
+        names += EXTRAS.get(extra, ())
     if recipe.launch.sagemaker.mlflow_arn is not None:
         names.append(_MLFLOW_OF_SAGEMAKER)
     return "".join(f"{name}\n" for name in dict.fromkeys(names))
 
 
-def _list_extras(recipe: Recipe) -> list[str]:
-    extras: list[str] = list(recipe.track)
-    if recipe.engine in EXTRAS:
-        extras.append(recipe.engine)
+def list_extras(recipe: Recipe) -> dict[str, str]:
+    """The extras of echelon without which the recipe cannot train, each with the key that needs it.
+
+    An engine that pip cannot install has no row in EXTRAS.
+    """
+    extras: dict[str, str] = {name: f"track: {name}" for name in recipe.track}
+    if ENGINES[recipe.engine].package is not None:
+        extras[recipe.engine] = f"engine={recipe.engine}"
+    if recipe.train.precision == "fp8":
+        extras["float8"] = "train.precision=fp8"
     if recipe.adapter.is_adapter:
-        extras.append("qlora" if recipe.adapter.method == "qlora" else "peft")
-    # A folder may contain compressed or columnar files, so every own source needs the readers.
-    if any(source.path != "python-stdlib" for source in (*recipe.data.train, *recipe.data.validation)):
-        extras.append("data")
+        extras["qlora" if recipe.adapter.method == "qlora" else "peft"] = f"adapter.method={recipe.adapter.method}"
     remote = recipe.checkpoint.remote or ""
-    extras += [extra for scheme, extra in (("s3://", "s3"), ("gs://", "gcs")) if remote.startswith(scheme)]
+    for scheme, extra in (("s3://", "s3"), ("gs://", "gcs")):
+        if remote.startswith(scheme):
+            extras[extra] = f"checkpoint.remote={remote}"
     return extras
+
+
+def _list_helpful_extras(recipe: Recipe) -> Iterator[str]:
+    # A folder may contain compressed or columnar files, so every own source gets the readers.
+    if any(source.path != "python-stdlib" for source in (*recipe.data.train, *recipe.data.validation)):
+        yield "data"
+    # Its kernels are for layers that are not compiled, on GPUs.
+    if recipe.train.compile is False and find_machines(recipe.launch).weakest.gpus:
+        yield "liger"
 
 
 def read_entry() -> bytes:

@@ -1,0 +1,84 @@
+"""The packages that a recipe needs beyond echelon's own: will the machines of a job have them?"""
+
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from echelon.errors import ConfigError
+from echelon.launch.sagemaker.source_bundle import EXTRAS, list_extras
+from echelon.recipe import LaunchConfig, Recipe
+from echelon.recipe.engines import ENGINES, NATIVE
+
+# What each extra imports; that of an engine is in its row.
+_IMPORTS: dict[str, tuple[str, ...]] = {
+    "peft": ("peft",),
+    "qlora": ("peft", "bitsandbytes"),
+    "tensorboard": ("tensorboard",),
+    "mlflow": ("mlflow", "psutil"),
+    "wandb": ("wandb",),
+    "s3": ("s3fs",),
+    "gcs": ("gcsfs",),
+    "float8": ("torchao",),
+}
+
+
+def describe_packages(recipe: Recipe) -> list[str]:
+    """At most one line about the packages that the job needs, and who provides them.
+
+    Raises ConfigError for a package that is missing where the job's Python is the one that runs this process.
+    """
+    launch, needed = recipe.launch, list_extras(recipe)
+    if launch.to == "local" or not needed:
+        return []
+    if _uses_this_python(launch):
+        _refuse_missing(recipe, needed)
+        return []
+    words = ", ".join(f"{extra} ({key})" for extra, key in needed.items())
+    if launch.to == "sagemaker":
+        own = [extra for extra in needed if extra not in EXTRAS]
+        lines = [f"packages: the container installs what its image lacks of echelon's extras {words}"]
+        return (
+            lines
+            if not own
+            else [
+                f"packages: {launch.sagemaker.image} must contain {', '.join(own)}, which cannot be checked here; the "
+                f"container installs what else it lacks"
+            ]
+        )
+    if launch.to == "kubernetes":
+        place = f"the image {launch.kubernetes.image}"
+    elif launch.to == "slurm" and launch.slurm.container is not None:
+        place = f"the image {launch.slurm.container.image}"
+    else:
+        place = f"launch.python={launch.python} on the machines"
+    return [f"packages: {place} must have echelon with its extras {words}; this cannot be checked here"]
+
+
+def _uses_this_python(launch: LaunchConfig) -> bool:
+    """Whether the machines of a job start the interpreter of this process, which they share by their file system.
+
+    `launch.setup`, a container or another PATH may choose another.
+    """
+    if launch.setup or "PATH" in launch.env or launch.slurm.container is not None:
+        return False
+    here = Path(sys.executable)
+    if launch.to == "slurm" and launch.slurm.options.get("export", "ALL") == "ALL":  # sbatch passes PATH on
+        found = shutil.which(launch.python)
+        return found is not None and Path(found).parent == here.parent
+    return launch.to in ("slurm", "torchrun") and Path(launch.python).parent == here.parent
+
+
+def _refuse_missing(recipe: Recipe, needed: dict[str, str]) -> None:
+    for extra, key in needed.items():
+        engine = ENGINES[recipe.engine].package if extra == recipe.engine else None
+        for package in (engine,) if engine is not None else _IMPORTS[extra]:
+            if find_spec(package) is not None:
+                continue
+            fix = f"run {sys.executable} -m pip install 'echelon[{extra}]'"
+            if extra == recipe.engine:
+                fix = f"see docs/engines.md for how to install it, or use engine={NATIVE}"
+            raise ConfigError(
+                f"{key} requires the package {package}, which {sys.executable}, the Python of the job, does not have; "
+                f"{fix}."
+            )
