@@ -6,16 +6,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from echelon.checkpoint.folder import Checkpoint, remove
 from echelon.errors import ConfigError, LaunchError
 from echelon.launch.sagemaker import container, enter
 from echelon.recipe import load_recipe
+from echelon.runs.checksums import write_manifest
 from echelon.runs.run_folder import RunFolder
 from echelon.supervise.outcome import Outcome
 
@@ -240,6 +244,56 @@ def test_records_are_kept_and_weights_are_not(tmp_path):
     assert kept("led", True) == {"metrics.jsonl", "logs", "logs/rank-00003.log"}
     assert kept("followed", False) == {"logs", "logs/rank-00003.log"}
     container.keep_records(RunFolder(tmp_path / "none"), tmp_path / "nothing", 0, True)
+
+
+@pytest.fixture
+def markers(tmp_path):
+    """Start a thread that makes and removes SageMaker's markers beside the files of folders."""
+    ended = threading.Event()
+    threads = []
+
+    def start(*folders):
+        threads.append(threading.Thread(target=put_markers, args=(folders, ended)))
+        threads[-1].start()
+
+    yield start
+    ended.set()
+    for thread in threads:
+        thread.join()
+
+
+def put_markers(folders, ended):
+    while not ended.is_set():
+        found = [(place, name) for folder in folders for place, _, names in os.walk(folder) for name in names]
+        for place, name in found:
+            for kind in ("uploading", "uploaded"):
+                with suppress(OSError):  # the folder was renamed or removed
+                    Path(place, f"{name}.sagemaker-{kind}").touch()
+                    Path(place, f"{name}.sagemaker-{kind}").unlink()
+
+
+def test_markers_of_a_running_upload_are_never_copied_and_harm_nothing(tmp_path, markers):
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    for name in ("recipe.yaml", "metrics.jsonl", "events.jsonl", "plan.json", "logs/rank-00000.log", "tensorboard/a"):
+        (folder.path / name).parent.mkdir(exist_ok=True)
+        (folder.path / name).write_text("{}\n")
+    (folder.path / "plan.json.sagemaker-uploaded").touch()  # one that stays
+    markers(folder.path)
+    for number in range(80):
+        container.keep_records(folder, tmp_path / "kept", 0, True)
+        container.mirror(folder.path / "tensorboard", tmp_path / "events")
+        saved = tmp_path / "run" / "checkpoints" / f"step-{number:08d}"
+        saved.mkdir()
+        (saved / "state.json").write_text("{}")
+        write_manifest(saved)
+        assert set(json.loads((saved / "manifest.json").read_text())["files"]) == {"state.json"}
+        remove(Checkpoint(number, saved))
+    assert not list(tmp_path.glob("run/checkpoints/*"))
+    assert not [path for name in ("kept", "events") for path in (tmp_path / name).rglob("*sagemaker*")]
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {
+        "recipe.yaml", "metrics.jsonl", "events.jsonl", "plan.json", "logs"
+    }  # fmt: skip
 
 
 def test_event_files_are_copied_during_the_run(tmp_path):

@@ -17,7 +17,7 @@ from echelon.checkpoint.read_back import check_weights
 from echelon.errors import CheckpointError
 from echelon.model.adapters import ADAPTER, plain_name
 from echelon.model.pissa import PrincipalParts
-from echelon.runs.checksums import MANIFEST
+from echelon.runs.checksums import MANIFEST, list_files
 
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -54,7 +54,7 @@ def write_adapter(out: Path, content: AdapterContent, base: str | None, sidecars
         writing.mkdir(parents=True)
         save_file(content.tensors, writing / WEIGHTS, metadata={"format": "pt"})
         config.save_pretrained(str(writing))
-        for path in sidecars.iterdir():
+        for path in list_files(sidecars):
             if path.name not in (MANIFEST, "config.json"):
                 shutil.copyfile(path, writing / path.name)
         (writing / "README.md").write_text(card)

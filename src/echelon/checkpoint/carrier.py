@@ -15,7 +15,7 @@ from torch import Tensor
 
 from echelon.checkpoint.folder import Checkpoint
 from echelon.distributed.objects import broadcast_object, gather_objects
-from echelon.runs.checksums import MANIFEST, find_faults
+from echelon.runs.checksums import MANIFEST, find_faults, list_files
 from echelon.stored import sync_path
 
 CHUNK_BYTES = 64 * 2**20
@@ -47,7 +47,7 @@ class Carrier:
     def collect(self, folder: Path) -> str | None:
         """Send the files of ranks on other machines to rank 0, into `folder`. Rank 0 returns why that failed, if so."""
         rank, reason = dist.get_rank(), None
-        mine = sorted(self.writing(folder).glob(f"__{rank}_*")) if not self.is_here else []
+        mine = list_files(self.writing(folder), f"__{rank}_*") if not self.is_here else []
         listed = gather_objects([(path.name, path.stat().st_size) for path in mine], self._group)
         for sender in self._elsewhere:
             for name, size in listed[sender]:
@@ -62,7 +62,7 @@ class Carrier:
     def discard(self, folder: Path, reason: str | None) -> str | None:
         """Remove this rank's files for `folder` if it is on another machine; return `reason`."""
         if not self.is_here:
-            for path in self.writing(folder).glob(f"__{dist.get_rank()}_*"):
+            for path in list_files(self.writing(folder), f"__{dist.get_rank()}_*"):
                 path.unlink()
         return reason
 
@@ -99,7 +99,7 @@ class Carrier:
         rank, reason = dist.get_rank(), None
         if rank != 0 and rank not in self._firsts:
             return None
-        here = [(path.name, path.stat().st_size) for path in sorted(source.iterdir())] if rank == 0 else []
+        here = [(path.name, path.stat().st_size) for path in list_files(source)] if rank == 0 else []
         files = broadcast_object(here, self._receivers)
         if rank != 0 and wanted:
             copy.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ from echelon.model.build import materialize, parameter_names, persistent_buffers
 from echelon.model.conversion import Conversion, conversions_to_files
 from echelon.model.model_folder import run_model_dir
 from echelon.model.weights import initialize_buffers
-from echelon.runs.checksums import MANIFEST
+from echelon.runs.checksums import MANIFEST, list_files
 from echelon.stored import write_json
 
 SHARD_BYTES = 4 * 2**30
@@ -204,7 +204,7 @@ def check_complete(checkpoint: Path, skeleton: PreTrainedModel) -> None:
 
 def _write_sidecars(model_dir: Path, out: Path, dtype: str) -> None:
     """Copy config and tokenizer; set the config's dtype to that of the written weights."""
-    for path in model_dir.iterdir():
+    for path in list_files(model_dir):
         if path.name == MANIFEST:
             continue
         text = path.read_bytes()

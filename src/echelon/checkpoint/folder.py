@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import CheckpointError, ConfigError
-from echelon.runs.checksums import MANIFEST, check_files, find_faults, write_manifest
+from echelon.runs.checksums import MANIFEST, check_files, find_faults, remove_tree, write_manifest
 from echelon.runs.run_folder import is_run, sweep_checkpoints
 from echelon.stored import parse_json, read_json, sync_path, write_json
 
@@ -185,7 +185,7 @@ def remove(checkpoint: Checkpoint) -> None:
     removing = checkpoint.path.with_name(f".removing-{checkpoint.path.name.removeprefix('step-')}")
     shutil.rmtree(removing, ignore_errors=True)
     checkpoint.path.rename(removing)
-    shutil.rmtree(removing)
+    remove_tree(removing)
 
 
 def describe_newest(folder: Path) -> str:

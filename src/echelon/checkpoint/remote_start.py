@@ -18,7 +18,7 @@ from echelon.checkpoint.remote import BUNDLE, Owner, RemoteCheckpoint, RemoteRun
 from echelon.checkpoint.upload import Uploader
 from echelon.errors import CheckpointError, ConfigError, EchelonError, explain_storage_error
 from echelon.recipe import Recipe, blocking_differences, load_recipe, render_recipe
-from echelon.runs.checksums import find_faults
+from echelon.runs.checksums import find_faults, list_files
 from echelon.runs.run_folder import RunFolder
 from echelon.sizes import render_bytes
 from echelon.stored import sync_path
@@ -182,7 +182,7 @@ class RemoteStart:
             if faults:
                 logger.warning(f"Skipping a damaged checkpoint: {remote.url}, {checkpoint.name}: {'; '.join(faults)}.")
                 return False
-            for path in writing.iterdir():
+            for path in list_files(writing):
                 sync_path(path)
             bundle = folder.path / f".{BUNDLE}.tmp"
             (writing / BUNDLE).replace(bundle)

@@ -36,7 +36,7 @@ from echelon.checkpoint.stager import Stager
 from echelon.checkpoint.upload import Uploader
 from echelon.distributed.objects import broadcast_object, gather_objects
 from echelon.errors import CheckpointError
-from echelon.runs.checksums import describe_files, find_faults
+from echelon.runs.checksums import describe_files, find_faults, list_files
 from echelon.runs.run_folder import sweep_checkpoints
 
 logger = logging.getLogger(__name__)
@@ -287,7 +287,7 @@ class CheckpointStore:
         try:
             written.result()
             mine = writing if self._carrier is None else self._carrier.writing(writing)
-            return None, describe_files(mine.glob(f"__{dist.get_rank()}_*"))
+            return None, describe_files(list_files(mine, f"__{dist.get_rank()}_*"))
         except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             return find_reason(error), {}
 

@@ -1,6 +1,7 @@
 """The manifest of a folder: the size and checksum of each of its files."""
 
 import hashlib
+import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,12 +14,35 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 
 _FILES_AT_ONCE = 4
+_REMOVALS = 20
+_MARKERS = (".sagemaker-uploading", ".sagemaker-uploaded")
+
+
+def list_files(folder: Path, pattern: str = "*") -> list[Path]:
+    """Return the sorted entries of a folder without SageMaker's markers; empty if there is no folder.
+
+    While SageMaker copies a folder to S3, it puts an empty `FILE.sagemaker-uploading` or `FILE.sagemaker-uploaded`
+    beside each file. They come and go at any moment, so they must not be opened, copied or recorded.
+    """
+    return sorted(path for path in folder.glob(pattern) if not path.name.endswith(_MARKERS))
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder also while another process puts files into it or removes some, as SageMaker does (`list_files`).
+
+    Raises OSError if it cannot be removed.
+    """
+    for _ in range(_REMOVALS):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+    shutil.rmtree(folder)
 
 
 def write_manifest(folder: Path, described: Mapping[str, Any] | None = None) -> None:
     """Write the manifest of a folder; `described` has already known entries, the other files are read."""
     files = dict(described or {})
-    files |= describe_files(path for path in folder.iterdir() if path.name not in files and path.name != MANIFEST)
+    files |= describe_files(path for path in list_files(folder) if path.name not in files and path.name != MANIFEST)
     write_json(folder / MANIFEST, {"format": FORMAT, "files": files})
 
 

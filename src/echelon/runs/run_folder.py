@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.errors import ConfigError
+from echelon.runs.checksums import remove_tree
 from echelon.runs.folder_lock import FolderLock, explain_unusable
 from echelon.runs.run_rows import RunRows
 from echelon.runs.run_text import TextRecord
@@ -239,7 +240,7 @@ class RunFolder:
         for path in list_directory(self.outcomes_dir):
             if not (restart and path == self.stop_path):
                 if path.is_dir():
-                    shutil.rmtree(path)
+                    remove_tree(path)
                 else:
                     path.unlink(missing_ok=True)
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,6 +25,7 @@ from typing import Any
 from echelon.errors import ConfigError, LaunchError
 from echelon.logs import log_to_console
 from echelon.recipe import Recipe, RunConfig, load_recipe
+from echelon.runs.checksums import list_files
 from echelon.runs.run_folder import RunFolder
 from echelon.sizes import render_bytes
 from echelon.stopping import STOP_SIGNALS
@@ -151,16 +153,20 @@ def run(base: Path, env: Mapping[str, str]) -> Outcome:
     started = time.time()
 
     def show() -> None:
-        if container.is_first:
-            mirror(folder.path / "tensorboard", base / "output" / "tensorboard")
+        # A full disk is reported when the run's own files cannot be written.
+        with suppress(OSError):
+            if container.is_first:
+                mirror(folder.path / "tensorboard", base / "output" / "tensorboard")
 
-    outcome = _train(train_command(recipe, container.recipe_path), variables, show)
+    outcome = translate(_train(train_command(recipe, container.recipe_path), variables, show))
+    if outcome.code == DONE and container.is_first:
+        outcome = _export(folder, base / "model", outcome, variables)
     show()
-    keep_records(folder, base / "output" / "data", started, container.is_first)
-    outcome = translate(outcome)
-    if outcome.code != DONE or not container.is_first:
-        return outcome
-    return _export(folder, base / "model", outcome, variables)
+    try:
+        keep_records(folder, base / "output" / "data", started, container.is_first)
+    except OSError as error:  # the run folder has them too, so the job does not fail
+        logger.warning(f"container: some reports of the run are missing in {base / 'output'}: {error}")
+    return outcome
 
 
 def _check_place(run: RunConfig, base: Path) -> None:
@@ -327,7 +333,7 @@ def translate(outcome: Outcome) -> Outcome:
 
 def mirror(source: Path, target: Path) -> None:
     """Copy the files of a folder that are new or changed."""
-    for path in filter(Path.is_file, sorted(source.rglob("*"))):
+    for path in filter(Path.is_file, list_files(source, "**/*")):
         copy, now = target / path.relative_to(source), path.stat()
         if copy.exists() and (copy.stat().st_size, copy.stat().st_mtime) == (now.st_size, now.st_mtime):
             continue
@@ -342,8 +348,8 @@ def keep_records(folder: RunFolder, target: Path, since: float, leads: bool) -> 
     `leads` (has rank 0), also copies the run's own files.
     """
     target.mkdir(parents=True, exist_ok=True)
-    own = [path for path in sorted(folder.path.glob("*")) if not path.name.startswith(".")] if leads else []
-    logs = [path for path in sorted(folder.logs_dir.glob("*")) if path.stat().st_mtime >= since]
+    own = [path for path in list_files(folder.path) if not path.name.startswith(".")] if leads else []
+    logs = [path for path in list_files(folder.logs_dir) if path.stat().st_mtime >= since]
     for path in filter(Path.is_file, [*own, *logs]):
         copy = target / path.relative_to(folder.path)
         copy.parent.mkdir(exist_ok=True)
