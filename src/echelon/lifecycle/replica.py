@@ -14,6 +14,7 @@ import torch.distributed as dist
 from echelon.distributed.membership import Membership, ViewChanged, form_alone, join_board, leave_group
 from echelon.distributed.mesh import build_mesh
 from echelon.distributed.runtime import Runtime
+from echelon.errors import LaunchError, TrainingError
 from echelon.lifecycle.assemble import Built, assemble, build_engines
 from echelon.lifecycle.conducting import conduct
 from echelon.planner.plan import ParallelPlan, load_plan
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 logger = logging.getLogger(__name__)
+
+# So many views in a row may end before a step was finished in one of them.
+_MAX_FRUITLESS_VIEWS = 20
 
 
 @dataclass
@@ -60,25 +64,33 @@ class Replica:
         board, store = join_board()
         built = self._build(recipe, plan)
         board.mark("ready", self.member)
-        held, number = None, -1
+        held, number, num_fruitless = None, -1, 0
+        wait = Wait(self.folder, self.stop, recipe.fault.notice_seconds)
         while True:
-            view = board.await_view(number, self.member)
+            view = board.await_view(number, self.member, wait.look)
             num_essential = recipe.sync.num_essential
             membership = Membership(board, view, self.member, self.place.world_size, num_essential)
-            number = view.number
-            is_done, held = self._train_in(store, membership, built, held)
+            number, before = view.number, held
+            is_done, held = self._train_in(store, membership, built, held, wait)
             leave_group()
             if is_done:
                 return
+            num_fruitless = num_fruitless + 1 if _has_same_step(before, held) else 0
+            if num_fruitless > _MAX_FRUITLESS_VIEWS:
+                raise LaunchError(
+                    f"{num_fruitless} groups of replicas in a row ended before they had finished a step; the logs of "
+                    f"the replicas in {self.folder.logs_dir} and {self.folder.events_path} say which were lost."
+                )
+            wait.begin(self.build_heart(self._runtime(membership.rank, len(view.members))))
             built.engine.discard()
 
     def _train_in(
-        self, store: "Store", membership: Membership, built: Built, held: Held | None
+        self, store: "Store", membership: Membership, built: Built, held: Held | None, wait: "Wait"
     ) -> tuple[bool, Held | None]:
         """Train in a view; return whether the run has ended, and what this replica holds. Collective."""
         trainer = None
         try:
-            trainer = self._join(store, membership, built, held)
+            trainer = self._join(store, membership, built, held, wait)
             conduct(trainer, built.recipe, self.folder, self.stop, trainer.accounting.heart)
             if membership.board.await_end(membership.view, membership.rank == 0):
                 return True, None
@@ -101,11 +113,12 @@ class Replica:
         leave_group()
         return built
 
-    def _join(self, store: "Store", membership: Membership, built: Built, held: Held | None) -> Trainer:
+    def _join(self, store: "Store", membership: Membership, built: Built, held: Held | None, wait: "Wait") -> Trainer:
         """Form the group of a view and build the trainer in it. Collective. Raises ViewChanged if it ends meanwhile."""
         size, recipe = len(membership.view.members), built.recipe
         try:
             membership.form_group(store)
+            wait.end()
             runtime = self._runtime(membership.rank, size)
             here = replace(built, plan=resize(built.plan, size))
             meshes = replace(build_mesh(here.plan, runtime.device.type), membership=membership)
@@ -120,9 +133,58 @@ class Replica:
         except BaseException as error:
             membership.raise_change(error)
             raise
+        finally:
+            wait.end()
         membership.board.mark("trains", self.member)
         return trainer
 
     def _runtime(self, rank: int, size: int) -> Runtime:
         place = self.place
         return Runtime(rank, size, place.local_rank, place.local_world_size, torch.device("cpu"), "gloo")
+
+
+class Wait:
+    """The time between two views, from the end of one to the process group of the next: watched like a step."""
+
+    def __init__(self, folder: RunFolder, stop: StopRequest, notice_seconds: float) -> None:
+        """`notice_seconds`: how long after a request to stop this replica may wait, to save with the others."""
+        self._folder = folder
+        self._stop = stop
+        self._notice_seconds = notice_seconds
+        self._heart: Heartbeat | None = None
+        self._is_resting = False
+
+    def begin(self, heart: Heartbeat) -> None:
+        """Begin to wait for the next view, watched by `heart`. The first view has a limit of its own."""
+        self._heart, self._is_resting = heart, False
+        heart.beat("the wait for the other replicas")
+        heart.start()
+
+    def look(self) -> None:
+        """Do not count the time in which a lost replica starts again, without which the others may not train.
+
+        Raises TrainingError when the notice of a stop has passed.
+        """
+        if self._stop.seconds_left(self._notice_seconds) <= 0:
+            raise TrainingError(
+                f"stopped by {self._stop.name} while this replica waited for the others; the steps since the newest "
+                "checkpoint are lost; start the same command again to resume"
+            )
+        is_awaited = self._folder.awaited_path.exists()
+        if self._heart is not None and is_awaited != self._is_resting:
+            self._is_resting = is_awaited
+            if is_awaited:
+                self._heart.rest()
+            else:
+                self._heart.resume()
+
+    def end(self) -> None:
+        """End the wait."""
+        if self._heart is not None:
+            self._heart.stop()
+            self._heart = None
+
+
+def _has_same_step(before: Held | None, after: Held | None) -> bool:
+    """Whether no step was finished between two moments."""
+    return (before and before.saved.train.step) == (after and after.saved.train.step)

@@ -226,11 +226,12 @@ def leave_hanging(
                 write_record(shared, runtime.rank)
             silent = peers.find_unresponsive()
             verdict = explain_hang([each for each in read_records(shared) if each.rank not in silent], silent)
+    rank = find_place().rank  # of a replica this is its number, which is not its rank in a view
     who = f"rank {', '.join(map(str, silent))} does not answer" if silent else "every rank waits"
     reason = "; ".join(filter(None, (f"{what} (fault.hang_seconds), and {who}", verdict)))
-    message = f"{reason}; see {folder.log_path(runtime.rank)} for what each thread did"
+    message = f"{reason}; see {folder.log_path(rank)} for what each thread did"
     with suppress(OSError):
-        write_outcome(folder.outcomes_dir, report(runtime.rank, FAILED, message))
+        write_outcome(folder.outcomes_dir, report(rank, FAILED, message))
     leave(1)
 
 

@@ -156,6 +156,11 @@ class RunFolder:
         """The file by which the parent tells its workers that one of them has died."""
         return self.outcomes_dir / "death"
 
+    @property
+    def awaited_path(self) -> Path:
+        """The file by which the parent tells replicas that it starts a lost one again, without which none may train."""
+        return self.outcomes_dir / "awaited"
+
     def write_pid(self, rank: int) -> None:
         """Write the pid of this rank, for the parent to watch."""
         (self.outcomes_dir / f"pid-{rank}").write_text(str(os.getpid()), encoding="utf-8")

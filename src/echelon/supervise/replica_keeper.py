@@ -30,17 +30,26 @@ _LOOK_SECONDS = 0.05
 _STORE_SECONDS = 60.0
 # How long workers may take to exit once one has failed, as in `restart.py`.
 _PATIENCE_SECONDS = 6.0
+# How long a missing replica may take to return while the others rest, and so are not watched for hangs.
+_RETURN_SECONDS = 900.0
 # A replica that dies this many times in a row before it trains is not started again.
 _MAX_FAILED_STARTS = 3
 
 
 @dataclass
 class _Replica:
-    """A running replica: its number, the name of this start, and its process."""
+    """A running replica: its number, the name of this start, and its process.
+
+    Attributes:
+        is_ready: whether it can train.
+        has_state: whether it has the weights of the run: it has begun to train in a view.
+    """
 
     number: int
     member: str
     process: "ForkedWorker | subprocess.Popen[bytes]"
+    is_ready: bool = False
+    has_state: bool = False
 
     @property
     def pid(self) -> int:
@@ -62,6 +71,7 @@ class ReplicaKeeper:
         self._num_starts = dict.fromkeys(range(job.num_processes), 0)
         self._failed_starts = dict.fromkeys(range(job.num_processes), 0)
         self._is_ending = False
+        self._short_since: float | None = None
 
     def run(self) -> list[ProcessDeath]:
         """Start the replicas, and return when the job has ended; no worker outlives the call.
@@ -92,9 +102,16 @@ class ReplicaKeeper:
         process = forked or subprocess.Popen(self._job.argv, env=environment, start_new_session=True)
         self._running[number] = _Replica(number, member, process)
 
+    def _listen(self) -> None:
+        """Remember what the replicas say of themselves: the board may forget it."""
+        for each in self._running.values():
+            each.is_ready = each.is_ready or self._board.is_marked("ready", each.member)
+            each.has_state = each.has_state or self._board.is_marked("trains", each.member)
+
     def _reap(self) -> Iterable[ProcessDeath]:
         """Handle the processes that have ended; yields those whose death ends the job."""
         ended = [(each, code) for each in self._running.values() if (code := each.process.poll()) is not None]
+        self._listen()
         reported = {each.rank for each in read_outcomes(self._job.folder.outcomes_dir) if each.code == FAILED}
         for replica, code in ended:
             del self._running[replica.number]
@@ -107,26 +124,21 @@ class ReplicaKeeper:
                 or not self._lose(replica, death)
             ):
                 yield death
-        if self._is_ending and not any(self._has_state(each) for each in self._running.values()):
+        if self._is_ending and not any(each.has_state for each in self._running.values()):
             for replica in self._running.values():  # started again, and too late to take part
                 os.kill(replica.pid, signal.SIGKILL)
                 replica.process.wait()
             self._running.clear()
 
-    def _has_state(self, replica: _Replica) -> bool:
-        """Whether a replica has the weights of the run: it has begun to train in a view."""
-        return self._board.is_marked("trains", replica.member)
-
     def _can_spare(self, replica: _Replica) -> bool:
         """Whether another replica trains, and needs nothing that only this one has."""
         is_essential = replica.number < self._job.num_essential
-        return not is_essential and any(self._has_state(each) for each in self._running.values() if each is not replica)
+        return not is_essential and any(each.has_state for each in self._running.values() if each is not replica)
 
     def _lose(self, replica: _Replica, death: ProcessDeath) -> bool:
         """Go on without a replica, and start it again; return False if too few are left, and none returns."""
         number = replica.number
-        has_trained = self._has_state(replica)
-        self._failed_starts[number] = 0 if has_trained else self._failed_starts[number] + 1
+        self._failed_starts[number] = 0 if replica.has_state else self._failed_starts[number] + 1
         if self._view is not None and replica.member in self._view.members:
             self._board.end(self._view.number)
             self._changes.append(Change(number, replica.pid, death.time, describe_ending(death)))
@@ -143,17 +155,35 @@ class ReplicaKeeper:
         return True
 
     def _publish(self) -> None:
-        """Publish a view if one is due: the first one, one without a lost replica, or one with a returned replica."""
-        ready = {each.member: each for each in self._running.values() if self._board.is_marked("ready", each.member)}
+        """Publish a view if one is due: the first one, one without a lost replica, or one with a returned replica.
+
+        A view that is over although all of its replicas run is published again: somebody else has ended it.
+        """
+        ready = {each.member: each for each in self._running.values() if each.is_ready}
         if self._view is None:
             if len(ready) == self._job.num_processes:
                 self._show(View(0, tuple(ready)))
             return
         staying = [name for name in self._view.members if name in ready]
         joining = [] if self._is_ending else [name for name in ready if name not in self._view.members]
-        if (len(staying) < len(self._view.members) or joining) and len(staying) + len(joining) >= self._least:
+        is_due = len(staying) < len(self._view.members) or joining or self._board.is_over(self._view.number)
+        is_short = len(staying) + len(joining) < self._least
+        self._tell_short(is_short)
+        if is_due and not is_short:
             joined = [Change(ready[name].number, ready[name].pid, time.time()) for name in joining]
             self._show(View(self._view.number + 1, (*staying, *joining), (*self._changes, *joined)))
+
+    def _tell_short(self, is_short: bool) -> None:
+        """Tell the others whether they wait for a replica that starts again, which may take some time."""
+        if not is_short:
+            self._short_since = None
+        elif self._short_since is None:
+            self._short_since = time.monotonic()
+        is_awaited = self._short_since is not None and time.monotonic() - self._short_since < _RETURN_SECONDS
+        path = self._job.folder.awaited_path
+        if is_awaited != path.exists():
+            with suppress(OSError):  # the disk may be full: the others then count their wait
+                write_text(path, "a lost replica starts again\n") if is_awaited else path.unlink(missing_ok=True)
 
     def _show(self, view: View) -> None:
         self._view = view
