@@ -12,8 +12,8 @@ from kubernetes import client
 from echelon.errors import ConfigError
 from echelon.launch.kubernetes import KubernetesLauncher, manifest
 from echelon.launch.kubernetes.checks import read_quantity
-from echelon.launch.kubernetes.patch import merge_patch
 from echelon.launch.kubernetes.pod_fields import FIELDS
+from echelon.launch.patch import merge_patch
 from echelon.launch.secrets import refuse_secrets
 from echelon.recipe import load_recipe
 from kubernetes_jobs import NAME, make_kubernetes_job

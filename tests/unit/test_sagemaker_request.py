@@ -20,6 +20,7 @@ from echelon.launch.sagemaker import SageMakerLauncher
 from echelon.launch.sagemaker import source_bundle as bundle
 from echelon.launch.sagemaker.images import OLDEST_PYTHON, OLDEST_TORCH, check_image, find_image
 from echelon.launch.sagemaker.request import METRICS, build_submission
+from echelon.launch.sagemaker.request_patch import MEMBERS, OWNED
 from echelon.launch.targets import find_launcher
 from echelon.lifecycle.job_checks import check_job, settle_instance
 from echelon.reporting.console import render_evaluation, render_step
@@ -130,6 +131,108 @@ def test_invalid_file_systems_and_profilers_are_refused(tmp_path, override, said
         build_submission(make_job(tmp_path, *vpc, *changes))
 
 
+VPC = ("launch.sagemaker.subnets=[subnet-0abc]", "launch.sagemaker.security_group_ids=[sg-0abc]")
+PRIVATE = "launch.sagemaker.image=registry.corp.example:5000/team/echelon:0.1"
+PULL = (
+    "{TrainingRepositoryAccessMode: Vpc, TrainingRepositoryAuthConfig: {TrainingRepositoryCredentialsProviderArn: "
+    "'arn:aws:lambda:us-west-2:111122223333:function:pull'}}"
+)
+
+
+def patched(folder: Path, patch: str, *overrides: str) -> dict:
+    """The request of a job with `launch.sagemaker.patch`, as `--dry-run` shows it; checked with the API's model."""
+    job = make_job(folder, *overrides, f"launch.sagemaker.patch={patch}")
+    request = json.loads(SageMakerLauncher().render(job)["request.json"])
+    assert faults(request, api().operation_model("CreateTrainingJob").input_shape) == []
+    return request
+
+
+def test_a_patch_is_merged_into_the_request(tmp_path):
+    plain = build_submission(make_job(tmp_path)).request
+    request = patched(
+        tmp_path,
+        "{InfraCheckConfig: {EnableInfraCheck: true}, ExperimentConfig: {ExperimentName: tries}, "
+        "DebugHookConfig: {S3OutputPath: s3://my-bucket/debug}, StoppingCondition: {MaxPendingTimeInSeconds: 7200}, "
+        "ProfilerRuleConfigurations: [{RuleConfigurationName: report, RuleEvaluatorImage: example/rules}], "
+        "AlgorithmSpecification: {EnableSageMakerMetricsTimeSeries: null, "
+        "MetricDefinitions: [{Name: mine, Regex: 'mine=([0-9]+)'}]}, "
+        "InputDataConfig: [{ChannelName: train, ShuffleConfig: {Seed: 5}}]}",
+    )
+    assert request["InfraCheckConfig"] == {"EnableInfraCheck": True}
+    assert request["StoppingCondition"] == {**plain["StoppingCondition"], "MaxPendingTimeInSeconds": 7200}
+    algorithm = request["AlgorithmSpecification"]
+    assert "EnableSageMakerMetricsTimeSeries" not in algorithm
+    assert algorithm["MetricDefinitions"] == [
+        *plain["AlgorithmSpecification"]["MetricDefinitions"],
+        {"Name": "mine", "Regex": "mine=([0-9]+)"},
+    ]
+    train = next(each for each in request["InputDataConfig"] if each["ChannelName"] == "train")
+    [before] = [each for each in plain["InputDataConfig"] if each["ChannelName"] == "train"]
+    assert train == {**before, "ShuffleConfig": {"Seed": 5}}
+    assert len(request["InputDataConfig"]) == len(plain["InputDataConfig"])
+    untouched = set(plain) - {"AlgorithmSpecification", "StoppingCondition", "InputDataConfig"}
+    assert all(request[name] == plain[name] for name in untouched)
+
+
+def test_an_image_of_a_private_registry_is_pulled_through_the_vpc(tmp_path):
+    pull = f"{{AlgorithmSpecification: {{TrainingImageConfig: {PULL}}}}}"
+    request = patched(tmp_path, pull, PRIVATE, *VPC)
+    assert request["AlgorithmSpecification"]["TrainingImageConfig"]["TrainingRepositoryAccessMode"] == "Vpc"
+    assert request["AlgorithmSpecification"]["TrainingImage"] == "registry.corp.example:5000/team/echelon:0.1"
+    check_job(make_job(tmp_path, "data.train=python-stdlib", PRIVATE, *VPC, f"launch.sagemaker.patch={pull}"))
+    with pytest.raises(
+        ConfigError, match=r"launch\.sagemaker\.patch=\{AlgorithmSpecification: \{TrainingImageConfig: "
+    ):
+        build_submission(make_job(tmp_path, PRIVATE, *VPC))
+    with pytest.raises(ConfigError, match=r"is not in Amazon ECR.*; set launch\.sagemaker\.subnets and "):
+        patched(tmp_path, pull, PRIVATE)
+    for own in (
+        find_image("us-west-2", True),
+        find_image("cn-north-1", True),
+        "111122223333.dkr.ecr-fips.us-gov-west-1.amazonaws.com/a/b@sha256:" + "0" * 64,
+        "111122223333.dkr-ecr.us-west-2.on.aws/ours:1",
+    ):
+        build_submission(make_job(tmp_path, f"launch.sagemaker.image={own}"))
+
+
+@pytest.mark.parametrize(
+    ("patch", "said"),
+    [
+        ("{InfraCheckConfigs: {}}", "patch.InfraCheckConfigs is not a member of .*; did you mean InfraCheck"),
+        ("{Nothing: 1}", "patch.Nothing is not a member of a CreateTrainingJob request; the members are Train"),
+        ("{TrainingJobName: mine}", "patch.TrainingJobName: echelon sets it from run.name; set that key instead."),
+        ("{ResourceConfig: {InstanceCount: 4}}", "ResourceConfig.InstanceCount: echelon sets it from launch.nodes;"),
+        ("{Environment: {A: b}}", "patch.Environment: echelon sets it from launch.env;"),
+        ("{VpcConfig: null}", "patch.VpcConfig: echelon sets it from launch.sagemaker.subnets and"),
+        ("{ResourceConfig: null}", "patch.ResourceConfig: null would also remove ResourceConfig.InstanceType, which"),
+        ("{AlgorithmSpecification: {ContainerEntrypoint: [a]}}", "ContainerEntrypoint: echelon starts its own entry"),
+        ("{InputDataConfig: [{ChannelName: echelon}]}", "the channel echelon has echelon itself"),
+        ("{InputDataConfig: [{ChannelName: train, $patch: delete}]}", "the recipe reads the channel train"),
+        ("{InputDataConfig: {train: 1}}", "patch.InputDataConfig: give a list of channels"),
+        ("{InputDataConfig: [{ShuffleConfig: {Seed: 1}}]}", "has no ChannelName, which tells it from others"),
+        ("{InfraCheckConfig: {Enable: true}}", "the request is not valid: .*Unknown parameter in InfraCheckConfig"),
+        ("{InfraCheckConfig: 5}", "the request is not valid: .*Invalid type for parameter InfraCheckConfig"),
+    ],
+)  # fmt: skip
+def test_an_invalid_patch_is_refused(tmp_path, patch, said):
+    with pytest.raises(ConfigError, match="launch.sagemaker." + said if said.startswith("patch") else said):
+        build_submission(make_job(tmp_path, f"launch.sagemaker.patch={patch}"))
+
+
+def test_a_patch_must_not_contain_a_secret(tmp_path):
+    job = make_job(tmp_path, "launch.sagemaker.patch={HyperParameters: {api_key: sesame-open-now}}")
+    with pytest.raises(ConfigError, match=r"^launch\.sagemaker\.patch\.HyperParameters\.api_key looks like a secret"):
+        check_job(job)
+
+
+def test_the_members_of_a_patch_are_those_of_the_api():
+    shape = api().operation_model("CreateTrainingJob").input_shape
+    assert set(MEMBERS) == set(shape.members)
+    for place in OWNED:
+        first, _, inner = place.partition(".")
+        assert not inner or inner in shape.members[first].members, place
+
+
 def test_a_disabled_profiler_writes_nothing(tmp_path):
     request = build_submission(make_job(tmp_path, "launch.sagemaker.profiler={DisableProfiler: true}")).request
     assert request["ProfilerConfig"] == {"DisableProfiler": True}
@@ -166,7 +269,7 @@ def faults(value, shape, place="") -> list[str]:
         for name, each in value.items():
             found += faults(name, shape.key, place) + faults(each, shape.value, f"{place}.{name}")
     if shape.type_name == "string":
-        pattern = limits.get("pattern", ".*").replace(r"\p{L}\p{Z}\p{N}", r"\w\s")
+        pattern = limits.get("pattern", ".*").replace(r"\p{L}\p{Z}\p{N}", r"\w\s").replace(r"\p{Alnum}", "a-zA-Z0-9")
         if not re.fullmatch(pattern, value) or value not in limits.get("enum", [value]):
             found.append(f"{place}={value} is not {limits}")
     return found

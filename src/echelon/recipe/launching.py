@@ -278,6 +278,11 @@ class SageMakerConfig(Section):
         description="SageMaker's ProfilerConfig, passed on: `{ProfilingIntervalInMilliseconds: 500}`. S3OutputPath is "
         "below bucket by default.",
     )
+    patch: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Merged into the CreateTrainingJob request, for members without a key here: `{InfraCheckConfig: "
+        "{EnableInfraCheck: true}}`; null removes a member.",
+    )
     remote_debug: Flag = Field(False, description="Allow a shell in the container through SSM.")
     sdk: Literal["boto3", "model_trainer"] = Field(
         "boto3", description="API that submits the job: boto3, or ModelTrainer of SageMaker's SDK."

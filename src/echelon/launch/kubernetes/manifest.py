@@ -5,7 +5,6 @@ from typing import Any
 
 from echelon.launch.job import JobSpec
 from echelon.launch.kubernetes.kinds import PORT, find_kind, is_elastic, rendezvous_host
-from echelon.launch.kubernetes.patch import merge_patch
 from echelon.launch.kubernetes.pod import (
     build_command,
     build_env,
@@ -22,6 +21,7 @@ from echelon.launch.kubernetes.pod import (
     is_on_hyperpod,
     patch_template,
 )
+from echelon.launch.patch import merge_patch
 from echelon.recipe import render_recipe
 from echelon.recipe.yaml_text import render_documents
 

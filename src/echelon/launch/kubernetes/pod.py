@@ -7,7 +7,7 @@ from typing import Any
 
 from echelon.launch.job import JobSpec
 from echelon.launch.kubernetes.kinds import PORT, find_kind, rendezvous_host
-from echelon.launch.kubernetes.patch import merge_patch
+from echelon.launch.patch import merge_patch
 from echelon.launch.shell import guard_setup, join_words, needs_shell
 
 RECIPE_MOUNT = "/etc/echelon"

@@ -62,7 +62,7 @@ def _build_trainer(session: Any, request: Mapping[str, Any]) -> Any:
         training_input_mode=algorithm["TrainingInputMode"],
         compute=Compute(
             enable_managed_spot_training=request["EnableManagedSpotTraining"],
-            **{_FIELDS[name]: value for name, value in resources.items()},
+            **{_FIELDS[name]: value for name, value in resources.items() if name in _FIELDS},
         ),
         networking=Networking(
             subnets=vpc.get("Subnets"),

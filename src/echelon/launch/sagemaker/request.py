@@ -15,6 +15,7 @@ from echelon.launch.job import JobSpec
 from echelon.launch.sagemaker.checks import check_limits, check_settings, find_region
 from echelon.launch.sagemaker.distribution import apply_distribution
 from echelon.launch.sagemaker.images import check_image, find_image
+from echelon.launch.sagemaker.request_patch import apply_patch, check_registry
 from echelon.launch.sagemaker.source_bundle import ENTRY, START
 from echelon.launch.sagemaker.staging import CHECKPOINT_DIR, Channel, Staging, run_dir, stage_job
 from echelon.launch.shell import needs_shell
@@ -93,6 +94,8 @@ def build_submission(job: JobSpec) -> Submission:
         **_optional_fields(recipe),
     }
     check_limits(request, recipe)
+    check_registry(settings)
+    request = apply_patch(request, settings)
     lines = (*distribution.lines, *_describe(recipe, machines, image, staging))
     return Submission(request, staging, region, machines, lines)
 

@@ -1,17 +1,18 @@
-"""Merge the recipe's patches into the objects of a job, by the rules of `kubectl patch --type=strategic`."""
+"""Merge the recipe's patches into what a launcher submits, by the rules of `kubectl patch --type=strategic`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from echelon.errors import ConfigError
 
-# The key that identifies an entry of a list: `patchMergeKey` of core/v1, and the keys of the operators' own lists.
-# Any other list is replaced.
+# The key that identifies an entry of a list: `patchMergeKey` of core/v1, and the keys of the operators' own lists; then
+# those of SageMaker's CreateTrainingJob. Any other list is replaced.
 _ENTRY_KEYS = {
     "containers": "name", "initContainers": "name", "env": "name", "volumes": "name", "imagePullSecrets": "name",
     "resourceClaims": "name", "volumeMounts": "mountPath", "volumeDevices": "devicePath", "ports": "containerPort",
     "hostAliases": "ip", "topologySpreadConstraints": "topologyKey", "replicatedJobs": "name", "replicaSpecs": "name",
     "runtimePatches": "manager",
+    "InputDataConfig": "ChannelName", "MetricDefinitions": "Name", "Tags": "Key",
 }  # fmt: skip
 _DIRECTIVE = "$patch"
 

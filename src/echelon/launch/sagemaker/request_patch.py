@@ -1,0 +1,153 @@
+"""`launch.sagemaker.patch`, merged into the request for members that have no recipe key; and private registries.
+
+Members: botocore's model of CreateTrainingJob, compared in the tests.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from echelon.errors import ConfigError
+from echelon.launch.patch import merge_patch
+from echelon.launch.sagemaker.staging import CODE_CHANNEL
+from echelon.recipe.launching import SageMakerConfig
+
+_KEY = "launch.sagemaker"
+PATCH = f"{_KEY}.patch"
+
+MEMBERS = (
+    "TrainingJobName", "HyperParameters", "AlgorithmSpecification", "RoleArn", "InputDataConfig", "OutputDataConfig",
+    "ResourceConfig", "VpcConfig", "StoppingCondition", "Tags", "EnableNetworkIsolation",
+    "EnableInterContainerTrafficEncryption", "EnableManagedSpotTraining", "CheckpointConfig", "DebugHookConfig",
+    "DebugRuleConfigurations", "TensorBoardOutputConfig", "ExperimentConfig", "ProfilerConfig",
+    "ProfilerRuleConfigurations", "Environment", "RetryStrategy", "RemoteDebugConfig", "InfraCheckConfig",
+    "SessionChainingConfig", "ServerlessJobConfig", "MlflowConfig", "ModelPackageConfig",
+)  # fmt: skip
+"""The members of a CreateTrainingJob request."""
+
+OWNED: Mapping[str, str] = {
+    "TrainingJobName": "run.name",
+    "RoleArn": f"{_KEY}.role",
+    "AlgorithmSpecification.TrainingImage": f"{_KEY}.image",
+    "AlgorithmSpecification.TrainingInputMode": f"{_KEY}.input_mode",
+    "OutputDataConfig.S3OutputPath": f"{_KEY}.bucket",
+    "OutputDataConfig.KmsKeyId": f"{_KEY}.kms_key",
+    "ResourceConfig.InstanceType": f"{_KEY}.instance_type",
+    "ResourceConfig.InstanceCount": "launch.nodes",
+    "ResourceConfig.InstanceGroups": f"{_KEY}.instance_groups",
+    "ResourceConfig.VolumeSizeInGB": f"{_KEY}.volume_gb",
+    "ResourceConfig.VolumeKmsKeyId": f"{_KEY}.kms_key",
+    "ResourceConfig.KeepAlivePeriodInSeconds": f"{_KEY}.keep_alive_seconds",
+    "ResourceConfig.TrainingPlanArn": f"{_KEY}.training_plan_arn",
+    "StoppingCondition.MaxRuntimeInSeconds": "launch.max_hours",
+    "StoppingCondition.MaxWaitTimeInSeconds": f"{_KEY}.spot",
+    "CheckpointConfig.S3Uri": f"{_KEY}.checkpoint_uri",
+    "VpcConfig": f"{_KEY}.subnets and {_KEY}.security_group_ids",
+    "Tags": f"{_KEY}.tags",
+    "Environment": "launch.env",
+    "EnableNetworkIsolation": f"{_KEY}.network_isolation",
+    "EnableInterContainerTrafficEncryption": f"{_KEY}.encrypt_traffic",
+    "EnableManagedSpotTraining": f"{_KEY}.spot",
+    "TensorBoardOutputConfig": "track: [tensorboard]",
+    "ProfilerConfig": f"{_KEY}.profiler",
+    "RetryStrategy": f"{_KEY}.max_attempts",
+    "RemoteDebugConfig": f"{_KEY}.remote_debug",
+    "MlflowConfig": f"{_KEY}.mlflow_arn",
+}
+"""Members that a recipe key sets, with the key."""
+
+_IMPOSSIBLE = {
+    "AlgorithmSpecification.AlgorithmName": "the algorithm of a job is echelon in its image",
+    "AlgorithmSpecification.ContainerEntrypoint": "echelon starts its own entry point, which passes signals on",
+    "AlgorithmSpecification.ContainerArguments": "echelon starts its own entry point, which takes none",
+    "OutputDataConfig.CompressionType": "echelon reads the model and the records of a job uncompressed",
+    "CheckpointConfig.LocalPath": "the run folder is there",
+    "ServerlessJobConfig": "it would start a job of AWS's own instead of echelon",
+}
+# Of Amazon ECR, in all partitions; SageMaker pulls from every other registry through the VPC of the job.
+_ECR = re.compile(r"\d{12}\.dkr[.-]ecr(-fips)?\.[a-z0-9-]+\.([a-z0-9-]+\.)*[a-z]+/.+")
+
+
+def apply_patch(request: Mapping[str, Any], settings: SageMakerConfig) -> dict[str, Any]:
+    """The request with `launch.sagemaker.patch` merged into it. Raises ConfigError for a member that it cannot set."""
+    for name in settings.patch:
+        if name not in MEMBERS:
+            near = difflib.get_close_matches(str(name), MEMBERS, n=1)
+            raise ConfigError(
+                f"{PATCH}.{name} is not a member of a CreateTrainingJob request; "
+                + (f"did you mean {near[0]}?" if near else f"the members are {', '.join(MEMBERS)}.")
+            )
+    for place, value in _list_places(settings.patch):
+        if place in OWNED:
+            raise ConfigError(f"{PATCH}.{place}: echelon sets it from {OWNED[place]}; set that key instead.")
+        if place in _IMPOSSIBLE:
+            raise ConfigError(f"{PATCH}.{place}: {_IMPOSSIBLE[place]}; remove it.")
+        below = [*OWNED, *_IMPOSSIBLE]
+        if value is None and (inside := next((each for each in below if each.startswith(f"{place}.")), None)):
+            raise ConfigError(f"{PATCH}.{place}: null would also remove {inside}, which the job needs; remove it.")
+    _check_channels(settings.patch)
+    merged: dict[str, Any] = merge_patch(request, settings.patch, PATCH)
+    if settings.patch:
+        _check_model(merged)
+    return merged
+
+
+def check_registry(settings: SageMakerConfig) -> None:
+    """Refuse an image outside Amazon ECR that SageMaker would not be told how to pull."""
+    image = settings.image
+    if image is None or _ECR.fullmatch(image):
+        return
+    algorithm = settings.patch.get("AlgorithmSpecification")
+    access = algorithm.get("TrainingImageConfig") if isinstance(algorithm, Mapping) else None
+    if not isinstance(access, Mapping) or access.get("TrainingRepositoryAccessMode") != "Vpc":
+        raise ConfigError(
+            f"{_KEY}.image={image} is not in Amazon ECR, so SageMaker pulls it through the VPC of the job, which the "
+            f"request must say; set {PATCH}={{AlgorithmSpecification: {{TrainingImageConfig: "
+            "{TrainingRepositoryAccessMode: Vpc}}}, with TrainingRepositoryAuthConfig if the registry asks for a "
+            f"password (docs/sagemaker.md), and {_KEY}.subnets and {_KEY}.security_group_ids; or push the image to ECR."
+        )
+    if not settings.subnets:
+        raise ConfigError(
+            f"{_KEY}.image={image} is not in Amazon ECR, so SageMaker pulls it through the VPC of the job; set "
+            f"{_KEY}.subnets and {_KEY}.security_group_ids to those that reach the registry."
+        )
+
+
+def _list_places(patch: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The members that the patch names, and theirs; deeper ones belong to their parents."""
+    for name, value in patch.items():
+        yield name, value
+        if isinstance(value, Mapping):
+            for inner, part in value.items():
+                yield f"{name}.{inner}", part
+
+
+def _check_channels(patch: Mapping[str, Any]) -> None:
+    """Refuse a patch that would take a channel from the job, or change the one with echelon itself."""
+    if "InputDataConfig" not in patch:
+        return
+    key, channels = f"{PATCH}.InputDataConfig", patch["InputDataConfig"]
+    if not isinstance(channels, list):
+        raise ConfigError(f"{key}: give a list of channels, each with its ChannelName; the job's own are kept.")
+    for channel in channels:
+        name = channel.get("ChannelName") if isinstance(channel, Mapping) else None
+        if name == CODE_CHANNEL:
+            raise ConfigError(f"{key}: the channel {name} has echelon itself; remove it from the patch.")
+        if isinstance(channel, Mapping) and "$patch" in channel:
+            raise ConfigError(f"{key}: the recipe reads the channel {name}; remove it from the patch, or from data.")
+
+
+def _check_model(request: Mapping[str, Any]) -> None:
+    """Refuse members that boto3 would refuse when the job is submitted; checks nothing where boto3 is not installed."""
+    try:
+        import botocore.session
+        from botocore.validate import ParamValidator
+    except ImportError:
+        return
+    model = botocore.session.get_session().get_service_model("sagemaker").operation_model("CreateTrainingJob")
+    report = ParamValidator().validate(request, model.input_shape)
+    if report.has_errors():
+        raise ConfigError(
+            f"{PATCH}: the request is not valid: {' '.join(report.generate_report().split())}; change it."
+        )
