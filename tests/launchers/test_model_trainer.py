@@ -11,7 +11,7 @@ import boto3
 import pytest
 
 from echelon.launch.records import submit_job
-from echelon.launch.sagemaker import SageMakerLauncher
+from echelon.launch.sagemaker.launcher import SageMakerLauncher
 from object_server import ObjectServer
 from sagemaker_jobs import make_job
 

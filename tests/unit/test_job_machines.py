@@ -9,7 +9,7 @@ from echelon.errors import ConfigError
 from echelon.hardware.accelerators import Cluster, parse_devices
 from echelon.hardware.instances import INSTANCES, cluster_of, efa_environment
 from echelon.hardware.job_machines import find_machines
-from echelon.launch.sagemaker import SageMakerLauncher
+from echelon.launch.sagemaker.launcher import SageMakerLauncher
 from echelon.planner.machines import limit_to_weakest
 from recipe_samples import load_text
 from sagemaker_jobs import RECIPE, make_job

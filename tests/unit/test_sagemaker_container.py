@@ -18,6 +18,7 @@ import yaml
 from echelon.checkpoint.folder import Checkpoint, remove
 from echelon.errors import ConfigError, LaunchError
 from echelon.launch.sagemaker import container, enter
+from echelon.launch.sagemaker import source_bundle as bundle
 from echelon.recipe import load_recipe
 from echelon.runs.checksums import write_manifest
 from echelon.runs.run_folder import RunFolder
@@ -318,7 +319,7 @@ def test_an_unexpected_error_shows_no_secret(base, monkeypatch, capfd):
     def fail(*_):
         raise RuntimeError("401 from https://me:word@host")
 
-    monkeypatch.setattr(enter, "make_importable", lambda channel: None)
+    monkeypatch.setattr(enter, "make_importable", lambda *_: None)
     monkeypatch.setattr(container, "run", fail)
     before = {each: signal.getsignal(each) for each in enter.STOP_SIGNALS}
     try:
@@ -331,36 +332,28 @@ def test_an_unexpected_error_shows_no_secret(base, monkeypatch, capfd):
     assert "in fail" in told.err and "me:word" not in told.out + told.err
 
 
-def test_installs_only_missing_packages(monkeypatch):
-    here = {"torch": "2.11.0a0+nv25", "pyyaml": "6.0.2", "numpy": "2.0"}
-    monkeypatch.setattr(enter, "_find_installed", lambda name: here.get(name.lower()))
-    lines = ["# needed", "", "--extra-index-url https://example.org", "torch>=2.11,<2.14", "PyYAML>=6", "numpy==2.0.0"]
-    assert enter.find_missing(lines) == []
-    assert enter.find_missing([*lines, "numpy<2", "fsspec[s3]>=2024.6", "torch; sys_platform == 'linux'"]) == [
-        "numpy<2",
-        "fsspec[s3]>=2024.6",
-        "torch; sys_platform == 'linux'",
-    ]
-
-
 def pack(base, version):
+    """The channel with the job's files. The echelon in it only installs packages, and has another version."""
     channel = base / "input" / "data" / "echelon"
     channel.mkdir(parents=True, exist_ok=True)
+    parts = ("errors.py", "redaction.py", "launch/__init__.py", "launch/sagemaker/__init__.py")
     with zipfile.ZipFile(channel / "echelon.zip", "w") as archive:
         archive.writestr("echelon/__init__.py", f'__version__ = "{version}"\n')
+        for name in (*parts, "launch/sagemaker/installing.py"):
+            archive.writestr(f"echelon/{name}", (bundle.PACKAGE / name).read_bytes())
     return channel
 
 
 def test_uses_the_images_echelon_only_in_the_same_version(base, monkeypatch, capfd):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", "before")
-    enter.make_importable(pack(base, "1.0"))
+    enter.make_importable(pack(base, "1.0"), base / "checkpoints")
     assert "from the channel" in capfd.readouterr().err
     assert (Path(sys.path[0]) / "echelon" / "__init__.py").exists()
     assert os.environ["PYTHONPATH"] == f"{sys.path[0]}{os.pathsep}before"
     monkeypatch.setattr(enter, "_find_installed", lambda name: "1.0")
     before = sys.path[0]
-    enter.make_importable(pack(base, "1.0"))
+    enter.make_importable(pack(base, "1.0"), base / "checkpoints")
     assert sys.path[0] == before
     assert enter.read_version(pack(base, "1.0") / "echelon.zip") == "1.0"
 
@@ -374,16 +367,6 @@ def start_entry(base, **pipes):
 
 def failure_of(base):
     return (base / "output" / "failure").read_text()
-
-
-def test_a_failing_pip_is_the_cause(base):
-    channel = pack(base, "1.0")
-    (channel / "requirements.txt").write_text("--no-index\nno-such-package-of-echelon>=1\n")
-    process = start_entry(base)
-    err = process.communicate(timeout=60)[1]
-    assert process.returncode == 1, err
-    assert failure_of(base).startswith("pip could not install no-such-package-of-echelon>=1: ")
-    assert "No matching distribution" in failure_of(base)
 
 
 def test_a_stop_while_pip_runs_ends_both(base, tmp_path, monkeypatch):
@@ -424,8 +407,6 @@ def run(base, env):
     return Outcome
 """
     with zipfile.ZipFile(channel / "echelon.zip", "a") as archive:
-        archive.writestr("echelon/launch/__init__.py", "")
-        archive.writestr("echelon/launch/sagemaker/__init__.py", "")
         archive.writestr("echelon/launch/sagemaker/container.py", stand_in)
 
     def stop():

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from echelon.errors import ConfigError
-from echelon.launch.sagemaker import SageMakerLauncher
+from echelon.launch.sagemaker.launcher import SageMakerLauncher
 from echelon.launch.sagemaker.request import build_submission
 from echelon.lifecycle.job_checks import check_job
 from sagemaker_jobs import RECIPE, make_job

@@ -16,9 +16,10 @@ import yaml
 from echelon.errors import ConfigError, DataError
 from echelon.hardware.instances import INSTANCES
 from echelon.launch.packages import describe_packages
-from echelon.launch.sagemaker import SageMakerLauncher
 from echelon.launch.sagemaker import source_bundle as bundle
 from echelon.launch.sagemaker.images import OLDEST_PYTHON, OLDEST_TORCH, check_image, find_image
+from echelon.launch.sagemaker.installing import OPTIONAL
+from echelon.launch.sagemaker.launcher import SageMakerLauncher
 from echelon.launch.sagemaker.request import METRICS, build_submission
 from echelon.launch.sagemaker.request_patch import MEMBERS, OWNED
 from echelon.launch.targets import find_launcher
@@ -321,7 +322,9 @@ def test_the_container_gets_echelon_itself_and_what_it_needs():
 
 def test_requirements_equal_those_of_the_project():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert ["torch", *bundle.CORE] == [re.sub("^torch.*", "torch", name) for name in project["dependencies"]]
+    assert ["torch", *bundle.CORE, *bundle.HELPFUL] == [
+        re.sub("^torch.*", "torch", name) for name in project["dependencies"]
+    ]
     for extra, names in bundle.EXTRAS.items():
         assert list(names) == project["optional-dependencies"][extra]
 
@@ -332,9 +335,9 @@ def test_requirements_follow_the_recipe(tmp_path):
     staging = build_submission(job).staging
     lines = next(each for each in staging.uploads if each.address.endswith("requirements.txt")).source().decode()
     assert {"peft>=0.18", "bitsandbytes>=0.48", "wandb>=0.31,<1", "s3fs>=2024.6"} <= set(lines.splitlines())
-    assert "torch" not in [re.match(r"[\w-]+", line)[0] for line in lines.splitlines()]
+    assert "torch" not in [re.split(r"[^\w-]", line)[0] for line in lines.splitlines()]
     plain = bundle.list_requirements(make_job(tmp_path, "data.train=python-stdlib").recipe)
-    assert plain == "".join(f"{name}\n" for name in bundle.CORE)
+    assert plain.splitlines() == [*bundle.CORE, OPTIONAL, *bundle.HELPFUL]
 
 
 def test_the_container_installs_what_an_engine_or_a_precision_needs(tmp_path):

@@ -11,7 +11,7 @@ _LAUNCHERS: dict[Target, tuple[str, str]] = {
     "torchrun": ("echelon.launch.ssh_launcher", "TorchrunLauncher"),
     "slurm": ("echelon.launch.slurm", "SlurmLauncher"),
     "kubernetes": ("echelon.launch.kubernetes", "KubernetesLauncher"),
-    "sagemaker": ("echelon.launch.sagemaker", "SageMakerLauncher"),
+    "sagemaker": ("echelon.launch.sagemaker.launcher", "SageMakerLauncher"),
 }
 TARGETS: tuple[Target, ...] = tuple(_LAUNCHERS)
 

@@ -1,5 +1,4 @@
-"""`--to sagemaker`: a training job of Amazon SageMaker AI. Rendering a job needs no AWS package."""
+"""`--to sagemaker`: a training job of Amazon SageMaker AI. Rendering a job needs no AWS package.
 
-from echelon.launch.sagemaker.launcher import SageMakerLauncher
-
-__all__ = ["SageMakerLauncher"]
+Nothing is imported here: `installing.py` runs in a container before its packages are installed.
+"""

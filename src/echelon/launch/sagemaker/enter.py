@@ -19,7 +19,6 @@ import importlib
 import importlib.metadata
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -34,16 +33,6 @@ FAILURE_CHARACTERS = 1024
 OLDEST_PYTHON = (3, 11)
 
 _PACKAGE = "echelon.zip"
-_REQUIREMENT = re.compile(r"([A-Za-z0-9][\w.-]*)(?:\[[^\]]*\])?((?:\s*(?:==|!=|<=|>=|<|>)\s*[\d.]+\s*,?)*)")
-_BOUND = re.compile(r"(==|!=|<=|>=|<|>)\s*([\d.]+)")
-_COMPARISONS: dict[str, Callable[[list[int], list[int]], bool]] = {
-    "==": lambda here, bound: here == bound,
-    "!=": lambda here, bound: here != bound,
-    "<=": lambda here, bound: here <= bound,
-    ">=": lambda here, bound: here >= bound,
-    "<": lambda here, bound: here < bound,
-    ">": lambda here, bound: here > bound,
-}
 
 
 class EntryError(Exception):
@@ -87,7 +76,7 @@ def work(base: Path) -> int:
 
     try:
         _listen(stop)
-        make_importable(base / "input" / "data" / "echelon")
+        make_importable(base / "input" / "data" / "echelon", base / "checkpoints")
         container = importlib.import_module("echelon.launch.sagemaker.container")
         outcome = container.run(base, dict(os.environ))
         code, message = outcome.code, outcome.message
@@ -131,52 +120,30 @@ def write_failure(base: Path, message: str) -> None:
         file.write(message if len(message) <= FAILURE_CHARACTERS else message[: FAILURE_CHARACTERS - 1] + "…")
 
 
-def make_importable(channel: Path) -> None:
-    """Make `import echelon` work in this process and its children.
+def make_importable(channel: Path, checkpoints: Path) -> None:
+    """Make `import echelon` work in this process and its children, with the packages that it needs.
 
-    Raises EntryError if this Python is too old, or requirements cannot be installed.
+    Raises EntryError if this Python is too old, LaunchError if requirements cannot be installed.
     """
     if sys.version_info < OLDEST_PYTHON:
         raise EntryError(
             f"python3 of this image is {sys.version.split()[0]}, but echelon needs "
             f"{'.'.join(map(str, OLDEST_PYTHON))} or newer; set launch.sagemaker.image to an image that has it."
         )
-    requirements = channel / "requirements.txt"
-    lines = requirements.read_text(encoding="utf-8").splitlines() if requirements.exists() else []
-    missing = find_missing(lines)
-    if missing:
-        _install(missing, [line for line in lines if line.startswith("-")])
     package = channel / _PACKAGE
     shipped = read_version(package)
     if _find_installed("echelon") == shipped:
         _say(f"using echelon {shipped} from the image")
-        return
-    folder = tempfile.mkdtemp(prefix="echelon-")
-    with zipfile.ZipFile(package) as archive:
-        archive.extractall(folder)
-    sys.path.insert(0, folder)
-    importlib.invalidate_caches()
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = folder if not before else f"{folder}{os.pathsep}{before}"
-    _say(f"using echelon {shipped} from the channel")
-
-
-def find_missing(lines: "list[str]") -> "list[str]":
-    """The requirements that are missing, have the wrong version, or can only be evaluated by pip.
-
-    A vendor build such as 2.11.0a0+nv counts as that version, so that NVIDIA's torch is not replaced.
-    """
-    wanted = [line.split(" #")[0].strip() for line in lines if line.strip() and not line.startswith(("#", "-"))]
-    return [line for line in wanted if not _is_satisfied(line)]
-
-
-def _is_satisfied(requirement: str) -> bool:
-    match = _REQUIREMENT.fullmatch(requirement)
-    installed = _find_installed(match[1]) if match else None
-    if match is None or installed is None:
-        return False
-    here = _release(installed)
-    return all(_COMPARISONS[sign](here, _release(bound)) for sign, bound in _BOUND.findall(match[2]))
+    else:
+        folder = tempfile.mkdtemp(prefix="echelon-")
+        with zipfile.ZipFile(package) as archive:
+            archive.extractall(folder)
+        sys.path.insert(0, folder)
+        importlib.invalidate_caches()
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = folder if not before else f"{folder}{os.pathsep}{before}"
+        _say(f"using echelon {shipped} from the channel")
+    importlib.import_module("echelon.launch.sagemaker.installing").install_missing(channel, checkpoints, os.environ)
 
 
 def _find_installed(name: str) -> "str | None":
@@ -184,15 +151,6 @@ def _find_installed(name: str) -> "str | None":
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _release(version: str) -> "list[int]":
-    """The numbers of a version without trailing zeros: 2.11 and 2.11.0+cu128 are the same."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    numbers = [int(part) for part in match[0].split(".")] if match else []
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return numbers
 
 
 def read_version(package: Path) -> str:
@@ -203,32 +161,6 @@ def read_version(package: Path) -> str:
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise EntryError(f"{package} is not a zip of echelon's source: {error}; submit the job again.") from error
     return found[1] if found else "unknown"
-
-
-def _install(missing: "list[str]", options: "list[str]") -> None:
-    _say(f"pip install {' '.join(missing)}")
-    with tempfile.NamedTemporaryFile("w", prefix="requirements-", suffix=".txt", encoding="utf-8") as file:
-        file.write("\n".join([*options, *missing]) + "\n")
-        file.flush()
-        settings = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore", "PIP_NO_INPUT": "1"}
-        # Debian's rule against pip in its system Python protects a system; a container is disposable.
-        settings["PIP_BREAK_SYSTEM_PACKAGES"] = "1"
-        pip = subprocess.run(
-            [sys.executable, "-m", "pip", "install", "--quiet", "-r", file.name],
-            env={**os.environ, **settings},
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            errors="replace",
-            check=False,
-        )
-    sys.stderr.write(pip.stderr)
-    if pip.returncode != 0:
-        said = [line for line in pip.stderr.splitlines() if line.strip()]
-        causes = [line.removeprefix("ERROR: ") for line in said if line.startswith("ERROR: ")] or said[-1:]
-        raise EntryError(
-            f"pip could not install {', '.join(missing)}: {' '.join(causes)[:600]}; use an image that has them, or let "
-            "the job reach a package index."
-        )
 
 
 def _say(line: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from echelon.hardware.job_machines import find_machines
+from echelon.launch.sagemaker.installing import OPTIONAL
 from echelon.launch.shell import guard_setup, join_words
 from echelon.recipe import Recipe
 from echelon.recipe.engines import ENGINES
@@ -19,8 +20,8 @@ FAILURE = "/opt/ml/output/failure"
 CORE = (
     "transformers>=5.17,<6", "tokenizers>=0.22", "jinja2>=3.1.6", "safetensors>=0.6", "numpy>=1.26",
     "pydantic>=2.10,<3", "pyyaml>=6", "fsspec>=2024.6", "typer>=0.15", "rich>=13",
-    "nvidia-ml-py>=12; sys_platform == 'linux'",
 )  # fmt: skip
+HELPFUL = ("nvidia-ml-py>=12; sys_platform == 'linux'",)  # reads the load of GPUs
 EXTRAS: dict[str, tuple[str, ...]] = {
     "peft": ("peft>=0.18",),
     "qlora": ("peft>=0.18", "bitsandbytes>=0.48"),
@@ -42,12 +43,11 @@ _EARLIEST = (1980, 1, 1, 0, 0, 0)
 
 def list_requirements(recipe: Recipe) -> str:
     """The recipe's requirements in the container, without torch, as the text of a requirements.txt."""
-    names = list(CORE)
-    for extra in (*list_extras(recipe), *_list_helpful_extras(recipe)):
-        names += EXTRAS.get(extra, ())
+    needed = [*CORE, *(name for extra in list_extras(recipe) for name in EXTRAS.get(extra, ()))]
     if recipe.launch.sagemaker.mlflow_arn is not None:
-        names.append(_MLFLOW_OF_SAGEMAKER)
-    return "".join(f"{name}\n" for name in dict.fromkeys(names))
+        needed.append(_MLFLOW_OF_SAGEMAKER)
+    helpful = [*HELPFUL, *(name for extra in _list_helpful_extras(recipe) for name in EXTRAS[extra])]
+    return "".join(f"{line}\n" for line in dict.fromkeys([*needed, OPTIONAL, *helpful]))
 
 
 def list_extras(recipe: Recipe) -> dict[str, str]:
