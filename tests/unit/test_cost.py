@@ -104,6 +104,38 @@ def test_where_a_price_comes_from():
     check_budget(load("budget.max_hours=5"), None)
 
 
+def test_the_price_on_demand_is_an_upper_bound_on_spot(folder, clock):
+    spot = ("launch.to=sagemaker", "launch.sagemaker.instance_type=ml.g5.12xlarge", "launch.sagemaker.region=us-west-2",
+            "launch.sagemaker.spot={max_wait_hours: 30}")  # fmt: skip
+    recipe = load(*spot)
+    rate = find_price_at_target(recipe)
+    elsewhere = "ml.g5.12xlarge on demand, us-east-1, 2026-08; not the price in us-west-2, where the job runs"
+    assert rate == Rate(7.09, elsewhere, at_most=True)
+    assert rate == find_price_here(recipe, {"TRAINING_JOB_NAME": "job"})
+    assert describe_cost(recipe, folder, rate, 2, 100) == [
+        f"cost: at most $7.09/h x 2 machines ({elsewhere}); spot machines cost less, and their price cannot be looked "
+        "up here: set budget.spot_usd_per_hour; the duration is unknown until steps are measured"
+    ]
+    limited = load(*spot, "budget.max_usd=50")
+    assert describe_cost(limited, folder, rate, 2, 100)[1].endswith(
+        "; budget.max_usd counts the price on demand, so less than that is paid"
+    )
+    clock.now = 1000.0 + 3600
+    used = CostMeter(recipe, folder, rate, 1).describe()
+    assert used == f"cost: 1.00 h, at most $7.09 at $7.09/h ({elsewhere}), all starts together"
+    known = find_price_at_target(load(*spot, "budget.spot_usd_per_hour=2.5"))
+    assert known == Rate(2.5, f"budget.spot_usd_per_hour; at most $7.09/h, {elsewhere}")
+    # A price of the user's own is what is paid, on spot machines too.
+    assert find_price_at_target(load(*spot, "budget.usd_per_hour=3")) == Rate(3, "budget.usd_per_hour")
+    both = find_price_at_target(load(*spot, "budget.usd_per_hour=8", "budget.spot_usd_per_hour=2.5"))
+    assert both == Rate(2.5, "budget.spot_usd_per_hour; at most $8/h, budget.usd_per_hour")
+    # Of the region of the job, and on demand.
+    assert find_price_at_target(load(*spot[:2], "launch.sagemaker.region=us-east-1")).source == (
+        "ml.g5.12xlarge on demand, us-east-1, 2026-08"
+    )
+    assert find_price_here(load("launch.sagemaker.spot={max_wait_hours: 3}", "budget.spot_usd_per_hour=2"), {}) is None
+
+
 def test_the_stop_leaves_time_for_a_save(folder, clock):
     """Budget 100 s, save 8 s, steps 2 s: 1.5 x 8 + 2 x 2 + 0.2 s are reserved, so 83.8 s remain for training."""
     clock.began = 990.0

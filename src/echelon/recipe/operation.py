@@ -188,5 +188,7 @@ class BudgetConfig(Section):
         "if the catalogue has one.",
     )
     spot_usd_per_hour: Positive | None = Field(
-        None, description="Dollars per hour for one spot machine: `echelon plan` shows the cost at both prices."
+        None,
+        description="Dollars per hour for one spot machine: `echelon plan` shows the cost at both prices, and a job "
+        "with launch.sagemaker.spot is counted at this one.",
     )

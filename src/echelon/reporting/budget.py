@@ -100,9 +100,10 @@ class CostMeter:
         if self._rate is None and self._budget == BudgetConfig():
             return None
         now = self.spending()
-        dollars = (
-            "" if self._rate is None else f", ${now.usd:.2f} at ${self._rate.usd_per_hour:g}/h ({self._rate.source})"
-        )
+        rate, dollars = self._rate, ""
+        if rate is not None:
+            bound = "at most " if rate.at_most else ""
+            dollars = f", {bound}${now.usd:.2f} at ${rate.usd_per_hour:g}/h ({rate.source})"
         machines = f" on {self._num_machines} machines" if self._num_machines > 1 else ""
         return f"cost: {now.seconds / 3600:.2f} h{machines}{dollars}, all starts together"
 

@@ -25,10 +25,19 @@ _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Rate:
-    """The price of one machine in dollars per hour, and its source."""
+    """The price of one machine in dollars per hour, and its source.
+
+    `at_most`: it is the price on demand of a spot machine, which costs less.
+    """
 
     usd_per_hour: float
     source: str
+    at_most: bool = False
+
+    def describe(self, num_machines: int = 1) -> str:
+        """`$12.29/h x 2 machines (budget.usd_per_hour)`, after "at most" if it is an upper bound."""
+        machines = f" x {num_machines} machines" if num_machines > 1 else ""
+        return f"{'at most ' if self.at_most else ''}${self.usd_per_hour:g}/h{machines} ({self.source})"
 
 
 @dataclass(frozen=True)
@@ -164,8 +173,11 @@ def describe_cost(
     budget, spent = recipe.budget, read_spending(folder)
     lines = []
     if rate is not None:
-        machines = f" x {num_machines} machines" if num_machines > 1 else ""
-        hourly = f"${rate.usd_per_hour:g}/h{machines} ({rate.source})"
+        hourly = rate.describe(num_machines)
+        if rate.at_most:
+            hourly += (
+                "; spot machines cost less, and their price cannot be looked up here: set budget.spot_usd_per_hour"
+            )
         seconds = None if num_steps is None else _estimate_seconds(recipe, folder, num_steps)
         so_far = f"; ${spent.usd:.2f} in {spent.seconds / 3600:.2f} h so far" if spent.seconds else ""
         if seconds is None:
@@ -174,12 +186,14 @@ def describe_cost(
             usd = seconds / 3600 * rate.usd_per_hour * num_machines
             lines.append(
                 f"cost: {hourly}; the remaining steps take {seconds / 3600:.2f} h at this run's speed, "
-                f"${usd:.2f}{so_far}"
+                f"{'at most ' if rate.at_most else ''}${usd:.2f}{so_far}"
             )
     limits = [name_limit(budget, each) for each in LIMITS if getattr(budget, each.removeprefix("budget.")) is not None]
     if limits:
         used = f" of which {spent.seconds / 3600:.2f} h are used," if spent.seconds else ""
         lines.append(f"budget: stops with a checkpoint before {' or '.join(limits)},{used} all starts counted together")
+        if rate is not None and rate.at_most and budget.max_usd is not None:
+            lines[-1] += "; budget.max_usd counts the price on demand, so less than that is paid"
     return lines
 
 
@@ -195,6 +209,19 @@ def _estimate_seconds(recipe: "Recipe", folder: RunFolder, num_steps: int) -> fl
 
 
 def _find_rate(recipe: "Recipe", name: str | None, price: Price | None) -> Rate | None:
-    if recipe.budget.usd_per_hour is not None:
-        return Rate(recipe.budget.usd_per_hour, "budget.usd_per_hour")
-    return None if price is None else Rate(price.usd_per_hour, f"{name} on demand, {price.terms}")
+    """The price of a machine of this type, or of any machine if `name` is None."""
+    budget, settings = recipe.budget, recipe.launch.sagemaker
+    on_demand = None if price is None else Rate(price.usd_per_hour, f"{name} on demand, {price.terms}")
+    if price is not None and price.region and settings.region not in (None, price.region):
+        terms = f"{name} on demand, {price.terms}; not the price in {settings.region}, where the job runs"
+        on_demand = Rate(price.usd_per_hour, terms)
+    if budget.usd_per_hour is not None:
+        on_demand = Rate(budget.usd_per_hour, "budget.usd_per_hour")
+    if settings.spot is None or name is None:
+        return on_demand
+    if budget.spot_usd_per_hour is not None:
+        bound = "" if on_demand is None else f"; at most ${on_demand.usd_per_hour:g}/h, {on_demand.source}"
+        return Rate(budget.spot_usd_per_hour, f"budget.spot_usd_per_hour{bound}")
+    if on_demand is None or budget.usd_per_hour is not None:
+        return on_demand
+    return replace(on_demand, at_most=True)
