@@ -228,3 +228,54 @@ def test_all_refused_keys_are_named_in_one_message(tmp_path: Path) -> None:
     lines = str(done.exception).splitlines()
     assert len(lines) == 4 and done.stdout == ""
     assert "  neftune_noise_alpha: 5: noise on embeddings is not supported." in lines
+
+
+TORCHTUNE = """\
+model:
+  _component_: torchtune.models.llama3_1.lora_llama3_1_8b
+  lora_attn_modules: ['q_proj', 'v_proj', 'output_proj']
+  lora_rank: 8
+checkpointer:
+  _component_: torchtune.training.FullModelHFCheckpointer
+  checkpoint_dir: /tmp/Meta-Llama-3.1-8B-Instruct/
+shuffle: True
+batch_size: 2
+optimizer:
+  _component_: torch.optim.AdamW
+  lr: 3e-4
+epochs: 1
+gradient_accumulation_steps: 8
+"""
+TORCHTITAN = """\
+[job]
+dump_folder = "./outputs"
+
+[model]
+name = "llama3"
+flavor = "8B"
+
+[training]
+local_batch_size = 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("tune.yaml", TORCHTUNE,
+         "is a configuration of torchtune (model._component_: torchtune.models.llama3_1.lora_llama3_1_8b)"),
+        ("titan.toml", TORCHTITAN, "is TOML, as of torchtitan"),
+        ("titan.txt", TORCHTITAN, "is TOML, as of torchtitan"),
+        ("broken.toml", "[job\n", "is TOML, as of torchtitan"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("options", [[], ["--from", "hf"]], ids=["detected", "named"])
+def test_a_file_of_an_unknown_tool_gets_one_sentence(tmp_path, name, text, words, options):
+    path = tmp_path / name
+    path.write_text(text)
+    answer = CliRunner().invoke(app, ["import", str(path), *options])
+    assert isinstance(answer.exception, ConfigError)
+    assert str(answer.exception) == (
+        f"{path} {words}, which import does not read. It reads YAML and JSON of Axolotl, Hugging Face (Trainer, TRL, "
+        "PEFT) and LLaMA-Factory; for other tools write a recipe, beginning with: echelon init"
+    )

@@ -1,6 +1,7 @@
 """Read another tool's file as a flat mapping of its keys, and detect the tool."""
 
 import json
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -51,6 +52,10 @@ _NO_TRAINING: tuple[tuple[str, str], ...] = (
     ("n_shot", "the file evaluates a model and does not train; use echelon eval"),
     ("do_predict", "the file generates answers and does not train; use echelon eval or echelon generate"),
 )  # fmt: skip
+_READ = (
+    "It reads YAML and JSON of Axolotl, Hugging Face (Trainer, TRL, PEFT) and LLaMA-Factory; for other tools write a "
+    "recipe, beginning with: echelon init"
+)
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle")
 
 
@@ -75,14 +80,35 @@ def read_foreign(path: Path) -> dict[str, Any]:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text; import reads YAML and JSON.") from None
+    if path.suffix == ".toml" or _is_toml(text):
+        raise ConfigError(f"{path} is TOML, as of torchtitan, which import does not read. {_READ}")
     given = _parse(text, path)
     if not isinstance(given, dict) or not given:
         raise ConfigError(f"{path} is not a mapping of keys; give the configuration file of a training tool.")
     if all(isinstance(given.get(key), dict) for key in _OURS):
         raise ConfigError(f"{path} is already an echelon recipe; train it with: echelon train {path}")
+    _refuse_torchtune(given, path)
     flat = _flatten(given)
     _check_training(flat, path)
     return flat
+
+
+def _refuse_torchtune(given: Mapping[Any, Any], path: Path) -> None:
+    """Raise ConfigError for a file of torchtune, known by its key for the class or function that a section builds."""
+    for section, value in given.items():
+        if isinstance(value, dict) and isinstance(component := value.get("_component_"), str):
+            raise ConfigError(
+                f"{path} is a configuration of torchtune ({section}._component_: {show_value(component)}), which "
+                f"import does not read. {_READ}"
+            )
+
+
+def _is_toml(text: str) -> bool:
+    """Whether a text is TOML with keys. No mapping of YAML or JSON is."""
+    try:
+        return bool(tomllib.loads(text))
+    except (ValueError, RecursionError):
+        return False
 
 
 def _check_training(given: Mapping[str, Any], path: Path) -> None:
