@@ -1,5 +1,7 @@
 """The `echelon` command: registers its commands, and turns errors into a message and an exit code."""
 
+import functools
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +31,7 @@ from echelon.commands.train import train
 from echelon.commands.verbosity import QuietOption, VerboseOption, set_verbosity, with_verbosity
 from echelon.commands.watch import watch
 from echelon.errors import EchelonError, explain_storage_error, render_traceback
+from echelon.stopping import stops_told
 
 app = typer.Typer(
     name="echelon",
@@ -59,8 +62,34 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "init": init,
     "schema": schema,
 }
+_STOPPED: dict[str, tuple[signal.Signals, ...]] = {
+    **dict.fromkeys(
+        ("prepare", "data", "plan", "eval", "export", "report", "doctor", "import"), (signal.SIGTERM, signal.SIGINT)
+    ),
+    "generate": (signal.SIGTERM,),  # in a conversation Ctrl-C ends an answer
+}
+"""The commands that these signals end with a message, after cleanup. The others handle signals themselves, or write
+nothing."""
+
+
+def _stoppable(name: str, command: Callable[..., None]) -> Callable[..., None]:
+    """The command, ended by the signals of _STOPPED. A rank is not: its parent reports the stop."""
+
+    @functools.wraps(command)
+    def run(*arguments: object, **options: object) -> None:
+        from echelon.supervise.launch_environment import launch_role
+
+        if launch_role() == "worker":
+            return command(*arguments, **options)
+        with stops_told(signals=_STOPPED[name]):
+            command(*arguments, **options)
+        return None
+
+    return run if name in _STOPPED else command
+
+
 for name, command in COMMANDS.items():
-    app.command(name)(with_verbosity(command))
+    app.command(name)(with_verbosity(_stoppable(name, command)))
 app.add_typer(checkpoint_app, name="checkpoint")
 
 

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,6 +29,9 @@ _CAUSES = (*(each.name for each in STOP_SIGNALS), *LIMITS)
 
 ECHO_SECONDS = 1.0
 """Signals within this time count as one request, as when a terminal signals every process."""
+
+LATE_SECONDS = 10.0
+"""A command that a signal has not ended after this time is ended without cleanup."""
 
 _LOOK_SECONDS = 0.2
 
@@ -106,15 +109,23 @@ def read_stop_file(path: Path) -> str | None:
         return None
 
 
+BEFORE_TRAINING = "stopped by {signal} before training began; start the same command again"
+"""The message of `stops_told` while a run is prepared."""
+
+
 class _Stopped(BaseException):
     """SIGTERM or SIGINT arrived."""
 
 
 @contextmanager
-def stops_told() -> Iterator[None]:
-    """Turn SIGTERM and Ctrl-C into a one-line LaunchError, after cleanup of partial files.
+def stops_told(
+    message: str = "stopped by {signal}; start the same command again",
+    signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
+) -> Iterator[None]:
+    """Turn signals into a LaunchError with this message, after cleanup of partial files. Then the process must end.
 
-    For the main thread, before training. A second signal ends the process immediately.
+    For the main thread, outside of training. A second signal ends the process immediately. So does a thread, some time
+    after the first one: a native function may return late, and threads that download are waited for at the exit.
     """
     stopped_by: list[str] = []
 
@@ -124,17 +135,64 @@ def stops_told() -> Iterator[None]:
         stopped_by.append(signal.Signals(number).name)
         raise _Stopped
 
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    before = {each: signal.getsignal(each) for each in signals}
     for each in before:
         signal.signal(each, stop)
+    late = _LateEnd(message, lambda number: number in before and (bool(stopped_by) or signal.getsignal(number) is stop))
     try:
         yield
+        if stopped_by:  # the exception was lost, as in a finalizer
+            raise _Stopped
     except BaseException as error:
         if not stopped_by:
             raise
+        late.is_told = True
         # Any other error in the block is a consequence of the signal.
-        message = f"stopped by {stopped_by[0]} before training began; start the same command again"
-        raise LaunchError(message) from error
+        raise LaunchError(message.format(signal=stopped_by[0])) from error
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+        if not stopped_by:
+            late.cancel()
+
+
+class _LateEnd:
+    """A thread that ends the process some seconds after a signal, or at a second one, whatever the main thread does.
+
+    It reads the signals from a pipe: Python's handlers wait for the end of a native function.
+    """
+
+    def __init__(self, message: str, counts: Callable[[int], bool]) -> None:
+        self._message = message
+        self.is_told = False
+        """Whether the main thread reports the stop itself."""
+        self._counts = counts
+        reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        self._before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(reading,), name="late-end", daemon=True).start()
+
+    def cancel(self) -> None:
+        """End the thread."""
+        signal.set_wakeup_fd(self._before, warn_on_full_buffer=False)
+        os.close(self._writing)
+
+    def _watch(self, reading: int) -> None:
+        asked: tuple[str, float] | None = None
+        while asked is None or time.monotonic() < asked[1] + LATE_SECONDS:
+            ready, _, _ = select.select([reading], [], [], None if asked is None else _LOOK_SECONDS)
+            numbers = os.read(reading, 64) if ready else b""
+            if ready and not numbers:  # cancelled
+                os.close(reading)
+                return
+            for number in filter(self._counts, numbers):
+                if asked is not None and time.monotonic() > asked[1] + ECHO_SECONDS:
+                    self._end(asked[0])
+                asked = asked or (signal.Signals(number).name, time.monotonic())
+        self._end(asked[0])
+
+    def _end(self, name: str) -> None:
+        with suppress(OSError):
+            if not self.is_told:
+                os.write(2, f"echelon: {self._message.format(signal=name)}\n".encode())
+        os._exit(LaunchError.exit_code)

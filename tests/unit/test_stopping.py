@@ -71,3 +71,36 @@ def test_a_limit_is_agreed_upon_and_a_signal_after_it_is_the_first():
     assert agreed_stop(stop.flags()) == "budget.max_hours" and stop.seconds_left(60) > 1e9
     stop.ask("SIGTERM")  # a second request would have ended the process
     assert agreed_stop(stop.flags()) == "SIGTERM" and stop.seconds_left(60) < 61
+
+
+BLOCKED = """
+import sys
+from echelon import stopping
+stopping.LATE_SECONDS = 0.5
+try:
+    with stopping.stops_told("stopped by {signal}; and told"):
+        print("begun", flush=True)
+        HOW
+except Exception as error:
+    print("echelon:", error, file=sys.stderr, flush=True)
+    import time; time.sleep(60)  # as threads that are waited for at the exit
+"""
+NATIVE = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", ["import time; time.sleep(60)", NATIVE], ids=["python", "native"])
+def test_a_stopped_command_ends_in_time_whatever_its_main_thread_does(how, number):
+    """In Python code, whose exit is held up; and in a native function that no handler interrupts."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", BLOCKED.replace("HOW", how)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "begun\n"
+        time.sleep(0.1)
+        process.send_signal(number)
+        _, told = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert told == f"echelon: stopped by {number.name}; and told\n"

@@ -165,4 +165,4 @@ def test_a_signal_during_rendering_ends_the_command():
         _, told = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert "stopped by SIGTERM before training began" in told
+    assert "stopped by SIGTERM; start the same command again" in told

@@ -36,7 +36,7 @@ from echelon.errors import (
 from echelon.logs import keep_console, keep_line, log_to_console
 from echelon.recipe import Recipe, build_recipe
 from echelon.recipe.render import recipe_mapping
-from echelon.stopping import stops_told
+from echelon.stopping import BEFORE_TRAINING, stops_told
 from echelon.stored import read_as, write_json
 from echelon.supervise.agent import worker_argv
 from echelon.supervise.launch_environment import find_log_level, keep_hub_cache_beside, launch_role, read_environment
@@ -206,7 +206,7 @@ def main() -> None:
 
 def _train(recipe: Recipe, nproc: int | None, fresh: bool) -> Outcome:
     keep_hub_cache_beside(recipe.run.dir)
-    with stops_told(), workers_warmed(nproc) as warm:
+    with stops_told(BEFORE_TRAINING), workers_warmed(nproc) as warm:
         from echelon.lifecycle.session import train_locally
 
         return train_locally(recipe, nproc, fresh, warm)

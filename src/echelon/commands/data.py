@@ -7,7 +7,6 @@ import typer
 
 from echelon.commands.arguments import OverridesArgument, RecipeArgument, read_recipe
 from echelon.commands.terminal import show, show_styled
-from echelon.stopping import stops_told
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -29,8 +28,7 @@ def data(
     from echelon.lifecycle.model_checks import find_model_fields
 
     recipe = read_recipe(recipe_path, overrides)
-    with stops_told():
-        prepared = prepare_data(recipe)
+    prepared = prepare_data(recipe)
     show(find_model_fields(recipe, prepared.vocab_size)[1])
     for counts in count_sources(prepared):
         _show_source(counts)

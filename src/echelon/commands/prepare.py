@@ -3,7 +3,6 @@
 import logging
 
 from echelon.commands.arguments import OverridesArgument, RecipeArgument, read_recipe
-from echelon.stopping import stops_told
 
 logger = logging.getLogger(__name__)
 
@@ -13,6 +12,5 @@ def prepare(recipe_path: RecipeArgument, overrides: OverridesArgument = None) ->
     from echelon.data.prepare import prepare_data
 
     recipe = read_recipe(recipe_path, overrides)
-    with stops_told():
-        data = prepare_data(recipe)
+    data = prepare_data(recipe)
     logger.info(f"data: prepared in {data.path}")

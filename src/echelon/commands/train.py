@@ -14,7 +14,7 @@ from echelon.commands.arguments import NprocOption, OverridesArgument, RecipeArg
 from echelon.commands.terminal import complain
 from echelon.errors import ConfigError, EchelonError, explain_storage_error, render_traceback
 from echelon.logs import keep_console
-from echelon.stopping import STOP_SIGNALS, stops_told
+from echelon.stopping import BEFORE_TRAINING, STOP_SIGNALS, stops_told
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
@@ -68,7 +68,7 @@ def train(
             _train_as_agent(recipe, [str(recipe_path), *(overrides or [])], group, num_processes, fresh)
         from echelon.supervise.warm_start import workers_warmed
 
-        with stops_told(), workers_warmed(num_processes) as warm:
+        with stops_told(BEFORE_TRAINING), workers_warmed(num_processes) as warm:
             from echelon.lifecycle.session import train_locally
 
             outcome = train_locally(recipe, num_processes, fresh, warm)

@@ -1,18 +1,13 @@
 """Tokenize in parallel processes, with the results in order.
 
 The parent plans tasks (groups of spans), worker processes read and tokenize them, and the parent receives token arrays
-in the order of the tasks. Workers run only a few tasks ahead, which bounds the memory. They are started with `spawn`
-(forking a process with threads can hang) and import neither torch nor transformers: they rebuild the tokenizer from
-its JSON.
+in the order of the tasks. Workers run only a few tasks ahead, which bounds the memory. They import neither torch nor
+transformers: they rebuild the tokenizer from its JSON.
 """
 
 import itertools
-import multiprocessing
-import os
-import signal
-import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -21,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from echelon.data.child_process import ChildProcess, stops_held_back
 from echelon.data.examples import parse_example
 from echelon.data.instruction import InstructionEncoding
 from echelon.data.oddities import find_oddities
@@ -38,14 +34,12 @@ from echelon.data.readers.record import (
     digest_document,
     hash_for_split,
 )
-from echelon.distributed.runtime import start_watchdog
 from echelon.errors import ConfigError, DataError, EchelonError
 from echelon.supervise.launch_environment import use_one_tokenizer_thread
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
 _TASKS_AHEAD = 2
-_STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
@@ -241,35 +235,12 @@ def tokenize_tasks(
         return
     started: list[_Worker] = []
     try:
-        with _stops_held_back():
+        with stops_held_back():
             started.extend(_Worker(encoding) for _ in range(workers))
         yield from _share_out(enumerate(tasks), started)
     finally:
         for worker in started:
             worker.stop()
-
-
-@contextmanager
-def _stops_held_back() -> Iterator[None]:
-    """Delay SIGTERM and Ctrl-C: a signal while a worker starts would leave it without an owner to stop it.
-
-    Python calls handlers in its main thread even if that thread blocks the signals, so the handlers are replaced. The
-    signals are also blocked, which the processes started here inherit.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    arrived: list[int] = []
-    handlers = {each: signal.signal(each, lambda number, _: arrived.append(number)) for each in _STOPS}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
-        for number in arrived:
-            signal.raise_signal(number)
 
 
 def _share_out(
@@ -297,18 +268,11 @@ def _share_out(
 
 
 class _Worker:
-    """A process that tokenizes one task at a time, and the parent's end of its pipe.
-
-    Each worker has a pipe instead of a shared queue: a killed worker cannot leave a lock behind, and the parent knows
-    which task it was running. A worker whose parent is gone finds its pipe closed and exits.
-    """
+    """A process that tokenizes one task at a time. The parent knows which task it is running."""
 
     def __init__(self, encoding: Encoding) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, encoding, os.getpid()), daemon=True)
-        self._process.start()
-        theirs.close()
+        self._process = ChildProcess(_serve, encoding)
+        self.connection = self._process.connection
         self._index = 0
         self._task: Task | None = None
 
@@ -332,30 +296,21 @@ class _Worker:
         return self._index, self._task, result
 
     def stop(self) -> None:
-        """Kill the process. It has no state that could be left incomplete."""
-        self.connection.close()
-        self._process.kill()
-        self._process.join()
+        """Kill the process."""
+        self._process.stop()
 
     def _describe_death(self) -> WorkerDiedError:
         assert self._task is not None
-        self._process.join()
-        spans = self._task.spans
+        code, spans = self._process.wait_for_exit(), self._task.spans
         others = f" or a file read with it, up to {spans[-1].file.path}" if len(spans) > 1 else ""
         return WorkerDiedError(
-            f"a tokenizing process died (exit code {self._process.exitcode}) at {spans[0].file.path}{others}; if "
+            f"a tokenizing process died (exit code {code}) at {spans[0].file.path}{others}; if "
             f"it ran out of memory, lower data.prepare_workers and run again."
         )
 
 
-def _serve(connection: Connection, encoding: Encoding, parent: int) -> None:
-    """Run a worker: process tasks with one tokenizer thread until the pipe is closed. The parent handles Ctrl-C.
-
-    If the parent dies during a task, the worker exits at once.
-    """
-    start_watchdog(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)  # the parent blocked them while starting it
+def _serve(connection: Connection, encoding: Encoding) -> None:
+    """Run a worker: process tasks with one tokenizer thread until the pipe is closed."""
     use_one_tokenizer_thread()
     encoder = TaskEncoder(encoding)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):

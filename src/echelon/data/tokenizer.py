@@ -6,12 +6,13 @@ All are `transformers` tokenizers that wrap one of the `tokenizers` library, so 
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from echelon.data.tokenizer_training import END_OF_TEXT, byte_characters, learn_merges
 from echelon.errors import ConfigError, DataError
 from echelon.model.hub import HubModel, Part, fetch, is_hub_name
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 BYTES = "bytes"
-END_OF_TEXT = "<|endoftext|>"
 EOS = "eos"
 """The value of `data.document_separator` for the tokenizer's own eos."""
 
@@ -30,25 +30,11 @@ MIN_TRAINED_VOCAB = 257
 
 def build_bytes_tokenizer() -> "PreTrainedTokenizerFast":
     """Build the tokenizer with exactly 256 ids, byte b = id b: no merges, no special tokens, no separator."""
-    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return _wrap(tokenizer)
-
-
-def _byte_characters() -> Iterator[str]:
-    """Yield the printable character that byte-level tokenizers use for each byte, in order.
-
-    Printable Latin-1 maps to itself, the other 68 bytes to the characters from U+0100 on (GPT-2's encoder.py).
-    """
-    num_shifted = 0
-    for byte in range(256):
-        if 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255:
-            yield chr(byte)
-        else:
-            yield chr(256 + num_shifted)
-            num_shifted += 1
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
@@ -62,17 +48,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
             f"tokenizer.train.vocab_size={vocab_size} is too small: it counts the 256 bytes and {END_OF_TEXT}; use "
             f"{MIN_TRAINED_VOCAB} or more."
         )
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[AddedToken(END_OF_TEXT, special=True)],
-        initial_alphabet=sorted(_byte_characters()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return _wrap(tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+    return _wrap(learn_merges(texts, vocab_size), eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
 
 
 def _wrap(tokenizer: Tokenizer, **special_tokens: str) -> "PreTrainedTokenizerFast":
