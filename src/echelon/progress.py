@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from echelon.runs.wall_time import render_duration, render_seconds
 from echelon.sizes import render_bytes
 
 
@@ -35,16 +36,17 @@ class Progress:
         """Count bytes as done, and log it if it is time."""
         self.done_bytes += num_bytes
         now = self.clock()
-        if now - self._logged >= self.every_seconds:
+        is_complete = 0 < self.total_bytes <= self.done_bytes  # `finish` follows, and says so
+        if now - self._logged >= self.every_seconds and not is_complete:
             self._logged = now
             rate = (self.done_bytes - self._before) / (now - self._started)
             left = max(0, self.total_bytes - self.done_bytes) / max(rate, 1.0)
-            self._log(f"{self._describe(rate)}{f', about {left:.0f} s left' if self.total_bytes else ''}")
+            self._log(f"{self._describe(rate)}{f', about {render_duration(left)} left' if self.total_bytes else ''}")
 
     def finish(self) -> None:
         """Log the total."""
         seconds = max(self.clock() - self._started, 1e-3)
-        self._log(f"{self._describe((self.done_bytes - self._before) / seconds)}, {seconds:.1f} s in total")
+        self._log(f"{self._describe((self.done_bytes - self._before) / seconds)}, {render_seconds(seconds)} in total")
 
     def _log(self, line: str) -> None:
         self.logger.log(self.level, line)

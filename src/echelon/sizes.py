@@ -6,6 +6,11 @@ GB stays where it is a vendor's figure: a card sold with 80 GB, a volume of 100 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
+def render_gib(num_bytes: float) -> str:
+    """Format a size in GiB with two digits after the point, where the lines of a log must have one unit: 0.87 GiB."""
+    return f"{num_bytes / 2**30:.2f} " + _UNITS[3]
+
+
 def render_bytes(num_bytes: float) -> str:
     """Format a size with three digits and its unit: 512 B, 1.50 KiB, 64.0 MiB, 1024 GiB."""
     value, unit = float(num_bytes), 0

@@ -20,7 +20,7 @@ PICTURES = ROOT / "docs" / "pictures"
 SECONDS = 3600
 
 # Lines of a training that depend on the machine.
-OF_THE_MACHINE = ("why:", "plan:", "precision:", "batch:", "goodput")
+OF_THE_MACHINE = ("why:", "plan:", "precision:", "batch:", "useful time")
 
 Check = Callable[..., None]
 

@@ -192,14 +192,14 @@ def test_an_exhausted_budget_is_refused_immediately(folder):
     refuse_used_up(recipe, folder, None, 1)  # a run that has not started
     write_spending(folder, Spending(seconds=3500, reserve_seconds=110, until=5.0))
     with pytest.raises(
-        StoppedError, match=r"^stopped by budget\.max_hours=1: .*used 0\.97 h.*raise it to continue$"
+        StoppedError, match=r"^stopped by budget\.max_hours=1: .*used 58m20s.*raise it to continue$"
     ) as told:
         refuse_used_up(recipe, folder, None, 1)
     assert told.value.exit_code == 3
     refuse_used_up(load("budget.max_hours=1.1"), folder, None, 1)
     dollars = load("budget.max_usd=20", "budget.usd_per_hour=10")
     write_spending(folder, Spending(seconds=3500, usd=19.9, reserve_seconds=90))  # 90 s on 2 machines are $0.50
-    with pytest.raises(StoppedError, match=r"budget\.max_usd=20: .* 0\.97 h and \$19\.90"):
+    with pytest.raises(StoppedError, match=r"budget\.max_usd=20: .* 58m20s and \$19\.90"):
         refuse_used_up(dollars, folder, Rate(10, "test"), 2)
     folder.spending_path.write_text('{"seconds": "many"}')
     with pytest.raises(ConfigError, match=r"spending\.json: cannot read what"):
@@ -218,17 +218,17 @@ def test_messages_before_the_start(folder):
     known, budget = describe_cost(recipe, folder, rate, 2, 100)
     # 90 steps of 10 s are 0.25 h: at 2 x 36 dollars, 18
     assert known == (
-        "cost: $36/h x 2 machines (test); the remaining steps take 0.25 h at this run's speed, $18.00; $14.40 "
-        "in 0.20 h so far"
+        "cost: $36/h x 2 machines (test); the remaining steps take 15m00s at this run's speed, $18.00; $14.40 "
+        "in 12m00s so far"
     )
-    assert "of which 0.20 h are used" in budget
+    assert "of which 12m00s are used" in budget
 
 
 def test_the_console_and_the_rows_show_the_cost(folder, clock, monkeypatch, caplog):
     from echelon.reporting import journal as journal_module
 
     monkeypatch.setattr(journal_module, "time", clock)
-    journal = Journal(folder, num_steps=4, log_every=1, batches=constant_batch(8, 64))
+    journal = Journal(folder, num_steps=4, log_every=2, batches=constant_batch(8, 64))
     journal.meter = CostMeter(load(), folder, Rate(3600, "test"), 1)
     row = dict.fromkeys(("loss", "grad_norm", "tokens_per_second", "mfu", "memory_peak_bytes", "cost_usd"))
     for step in (1, 2):

@@ -78,7 +78,7 @@ def test_one_file_keeps_its_bytes_and_holds_out_its_end(tmp_path, caplog):
     assert prepared.train.num_tokens == int(0.9 * len(content))
     assert prepared.vocab_size == 256
     assert any(line.startswith("validation: the last 10.") for line in caplog.messages)
-    assert re.fullmatch(r"tokenizing: [\d.]+ K?i?B of [\d.]+ K?i?B, .* s in total", caplog.messages[0])
+    assert re.fullmatch(r"tokenizing: [\d.]+ K?i?B of [\d.]+ K?i?B, .* m?s in total", caplog.messages[0])
 
 
 def test_a_trained_tokenizer_gives_the_tokens_transformers_gives(tmp_path):

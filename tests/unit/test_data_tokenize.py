@@ -146,6 +146,18 @@ def test_progress_shows_bytes_rate_and_time_left(caplog):
         progress.add(25 * 2**20)
     progress.finish()
     assert caplog.messages == [
-        "tokenizing: 50.0 MiB of 100 MiB, 20.0 MiB/s, about 2 s left",
-        "tokenizing: 100 MiB of 100 MiB, 20.0 MiB/s, 5.0 s in total",
+        "tokenizing: 50.0 MiB of 100 MiB, 20.0 MiB/s, about 2s left",
+        "tokenizing: 100 MiB of 100 MiB, 20.0 MiB/s, 5.00 s in total",
+    ]
+
+
+def test_progress_is_told_once_at_its_end(caplog):
+    now = iter([0.0, 2.0, 4.0, 4.0])
+    progress = Progress("tokenizing", 2 * 2**20, logging.getLogger(), clock=lambda: next(now))
+    for _ in range(2):
+        progress.add(2**20)
+    progress.finish()
+    assert caplog.messages == [
+        "tokenizing: 1.00 MiB of 2.00 MiB, 512 KiB/s, about 2s left",
+        "tokenizing: 2.00 MiB of 2.00 MiB, 512 KiB/s, 4.00 s in total",
     ]

@@ -36,12 +36,12 @@ def test_the_lines_name_the_step_its_parts_the_run_and_the_price_with_its_date()
         "time: 2 s per step of 2,000,000 tokens, 1,000,000 tokens/s (62,500 per device), MFU 40.0%; limited by compute"
     )
     assert lines[1:4] == [
-        "  matmul                   1.0000 s  50.0%",
+        "  matrix products          1.0000 s  50.0%",
         "  communication dp         0.4000 s  20.0%",
         "  attention                0.2500 s  12.5%",
     ]
     assert not any("tp" in line for line in lines)
-    assert lines[-2].startswith("run: 3,600 steps of 7,200,000,000 tokens in all take 2.00 h")
+    assert lines[-2].startswith("run: 3,600 steps of 7,200,000,000 tokens in all take 2h00m")
     assert lines[-1] == (
         "cost: $240.00 for the run, $33.33 for a billion tokens, "
         "at $60/h x 2 machines on demand (us-west-2, 2026-09-01)"

@@ -45,7 +45,7 @@ def test_every_second_has_one_cause(clock) -> None:
     tracker.move("training", "skipped", 6)
     assert only(tracker) == {"starting": 10, "training": 50, "data": 4, "skipped": 6, "evaluating": 7, "saving": 3}
     assert tracker.describe() == (
-        "goodput 62.5 %: 50s of 1m20s in steps that count; 12.5 % starting; 8.8 % evaluating; "
+        "useful time (goodput) 62.5 %: 50s of 1m20s in steps that count; 12.5 % starting; 8.8 % evaluating; "
         "7.5 % in steps that were not applied; 5.0 % waiting for data; 3.8 % waiting for a save"
     )
 
@@ -65,7 +65,7 @@ def test_the_gap_after_a_checkpoint(clock, asked: bool) -> None:
     expected = {"training": 100, "starting": 10, **({"stopped": 50} if asked else {"redone": 30, "down": 20})}
     assert only(second) == expected
     wall = 110 if asked else 160
-    assert second.describe().startswith(f"goodput {100 * 100 / wall:.1f} %: 1m40s of ")
+    assert second.describe().startswith(f"useful time (goodput) {100 * 100 / wall:.1f} %: 1m40s of ")
 
 
 def test_a_rollback_repeats_work(clock) -> None:

@@ -26,17 +26,17 @@ from echelon.training.state import TrainState
     ],
 )
 def test_the_time_left_counts_sequences(tmp_path, monkeypatch, batches: BatchSchedule, remaining: str, caplog):
-    clock = iter([100.0, 101.0, 102.0])
+    clock = iter([100.0, 102.0])
     monkeypatch.setattr(journal_module.time, "monotonic", lambda: next(clock))
     folder = RunFolder(tmp_path / "run")
     folder.create()
-    journal = Journal(folder, num_steps=11, log_every=1, batches=batches)
+    journal = Journal(folder, num_steps=11, log_every=3, batches=batches)
     row = dict.fromkeys(("loss", "grad_norm", "tokens_per_second", "mfu", "memory_peak_bytes"))
     for step in (1, 2, 3):
         more = {"step": step, "step_seconds": 1.0, "data_wait_seconds": 0.0, "learning_rate": 1.0, "skipped": False}
         journal.train({"kind": "train", **row, **more})
     journal.close()
-    assert [line.split("eta ")[1] for line in caplog.messages][::2] == ["-", remaining]
+    assert [line.split("eta ")[1] for line in caplog.messages] == ["-", remaining]
 
 
 def test_a_console_line_has_averages_since_the_line_before(tmp_path, caplog):
@@ -51,12 +51,38 @@ def test_a_console_line_has_averages_since_the_line_before(tmp_path, caplog):
     journal.close()
     # steps 2 to 4: 1,200 tokens in 4 s, of which 0.75 s waited
     assert [line.split("tok/s ")[1].split("  eta")[0] for line in caplog.messages] == [
-        "44  mfu 1.1%  mem 1.00GiB  wait 2.8%",
-        "300  mfu 7.5%  mem 1.00GiB  wait 18.8%",
-        "200  mfu 5.0%  mem 1.00GiB  wait 12.5%",
+        "44  mfu 1.1%  peak_mem 1.00 GiB  wait 2.8%",
+        "300  mfu 7.5%  peak_mem 1.00 GiB  wait 18.8%",
+        "200  mfu 5.0%  peak_mem 1.00 GiB  wait 12.5%",
     ]
     rows = [json.loads(line) for line in folder.metrics_path.read_text().splitlines()]
     assert [each["tokens_per_second"] for each in rows][2:4] == [800, 800]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "level", "steps"),
+    [
+        (0.95, "INFO", [1, 12, 23, 34, 45, 56, 67, 78, 89, 100, 111, 120]),  # ten seconds apart, the first and the last
+        (30.0, "INFO", [*range(1, 121)]),
+        (0.95, "DEBUG", [*range(1, 121)]),
+    ],
+)
+def test_short_steps_have_a_line_every_ten_seconds(tmp_path, monkeypatch, caplog, seconds, level, steps):
+    """Every step is in metrics.jsonl, whatever the console shows."""
+    clock = {"now": 100.0}
+    monkeypatch.setattr(journal_module.time, "monotonic", lambda: clock["now"])
+    caplog.set_level(level, logger=journal_module.__name__)
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    journal = Journal(folder, num_steps=120, log_every=1, batches=constant_batch(8, 64))
+    row = dict.fromkeys(("loss", "grad_norm", "tokens_per_second", "mfu", "memory_peak_bytes"))
+    row |= {"step_seconds": seconds, "data_wait_seconds": 0.0, "learning_rate": 1.0, "skipped": False}
+    for step in range(1, 121):
+        clock["now"] += seconds
+        journal.train({"kind": "train", **row, "step": step})
+    journal.close()
+    assert [int(line.split("/")[0].removeprefix("step")) for line in caplog.messages] == steps
+    assert len(folder.metrics_path.read_text().splitlines()) == 120
 
 
 def test_the_mfu_can_be_left_out_of_the_console(tmp_path, caplog):
@@ -98,14 +124,14 @@ def test_the_memory_is_an_event_and_a_table(tmp_path):
     journal.memory(4, planned, measured)
     journal.close()
     assert journal.memory_lines == [
-        "memory           planned    measured",
-        "weights         1.00 MiB    1.00 MiB",
-        "gradients       1.00 MiB    1.00 MiB",
-        "optimizer       2.00 MiB    2.00 MiB",
-        "activations     30.0 MiB        33 B",
-        "loss            6.00 MiB         0 B",
-        "other                0 B       512 B",
-        "total           40.0 MiB    4.00 MiB",
+        "tensors of one process     planned    measured",
+        "weights                   1.00 MiB    1.00 MiB",
+        "gradients                 1.00 MiB    1.00 MiB",
+        "optimizer                 2.00 MiB    2.00 MiB",
+        "activations               30.0 MiB        33 B",
+        "loss                      6.00 MiB         0 B",
+        "other                          0 B       512 B",
+        "total                     40.0 MiB    4.00 MiB",
     ]
     [event] = folder.rows.read_events()
     assert (event["event"], event["step"], event["planned"]["loss"]) == ("memory", 4, 6 * mib)

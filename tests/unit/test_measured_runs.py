@@ -32,11 +32,15 @@ def predict(cache, plan=DDP, shape=SHAPE, cluster=CLUSTER):
     return describe_estimate(shape, plan, 128, cluster, read_history(cache, shape, cluster))
 
 
-def measure(cache, path, factor, plan=DDP, steps=30):
-    """A run whose steps take `factor` times what the formulas predict, as its end records it."""
+def measure(cache, path, factor, plan=DDP, steps=300, uneven=(1.0,)):
+    """A run whose steps take `factor` times what the formulas predict, as its end records it.
+
+    `uneven`: multiples of that, which the times of its steps repeat.
+    """
     estimate = predict(cache, plan)
     plain = estimate_time(SHAPE, plan, 128, CLUSTER).total
-    folder = write_run(path, [factor * plain] * steps, estimate["seconds"])
+    times = [factor * plain * uneven[step % len(uneven)] for step in range(steps)]
+    folder = write_run(path, times, estimate["seconds"])
     stored = json.loads(folder.estimate_path.read_text()) | estimate
     folder.estimate_path.write_text(json.dumps(stored))
     folder.plan_path.write_text(json.dumps(plan.to_dict()))
@@ -132,9 +136,30 @@ def test_other_models_and_devices_are_not_corrected(tmp_path):
     assert predict(tmp_path, cluster=parse_devices("2xH100"))["history"]["factor"] == 1.0
 
 
-def test_short_runs_and_damaged_files_correct_nothing(tmp_path):
-    assert measure(tmp_path, tmp_path / "short", 1.5, steps=20) is None  # the first three do not count
+@pytest.mark.parametrize(
+    ("steps", "factor", "uneven", "reason"),
+    [
+        (22, 20.0, (1.0,), "19 steps were measured, at least 20 are needed"),  # the first three do not count
+        (28, 1.5, (1.0,), "the measured steps took 9.23 s, at least 20 s are needed"),
+        # quartiles 1, 2 and 4 of a machine that another program uses at times
+        (303, 1.5, (1.0, 1.0, 2.0, 4.0, 4.0), "the middle half differ by 150% of the median, at most 15% are allowed"),
+        (303, 1.5, (1.0, 1.08, 1.18), "those of the middle half differ by 17% of the median"),
+    ],
+)
+def test_a_short_or_uneven_run_corrects_nothing_and_says_why(tmp_path, steps, factor, uneven, reason):
+    line = measure(tmp_path, tmp_path / "run", factor, steps=steps, uneven=uneven)
+    assert line is not None and line.startswith("later plans: not corrected by this run: ") and reason in line
     assert predict(tmp_path)["history"]["factor"] == 1.0
+
+
+def test_a_run_with_few_slow_steps_corrects_later_plans(tmp_path):
+    """A tenth of the steps waits for a save or an evaluation: the middle half of them is even."""
+    line = measure(tmp_path, tmp_path / "run", 1.5, uneven=(1.0, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0, 1.0, 1.0, 5.0))
+    assert line is not None and "corrected by a factor of 1.50, measured in this run" in line
+    assert predict(tmp_path)["history"]["factor"] == pytest.approx(1.5)
+
+
+def test_damaged_files_correct_nothing(tmp_path):
     key = predict(tmp_path)["history"]["key"]
     record_run(tmp_path, key, "run", DDP, 1.0, 2.0)
     assert predict(tmp_path)["history"]["factor"] == 2.0

@@ -29,7 +29,7 @@ folder.create()
 level, logger = find_log_level(), logging.getLogger("echelon.test")
 log = (folder.path / "rank.log").open("w", buffering=1)
 log_as_rank(int(sys.argv[3]), log, sys.stdout, level, folder.console_path, find_look(sys.stdout, level))
-journal = Journal(folder, 40, 1, SimpleNamespace(first_sequence=lambda step: 8 * step))
+journal = Journal(folder, 40, 2, SimpleNamespace(first_sequence=lambda step: 8 * step))
 took = 0.0
 for step in range(1, 41):
     time.sleep(seconds)
@@ -114,7 +114,7 @@ def test_a_terminal_has_one_line_that_changes_below_the_log(tmp_path):
     kept = (tmp_path / "logs" / "console.log").read_text()
     plain = run(tmp_path / "piped", terminal=False)
     assert re.sub(r"eta \S+", "", kept) == re.sub(r"eta \S+", "", plain) and "\x1b" not in plain
-    assert kept.count("\nstep ") == 39 and [line for line in kept.splitlines() if line[:4] != "step"] == ABOVE
+    assert kept.count("\nstep ") == 20 and [line for line in kept.splitlines() if line[:4] != "step"] == ABOVE
 
 
 @pytest.mark.slow

@@ -9,9 +9,10 @@ from html.parser import HTMLParser
 import pytest
 
 from echelon.cli import main
-from echelon.report.numbers import pick_ticks, render_number, render_rate, render_seconds
+from echelon.report.numbers import pick_ticks, render_number, render_rate
 from echelon.report.run_record import percentile, read_record
 from echelon.report.sections import build_report, list_figures
+from echelon.runs.wall_time import render_seconds
 
 START = 1_795_437_230.0
 
@@ -127,10 +128,10 @@ def test_the_figures_are_those_of_the_files(tmp_path):
     }
     report = build_report(read_record(path))
     lines = find(report, "Predicted and measured").blocks[-1].lines
-    assert lines == ["The plan predicted 800 ms for a step; the median is 1.0 s (+25.0 %)."]
+    assert lines == ["The plan predicted 800 ms for a step; the median is 1.00 s (25 % longer)."]
     bars, table, _ = find(report, "Memory").blocks
     assert [sum(value for _, value in parts) for _, parts in bars.rows] == [3 * 2**20, 4 * 2**20]
-    assert ("total", "3.00 MiB", "4.00 MiB", "+33.3 %") in table.rows
+    assert ("total", "3.00 MiB", "4.00 MiB", "33 % more") in table.rows
     costs = dict(find(report, "Where the time went").blocks[-1].rows)
     assert costs["cost of a million tokens"] == "$2000.0000"
     assert (report.status, report.is_bad) == ("done", False)
@@ -192,10 +193,10 @@ def test_what_was_predicted_is_shown_beside_what_was_measured(tmp_path):
         file.write(json.dumps(row) + "\n")
     [table] = find(build_report(read_record(path)), "Predicted and measured").blocks
     assert table.rows == [
-        ("step", "800 ms", "1.0 s", "+25.0 %"),
-        ("tokens per second", "125", "100", "-20.0 %"),
-        ("time of all steps", "30m00s", "37m30s", "+25.0 %"),
-        ("cost of all steps", "$2", "$2.5", "+25.0 %"),
+        ("step", "800 ms", "1.00 s", "25 % longer"),
+        ("tokens per second", "125", "100", "20 % less"),
+        ("all steps", "30m00s", "37m30s", "25 % longer"),
+        ("cost of all steps", "$2.00", "$2.50", "25 % more"),
     ]
 
 
@@ -240,7 +241,7 @@ def test_uneven_steps_are_pointed_out(tmp_path):
             row["step_seconds"] = 6.0
     write_lines(path / "metrics.jsonl", rows)
     [line] = advice(path)
-    assert "takes 6.0 s or more; the median is 1.0 s" in line and "1.50 times as fast" in line  # 150 s in place of 100
+    assert "takes 6.00 s or more; the median is 1.00 s" in line and "1.50 times as fast" in line  # 150 s for 100
 
 
 def test_a_run_in_progress_a_failed_one_and_an_empty_one_have_a_report(echelon, tmp_path):
@@ -314,7 +315,9 @@ def test_numbers_are_short_and_ticks_round():
     assert [render_number(value) for value in (0, 12.3456, 0.00012345, 1234567.0, None)] == [
         "0", "12.35", "0.0001234", "1,234,567", "unknown",
     ]  # fmt: skip
-    assert [render_seconds(value) for value in (0.0042, 0.25, 12.34, 3720)] == ["4.20 ms", "250 ms", "12.3 s", "1h02m"]
+    assert [render_seconds(value) for value in (0.0042, 0.25, 1.236, 12.34, 3720)] == [
+        "4.20 ms", "250 ms", "1.24 s", "12.3 s", "1h02m",
+    ]  # fmt: skip
     rates = [render_rate(value) for value in (1.25e9, 3e8, 20_500, 8.6, 0.0)]
     assert rates == ["1.25 GB/s", "300 MB/s", "20.5 kB/s", "9 B/s", "0 B/s"]
     assert pick_ticks(0.0, 1.0) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]

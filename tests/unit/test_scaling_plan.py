@@ -212,7 +212,7 @@ def test_goodput_and_both_prices_are_part_of_a_plan(tmp_path, capsys):
     path = write(tmp_path, budget={"spot_usd_per_hour": 20.0})
     plan_command(path, instance="ml.p5.48xlarge", count=2, mtbf_hours=100.0)
     text = capsys.readouterr().out
-    assert "goodput: 9" in text and "failures: one in 50.0 h of the job, 300 s each to restart" in text
+    assert "useful time (goodput): 9" in text and "failures: one in 2d02h of the job, 300 s each to restart" in text
     assert "at $63.296/h x 2 machines on demand (us-west-2, 2026-09-01)" in text
     assert "at $20/h x 2 machines on spot machines" in text
     plan_command(path, instance="ml.p5.48xlarge", as_json=True, step_spread=0.1)

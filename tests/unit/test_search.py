@@ -316,7 +316,7 @@ def test_the_goodput_of_machines_is_in_the_table_and_in_json():
     assert 0.9 < share < 1 and report.to_dict()["candidates"][0]["goodput"] == report.to_dict()["goodput"] == share
     lines = str(report).splitlines()
     assert lines[1].endswith("goodput") and lines[2].endswith(f"{share:.1%}")
-    assert any(line.startswith(f"goodput: {share:.1%} of the time") for line in lines)
+    assert any(line.startswith(f"useful time (goodput): {share:.1%} of the time") for line in lines)
 
 
 def test_float8_is_told_of_and_not_chosen():

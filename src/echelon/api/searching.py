@@ -17,7 +17,9 @@ from echelon.planner.measured_runs import read_history
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.reliability import Goodput, Reliability, estimate_goodput
 from echelon.planner.search import SHOWN, Goal, RankedPlan, forecast_float8, rank_plans, search_plans
+from echelon.planner.time import name_part
 from echelon.recipe import Recipe
+from echelon.runs.wall_time import render_duration
 from echelon.sizes import render_bytes
 from echelon.supervise.launch_environment import find_cache_dir
 
@@ -224,7 +226,7 @@ def _value(each: RankedPlan, by: Goal) -> float:
 
 
 def _render_table(shown: Sequence[RankedPlan]) -> Iterator[str]:
-    header: tuple[str, ...] = ("plan", "micro batch", "checkpointing", "tokens/s", "memory", "hours", "$", "limited by")
+    header: tuple[str, ...] = ("plan", "micro batch", "checkpointing", "tokens/s", "memory", "time", "$", "limited by")
     header += () if shown[0].goodput is None else ("goodput",)
     rows = [header, *(_row(each) for each in shown)]
     widths = [max(len(row[place]) for row in rows) for place in range(len(header))]
@@ -246,7 +248,7 @@ def _row(each: RankedPlan) -> tuple[str, ...]:
         each.activations,
         f"{forecast.tokens_per_second:,.0f}",
         f"{render_bytes(each.memory.total)}{limit}" + ("" if each.fits else ", does not fit"),
-        "?" if forecast.hours is None else f"{forecast.hours:,.2f}",
+        "?" if forecast.hours is None else render_duration(3600 * forecast.hours),
         "?" if forecast.usd is None else f"{forecast.usd:,.2f}",
         forecast.step.limit,
         *(() if each.goodput is None else (f"{each.goodput.share:.1%}",)),
@@ -272,7 +274,7 @@ def _explain(best: RankedPlan, second: RankedPlan) -> str:
     mine, other = ours.step.to_dict(), theirs.step.to_dict()
     gains = sorted(((other[name] - mine[name], name) for name in mine), key=lambda gain: -abs(gain[0]))[:2]
     parts = ", ".join(
-        f"{name.replace('_', ' ')} {abs(seconds):.3g} s {'less' if seconds > 0 else 'more'}" for seconds, name in gains
+        f"{name_part(name)} {abs(seconds):.3g} s {'less' if seconds > 0 else 'more'}" for seconds, name in gains
     )
     words = f"{abs(faster):.1%} {'faster' if faster >= 0 else 'slower'} ({parts} per step)"
     if ours.usd_per_billion_tokens is not None and theirs.usd_per_billion_tokens is not None:

@@ -114,6 +114,7 @@ def describe_job(record: "JobRecord", now: "JobStatus") -> str:
     """A line about a job: its state at the target, the run's step, the cost counted by the run and by the target."""
     from echelon.lifecycle.job_checks import find_run_folder
     from echelon.runs.cost import read_spending
+    from echelon.runs.wall_time import render_duration
 
     parts: list[Any] = [record.name, record.target, now.state]
     if now.detail:
@@ -125,7 +126,7 @@ def describe_job(record: "JobRecord", now: "JobStatus") -> str:
         if usd := read_spending(folder).usd:
             parts.append(f"cost ${usd:.2f}")
     if now.billed_hours is not None:
-        parts.append(f"billed {now.billed_hours:.2f} h")
+        parts.append(f"billed {render_duration(3600 * now.billed_hours)}")
     if now.billed_usd is not None:
         parts.append(f"billed ${now.billed_usd:.2f}")
     return "  ".join(map(str, parts))

@@ -15,6 +15,7 @@ from echelon.lifecycle.model_checks import check_model
 from echelon.recipe import Recipe, SyncConfig
 from echelon.recipe.synchronization import KEPT, PARAMETER_SERVER
 from echelon.runs.run_folder import RunFolder
+from echelon.runs.wall_time import render_duration
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ def run_drill(
         num_steps -= num_steps % SAVES
         faults = [fault for fault in FAULTS if num_processes > 1 or not fault.needs_peer]
         minutes = estimate_seconds(faults, start_seconds, num_steps * step_seconds) / 60
-        logger.info(f"drill: {len(faults)} faults, about {max(1, round(minutes))} min in total")
+        logger.info(f"drill: {len(faults)} faults, about {render_duration(60 * minutes)} in total")
         for fault in FAULTS:
             if fault not in faults:
                 logger.info(f"drill: skipped with one process: {fault.name}, which only another rank could detect")

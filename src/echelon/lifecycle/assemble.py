@@ -31,7 +31,7 @@ from echelon.model.build import resolve_config
 from echelon.model.hub import read_commits, with_copies
 from echelon.model.model_folder import find_stops, write_model_folder
 from echelon.objectives.objective import Objective, build_objective
-from echelon.planner.memory import MemoryParts
+from echelon.planner.memory import MemoryParts, describe_peak_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
@@ -240,6 +240,8 @@ def _describe_beginning(
         *(() if sampler is None else (sampler.describe(),)),
     ):
         logger.info(line)
+    told = describe_peak_memory(device.type == "cuda")
+    logger.info(f"peak_mem in the lines below: {told}; the memory of a plan is that of its tensors alone")
     peak = find_peak_flops(device, compute) / 1e12
     level = logging.INFO if device.type != "cpu" else logging.DEBUG
     logger.log(level, f"mfu: relative to {peak:.3g} TFLOP/s per process, {describe_peak(device)}")

@@ -9,6 +9,7 @@ from echelon.planner.engine_limits import find_row
 from echelon.planner.kept_activations import KeptActivations
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import Precision, Rounding
+from echelon.runs.wall_time import render_duration
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe, TrainConfig
@@ -125,7 +126,9 @@ def choose_compile(
         return True, ["compile auto: on, fused kernels are faster on a GPU"]
     if seconds is None:
         return False, ["compile auto: off, the length of the training on this CPU is unknown"]
-    length = f"training takes about {seconds / 60:,.0f} min here, and compiling up to {_COMPILE_SECONDS} s"
+    length = (
+        f"training takes about {render_duration(seconds)} here, and compiling up to {render_duration(_COMPILE_SECONDS)}"
+    )
     if not cluster.can_compile:
         return False, [f"compile auto: off, {cluster.accelerator.name} has no C++ compiler or no Python headers"]
     if gain * seconds < _COMPILE_SECONDS:

@@ -9,7 +9,8 @@ from echelon.hardware.accelerators import Cluster
 from echelon.planner.measured_runs import NO_HISTORY, UNCORRECTED, Correction, History
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
-from echelon.planner.time import TimeEstimate, estimate_time
+from echelon.planner.time import TimeEstimate, estimate_time, name_part
+from echelon.runs.wall_time import render_duration
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
@@ -102,7 +103,7 @@ class Forecast:
         )
         for name, seconds in sorted(step.to_dict().items(), key=lambda part: -part[1]):
             if seconds >= _SHOWN_SHARE * step.total:
-                yield f"  {name.replace('_', ' '):<20} {seconds:10.4f} s {seconds / step.total:6.1%}"
+                yield f"  {name_part(name):<20} {seconds:10.4f} s {seconds / step.total:6.1%}"
         for assumption in step.assumptions:
             yield f"  assumes: {assumption}"
         yield from self._describe_run()
@@ -110,7 +111,8 @@ class Forecast:
     def _describe_run(self) -> Iterator[str]:
         if self.hours is not None:
             yield (
-                f"run: {self.num_steps:,} steps of {self.tokens:,} tokens in all take {self.hours:,.2f} h, without "
+                f"run: {self.num_steps:,} steps of {self.tokens:,} tokens in all take "
+                f"{render_duration(3600 * self.hours)}, without "
                 "start-up, evaluation and checkpoints"
             )
         machines = f" x {self.num_machines} machines" if self.num_machines > 1 else ""

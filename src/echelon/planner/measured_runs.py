@@ -21,7 +21,14 @@ from echelon.planner.time import TimeEstimate
 from echelon.stored import read_as, write_json
 
 FEWEST_STEPS = 20
-"""Measured steps of a run that corrects others."""
+"""Measured steps of a run that corrects others: the median of fewer moves with single slow steps."""
+
+FEWEST_SECONDS = 20.0
+"""Of these steps together: whatever keeps a machine busy for a moment must not count for all later plans."""
+
+MOST_SPREAD = 0.15
+"""The largest interquartile range of their times over the median. It was 0.27 on two cores that were shared with other
+programs, where steps took seven times as long as they would alone."""
 
 _MOST = 32  # runs that are kept of a model and device
 _WIDTHS = ("model_type", "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads")

@@ -80,6 +80,13 @@ class MemoryParts:
     other: int
 
 
+def describe_peak_memory(is_gpu: bool) -> str:
+    """What the peak memory of a process counts, beside the tensors whose bytes are planned."""
+    if is_gpu:
+        return "memory that PyTorch has reserved on a GPU, with what its allocator keeps free for later"
+    return "memory resident in a process, with Python and its libraries"
+
+
 @dataclass(frozen=True)
 class StoredBytes:
     """Bytes that one rank stores between steps, and its gradients before the update; in host memory if offloaded."""

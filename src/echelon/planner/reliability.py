@@ -9,6 +9,7 @@ from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.rates import GPU_RATES
 from echelon.planner.waits import expect_largest
+from echelon.runs.wall_time import render_duration
 
 RESTART_SECONDS = 300.0
 """From a failure to the next step, if it is not given: an assumption, not a measurement."""
@@ -72,12 +73,13 @@ class Goodput:
 
     def describe(self, reliability: Reliability) -> Iterator[str]:
         """Lines for the user."""
-        yield f"goodput: {self.share:.1%} of the time is training at the predicted speed"
+        yield f"useful time (goodput): {self.share:.1%} of the time is training at the predicted speed"
         if self.failure_hours is not None:
+            between = render_duration(3600 * self.failure_hours)
             yield (
-                f"  failures: one in {self.failure_hours:,.1f} h of the job, {reliability.restart_seconds:g} s each to "
-                f"restart; a save blocks training for {self.save_seconds:.2g} s and is best every "
-                f"{self.interval_seconds / 60:,.1f} min"
+                f"  failures: one in {between} of the job, {reliability.restart_seconds:g} s each to restart;"
+                f" a save blocks training for {self.save_seconds:.2g} s and is best every "
+                f"{render_duration(self.interval_seconds)}"
             )
         if self.slowdown > 1:
             yield f"  stragglers: a step takes {self.slowdown:.3f} times the mean of one machine"

@@ -96,6 +96,11 @@ class TimeEstimate:
         return parts | {f"communication_{axis}": each for axis, each in self.exposed_communication.items()}
 
 
+def name_part(name: str) -> str:
+    """A name of `TimeEstimate.to_dict` as users read it; a report of profiled steps has the same words."""
+    return "matrix products" if name == "matmul" else name.replace("_", " ")
+
+
 @dataclass(frozen=True)
 class _Step:
     """The inputs of all parts of an estimate. between: see `estimate_time`."""
@@ -200,7 +205,7 @@ def _list_assumptions(cluster: Cluster, software: Software) -> Iterator[str]:
     if cluster.calibration is not None:
         yield cluster.calibration.describe()
     elif cluster.kind == "cpu":
-        yield "on CPUs only matrix products are measured: steps may take several times as long"
+        yield "on CPUs only matrix products are measured: this time may be several times too short or too long"
 
 
 def _tensor_seconds(step: _Step) -> float:

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 from echelon.redaction import redact_text
 from echelon.report.nested import read_mapping, read_number, read_value
-from echelon.report.numbers import render_percent, render_rate, render_seconds
+from echelon.report.numbers import render_percent, render_rate
 from echelon.report.run_record import RunRecord, percentile
+from echelon.runs.wall_time import render_seconds
 from echelon.sizes import render_bytes
 
 # Shares of the time above which a cause is worth a change.

@@ -3,7 +3,7 @@
 import math
 
 from echelon.report.blocks import Form
-from echelon.runs.wall_time import render_duration
+from echelon.runs.wall_time import render_seconds
 from echelon.sizes import render_bytes
 
 UNKNOWN = "unknown"
@@ -19,17 +19,6 @@ def render_number(value: float | None, digits: int = 4) -> str:
     if places <= 0:
         return f"{value:,.0f}"
     return f"{value:.{digits - 1}e}" if places > digits + 3 else f"{value:,.{places}f}"
-
-
-def render_seconds(seconds: float | None) -> str:
-    """Format a duration: 3d04h, 4m10s, 12.5 s or 340 ms."""
-    if seconds is None:
-        return UNKNOWN
-    if seconds >= 60:
-        return render_duration(seconds)
-    if seconds >= 1 or seconds == 0:
-        return f"{seconds:.1f} s"
-    return f"{1000 * seconds:.{0 if seconds >= 0.1 else 1 if seconds >= 0.01 else 2}f} ms"
 
 
 def render_percent(fraction: float | None) -> str:

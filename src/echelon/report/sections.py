@@ -24,21 +24,16 @@ from echelon.report.blocks import (
 )
 from echelon.report.nested import read_mapping, read_number, read_value
 from echelon.report.network_section import build_network
-from echelon.report.numbers import UNKNOWN, render_number, render_percent, render_seconds
+from echelon.report.numbers import UNKNOWN, render_number, render_percent
 from echelon.report.points import draw_lines, read_points
+from echelon.report.prediction_section import build_memory, build_prediction, list_peaks
 from echelon.report.profile_section import build_profile
 from echelon.report.run_record import RunRecord, percentile
 from echelon.report.throughput_section import build_throughput
-from echelon.runs.wall_time import CAUSES
+from echelon.runs.wall_time import CAUSES, render_seconds
 from echelon.sizes import render_bytes
 
 _BAD_EVENTS = ("failure", "restart", "bad_step", "rollback", "replicas_differ", "upload_failed", "straggler")
-_RECKONED = {
-    "step_seconds": "step",
-    "tokens_per_second": "tokens per second",
-    "hours": "time of all steps",
-    "usd": "cost of all steps",
-}
 # Events with a mark on the timeline, and their name there; checkpoints are shown without names.
 _MARKED = {
     "start": "start",
@@ -75,11 +70,11 @@ def build_sections(record: RunRecord) -> list[Section]:
         Section("Advice", [Lines(advice, "advice")] if advice else []),
         Section("Loss", list(_losses(record))),
         Section("Throughput", list(build_throughput(record))),
-        Section("Predicted and measured", list(_compare_plan(record))),
+        Section("Predicted and measured", list(build_prediction(record))),
         Section("Where the time went", list(_time(record))),
         Section("Network", list(build_network(record))),
         Section("Profiled steps", list(build_profile(record))),
-        Section("Memory", list(_memory(record))),
+        Section("Memory", list(build_memory(record))),
         Section("Events", list(_events(record))),
         Section("Samples", list(_samples(record))),
         Section("Plan", list(_plan(record))),
@@ -104,7 +99,7 @@ def describe_run(record: RunRecord) -> str:
 def list_figures(record: RunRecord) -> dict[str, str]:
     """Return the numbers of a run to see first, by name; a run without them has "unknown"."""
     speeds, mfus = record.values("tokens_per_second"), record.values("mfu")
-    peaks = _peaks(record)
+    peaks = list_peaks(record)
     evaluated = [loss for row in record.eval_rows if (loss := read_number(row, "loss")) is not None]
     tokens = read_number(record.train_rows[-1], "tokens") if record.train_rows else None
     loss = record.summary.loss
@@ -160,35 +155,6 @@ def _losses(record: RunRecord) -> Iterator[Block]:
         yield Curves("gradient norm, before clipping", "step", draw_lines("", norms))
 
 
-def _compare_plan(record: RunRecord) -> Iterator[Block]:
-    """Time and money as predicted before the first step, beside those measured; memory has a section of its own."""
-    events = record.find_events("reckoning")
-    found = events[-1] if events else record.estimate.get("reckoning")
-    rows = []
-    for name, label in _RECKONED.items():
-        predicted, measured = (read_number(found, side, name) for side in ("predicted", "measured"))
-        if predicted is not None and measured is not None:
-            difference = f"{100 * (measured / predicted - 1):+.1f} %" if predicted > 0 else "-"
-            rows.append((label, *(_render_reckoned(name, value) for value in (predicted, measured)), difference))
-    if rows:
-        yield Table(("", "predicted", "measured", "difference"), rows)
-    predicted, times = read_number(record.estimate, "seconds", "step"), record.values("step_seconds")
-    if not rows and predicted and times:
-        median = percentile(times, 0.5)
-        yield Lines(
-            [
-                f"The plan predicted {render_seconds(predicted)} for a step; the median is {render_seconds(median)} "
-                f"({100 * (median / predicted - 1):+.1f} %)."
-            ]
-        )
-
-
-def _render_reckoned(name: str, value: float) -> str:
-    if name == "tokens_per_second":
-        return render_number(value, 3)
-    return f"${value:,.4g}" if name == "usd" else render_seconds(3600 * value if name == "hours" else value)
-
-
 def _time(record: RunRecord) -> Iterator[Block]:
     rows = []
     if seconds := _read_goodput(record):
@@ -224,35 +190,6 @@ def _time_by_rows(record: RunRecord) -> list[tuple[str, float]]:
         (CAUSES["data"], waits),
         ("in all else: starts, saves, evaluations, lost work", wall - steps),
     ]
-
-
-def _memory(record: RunRecord) -> Iterator[Block]:
-    events = record.find_events("memory")
-    planned, measured = (read_mapping(events[-1] if events else {}, side) for side in ("planned", "measured"))
-    names = [name for name in planned if read_number(planned, name) is not None]
-    if names and measured:
-        sides = [[read_number(side, name) or 0.0 for name in names] for side in (planned, measured)]
-        labelled = zip(("planned", "measured"), sides, strict=True)
-        yield Bars([(label, list(zip(names, side, strict=True))) for label, side in labelled], "bytes")
-        rows = [*zip(names, *sides, strict=True), ("total", *map(sum, sides))]
-        yield Table(("one process", "planned", "measured", "difference"), [_compare_bytes(*row) for row in rows])
-    elif (total := _estimated_bytes(record)) is not None:
-        yield Pairs([("planned for one process", render_bytes(total))])
-    if peaks := _peaks(record):
-        yield Lines([_describe_peak(record, max(peaks))])
-
-
-def _describe_peak(record: RunRecord, peak: float) -> str:
-    is_gpu = read_value(record.environment, "cluster", "kind") == "cuda"
-    what = "reserved on a GPU" if is_gpu else "resident in a process, with its libraries"
-    capacity = read_number(record.environment, "cluster", "accelerator", "memory_bytes")
-    of = "" if capacity is None else f" of {render_bytes(capacity)} available"
-    return f"The largest peak was {render_bytes(peak)}{of}: memory {what}."
-
-
-def _compare_bytes(name: str, planned: float, measured: float) -> tuple[str, str, str, str]:
-    difference = "-" if planned < 1 else f"{100 * (measured / planned - 1):+.1f} %"
-    return name, render_bytes(planned), render_bytes(measured), difference
 
 
 def _events(record: RunRecord) -> Iterator[Block]:
@@ -346,17 +283,6 @@ def _read_goodput(record: RunRecord) -> dict[str, float]:
 def _goodput(record: RunRecord) -> float | None:
     seconds = _read_goodput(record)
     return seconds.get("training", 0.0) / sum(seconds.values()) if sum(seconds.values()) else None
-
-
-def _peaks(record: RunRecord) -> list[float]:
-    return [peak for row in record.train_rows if (peak := read_number(row, "memory_peak_bytes")) is not None]
-
-
-def _estimated_bytes(record: RunRecord) -> float | None:
-    names = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
-    parts = [read_number(record.estimate, "memory", name) for name in names]
-    known = [part for part in parts if part is not None]
-    return sum(known) if len(known) == len(parts) else None
 
 
 def _count_devices(record: RunRecord) -> int | None:

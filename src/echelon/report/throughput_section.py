@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from echelon.redaction import redact_text
 from echelon.report.blocks import Block, Curves, HeatMap, Lines, Table
 from echelon.report.nested import read_number, read_value
-from echelon.report.numbers import render_number, render_percent, render_seconds
+from echelon.report.numbers import render_number, render_percent
 from echelon.report.points import draw_lines, read_points
 from echelon.report.run_record import RunRecord, percentile
+from echelon.runs.wall_time import render_seconds
 
 _PERCENTILES = (("slowest 5 %", 0.05), ("median", 0.5), ("fastest 5 %", 0.95))
 # Of more ranks, the slowest are drawn; of more moments, medians of neighbours.

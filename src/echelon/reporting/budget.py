@@ -9,6 +9,7 @@ from dataclasses import replace
 from echelon.recipe import BudgetConfig, Recipe
 from echelon.runs.cost import Rate, Spending, read_spending, write_spending
 from echelon.runs.run_folder import RunFolder
+from echelon.runs.wall_time import render_duration
 from echelon.stopping import StopRequest
 from echelon.supervise.launch_environment import find_last_end, find_start
 
@@ -105,7 +106,7 @@ class CostMeter:
             bound = "at most " if rate.at_most else ""
             dollars = f", {bound}${now.usd:.2f} at ${rate.usd_per_hour:g}/h ({rate.source})"
         machines = f" on {self._num_machines} machines" if self._num_machines > 1 else ""
-        return f"cost: {now.seconds / 3600:.2f} h{machines}{dollars}, all starts together"
+        return f"cost: {render_duration(now.seconds)}{machines}{dollars}, all starts together"
 
     def close(self) -> None:
         """Stop counting, and write spending.json."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from echelon.planner.memory import MemoryParts
 from echelon.runs.wall_time import render_duration
-from echelon.sizes import render_bytes
+from echelon.sizes import render_bytes, render_gib
 
 _SAMPLE_WIDTH = 100
 # Figures of a train row that are averaged by time, and those that are summed.
@@ -29,7 +29,7 @@ def render_step(
         f"lr {row['learning_rate']:.2e}",
         f"tok/s {_number(row['tokens_per_second'], '.0f')}",
         *([] if row["mfu"] is None else [f"mfu {_percent(row['mfu'])}"]),
-        f"mem {_number(_gib(row['memory_peak_bytes']), '.2f')}GiB",
+        f"peak_mem {'-' if row['memory_peak_bytes'] is None else render_gib(row['memory_peak_bytes'])}",
         f"wait {_percent(wait)}",
         f"eta {render_duration(remaining_seconds)}",
     ]
@@ -73,11 +73,12 @@ def render_evaluation(row: dict[str, Any]) -> list[str]:
 
 
 def render_memory(planned: MemoryParts, measured: MemoryParts) -> list[str]:
-    """Return the lines of a table of the memory by part, with the sums of both columns."""
+    """Return the lines of a table of the memory of tensors by part, with the sums of both columns."""
     names = [*(field.name for field in fields(MemoryParts)), "total"]
     left, right = ([*astuple(parts), sum(astuple(parts))] for parts in (planned, measured))
     rows = [(name, render_bytes(one), render_bytes(other)) for name, one, other in zip(names, left, right, strict=True)]
-    return [f"{name:<12}  {plan:>10}  {found:>10}" for name, plan, found in (("memory", "planned", "measured"), *rows)]
+    head = ("tensors of one process", "planned", "measured")
+    return [f"{name:<22}  {plan:>10}  {found:>10}" for name, plan, found in (head, *rows)]
 
 
 def _losses(values: dict[str, Any]) -> str:
@@ -98,7 +99,3 @@ def _number(value: float | None, form: str) -> str:
 
 def _percent(fraction: float | None) -> str:
     return "-" if fraction is None else f"{100 * fraction:.1f}%"
-
-
-def _gib(count: int | None) -> float | None:
-    return None if count is None else count / 2**30

@@ -23,9 +23,14 @@ from echelon.runs.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
+# Between two console lines of steps, where the recipe asks for one in each step; longer steps have a line each.
+_LINE_SECONDS = 10.0
+
 
 class Journal:
     """Writes a row per step, and a console line every `log_every` steps, with averages since the line before.
+
+    With `log_every` 1, the lines of short steps are _LINE_SECONDS apart, unless debug messages are logged.
 
     On a terminal a progress bar shows the steps instead of lines; the logs have the lines.
     `shows_mfu`: whether the console lines have the MFU.
@@ -45,6 +50,7 @@ class Journal:
         self._averages = StepAverages()
         self._bar = find_progress_bar(num_steps)
         self._started: tuple[int, float] | None = None
+        self._line_at = -_LINE_SECONDS
         self._recovery: RecoveryWatch | None = None
         self.meter: CostMeter | None = None
         """Counts the run's time and money, if set."""
@@ -63,7 +69,7 @@ class Journal:
 
     def train(self, row: dict[str, Any]) -> None:
         """Write the row of a training step, adding the run's cost so far."""
-        is_logged, expected = self._is_logged(row["step"]), None
+        is_logged, expected = self._takes_line(row["step"]), None
         remaining = self._remaining(row["step"]) if is_logged or self._bar is not None else None
         if self.meter is not None:
             self.meter.saw_step(row["step_seconds"])
@@ -165,8 +171,15 @@ class Journal:
             if not is_disk_full(error):
                 raise
 
-    def _is_logged(self, step: int) -> bool:
-        return step % self._log_every == 0 or step == 1 or step == self._num_steps
+    def _takes_line(self, step: int) -> bool:
+        """Whether this step has a console line, which is then the newest one."""
+        is_end = step in (1, self._num_steps)
+        if self._log_every > 1 or logger.isEnabledFor(logging.DEBUG):
+            return is_end or step % self._log_every == 0
+        now = time.monotonic()
+        is_due = is_end or now - self._line_at >= _LINE_SECONDS
+        self._line_at = now if is_due else self._line_at
+        return is_due
 
     def _remaining(self, step: int) -> float | None:
         """Estimate the remaining time, from the mean time per sequence since the second step of this start.

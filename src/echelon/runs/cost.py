@@ -12,6 +12,7 @@ from echelon.errors import ConfigError, StoppedError
 from echelon.hardware.instances import Price, list_instances
 from echelon.hardware.job_machines import find_machines
 from echelon.runs.run_folder import RunFolder
+from echelon.runs.wall_time import render_duration
 from echelon.stopping import LIMITS
 from echelon.stored import read_as, write_json
 
@@ -154,7 +155,8 @@ def refuse_used_up(recipe: "Recipe", folder: RunFolder, rate: Rate | None, num_m
         dollars = f" and ${spending.usd:.2f}" if spending.usd else ""
         raise StoppedError(
             f"stopped by {name_limit(recipe.budget, limit)}: all starts of the run have used "
-            f"{spending.seconds / 3600:.2f} h{dollars}, which leaves no time to train and save; raise it to continue"
+            f"{render_duration(spending.seconds)}{dollars}, which leaves no time to train and save; raise it to "
+            "continue"
         )
 
 
@@ -179,18 +181,18 @@ def describe_cost(
                 "; spot machines cost less, and their price cannot be looked up here: set budget.spot_usd_per_hour"
             )
         seconds = None if num_steps is None else _estimate_seconds(recipe, folder, num_steps)
-        so_far = f"; ${spent.usd:.2f} in {spent.seconds / 3600:.2f} h so far" if spent.seconds else ""
+        so_far = f"; ${spent.usd:.2f} in {render_duration(spent.seconds)} so far" if spent.seconds else ""
         if seconds is None:
             lines.append(f"cost: {hourly}; the duration is unknown until steps are measured{so_far}")
         else:
             usd = seconds / 3600 * rate.usd_per_hour * num_machines
             lines.append(
-                f"cost: {hourly}; the remaining steps take {seconds / 3600:.2f} h at this run's speed, "
+                f"cost: {hourly}; the remaining steps take {render_duration(seconds)} at this run's speed, "
                 f"{'at most ' if rate.at_most else ''}${usd:.2f}{so_far}"
             )
     limits = [name_limit(budget, each) for each in LIMITS if getattr(budget, each.removeprefix("budget.")) is not None]
     if limits:
-        used = f" of which {spent.seconds / 3600:.2f} h are used," if spent.seconds else ""
+        used = f" of which {render_duration(spent.seconds)} are used," if spent.seconds else ""
         lines.append(f"budget: stops with a checkpoint before {' or '.join(limits)},{used} all starts counted together")
         if rate is not None and rate.at_most and budget.max_usd is not None:
             lines[-1] += "; budget.max_usd counts the price on demand, so less than that is paid"

@@ -8,6 +8,7 @@ from typing import Any
 
 from echelon.recipe import Recipe, render_recipe
 from echelon.recipe.yaml_text import render_inline
+from echelon.runs.wall_time import render_duration
 from echelon.stored import write_json, write_text
 from echelon.sweep.measure import read_rows, training_hours
 from echelon.sweep.space import Space, Values
@@ -106,7 +107,7 @@ def write_best(sweep: Sweep, best: Result, recipe: Recipe, folder: SweepFolder) 
 def render_table(sweep: Sweep, results: Sequence[Result]) -> list[str]:
     """The trials as a table for the console, each with its message, shortened, at the end."""
     keys = list(sweep.search)
-    head = ["rank", "trial", *keys, sweep.sweep.metric, "state", "hours"]
+    head = ["rank", "trial", *keys, sweep.sweep.metric, "state", "time"]
     rows = [
         [
             "-" if each.rank is None else str(each.rank),
@@ -114,7 +115,7 @@ def render_table(sweep: Sweep, results: Sequence[Result]) -> list[str]:
             *(_short(each.values.get(key)) for key in keys),
             "-" if each.value is None else f"{each.value:.6g}",
             each.state,
-            f"{each.hours:.3f}",
+            render_duration(3600 * each.hours),
         ]
         for each in results
     ]

@@ -72,9 +72,9 @@ class SaveInterval:
 
     def _describe(self, every: int, seconds: float, stall: float) -> str:
         saving, redone = lost_fractions(seconds, stall, self._failure_seconds)
-        hours = self._failure_seconds / 3600
         return (
             f"checkpoint.every_steps auto: every {every} steps ({render_duration(seconds)}): a save blocks training "
-            f"for {stall:.2f} s, and a failure is expected every {hours:,.{0 if hours >= 10 else 1}f} h; expected loss "
+            f"for {stall:.2f} s, and a failure is expected every "
+            f"{render_duration(self._failure_seconds)}; expected loss "
             f"of time {100 * (saving + redone):.2g} %: {100 * saving:.2g} % saving, {100 * redone:.2g} % repeated work"
         )

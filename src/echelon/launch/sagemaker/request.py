@@ -40,7 +40,7 @@ METRICS: tuple[tuple[str, str], ...] = (
     ("train:learning_rate", f"{_STEP} lr {_NUMBER}"),
     ("train:tokens_per_second", f"{_STEP} tok/s {_NUMBER}"),
     ("train:mfu_percent", f"{_STEP} mfu {_NUMBER}%"),
-    ("train:memory_gib", f"{_STEP} mem {_NUMBER}GiB"),
+    ("train:memory_gib", f"{_STEP} peak_mem {_NUMBER} GiB"),
     ("train:data_wait_percent", f"{_STEP} wait {_NUMBER}%"),
     ("train:cost_usd", f"{_STEP} cost [$]{_NUMBER}"),
     ("eval:loss", f"{_EVALUATION}loss {_NUMBER}"),
