@@ -284,8 +284,10 @@ def _find_copy() -> _ConsoleCopy | None:
 
 
 def _open_to_append(path: Path) -> TextIO:
+    from echelon.stored import open_to_append  # imports pydantic, for which a command without a file need not wait
+
     # Each line is one write, so lines of two processes do not mix.
-    return path.open("a", buffering=1, encoding="utf-8")
+    return io.TextIOWrapper(io.BufferedWriter(open_to_append(path)), encoding="utf-8", line_buffering=True)
 
 
 def _set_up(handler: logging.Handler, level: int, rank: int | None, line: str) -> logging.Handler:

@@ -27,7 +27,7 @@ def test_the_parts_of_a_step_add_up_to_its_time(echelon, tmp_path, parallel):
     assert ended.code == 0 and "profile: steps 20 to 24 are in" in ended.out
     run = RunFolder(tmp_path / "runs" / "tiny")
     rows = {row["step"]: row["step_seconds"] for row in run.rows.read_metrics().rows if row["kind"] == "train"}
-    traces = read_traces(run.path)
+    traces, _ = read_traces(run.path)
     assert [trace.rank for trace in traces] == [0, 1]
     for trace in traces:
         assert [step.step for step in trace.steps] == [20, 21, 22, 23, 24]

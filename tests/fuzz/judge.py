@@ -24,11 +24,11 @@ class TooLong(BaseException):
 
 
 @contextmanager
-def limited_memory() -> Iterator[None]:
+def limited_memory(more_bytes: int = MEMORY_BYTES) -> Iterator[None]:
     """Within the block, an allocation far beyond the current memory of the process fails."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY_BYTES, before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more_bytes, before[1]))
     try:
         yield
     finally:

@@ -16,6 +16,14 @@ from echelon.recipe.training import EngineName, OptimConfig, ParallelName
 
 # The second one runs in a container, where echelon may not be importable yet.
 ENVIRONMENT_READERS = {"supervise.launch_environment", "launch.sagemaker.enter"}
+# Which read files that no stranger made: of the system, of echelon's own package, of live ranks, of this machine's
+# tools; and checkpoints, whose files are compared with their manifest first.
+UNLIMITED_READERS = {
+    "model.config", "training.waiting_peers", "training.straggler", "report.page", "report.picture", "drill.trial",
+    "stopping", "sweep.study", "data.limits", "hardware.cores", "hardware.interfaces", "checkpoint.carrier",
+    "checkpoint.zero_folder", "checkpoint.remote", "checkpoint.safety", "launch.sagemaker.container",
+    "launch.sagemaker.enter", "launch.sagemaker.source_bundle", "launch.local",
+}  # fmt: skip
 # Where choices are table rows; the training loop must not know which one was made.
 NAMELESS_ROOM = "training"
 
@@ -79,6 +87,14 @@ def find_direct_output(module: Module) -> list[str]:
     return [f"{module.short}:{call.lineno} writes directly" for call in calls if ast.unparse(call.func) in writers]
 
 
+def find_unlimited_reads(module: Module) -> list[str]:
+    """Calls of `Path.read_text` and `Path.read_bytes`: those of `stored` have a limit, and read only regular files."""
+    calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
+    methods = [call for call in calls if isinstance(call.func, ast.Attribute)]
+    read = [call for call in methods if ast.unparse(call.func).endswith((".read_text", ".read_bytes"))]
+    return [f"{module.short}:{call.lineno} reads without a limit" for call in read]
+
+
 def find_odd_loggers(module: Module) -> list[str]:
     """Loggers with a name other than their module's, and messages passed through a parameter `say`.
 
@@ -125,6 +141,11 @@ def test_print_is_for_the_console():
 def test_commands_print_through_one_module():
     commands = [each for each in ECHELON if each.short.startswith("commands.") and each.short != "commands.terminal"]
     assert commands and not [found for module in commands for found in find_direct_output(module)]
+
+
+def test_files_of_strangers_are_read_within_limits():
+    readers = {module.short for module in ECHELON if find_unlimited_reads(module)}
+    assert readers == UNLIMITED_READERS
 
 
 def test_a_module_logs_under_its_own_name():
@@ -193,6 +214,11 @@ def test_direct_output_is_found(tmp_path):
     text = "print('a', file=stream)\nsys.stdout.write('b')\nstream.write('c')\ntyper.echo('d')\n"
     module = write(tmp_path, text).modules["house.a"]
     assert find_direct_output(module) == [f"a:{n} writes directly" for n in (1, 2, 4)]
+
+
+def test_an_unlimited_read_is_found(tmp_path):
+    module = write(tmp_path, "path.read_text()\n(a / 'b').read_bytes()\nread_text(path)\n").modules["house.a"]
+    assert find_unlimited_reads(module) == ["a:1 reads without a limit", "a:2 reads without a limit"]
 
 
 def test_a_size_formatted_by_hand_is_found(tmp_path):

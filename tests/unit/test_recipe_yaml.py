@@ -6,7 +6,9 @@ import pytest
 import yaml
 
 from echelon.errors import ConfigError
-from echelon.recipe.yaml_text import parse_yaml, render_yaml, show_value
+from echelon.recipe import load_recipe
+from echelon.recipe.yaml_text import MAX_TEXT_BYTES, parse_yaml, render_yaml, show_value
+from echelon.sweep.sweep_file import load_sweep
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x]\n" + "".join(
         ('a: "\\ud800"', "f.yaml, line 1: a string has a character that cannot be stored in a file."),
         ("[" * 5000, "f.yaml: lists and mappings are nested"),
         ("a: " + "[" * 200 + "]" * 200, "f.yaml, line 1: lists and mappings are nested"),
-        (BOMB, "f.yaml, line 1: with its anchors written out this has more than 100,000 entries."),
+        (BOMB, "f.yaml, line 1: with its anchors written out this has more than 50,000 entries."),
         ("[a]: 1\n", "f.yaml, line 1: a key must be a word"),
         ("a: 1\n---\nb: 2\n", "f.yaml, line 2: this is not valid YAML"),
     ],
@@ -98,6 +100,20 @@ def test_invalid_text_is_refused_with_its_line(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_yaml(text, "f.yaml")
     assert str(caught.value).startswith(message)
+
+
+def test_the_rest_of_a_huge_text_is_not_read(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("echelon.recipe.yaml_text.MAX_PLACES", 50)
+    with pytest.raises(ConfigError, match=r"^f.yaml: this YAML has more than 50 entries; write fewer.$"):
+        parse_yaml("".join(f"k{number}: 1\n" for number in range(60)) + "}", "f.yaml")
+    huge = "a: 1\n" * (MAX_TEXT_BYTES // 5 + 1)
+    with pytest.raises(ConfigError, match=r"^f.yaml: this YAML is larger than 1.00 MiB; write less.$"):
+        parse_yaml(huge, "f.yaml")
+    path = tmp_path / "r.yaml"
+    path.write_text(huge)
+    for load in (load_recipe, load_sweep):
+        with pytest.raises(ConfigError, match=r"r.yaml cannot be read: larger than 1.00 MiB.$"):
+            load(path)
 
 
 def test_values_are_shown_as_written() -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from echelon.report.run_record import read_record
 from echelon.report.sections import build_report
 from echelon.report.trace import PARTS, analyse, partition, read_traces
 from echelon.training.profiler import Recorder
+from judge import limited_memory
 
 # Of NCCL's: what is sent during 250 to 550 is exposed from 400 on. In microseconds, as start and end.
 ON_GPU = [
@@ -115,7 +117,8 @@ def test_the_recorder_writes_the_steps_that_were_asked_for(tmp_path):
             torch.ones(64, 64) @ torch.ones(64, 64)
         assert path.exists() == (step >= 3)
     assert [each.name for each in path.parent.iterdir()] == [path.name]
-    [trace] = read_traces(tmp_path)
+    [trace], faults = read_traces(tmp_path)
+    assert not faults
     assert (trace.rank, [step.step for step in trace.steps]) == (1, [3, 4])
     for step in trace.steps:
         assert sum(step.parts.values()) == pytest.approx(step.seconds) and step.parts["matrix products"] > 0
@@ -150,6 +153,55 @@ def test_a_report_shows_the_profile_and_leaves_its_steps_out_of_the_speed(tmp_pa
     sent = find_collectives(section)
     assert sent[0] == ("all_reduce, ranks 0 to 3", "1.0", "1.91 MiB", "0.30 ms", "10 GB/s", "unknown")
     assert heat.values == [[pytest.approx(0.001)], [pytest.approx(0.001)]]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (
+            gzip.compress(b"[" + b" " * 2000),
+            "its SIZE unpack to more than 1.00 KiB; record fewer steps with profile.steps.",
+        ),
+        (b"torn", "Not a gzipped file (b'to')."),
+        (gzip.compress(b"{}")[:-9], "Compressed file ended before the end-of-stream marker was reached."),
+        (gzip.compress(b"{}")[:10] + b"\xff" * 20, "Error -3 while decompressing data: invalid block type."),
+        (gzip.compress(b"[" * 900), "Expecting value: line 1 column 901 (char 900)."),
+        (None, "not a regular file."),
+    ],
+    ids=["bomb", "other", "short", "damaged", "not json", "fifo"],
+)
+def test_a_trace_that_cannot_be_read_is_named(tmp_path, monkeypatch, content, reason):
+    monkeypatch.setattr("echelon.report.trace.MAX_TRACE_BYTES", 1024)
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "events.jsonl").write_text('{"event": "start", "time": 1.0, "step": 0}\n')
+    path = tmp_path / "profile" / "step-00000007-rank-00000.json.gz"
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_bytes(content)
+    reason = reason.replace("SIZE", f"{len(content or b'')} B")
+    assert read_record(tmp_path).faults == [f"{path} is left out: {reason}"]
+
+
+def test_a_bomb_takes_no_more_memory_than_the_limit(tmp_path):
+    """A trace of 4 GiB in a process that may have 1 GiB more than it starts with."""
+    (tmp_path / "profile").mkdir()
+    path = tmp_path / "profile" / "step-00000007-rank-00000.json.gz"
+    member = gzip.compress(b" " * 2**26, 1)  # a gzip file may have any number of members
+    path.write_bytes(member * 64)
+    with limited_memory(2**30):
+        traces, [fault] = read_traces(tmp_path)
+    assert not traces and "unpack to more than 256 MiB" in fault
+
+
+def test_a_trace_too_large_for_the_memory_is_left_out(tmp_path):
+    (tmp_path / "profile").mkdir()
+    path = tmp_path / "profile" / "step-00000007-rank-00000.json.gz"
+    path.write_bytes(gzip.compress(b"[" + b"[]," * 2**22 + b"0]", 1))
+    with limited_memory(2**27):
+        assert read_traces(tmp_path)[1] == [
+            f"{path} is left out: there is not enough memory to read it; record fewer steps with profile.steps."
+        ]
 
 
 def find_collectives(section):

@@ -6,7 +6,7 @@ from pathlib import Path
 from echelon.errors import CheckpointError
 from echelon.runs.run_folder import RunFolder
 from echelon.runs.run_rows import is_row_up_to
-from echelon.stored import whole_lines, write_text
+from echelon.stored import MAX_ROWS_BYTES, read_bytes, whole_lines, write_text
 
 # In the order in which they are restored: recipe.yaml comes last, because it makes a folder a run.
 _FILES = (
@@ -23,7 +23,7 @@ def write_bundle(folder: RunFolder, step: int, path: Path) -> None:
         ledgers = sorted(f"{_TRACKERS}/{each.name}" for each in (folder.path / _TRACKERS).glob("*.json"))
         for name in (*_FILES, *ledgers):
             if (folder.path / name).exists():
-                archive.writestr(name, (folder.path / name).read_bytes())
+                archive.writestr(name, read_bytes(folder.path / name, MAX_ROWS_BYTES))
         for name in _ROWS:
             if (folder.path / name).exists():
                 archive.writestr(name, _rows_up_to(folder.path / name, step))
@@ -51,7 +51,7 @@ def unpack_bundle(path: Path, folder: RunFolder) -> None:
 
 def _rows_up_to(path: Path, step: int) -> bytes:
     """Return the rows up to a step. Rows are in the order of their steps, so only the last ones are parsed."""
-    lines = list(whole_lines(path.read_bytes()))
+    lines = list(whole_lines(read_bytes(path, MAX_ROWS_BYTES)))
     while lines and not is_row_up_to(path.name, lines[-1], step, step):
         lines.pop()
     return b"".join(lines)

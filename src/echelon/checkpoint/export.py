@@ -27,7 +27,7 @@ from echelon.model.conversion import Conversion, conversions_to_files
 from echelon.model.model_folder import run_model_dir
 from echelon.model.weights import initialize_buffers
 from echelon.runs.checksums import MANIFEST, list_files
-from echelon.stored import write_json
+from echelon.stored import read_bytes, write_json
 
 SHARD_BYTES = 4 * 2**30
 TRAINING = "echelon.json"
@@ -207,7 +207,7 @@ def _write_sidecars(model_dir: Path, out: Path, dtype: str) -> None:
     for path in list_files(model_dir):
         if path.name == MANIFEST:
             continue
-        text = path.read_bytes()
+        text = read_bytes(path)
         if path.name == "config.json":
             config = json.loads(text)
             config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")

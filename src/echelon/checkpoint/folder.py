@@ -15,7 +15,7 @@ from typing import Any
 from echelon.errors import CheckpointError, ConfigError
 from echelon.runs.checksums import MANIFEST, check_files, find_faults, remove_tree, write_manifest
 from echelon.runs.run_folder import is_run, sweep_checkpoints
-from echelon.stored import parse_json, read_json, sync_path, write_json
+from echelon.stored import parse_json, read_bytes, read_json, sync_path, write_json
 
 STATE = "state.json"
 
@@ -30,7 +30,7 @@ class Checkpoint:
     def read_state(self) -> dict[str, Any]:
         """Read the run's counters at this step, all content that is not a tensor. Raises CheckpointError."""
         try:
-            content = (self.path / STATE).read_bytes()
+            content = read_bytes(self.path / STATE)
             if hashlib.sha256(content).hexdigest() != read_json(self.path / MANIFEST)["files"][STATE]["sha256"]:
                 raise ValueError("it was changed after it was written")
             state: dict[str, Any] = parse_json(content)

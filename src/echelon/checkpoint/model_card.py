@@ -10,7 +10,7 @@ import yaml
 from echelon.model.hub import is_hub_name
 from echelon.recipe import AdapterConfig, Recipe, load_recipe
 from echelon.runs.run_folder import RunFolder, is_run
-from echelon.stored import read_as, read_json
+from echelon.stored import read_as, read_json, read_text
 
 _MODEL_LINES = [
     "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
@@ -48,7 +48,7 @@ def render_card(run: Path, step: int, is_adapter: bool = False, comparison: str 
         "## Data", "", *_data_lines(recipe), "",
         "## Figures", "", *_figure_lines(folder, step), *([f"- {comparison}"] if comparison else []), "",
         "## Loading", "", "```python", *(_adapter_lines(recipe, folder) if is_adapter else _MODEL_LINES), "```", "",
-        "## Recipe", "", "```yaml", folder.recipe_path.read_text(encoding="utf-8").strip(), "```", "",
+        "## Recipe", "", "```yaml", read_text(folder.recipe_path).strip(), "```", "",
     ]  # fmt: skip
     return "\n".join(lines)
 

@@ -17,6 +17,7 @@ from echelon.checkpoint.object_store import ObjectStore, describe_failure
 from echelon.checkpoint.remote import Owner, RemoteRuns, read_run_name
 from echelon.errors import CheckpointError, EchelonError
 from echelon.runs.run_folder import RunFolder
+from echelon.stored import read_text
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +184,7 @@ class Uploader:
         if owner is not None and owner.run != self._run:
             self._give_up(f"{self._remote.url} now belongs to another run")
             return
-        self._remote.claim(Owner(self._run, self._folder.recipe_path.read_text(encoding="utf-8"), self._writer))
+        self._remote.claim(Owner(self._run, read_text(self._folder.recipe_path), self._writer))
         self._remote.sweep(self._run)
         self._has_claimed = True
 

@@ -4,7 +4,7 @@ import logging
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -143,8 +143,10 @@ def _faults_logged(log: Path) -> Iterator[None]:
     except Exception as error:
         if explain_storage_error(error, log.parent.parent) or not log.parent.is_dir():
             raise
-        with log.open("a", encoding="utf-8") as file:
-            file.write(render_traceback(error))
+        from echelon.stored import open_to_append
+
+        with suppress(OSError), open_to_append(log) as file:
+            file.write(render_traceback(error).encode())
         complain(f"{type(error).__name__}: {error}; see {log}")
         raise typer.Exit(1) from error
 

@@ -14,6 +14,7 @@ from echelon.data.shards import Dataset, TokenDataset, TokenStore
 from echelon.data.tokenizer import fingerprint_json, load_tokenizer
 from echelon.errors import CheckpointError, ConfigError, DataError
 from echelon.runs.checksums import check_files
+from echelon.stored import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -108,7 +109,7 @@ def open_prepared(
         check_files(path / "tokenizer", checksums=True)
         fingerprint = manifest.tokenizer_fingerprint
         if not was_opened:
-            fingerprint = fingerprint_json((path / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8"))
+            fingerprint = fingerprint_json(read_text(path / "tokenizer" / "tokenizer.json"))
     except (CheckpointError, OSError, ValueError) as error:
         raise DataError(f"the tokenizer in {path} cannot be read: {error} Delete {path} and prepare again.") from error
     if fingerprint != manifest.tokenizer_fingerprint:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError
 from echelon.recipe.inputs import is_template
+from echelon.stored import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -183,7 +184,7 @@ def load_template(choice: str) -> str:
         return choice
     path = Path(choice).expanduser()
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from echelon.data.tokenizer_training import END_OF_TEXT, byte_characters, learn_merges
 from echelon.errors import ConfigError, DataError
 from echelon.model.hub import HubModel, Part, fetch, is_hub_name
+from echelon.stored import check_readable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -78,6 +79,8 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     try:
+        if path.is_dir():
+            check_readable(path)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
         try_tokenizer(tokenizer)
     except Exception as error:  # tokenizers raises plain Exception, transformers many types

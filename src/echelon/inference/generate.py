@@ -30,6 +30,7 @@ from echelon.errors import ConfigError
 from echelon.inference.chat import Chat
 from echelon.inference.target import find_device, load_target, load_target_tokenizer
 from echelon.inference.team import Host, SameToken, Team
+from echelon.stored import MAX_ROWS_BYTES, read_text
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # a decoder's output for a character with missing bytes
 
@@ -83,7 +84,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     if path.suffix not in (".txt", ".jsonl"):
         raise ConfigError(f"--prompts {path}: give a .txt with one prompt per line, or a .jsonl with a `prompt` field.")
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = read_text(path, MAX_ROWS_BYTES).split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {path} cannot be read: {error}; give a text file in UTF-8.") from error
     records = []

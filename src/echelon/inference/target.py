@@ -35,7 +35,7 @@ from echelon.model.model_folder import run_model_dir
 from echelon.model.pretrained import PretrainedWeights, SafetensorsFolder
 from echelon.planner.shape import check_depth
 from echelon.runs.run_folder import is_run
-from echelon.stored import read_json
+from echelon.stored import check_readable, read_json
 
 # Only local files are read: no request to the hub, and no code of the folder is run.
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
@@ -66,6 +66,7 @@ def load_target(
         return load_run_model(target, device, checkpoint, host.adopt), tokenizer
     logging.disable_progress_bar()
     with _explained(target):
+        check_readable(target)
         check_depth(read_json(target / "config.json"))
         config = AutoConfig.from_pretrained(target, **_LOCAL)
         check_is_causal(config)
@@ -105,6 +106,7 @@ def load_target_tokenizer(target: Path, checkpoint: str | None = None) -> PreTra
                 f"--checkpoint {checkpoint}: {target} is an HF folder and has no checkpoints; remove --checkpoint."
             )
         with _explained(target):
+            check_readable(target)
             tokenizer = AutoTokenizer.from_pretrained(target, **_LOCAL)
             try_tokenizer(tokenizer)
         return tokenizer

@@ -15,6 +15,7 @@ from echelon.errors import ConfigError
 from echelon.inference.target import find_device, load_target
 from echelon.inference.team import Host, Team
 from echelon.planner.model_shape import logits_chunk_tokens
+from echelon.stored import MAX_ROWS_BYTES, read_text
 
 CONTEXT_FIELDS = ("context", "question", "prompt")
 
@@ -44,7 +45,7 @@ def read_task(path: Path) -> list[Example]:
         ConfigError: the message names the file and the first invalid line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = read_text(path, MAX_ROWS_BYTES).split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--tasks {path} cannot be read: {error}; give a .jsonl file in UTF-8.") from error
     examples = [_parse_example(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]

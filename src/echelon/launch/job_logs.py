@@ -4,17 +4,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
+from echelon.errors import ConfigError
 from echelon.launch.job import JobState
+from echelon.stored import open_regular, read_text
 from echelon.supervise.outcome import DONE, STOPPED
 
 _LOOK_SECONDS = 0.5
+# A long log is read in parts, of which each is a list of lines; a longer line is divided.
+_PART_BYTES = 2**20
 
 
 def read_exit_code(path: Path) -> int | None:
     """The exit code in a file; None while the file does not exist or has no number."""
     with suppress(OSError, ValueError):
-        return int(path.read_text(encoding="utf-8"))
+        return int(read_text(path))
     return None
 
 
@@ -30,18 +35,31 @@ class Log:
         self._path = path
         self._position = 0
 
-    def read(self, is_last: bool) -> list[str]:
-        """The lines added since the last read; with `is_last`, also an unfinished last line."""
+    def read(self, is_last: bool) -> Iterator[str]:
+        """Yield the lines added since the last read; with `is_last`, also an unfinished last line.
+
+        Raises ConfigError if the file cannot be read.
+        """
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 file.seek(self._position)
-                text = file.read()
+                while part := self._next_part(file, is_last):
+                    yield from part.decode("utf-8", "replace").splitlines()
         except FileNotFoundError:
-            return []
-        if not is_last:
-            text = text[: text.rfind(b"\n") + 1]
+            return
+        except OSError as error:
+            raise ConfigError(f"{self._path} cannot be read: {error.strerror}.") from error
+
+    def _next_part(self, file: IO[bytes], is_last: bool) -> bytes:
+        """Return whole lines, or a part of a line that has no end yet; empty if there is nothing to read."""
+        text = file.read(_PART_BYTES)
+        end = text.rfind(b"\n") + 1
+        if not end and (is_last or len(text) == _PART_BYTES):
+            end = len(text)
+        text = text[:end]
         self._position += len(text)
-        return text.decode("utf-8", "replace").splitlines()
+        file.seek(self._position)
+        return text
 
     def follow(self, has_ended: Callable[[], bool]) -> Iterator[str]:
         """Yield existing and new lines until `has_ended`, which is called before each read."""

@@ -14,7 +14,7 @@ from echelon.errors import ConfigError, LaunchError
 from echelon.logs import warnings_only
 from echelon.recipe import Recipe
 from echelon.runs.run_folder import RunFolder
-from echelon.stored import write_text
+from echelon.stored import read_text, write_text
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.5
 
 def send_run(folder: RunFolder, store: "Store") -> None:
     """On rank 0: publish the files that describe the run to the other machines."""
-    files = {path.name: path.read_text(encoding="utf-8") for path in _files(folder) if path.exists()}
+    files = {path.name: read_text(path) for path in _files(folder) if path.exists()}
     store.set("echelon/files", json.dumps({"files": files, "digest": folder.text.read_data_digest()}))
 
 

@@ -34,7 +34,7 @@ from echelon.runs.cost import check_budget, describe_cost, find_price_here, forg
 from echelon.runs.environment import describe_environment
 from echelon.runs.opening import OpenedRun, open_run
 from echelon.runs.run_folder import RunFolder, describe_gone
-from echelon.stored import read_as, write_json, write_text
+from echelon.stored import read_as, read_bytes, write_json, write_text
 from echelon.supervise.launch_environment import find_cache_dir
 
 if TYPE_CHECKING:
@@ -325,8 +325,8 @@ def write_run(
 def digest_run(folder: RunFolder) -> int:
     """A positive 63-bit digest of recipe.yaml, plan.json and hub.json as this rank sees them; 0 if it cannot."""
     try:
-        text = folder.recipe_path.read_bytes() + b"\0" + folder.plan_path.read_bytes()
-        text += b"\0" + folder.hub_path.read_bytes() if folder.hub_path.exists() else b""
+        text = read_bytes(folder.recipe_path) + b"\0" + read_bytes(folder.plan_path)
+        text += b"\0" + read_bytes(folder.hub_path) if folder.hub_path.exists() else b""
     except OSError:
         return 0
     return max(1, int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1)

@@ -15,7 +15,7 @@ from echelon.model.hub import HubModel, Part, fetch, is_hub_name
 from echelon.model.model_folder import find_model_dir
 from echelon.planner.shape import check_depth, resolve_vocab_size
 from echelon.recipe import Recipe
-from echelon.stored import read_json
+from echelon.stored import check_readable, read_json
 
 
 def load_config(source: Mapping[str, Any] | str, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -40,6 +40,7 @@ def _read_config(source: str, trust_remote_code: bool) -> PretrainedConfig:
             "config.json and safetensors, or a hub id."
         )
     try:
+        check_readable(folder)
         check_depth(read_json(folder / "config.json"))
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except EchelonError:

@@ -5,7 +5,6 @@ a run resolves each name to a commit once, and every machine downloads that comm
 downloads.
 """
 
-import json
 import logging
 import platform
 import re
@@ -26,7 +25,7 @@ from echelon.progress import Progress
 from echelon.recipe import Recipe, SourceConfig
 from echelon.runs.run_folder import RunFolder
 from echelon.sizes import render_bytes
-from echelon.stored import read_json, write_json
+from echelon.stored import read_json, read_text, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -276,7 +275,7 @@ def _list_weights(folder: Path, has_index: bool) -> list[str]:
     if not has_index:
         return [_WEIGHTS]
     try:
-        names = set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(read_json(folder / _INDEX)["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{folder / _INDEX} cannot be read ({error}); the repository on the hub is damaged."
@@ -365,7 +364,7 @@ def _find_newest(model: HubModel) -> str:
                 note.write_text(commit, encoding="utf-8")
             return commit
     try:
-        return note.read_text(encoding="utf-8").strip()
+        return read_text(note).strip()
     except OSError:
         raise _unreachable(model) from None
 

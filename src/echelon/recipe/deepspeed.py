@@ -1,6 +1,5 @@
 """The section `deepspeed` of the recipe: settings of the engine of that name."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -9,6 +8,7 @@ from pydantic import Field, WithJsonSchema, model_validator
 from echelon.errors import ConfigError
 from echelon.recipe.draft import Draft
 from echelon.recipe.section import Section
+from echelon.stored import read_json
 
 DsConfig = Annotated[
     dict[str, Any], WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}], "type": "object"})
@@ -55,7 +55,7 @@ def read_deepspeed(draft: Draft) -> None:
     if not isinstance(path, str):
         return
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = read_json(Path(path))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{draft.origin(key)}: deepspeed.config={path} cannot be read ({error}); give the path of a JSON file with "

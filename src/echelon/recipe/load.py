@@ -17,7 +17,8 @@ from echelon.recipe.messages import explain_errors
 from echelon.recipe.render import plain_value
 from echelon.recipe.smp import expand_smp
 from echelon.recipe.training import BATCH_KEYS, STEP_KEYS
-from echelon.recipe.yaml_text import parse_yaml, shorten
+from echelon.recipe.yaml_text import MAX_TEXT_BYTES, parse_yaml, shorten
+from echelon.stored import read_text
 
 COMMAND_LINE = "command line"
 
@@ -80,7 +81,7 @@ def _finish(draft: Draft, overrides: Overrides, origin: str) -> tuple[Recipe, li
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path, MAX_TEXT_BYTES)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; name a recipe file, or make one with `echelon init`.") from None
     except UnicodeDecodeError:

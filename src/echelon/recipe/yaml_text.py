@@ -9,9 +9,11 @@ import yaml
 
 from echelon.errors import ConfigError
 from echelon.recipe.keys import KeyPath
+from echelon.sizes import render_bytes
 
 LONGEST_SHOWN = 80
-MAX_PLACES = 100_000
+MAX_TEXT_BYTES = 2**20
+MAX_PLACES = 50_000
 MAX_DEPTH = 100
 MAX_DIGITS = 40
 
@@ -27,8 +29,25 @@ _SCALARS = (
 )
 
 
+class _TooManyError(Exception):
+    """A text has more than MAX_PLACES entries."""
+
+
 class _RecipeLoader(yaml.SafeLoader):
-    """Reads scalars as YAML 1.2. In PyYAML's YAML 1.1, 2e9 and 3e-4 are strings, `no` is a boolean, 1:30 a number."""
+    """Reads scalars as YAML 1.2. In PyYAML's YAML 1.1, 2e9 and 3e-4 are strings, `no` is a boolean, 1:30 a number.
+
+    Stops after MAX_PLACES entries, before it has read the rest of a text.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._num_nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._num_nodes += 1
+        if self._num_nodes > 2 * MAX_PLACES:  # an entry of a mapping is two nodes
+            raise _TooManyError
+        return super().compose_node(parent, index)
 
     def construct_whole(self, node: yaml.ScalarNode) -> int:
         digits = node.value.replace("_", "")
@@ -73,8 +92,11 @@ def parse_yaml(text: str, source: str) -> tuple[Any, dict[KeyPath, str]]:
     """Return the value of a YAML document, and the position of each key: `recipe.yaml, line 3`.
 
     Raises ConfigError, with `source` and the line, for invalid YAML, a key given twice, a tag that would construct an
-    object, nesting deeper than MAX_DEPTH, and more than MAX_PLACES entries after anchors are expanded.
+    object, nesting deeper than MAX_DEPTH, more than MAX_PLACES entries after anchors are expanded, and a text of more
+    than MAX_TEXT_BYTES.
     """
+    if len(text) > MAX_TEXT_BYTES:
+        raise ConfigError(f"{source}: this YAML is larger than {render_bytes(MAX_TEXT_BYTES)}; write less.")
     try:
         loader = _RecipeLoader(text)
         node = loader.get_single_node()
@@ -85,6 +107,8 @@ def parse_yaml(text: str, source: str) -> tuple[Any, dict[KeyPath, str]]:
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{source}{line}: this is not valid YAML: {shorten(str(error.problem))}.") from None
+    except _TooManyError:
+        raise ConfigError(f"{source}: this YAML has more than {MAX_PLACES:,} entries; write fewer.") from None
     except RecursionError:
         raise ConfigError(f"{source}: lists and mappings are nested more than {MAX_DEPTH} deep.") from None
     except yaml.YAMLError as error:

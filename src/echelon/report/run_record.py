@@ -15,7 +15,7 @@ from echelon.report.trace import Trace, read_traces
 from echelon.runs.cost import Spending, read_spending
 from echelon.runs.overview import RunSummary, summarize_run
 from echelon.runs.run_folder import RunFolder
-from echelon.stored import Row, read_json, read_rows
+from echelon.stored import Row, read_json, read_rows, read_text
 
 _BEGINNINGS = ("start", "resume")
 
@@ -83,10 +83,11 @@ def read_record(path: Path, with_traces: bool = True) -> RunRecord:
     rows = folder.rows.read_metrics().rows
     spending, text = None, ""
     recipe: dict[str, Any] = {}
+    traces, unread = read_traces(path) if with_traces else ([], [])
     with suppress(ConfigError):
         spending = read_spending(folder)
     with suppress(OSError, UnicodeDecodeError, ConfigError):
-        text = folder.recipe_path.read_text(encoding="utf-8")
+        text = read_text(folder.recipe_path)
         recipe = read_mapping({"": parse_yaml(text, folder.recipe_path.name)[0]}, "")
     return RunRecord(
         name=path.resolve().name,
@@ -101,9 +102,9 @@ def read_record(path: Path, with_traces: bool = True) -> RunRecord:
         events=sorted(folder.rows.read_events(), key=lambda row: row["time"]),
         samples=read_rows(folder.samples_path, _is_sample).rows,
         spending=spending,
-        traces=read_traces(path) if with_traces else (),
+        traces=traces,
         read_at=time.time(),
-        faults=folder.rows.describe_bad_lines(),
+        faults=[*folder.rows.describe_bad_lines(), *unread],
     )
 
 

@@ -5,17 +5,21 @@ those of its streams; on a CPU, those of the operators of any thread.
 """
 
 import gzip
-import json
 import math
+import os
 import re
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from echelon.errors import first_line
 from echelon.report.nested import read_mapping, read_number, read_value
 from echelon.runs.run_folder import STEP_MARK
+from echelon.sizes import render_bytes
+from echelon.stored import open_regular, parse_json, read_up_to
 
 Interval = tuple[float, float]
 
@@ -24,6 +28,9 @@ PARTS = (
 )  # fmt: skip
 """The parts of a step. Of several at one moment the first counts: communication is exposed where nothing is computed.
 `host` is the rest: Python, launches, and waiting."""
+
+MAX_TRACE_BYTES = 2**28
+"""The largest trace that is read, unpacked; its analysis takes about ten times as much memory."""
 
 _DATA = "echelon data"
 _ATTENTION = re.compile(r"attention|flash|fmha|_sdpa", re.IGNORECASE)
@@ -96,18 +103,40 @@ class _Event:
         return self.start, self.end
 
 
-def read_traces(run: Path) -> list[Trace]:
-    """Read the traces of a run's newest profile, by rank; traces that cannot be read are left out."""
+def read_traces(run: Path) -> tuple[list[Trace], list[str]]:
+    """Read the traces of a run's newest profile, by rank; return them, and a line about each that was left out."""
     found = [(path, match) for path in (run / "profile").glob("*.json.gz") if (match := _parse_name(path.name))]
     newest = max((int(match[1]) for _, match in found), default=0)
-    traces = []
+    traces, faults = [], []
     for path, match in sorted(found):
         if int(match[1]) == newest:
             try:
-                traces.append(analyse(json.loads(gzip.decompress(path.read_bytes())), int(match[2])))
-            except (OSError, EOFError, ValueError, RecursionError):
-                continue
-    return [trace for trace in traces if trace.steps]
+                trace = analyse(parse_json(_unpack(path)), int(match[2]))
+            except (OSError, EOFError, ValueError, zlib.error, RecursionError, MemoryError) as error:
+                faults.append(f"{path} is left out: {_explain(error)}")
+            else:
+                traces += [trace] if trace.steps else []
+    return traces, faults
+
+
+def _unpack(path: Path) -> bytes:
+    """Return the content of a trace. Raises ValueError if it has more than MAX_TRACE_BYTES."""
+    with open_regular(path) as packed, gzip.GzipFile(fileobj=packed) as file:
+        content = read_up_to(file, MAX_TRACE_BYTES)
+        size = os.fstat(packed.fileno()).st_size
+    if len(content) > MAX_TRACE_BYTES:
+        raise ValueError(
+            f"its {render_bytes(size)} unpack to more than {render_bytes(MAX_TRACE_BYTES)}; record fewer steps with "
+            "profile.steps"
+        )
+    return content
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return "there is not enough memory to read it; record fewer steps with profile.steps."
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+    return f"{reason}."
 
 
 def analyse(content: object, rank: int) -> Trace:

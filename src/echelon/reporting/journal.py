@@ -20,6 +20,7 @@ from echelon.reporting.progress_bar import find_progress_bar
 from echelon.reporting.recovery import RecoveryWatch
 from echelon.reporting.trackers import MetricsForwarder
 from echelon.runs.run_folder import RunFolder
+from echelon.stored import open_to_append
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +123,8 @@ class Journal:
         for text in texts:
             logger.info(render_sample_line(text))
         try:
-            with self._folder.samples_path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+            with open_to_append(self._folder.samples_path) as file:
+                file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
         except OSError as error:
             if not is_disk_full(error):
                 raise
@@ -160,7 +161,7 @@ class Journal:
             forwarder.close(done)
 
     def _open(self) -> io.FileIO:
-        return self._folder.metrics_path.open("ab", buffering=0)
+        return open_to_append(self._folder.metrics_path)
 
     def _write(self, row: dict[str, Any]) -> None:
         self._unwritten += (json.dumps(row) + "\n").encode()

@@ -18,7 +18,7 @@ from echelon.runs.checksums import remove_tree
 from echelon.runs.folder_lock import FolderLock, explain_unusable
 from echelon.runs.run_rows import RunRows
 from echelon.runs.run_text import TextRecord
-from echelon.stored import read_as, write_json
+from echelon.stored import read_as, read_text, write_json
 
 FILES = (
     "recipe.yaml", "plan.json", "estimate.json", "environment.json", "data.json", "hub.json", "remote.json",
@@ -170,7 +170,7 @@ class RunFolder:
         found = dict[str, str]()
         for path in self.outcomes_dir.glob("pid-*"):
             with suppress(FileNotFoundError):  # a new start removes those of the last one
-                found[path.name] = path.read_text(encoding="utf-8")
+                found[path.name] = read_text(path)
         return {int(name.removeprefix("pid-")): int(text) for name, text in found.items() if text.isdecimal()}
 
     def tracker_path(self, name: str) -> Path:

@@ -8,7 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from echelon.stored import Row, Rows, parse_row, read_rows, whole_lines, write_text
+from echelon.stored import (
+    MAX_ROWS_BYTES,
+    Row,
+    Rows,
+    open_to_append,
+    parse_row,
+    read_bytes,
+    read_rows,
+    whole_lines,
+    write_text,
+)
 
 _NUMBERS = ("loss", "grad_norm", "learning_rate", "tokens", "target_tokens", "tokens_per_second", "step_seconds")
 _LARGEST = 1e300
@@ -25,7 +35,7 @@ class RunRows:
     def append_event(self, event: str, **fields: Any) -> None:
         """Append a line to events.jsonl: the time in UTC seconds, the event, the step (null if unknown), `fields`."""
         row = {"time": time.time(), "event": event, "step": fields.pop("step", None), **fields}
-        with self.events_path.open("ab", buffering=0) as file:
+        with open_to_append(self.events_path) as file:
             size = file.tell()
             line = (json.dumps(row) + "\n").encode()
             if file.write(line) < len(line):  # a partial write, as the disk fills up
@@ -66,14 +76,14 @@ class RunRows:
     def rows_backwards(self) -> Iterator[Row]:
         """Yield the rows of metrics.jsonl, last one first; nothing if the file does not exist."""
         try:
-            lines = list(whole_lines(self.metrics_path.read_bytes()))
+            lines = list(whole_lines(read_bytes(self.metrics_path, MAX_ROWS_BYTES)))
         except OSError:
             return
         yield from (row for line in reversed(lines) if (row := parse_row(line, is_metrics_row)) is not None)
 
 
 def _cut_rows(path: Path, step: int, evaluated: int) -> int:
-    content = path.read_bytes()
+    content = read_bytes(path, MAX_ROWS_BYTES)
     kept = [line for line in whole_lines(content) if is_row_up_to(path.name, line, step, evaluated)]
     num_lines = content.count(b"\n") + (not content.endswith(b"\n") and bool(content))
     if len(kept) < num_lines:

@@ -15,7 +15,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from echelon.errors import ConfigError, DataError, EchelonError, LaunchError, PlanError
-from echelon.stored import read_as, write_json, write_text
+from echelon.stored import read_as, read_text, write_json, write_text
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
 
@@ -141,7 +141,7 @@ class Cause:
 
 def find_silent(directory: Path) -> list[int]:
     """The ranks that have reserved a report and written none."""
-    blank = [path for path in directory.glob("rank-*.json") if not path.read_text(encoding="utf-8").strip()]
+    blank = [path for path in directory.glob("rank-*.json") if not read_text(path).strip()]
     return sorted(int(path.stem.removeprefix("rank-")) for path in blank)
 
 

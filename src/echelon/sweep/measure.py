@@ -6,7 +6,7 @@ from typing import Any
 
 from echelon.runs.run_folder import RunFolder
 from echelon.runs.run_rows import is_metrics_row
-from echelon.stored import Row, parse_row, whole_lines
+from echelon.stored import Row, open_regular, parse_row, whole_lines
 from echelon.sweep.sweep_file import SweepSettings
 
 # metric: kind of row and its field
@@ -32,7 +32,7 @@ class MetricsReader:
     def read_new(self) -> list[Row]:
         """The rows since the last call; the file may be missing, and its last line incomplete."""
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 if file.seek(0, 2) < self._offset:
                     self._offset = 0
                 file.seek(self._offset)

@@ -11,7 +11,8 @@ from echelon.recipe.draft import Draft
 from echelon.recipe.keys import KeyPath, dotted, find_unknown_keys, nearest_key, section_fields
 from echelon.recipe.messages import explain_errors
 from echelon.recipe.section import AnyPath, Count, CountOrZero, Flag, Number, Positive, Section, check_folder_name
-from echelon.recipe.yaml_text import parse_yaml, show_value
+from echelon.recipe.yaml_text import MAX_TEXT_BYTES, parse_yaml, show_value
+from echelon.stored import read_text
 
 Metric = Literal[
     "eval_loss", "best_eval_loss", "eval_bits_per_byte", "eval_reward_accuracy", "eval_reward_margin", "train_loss",
@@ -129,7 +130,7 @@ def load_sweep(path: Path) -> Sweep:
 
 def _parse_draft(path: Path) -> Draft:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, MAX_TEXT_BYTES)
     except FileNotFoundError:
         raise ConfigError(
             f"{path} does not exist; give a sweep file, a YAML file with the keys sweep, recipe and search."

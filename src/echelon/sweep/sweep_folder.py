@@ -15,7 +15,7 @@ from echelon.recipe.render import plain_value
 from echelon.recipe.yaml_text import parse_yaml, render_yaml, show_value
 from echelon.redaction import redact
 from echelon.runs.run_folder import OWNER_ONLY
-from echelon.stored import read_as, write_json, write_text
+from echelon.stored import read_as, read_text, write_json, write_text
 from echelon.sweep.sweep_file import Sweep
 
 # Keys of the sweep file that may change between two starts: they do not affect the values of trials.
@@ -118,7 +118,7 @@ class SweepFolder:
         """
         mine = redact(plain_value(sweep))
         if self.sweep_path.exists():
-            before, _ = parse_yaml(self.sweep_path.read_text(encoding="utf-8"), str(self.sweep_path))
+            before, _ = parse_yaml(read_text(self.sweep_path), str(self.sweep_path))
             lines = [*_compare(before, mine), *self._compare_recipe(recipe)]
             if lines:
                 shown = "\n".join(f"  {line}" for line in lines)

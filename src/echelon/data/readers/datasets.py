@@ -4,7 +4,6 @@ A saved dataset is a folder of Arrow files and is read as such. A Hub dataset is
 distributes the records. Only the tokens are stored on disk.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from echelon.data.readers.record import (
 from echelon.data.readers.sequence import SequentialReader
 from echelon.errors import ConfigError, DataError, EchelonError
 from echelon.model.hub import dataset_name, find_dataset_commit
+from echelon.stored import read_json
 
 _DATASET = "state.json"
 _SPLITS = "dataset_dict.json"
@@ -69,9 +69,9 @@ def list_saved_dataset(folder: Path, split: str | None, where: str) -> list[Save
 def _find_members(folder: Path) -> dict[str, Path]:
     """Map each split name of a saved dataset to its folder."""
     if (folder / _SPLITS).is_file():
-        names = json.loads((folder / _SPLITS).read_text(encoding="utf-8"))["splits"]
+        names = read_json(folder / _SPLITS)["splits"]
         return {name: folder / name for name in names}
-    name = json.loads((folder / _DATASET).read_text(encoding="utf-8")).get("_split") or "train"
+    name = read_json(folder / _DATASET).get("_split") or "train"
     return {str(name): folder}
 
 
@@ -99,7 +99,7 @@ def parse_split(split: str, num_rows: dict[str, int], where: str) -> list[tuple[
 
 
 def _list_files(folder: Path) -> list[Path]:
-    state = json.loads((folder / _DATASET).read_text(encoding="utf-8"))
+    state = read_json(folder / _DATASET)
     return [folder / each["filename"] for each in state["_data_files"]]
 
 

@@ -12,6 +12,7 @@ from echelon.launch.kubernetes.cluster import Cluster
 from echelon.launch.kubernetes.kinds import KINDS, JobKind, find_kind
 from echelon.launch.kubernetes.manifest import render_manifest
 from echelon.launch.kubernetes.pods import PodState, judge, read_pods
+from echelon.stored import read_text
 
 _MANIFEST = "manifest.yaml"
 _LOOK_SECONDS = 2.0
@@ -30,7 +31,7 @@ class KubernetesLauncher:
 
     def submit(self, job: JobSpec) -> Submitted:
         """See Launcher: creates the job first, so that it can own the ConfigMap; its pods wait for the ConfigMap."""
-        text = (job.folder / _MANIFEST).read_text(encoding="utf-8")
+        text = read_text(job.folder / _MANIFEST)
         config_map, body = yaml.safe_load_all(text)
         settings = job.recipe.launch.kubernetes
         kind = find_kind(job)

@@ -1,6 +1,5 @@
 """Import the datasets of LLaMA-Factory files: names in `dataset_info.json` or, in v1, a YAML file of datasets."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from echelon.recipe.foreign.sources import Read, build_source, unknown_roles
 from echelon.recipe.foreign.wording import Wording, factory_wording
 from echelon.recipe.inputs import is_template
 from echelon.recipe.yaml_text import parse_yaml, show_value
+from echelon.stored import read_json, read_text
 
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "system": "system",
            "history": "history"}  # fmt: skip
@@ -80,9 +80,9 @@ def _sources(ledger: Ledger, name: str, folder: Path, limit: float | None) -> li
 
 def _read_table(path: Path) -> dict[str, Any]:
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}.") from None
+        table = read_json(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}.") from None
     if not isinstance(table, dict):
         raise ConfigError(f"{path} is not a mapping of datasets; correct it and import the file again.")
     return table
@@ -171,7 +171,7 @@ def _sources_v1(ledger: Ledger, name: str, folder: Path) -> list[dict[str, Any]]
             name, "its records are in v1's own format, with weights and media; rewrite them as text messages."
         )
         return []
-    table = parse_yaml(path.read_text(encoding="utf-8"), str(path))[0] if path is not None else None
+    table = parse_yaml(read_text(path), str(path))[0] if path is not None else None
     if not isinstance(table, dict):
         ledger.refuse(
             name, "the dataset file was not found; run the import in the folder in which the tool is started."

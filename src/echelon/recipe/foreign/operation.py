@@ -1,6 +1,5 @@
 """Import the sharding, checkpoints, evaluation, logging and run name of another tool's file."""
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from echelon.recipe.foreign.ledger import Ledger
 from echelon.recipe.foreign.reading import find_beside
 from echelon.recipe.training import ParallelName
 from echelon.recipe.yaml_text import show_value
+from echelon.stored import read_json
 
 _TRACKERS = ("tensorboard", "mlflow", "wandb")
 STRATEGY_NAMES = get_args(ParallelName)
@@ -97,8 +97,8 @@ def _read_json(folder: Path, name: str) -> dict[str, Any] | None:
     if path is None or not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+        content = read_json(path)
+    except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from echelon.errors import ConfigError
 from echelon.recipe.yaml_text import parse_yaml, show_value
+from echelon.stored import read_bytes
 
 Tool = Literal["axolotl", "hf", "llamafactory", "llamafactory-v1"]
 TOOLS: tuple[Tool, ...] = get_args(Tool)
@@ -65,7 +66,7 @@ def read_foreign(path: Path) -> dict[str, Any]:
     Raises ConfigError for a file that cannot be read, is a pickle, is not a mapping, is a recipe, or does not train.
     """
     try:
-        content = path.read_bytes()
+        content = read_bytes(path)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror}; give the YAML or JSON file of another tool."

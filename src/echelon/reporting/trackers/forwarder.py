@@ -17,7 +17,7 @@ from typing import IO, Any
 from echelon.redaction import redact_text
 from echelon.reporting.trackers.tracker import Held, Tracker
 from echelon.runs.run_rows import is_metrics_row
-from echelon.stored import parse_row, read_as, write_json
+from echelon.stored import open_regular, parse_row, read_as, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ class RowReader:
     def read(self, limit: int | None = None) -> list[dict[str, Any]]:
         """Return the next rows, at most `limit`; none at the current end of the file."""
         if self._file is None and self._path.exists():
-            self._file = self._path.open("rb")
+            self._file = open_regular(self._path)
         rows: list[dict[str, Any]] = []
         if self._file is not None:
             self._file.seek(self._offset)
