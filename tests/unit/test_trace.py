@@ -197,8 +197,8 @@ def test_a_bomb_takes_no_more_memory_than_the_limit(tmp_path):
 def test_a_trace_too_large_for_the_memory_is_left_out(tmp_path):
     (tmp_path / "profile").mkdir()
     path = tmp_path / "profile" / "step-00000007-rank-00000.json.gz"
-    path.write_bytes(gzip.compress(b"[" + b"[]," * 2**22 + b"0]", 1))
-    with limited_memory(2**27):
+    path.write_bytes(gzip.compress(b"[" + b"[]," * 2**21 + b"0]", 1))
+    with limited_memory(2**26):
         assert read_traces(tmp_path)[1] == [
             f"{path} is left out: there is not enough memory to read it; record fewer steps with profile.steps."
         ]
