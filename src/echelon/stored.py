@@ -107,7 +107,7 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
     return content
 
 
-def read_up_to(file: IO[bytes], limit: int) -> bytes:
+def read_up_to(file: IO[bytes] | io.BufferedIOBase, limit: int) -> bytes:
     """The rest of an open file, or a beginning of more than `limit` bytes; memory is taken only for what there is."""
     parts, num_bytes = list[bytes](), 0
     while num_bytes <= limit and (part := file.read(_PART_BYTES)):
