@@ -31,7 +31,14 @@ from echelon.commands.train import train
 from echelon.commands.verbosity import QuietOption, VerboseOption, set_verbosity, with_verbosity
 from echelon.commands.watch import watch
 from echelon.errors import EchelonError, explain_storage_error, render_traceback
+from echelon.hardware.gpu_check import find_compat
 from echelon.stopping import stops_told
+from echelon.supervise.launch_environment import (
+    find_place,
+    read_environment,
+    restart_in_utf8,
+    restart_with_libraries,
+)
 
 app = typer.Typer(
     name="echelon",
@@ -105,12 +112,23 @@ def begin(
     set_verbosity(verbose, quiet)
 
 
+def _use_compatible_libraries() -> None:
+    """Restart this program with the image's CUDA compatibility libraries if torch needs them with this driver.
+
+    A process finds libraries by the environment that it was started with. Each rank under torchrun does this itself.
+    """
+    if (compat := find_compat(read_environment())) is None:
+        return
+    if find_place().local_rank == 0:
+        typer.echo(f"hardware: {compat.line}", err=True)
+    restart_with_libraries(compat.folder)
+
+
 def main() -> None:
     """The console script: every error becomes one message and an exit code."""
     if sys.getfilesystemencoding() != "utf-8":  # libraries fail on paths with characters outside of the locale
-        from echelon.supervise.launch_environment import restart_in_utf8
-
         restart_in_utf8()
+    _use_compatible_libraries()
     try:
         app()
     except EchelonError as error:

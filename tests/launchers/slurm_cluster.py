@@ -41,6 +41,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=2
 MpiDefault=none
+GresTypes=gpu
 {nodes}
 PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 MaxTime=INFINITE State=UP
 PartitionName=grace Nodes=n1,n2 PriorityTier=1 GraceTime=60 MaxTime=INFINITE State=UP
@@ -122,11 +123,15 @@ def _configure(folder: Path) -> None:
     controller, *ports = _free_ports(1 + len(NODES))
     host = socket.gethostname().partition(".")[0]
     nodes = "\n".join(
-        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=8000"
+        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=8000 Gres=gpu:2"
         for name, port in zip(NODES, ports, strict=True)
     )
     text = _CONFIGURATION.format(host=host, controller=controller, folder=folder, nodes=nodes)
     (folder / "slurm.conf").write_text(text)
+    # Two GPUs for each node, which are empty files: Slurm grants what no node has.
+    for number in range(2):
+        (folder / f"gpu{number}").touch()
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-1]\n")
 
 
 def _free_ports(count: int) -> list[int]:

@@ -130,7 +130,7 @@ def test_values_survive_kubernetes_and_the_shell(tmp_path):
     object.__setattr__(job, "recipe", job.recipe.model_copy(update={"launch": launch}))
     _, body = yaml.safe_load_all(KubernetesLauncher().render(job)["manifest.yaml"])
     container = body["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]
-    assert expand(container["env"][0]["value"]) == value
+    assert expand({each["name"]: each["value"] for each in container["env"]}["V"]) == value
     shell = subprocess.run([expand(word) for word in container["command"]], capture_output=True, text=True, check=True)
     assert shell.stdout == value
 

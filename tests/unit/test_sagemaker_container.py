@@ -347,13 +347,13 @@ def pack(base, version):
 def test_uses_the_images_echelon_only_in_the_same_version(base, monkeypatch, capfd):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", "before")
-    enter.make_importable(pack(base, "1.0"), base / "checkpoints")
+    enter.make_importable(pack(base, "1.0"))
     assert "from the channel" in capfd.readouterr().err
     assert (Path(sys.path[0]) / "echelon" / "__init__.py").exists()
     assert os.environ["PYTHONPATH"] == f"{sys.path[0]}{os.pathsep}before"
     monkeypatch.setattr(enter, "_find_installed", lambda name: "1.0")
     before = sys.path[0]
-    enter.make_importable(pack(base, "1.0"), base / "checkpoints")
+    enter.make_importable(pack(base, "1.0"))
     assert sys.path[0] == before
     assert enter.read_version(pack(base, "1.0") / "echelon.zip") == "1.0"
 

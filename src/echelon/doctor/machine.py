@@ -15,6 +15,7 @@ from echelon.doctor.verdict import Finding
 from echelon.errors import LaunchError
 from echelon.hardware.cores import num_cores, read_system_file
 from echelon.hardware.detection import machine_memory_bytes
+from echelon.hardware.gpu_check import count_expected, count_visible, explain_missing, find_needed
 from echelon.runs.environment import find_version
 from echelon.sizes import render_bytes
 from echelon.supervise.hosts import address_of
@@ -36,7 +37,7 @@ def examine_machine(folder: Path) -> Iterator[Finding]:
     yield _judge_python()
     for package, required in REQUIRED.items():
         yield _judge_package(package, required)
-    yield from _judge_devices()
+    yield from judge_devices()
     yield _judge_memory()
     yield from _judge_shared_memory()
     yield _judge_disk(folder)
@@ -61,21 +62,21 @@ def _judge_package(package: str, required: str) -> Finding:
     return Finding(package, version, "" if is_right else f"pip install '{package}{required}'")
 
 
-def _judge_devices() -> Iterator[Finding]:
+def judge_devices() -> Iterator[Finding]:
+    """Yield a finding for each GPU, or one about what torch does not see."""
     try:
         import torch
     except (ImportError, OSError) as error:  # a missing CUDA library is an OSError
         yield Finding("devices", f"torch cannot be imported: {error}", "install torch again")
         return
-    if not torch.cuda.is_available():
-        has_driver = Path("/proc/driver/nvidia/version").exists()
-        words = f"{num_cores()} CPU cores" + (", and a GPU that torch cannot use" if has_driver else "")
-        what = (
-            "install a torch build with CUDA, and a driver that is new enough for it"
-            if torch.version.cuda is None
-            else f"install a driver that is new enough for CUDA {torch.version.cuda}, and unset CUDA_VISIBLE_DEVICES"
-        )
-        yield Finding("devices", words, what if has_driver else "")
+    asked = find_needed()
+    expected = count_expected(asked)
+    if (fault := explain_missing(expected)) is not None:
+        whose = "this machine has" if asked is None else f"{asked.by}: this job asked for"
+        yield Finding("devices", f"{whose} {expected} GPU{'s' if expected > 1 else ''}", fault)
+    elif not count_visible():
+        yield Finding("devices", f"{num_cores()} CPU cores")
+    if not count_visible():
         return
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)

@@ -1,12 +1,13 @@
 """The machines of a SageMaker job: one instance type, or several in instance groups."""
 
+import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError
 from echelon.hardware.accelerators import Accelerator
-from echelon.hardware.instances import Instance, Price, find_instance
+from echelon.hardware.instances import Instance, Price, find_instance, list_instances
 
 if TYPE_CHECKING:
     from echelon.recipe import LaunchConfig
@@ -93,6 +94,21 @@ def find_machines(launch: "LaunchConfig") -> JobMachines:
     )
     _check_groups(machines, launch)
     return machines
+
+
+def count_asked_gpus(launch: "LaunchConfig", instance_type: str | None, group: str | None) -> tuple[int, str]:
+    """The GPUs of a machine of a running job, from its type's name, and the recipe key that asked for them.
+
+    `group`: its instance group, None without groups. Of a type that neither catalogue nor recipe know, at least one is
+    expected if its family is named P or G, as AWS names those with GPUs.
+    """
+    by = "launch.sagemaker.instance_type" if group is None else f"{_KEY}, group {group}"
+    known = list_instances(launch.sagemaker.extra_types)
+    if instance_type in known:
+        count = known[instance_type].gpus
+    else:
+        count = int(re.match(r"ml\.[gp]\d", instance_type or "") is not None)
+    return count, f"{by}={instance_type}" if group is None else f"{by} ({instance_type})"
 
 
 def _check_groups(machines: JobMachines, launch: "LaunchConfig") -> None:

@@ -3,10 +3,13 @@
 import math
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from echelon.recipe.launching import LaunchConfig
+
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def guard_setup(setup: Sequence[str], note: str = "") -> list[str]:
@@ -37,14 +40,19 @@ def needs_shell(launch: LaunchConfig) -> bool:
     return bool(launch.setup) or launch.python.startswith("~")
 
 
-def prepare_lines(launch: LaunchConfig, workdir: Path) -> list[str]:
-    """The lines before training: `cd` to the working directory, then `launch.env` and `launch.setup`."""
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in launch.env.items()]
+def prepare_lines(launch: LaunchConfig, workdir: Path, variables: Mapping[str, str] = _NONE) -> list[str]:
+    """The lines before training: `cd` to the working directory, echelon's `variables`, `launch.env`, `launch.setup`."""
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in {**variables, **launch.env}.items()]
     return [f"cd {shlex.quote(str(workdir))} || exit 2", *exports, *guard_setup(launch.setup)]
 
 
 def watched_lines(
-    launch: LaunchConfig, workdir: Path, command: tuple[str, ...], code: str, begin: Sequence[str] = ()
+    launch: LaunchConfig,
+    workdir: Path,
+    command: tuple[str, ...],
+    code: str,
+    begin: Sequence[str] = (),
+    variables: Mapping[str, str] = _NONE,
 ) -> list[str]:
     """The lines of a script that runs in its own session and always writes the command's exit code to a file.
 
@@ -55,7 +63,7 @@ def watched_lines(
         f"trap {shlex.quote(f'echo $? > {code}')} EXIT",
         "trap 'echo stopped before training began; exit 1' TERM INT USR1",
         *begin,
-        *prepare_lines(launch, workdir),
+        *prepare_lines(launch, workdir, variables),
         "# This shell ignores signals, so that it can write the exit code of training.",
         "trap : TERM INT USR1",
         join_words(command),

@@ -9,6 +9,7 @@ from echelon.errors import ConfigError
 from echelon.launch.job import JobSpec
 from echelon.launch.shell import join_words, prepare_lines
 from echelon.launch.slurm_step import check_option, check_step, render_task
+from echelon.supervise.launch_environment import asked_environment
 
 BATCH, ARRAY, MACHINE = "job.sbatch", "array.sbatch", "machine.sh"
 LOG, CODE, CANCELLED = "output.log", "exit_code", "cancelled"
@@ -141,7 +142,7 @@ def render_machine(job: JobSpec) -> str:
         train += f' --nodes "{fewest}:$SLURM_STEP_NUM_NODES" --rendezvous "$ECHELON_RENDEZVOUS"'
     lines = (
         "#!/bin/bash",
-        *prepare_lines(job.recipe.launch, job.workdir),
+        *prepare_lines(job.recipe.launch, job.workdir, asked_environment(count_gpus(job), _describe_asking(job))),
         f"exec {train}",
     )
     return "\n".join(lines) + "\n"
@@ -180,6 +181,12 @@ def count_gpus(job: JobSpec) -> int:
     if launch.slurm.gpus_per_node is not None:
         return launch.slurm.gpus_per_node
     return 0 if launch.nproc_per_node == "auto" else launch.nproc_per_node
+
+
+def _describe_asking(job: JobSpec) -> str:
+    """The key of `count_gpus`, with its value."""
+    key = "nproc_per_node" if job.recipe.launch.slurm.gpus_per_node is None else "slurm.gpus_per_node"
+    return f"launch.{key}={count_gpus(job)}"
 
 
 def format_time(hours: float) -> str:

@@ -10,6 +10,8 @@ from echelon.launch.job import JobRecord, JobSpec, JobStatus, Submitted
 from echelon.launch.job_logs import Log, name_ending, rarely, read_exit_code
 from echelon.launch.shell import join_words, limit_command, prepare_lines, watched_lines
 from echelon.launch.ssh import Ssh, check_hosts, find_ssh, on_each
+from echelon.recipe.launching import LaunchConfig
+from echelon.supervise.launch_environment import asked_environment
 from echelon.supervise.outcome import DONE, STOPPED
 
 _LOOK_SECONDS = 1.0
@@ -173,6 +175,15 @@ def _start_words(job: JobSpec, host: str) -> list[str]:
     return ["bash", str(_folder(job) / _AGENT), host]
 
 
+def _find_asked(launch: LaunchConfig) -> dict[str, str]:
+    """The variables about GPUs: as many as there are processes if the recipe names their type, else any of a host."""
+    name = launch.accelerator
+    if name is None:
+        return asked_environment(None, "launch.to=torchrun")
+    count = launch.nproc_per_node if isinstance(launch.nproc_per_node, int) else 1
+    return {} if name.lower() == "cpu" else asked_environment(count, f"launch.accelerator={name}")
+
+
 def _render_agent(job: JobSpec) -> str:
     lines = (
         "#!/bin/bash",
@@ -185,7 +196,12 @@ def _render_agent(job: JobSpec) -> str:
         "  exit",
         "fi",
         *watched_lines(
-            job.recipe.launch, _workdir(job), agent_command(job), '"$files.code"', ['echo $$ > "$files.pid"']
+            job.recipe.launch,
+            _workdir(job),
+            agent_command(job),
+            '"$files.code"',
+            ['echo $$ > "$files.pid"'],
+            _find_asked(job.recipe.launch),
         ),
     )
     return "\n".join(lines) + "\n"
@@ -196,7 +212,7 @@ def _render_lines(job: JobSpec) -> str:
     lines = (
         f"# To start the job without ssh, paste this on each of {', '.join(launch.torchrun.hosts)}. The recipe is",
         f"# in {job.folder} after the launch; any other copy that all hosts see works as well.",
-        *prepare_lines(launch, _workdir(job)),
+        *prepare_lines(launch, _workdir(job), _find_asked(launch)),
         join_words(agent_command(job)),
         "",
         "# The same with torchrun, instead of the last line:",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from echelon.distributed.runtime import default_num_processes, open_store, start_watchdog, use_deterministic_algorithms
 from echelon.errors import ConfigError, EchelonError, LaunchError
 from echelon.hardware.detection import detect_cluster, detect_launched_cluster
+from echelon.hardware.gpu_check import check_gpus, find_needed
 from echelon.lifecycle.apart import await_ready, mark_ready, receive_run, send_run
 from echelon.lifecycle.fetching import announce_commits, await_fetched, fetch_announced
 from echelon.lifecycle.setup import PreparedRun, digest_run, prepare_run
@@ -28,14 +29,17 @@ from echelon.stopping import StopRequest
 from echelon.supervise.agent import Agent, worker_argv
 from echelon.supervise.hosts import THIS_MACHINE, HostGroup, is_coordinator
 from echelon.supervise.launch_environment import (
+    asked_environment,
     find_host_dir,
     find_host_group,
     find_place,
     hosted_environment,
     is_elastic,
+    is_gpu_private,
     managed_environment,
     read_environment,
     set_default_variables,
+    set_variables,
     shares_agent_store,
     shares_files,
     torch_environment,
@@ -64,6 +68,8 @@ logger = logging.getLogger(__name__)
 
 _READY_KEY = "echelon/run"
 _POLL_SECONDS = 0.5
+# How long another rank of the machine may take to say why it is refused.
+_SPEAKING_SECONDS = 30.0
 # How long a shared file system may take to show another machine's files.
 _VISIBLE_SECONDS = 15.0
 # How long the old rank 0 of a lost machine may survive while torchrun has already started a new one.
@@ -79,6 +85,7 @@ def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool, warm: 
 
     `warm`: the process that forks the workers, from `workers_warmed`.
     """
+    _check_gpus(recipe, num_processes)
     count = default_num_processes() if num_processes is None else num_processes
     run = prepare_run(recipe, fresh, lambda: detect_cluster(count), read_environment())
     if run is None:
@@ -131,7 +138,7 @@ def train_on_hosts(
     """
     _refuse_snapshots(recipe)
     refuse_quorum(recipe)
-    count = default_num_processes() if num_processes is None else num_processes
+    count = _count_workers(recipe, group, num_processes)
     agent = Agent(group)
     if fresh and (not group.shares_files or is_coordinator(group)):
         _move_aside(RunFolder(recipe.run.dir))
@@ -143,6 +150,28 @@ def train_on_hosts(
     if agent.keeps_journal and is_run(folder.path):
         outcome = _describe_ending(folder, outcome)
     return outcome, agent.is_coordinator or not group.shares_files
+
+
+def _count_workers(recipe: Recipe, group: HostGroup, num_processes: int | None) -> int:
+    """The number of workers of this machine, one of several; one if it lacks the GPUs that its job asked for.
+
+    That worker is refused, of which its agent tells the other machines. Raises ConfigError if there are none.
+    """
+    try:
+        _check_gpus(recipe, num_processes)
+    except ConfigError:
+        if group.is_alone:
+            raise
+        return 1
+    return default_num_processes() if num_processes is None else num_processes
+
+
+def _check_gpus(recipe: Recipe, num_processes: int | None) -> None:
+    """Raise ConfigError if this machine lacks GPUs that its job asked for; the workers check it again at each start."""
+    needed = find_needed(num_processes)
+    set_variables({} if needed is None else asked_environment(needed.count, needed.by))
+    if line := check_gpus(needed, recipe.train.allow_cpu):
+        logger.warning(line)
 
 
 def _make_job(
@@ -217,6 +246,8 @@ def train_as_rank(recipe: Recipe, fresh: bool, stop: StopRequest | None = None) 
     from echelon.lifecycle.worker import listen_for_stops, redirect_output, run_rank
 
     start_watchdog()
+    if (refusal := _refuse_rank(recipe, stop is not None)) is not None:
+        return refusal
     if recipe.train.deterministic:
         use_deterministic_algorithms()
     store = open_store()
@@ -243,6 +274,25 @@ def train_as_rank(recipe: Recipe, fresh: bool, stop: StopRequest | None = None) 
             keep_line(line)
     errors.flush()
     return Outcome(outcome.code)
+
+
+def _refuse_rank(recipe: Recipe, is_hosted: bool) -> Outcome | None:
+    """Raise ConfigError if this rank sees fewer GPUs than its job asked for; an Outcome ends it without a message.
+
+    `is_hosted`: an agent of echelon started it, which has said what is allowed.
+    """
+    place = find_place()
+    own = 1 if is_gpu_private() else place.local_world_size
+    try:
+        line = check_gpus(find_needed(None if is_hosted else own), recipe.train.allow_cpu)
+    except ConfigError as error:
+        if is_hosted or is_gpu_private() or place.local_rank == 0:
+            raise
+        time.sleep(_SPEAKING_SECONDS)  # a launcher ends all ranks when one exits: the first one here has the message
+        return Outcome(error.exit_code)
+    if line is not None and not is_hosted and place.rank == 0:
+        logger.warning(line)
+    return None
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from echelon.distributed.runtime import (
     use_deterministic_algorithms,
 )
 from echelon.errors import EchelonError, PlanError, explain_storage_error, is_out_of_memory, render_traceback
+from echelon.hardware.gpu_check import check_gpus, find_needed
 from echelon.hardware.heap import keep_freed_memory
 from echelon.logs import log_as_rank
 from echelon.quiet_imports import garbage_kept
@@ -132,6 +133,7 @@ def run_rank(folder: RunFolder, stop: StopRequest, store: "Store | None" = None)
     Collective: every rank calls it. `store` is the result of `open_store`.
     """
     with OutcomeReport(folder, find_place().rank) as ending:
+        _check_gpus(folder)
         runtime = start_runtime(store=store)
         if runtime.device.type == "cpu":
             keep_freed_memory()
@@ -159,6 +161,7 @@ def run_replica(folder: RunFolder, stop: StopRequest, member: str, output: "Outp
         from echelon.recipe import load_recipe
 
         keep_freed_memory()
+        _check_gpus(folder)
         recipe, _ = load_recipe(folder.recipe_path)
         if recipe.train.deterministic:
             use_deterministic_algorithms()
@@ -169,6 +172,14 @@ def run_replica(folder: RunFolder, stop: StopRequest, member: str, output: "Outp
         build = partial(build_heart, recipe, folder)
         Replica(folder, place, member, stop, build, partial(output.show, folder)).train()
     return ending.outcome
+
+
+def _check_gpus(folder: RunFolder) -> None:
+    """Raise ConfigError if GPUs that the job asked for are missing now: some may have failed since the last start."""
+    if is_managed() and (needed := find_needed()) is not None:  # other ranks have checked it already
+        from echelon.recipe import load_recipe
+
+        check_gpus(needed, load_recipe(folder.recipe_path)[0].train.allow_cpu)
 
 
 def build_heart(recipe: "Recipe", folder: RunFolder, runtime: Runtime) -> "Heartbeat":

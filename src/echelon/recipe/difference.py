@@ -14,10 +14,9 @@ from echelon.redaction import redact
 # a step.
 RESUMABLE: tuple[str, ...] = (
     "run", "data.prepared_dir", "data.prepare_workers", "train.micro_batch_size", "train.log_every",
-    "train.eval_every", "train.evals_per_epoch", "train.callbacks", "parallel", "checkpoint", "evaluate", "fault",
-    "sync.replicas", "sync.min_replicas", "engine", "deepspeed", "horovod", "tensorflow", "track", "mlflow", "wandb",
-    "launch",
-    "profile", "budget",
+    "train.eval_every", "train.evals_per_epoch", "train.callbacks", "train.allow_cpu", "parallel", "checkpoint",
+    "evaluate", "fault", "sync.replicas", "sync.min_replicas", "engine", "deepspeed", "horovod", "tensorflow", "track",
+    "mlflow", "wandb", "launch", "profile", "budget",
 )  # fmt: skip
 
 

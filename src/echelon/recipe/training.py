@@ -132,6 +132,11 @@ class TrainConfig(Section):
         "differentiated.",
     )
     deterministic: Flag = Field(False, description="Use only operations whose results are bit for bit reproducible.")
+    allow_cpu: Flag = Field(
+        False,
+        description="Train on the CPU if a launched job sees none of the GPUs that it asked for; otherwise it is "
+        "refused.",
+    )
     callbacks: Callbacks = Field((), description="Code of your own that is told of steps, evaluations and saves.")
     log_every: Count = Field(1, description="Steps between console lines.")
     evals_per_epoch: Positive | None = Field(

@@ -44,6 +44,15 @@ ADDRESS_VARIABLE = "ECHELON_ADDRESS"
 RESTART_VARIABLE = "ECHELON_RESTART"
 """Set for restarted workers: JSON with the time when the previous processes ended, and the seconds to detect it."""
 
+GPUS_VARIABLE = "ECHELON_GPUS"
+"""Set by `echelon launch` on each machine of a job: the number of GPUs that it asked for there, and what says so.
+
+`any` instead of a number: those that the machine has.
+"""
+
+SYSTEM_VARIABLE = "ECHELON_SYSTEM_ROOT"
+"""The folder below which `/proc`, `/sys` and `/usr` of another machine are read, for tests; `/` by default."""
+
 _MEMBER_VARIABLE = "ECHELON_REPLICA"
 
 LOG_LEVEL_VARIABLE = "ECHELON_LOG_LEVEL"
@@ -240,6 +249,42 @@ def is_gpu_private() -> bool:
     return launch_role() == "worker" and not is_managed() and "SLURM_PROCID" in os.environ
 
 
+@dataclass(frozen=True)
+class AskedGpus:
+    """The GPUs that this process's job asked for on this machine; `count` None: those that it has.
+
+    `by`: the recipe key or the launcher that asked, for messages.
+    """
+
+    count: int | None
+    by: str
+
+
+def asked_environment(count: int | None, by: str) -> dict[str, str]:
+    """The variables that tell the processes of a job how many GPUs it asked for on their machine; empty for 0."""
+    return {} if count == 0 else {GPUS_VARIABLE: f"{'any' if count is None else count} {by}"}
+
+
+def find_asked_gpus(env: Mapping[str, str] | None = None) -> AskedGpus | None:
+    """The GPUs that this process's job asked for, as set by `echelon launch`, else by Slurm; None if it asked for none.
+
+    A command that a user starts outside of a job has asked for none, whatever the launch section of its recipe says.
+    """
+    env = os.environ if env is None else env
+    if (told := env.get(GPUS_VARIABLE)) is not None:
+        number, _, by = told.partition(" ")
+        count = None if number == "any" else _read_int({GPUS_VARIABLE: number}, GPUS_VARIABLE, 0)
+        return None if count == 0 else AskedGpus(count, by or GPUS_VARIABLE)
+    # Slurm sets it in jobs and steps, on the machine where they run.
+    count = _read_int(env, "SLURM_GPUS_ON_NODE", 0)
+    return AskedGpus(count, f"Slurm's allocation (SLURM_GPUS_ON_NODE={count})") if count else None
+
+
+def find_system_root() -> Path:
+    """The root of the system files of this machine."""
+    return Path(os.environ.get(SYSTEM_VARIABLE, "/"))
+
+
 def find_agent_pid() -> int:
     """The id of the process that this worker must not outlive: the one set by its agent, or else its parent."""
     return _read_int(os.environ, AGENT_PID_VARIABLE, os.getppid())
@@ -421,6 +466,12 @@ def restart_in_utf8() -> NoReturn:
     """Restart this program with Python's UTF-8 mode, also for its children, whatever the locale is."""
     environment = {**os.environ, "PYTHONUTF8": "1"}
     os.execve(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]], environment)
+
+
+def restart_with_libraries(folder: str) -> NoReturn:
+    """Restart this program with a folder first on LD_LIBRARY_PATH, also for its children: libraries load from it."""
+    path = ":".join(filter(None, (folder, os.environ.get("LD_LIBRARY_PATH"))))
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "LD_LIBRARY_PATH": path})
 
 
 def use_one_tokenizer_thread() -> None:

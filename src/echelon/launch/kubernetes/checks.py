@@ -6,6 +6,7 @@ from decimal import Decimal
 from pathlib import PurePosixPath
 
 from echelon.errors import ConfigError
+from echelon.hardware.gpu_check import check_image_devices
 from echelon.launch.job import JobSpec, list_inputs
 from echelon.launch.kubernetes.kinds import PORT, find_kind, is_elastic, longest_pod_name
 from echelon.launch.kubernetes.pod import (
@@ -184,6 +185,9 @@ def _check_devices(job: JobSpec) -> None:
             f"{_KEY}.gpus_per_node={gpus}: each of the launch.nproc_per_node={processes} processes uses one GPU; set "
             "both to the same number."
         )
+    if gpus:
+        allowed = job.recipe.train.allow_cpu
+        check_image_devices(f"{_KEY}.image", launch.kubernetes.image or "", "each pod", gpus, allowed)
     for name, amount in launch.kubernetes.resources.items():
         if name in _OWN_RESOURCES:
             raise ConfigError(f"{_KEY}.resources.{name}={amount}: set {_KEY}.{_OWN_RESOURCES[name]} instead.")

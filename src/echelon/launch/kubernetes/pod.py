@@ -1,6 +1,7 @@
 """The pod of a job: its container with command, resources and volumes."""
 
 import math
+import re
 import shlex
 from pathlib import PurePosixPath
 from typing import Any
@@ -9,6 +10,7 @@ from echelon.launch.job import JobSpec
 from echelon.launch.kubernetes.kinds import PORT, find_kind, rendezvous_host
 from echelon.launch.patch import merge_patch
 from echelon.launch.shell import guard_setup, join_words, needs_shell
+from echelon.supervise.launch_environment import asked_environment
 
 RECIPE_MOUNT = "/etc/echelon"
 RECIPE_PATH = f"{RECIPE_MOUNT}/recipe.yaml"
@@ -94,7 +96,20 @@ def escape(text: str) -> str:
 
 def build_env(job: JobSpec) -> list[dict[str, str]]:
     """The container's environment variables."""
-    return [{"name": name, "value": escape(value)} for name, value in job.recipe.launch.env.items()]
+    variables = {**asked_environment(*_find_asked(job)), **job.recipe.launch.env}
+    return [{"name": name, "value": escape(value)} for name, value in variables.items()]
+
+
+def _find_asked(job: JobSpec) -> tuple[int, str]:
+    """The number of GPUs per pod that a process can see, and the key that asks for them."""
+    launch = job.recipe.launch
+    if count := count_gpus(job):
+        key = "nproc_per_node" if launch.kubernetes.gpus_per_node is None else "kubernetes.gpus_per_node"
+        return count, f"launch.{key}={count}"
+    for name, amount in launch.kubernetes.resources.items():
+        if re.match(r"nvidia\.com/(gpu|mig-)|.*/gpu$", name) and str(amount) != "0":
+            return 1, f"launch.kubernetes.resources.{name}={amount}"  # a process sees one of several parts of a GPU
+    return 0, ""
 
 
 def build_resources(job: JobSpec) -> dict[str, Any]:

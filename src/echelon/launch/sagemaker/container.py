@@ -23,13 +23,21 @@ from types import FrameType
 from typing import Any
 
 from echelon.errors import ConfigError, LaunchError
+from echelon.hardware.gpu_check import check_gpus, find_compat, find_needed
+from echelon.hardware.job_machines import count_asked_gpus
 from echelon.logs import log_to_console
 from echelon.recipe import Recipe, RunConfig, load_recipe
 from echelon.runs.checksums import list_files
 from echelon.runs.run_folder import RunFolder
 from echelon.sizes import render_bytes
 from echelon.stopping import STOP_SIGNALS
-from echelon.supervise.launch_environment import find_log_level
+from echelon.supervise.launch_environment import (
+    asked_environment,
+    find_log_level,
+    read_environment,
+    restart_with_libraries,
+    set_default_variables,
+)
 from echelon.supervise.nodelist import in_number_order
 from echelon.supervise.outcome import DONE, FAILED, STOPPED, Outcome
 from echelon.supervise.workers import HUB_PLACES
@@ -147,7 +155,7 @@ def run(base: Path, env: Mapping[str, str]) -> Outcome:
     recipe, _ = load_recipe(container.recipe_path)
     _check_place(recipe.run, base)
     _check_channels(recipe, container)
-    variables = {**env, **find_variables(container, env)}
+    variables = {**find_asked(recipe, container), **env, **find_variables(container, env)}
     _await_names(container.hosts)
     folder = RunFolder(recipe.run.dir)
     started = time.time()
@@ -167,6 +175,31 @@ def run(base: Path, env: Mapping[str, str]) -> Outcome:
     except OSError as error:  # the run folder has them too, so the job does not fail
         logger.warning(f"container: some reports of the run are missing in {base / 'output'}: {error}")
     return outcome
+
+
+def find_asked(recipe: Recipe, container: Container) -> dict[str, str]:
+    """The variables about the GPUs of this container's instance, of which `echelon train` must see all."""
+    group = None if container.group == _ONLY_GROUP else container.group
+    return asked_environment(*count_asked_gpus(recipe.launch, container.instance_type, group))
+
+
+def refuse_missing_gpus(base: Path) -> int:
+    """Exit code 2, with a message on stderr, if this container sees fewer GPUs than its instance has; else 0.
+
+    Needs no package that echelon would install first; the process ends with it, as torch is in its memory.
+    """
+    if (compat := find_compat(read_environment())) is not None:
+        restart_with_libraries(compat.folder)
+    container = read_container(base, read_environment())
+    recipe, _ = load_recipe(container.recipe_path)
+    set_default_variables(find_asked(recipe, container))
+    count = recipe.launch.nproc_per_node
+    try:
+        check_gpus(find_needed(None if count == "auto" else count), recipe.train.allow_cpu)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return ConfigError.exit_code
+    return 0
 
 
 def _check_place(run: RunConfig, base: Path) -> None:
@@ -374,3 +407,7 @@ def _export(folder: RunFolder, model: Path, outcome: Outcome, env: Mapping[str, 
     written.rmdir()
     logger.info(f"container: the model is in {model}")
     return outcome
+
+
+if __name__ == "__main__":
+    sys.exit(refuse_missing_gpus(Path(sys.argv[1])))

@@ -19,6 +19,7 @@ import importlib
 import importlib.metadata
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -39,6 +40,12 @@ class EntryError(Exception):
     """The container cannot start training; the message is one sentence."""
 
     exit_code = 1
+
+
+class RefusedError(EntryError):
+    """The container cannot do what the job asks for; starting it again would not help."""
+
+    exit_code = 2
 
 
 class _Stopped(BaseException):
@@ -76,7 +83,11 @@ def work(base: Path) -> int:
 
     try:
         _listen(stop)
-        make_importable(base / "input" / "data" / "echelon", base / "checkpoints")
+        channel = base / "input" / "data" / "echelon"
+        make_importable(channel)
+        check_gpus(base)
+        installing = importlib.import_module("echelon.launch.sagemaker.installing")
+        installing.install_missing(channel, base / "checkpoints", os.environ)
         container = importlib.import_module("echelon.launch.sagemaker.container")
         outcome = container.run(base, dict(os.environ))
         code, message = outcome.code, outcome.message
@@ -120,11 +131,8 @@ def write_failure(base: Path, message: str) -> None:
         file.write(message if len(message) <= FAILURE_CHARACTERS else message[: FAILURE_CHARACTERS - 1] + "…")
 
 
-def make_importable(channel: Path, checkpoints: Path) -> None:
-    """Make `import echelon` work in this process and its children, with the packages that it needs.
-
-    Raises EntryError if this Python is too old, LaunchError if requirements cannot be installed.
-    """
+def make_importable(channel: Path) -> None:
+    """Make this process and its children find echelon. Raises EntryError if this Python is too old."""
     if sys.version_info < OLDEST_PYTHON:
         raise EntryError(
             f"python3 of this image is {sys.version.split()[0]}, but echelon needs "
@@ -143,7 +151,23 @@ def make_importable(channel: Path, checkpoints: Path) -> None:
         before = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = folder if not before else f"{folder}{os.pathsep}{before}"
         _say(f"using echelon {shipped} from the channel")
-    importlib.import_module("echelon.launch.sagemaker.installing").install_missing(channel, checkpoints, os.environ)
+
+
+def check_gpus(base: Path) -> None:
+    """Raise RefusedError if the instance has GPUs and torch does not see them, before anything is downloaded.
+
+    In an image without the packages of echelon the check fails, and `echelon train` makes it once they are installed.
+    """
+    checked = subprocess.run(
+        [sys.executable, "-m", "echelon.launch.sagemaker.container", str(base)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
+    )
+    if checked.returncode == RefusedError.exit_code:
+        raise RefusedError((checked.stderr.strip().splitlines() or ["GPUs are missing"])[-1])
 
 
 def _find_installed(name: str) -> "str | None":

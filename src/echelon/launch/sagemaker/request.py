@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from echelon.hardware.gpu_check import check_image_devices
 from echelon.hardware.instances import efa_environment
 from echelon.hardware.job_machines import JobMachines, find_machines
 from echelon.launch.job import JobSpec
@@ -71,6 +72,7 @@ def build_submission(job: JobSpec) -> Submission:
     instance = machines.weakest
     image = settings.image or find_image(region, instance.gpus > 0)
     check_image(image)
+    check_image_devices("launch.sagemaker.image", image, instance.name, instance.gpus, recipe.train.allow_cpu)
     distribution = apply_distribution(recipe)
     check_settings(distribution.recipe, machines, DEFAULT_MAX_HOURS)
     staging = stage_job(job, distribution.recipe)

@@ -11,6 +11,7 @@ trap 'echo $? > "$files.code"' EXIT
 trap 'echo stopped before training began; exit 1' TERM INT USR1
 echo $$ > "$files.pid"
 cd '/mnt/a b' || exit 2
+export ECHELON_GPUS='any launch.to=torchrun'
 export GREETING='it'"'"'s $5
 now'
 trap 'echo "echelon: launch.setup failed with exit code $?: $BASH_COMMAND" >&2; exit 1' ERR

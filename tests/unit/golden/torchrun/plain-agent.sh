@@ -11,6 +11,7 @@ trap 'echo $? > "$files.code"' EXIT
 trap 'echo stopped before training began; exit 1' TERM INT USR1
 echo $$ > "$files.pid"
 cd '/work dir' || exit 2
+export ECHELON_GPUS='any launch.to=torchrun'
 # This shell ignores signals, so that it can write the exit code of training.
 trap : TERM INT USR1
 python3 -m echelon train '/work dir/jobs/demo-20300102-030405/recipe.yaml' --nodes 2 --rendezvous a:29400
