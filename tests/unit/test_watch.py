@@ -1,7 +1,10 @@
 """`echelon watch` of runs whose files are written by hand."""
 
 import http.client
+import socket
+import struct
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -10,7 +13,7 @@ from echelon.cli import main
 from echelon.errors import ConfigError
 from echelon.report.live import follow, shorten
 from echelon.report.plain import render_text
-from echelon.report.server import LiveServer
+from echelon.report.server import MAX_CONNECTIONS, LiveServer
 from echelon.runs.folder_lock import FolderLock
 from test_report import write_lines, write_run
 
@@ -61,6 +64,91 @@ def test_the_page_is_served_to_this_machine_only(tmp_path):
         assert ask(Host="evil.example:80")[0] == 403 and ask(Host=f"localhost:{server.server_port}")[0] == 200
         with pytest.raises(ConfigError, match=rf"--port {server.server_port} cannot be opened \(Address already"):
             LiveServer(path, server.server_port)
+
+
+def connect(server, content=b""):
+    """A connection to the server that has sent something."""
+    connection = socket.create_connection(("127.0.0.1", server.server_port), timeout=30)
+    connection.sendall(content)
+    return connection
+
+
+def read_all(connection):
+    """What the server sends until it ends the connection."""
+    with connection:
+        parts = []
+        try:
+            while part := connection.recv(65536):
+                parts.append(part)
+        except ConnectionResetError:
+            pass
+        return b"".join(parts)
+
+
+def test_a_bad_request_has_an_answer_and_all_answers_have_the_headers(tmp_path, capfd):
+    with served(write_run(tmp_path / "a")) as (server, ask):
+        answers = [ask(), ask(Host="evil.example"), ask("/other"), ask(method="POST"), ask(Host="[")]
+        for host in ("[::1", "a]b", "127.0.0.1:x["):
+            answers.append(ask(Host=host))
+        raw = read_all(connect(server, b"GET / HTTP/1.0\r\n" + b"a: b\r\n" * 200 + b"\r\n"))
+    assert [status for status, *_ in answers] == [200, 403, 404, 501, 400, 400, 400, 400]
+    for _, _, headers in answers:
+        assert headers["X-Frame-Options"] == "DENY" and headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Content-Security-Policy"] == "frame-ancestors 'none'" and headers["Cache-Control"] == "no-store"
+        assert headers["Referrer-Policy"] == "no-referrer" and "Python" not in headers["Server"]
+    assert b" 431 " in raw and b"X-Frame-Options: DENY" in raw
+    assert capfd.readouterr().err == ""
+
+
+def test_a_browser_that_leaves_is_no_error(tmp_path, capfd):
+    with served(write_run(tmp_path / "a")) as (server, ask):
+        for content in (b"", b"GET / HTTP/1.0\r\n", b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n") * 7:
+            connection = connect(server, content)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()  # a reset
+        assert ask()[0] == 200
+        deadline = time.monotonic() + 30
+        while server._free._value < MAX_CONNECTIONS and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert server._free._value == MAX_CONNECTIONS and capfd.readouterr().err == ""
+
+
+def test_connections_without_a_request_are_closed(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("echelon.report.server.PATIENCE_SECONDS", 1.0)
+    with served(write_run(tmp_path / "a")) as (server, ask):
+        half = [connect(server, content) for content in (b"", b"GET / HT", b"GET / HTTP/1.0\r\nHost: localhost\r\n")]
+        slow = connect(server, b"GET /")
+        ended = threading.Event()
+
+        def trickle():
+            while not ended.wait(0.1):
+                try:
+                    slow.sendall(b"a")
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        assert [read_all(connection) for connection in half] == [b"", b"", b""]
+        assert read_all(slow) == b""
+        ended.set()
+        thread.join()
+        assert ask()[0] == 200
+    assert capfd.readouterr().err == ""
+
+
+def test_the_number_of_connections_is_limited(tmp_path, monkeypatch):
+    monkeypatch.setattr("echelon.report.server.MAX_CONNECTIONS", 3)
+    with served(write_run(tmp_path / "a")) as (server, ask):
+        idle = [connect(server) for _ in range(3)]
+        while server._free._value:
+            time.sleep(0.01)
+        assert read_all(connect(server, b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")).startswith(b"HTTP/1.0 503 ")
+        for connection in idle:
+            connection.close()
+        while server._free._value < 3:
+            time.sleep(0.01)
+        assert ask()[0] == 200
 
 
 def test_a_page_is_made_anew_and_survives_the_folder(tmp_path):

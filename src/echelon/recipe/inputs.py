@@ -7,7 +7,18 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from echelon.recipe.data_formats import check_fields
 from echelon.recipe.names import FormatName, ObjectiveName, Options, check_has_options
-from echelon.recipe.section import AnyPath, Count, Flag, Number, PathOrName, Positive, Section, Whole, check_folder_name
+from echelon.recipe.section import (
+    MAX_NAME,
+    AnyPath,
+    Count,
+    Flag,
+    Number,
+    PathOrName,
+    Positive,
+    Section,
+    Whole,
+    check_folder_name,
+)
 
 DEFAULT_VALIDATION_FRACTION = 0.01
 
@@ -36,6 +47,16 @@ class RunConfig(Section):
     @classmethod
     def _name_is_a_folder_name(cls, name: str) -> str:
         return check_folder_name("run.name", name)
+
+    @field_validator("dir")
+    @classmethod
+    def _dir_can_be_moved_aside(cls, path: Path) -> Path:
+        if len(path.name.encode()) > MAX_NAME:
+            raise ValueError(
+                f"run.dir={path}: the name of the folder has {len(path.name.encode())} bytes, and may have {MAX_NAME}; "
+                "shorten it."
+            )
+        return path
 
 
 class ModelConfig(Section):

@@ -48,6 +48,9 @@ def _integer_when_whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+MAX_NAME = 200
+"""The longest name of a run or a sweep: file systems allow 255 bytes, and echelon appends a time or a number."""
+
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _COUNT = re.compile(r"(\d+(?:_\d+)*(?:\.\d*)?(?:e\+?\d{1,2})?) ?([kmbt]?)", re.IGNORECASE)
 
@@ -88,6 +91,8 @@ def check_folder_name(key: str, name: str) -> str:
             f"{key}={name!r} must be a plain folder name; use letters, digits, '.', '_' and '-', and a letter or digit "
             "first."
         )
+    if len(name) > MAX_NAME:
+        raise ValueError(f"{key}={name[:40]}... has {len(name)} characters, and may have {MAX_NAME}; shorten it.")
     return name
 
 
