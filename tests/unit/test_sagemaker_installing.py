@@ -194,8 +194,8 @@ def test_an_image_without_pip_is_named(channel, tmp_path, monkeypatch, capfd):
     with pytest.raises(LaunchError) as refused:
         installing.install_missing(channel, tmp_path, {})
     assert str(refused.value) == (
-        "this container lacks no-such-package>=1, and its image has no pip; set launch.sagemaker.image to an image that "
-        "has them, or has pip."
+        "this container lacks no-such-package>=1, and its image has no pip; set launch.sagemaker.image to an image "
+        "that has them, or has pip."
     )
     (channel / "requirements.txt").write_text(f"{installing.OPTIONAL}\nno-such-package>=1\n")
     installing.install_missing(channel, tmp_path, {})
