@@ -373,7 +373,9 @@ def test_a_stop_while_pip_runs_ends_both(base, tmp_path, monkeypatch):
     (pack(base, "1.0") / "requirements.txt").write_text("no-such-package-of-echelon\n")
     (tmp_path / "pip").mkdir()
     (tmp_path / "pip" / "__init__.py").touch()
-    (tmp_path / "pip" / "__main__.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
+    (tmp_path / "pip" / "__main__.py").write_text(
+        "import os, sys, time\nif 'config' in sys.argv: sys.exit()\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     process = start_entry(base, stdout=subprocess.PIPE)
     pip = int(process.stdout.readline())

@@ -12,8 +12,7 @@ _WAYS: dict[Target, str] = {
     "launch.setup from a file that only you can read: `NAME=$(cat FILE)`, `export NAME`",
     "kubernetes": "put it into a Secret of the cluster, and name the Secret in launch.kubernetes.env_from_secrets or "
     "launch.kubernetes.volumes",
-    "sagemaker": "read it in launch.setup from AWS Secrets Manager: `NAME=$(aws secretsmanager "
-    "get-secret-value --secret-id ID --query SecretString --output text)`, `export NAME`",
+    "sagemaker": "store it in AWS Secrets Manager, and name it in launch.sagemaker.secrets: `{HF_TOKEN: <ARN>}`",
 }
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from echelon.recipe.section import Count, CountOrZero, Flag, Positive, Section
+from echelon.redaction import redact, redact_text
 
 Target = Literal["local", "torchrun", "slurm", "kubernetes", "sagemaker"]
 
@@ -226,6 +227,31 @@ class InstanceGroupConfig(Section):
     nodes: Count = Field(1, description="Number of machines.")
 
 
+SECRET_SCHEME = "secretsmanager://"
+"""The start of a secret's name in a recipe with all defaults: what follows is a name, and not a secret."""
+
+
+def _refer_to_secret(variable: str, given: str) -> str:
+    """The ARN of a secret, or its name after SECRET_SCHEME. Raises ValueError, which shows no value that may be one."""
+    key = "launch.sagemaker.secrets"
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
+        raise ValueError(f"{key}: {redact_text(variable)!r} is not the name of a variable; use letters, digits and _.")
+    name = given.removeprefix(SECRET_SCHEME)
+    arn = r"arn:aws[a-z-]*:secretsmanager:[a-z0-9-]+:\d{12}:secret:[A-Za-z0-9/_+=.@-]+"
+    if not re.fullmatch(rf"(?:{arn}|[A-Za-z0-9/_+=.@-]{{1,512}})(?:#[^#\s]+)?", name):
+        raise ValueError(
+            f"{key}.{variable} is not the ARN or the name of a secret in AWS Secrets Manager; write it like team/hf or "
+            "arn:aws:secretsmanager:us-east-1:111122223333:secret:team/hf-AbCdEf, and for one key of a JSON object "
+            "add #KEY."
+        )
+    if redact({"key": name}) != {"key": name}:
+        raise ValueError(
+            f"{key}.{variable} looks like a secret itself, and a recipe is stored in plain text; store it in AWS "
+            "Secrets Manager, and give its ARN or name here."
+        )
+    return name if name.startswith("arn:") else SECRET_SCHEME + name
+
+
 class SageMakerConfig(Section):
     """`launch.to: sagemaker`: a training job of Amazon SageMaker AI."""
 
@@ -271,6 +297,11 @@ class SageMakerConfig(Section):
     encrypt_traffic: Flag = Field(False, description="Encrypt traffic between the machines; slower.")
     kms_key: str | None = Field(None, description="KMS key for uploads, volumes and output.")
     tags: dict[str, str] = Field(default_factory=dict, description="Of the job.")
+    secrets: dict[str, str] = Field(
+        default_factory=dict,
+        description="Environment variables of training from AWS Secrets Manager: `{HF_TOKEN: <ARN>}`, or a name, and "
+        "`<ARN>#KEY` for a secret that is a JSON object.",
+    )
     mlflow_arn: str | None = Field(None, description="SageMaker MLflow app or tracking server.")
     training_plan_arn: str | None = Field(None, description="ARN of reserved capacity.")
     profiler: dict[str, Any] = Field(
@@ -305,6 +336,11 @@ class SageMakerConfig(Section):
                 f"launch.sagemaker.instance_groups: two groups have the same name among {', '.join(names)}; rename one."
             )
         return self
+
+    @field_validator("secrets")
+    @classmethod
+    def _referred(cls, secrets: dict[str, str]) -> dict[str, str]:
+        return {variable: _refer_to_secret(variable, given) for variable, given in secrets.items()}
 
     @field_validator("bucket", "checkpoint_uri")
     @classmethod

@@ -60,6 +60,8 @@ def check_settings(recipe: Recipe, machines: JobMachines, default_max_hours: flo
     _check_engine(recipe, machines)
     _check_times(recipe, default_max_hours)
     _check_network(recipe)
+    for variable in recipe.launch.sagemaker.secrets.keys() & recipe.launch.env.keys():
+        raise ConfigError(f"{variable} is both in launch.env and in {_KEY}.secrets; remove one.")
     _check_file_systems(recipe.launch.sagemaker)
     _check_profiler(recipe.launch.sagemaker.profiler)
     _check_tracking(recipe)
@@ -175,8 +177,16 @@ def _check_network(recipe: Recipe) -> None:
         for value in getattr(settings, name):
             if not re.fullmatch(r"[-0-9a-zA-Z]{1,32}", value):
                 raise ConfigError(f"{_KEY}.{name}: {value!r} is not an AWS id; write it like subnet-0abc or sg-0abc.")
-    if not settings.network_isolation:
-        return
+    if settings.network_isolation:
+        _check_isolation(recipe)
+
+
+def _check_isolation(recipe: Recipe) -> None:
+    settings = recipe.launch.sagemaker
+    if settings.secrets:
+        raise ConfigError(
+            f"{_KEY}.secrets are read over the network, which {_KEY}.network_isolation=true blocks; remove one."
+        )
     if settings.image is None:
         raise ConfigError(
             f"{_KEY}.network_isolation=true: the container cannot install packages, and AWS's image lacks some that "

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 from echelon.errors import ConfigError, LaunchError
 from echelon.hardware.gpu_check import check_gpus, find_compat, find_needed
 from echelon.hardware.job_machines import count_asked_gpus
+from echelon.launch.sagemaker.secrets_manager import hide_values, read_secrets
 from echelon.logs import log_to_console
 from echelon.recipe import Recipe, RunConfig, load_recipe
 from echelon.runs.checksums import list_files
@@ -155,7 +157,8 @@ def run(base: Path, env: Mapping[str, str]) -> Outcome:
     recipe, _ = load_recipe(container.recipe_path)
     _check_place(recipe.run, base)
     _check_channels(recipe, container)
-    variables = {**find_asked(recipe, container), **env, **find_variables(container, env)}
+    secrets = read_secrets(recipe.launch.sagemaker.secrets, _find_region(recipe, env))
+    variables = {**find_asked(recipe, container), **env, **find_variables(container, env), **secrets}
     _await_names(container.hosts)
     folder = RunFolder(recipe.run.dir)
     started = time.time()
@@ -166,9 +169,10 @@ def run(base: Path, env: Mapping[str, str]) -> Outcome:
             if container.is_first:
                 mirror(folder.path / "tensorboard", base / "output" / "tensorboard")
 
-    outcome = translate(_train(train_command(recipe, container.recipe_path), variables, show))
+    hide = partial(hide_values, values=secrets.values())
+    outcome = translate(_train(train_command(recipe, container.recipe_path), variables, show, hide))
     if outcome.code == DONE and container.is_first:
-        outcome = _export(folder, base / "model", outcome, variables)
+        outcome = _export(folder, base / "model", outcome, variables, hide)
     show()
     try:
         keep_records(folder, base / "output" / "data", started, container.is_first)
@@ -297,10 +301,12 @@ def train_command(recipe: Recipe, recipe_path: Path) -> list[str]:
     return argv if processes == "auto" else [*argv, "--nproc", str(processes)]
 
 
-def _train(argv: Sequence[str], env: Mapping[str, str], look: Callable[[], None]) -> Outcome:
+def _train(
+    argv: Sequence[str], env: Mapping[str, str], look: Callable[[], None], hide: Callable[[str], str] = str
+) -> Outcome:
     """Run the command to its end, forward stop signals to it, and read from its stderr why it ended.
 
-    `look` is called every few seconds.
+    `look` is called every few seconds. `hide` replaces secrets in what was read.
     """
     asked: list[int] = []
     running: list[subprocess.Popen[bytes]] = []
@@ -318,7 +324,7 @@ def _train(argv: Sequence[str], env: Mapping[str, str], look: Callable[[], None]
     if asked:
         process.send_signal(asked[0])
     said: deque[str] = deque(maxlen=_ERROR_LINES)
-    listener = threading.Thread(target=_listen, args=(process, said), name="stderr", daemon=True)
+    listener = threading.Thread(target=_listen, args=(process, said, hide), name="stderr", daemon=True)
     listener.start()
     while True:
         try:
@@ -337,13 +343,14 @@ def _train(argv: Sequence[str], env: Mapping[str, str], look: Callable[[], None]
     return Outcome(FAILED, early if asked else f"echelon train was killed by {name}")
 
 
-def _listen(process: "subprocess.Popen[bytes]", said: deque[str]) -> None:
+def _listen(process: "subprocess.Popen[bytes]", said: deque[str], hide: Callable[[str], str]) -> None:
     """Forward stderr and keep its last lines."""
     assert process.stderr is not None
     for line in process.stderr:
-        sys.stderr.buffer.write(line)
+        text = hide(line.decode("utf-8", "surrogateescape"))
+        sys.stderr.buffer.write(text.encode("utf-8", "surrogateescape"))
         sys.stderr.flush()
-        said.append(line.decode("utf-8", "replace").rstrip())
+        said.append(text.encode("utf-8", "surrogateescape").decode("utf-8", "replace").rstrip())
 
 
 def find_message(said: Sequence[str]) -> str:
@@ -389,7 +396,14 @@ def keep_records(folder: RunFolder, target: Path, since: float, leads: bool) -> 
         shutil.copy2(path, copy)
 
 
-def _export(folder: RunFolder, model: Path, outcome: Outcome, env: Mapping[str, str]) -> Outcome:
+def _find_region(recipe: Recipe, env: Mapping[str, str]) -> str | None:
+    """The region of the job. SageMaker sets AWS_REGION."""
+    return recipe.launch.sagemaker.region or env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION")
+
+
+def _export(
+    folder: RunFolder, model: Path, outcome: Outcome, env: Mapping[str, str], hide: Callable[[str], str]
+) -> Outcome:
     """Export the model to the folder that SageMaker collects, as `echelon export` does; an adapter stays an adapter."""
     if folder.newest_step() is None:
         return outcome
@@ -398,9 +412,9 @@ def _export(folder: RunFolder, model: Path, outcome: Outcome, env: Mapping[str, 
     written = model / "export"
     argv = [sys.executable, "-m", "echelon", "export", str(folder.path), str(written)]
     done = subprocess.run(argv, env=env, capture_output=True, encoding="utf-8", errors="replace", check=False)
-    sys.stderr.write(done.stderr)
+    sys.stderr.write(hide(done.stderr))
     if done.returncode != 0:
-        message = find_message(done.stderr.splitlines())
+        message = find_message(hide(done.stderr).splitlines())
         return Outcome(done.returncode, f"training has ended, but the model was not exported: {message}")
     for path in written.iterdir():
         path.replace(model / path.name)

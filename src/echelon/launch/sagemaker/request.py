@@ -233,6 +233,11 @@ def _describe(recipe: Recipe, machines: JobMachines, image: str, staging: Stagin
     )
     if settings.subnets and machines.count > 1 and machines.weakest.efa_interfaces:
         lines.append("EFA: launch.sagemaker.security_group_ids must allow all traffic to and from themselves")
+    if settings.secrets:
+        lines.append(
+            f"secrets: the container reads {', '.join(settings.secrets)} from AWS Secrets Manager; "
+            "launch.sagemaker.role needs secretsmanager:GetSecretValue"
+        )
     if recipe.run.dir != Path("runs") / recipe.run.name:
         lines.append(f"run.dir={recipe.run.dir} is for this machine; in the container it is {run_dir(recipe)}")
     if recipe.data.prepared_dir is not None:

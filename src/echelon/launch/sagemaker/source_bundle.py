@@ -34,6 +34,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "deepspeed": ("deepspeed>=0.19.8,<0.20",),
     "tensorflow": ("tensorflow-cpu>=2.21,<2.22", "keras-hub>=0.32,<0.33"),
     "float8": ("torchao>=0.15",),
+    "sagemaker": ("boto3>=1.40",),
     "liger": ("liger-kernel>=0.8",),
 }
 # AWS's plugin, with which MLflow accepts the ARN of a SageMaker server as tracking URI.
@@ -62,6 +63,8 @@ def list_extras(recipe: Recipe) -> dict[str, str]:
         extras["float8"] = "train.precision=fp8"
     if recipe.adapter.is_adapter:
         extras["qlora" if recipe.adapter.method == "qlora" else "peft"] = f"adapter.method={recipe.adapter.method}"
+    if recipe.launch.sagemaker.secrets:
+        extras["sagemaker"] = "launch.sagemaker.secrets"
     remote = recipe.checkpoint.remote or ""
     for scheme, extra in (("s3://", "s3"), ("gs://", "gcs")):
         if remote.startswith(scheme):
