@@ -175,7 +175,7 @@ def test_a_second_call_reuses_the_data_and_a_change_prepares_again(tmp_path, cap
     caplog.clear()
     assert prepare(spec).path == first.path
     assert not any("tokenizing" in line for line in caplog.messages)
-    assert len(caplog.messages) == 3
+    assert len(caplog.messages) == 4  # the last one warns of a small validation set
     paths = {first.path}
     path.write_text(POEM + "x")
     paths.add(prepare(spec).path)
@@ -254,6 +254,53 @@ def test_files_that_are_not_text_are_skipped_counted_and_named(tmp_path, caplog)
     assert f"data.train[0]: dropped 5 of 8 records: {'; '.join(names[:3])}; and more" in caplog.messages
     with pytest.raises(DataError, match=r"text: 5 of 8 records cannot be used, more than .*fraction=0\.001"):
         prepare(build_spec(tmp_path, folder))
+
+
+def test_broken_files_are_found_before_a_tokenizer_is_trained(tmp_path, caplog):
+    folder = tmp_path / "text"
+    write_documents(folder, 66)
+    (folder / "bad0.txt").write_bytes(b"caf\xe9")
+    (folder / "bad1.txt").write_bytes(bytes(100))
+    message = (
+        r"text: 2 of 68 records cannot be used, more than data\.max_broken_fraction=0\.001, which allows none of 68: "
+        r".*bad0\.txt is not UTF-8 text; .*bad1\.txt is binary, not text: 100% of its bytes are control characters\. "
+        r"Fix them, or drop them with data\.max_broken_fraction=0\.03\.$"
+    )
+    with pytest.raises(DataError, match=message):
+        prepare(build_spec(tmp_path, folder, tokenizer=300))
+    assert caplog.messages == ["tokenizer: training byte-level BPE with 300 ids"]  # its end would have been logged
+    prepare(build_spec(tmp_path, folder, tokenizer=300, max_broken_fraction=0.03))
+    assert any("dropped 2 of 68 records" in line for line in caplog.messages)
+
+
+def test_a_large_source_of_files_is_checked_by_the_files_of_the_sample(tmp_path, monkeypatch):
+    folder = tmp_path / "text"
+    write_documents(folder, 40)
+    for index in range(200):
+        (folder / f"bad{index}.txt").write_bytes(b"\xff" * 200)
+    monkeypatch.setattr("echelon.data.prepare.TOKENIZER_SAMPLE_BYTES", 10_000)
+    monkeypatch.setattr("echelon.data.tokenize.PIECE_BYTES", 1000)
+    with pytest.raises(DataError, match=r"text: \d\d of 240 records cannot be used.*Fix them, or drop them with"):
+        prepare(build_spec(tmp_path, folder, tokenizer=300, max_broken_fraction=0.01))
+
+
+@pytest.mark.parametrize(
+    ("size", "fraction", "words"),
+    [
+        (61, 0.02, "validation: the held-out text is a single document, whose loss need not be that of the others"),
+        (66, 0.1, None),
+        (1, 0.05, "tokens are too few to measure a loss: small differences will be chance; hold out more"),
+    ],
+)
+def test_a_validation_set_that_measures_little_gets_a_warning(tmp_path, caplog, size, fraction, words):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for index in range(size):
+        (folder / f"{index}.txt").write_text(f"The text of document {index}. " * 50)
+    prepare(build_spec(tmp_path, folder, validation_fraction=fraction))
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (words is not None)
+    assert words is None or words in warnings[0]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from echelon.data.readers import count_documents, cut_file, name_place, read_records
 from echelon.data.readers.record import Broken, Reading, Record
-from echelon.data.readers.text import is_text
+from echelon.data.readers.text import find_fault
 from echelon.data.source import PYTHON_STDLIB, Source, list_files
 from echelon.errors import DataError
 
@@ -120,21 +120,44 @@ def test_a_named_file_that_is_not_utf8_is_refused_with_its_offset(tmp_path):
         [read_span(span) for span in cut_file(file, piece_bytes=30)]
 
 
-@pytest.mark.parametrize("content", [b"caf\xe9", b"bin\0ary"])
-def test_a_file_in_a_folder_that_is_not_text_is_skipped(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b"caf\xe9", "is not UTF-8 text"),
+        (b"\x7fELF" + bytes(90), "is binary, not text: 97% of its bytes are control characters"),
+        ("words in UTF-16".encode("utf-16-le"), "is binary, not text: 50% of its bytes are control characters"),
+    ],
+    ids=["latin-1", "zeros", "utf-16"],
+)
+def test_a_file_in_a_folder_that_is_not_text_is_skipped(tmp_path, content, fault):
     (tmp_path / "x.txt").write_bytes(content)
     (file,) = list_files(source(tmp_path))
     (span,) = cut_file(file)
-    assert not is_text(file)
-    assert list(read_records(span, Reading())) == [Broken(file, None, "is not UTF-8 text")]
+    assert find_fault(file) == fault
+    assert list(read_records(span, Reading())) == [Broken(file, None, fault)]
+
+
+def test_a_named_file_that_is_binary_is_refused(tmp_path):
+    (tmp_path / "x.txt").write_bytes(b"some words\n" * 100_000 + bytes(2**21))
+    message = r"x\.txt is binary, not text: \d+% of its bytes are control characters from the offset [\d,]+ on; .*iconv"
+    with pytest.raises(DataError, match=message):
+        read_all(tmp_path / "x.txt")
+
+
+@pytest.mark.parametrize("name", ["x.txt", "."], ids=["file", "folder"])
+def test_text_with_a_few_control_characters_is_read(tmp_path, name):
+    """A lost byte of a log, colours of a terminal, form feeds."""
+    content = b"a line of a log with a \0 in it, \x1b[31mred\x1b[0m\f\n" * 9
+    (tmp_path / "x.txt").write_bytes(content)
+    assert read_all(tmp_path / name) == [content]
 
 
 def test_is_text_across_its_windows(tmp_path):
     path = tmp_path / "x.txt"
     path.write_bytes(b"x" * (2**20 - 1) + "ü".encode())
-    assert is_text(list_files(source(tmp_path))[0])
+    assert find_fault(list_files(source(tmp_path))[0]) is None
     path.write_bytes(b"x" * (2**20 - 1) + "ü".encode()[:1])
-    assert not is_text(list_files(source(tmp_path))[0])
+    assert find_fault(list_files(source(tmp_path))[0]) is not None
 
 
 def test_a_file_that_shrinks_is_refused(tmp_path):

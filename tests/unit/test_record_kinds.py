@@ -10,11 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from echelon.data.corpus import CorpusEntry, describe_examples, sample_texts
+from echelon.data.corpus import CorpusEntry, describe_examples
 from echelon.data.readers import count_documents, cut_file, name_place, read_records
 from echelon.data.readers.arrays import ArrayReader
 from echelon.data.readers.record import Broken, ExampleFields, Reading, Record, digest_document, hash_for_split
 from echelon.data.source import Source, list_files
+from echelon.data.text_sample import TextSample
 from echelon.errors import ConfigError, DataError
 from echelon.progress import Progress
 from echelon.recipe.data_formats import RECORD_FORMATS, recognise_format
@@ -210,7 +211,7 @@ def test_tokenizers_are_trained_on_the_text_of_examples(tmp_path):
     source = Source("data.train.0", str(path))
     files = list_files(source)
     entry = CorpusEntry("train", source, files)
-    texts = list(sample_texts([entry], 1000, Progress("", 1, logging.getLogger())))
+    texts = list(TextSample([entry], 1000, Progress("", 1, logging.getLogger()), max_broken=1).read())
     assert texts == ["user", "Hi ü", "assistant", "Ho", "user", "!"]
     assert list(describe_examples([entry])) == [f"data.train.0: records of format messages in {path}"]
 

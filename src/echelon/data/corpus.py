@@ -2,18 +2,15 @@
 
 import filecmp
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from echelon.data.readers import count_documents, read_records
-from echelon.data.readers.record import ExampleFields, Reading, Record, SourceFile
+from echelon.data.readers import count_documents
+from echelon.data.readers.record import ExampleFields, Reading, SourceFile
 from echelon.data.source import Source, list_files
-from echelon.data.tokenize import plan_tasks
 from echelon.data.walking import LeftOut
 from echelon.errors import DataError
-from echelon.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -82,53 +79,6 @@ def corpus_bytes(corpus: Iterable[CorpusEntry]) -> int:
     """Return the total size of all files in bytes; 0 if the size of a streamed dataset is unknown."""
     sizes = [file.size for entry in corpus for file in entry.files if file.size or file.format == "hub"]
     return sum(sizes) if all(sizes) else 0
-
-
-def sample_texts(entries: Sequence[CorpusEntry], max_bytes: int, progress: Progress) -> Iterator[str]:
-    """Yield texts sampled evenly from all files: every n-th task, for the smallest n that gives about `max_bytes`.
-
-    Files of unknown size, files that contain far more text than their size, and sources with `max_samples` contribute
-    text from their start.
-    """
-    whole = [file for entry in entries if entry.source.max_samples is None for file in entry.files]
-    stride = max(1, math.ceil(sum(file.size for file in whole) / max_bytes))
-    yield from _read_texts(whole, stride, math.inf, 2 * max_bytes, progress)
-    limited = [entry for entry in entries if entry.source.max_samples is not None]
-    for entry in limited:
-        assert entry.source.max_samples is not None
-        yield from _read_texts(entry.files, 1, entry.source.max_samples, max_bytes // len(limited), progress)
-
-
-def _read_texts(
-    files: Sequence[SourceFile], stride: int, max_records: float, max_bytes: int, progress: Progress
-) -> Iterator[str]:
-    """Yield the texts of every `stride`-th task of the files, up to the given limits."""
-    taken = num_records = 0
-    for index, task in enumerate(plan_tasks(0, files)):
-        if index % stride:
-            continue
-        for span in task.spans:
-            progress.add(span.num_bytes)
-            for record in read_records(span, Reading()):
-                num_records += record.is_first if isinstance(record, Record) else record.count
-                if num_records > max_records:
-                    return
-                for text in _texts(record.content) if isinstance(record, Record) else ():
-                    taken += len(text)
-                    yield text
-        if taken >= max_bytes:
-            return
-
-
-def _texts(content: Any) -> Iterator[str]:
-    """Yield the text of a record; for an example, the texts of its turns."""
-    if isinstance(content, bytes):
-        yield content.decode("utf-8")
-    elif isinstance(content, str):
-        yield content.encode("utf-8", "ignore").decode("utf-8")  # JSON can contain half a surrogate pair
-    elif isinstance(content, Mapping | list):
-        for value in content.values() if isinstance(content, Mapping) else content:
-            yield from _texts(value)
 
 
 def describe_left_out(corpus: Iterable[CorpusEntry]) -> Iterator[str]:

@@ -27,7 +27,6 @@ from echelon.data.corpus import (
     describe_left_out,
     describe_limits,
     list_corpus,
-    sample_texts,
 )
 from echelon.data.instruction import InstructionEncoding
 from echelon.data.preflight import build_instruction_encoding, check_stops_learned
@@ -35,8 +34,9 @@ from echelon.data.prepare_spec import PrepareSpec, prepare_spec
 from echelon.data.prepared import DocumentMask, PreparedData, check_mask, open_prepared
 from echelon.data.readers.record import ExampleFields
 from echelon.data.resume import has_progress
-from echelon.data.split import describe_split
+from echelon.data.split import describe_split, warn_of_small_sets
 from echelon.data.templates import load_template
+from echelon.data.text_sample import TextSample
 from echelon.data.tokenize import Encoding
 from echelon.data.tokenizer import (
     add_new_tokens,
@@ -126,6 +126,8 @@ def prepare(
     prepared = replace(prepared, loaded=tokenizer)
     for line in _describe_prepared(prepared, folder, spec.document_mask):
         logger.info(line)
+    for line in warn_of_small_sets(prepared.manifest):
+        logger.warning(line)
     return prepared
 
 
@@ -328,7 +330,7 @@ def _keep_tokenizer(
         return load_tokenizer(str(place))
     if tokenizer is None:
         assert isinstance(spec.tokenizer, int)
-        tokenizer = add_new_tokens(_train_on_sample(corpus, spec.tokenizer), spec.new_tokens)
+        tokenizer = add_new_tokens(_train_on_sample(corpus, spec.tokenizer, spec.max_broken_fraction), spec.new_tokens)
         _instruction(spec, corpus, tokenizer)  # sets its template, which is saved with it
     unfinished = place.with_suffix(".new")
     for folder in (unfinished, place):
@@ -363,11 +365,12 @@ def _num_workers(spec: PrepareSpec, corpus: Sequence[CorpusEntry]) -> int:
     return max(1, min(cores, num_bytes // BYTES_PER_WORKER)) if num_bytes else cores
 
 
-def _train_on_sample(corpus: Sequence[CorpusEntry], vocab_size: int) -> "PreTrainedTokenizerFast":
+def _train_on_sample(corpus: Sequence[CorpusEntry], vocab_size: int, max_broken: float) -> "PreTrainedTokenizerFast":
     training = [entry for entry in corpus if entry.stream == "train"]
     logger.info(f"tokenizer: training byte-level BPE with {vocab_size:,} ids")
     progress = Progress("tokenizer: read", min(corpus_bytes(corpus), TOKENIZER_SAMPLE_BYTES), logger)
-    tokenizer = train_tokenizer(sample_texts(training, TOKENIZER_SAMPLE_BYTES, progress), vocab_size)
+    sample = TextSample(training, TOKENIZER_SAMPLE_BYTES, progress, max_broken)
+    tokenizer = train_tokenizer(sample.read(), vocab_size)
     progress.finish()
     num_ids = vocabulary_size(tokenizer.backend_tokenizer)
     if num_ids < vocab_size:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from echelon.data.broken_records import RecordCounts
 from echelon.data.duplicates import DigestSet
 from echelon.data.oddities import CopySample
 from echelon.data.readers.record import DIGEST_BYTES
@@ -57,15 +58,12 @@ class SinkState:
 
 
 @dataclass
-class EntryState:
-    """The progress of one source: finished tasks, usable documents, broken records and the locations of the first
-    ones, dropped copies, oddities (count and first location), and its sinks. `is_full`: `max_samples` is reached."""
+class EntryState(RecordCounts):
+    """The progress of one source: its records, finished tasks, dropped copies, oddities (count and first location), and
+    its sinks. `is_full`: `max_samples` is reached."""
 
     num_tasks: int = 0
     is_full: bool = False
-    documents: int = 0
-    broken: int = 0
-    places: list[str] = field(default_factory=list)
     duplicates: int = 0
     odd: dict[str, tuple[int, str]] = field(default_factory=dict)
     sinks: dict[str, SinkState] = field(default_factory=dict)

@@ -13,6 +13,10 @@ STREAMS = ("train", "validation")
 MIN_SPLIT_TOKENS = 2
 """A window of plain text needs one input token and one target token."""
 
+# The mean loss of so many tokens still varies by about 0.1, that of so many answers by more.
+_FEW_TOKENS = 500
+_FEW_SAMPLES = 10
+
 Streams = dict[str, tuple[SourceRecord, ...]]
 
 
@@ -127,6 +131,26 @@ def describe_split(manifest: Manifest) -> list[str]:
     if manifest.samples is None:
         return lines
     return [*lines, *_describe_samples(manifest, manifest.samples), *_describe_packs(manifest, manifest.samples)]
+
+
+def warn_of_small_sets(manifest: Manifest) -> Iterator[str]:
+    """Yield a line for each validation set that cannot measure the loss: of one document among many, or too small."""
+    least, unit = (_FEW_TOKENS, "tokens") if manifest.samples is None else (_FEW_SAMPLES, "samples")
+    for held_out in manifest.validation:
+        size = held_out.stop - held_out.start
+        more = "hold out more (data.validation_fraction), or name files in data.validation"
+        if held_out.method == "sources":
+            more = "give more text in data.validation"
+        if size < least:
+            yield (
+                f"{_name_set(held_out)}: {size:,} {unit} are too few to measure a loss: small differences will be "
+                f"chance; {more}"
+            )
+        elif held_out.method == "hash" and held_out.documents == 1:
+            yield (
+                f"{_name_set(held_out)}: the held-out text is a single document, whose loss need not be that of the "
+                f"others; {more}"
+            )
 
 
 def _describe_set(manifest: Manifest, held_out: HeldOut) -> str:

@@ -1,7 +1,6 @@
 """Tokenize a corpus into the shards of a folder. An interrupted writer can be resumed."""
 
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
@@ -9,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
+from echelon.data.broken_records import refuse_broken
 from echelon.data.catalog import (
     FORMAT_VERSION,
     Manifest,
@@ -38,19 +38,12 @@ from echelon.data.tokenize import (
 )
 from echelon.errors import DataError
 from echelon.progress import Progress
-from echelon.recipe.data_formats import describe_formats
 from echelon.sizes import render_bytes
 
 logger = logging.getLogger(__name__)
 
 POINT_BYTES = 2**26
 """After this many bytes of the sources, the written data is flushed to disk and the progress is saved."""
-
-HOPELESS_RECORDS = 1000
-"""A source is refused without reading further if none of its first records, this many, can be used."""
-
-_LISTED_PLACES = 20
-_SAID_PLACES = 3
 
 
 @dataclass(frozen=True)
@@ -127,7 +120,7 @@ class CorpusWriter:
         state, index = self._journal.state, task.source
         entry, limit = state.entries[index], self._corpus[index].source.max_samples
         for found in result.found:
-            room = None if limit is None else limit - entry.documents - entry.broken
+            room = None if limit is None else limit - entry.records
             begins = isinstance(found, Broken) or (isinstance(found, Piece) and found.is_first)
             entry.is_full = entry.is_full or (room == 0 and begins)
             if entry.is_full:
@@ -163,24 +156,10 @@ class CorpusWriter:
         return int(self._options.validation_fraction * 2**64) if self._by_hash[index] else 0
 
     def _leave_out(self, index: int, broken: Broken) -> None:
-        entry = self._journal.state.entries[index]
-        entry.broken += broken.count
-        if len(entry.places) < _LISTED_PLACES:
-            entry.places.append(f"{name_place(broken)} {broken.problem}")
-        hopeless = entry.documents == 0 and entry.broken >= HOPELESS_RECORDS
-        if hopeless or self._options.max_broken_fraction == 0:
-            raise self._refusal(index)
-
-    def _refusal(self, index: int) -> DataError:
-        entry, source = self._journal.state.entries[index], self._corpus[index].source
-        total, has_read_all = entry.broken + entry.documents, self._num_finished > self._order.index(index)
-        formats = "" if entry.documents else f"; {describe_formats()}"
-        enough = f"or drop them with data.max_broken_fraction={_round_up(entry.broken / total):g}"
-        return DataError(
-            f"{source}: {entry.broken:,} of {total:,} records cannot be used, more than "
-            f"data.max_broken_fraction={self._options.max_broken_fraction:g}: {_say_places(entry)}{formats}. Fix "
-            f"them{f', {enough}' if entry.documents and has_read_all else ''}."
-        )
+        entry, most = self._journal.state.entries[index], self._options.max_broken_fraction
+        entry.add_broken(broken)
+        if entry.is_hopeless or most == 0:
+            raise refuse_broken(self._corpus[index].source, entry, most, None)
 
     def _open_entry(self, index: int) -> None:
         """Open the sinks for the streams of a source, if they are not open yet."""
@@ -216,15 +195,14 @@ class CorpusWriter:
     def _check_entry(self, index: int) -> None:
         """Raise DataError for a source with too little usable text, and log what was dropped."""
         entry, source = self._journal.state.entries[index], self._corpus[index].source
-        if entry.broken > self._options.max_broken_fraction * (entry.broken + entry.documents):
-            raise self._refusal(index)
+        if entry.broken > self._options.max_broken_fraction * entry.records:
+            raise refuse_broken(source, entry, self._options.max_broken_fraction, entry.records)
         if not entry.documents:
             raise DataError(f"{source} is empty.")
         if self._options.samples is not None:
             self._check_samples(source, entry, self._options.samples)
         if entry.broken:
-            total = entry.broken + entry.documents
-            logger.warning(f"{source.key}: dropped {entry.broken:,} of {total:,} records: {_say_places(entry)}")
+            logger.warning(f"{source.key}: dropped {entry.broken:,} of {entry.records:,} records: {entry.say_places()}")
         if self._options.deduplicate and self._corpus[index].stream == "train":
             logger.info(f"{source.key}: dropped {entry.duplicates:,} of {entry.documents:,} documents as copies")
 
@@ -328,14 +306,3 @@ _AnySplit = TypeVar("_AnySplit", bound=Split)
 
 def _with_packs(split: _AnySplit, packs: PackRecord) -> _AnySplit:
     return replace(split, packs=packs)
-
-
-def _round_up(share: float) -> float:
-    """Round a share up to two significant digits, at most 1."""
-    unit = 10.0 ** (math.floor(math.log10(share)) - 1)
-    return min(1.0, math.ceil(share / unit - 1e-9) * unit)
-
-
-def _say_places(entry: EntryState) -> str:
-    more = "; and more" if entry.broken > _SAID_PLACES else ""
-    return "; ".join(entry.places[:_SAID_PLACES]) + more

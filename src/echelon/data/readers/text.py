@@ -39,6 +39,12 @@ _WINDOW_BYTES = 2**16
 _SEARCHED_WINDOWS = 16
 _LINE_STARTS_WORD = re.compile(r"(?<=\S)\n(?=[^\s/])")
 _WORD_ENDS_LINE = re.compile(r"(?<=[^\W_])(?=\r?\n)")
+_CONTROLS = bytes({*range(32), 127} - set(b"\t\n\v\f\r\b\x1b"))
+"""Control characters that texts rarely contain; the others move a cursor or set colours."""
+
+_MOST_CONTROLS = 0.1
+"""A piece with a larger share of control characters is binary. Half of UTF-16's bytes are zeros in western text."""
+
 _NOT_TEXT = "is not UTF-8 text"
 
 
@@ -48,8 +54,9 @@ class TextReader(Reader):
     def cut(self, file: SourceFile, piece_bytes: int = PIECE_BYTES) -> Iterator[Span]:
         """See Reader. A long file of a folder is checked first: otherwise pieces are written before a bad byte."""
         compressed = is_compressed(file.path)
-        if not file.required and (compressed or file.size > piece_bytes) and not is_text(file):
-            yield broken_file(file, _NOT_TEXT)
+        checked = not file.required and (compressed or file.size > piece_bytes)
+        if checked and (fault := find_fault(file)) is not None:
+            yield broken_file(file, fault)
         elif compressed:
             yield from _cut_stream(file, piece_bytes)
         else:
@@ -60,7 +67,7 @@ class TextReader(Reader):
         file, is_first = span.file, span.start == 0
         data = read_bytes(file, span.start, span.stop) if span.data is None else span.data
         try:
-            decoded = data.decode("utf-8")
+            data.decode("utf-8")
         except UnicodeDecodeError as error:
             if not file.required and is_first and span.ends:
                 yield Broken(file, None, _NOT_TEXT)
@@ -69,29 +76,43 @@ class TextReader(Reader):
                 f"{file.path} {_NOT_TEXT}: the byte at offset {span.start + error.start} is invalid ({error.reason}); "
                 f"convert the file, for example with iconv."
             ) from error
-        if not file.required and "\0" in decoded:
-            yield Broken(file, None, _NOT_TEXT)
-            return
+        if (fault := _find_binary(data)) is not None:
+            if not file.required:
+                yield Broken(file, None, fault)
+                return
+            raise DataError(
+                f"{file.path} {fault} from the offset {span.start:,} on; give a file of text, or convert it: UTF-16 "
+                "with iconv -f UTF-16 -t UTF-8."
+            )
         is_cut = is_first and not span.ends
         digest = digest_document(_read_pieces(file)) if is_cut and reading.digests else None
         yield Record(data, is_first, span.ends, digest)
 
     def count(self, file: SourceFile, limit: int, reading: Reading) -> int:
         """See Reader: one if the file is not empty and is text."""
-        return min(limit, int(file.size > 0 and (file.required or is_text(file))))
+        return min(limit, int(file.size > 0 and (file.required or find_fault(file) is None)))
 
 
-def is_text(file: SourceFile) -> bool:
-    """Whether a whole file is UTF-8 without zero bytes. The file is read in pieces."""
+def find_fault(file: SourceFile) -> str | None:
+    """Return why a whole file is not text, as a clause; None if it is. The file is read in pieces."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for piece in _read_pieces(file):
-            if "\0" in decoder.decode(piece):
-                return False
+            decoder.decode(piece)
+            if (fault := _find_binary(piece)) is not None:
+                return fault
         decoder.decode(b"", final=True)
     except (UnicodeDecodeError, DamagedStreamError):
-        return False
-    return True
+        return _NOT_TEXT
+    return None
+
+
+def _find_binary(data: bytes) -> str | None:
+    """Return a clause about a piece that is not text although it is valid UTF-8, such as zeros; None for text."""
+    controls = len(data) - len(data.translate(None, _CONTROLS))
+    if controls <= _MOST_CONTROLS * len(data):
+        return None
+    return f"is binary, not text: {controls / len(data):.0%} of its bytes are control characters"
 
 
 def _read_pieces(file: SourceFile) -> Iterator[bytes]:
