@@ -7,6 +7,8 @@ A message states the value given, the rule, and the change that fixes it, with t
 import errno
 import re
 import traceback
+from collections.abc import Mapping
+from typing import Any
 
 from echelon.redaction import make_printable, redact_text
 
@@ -29,6 +31,17 @@ class ConfigError(EchelonError, ValueError):
     """The recipe or the command line is wrong, or asks for what echelon cannot do."""
 
     exit_code = 2
+
+
+class MissingSettingError(ConfigError):
+    """A setting without which nothing can be submitted is not set; the message says how to set it.
+
+    `placeholders`: values by dotted key with which `--dry-run` shows what would be submitted.
+    """
+
+    def __init__(self, message: str, placeholders: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.placeholders = placeholders
 
 
 class HubUnreachableError(ConfigError):

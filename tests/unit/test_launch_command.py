@@ -2,9 +2,11 @@
 
 import errno
 import json
+import re
 import signal
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import typer
@@ -12,7 +14,7 @@ import typer
 from echelon.commands.jobs import logs, status
 from echelon.commands.launch import launch
 from echelon.commands.sweep import _stops_noted
-from echelon.errors import ConfigError, HubUnreachableError, LaunchError
+from echelon.errors import ConfigError, DataError, HubUnreachableError, LaunchError
 from echelon.launch import packages
 from echelon.launch.job import Submitted
 from echelon.launch.records import find_job, list_jobs
@@ -20,6 +22,7 @@ from echelon.logs import log_to_console
 from echelon.sweep.conductor import StopWord
 from recipe_samples import DEMO
 
+ROOT = Path(__file__).parents[2]
 KUBERNETES = "{image: registry.example/echelon, gpus_per_node: 2, volumes: [{mount: /data, claim: team}]}"
 RECIPE = DEMO + f"launch: {{kubernetes: {KUBERNETES}}}\n"
 OURS = "111122223333.dkr.ecr.us-west-2.amazonaws.com/ours:1"
@@ -93,6 +96,56 @@ def test_the_plan_is_checked_against_the_requested_gpus(recipe, capsys):
         ConfigError, match=r"^launch\.accelerator=H100: the number per machine .* set launch\.nproc_per_node, or"
     ):
         launch(recipe, ["launch.accelerator=H100"], dry_run=True, to="slurm")
+
+
+MISSING = {
+    "slurm": (["data.train.0.path=corpus: no such file or folder"], "srun"),
+    "torchrun": (
+        ["data.train.0.path=corpus: no such file or folder", "launch.torchrun.hosts is empty"],
+        "-- SET-host-1 'bash ",
+    ),
+    "kubernetes": (
+        ["launch.kubernetes.image is not set", "launch.kubernetes.gpus_per_node is not set",
+         "launch.kubernetes.volumes is empty"],
+        "image: SET-launch.kubernetes.image",
+    ),
+    "sagemaker": (
+        ["launch.sagemaker.instance_type is not set", "launch.sagemaker.region is not set",
+         "launch.sagemaker.role is not set", "launch.sagemaker.bucket is not set",
+         "data.train.0.path=corpus: not found from"],
+        '"RoleArn": "arn:aws:iam::000000000000:role/SET-launch.sagemaker.role"',
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("to", MISSING)
+def test_a_dry_run_shows_the_job_and_all_missing_settings(tmp_path, monkeypatch, capsys, to):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    for name in ("AWS_DEFAULT_REGION", "AWS_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    keys, shown = MISSING[to]
+    with pytest.raises(ConfigError) as refused:
+        launch(ROOT / "recipes" / "pretrain-1.3b.yaml", [], dry_run=True, to=to)
+    said = str(refused.value)
+    lines = said.splitlines()
+    assert re.match(r"nothing can be submitted yet; (one setting is|\d settings are) not right:$", lines[0])
+    assert [line[4:].startswith(key) for line, key in zip(lines[1:], keys, strict=True)] == [True] * len(keys), said
+    text = capsys.readouterr().out
+    assert ", with placeholders for what is missing" in text and shown in text
+    # A submission is refused with the same list, and writes nothing.
+    with pytest.raises((ConfigError, DataError)) as refused:
+        launch(ROOT / "recipes" / "pretrain-1.3b.yaml", [], to=to)
+    assert all(key in str(refused.value) for key in keys)
+    assert "Shown here" not in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_setting_is_listed_with_the_missing_ones(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wrong = ["launch.kubernetes.cpu=many", "launch.kubernetes.gpus_per_node=8"]
+    with pytest.raises(ConfigError, match=r"(?s)2 settings are not right:.* - .*image is not set.* - .*cpu='many' is"):
+        launch(ROOT / "recipes" / "pretrain-1.3b.yaml", wrong, dry_run=True, to="kubernetes")
 
 
 @pytest.mark.parametrize("engine", ["native", "deepspeed", "horovod", "tensorflow"])

@@ -16,7 +16,7 @@ from echelon.commands.jobs import status
 from echelon.errors import ConfigError, LaunchError
 from echelon.launch.job import JobRecord, JobStatus, Submitted
 from echelon.launch.records import find_job, record_job, submit_job
-from echelon.launch.sagemaker import SageMakerLauncher
+from echelon.launch.sagemaker.launcher import SageMakerLauncher
 from echelon.launch.sagemaker.service import LOG_GROUP, Service, read_status
 from echelon.launch.sagemaker.staging import Upload
 from echelon.lifecycle.job_checks import check_job

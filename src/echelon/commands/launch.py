@@ -19,6 +19,7 @@ from echelon.redaction import redact_text
 
 if TYPE_CHECKING:
     from echelon.launch.job import JobRecord, JobStatus, Launcher
+    from echelon.lifecycle.job_checks import CheckedJob
 
 logger = logging.getLogger(__name__)
 
@@ -48,20 +49,18 @@ def launch(
 ) -> None:
     """Submit a recipe to a cluster or to the background. First makes all checks that are possible on this machine."""
     from echelon.launch.records import make_job, submit_job
-    from echelon.lifecycle.job_checks import check_job, settle_instance
+    from echelon.lifecycle.job_checks import check_job, preview_job, settle_instance
 
     options = _read_options(to, hosts, nodes, instance)
     recipe = read_recipe(recipe_path, [*(overrides or []), *options])
     _check_options(recipe.launch.to, hosts, instance)
     recipe = settle_instance(recipe)
     job = make_job(recipe, Path.cwd())
-    checked = check_job(job)
+    checked = preview_job(job) if dry_run else check_job(job)
     for line in checked.lines:
         logger.info(line)
     if dry_run:
-        for name, text in checked.texts.items():
-            show(f"--- {name}")
-            show(text.rstrip("\n"))
+        _show_files(checked)
         return
     with _handed_over_whole(job.name):
         record = submit_job(job, checked.launcher, checked.texts)
@@ -77,6 +76,17 @@ def launch(
             ) from None
         show(describe_job(record, ended))
         raise typer.Exit(1 if ended.exit_code is None else ended.exit_code)
+
+
+def _show_files(checked: "CheckedJob") -> None:
+    """Show what would be submitted. Raises ConfigError, after it, with the settings that are missing."""
+    from echelon.lifecycle.job_checks import describe_missing
+
+    for name, text in checked.texts.items():
+        show(f"--- {name}" + (", with placeholders for what is missing" if checked.missing else ""))
+        show(text.rstrip("\n"))
+    if checked.missing:
+        raise ConfigError(describe_missing(checked.missing))
 
 
 def _read_options(to: str | None, hosts: str | None, nodes: str | None, instance: str | None) -> list[str]:

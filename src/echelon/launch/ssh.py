@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from echelon.errors import ConfigError, LaunchError
+from echelon.errors import ConfigError, LaunchError, MissingSettingError
 from echelon.recipe.launching import LaunchConfig
 
 CONNECT_SECONDS = 10
@@ -72,7 +72,10 @@ def check_hosts(launch: LaunchConfig) -> None:
     """Raise ConfigError unless hosts and user are valid names, and each host is listed once."""
     hosts, user = launch.torchrun.hosts, launch.torchrun.user
     if not hosts:
-        raise ConfigError("launch.torchrun.hosts is empty; name the machines with --hosts a,b or in the recipe.")
+        raise MissingSettingError(
+            "launch.torchrun.hosts is empty; name the machines with --hosts a,b or in the recipe.",
+            {"launch.torchrun.hosts": [f"SET-host-{number}" for number in range(1, launch.node_range[0] + 1)]},
+        )
     for host in hosts:
         if "@" in host:
             raise ConfigError(

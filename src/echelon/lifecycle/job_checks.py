@@ -1,15 +1,17 @@
 """Checks of a job before it is submitted; the result lists the checks left to its target."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from echelon.data.corpus import list_corpus
 from echelon.data.prepare_spec import prepare_spec
+from echelon.data.source import list_files
 from echelon.data.templates import load_template
-from echelon.errors import ConfigError, HubUnreachableError, PlanError
+from echelon.errors import ConfigError, DataError, EchelonError, HubUnreachableError, MissingSettingError, PlanError
 from echelon.hardware.accelerators import Cluster, parse_devices
 from echelon.hardware.job_machines import find_machines
 from echelon.launch.job import JobSpec, Launcher
@@ -26,26 +28,73 @@ from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.replica_limits import refuse_quorum
 from echelon.recipe import LaunchConfig, Recipe
+from echelon.recipe.render import plain_value, recipe_mapping
+from echelon.recipe.yaml_text import show_value
 from echelon.runs.cost import check_budget, describe_cost, find_price_at_target
 from echelon.runs.run_folder import RunFolder
 from echelon.sizes import render_bytes
 
 logger = logging.getLogger(__name__)
 
+# Targets that see the files of this machine.
+_SEE_FILES = ("local", "torchrun", "slurm")
+_INSTANCE_TYPE, _REGION = "launch.sagemaker.instance_type", "launch.sagemaker.region"
+
 
 @dataclass(frozen=True)
 class CheckedJob:
-    """The launcher of a job, the files that it submits, and lines for the user."""
+    """The launcher of a job, the files that it submits, and lines for the user.
+
+    `missing`: the settings without which it cannot be submitted; the files then have placeholders in their place.
+    """
 
     launcher: Launcher
     texts: dict[str, str]
     lines: tuple[str, ...]
+    missing: tuple[EchelonError, ...] = ()
 
 
 def check_job(job: JobSpec) -> CheckedJob:
     """Run all checks that are possible on this machine; returns the job exactly as it will be submitted.
 
-    Raises ConfigError or PlanError naming the key.
+    Raises ConfigError, DataError or PlanError naming the key, for missing settings all of their keys.
+    """
+    filled, lines, missing = _fill_missing(job)
+    if len(missing) == 1:
+        raise missing[0]
+    if missing:
+        raise ConfigError(describe_missing(missing, shown=False))
+    return _check_whole(filled, lines, ())
+
+
+def preview_job(job: JobSpec) -> CheckedJob:
+    """Like `check_job`, but with placeholders for settings that are missing, for a look at what would be submitted."""
+    filled, lines, missing = _fill_missing(job)
+    try:
+        return _check_whole(filled, lines, missing)
+    except EchelonError as error:
+        if not missing:
+            raise
+        raise ConfigError(describe_missing([*missing, error], shown=False)) from error
+
+
+def describe_missing(missing: Sequence[EchelonError], shown: bool = True) -> str:
+    """The missing settings in one list; `shown`: with the placeholder of each, which the user sees in its place."""
+    one = len(missing) == 1
+    lines = [f"nothing can be submitted yet; {'one setting is' if one else f'{len(missing)} settings are'} not right:"]
+    for error in missing:
+        words = str(error)
+        if shown and isinstance(error, MissingSettingError):
+            value = next(iter(error.placeholders.values()))
+            words += " Left out here." if value is None else f" Shown here as {show_value(plain_value(value))}."
+        lines.append(f"  - {words}")
+    return "\n".join(lines)
+
+
+def _fill_missing(job: JobSpec) -> tuple[JobSpec, list[str], tuple[EchelonError, ...]]:
+    """The job with placeholders for missing settings, the lines of its launcher, and an error for each setting.
+
+    Raises the error of a setting that is there and wrong, with all that are missing.
     """
     recipe = job.recipe
     if recipe.launch.to is None:
@@ -53,28 +102,86 @@ def check_job(job: JobSpec) -> CheckedJob:
     refuse_secrets(recipe)
     if recipe.launch.to != "local":
         refuse_quorum(recipe)
-    rate = find_price_at_target(recipe)
-    check_budget(recipe, rate)
     launcher = find_launcher(recipe.launch.to)
+    missing: list[EchelonError] = [*_list_absent(recipe)] if recipe.launch.to in _SEE_FILES else []
+    while True:
+        try:
+            lines = launcher.check(job)
+            if not _lacks_machines(recipe):
+                check_budget(job.recipe, find_price_at_target(job.recipe))
+            return job, lines, tuple(missing)
+        except MissingSettingError as error:
+            missing.append(error)
+            job = replace(job, recipe=_fill(job.recipe, error.placeholders))
+        except EchelonError as error:
+            if not missing:
+                raise
+            raise ConfigError(describe_missing([*missing, error], shown=False)) from error
+
+
+def _list_absent(recipe: Recipe) -> Iterator[EchelonError]:
+    """An error for each source that is not on this machine."""
+    spec = prepare_spec(recipe)
+    for source in (*spec.train, *spec.validation):
+        if source.format != "hub" and not Path(source.path).expanduser().exists():
+            try:
+                list_files(source)
+            except DataError as error:
+                yield error
+
+
+def _lacks_machines(recipe: Recipe) -> bool:
+    """Whether a SageMaker job has no machines yet, so that its price and its memory are unknown."""
+    settings = recipe.launch.sagemaker
+    return recipe.launch.to == "sagemaker" and settings.instance_type is None and not settings.instance_groups
+
+
+def _fill(recipe: Recipe, placeholders: Mapping[str, Any]) -> Recipe:
+    """The recipe with these values, by dotted key."""
+    plain = recipe_mapping(recipe)
+    for key, value in placeholders.items():
+        *sections, name = key.split(".")
+        place: Any = plain
+        for part in sections:
+            place = place[int(part)] if isinstance(place, list) else place.setdefault(part, {})
+        place[name] = plain_value(value)
+    return Recipe.model_validate(plain)
+
+
+def _check_whole(job: JobSpec, lines: Sequence[str], missing: tuple[EchelonError, ...]) -> CheckedJob:
+    """Check the data, the model and the plan of a job without missing settings; `lines` are its launcher's."""
+    recipe, target = job.recipe, job.recipe.launch.to
+    assert target is not None
     notes: list[str] = []
-    if recipe.launch.to in ("local", "torchrun", "slurm"):  # these targets see the files of this machine
-        with _left_to_the_job(recipe.launch.to, notes):
-            if recipe.launch.to == "local":
+    if target in _SEE_FILES and not any(isinstance(error, DataError) for error in missing):
+        with _left_to_the_job(target, notes):
+            if target == "local":
                 find_commits(recipe, {})
             spec = prepare_spec(recipe)
             list_corpus(spec.train, spec.validation)
-    lines = launcher.check(job)
-    if recipe.launch.to == "sagemaker":
+    if target == "sagemaker":
         _check_uploads(recipe)
     trained = _find_trained_recipe(recipe)
-    with _left_to_the_job(recipe.launch.to, notes):
-        lines += _check_model(trained, find_target_cluster(trained))
-    lines += [*notes, *describe_packages(trained)]
+    given = {key for error in missing if isinstance(error, MissingSettingError) for key in error.placeholders}
+    machines_known = _INSTANCE_TYPE not in given
+    checked: list[str] = []
+    with _left_to_the_job(target, notes):
+        checked = _check_model(trained, find_target_cluster(trained) if machines_known else None)
+    told = [*lines, *checked, *notes, *describe_packages(trained)]
+    if machines_known:
+        told += _describe_price(job if _REGION not in given else replace(job, recipe=_fill(recipe, {_REGION: None})))
+    launcher = find_launcher(target)
+    return CheckedJob(launcher, launcher.render(job), tuple(told), missing)
+
+
+def _describe_price(job: JobSpec) -> Iterator[str]:
+    recipe, target = job.recipe, job.recipe.launch.to
+    assert target is not None
+    rate = find_price_at_target(recipe)
+    if rate is None and target != "local":
+        yield "cost: the price of these machines is unknown; set budget.usd_per_hour, the price of one machine"
     num_steps = None if recipe.train.epochs is not None else recipe.num_steps(0)
-    if rate is None and recipe.launch.to != "local":
-        lines.append("cost: the price of these machines is unknown; set budget.usd_per_hour, the price of one machine")
-    lines += describe_cost(recipe, find_run_folder(recipe.launch.to, recipe.run.dir), rate, job.nodes[1], num_steps)
-    return CheckedJob(launcher, launcher.render(job), tuple(lines))
+    yield from describe_cost(recipe, find_run_folder(target, recipe.run.dir), rate, job.nodes[1], num_steps)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from echelon.errors import ConfigError, StoppedError
+from echelon.errors import ConfigError, MissingSettingError, StoppedError
 from echelon.hardware.instances import Price, list_instances
 from echelon.hardware.job_machines import find_machines
 from echelon.runs.run_folder import RunFolder
@@ -139,9 +139,10 @@ def find_price_at_target(recipe: "Recipe") -> Rate | None:
 def check_budget(recipe: "Recipe", rate: Rate | None) -> None:
     """Raise ConfigError if there is a budget in dollars and the price is unknown."""
     if recipe.budget.max_usd is not None and rate is None:
-        raise ConfigError(
+        raise MissingSettingError(
             f"budget.max_usd={recipe.budget.max_usd:g}: the price of these machines is unknown; set "
-            "budget.usd_per_hour, the price of one machine, or use budget.max_hours."
+            "budget.usd_per_hour, the price of one machine, or use budget.max_hours.",
+            {"budget.max_usd": None},
         )
 
 

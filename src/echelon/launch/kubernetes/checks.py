@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from pathlib import PurePosixPath
 
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, MissingSettingError
 from echelon.hardware.gpu_check import check_image_devices
 from echelon.launch.job import JobSpec, list_inputs
 from echelon.launch.kubernetes.kinds import PORT, find_kind, is_elastic, longest_pod_name
@@ -57,7 +57,10 @@ def check_job(job: JobSpec) -> list[str]:
     """Check the job and return lines for the user. Raises ConfigError for the first fault."""
     settings = job.recipe.launch.kubernetes
     if settings.image is None:
-        raise ConfigError(f"{_KEY}.image is not set; give a container image in which echelon is installed.")
+        raise MissingSettingError(
+            f"{_KEY}.image is not set; give a container image in which echelon is installed.",
+            {f"{_KEY}.image": f"SET-{_KEY}.image"},
+        )
     if not _IMAGE.fullmatch(settings.image):
         raise ConfigError(f"{_KEY}.image={settings.image!r} is not an image name; write it like registry/name:tag.")
     _check_kind(job)
@@ -175,9 +178,10 @@ def _check_name(key: str, name: str, rule: re.Pattern[str], length: int) -> None
 def _check_devices(job: JobSpec) -> None:
     launch = job.recipe.launch
     if launch.nproc_per_node == "auto" and launch.kubernetes.gpus_per_node is None:
-        raise ConfigError(
+        raise MissingSettingError(
             f"{_KEY}.gpus_per_node is not set and launch.nproc_per_node is auto: a pod only gets the GPUs that it "
-            f"requests; set {_KEY}.gpus_per_node, or set it to 0 to use CPUs only."
+            f"requests; set {_KEY}.gpus_per_node, or set it to 0 to use CPUs only.",
+            {f"{_KEY}.gpus_per_node": 1},
         )
     gpus, processes = count_gpus(job), count_processes(job)
     if gpus and processes != gpus:
@@ -233,9 +237,10 @@ def _check_places(job: JobSpec) -> None:
     settings = recipe.launch.kubernetes
     run_dir = str(recipe.run.dir)
     if not settings.volumes:
-        raise ConfigError(
+        raise MissingSettingError(
             f"{_KEY}.volumes is empty, so run.dir={run_dir} would be deleted with the pod; mount a volume that all "
-            "pods share, such as [{mount: /data, claim: NAME}]."
+            "pods share, such as [{mount: /data, claim: NAME}].",
+            {f"{_KEY}.volumes": [{"mount": f"/SET-{_KEY}.volumes", "claim": f"set-{_KEY}.volumes"}]},
         )
     workdir = find_workdir(job)
     if not workdir.is_absolute():

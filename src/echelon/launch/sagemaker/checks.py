@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, MissingSettingError
 from echelon.hardware.instances import cluster_of
 from echelon.hardware.job_machines import JobMachines
 from echelon.launch.sagemaker.source_bundle import EXTRAS
@@ -46,7 +46,10 @@ def find_region(settings: SageMakerConfig) -> str:
         else:
             region = boto3.Session().region_name
     if region is None:
-        raise ConfigError(f"{_KEY}.region is not set, and AWS has no default region; set it, such as us-east-1.")
+        raise MissingSettingError(
+            f"{_KEY}.region is not set, and AWS has no default region; set it, such as us-east-1.",
+            {f"{_KEY}.region": "xx-set-launch-sagemaker-region-0"},
+        )
     if not re.fullmatch(r"[a-z]{2}(-[a-z]+)+-\d", region):
         raise ConfigError(f"{_KEY}.region={region} is not an AWS region; write it like us-east-1.")
     return region
@@ -70,9 +73,10 @@ def check_settings(recipe: Recipe, machines: JobMachines, default_max_hours: flo
 
 def _check_addresses(settings: SageMakerConfig) -> None:
     if settings.role is None:
-        raise ConfigError(
+        raise MissingSettingError(
             f"{_KEY}.role is not set; give the ARN of the job's execution role, like "
-            "arn:aws:iam::111122223333:role/NAME."
+            "arn:aws:iam::111122223333:role/NAME.",
+            {f"{_KEY}.role": f"arn:aws:iam::000000000000:role/SET-{_KEY}.role"},
         )
     for name, form, like in (
         ("role", r"arn:aws[a-z-]*:iam::\d{12}:role/?[a-zA-Z_0-9+=,.@\-_/]+", "arn:aws:iam::111122223333:role/NAME"),
@@ -170,7 +174,10 @@ def _check_network(recipe: Recipe) -> None:
     settings = recipe.launch.sagemaker
     if bool(settings.subnets) != bool(settings.security_group_ids):
         missing = "security_group_ids" if settings.subnets else "subnets"
-        raise ConfigError(f"{_KEY}.{missing} is missing: a job in a VPC needs subnets and security_group_ids.")
+        raise MissingSettingError(
+            f"{_KEY}.{missing} is missing: a job in a VPC needs subnets and security_group_ids.",
+            {f"{_KEY}.{missing}": [f"SET-{missing.replace('_', '-')}"]},
+        )
     for name, most in (("subnets", _MAX_SUBNETS), ("security_group_ids", _MAX_GROUPS)):
         if len(getattr(settings, name)) > most:
             raise ConfigError(f"{_KEY}.{name} has {len(getattr(settings, name))} entries; the limit is {most}.")

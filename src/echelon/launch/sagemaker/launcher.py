@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon.errors import ConfigError
+from echelon.errors import MissingSettingError
 from echelon.launch.job import JobRecord, JobSpec, JobStatus, Submitted
 from echelon.launch.sagemaker.request import Submission, build_submission, find_run_uri
 from echelon.recipe import render_recipe
@@ -12,6 +12,12 @@ from echelon.runs.run_folder import FILES
 
 if TYPE_CHECKING:
     from echelon.launch.sagemaker.service import Service
+
+# Shown in place of a type that is not set.
+_UNKNOWN_TYPE = {
+    "name": "ml.set-launch-sagemaker-instance.type", "gpus": 8, "accelerator": "H100", "vcpus": 192,
+    "memory_gib": 2048, "network_gbits": 3200,
+}  # fmt: skip
 
 
 class SageMakerLauncher:
@@ -32,7 +38,13 @@ class SageMakerLauncher:
         """See Launcher."""
         settings = job.recipe.launch.sagemaker
         if settings.instance_type is None and not settings.instance_groups:
-            raise ConfigError("launch.sagemaker.instance_type is not set; set it, such as ml.g5.12xlarge, or to auto.")
+            raise MissingSettingError(
+                "launch.sagemaker.instance_type is not set; set it, such as ml.g5.12xlarge, or to auto.",
+                {
+                    "launch.sagemaker.instance_type": _UNKNOWN_TYPE["name"],
+                    "launch.sagemaker.extra_types": [*settings.extra_types, _UNKNOWN_TYPE],
+                },
+            )
         return list(build_submission(job).lines)
 
     def render(self, job: JobSpec) -> dict[str, str]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, MissingSettingError
 from echelon.launch.patch import merge_patch
 from echelon.launch.sagemaker.staging import CODE_CHANNEL
 from echelon.recipe.launching import SageMakerConfig
@@ -101,16 +101,20 @@ def check_registry(settings: SageMakerConfig) -> None:
     algorithm = settings.patch.get("AlgorithmSpecification")
     access = algorithm.get("TrainingImageConfig") if isinstance(algorithm, Mapping) else None
     if not isinstance(access, Mapping) or access.get("TrainingRepositoryAccessMode") != "Vpc":
-        raise ConfigError(
+        pull = {"AlgorithmSpecification": {"TrainingImageConfig": {"TrainingRepositoryAccessMode": "Vpc"}}}
+        raise MissingSettingError(
             f"{_KEY}.image={image} is not in Amazon ECR, so SageMaker pulls it through the VPC of the job, which the "
             f"request must say; set {PATCH}={{AlgorithmSpecification: {{TrainingImageConfig: "
             "{TrainingRepositoryAccessMode: Vpc}}}, with TrainingRepositoryAuthConfig if the registry asks for a "
-            f"password (docs/sagemaker.md), and {_KEY}.subnets and {_KEY}.security_group_ids; or push the image to ECR."
+            f"password (docs/sagemaker.md), and {_KEY}.subnets and {_KEY}.security_group_ids; or push the image to "
+            "ECR.",
+            {PATCH: merge_patch(settings.patch, pull, PATCH)},
         )
     if not settings.subnets:
-        raise ConfigError(
+        raise MissingSettingError(
             f"{_KEY}.image={image} is not in Amazon ECR, so SageMaker pulls it through the VPC of the job; set "
-            f"{_KEY}.subnets and {_KEY}.security_group_ids to those that reach the registry."
+            f"{_KEY}.subnets and {_KEY}.security_group_ids to those that reach the registry.",
+            {f"{_KEY}.subnets": ["SET-subnets"], f"{_KEY}.security_group_ids": ["SET-security-group-ids"]},
         )
 
 

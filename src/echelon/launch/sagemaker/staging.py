@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, MissingSettingError
 from echelon.launch.job import JobSpec
 from echelon.launch.sagemaker import source_bundle as bundle
 from echelon.launch.shell import needs_shell
@@ -72,8 +72,9 @@ def job_prefix(job: JobSpec) -> str:
     """The S3 prefix of a job's files. Raises ConfigError if the recipe sets no bucket."""
     bucket = job.recipe.launch.sagemaker.bucket
     if bucket is None:
-        raise ConfigError(
-            "launch.sagemaker.bucket is not set; it receives the job's files; write it like s3://bucket/prefix."
+        raise MissingSettingError(
+            "launch.sagemaker.bucket is not set; it receives the job's files; write it like s3://bucket/prefix.",
+            {"launch.sagemaker.bucket": "s3://set-launch.sagemaker.bucket"},
         )
     return f"{bucket}/jobs/{job.name}"
 
@@ -255,9 +256,10 @@ def _list_local(key: str, path: str, workdir: Path) -> tuple[list[tuple[Path, st
         pair = [local.with_name(local.name + suffix) for suffix in _PAIR]
         files, name = [(file, file.name) for file in pair] if all(map(Path.is_file, pair)) else [], local.name
     if not files:
-        raise ConfigError(
+        raise MissingSettingError(
             f"{key}={path}: not found from {workdir}; give a file or folder on this machine, an s3:// address, or "
-            "/opt/ml/input/data/CHANNEL with launch.sagemaker.channels."
+            "/opt/ml/input/data/CHANNEL with launch.sagemaker.channels.",
+            {key: f"s3://set-{key.replace('_', '-')}/"},
         )
     return files, name
 
