@@ -30,7 +30,7 @@ from echelon.commands.terminal import complain
 from echelon.commands.train import train
 from echelon.commands.verbosity import QuietOption, VerboseOption, set_verbosity, with_verbosity
 from echelon.commands.watch import watch
-from echelon.errors import EchelonError, explain_storage_error, render_traceback
+from echelon.errors import EchelonError, explain_storage_error, is_panic, render_traceback
 from echelon.hardware.gpu_check import find_compat
 from echelon.stopping import stops_told
 from echelon.supervise.launch_environment import (
@@ -137,7 +137,9 @@ def main() -> None:
     except KeyboardInterrupt:
         complain("stopped by SIGINT")
         sys.exit(1)
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         if storage := explain_storage_error(error, Path.cwd()):
             complain(f"{storage}.")
             sys.exit(1)

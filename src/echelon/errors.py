@@ -94,6 +94,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether an error is a panic of native code in Rust, which no `except Exception` catches."""
+    return type(error).__name__ == "PanicException"
+
+
 def render_traceback(error: BaseException) -> str:
     """The traceback of an unexpected error, as Python prints it, with secrets and control characters replaced."""
     return make_printable(redact_text("".join(traceback.format_exception(error))))

@@ -17,7 +17,7 @@ from echelon.checkpoint.adapter_folder import AdapterContent, describe_adapter
 from echelon.checkpoint.filling import load_alone
 from echelon.checkpoint.first_weights import Fill, open_weights
 from echelon.checkpoint.folder import checkpoint_of, require_run
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, first_line
 from echelon.model.adapters import apply_adapter, find_new_tokens, initialize_adapter, merged_weight
 from echelon.model.build import build_on_meta, is_model_folder, load_config, materialize
 from echelon.model.hub import fetch_models, find_commits, read_commits, with_copies
@@ -26,6 +26,7 @@ from echelon.model.pissa import PrincipalParts, lora_layers
 from echelon.planner.plan import load_plan
 from echelon.recipe import Recipe, load_recipe
 from echelon.runs.run_folder import RunFolder, is_run
+from echelon.stored import read_json
 
 
 def read_run_recipe(run: Path) -> Recipe:
@@ -43,10 +44,38 @@ def run_skeleton(run: Path) -> PreTrainedModel:
 
 
 def with_generation_config(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Set a model's generation config to that of a folder, if it has one."""
-    if (folder / GENERATION_CONFIG_NAME).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    """Set a model's generation config to that of a folder, if it has one. Raises ConfigError."""
+    if (given := read_generation_config(folder)) is not None:
+        model.generation_config = given
     return model
+
+
+def read_generation_config(folder: Path) -> GenerationConfig | None:
+    """Read generation_config.json of a folder, if it has one. Raises ConfigError, naming the key, for a wrong value."""
+    path = folder / GENERATION_CONFIG_NAME
+    if not path.is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers compares values of any type
+        where = _find_wrong_key(path)
+        raise ConfigError(
+            f"{path}: {where}transformers cannot use it: {first_line(error)}; correct it, or remove the file."
+        ) from error
+
+
+def _find_wrong_key(path: Path) -> str:
+    """The first key that transformers refuses alone, with its value, as the start of a message; else nothing."""
+    try:
+        content = read_json(path)
+    except (OSError, ValueError):
+        return ""
+    for key, value in content.items() if isinstance(content, dict) else ():
+        try:
+            GenerationConfig(**{key: value})
+        except Exception:
+            return f"{key}={str(value)[:100]}: "
+    return ""
 
 
 def fetch_base(run: Path) -> None:

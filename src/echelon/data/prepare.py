@@ -29,6 +29,7 @@ from echelon.data.corpus import (
     list_corpus,
 )
 from echelon.data.instruction import InstructionEncoding
+from echelon.data.panics import panics_told
 from echelon.data.preflight import build_instruction_encoding, check_stops_learned
 from echelon.data.prepare_spec import PrepareSpec, prepare_spec
 from echelon.data.prepared import DocumentMask, PreparedData, check_mask, open_prepared
@@ -256,7 +257,8 @@ def _instruction(
     Raises ConfigError.
     """
     files = (file for entry in corpus for file in entry.files)
-    return build_instruction_encoding(spec.instruction, tokenizer, files)
+    with panics_told(_tokenizer_name(tokenizer, spec), "a test of the chat template"):
+        return build_instruction_encoding(spec.instruction, tokenizer, files)
 
 
 @contextmanager
@@ -348,6 +350,7 @@ def _encoding(
     is_bytes = fingerprint == tokenizer_fingerprint(build_bytes_tokenizer())
     inner = tokenizer.backend_tokenizer
     return Encoding(
+        name=_tokenizer_name(tokenizer, spec),
         fingerprint=fingerprint,
         tokenizer_json=None if is_bytes else inner.to_str(),
         separator=separator_id(tokenizer, spec.separator),
@@ -355,6 +358,10 @@ def _encoding(
         digests=spec.deduplicate,
         instruction=instruction,
     )
+
+
+def _tokenizer_name(tokenizer: "PreTrainedTokenizerFast", spec: PrepareSpec) -> str:
+    return spec.tokenizer_name or tokenizer.name_or_path or "of the recipe"
 
 
 def _num_workers(spec: PrepareSpec, corpus: Sequence[CorpusEntry]) -> int:

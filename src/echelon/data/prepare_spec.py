@@ -22,7 +22,10 @@ Packing = bool | Literal["auto"]
 
 @dataclass(frozen=True)
 class PrepareSpec:
-    """The input of `prepare`. `tokenizer`: a name, a vocabulary size to train, or None for the checkpoint's."""
+    """The input of `prepare`. `tokenizer`: a name, a vocabulary size to train, or None for the checkpoint's.
+
+    `tokenizer_name`: how messages name it; by default the path that it was loaded from.
+    """
 
     train: tuple[Source, ...]
     validation: tuple[Source, ...]
@@ -43,6 +46,7 @@ class PrepareSpec:
     on_overlong: Literal["cut", "drop", "refuse"] = "cut"
     instruction: InstructionOptions = field(default_factory=InstructionOptions)
     new_tokens: tuple[str, ...] = ()
+    tokenizer_name: str | None = None
 
 
 def prepare_spec(recipe: "Recipe") -> PrepareSpec:

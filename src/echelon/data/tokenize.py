@@ -7,7 +7,7 @@ transformers: they rebuild the tokenizer from its JSON.
 
 import itertools
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -20,6 +20,7 @@ from echelon.data.child_process import ChildProcess, stops_held_back
 from echelon.data.examples import parse_example
 from echelon.data.instruction import InstructionEncoding
 from echelon.data.oddities import find_oddities
+from echelon.data.panics import panics_told
 from echelon.data.readers import cut_file, name_place, read_records
 from echelon.data.readers.record import (
     PIECE_BYTES,
@@ -34,7 +35,7 @@ from echelon.data.readers.record import (
     digest_document,
     hash_for_split,
 )
-from echelon.errors import ConfigError, DataError, EchelonError
+from echelon.errors import ConfigError, DataError, EchelonError, is_panic
 from echelon.supervise.launch_environment import use_one_tokenizer_thread
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
@@ -51,7 +52,8 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
 class Encoding:
     """The settings of tokenization, as plain values. `tokenizer_json` None means bytes; `separator` ends documents.
 
-    `digests`: also hash every document, to find copies. `instruction`: the encoding of examples.
+    `digests`: also hash every document, to find copies. `instruction`: the encoding of examples. `name`: that of the
+    tokenizer, for messages.
     """
 
     fingerprint: str
@@ -60,6 +62,7 @@ class Encoding:
     vocab_size: int
     digests: bool = False
     instruction: InstructionEncoding | None = None
+    name: str = "of the recipe"
 
     @property
     def stops(self) -> tuple[int, ...]:
@@ -130,19 +133,21 @@ class TaskEncoder:
     def run(self, task: Task) -> TokenizedTask:
         """Read and tokenize the spans of a task.
 
-        Raises DataError for ids that the tokenizer does not have, ConfigError for a template that exceeds its limits.
+        Raises DataError for ids that the tokenizer does not have and texts on which it fails, ConfigError for a
+        template that exceeds its limits.
         """
         reading = Reading(self._encoding.separator, self._encoding.digests)
         records = [(span.file, record) for span in task.spans for record in read_records(span, reading)]
         contents = [record.content for _, record in records if isinstance(record, Record)]
-        texts = iter(self.encode([content for content in contents if isinstance(content, bytes)]))
+        texts = iter(self._encode_all(records, [content for content in contents if isinstance(content, bytes)]))
         found: list[Piece | Broken | Odd] = []
         for file, record in records:
             if isinstance(record, Broken):
                 found.append(record)
             elif isinstance(record.content, Mapping):
                 try:
-                    found.append(self._make_sample(record, record.content, file))
+                    with self._panics_told(file, record):
+                        found.append(self._make_sample(record, record.content, file))
                     odd = find_oddities(parse_example(record.content))
                     found += [Odd(file, record.position, what) for what in odd]
                 except BrokenRecordError as error:
@@ -154,6 +159,22 @@ class TaskEncoder:
                 tokens = next(texts) if is_text else self._check(record.content, file)
                 found.append(self._make_piece(record, tokens))
         return TokenizedTask(found, sum(span.num_bytes for span in task.spans))
+
+    def _encode_all(self, records: list[tuple[SourceFile, Record | Broken]], texts: list[bytes]) -> list[Tokens]:
+        """Tokenize the texts of the records, together. Raises DataError, naming the place, if the tokenizer fails."""
+        try:
+            return self.encode(texts)
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            for file, record in records:
+                if isinstance(record, Record) and isinstance(record.content, bytes):
+                    with self._panics_told(file, record):
+                        self.encode([record.content])
+            raise
+
+    def _panics_told(self, file: SourceFile, record: Record) -> AbstractContextManager[None]:
+        return panics_told(self._encoding.name, name_place(Broken(file, record.position, "")))
 
     def _make_piece(self, record: Record, tokens: Tokens) -> Piece:
         digest = record.digest

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from echelon.data.panics import panics_told
 from echelon.data.tokenizer_training import END_OF_TEXT, byte_characters, learn_merges
 from echelon.errors import ConfigError, DataError
 from echelon.model.hub import HubModel, Part, fetch, is_hub_name
@@ -83,6 +84,8 @@ def load_tokenizer(
             check_readable(path)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
         try_tokenizer(tokenizer)
+    except DataError:
+        raise
     except Exception as error:  # tokenizers raises plain Exception, transformers many types
         reason = " ".join(str(error).split())[:300]
         raise DataError(
@@ -104,7 +107,8 @@ def try_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> None:
     largest = max(tokenizer.get_vocab().values())
     if largest >= MAX_VOCAB:
         raise ValueError(f"it has a token with id {largest}; a vocabulary can have at most {MAX_VOCAB} ids.")
-    tokenizer.decode(tokenizer.encode("a word"))
+    with panics_told(tokenizer.name_or_path, "the text 'a word'"):
+        tokenizer.decode(tokenizer.encode("a word"))
 
 
 def build_tokenizer(

@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from echelon.checkpoint.adapted import read_run_recipe
+from echelon.data.panics import panics_told, shorten
 from echelon.data.readers.record import BrokenRecordError
 from echelon.data.rendering import ChatTemplate
 from echelon.data.templates import own_template
@@ -47,5 +48,6 @@ class Chat:
             raise ConfigError(
                 f"--chat: the prompt {turns[-1]['content']!r} {error}; remove --chat or --system."
             ) from error
-        ids: list[int] = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        with panics_told(tokenizer.name_or_path, f"--chat: the message {shorten(turns[-1]['content'])}"):
+            ids: list[int] = tokenizer(rendered, add_special_tokens=False)["input_ids"]
         return ids

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from echelon.data.panics import panics_told
 from echelon.data.prepared import PreparedData
 from echelon.errors import ConfigError
 from echelon.recipe import Recipe
@@ -51,7 +52,8 @@ def _check_prompts(recipe: Recipe, data: PreparedData) -> None:
 
 def encode_prompts(prompts: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
     """Return the token ids of each prompt. Raises ConfigError for a prompt without tokens."""
-    encoded = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    with panics_told(tokenizer.name_or_path, "evaluate.prompts"):
+        encoded = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     for prompt, ids in zip(prompts, encoded, strict=True):
         if not ids:
             raise ConfigError(f"evaluate.prompts: {prompt!r} contains no token; give at least one.")

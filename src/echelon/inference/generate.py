@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from echelon.data.panics import panics_told, shorten
 from echelon.errors import ConfigError
 from echelon.inference.chat import Chat
 from echelon.inference.target import find_device, load_target, load_target_tokenizer
@@ -149,7 +150,7 @@ def generate_samples(
     for start in range(0, len(rows), size):
         batch = rows[start : start + size]
         if write is not None and chat is None:
-            write(tokenizer.decode(batch[0].ids, skip_special_tokens=True))
+            write(_decode(tokenizer, batch[0].ids))
         work = partial(continue_rows, model, tokenizer, batch, sampling, write, with_prompt=chat is None, team=team)
         yield from host.run(work)
 
@@ -170,7 +171,8 @@ def row_seed(seed: int, prompt: str, number: int) -> int:
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    ids: list[int] = tokenizer(prompt)["input_ids"]
+    with panics_told(tokenizer.name_or_path, f"--prompt {shorten(prompt)}"):
+        ids: list[int] = tokenizer(prompt)["input_ids"]
     if not ids:
         raise ConfigError(f"--prompt {prompt!r} contains no token; give at least one.")
     return ids
@@ -207,6 +209,8 @@ def continue_rows(
     """
     width = max(len(row.ids) for row in rows)
     eos = _eos_ids(model, tokenizer)
+    # transformers takes from it what `config` below does not set, whatever it is.
+    model.generation_config = GenerationConfig(eos_token_id=eos or None)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (eos or [0])[0]
     ids = torch.tensor([[pad] * (width - len(row.ids)) + row.ids for row in rows], device=model.device)
     mask = torch.tensor([[0] * (width - len(row.ids)) + [1] * len(row.ids) for row in rows], device=model.device)
@@ -245,10 +249,18 @@ def _finish(
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids that end a text: those of generation_config.json, else the tokenizer's. Raises ConfigError."""
     given = model.generation_config.eos_token_id if model.generation_config is not None else None
     if given is None:
         given = tokenizer.eos_token_id
-    return [] if given is None else given if isinstance(given, list) else [given]
+    ids = [] if given is None else given if isinstance(given, list) else [given]
+    size = model.get_input_embeddings().num_embeddings
+    if not all(type(each) is int and 0 <= each < size for each in ids):
+        raise ConfigError(
+            f"{Path(model.config.name_or_path) / 'generation_config.json'}: eos_token_id={str(given)[:100]} must be "
+            f"one id of the model's vocabulary (0 to {size - 1}), or a list of them; correct it, or remove the file."
+        )
+    return ids
 
 
 class _Decoder:
@@ -257,14 +269,16 @@ class _Decoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int]) -> None:
         self._tokenizer = tokenizer
         self._prompt_ids = prompt_ids
-        self.head = self._decode(prompt_ids)
+        self.head = _decode(tokenizer, prompt_ids)
 
     def __call__(self, new_ids: list[int]) -> str:
         """Return the text of the continuation."""
-        return self._decode(self._prompt_ids + new_ids)[len(self.head) :]
+        return _decode(self._tokenizer, self._prompt_ids + new_ids)[len(self.head) :]
 
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    with panics_told(tokenizer.name_or_path, f"the ids {ids[-3:]} and those before"):
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:

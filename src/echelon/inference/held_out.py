@@ -74,6 +74,7 @@ def prepare_given(
         checkpoint=None,
         prepared_dir=scratch / "prepared",
         sequence_len=length,
+        tokenizer_name=str(target),
     )
     spec = spec if recipe is None else _as_own(spec, recipe, formats)
     with warnings_only("echelon.data"):  # this text is neither trained on nor kept

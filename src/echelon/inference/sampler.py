@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from echelon.data.panics import panics_told
 from echelon.engines.engine import Evaluation
 from echelon.inference.evaluation_checks import encode_prompts
 from echelon.inference.generate import Sampling, build_processors, row_seed
@@ -64,4 +65,5 @@ class PromptSampler:
     def _decode(self, row: list[int], start: int) -> str:
         last = start + self._max_tokens
         stop = next((place for place in range(start, last) if row[place] in self._stops), last)
-        return str(self._tokenizer.decode(row[:stop], skip_special_tokens=True))
+        with panics_told(self._tokenizer.name_or_path, "a sample of evaluate.prompts"):
+            return str(self._tokenizer.decode(row[:stop], skip_special_tokens=True))

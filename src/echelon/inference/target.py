@@ -19,6 +19,7 @@ from transformers.utils import logging
 from echelon.checkpoint.adapted import (
     AdaptedRun,
     open_first_weights,
+    read_generation_config,
     read_run_recipe,
     run_skeleton,
     with_generation_config,
@@ -68,6 +69,7 @@ def load_target(
     with _explained(target):
         check_readable(target)
         check_depth(read_json(target / "config.json"))
+        read_generation_config(target)
         config = AutoConfig.from_pretrained(target, **_LOCAL)
         check_is_causal(config)
         if host.team.size > 1:

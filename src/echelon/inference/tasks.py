@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from echelon.data.panics import panics_told
 from echelon.errors import ConfigError
 from echelon.inference.target import find_device, load_target
 from echelon.inference.team import Host, Team
@@ -132,8 +133,9 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, context: str, continuation: 
     """
     stripped = context.rstrip()
     continuation = context[len(stripped) :] + continuation
-    start = len(tokenizer(stripped, add_special_tokens=False)["input_ids"])
-    ids = tokenizer(stripped + continuation, add_special_tokens=False)["input_ids"]
+    with panics_told(tokenizer.name_or_path, where):
+        start = len(tokenizer(stripped, add_special_tokens=False)["input_ids"])
+        ids = tokenizer(stripped + continuation, add_special_tokens=False)["input_ids"]
     if not 0 < start < len(ids):
         raise ConfigError(f"{where}: the context or a choice has no token of its own; make it longer.")
     return Scored(tuple(ids), start)
