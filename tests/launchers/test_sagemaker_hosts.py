@@ -5,6 +5,7 @@ Slow: each start of two hosts takes about a minute.
 
 import json
 import queue
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -324,6 +325,25 @@ def test_a_sweep_runs_the_container_of_every_trial(image, tmp_path, monkeypatch)
         rows = (host.ml / "checkpoints" / f"lr-{name}" / "metrics.jsonl").read_text().splitlines()
         losses = [row["loss"] for row in map(json.loads, rows) if row["kind"] == "eval"]
         assert trials[rate]["value"] == losses[-1]
+
+
+def test_a_gpu_instance_without_gpus_is_refused_unless_the_recipe_allows_it(submit, image, tmp_path):
+    """The machines of the tests have no GPUs; the request, and so the container, names a type that has some."""
+    on_gpus = {"launch": {"nproc_per_node": 1, "sagemaker": SETTINGS | {"instance_type": "ml.g5.xlarge"}}}
+    job = submit(2, **on_gpus)
+    codes, hosts = run(job, 2, image, tmp_path / "refused")
+    assert 2 in codes and set(codes) <= {1, 2}, show(hosts)  # 1: stopped by the platform when the other one had ended
+    refused = hosts[codes.index(2)]
+    said = f"launch.sagemaker.instance_type=ml.g5.xlarge: 1 GPU was asked for on {refused.name}, but torch sees none"
+    assert refused.failure.startswith(said)
+    assert not refused.checkpoints and "container: " not in refused.log
+    shutil.rmtree("jobs")
+    train = {"train": RECIPE["train"] | {"steps": 3, "allow_cpu": True}}
+    job = submit(1, **on_gpus, **train)
+    codes, hosts = run(job, 1, image, tmp_path / "allowed")
+    assert codes == [0], show(hosts)
+    assert "train.allow_cpu=true: training on the CPU; launch.sagemaker.instance_type=ml.g5.xlarge" in hosts[0].log
+    assert (hosts[0].ml / "model" / "config.json").exists()
 
 
 def upload_checkpoints(host, request):

@@ -19,7 +19,8 @@ from echelon.hardware.gpu_check import check_image_devices, find_compat
 from echelon.hardware.job_machines import count_asked_gpus
 from echelon.launch.sagemaker import enter
 from echelon.launch.sagemaker.source_bundle import zip_package
-from echelon.recipe import LaunchConfig
+from echelon.recipe import LaunchConfig, blocking_differences, diff_recipes
+from echelon.recipe.load import parse_recipe
 from echelon.supervise.launch_environment import AskedGpus, asked_environment, find_asked_gpus
 
 SOURCE = str(Path(echelon.__file__).parents[1])
@@ -277,6 +278,14 @@ def test_images_against_machines(image, gpus, said):
     with pytest.raises(ConfigError) as refused:
         check_image_devices("launch.sagemaker.image", image, "ml.x", gpus, allow_cpu=False)
     assert str(refused.value).startswith(f"launch.sagemaker.image={image} {said}")
+
+
+def test_a_run_resumes_with_and_without_the_permission():
+    without, allowed = (
+        parse_recipe(yaml.safe_dump(RECIPE), "recipe.yaml", [f"train.allow_cpu={value}"])[0] for value in (False, True)
+    )
+    assert [each.key for each in diff_recipes(without, allowed)] == ["train.allow_cpu"]
+    assert blocking_differences(without, allowed) == blocking_differences(allowed, without) == []
 
 
 def test_what_asks_for_gpus():
