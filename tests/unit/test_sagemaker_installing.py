@@ -25,7 +25,7 @@ install_missing(Path(sys.argv[1]), Path(sys.argv[2]), os.environ)
 """
 
 
-def build_wheel(folder, name, version, needs=()):
+def build_wheel(folder, name, version, needs=(), tag="py3-none-any"):
     """Write a wheel of an empty package."""
     folder.mkdir(parents=True, exist_ok=True)
     info = f"{name}-{version}.dist-info"
@@ -35,10 +35,10 @@ def build_wheel(folder, name, version, needs=()):
         f"Version: {version}",
         *(f"Requires-Dist: {each}" for each in needs),
     ]
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+    with zipfile.ZipFile(folder / f"{name}-{version}-{tag}.whl", "w") as wheel:
         wheel.writestr(f"{name}.py", f"version = {version!r}\n")
         wheel.writestr(f"{info}/METADATA", "\n".join(lines) + "\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
         wheel.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
 
 

@@ -548,7 +548,7 @@ REFUSED = {
     "launch.sagemaker.subnets is missing": ["launch.sagemaker.security_group_ids=[sg-1]"],
     "'subnet 1' is not an": ["launch.sagemaker.subnets=['subnet 1']", "launch.sagemaker.security_group_ids=[sg-1]"],
     "has 6 entries": ["launch.sagemaker.subnets=[s-1]", "launch.sagemaker.security_group_ids=[a, b, c, d, e, f]"],
-    "set launch.sagemaker.image": ["launch.sagemaker.network_isolation=true"],
+    "set launch.sagemaker.wheels=download, or launch": ["launch.sagemaker.network_isolation=true"],
     "track: wandb needs the network": [
         "launch.sagemaker.network_isolation=true", "launch.sagemaker.image=i", "track=[wandb]"],
     "data.train.0.path=some/set is on the hub": [

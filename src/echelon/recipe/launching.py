@@ -302,6 +302,11 @@ class SageMakerConfig(Section):
         description="Environment variables of training from AWS Secrets Manager: `{HF_TOKEN: <ARN>}`, or a name, and "
         "`<ARN>#KEY` for a secret that is a JSON object.",
     )
+    wheels: str | None = Field(
+        None,
+        description="For containers that reach no package index. `download`: pip collects the packages when the job is "
+        "launched, and they are uploaded with it; else a folder of wheels, or its `s3://` address.",
+    )
     mlflow_arn: str | None = Field(None, description="SageMaker MLflow app or tracking server.")
     training_plan_arn: str | None = Field(None, description="ARN of reserved capacity.")
     profiler: dict[str, Any] = Field(

@@ -194,10 +194,10 @@ def _check_isolation(recipe: Recipe) -> None:
         raise ConfigError(
             f"{_KEY}.secrets are read over the network, which {_KEY}.network_isolation=true blocks; remove one."
         )
-    if settings.image is None:
+    if settings.image is None and settings.wheels is None:
         raise ConfigError(
-            f"{_KEY}.network_isolation=true: the container cannot install packages, and AWS's image lacks some that "
-            f"echelon needs; set {_KEY}.image to an image that has them."
+            f"{_KEY}.network_isolation=true: the container reaches no package index, and AWS's image lacks packages "
+            f"that echelon needs; set {_KEY}.wheels=download, or {_KEY}.image to an image that has them."
         )
     online = [name for name in recipe.track if name != "tensorboard"]
     if online or recipe.checkpoint.remote is not None:

@@ -31,6 +31,9 @@ PINS = "packages.txt"
 OPTIONAL = "# Training can do without these:"
 """The line of the requirements after which only optional ones follow."""
 
+NO_INDEX = "--no-index"
+"""The first line of the requirements if the wheels come with the job."""
+
 _NAME = r"[A-Za-z0-9][\w.-]*"
 _REQUIREMENT = re.compile(rf"({_NAME})(?:\[[^\]]*\])?((?:\s*(?:==|!=|<=|>=|<|>)\s*[\d.]+\s*,?)*)(?:;(.*))?")
 _BOUND = re.compile(r"(==|!=|<=|>=|<|>)\s*([\d.]+)")
@@ -152,7 +155,7 @@ def _release(version: str) -> list[int]:
 def _chosen_options(lines: Sequence[str], wheels: Path) -> Iterator[list[str]]:
     """The options of the requirements; with `--no-index` also the folders of wheels. Archives are unpacked."""
     options = [line for line in lines if line.startswith("-")]
-    if "--no-index" not in options:
+    if NO_INDEX not in options:
         yield options
         return
     with tempfile.TemporaryDirectory(prefix="wheels-") as unpacked:
@@ -166,7 +169,7 @@ def _find_obstacle(options: Sequence[str], env: Mapping[str, str]) -> str | None
     """Why pip could not install anything, and the fix, as the end of a message; None if nothing is known against it."""
     if importlib.util.find_spec("pip") is None:
         return "its image has no pip; set launch.sagemaker.image to an image that has them, or has pip."
-    if "--no-index" in options:
+    if NO_INDEX in options:
         if any(option.startswith("--find-links") for option in options):
             return None
         return "there is no wheel in the channel wheels; check launch.sagemaker.wheels."
@@ -240,7 +243,7 @@ def _install(
         _say(f"{', '.join(left_out)} cannot be installed, and training goes on without: {cause}")
         chosen, cause = _run_pip(needed, options, {}, env) if needed else ({}, "")
     if chosen is None:
-        fix = "add them to launch.sagemaker.wheels" if "--no-index" in options else "let the job reach a package index"
+        fix = "add them to launch.sagemaker.wheels" if NO_INDEX in options else "let the job reach a package index"
         raise LaunchError(f"pip could not install {', '.join(needed)}: {cause}; use an image that has them, or {fix}.")
     if chosen:
         _say(f"installed {', '.join(f'{name} {version}' for name, version in sorted(chosen.items()))}")

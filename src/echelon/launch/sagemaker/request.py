@@ -238,6 +238,8 @@ def _describe(recipe: Recipe, machines: JobMachines, image: str, staging: Stagin
             f"secrets: the container reads {', '.join(settings.secrets)} from AWS Secrets Manager; "
             "launch.sagemaker.role needs secretsmanager:GetSecretValue"
         )
+    if settings.subnets and not settings.network_isolation:
+        lines.extend(_describe_internet(staging.recipe))
     if recipe.run.dir != Path("runs") / recipe.run.name:
         lines.append(f"run.dir={recipe.run.dir} is for this machine; in the container it is {run_dir(recipe)}")
     if recipe.data.prepared_dir is not None:
@@ -245,3 +247,26 @@ def _describe(recipe: Recipe, machines: JobMachines, image: str, staging: Stagin
             f"data.prepared_dir={recipe.data.prepared_dir} is for this machine; the container prepares the data"
         )
     return lines
+
+
+def _describe_internet(recipe: Recipe) -> list[str]:
+    """At most one line: what a job in a VPC needs the internet for, and how it does without.
+
+    `recipe` is the container's, in which only names on the hub are no paths.
+    """
+    needs = []
+    if recipe.launch.sagemaker.wheels is None:
+        needs.append("pip installs what the image lacks (or set launch.sagemaker.wheels=download)")
+    named = [("model.checkpoint", recipe.model.checkpoint)]
+    if recipe.tokenizer != "bytes":
+        named.append(("tokenizer", recipe.tokenizer if isinstance(recipe.tokenizer, str) else None))
+    for kind, sources in (("train", recipe.data.train), ("validation", recipe.data.validation)):
+        named += [(f"data.{kind}.{i}.path", each.path) for i, each in enumerate(sources) if each.format == "hub"]
+    needs += [
+        f"{key}={name} is on the hub (or give a folder or an s3:// address)"
+        for key, name in named
+        if name is not None and not name.startswith("/")
+    ]
+    if not needs:
+        return []
+    return [f"VPC: launch.sagemaker.subnets need a NAT gateway, because {', and '.join(needs)}"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from echelon.hardware.job_machines import find_machines
-from echelon.launch.sagemaker.installing import OPTIONAL
+from echelon.launch.sagemaker.installing import NO_INDEX, OPTIONAL
 from echelon.launch.shell import guard_setup, join_words
 from echelon.recipe import Recipe
 from echelon.recipe.engines import ENGINES
@@ -48,7 +48,8 @@ def list_requirements(recipe: Recipe) -> str:
     if recipe.launch.sagemaker.mlflow_arn is not None:
         needed.append(_MLFLOW_OF_SAGEMAKER)
     helpful = [*HELPFUL, *(name for extra in _list_helpful_extras(recipe) for name in EXTRAS[extra])]
-    return "".join(f"{line}\n" for line in dict.fromkeys([*needed, OPTIONAL, *helpful]))
+    options = [] if recipe.launch.sagemaker.wheels is None else [NO_INDEX]
+    return "".join(f"{line}\n" for line in dict.fromkeys([*options, *needed, OPTIONAL, *helpful]))
 
 
 def list_extras(recipe: Recipe) -> dict[str, str]:

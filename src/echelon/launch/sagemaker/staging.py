@@ -7,12 +7,14 @@ import glob
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from echelon.errors import ConfigError, MissingSettingError
 from echelon.launch.job import JobSpec
 from echelon.launch.sagemaker import source_bundle as bundle
+from echelon.launch.sagemaker import wheels
 from echelon.launch.shell import needs_shell
 from echelon.recipe import Recipe, SourceConfig, render_recipe
 from echelon.recipe.inputs import is_template
@@ -108,7 +110,9 @@ def stage_job(job: JobSpec, recipe: Recipe) -> Staging:
     if (arn := recipe.launch.sagemaker.mlflow_arn) is not None:
         plain.setdefault("mlflow", {})["tracking_uri"] = arn
     there = Recipe.model_validate(plain)
-    stage.add_code(render_recipe(there), bundle.list_requirements(there))
+    requirements = bundle.list_requirements(there)
+    stage.add_code(render_recipe(there), requirements)
+    stage.add_wheels(requirements)
     return Staging(there, tuple(stage.channels.values()), tuple(stage.uploads))
 
 
@@ -143,6 +147,29 @@ class _Stage:
         self.uploads[:0] = [
             Upload(f"{self._prefix}/{CODE_CHANNEL}/{name}", make, f"({shown})") for name, shown, make in made
         ]
+
+    def add_wheels(self, requirements: str) -> None:
+        """Add the channel with the container's packages, if the recipe asks for one."""
+        place = self._settings.wheels
+        if place is None:
+            return
+        if place == wheels.DOWNLOAD:
+            python = wheels.find_python(self._settings.image)
+            shown = f"(wheels for Python {python[0]}.{python[1]}, collected by pip)"
+            address = f"{self._prefix}/{wheels.CHANNEL}/"
+            collect = partial(wheels.collect_wheels, requirements, python)
+            self.uploads.append(Upload(f"{address}{wheels.ARCHIVE}", collect, shown))
+            self._add_channel(wheels.KEY, wheels.CHANNEL, address, "File")
+            return
+        if place.startswith("/opt/ml/") or (self.job.workdir / Path(place).expanduser()).is_file():
+            raise ConfigError(
+                f"{wheels.KEY}={place}: give a folder on this machine, the s3:// address of a folder, or "
+                f"{wheels.DOWNLOAD}."
+            )
+        before = len(self.uploads)
+        self._place(wheels.KEY, place, wheels.CHANNEL, "File")
+        if not place.startswith("s3://") and not any(each.address.endswith(".whl") for each in self.uploads[before:]):
+            raise ConfigError(f"{wheels.KEY}={place} has no wheel; fill it with `pip wheel`, or use {wheels.DOWNLOAD}.")
 
     def place_source(self, key: str, source: SourceConfig, channel: str) -> dict[str, Any]:
         """A data source with its path in the container, and the same name in metrics."""
