@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from echelon.data.examples import parse_example
 from echelon.data.instruction import InstructionEncoding
 from echelon.data.preflight import InstructionOptions, build_instruction_encoding
 from echelon.data.readers.record import BrokenRecordError, ExampleFields, SourceFile
@@ -188,7 +189,7 @@ def test_marked_turns_equal_transformers_and_the_prefix_method(tokenizer, tmp_pa
     for name in ("marked", "bare"):
         encoding = build(tokenizer, chat_template=str(tmp_path / f"{name}.jinja"))
         for talk in talks:
-            (found,) = encoding.encode({"messages": talk})
+            found = encoding.encode_conversation(parse_example({"messages": talk}))
             theirs = tokenizer.apply_chat_template(
                 talk, chat_template=MARKED, return_assistant_tokens_mask=True, return_dict=True
             )

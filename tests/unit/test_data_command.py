@@ -63,9 +63,9 @@ def test_every_token_of_a_text_is_a_target(show):
     assert "[[" not in found
 
 
-def test_samples_without_a_label_are_broken_records(show):
+def test_samples_without_an_answer_are_broken_records(show):
     records = [*SUMS, {"prompt": "2+2=", "completion": ""}]
-    with pytest.raises(DataError, match=r"data\.max_broken_fraction.*x\.jsonl:21 has no token to train on"):
+    with pytest.raises(DataError, match=r"data\.max_broken_fraction.*x\.jsonl:21 has an empty answer"):
         show(records, *BYTES)
     found = show(records, *BYTES, "data.max_broken_fraction=0.1", "--samples", "0")
     assert "20 samples, 100 tokens, 20.0% of them learned, 1 broken records left out" in found

@@ -43,31 +43,57 @@ def chat(*texts):
     return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]}
 
 
-def test_empty_answers_and_conversations_that_end_with_a_question_are_counted(look):
+def sharegpt(*turns):
+    return {"conversations": [{"from": role, "value": text} for role, text in turns]}
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ({"instruction": "Add 1 and 1.", "output": "2"}, {"instruction": "Add 1 and 2.", "output": ""}),
+        (chat("a?", "b"), chat("seven?", " ")),
+        (chat("a?", "b"), chat("c?", "", "and now?", "d")),
+        (sharegpt(("human", "a?"), ("gpt", "b")), sharegpt(("human", "a?"), ("gpt", "\n"))),
+        ({"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": ""}),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "chosen": "", "rejected": "b"}),
+    ],
+    ids=["alpaca", "messages", "an earlier turn", "sharegpt", "completion", "chosen"],
+)
+def test_an_empty_answer_that_is_trained_on_is_broken(look, good, bad):
+    overrides = [*CHAT, *(["objective.name=dpo"] if "chosen" in good else [])]
+    records = [good] * 9
+    records[3] = bad
+    with pytest.raises(DataError, match=r"1 of 9 records cannot be used.*x\.jsonl:4 has an empty answer, from which "):
+        look(jsonl(records), *overrides)
+    for _ in range(2):  # the second call finds the prepared data
+        lines = look(jsonl(records), *overrides, "data.max_broken_fraction=0.2")
+        assert any("1 broken records left out" in line for line in lines)
+
+
+def test_examples_that_look_like_a_mistake_are_counted(look):
     talks = [chat(f"question {number}", f"answer {number}") for number in range(30)]
-    talks[7] = chat("seven?", " ")
-    talks[9], talks[12] = chat("a", "b", "and then?"), chat("c", "", "and now?")
-    for again in range(2):  # the second call finds the prepared data
-        lines = look(jsonl(talks), *CHAT)
-        assert (
-            "data.train.0: 2 of 30 examples have an empty answer: the model learns to give empty answers "
-            in "\n".join(lines)
-        ), again
-        assert any(line.endswith("(the first: {}:8)".format(Path("x.jsonl").resolve())) for line in lines)
-        [line] = [line for line in lines if "a user turn at the end" in line]
-        assert line.startswith("data.train.0: 2 of 30 examples have") and line.endswith("x.jsonl:10)")
-    pairs = [{"prompt": "q", "completion": "a" * (number != 3)} for number in range(9)]
-    assert any("1 of 9 examples have an empty answer" in line for line in look(jsonl(pairs), *TRAINED))
+    talks[9] = chat("a", "b", "and then?")
+    talks[12] = {"messages": [{"role": "system", "content": "s"}, *chat("x", "y", "z?", "last")["messages"][1:]]}
+    talks[15] = chat("c", "", "and now?", "d")
+    talks[15]["messages"][1]["train"] = False
+    for _ in range(2):  # the second call finds the prepared data
+        lines = "\n".join(look(jsonl(talks), *CHAT))
+        for what, line in (
+            ("an assistant turn at the beginning: no question precedes it", 13),
+            ("a user turn at the end: no answer follows", 10),
+            ("an empty answer that is not trained on: the model reads it before later turns", 16),
+        ):
+            assert (
+                f"data.train.0: 1 of 30 examples have {what} (the first: {Path('x.jsonl').resolve()}:{line})" in lines
+            )
+    last = "\n".join(look(jsonl([*talks[:20], chat("c", "", "and now?", "d")]), *CHAT, "data.train_on=last"))
+    assert "2 of 21 examples have an empty answer that is not trained on" in last
+    pairs = [{"prompt": "q", "chosen": "a", "rejected": "b" * (number != 3)} for number in range(9)]
+    lines = "\n".join(look(jsonl(pairs), *TRAINED, "objective.name=dpo"))
+    assert "1 of 9 examples have an empty rejected answer: the model learns to answer at all" in lines
     tool = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    called = {
-        "messages": [
-            *chat("use it")["messages"],
-            tool,
-            {"role": "tool", "content": "1"},
-            *chat("x", "y")["messages"][1:],
-        ]
-    }
-    assert not [line for line in look(jsonl([called] * 9), *CHAT) if "empty answer" in line]
+    answered = [*chat("use it")["messages"], tool, {"role": "tool", "content": "1"}, *chat("x", "y")["messages"][1:]]
+    assert not [line for line in look(jsonl([{"messages": answered}] * 9), *CHAT) if "empty" in line]
 
 
 def test_the_share_of_copies_is_reported(look):

@@ -211,7 +211,7 @@ def test_tokenizers_are_trained_on_the_text_of_examples(tmp_path):
     source = Source("data.train.0", str(path))
     files = list_files(source)
     entry = CorpusEntry("train", source, files)
-    texts = list(TextSample([entry], 1000, Progress("", 1, logging.getLogger()), max_broken=1).read())
+    texts = list(TextSample([entry], 1000, Progress("", 1, logging.getLogger()), 1, "assistant").read())
     assert texts == ["user", "Hi ü", "assistant", "Ho", "user", "!"]
     assert list(describe_examples([entry])) == [f"data.train.0: records of format messages in {path}"]
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from echelon.data.conversation import Completion, Conversation, EncodedDocument, Preference, Text
+from echelon.data.conversation import Completion, Conversation, EncodedDocument, Preference, Text, check_answers
 from echelon.data.examples import parse_example
 from echelon.data.readers.record import BrokenRecordError, Example
 from echelon.data.rendering import ChatTemplate, Rendered
@@ -44,6 +44,7 @@ class InstructionEncoding:
         Documents are not cut to a length, and each has at least one target. Raises BrokenRecordError.
         """
         example = parse_example(record)
+        check_answers(example, self.train_on)
         if isinstance(example, Preference):
             documents: tuple[EncodedDocument, ...] = (
                 self._encode_text(example.chosen),

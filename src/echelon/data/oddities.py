@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import dropwhile
 
 from echelon.data.conversation import Completion, Conversation, EncodedDocument, Preference, Text
 
-EMPTY_ANSWER = "an empty answer"
+EMPTY_ANSWER = "an empty answer that is not trained on"
+EMPTY_REJECTED = "an empty rejected answer"
+BEGINS_WITH_ASSISTANT = "an assistant turn at the beginning"
 ENDS_WITH_USER = "a user turn at the end"
 
 SAMPLED_DOCUMENTS = 4096
@@ -15,17 +18,24 @@ WORTH_SAYING = 0.01
 """A smaller fraction of duplicates is not reported."""
 
 _MEANINGS = {
-    EMPTY_ANSWER: "the model learns to give empty answers",
+    EMPTY_ANSWER: "the model reads it before later turns",
+    EMPTY_REJECTED: "the model learns to answer at all, not which answer is better",
+    BEGINS_WITH_ASSISTANT: "no question precedes it",
     ENDS_WITH_USER: "no answer follows",
 }
 
 
 def find_oddities(example: Text | Preference | EncodedDocument) -> Iterator[str]:
-    """Yield the oddities of an example, each once."""
+    """Yield the oddities of an example that `check_answers` has passed, each once."""
     texts = (example.chosen, example.rejected) if isinstance(example, Preference) else (example,)
-    if _has_empty_answer(texts[0]):  # a rejected answer may be empty
+    conversations = [text for text in texts if isinstance(text, Conversation)]
+    if isinstance(example, Preference) and _has_empty_answer(example.rejected):
+        yield EMPTY_REJECTED
+    elif any(map(_has_empty_answer, texts)):
         yield EMPTY_ANSWER
-    if any(isinstance(text, Conversation) and text.messages[-1]["role"] == "user" for text in texts):
+    if any(_roles(text)[:1] == ["assistant"] for text in conversations):
+        yield BEGINS_WITH_ASSISTANT
+    if any(_roles(text)[-1:] == ["user"] for text in conversations):
         yield ENDS_WITH_USER
 
 
@@ -37,14 +47,13 @@ def describe_oddity(source: str, what: str, count: int, total: int, place: str) 
 def _has_empty_answer(text: Text | EncodedDocument) -> bool:
     if isinstance(text, Completion):
         return not text.completion.strip()
-    return isinstance(text, Conversation) and any(
-        message["role"] == "assistant" and not message.get("tool_calls") and not _says_something(message.get("content"))
-        for message in text.messages
-    )
+    return isinstance(text, Conversation) and any(map(text.is_empty, range(len(text.messages))))
 
 
-def _says_something(content: object) -> bool:
-    return bool(content.strip()) if isinstance(content, str) else bool(content)
+def _roles(conversation: Conversation) -> list[str]:
+    """The roles of the turns, without system messages at the beginning."""
+    roles: list[str] = [message["role"] for message in conversation.messages]
+    return list(dropwhile(lambda role: role == "system", roles))
 
 
 @dataclass

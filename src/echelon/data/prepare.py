@@ -332,7 +332,7 @@ def _keep_tokenizer(
         return load_tokenizer(str(place))
     if tokenizer is None:
         assert isinstance(spec.tokenizer, int)
-        tokenizer = add_new_tokens(_train_on_sample(corpus, spec.tokenizer, spec.max_broken_fraction), spec.new_tokens)
+        tokenizer = add_new_tokens(_train_on_sample(spec, corpus, spec.tokenizer), spec.new_tokens)
         _instruction(spec, corpus, tokenizer)  # sets its template, which is saved with it
     unfinished = place.with_suffix(".new")
     for folder in (unfinished, place):
@@ -372,11 +372,12 @@ def _num_workers(spec: PrepareSpec, corpus: Sequence[CorpusEntry]) -> int:
     return max(1, min(cores, num_bytes // BYTES_PER_WORKER)) if num_bytes else cores
 
 
-def _train_on_sample(corpus: Sequence[CorpusEntry], vocab_size: int, max_broken: float) -> "PreTrainedTokenizerFast":
+def _train_on_sample(spec: PrepareSpec, corpus: Sequence[CorpusEntry], vocab_size: int) -> "PreTrainedTokenizerFast":
     training = [entry for entry in corpus if entry.stream == "train"]
     logger.info(f"tokenizer: training byte-level BPE with {vocab_size:,} ids")
     progress = Progress("tokenizer: read", min(corpus_bytes(corpus), TOKENIZER_SAMPLE_BYTES), logger)
-    sample = TextSample(training, TOKENIZER_SAMPLE_BYTES, progress, max_broken)
+    rules = (spec.max_broken_fraction, spec.instruction.train_on)
+    sample = TextSample(training, TOKENIZER_SAMPLE_BYTES, progress, *rules)
     tokenizer = train_tokenizer(sample.read(), vocab_size)
     progress.finish()
     num_ids = vocabulary_size(tokenizer.backend_tokenizer)

@@ -77,13 +77,13 @@ class ChatTemplate:
 
     def _render(self, conversation: Conversation) -> Rendered:
         self._check_tools(conversation)
-        turns = self._wanted(conversation)
+        turns = conversation.trained_turns(self.train_on)
         text, marks = self._run(conversation, len(conversation.messages), marks=self.marks_turns)
-        if self._takes_all(conversation):
+        if conversation.takes_all(self.train_on):
             return Rendered(text, self._all_but(conversation, text, turns))
         if not marks:
             return Rendered(text, [self._find_turn(conversation, text, turn) for turn in turns], True)
-        if turns != self._answers(conversation):
+        if turns != conversation.assistant_turns():
             marks = [mark for turn in turns for mark in self._marks_of(conversation, marks, turn)]
         return Rendered(text, [(start, self._find_end(text, stop)) for start, stop in marks])
 
@@ -93,27 +93,6 @@ class ChatTemplate:
         for name, is_used in used.items():
             if is_used and name not in self.text:
                 raise BrokenRecordError(f"has `{name}`, which the chat template does not use; use a template that does")
-
-    def _wanted(self, conversation: Conversation) -> list[int]:
-        """Return the indices of the trained turns; with `all`, turns of any role."""
-        flags = list(enumerate(conversation.learned))
-        if self._takes_all(conversation):
-            return [turn for turn, flag in flags if flag is not False]
-        answers = [turn for turn in self._answers(conversation) if turn >= conversation.answers]
-        if self.train_on == "last" and not conversation.answers:
-            answers = answers[-1:]
-        for turn, flag in flags:
-            if flag and conversation.messages[turn]["role"] != "assistant":
-                role = conversation.messages[turn]["role"]
-                raise BrokenRecordError(f"marks a {role} turn for training, which requires data.train_on: all")
-        return [turn for turn, flag in flags if turn in answers and flag is not False]
-
-    def _takes_all(self, conversation: Conversation) -> bool:
-        """Whether turns of every role are trained. In a prompt with an answer, only the answer is."""
-        return self.train_on == "all" and not conversation.answers
-
-    def _answers(self, conversation: Conversation) -> list[int]:
-        return [turn for turn, message in enumerate(conversation.messages) if message["role"] == "assistant"]
 
     def _find_turn(self, conversation: Conversation, text: str, turn: int) -> tuple[int, int]:
         before = self._run(conversation, turn, generate=True)[0]
@@ -132,7 +111,7 @@ class ChatTemplate:
 
     def _marks_of(self, conversation: Conversation, marks: Spans, turn: int) -> Spans:
         """Return the marks of one assistant turn: those between its generation prompt and the next one's."""
-        later = [other for other in self._answers(conversation) if other > turn]
+        later = [other for other in conversation.assistant_turns() if other > turn]
         first, *stop = (
             len(self._run(conversation, count, generate=True, marks=True)[1]) for count in (turn, *later[:1])
         )

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from echelon.data.broken_records import RecordCounts, refuse_broken
+from echelon.data.conversation import check_answers
 from echelon.data.corpus import CorpusEntry
 from echelon.data.examples import parse_example
 from echelon.data.readers import read_records
@@ -18,14 +19,18 @@ class TextSample:
     """Samples text evenly from all files: every n-th task, for the smallest n that gives about `max_bytes`.
 
     Files of unknown size, files that contain far more text than their size, and sources with `max_samples` contribute
-    text from their start. `max_broken`: `data.max_broken_fraction`.
+    text from their start. `max_broken` and `train_on`: `data.max_broken_fraction` and
+    `data.train_on`.
     """
 
-    def __init__(self, entries: Sequence[CorpusEntry], max_bytes: int, progress: Progress, max_broken: float) -> None:
+    def __init__(
+        self, entries: Sequence[CorpusEntry], max_bytes: int, progress: Progress, max_broken: float, train_on: str
+    ) -> None:
         self._entries = entries
         self._max_bytes = max_bytes
         self._progress = progress
         self._max_broken = max_broken
+        self._train_on = train_on
         self._counts = [RecordCounts() for _ in entries]
 
     def read(self) -> Iterator[str]:
@@ -80,7 +85,7 @@ class TextSample:
         counts, source = self._counts[index], self._entries[index].source
         if isinstance(record, Record) and isinstance(record.content, Mapping):
             try:
-                parse_example(record.content)
+                check_answers(parse_example(record.content), self._train_on)
             except BrokenRecordError as error:
                 record = Broken(file, record.position, str(error))
         if isinstance(record, Record):
