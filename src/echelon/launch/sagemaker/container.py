@@ -5,13 +5,11 @@
 
 import json
 import logging
-import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -26,6 +24,7 @@ from typing import Any
 from echelon.errors import ConfigError, LaunchError
 from echelon.hardware.gpu_check import check_gpus, find_compat, find_needed
 from echelon.hardware.job_machines import count_asked_gpus
+from echelon.launch.sagemaker.kept_data import find_large_disk, open_kept
 from echelon.launch.sagemaker.secrets_manager import hide_values, read_secrets
 from echelon.logs import log_to_console
 from echelon.recipe import Recipe, RunConfig, load_recipe
@@ -160,20 +159,28 @@ def run(base: Path, env: Mapping[str, str]) -> Outcome:
     secrets = read_secrets(recipe.launch.sagemaker.secrets, _find_region(recipe, env))
     variables = {**find_asked(recipe, container), **env, **find_variables(container, env), **secrets}
     _await_names(container.hosts)
+    # The recipe names a folder if the job brings its prepared data.
+    keeper = open_kept(recipe, base) if recipe.data.prepared_dir is None else None
     folder = RunFolder(recipe.run.dir)
     started = time.time()
 
-    def show() -> None:
+    def show(at_end: bool = False) -> None:
+        if not container.is_first:
+            return
         # A full disk is reported when the run's own files cannot be written.
         with suppress(OSError):
-            if container.is_first:
-                mirror(folder.path / "tensorboard", base / "output" / "tensorboard")
+            mirror(folder.path / "tensorboard", base / "output" / "tensorboard")
+        if keeper is not None:
+            keeper.keep(wait=at_end)
 
     hide = partial(hide_values, values=secrets.values())
-    outcome = translate(_train(train_command(recipe, container.recipe_path), variables, show, hide))
+    argv = train_command(recipe, container.recipe_path)
+    if keeper is not None:
+        argv.append(f"data.prepared_dir={keeper.place}")
+    outcome = translate(_train(argv, variables, show, hide))
     if outcome.code == DONE and container.is_first:
         outcome = _export(folder, base / "model", outcome, variables, hide)
-    show()
+    show(at_end=True)
     try:
         keep_records(folder, base / "output" / "data", started, container.is_first)
     except OSError as error:  # the run folder has them too, so the job does not fail
@@ -246,22 +253,10 @@ def find_variables(container: Container, env: Mapping[str, str], system: Path = 
         logger.info(f"container: EFA, {described or 'as the job set it'}")
         variables |= added
     if not HUB_PLACES & env.keys():
-        home, free = _find_hub_home(container.base)
-        logger.info(f"container: HF_HOME={home}, {render_bytes(free)} free")
-        variables["HF_HOME"] = str(home)
+        disk, free = find_large_disk(container.base)
+        logger.info(f"container: HF_HOME={disk / 'huggingface'}, {render_bytes(free)} free")
+        variables["HF_HOME"] = str(disk / "huggingface")
     return variables
-
-
-def _find_hub_home(base: Path) -> tuple[Path, int]:
-    """The folder with the most free space for hub files, and that space in bytes.
-
-    The container's own disk is small, and the mount point of the instance's disk differs. The checkpoint folder is not
-    used: SageMaker copies it to S3.
-    """
-    places = (base, Path(tempfile.gettempdir()))
-    free = {place: shutil.disk_usage(place).free for place in places if os.access(place, os.W_OK)}
-    largest = max(free, key=lambda place: free[place], default=base)
-    return largest / "huggingface", free.get(largest, 0)
 
 
 def _has_efa(system: Path) -> bool:

@@ -23,8 +23,6 @@ from echelon.recipe.render import plain_value, recipe_mapping
 
 DATA_DIR = PurePosixPath("/opt/ml/input/data")
 CHECKPOINT_DIR = PurePosixPath("/opt/ml/checkpoints")
-# Outside the checkpoint folder, which SageMaker copies to S3; every host prepares its own data.
-PREPARED_DIR = PurePosixPath("/opt/ml/prepared")
 CODE_CHANNEL = "echelon"
 _TEMPLATE = "chat_template.jinja"
 _MAX_ADDRESS = 1024
@@ -94,7 +92,7 @@ def stage_job(job: JobSpec, recipe: Recipe) -> Staging:
     stage = _Stage(job)
     plain = recipe_mapping(recipe)
     plain["run"]["dir"] = str(run_dir(recipe))
-    plain["data"]["prepared_dir"] = str(PREPARED_DIR)
+    plain["data"].pop("prepared_dir", None)  # the container chooses its largest disk
     for part, sources in (("train", recipe.data.train), ("validation", recipe.data.validation)):
         if sources:
             plain["data"][part] = [

@@ -1,0 +1,156 @@
+"""Prepared data of a container: on its largest disk, and a copy in the checkpoint folder for later starts.
+
+SageMaker copies the checkpoint folder to S3 and back at every start, so a restart need not tokenize again. Data is
+prepared elsewhere, since half-written files would be copied again and again.
+"""
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from echelon.recipe import Recipe
+from echelon.runs.checksums import list_files, remove_tree
+from echelon.sizes import render_bytes
+from echelon.stored import read_json, write_json
+
+logger = logging.getLogger(__name__)
+
+_KEPT = "prepared"
+_COPYING = ".copying-"
+_KEY = re.compile(r"[0-9a-f]{16}")
+_READERS = 8
+_PATIENCE_SECONDS = 20.0
+
+
+def find_large_disk(base: Path) -> tuple[Path, int]:
+    """The folder for large files, on the disk with the most free space, and that space in bytes.
+
+    The container's own disk is small, and the mount point of the instance's disk differs. The checkpoint folder is not
+    used: SageMaker copies it to S3.
+    """
+    places = (base, Path(tempfile.gettempdir()))
+    free = {place: shutil.disk_usage(place).free for place in places if os.access(place, os.W_OK)}
+    largest = max(free, key=lambda place: free[place], default=base)
+    return largest, free.get(largest, 0)
+
+
+def open_kept(recipe: Recipe, base: Path) -> "DataKeeper":
+    """Choose where a container prepares its data, and bring back there what earlier starts have prepared."""
+    place = find_large_disk(base)[0] / "prepared"
+    settle_times(recipe, base / "input" / "data")
+    restore(base / "checkpoints", place)
+    return DataKeeper(base / "checkpoints", place)
+
+
+def settle_times(recipe: Recipe, data: Path) -> None:
+    """Set the time of each file of the recipe's data to a number that follows from its content.
+
+    Prepared data is found by the path, size and time of each file that it was made of. SageMaker copies the channels
+    anew at each start, so their times say nothing. Left out: file systems and streamed channels, which are not copies.
+    """
+    if recipe.launch.sagemaker.input_mode == "FastFile":
+        return
+    mounted = {each.channel for each in recipe.launch.sagemaker.file_systems}
+    channels = {
+        path.relative_to(data).parts[0]
+        for path in (Path(source.path) for source in (*recipe.data.train, *recipe.data.validation))
+        if path.is_relative_to(data) and path != data
+    }
+    files = [path for name in sorted(channels - mounted) for path in (data / name).rglob("*") if path.is_file()]
+    with ThreadPoolExecutor(_READERS) as readers:
+        list(readers.map(_settle_time, files))
+
+
+def _settle_time(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "blake2b").digest()
+        moment = int.from_bytes(digest[:7], "big")
+        os.utime(path, ns=(moment, moment))
+    except OSError as error:  # the data is then prepared again, and what cannot be read is reported then
+        logger.info(f"container: {path} keeps its time: {error.strerror}")
+
+
+def restore(checkpoints: Path, place: Path) -> None:
+    """Make the prepared data of earlier starts appear in `place`; remove what was copied from S3 incompletely."""
+    kept = checkpoints / _KEPT
+    place.mkdir(parents=True, exist_ok=True)
+    for folder in sorted(path for path in kept.glob("*") if path.is_dir()):
+        link = place / folder.name
+        if _is_complete(folder):
+            if not link.exists():
+                link.symlink_to(folder, target_is_directory=True)
+                logger.info(f"container: data prepared by an earlier start is in {folder}")
+        else:
+            logger.info(f"container: {folder} is incomplete, so the data is prepared again")
+            remove_tree(folder)
+
+
+class DataKeeper:
+    """Copies the prepared data to the checkpoint folder once it is complete, in a thread of its own."""
+
+    def __init__(self, checkpoints: Path, place: Path) -> None:
+        self.place = place
+        self._kept = checkpoints / _KEPT
+        self._thread: threading.Thread | None = None
+
+    def keep(self, wait: bool) -> None:
+        """Start copying if there is complete data that was not there at the start.
+
+        With `wait`, also wait for the end of the copy, for as long as a container that must stop can.
+        """
+        if self._thread is None and (found := next(self._find_new(), None)) is not None:
+            self._thread = threading.Thread(target=self._copy, args=(found,), name="prepared data", daemon=True)
+            self._thread.start()
+        if wait and self._thread is not None:
+            self._thread.join(_PATIENCE_SECONDS)
+
+    def _find_new(self) -> Iterator[Path]:
+        for path in sorted(self.place.glob("*")):
+            is_whole = _KEY.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+            if is_whole and not (self._kept / path.name).exists():
+                yield path
+
+    def _copy(self, folder: Path) -> None:
+        copying, final = self._kept / f"{_COPYING}{folder.name}", self._kept / folder.name
+        try:
+            self._kept.mkdir(parents=True, exist_ok=True)
+            sizes = _measure(folder)
+            needed, free = sum(sizes.values()), shutil.disk_usage(self._kept).free
+            if 2 * needed > free:
+                logger.warning(
+                    f"container: the prepared data ({render_bytes(needed)}) is not kept for later starts: "
+                    f"{self._kept} has {render_bytes(free)} free"
+                )
+                return
+            shutil.copytree(folder, copying)
+            copying.rename(final)
+            write_json(_record(final), {"bytes": sizes})
+        except OSError as error:
+            logger.warning(f"container: the prepared data is not kept for later starts: {error}")
+            shutil.rmtree(copying, ignore_errors=True)
+
+
+def _record(folder: Path) -> Path:
+    """The file with the sizes of a kept folder, written when it is complete."""
+    return folder.with_name(f"{folder.name}.json")
+
+
+def _measure(folder: Path) -> dict[str, int]:
+    files = (path for path in list_files(folder, "**/*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether a kept folder has all its files with their sizes: S3 may hold a part of it."""
+    try:
+        return bool(_KEY.fullmatch(folder.name)) and read_json(_record(folder))["bytes"] == _measure(folder)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
