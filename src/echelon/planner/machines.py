@@ -1,18 +1,24 @@
-"""`--instance auto`: the cheapest machines of the catalogue on which a recipe's plan fits."""
+"""`--instance auto`: the machines of the catalogue on which a recipe's whole run costs least."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import Cluster
-from echelon.hardware.instances import Instance, cluster_of, list_instances
+from echelon.hardware.instances import EXTRA_TYPES, Instance, cluster_of, list_instances
 from echelon.hardware.job_machines import find_machines
 from echelon.planner.choose import MEMORY_HEADROOM, resolve_plan
+from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run
+from echelon.planner.measured_runs import read_history
 from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
+from echelon.runs.wall_time import render_duration
 from echelon.sizes import render_bytes
+from echelon.supervise.launch_environment import find_cache_dir
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
@@ -20,11 +26,16 @@ if TYPE_CHECKING:
 # If the number of machines is not given, each type is tried with these until the plan fits.
 _COUNTS = (1, 2, 4, 8, 16)
 _SHOWN = 8
+# Costs that differ by less are not told apart by a prediction.
+_CLOSE = 0.05
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """`count` machines of one type, the plan and the bytes it needs on each GPU, or the reason why there is no plan."""
+    """`count` machines of one type, the plan and the bytes it needs on each GPU, or the reason why there is no plan.
+
+    `forecast`: of the run under that plan; None if it does not fit, has no price, or the speed of the GPU is unknown.
+    """
 
     instance: Instance
     count: int
@@ -32,6 +43,7 @@ class Candidate:
     needed_bytes: int = 0
     usable_bytes: float = 0.0
     reason: str = ""
+    forecast: Forecast | None = None
 
     @property
     def fits(self) -> bool:
@@ -44,25 +56,39 @@ class Candidate:
         price = self.instance.price
         return None if price is None else price.usd_per_hour * self.count
 
-    def describe(self) -> str:
-        """One line of the table."""
+    @property
+    def cost(self) -> float | None:
+        """Dollars for 10^9 tokens of training, which rank as the whole run does; None without a price or a speed."""
+        return None if self.forecast is None else self.forecast.usd_per_billion_tokens
+
+    def describe(self, mark: str = "") -> str:
+        """One line of the table; `mark` stands after the price, and is explained above the table."""
         assert self.plan is not None
-        price, cost = self.instance.price, self.usd_per_hour
-        dollars = "price unknown" if price is None else f"${cost:.2f}/h ({price.terms})"
+        forecast = self.forecast
+        run = "cost of the run unknown"
+        if forecast is not None and forecast.usd is not None and forecast.hours is not None:
+            run = f"${forecast.usd:,.2f} in {render_duration(3600 * forecast.hours)}"
+        elif self.cost is not None:
+            run = f"${self.cost:,.2f} for 10^9 tokens"
+        hourly = "price unknown" if self.usd_per_hour is None else f"${self.usd_per_hour:.2f}/h{mark}"
         devices = f"{self.count * self.instance.gpus} x {self.instance.accelerator}"
         return (
-            f"{self.count} x {self.instance.name:<19} {dollars:<33} {devices:<14} {self.plan.strategy:<5} needs "
-            f"{render_bytes(self.needed_bytes)} of {render_bytes(self.usable_bytes)}"
+            f"{self.count} x {self.instance.name:<19} {run:<25} {hourly:<11} {devices:<14} {self.plan.strategy:<5} "
+            f"needs {render_bytes(self.needed_bytes)} of {render_bytes(self.usable_bytes)}"
             + (f", {self.instance.network_gbits:g} Gbit/s between machines" if self.count > 1 else "")
         )
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The result of `choose_instance`: the cheapest type and all candidates."""
+    """The result of `choose_instance`: the cheapest type and all candidates.
+
+    `region`: of the job, None if the recipe does not say.
+    """
 
     best: Candidate
     candidates: tuple[Candidate, ...]
+    region: str | None = None
 
     @property
     def instance(self) -> Instance:
@@ -79,13 +105,14 @@ class Choice:
         fitting, small = _part(self.candidates, lambda each: each.fits)
         priced, unknown = _part(fitting, lambda each: each.usd_per_hour is not None)
         fewer, _ = _part(unknown, lambda each: each.count < self.count)
-        lines = [
-            f"instance auto: {self.count} x {self.instance.name}, the fewest machines on which the plan fits, and of "
-            f"{len(priced)} priced types the cheapest per hour; a faster type may be cheaper for the whole run"
-        ]
-        lines += [f"  {each.describe()}" for each in sorted(priced, key=_rank)[:_SHOWN]]
+        ranked = sorted(priced, key=_rank)
+        first = [self.best, *(each for each in ranked if each is not self.best)][:_SHOWN]
+        marks = self._mark_prices(first)
+        lines = [f"instance auto: {self.count} x {self.instance.name}, {self._explain_choice(ranked)}"]
+        lines += self._describe_prices(marks)
+        lines += [f"  {each.describe(marks[_terms(each)])}" for each in first]
         if len(priced) > _SHOWN:
-            lines.append(f"  and {len(priced) - _SHOWN} more that need more machines or cost more")
+            lines.append(f"  and {len(priced) - _SHOWN} more that cost more")
         if unknown:
             names = _join(f"{each.count} x {each.instance.name}" for each in unknown)
             lines.append(
@@ -98,19 +125,47 @@ class Choice:
             lines.append(f"  do not fit: {_join_names(small)}")
         return lines
 
+    def _explain_choice(self, ranked: Sequence[Candidate]) -> str:
+        types = f"of the {len(ranked)} priced types on which the plan fits"
+        if self.best.cost is None:
+            return f"{types}, the cheapest per hour; the speed of their GPUs is unknown, so the cost of the run is too"
+        what = "the whole run" if self.best.forecast and self.best.forecast.usd is not None else "10^9 tokens"
+        if self.best is ranked[0]:
+            return f"{types}, the cheapest for {what} at the predicted speed"
+        return (
+            f"{types}, the one with the fewest machines of those within {_CLOSE:.0%} of the cheapest for {what} at the "
+            "predicted speed"
+        )
+
+    def _mark_prices(self, shown: Sequence[Candidate]) -> dict[str, str]:
+        """A mark for the prices of each region and date; none for those of the job's region, else the most frequent."""
+        found = Counter(_terms(each) for each in shown)
+        regions = {_terms(each): each.instance.price.region for each in shown if each.instance.price is not None}
+        order = sorted(found, key=lambda terms: (regions[terms] != self.region, -found[terms], terms))
+        return {terms: "*" * place for place, terms in enumerate(order)}
+
+    def _describe_prices(self, marks: Mapping[str, str]) -> Iterator[str]:
+        parts = [f"{mark} {terms}".lstrip() for terms, mark in marks.items()]
+        line = f"  prices on demand: {'; '.join(parts)}"
+        if len(marks) > 1:
+            line += "; prices differ between regions, so rows with another mark may rank otherwise in yours"
+        elif self.region is not None and not next(iter(marks)).startswith((self.region, EXTRA_TYPES)):
+            line += f"; not those of {self.region}, where the job runs"
+        yield line
+
 
 def choose_instance(recipe: "Recipe", shape: ModelShape, count: int | None = None) -> Choice:
-    """The cheapest machines per hour on which the plan fits in memory, `count` of them or as few as possible.
+    """The machines on which the whole run costs least at its predicted speed, `count` of each type or as few as fit it.
 
-    One larger machine is preferred to several small ones, as the network is far slower than links inside a machine.
-    Only types with a dated price are considered. Raises PlanError if none of them fits.
+    Of machines that cost nearly the same the fewest are taken, as predictions of a network are less certain than those
+    of links inside a machine. Only types with a dated price are considered. Raises PlanError if none of them fits.
     """
     known = list_instances(recipe.launch.sagemaker.extra_types)
     candidates = tuple(_try_type(recipe, shape, each, count) for each in known.values() if each.gpus)
     fitting = [each for each in candidates if each.fits]
     priced = [each for each in fitting if each.usd_per_hour is not None]
     if priced:
-        return Choice(min(priced, key=_rank), candidates)
+        return Choice(_choose(priced), candidates, recipe.launch.sagemaker.region)
     machines = f"{count} machine(s)" if count is not None else f"up to {_COUNTS[-1]} machines"
     if fitting:
         raise PlanError(
@@ -133,7 +188,24 @@ def plan_on(recipe: "Recipe", shape: ModelShape, instance: Instance, count: int)
         return Candidate(instance, count, reason=str(error))
     needed = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind).total
     usable = (cluster.accelerator.memory_bytes or 0) * (1 - MEMORY_HEADROOM)
-    return Candidate(instance, count, plan, needed, usable)
+    found = Candidate(instance, count, plan, needed, usable)
+    if not found.fits or instance.price is None:
+        return found
+    price = HourlyPrice(instance.price.usd_per_hour, instance.price.terms)
+    return replace(found, forecast=_forecast(recipe, shape, plan, cluster, price))
+
+
+def _forecast(
+    recipe: "Recipe", shape: ModelShape, plan: ParallelPlan, cluster: Cluster, price: HourlyPrice
+) -> Forecast | None:
+    """The predicted run on a type at its own price; None if the speed of its GPU is unknown."""
+    no_price = {"usd_per_hour": None, "spot_usd_per_hour": None}  # of one type
+    alone = recipe.model_copy(update={"budget": recipe.budget.model_copy(update=no_price)})
+    history = read_history(find_cache_dir(), shape, cluster)
+    try:
+        return forecast_run(alone, shape, plan, cluster, price, history=history)
+    except PlanError:
+        return None
 
 
 def find_cluster(recipe: "Recipe", instance: Instance, count: int) -> Cluster:
@@ -194,8 +266,24 @@ def _join(names: Iterable[str]) -> str:
     return f"{', '.join(every[:_SHOWN])}{more}"
 
 
-def _rank(candidate: Candidate) -> tuple[int, float, str]:
-    return candidate.count, candidate.usd_per_hour or 0.0, candidate.instance.name
+def _choose(priced: Sequence[Candidate]) -> Candidate:
+    """The cheapest; of those that cost nearly the same, the one with the fewest machines."""
+    first = min(priced, key=_rank)
+    if first.cost is None:
+        return first
+    close = [each for each in priced if each.cost is not None and each.cost <= (1 + _CLOSE) * first.cost]
+    return min(close, key=lambda each: (each.count, *_rank(each)))
+
+
+def _rank(candidate: Candidate) -> tuple[float, float, str]:
+    cost = math.inf if candidate.cost is None else candidate.cost
+    return cost, candidate.usd_per_hour or 0.0, candidate.instance.name
+
+
+def _terms(candidate: Candidate) -> str:
+    """Region and date of its price."""
+    assert candidate.instance.price is not None
+    return candidate.instance.price.terms
 
 
 def _memory(candidate: Candidate) -> float:

@@ -259,7 +259,7 @@ class SageMakerConfig(Section):
     region: str | None = Field(None, description="Default: the account's configuration.")
     instance_type: str | None = Field(
         None,
-        description="Such as `ml.p5.48xlarge`; `auto`: the cheapest type among those that fit on the fewest machines.",
+        description="Such as `ml.p5.48xlarge`; `auto`: the type on which the plan fits and the whole run costs least.",
     )
     instance_groups: tuple[InstanceGroupConfig, ...] = Field(
         (),
