@@ -13,11 +13,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from damage import damage_bytes, foreign_files
+from echelon.checkpoint.zero_folder import read_zero_folder
 from echelon.recipe import Recipe
 from judge import Tally, limited_memory
 from recipes import CLUSTERS, base_texts, damage_text, is_valid, nothing_asked, plan_recipe, random_overrides
 from run_folder_files import RunFolderFiles
-from stored_files import StoredFiles, replaced
+from stored_files import StoredFiles, digest, replaced
+from test_zero_folder import write as write_zero
 
 SEED = os.environ.get("ECHELON_FUZZ_SEED", "0")
 A_KEY = r"[a-z_]+(\.[a-z_0-9]+)+"
@@ -96,3 +99,34 @@ def test_damaged_inputs_are_refused_or_right(stored, tmp_path, monkeypatch, caps
     if tally.failures:
         pytest.fail(f"seed {SEED}\n\n" + "\n\n".join(tally.failures), pytrace=False)
     assert sum(counts["tried"] for counts in tally.counts.values()) == count
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1_000, marks=pytest.mark.slow)])
+def test_damaged_files_of_deepspeed_are_refused_or_right(tmp_path, capsys, count):
+    """Checkpoints of ZeRO stages 2 and 3: never other weights than those that were written."""
+    flats = {2: [[[0.0, 1, 2, 3, 4], [9.0]], [[5.0, 6, 7, 8, -1], [10.0]]], 3: [[[0.0, 1, 2, 6, 7, 9]]] * 2}
+    folders = {stage: write_zero(tmp_path / str(stage), stage, flats[stage]) for stage in flats}
+    files = [path for folder in folders.values() for path in sorted(folder.glob("**/*")) if path.is_file()]
+    tally, foreign = Tally(tmp_path / "marker"), foreign_files(tmp_path / "marker")
+
+    def load(folder):
+        tensors = read_zero_folder(folder).tensors
+        return digest(sorted(tensors), *(tensors[name] for name in sorted(tensors)))
+
+    expected = {stage: load(folder) for stage, folder in folders.items()}
+    with limited_memory():
+        for number in range(count):
+            rng = random.Random(f"{SEED} zero {number}")
+            path = files[number % len(files)]
+            stage = int(path.relative_to(tmp_path).parts[0])
+            content = (
+                foreign[rng.choice(sorted(foreign))] if rng.random() < 0.1 else damage_bytes(rng, path.read_bytes())
+            )
+            named, words = f"number {number}, seed {SEED}, {path}", re.escape(str(folders[stage]))
+            with replaced(path, content):
+                tally.judge(path.name, named, partial(load, folders[stage]), expected[stage].__eq__, words)
+    with capsys.disabled():
+        if count > 200:
+            print(f"\n\nseed {SEED}\n{tally.table()}")
+    if tally.failures:
+        pytest.fail(f"seed {SEED}\n\n" + "\n\n".join(tally.failures), pytrace=False)

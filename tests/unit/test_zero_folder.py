@@ -1,10 +1,12 @@
 """Checkpoints of DeepSpeed, built by hand: how weights are divided among ranks, and what is refused."""
 
 import os
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -78,6 +80,47 @@ def test_a_file_that_calls_a_function_is_refused(tmp_path: Path) -> None:
 def test_what_is_not_whole_is_refused(tmp_path: Path, flats: Any, model: dict[str, Any], said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
         read_zero_folder(write(tmp_path, 3, flats, **model))
+
+
+@pytest.mark.parametrize("pattern", ["*_model_states.pt", "*_optim_states.pt"])
+@pytest.mark.parametrize("content", [None, 3, [1], torch.ones(2), "text"], ids=str)
+def test_a_file_with_another_value_is_refused(tmp_path: Path, pattern: str, content: Any) -> None:
+    folder = write(tmp_path, 2, [[[0.0, 1, 2, 3, 4], [9.0]], [[5.0, 6, 7, 8, -1], [10.0]]])
+    [path, *_] = sorted(folder.glob(f"step/{pattern}"))
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match=f"{path.name} is damaged.*type {type(content).__name__} instead"):
+        read_zero_folder(folder)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_every_changed_value_is_found(tmp_path: Path, stage: int) -> None:
+    """torch itself reads a file whose records differ from their checksums."""
+    flats = {2: [[[0.0, 1, 2, 3, 4], [9.0]], [[5.0, 6, 7, 8, -1], [10.0]]], 3: [[[0.0, 1, 2, 6, 7, 9]]] * 2}[stage]
+    folder = write(tmp_path, stage, flats)
+    path = next(iter(sorted(folder.glob("step/*_optim_states.pt"))))
+    content = path.read_bytes()
+    value = np.float32(2.0).tobytes()
+    place = content.index(np.float32(1.0).tobytes() + value) + 4
+    path.write_bytes(content[:place] + np.float32(3.0).tobytes() + content[place + 4 :])
+    torch.load(path, weights_only=True)
+    with pytest.raises(CheckpointError, match=f"{path.name} is damaged: its record .*data.* is not as written"):
+        read_zero_folder(folder)
+
+
+def test_a_record_marked_as_a_folder_is_found(tmp_path: Path) -> None:
+    """torch gives whatever is in memory for it, and its checksum is right."""
+    folder = write(tmp_path, 3, [[[0.0, 1, 2, 6, 7, 9]]] * 2)
+    path = next(iter(sorted(folder.glob("step/*_optim_states.pt"))))
+    with zipfile.ZipFile(path) as archive:
+        start, records = archive.start_dir, archive.infolist()
+    content = bytearray(path.read_bytes())
+    for record in records:  # an entry of the directory: 46 bytes, then its name
+        if record.filename.endswith("data/0"):
+            content[start + 38] |= 0x10
+        start += 46 + len(record.filename) + len(record.extra)
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{path.name} is damaged: its record .*data/0 is not as written"):
+        read_zero_folder(folder)
 
 
 def test_other_folders_are_not_checkpoints(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """Reads the weights of a checkpoint that DeepSpeed wrote: ZeRO stage 1, 2 or 3, or its universal format.
 
 Its files are pickles. They are read with `torch.load(weights_only=True)`, which admits tensors and plain values only.
-The classes of DeepSpeed that they also contain are replaced by empty ones: nothing of DeepSpeed is imported.
+The classes of DeepSpeed that they also contain are replaced by empty ones: nothing of DeepSpeed is imported. torch does
+not compare the checksums in such a file with its content, so this is done before.
 """
 
 import math
-import pickle
 import re
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.serialization import safe_globals
 
 from echelon.errors import CheckpointError, first_line
 
+_FOLDER_BIT = 0x10
 _MODEL, _OPTIMIZER = "*_model_states.pt", "*_optim_states.pt"
 
 
@@ -68,10 +70,9 @@ def read_zero_folder(folder: Path) -> ZeroWeights:
     if step is None:
         raise CheckpointError(f"{folder} has no *_model_states.pt of DeepSpeed, neither there nor where `latest` says.")
     paths = _sorted(step, _MODEL)
-    models = [_load(path) for path in paths]
+    models = [_load_mapping(path) for path in paths]
     first = models[0]
-    parallel = first.get("mp_world_size", 1)
-    if parallel != 1 or any("mp_rank_00" not in path.name for path in paths):
+    if first.get("mp_world_size", 1) != 1 or any("mp_rank_00" not in path.name for path in paths):
         raise CheckpointError(f"{step} is of tensor or pipeline parallelism, and only ZeRO's checkpoints can be read.")
     try:
         tensors = {name: each.detach().clone() for name, each in _read_kept(models, first)}
@@ -79,14 +80,16 @@ def read_zero_folder(folder: Path) -> ZeroWeights:
             described = "a universal checkpoint of DeepSpeed"
             trained = _read_universal(step / "zero", _shapes(first))
         else:
-            states = [_load(path)["optimizer_state_dict"] for path in _sorted(step, _OPTIMIZER)]
+            states = [_load_mapping(path)["optimizer_state_dict"] for path in _sorted(step, _OPTIMIZER)]
             stage = int(states[0]["zero_stage"])
             described = f"a checkpoint of DeepSpeed: ZeRO stage {stage}, {len(states)} processes"
             trained = (
                 _read_divided(states, first["param_shapes"]) if stage < 3 else _read_sharded(states, _shapes(first))
             )
         tensors |= {name: each.detach().float().clone() for name, each in trained}
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # values of any type may be anywhere
         raise CheckpointError(
             f"{step} is damaged, or of a version of DeepSpeed that echelon does not know: {error!r}"
         ) from error
@@ -111,20 +114,43 @@ def _sorted(step: Path, pattern: str) -> list[Path]:
     return found
 
 
+def _load_mapping(path: Path) -> Mapping[str, Any]:
+    """A file whose content is a dictionary. Raises CheckpointError for anything else."""
+    content = _load(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{path} is damaged, or not of DeepSpeed: it contains a value of type {type(content).__name__} instead of "
+            "a dictionary."
+        )
+    return content
+
+
+def _check_records(path: Path) -> None:
+    """Compare each record of a file of `torch.save` with its checksum. Raises CheckpointError for a damaged file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            strange = [each.filename for each in archive.infolist() if not _is_plain(each)]
+            damaged = strange[0] if strange else archive.testzip()
+    except Exception as error:  # zipfile raises many types on a damaged file
+        raise CheckpointError(
+            f"{path} is damaged, or not a file of torch.save: {first_line(error)}; copy the checkpoint again."
+        ) from error
+    if damaged is not None:
+        raise CheckpointError(f"{path} is damaged: its record {damaged} is not as written; copy the checkpoint again.")
+
+
+def _is_plain(record: zipfile.ZipInfo) -> bool:
+    """Whether a record is stored as torch stores it: as it is. Of one marked as a folder, torch reads nothing."""
+    is_folder = record.filename.endswith("/") or record.external_attr & _FOLDER_BIT
+    return record.compress_type == zipfile.ZIP_STORED and record.compress_size == record.file_size and not is_folder
+
+
 def _load(path: Path) -> Any:
+    _check_records(path)
     try:
         with safe_globals(_ADMITTED):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        pickle.UnpicklingError,
-        RuntimeError,
-        OSError,
-        EOFError,
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-    ) as error:
+    except Exception as error:  # torch raises many types on a strange pickle
         raise CheckpointError(
             f"{path} cannot be read without running what is in it: {first_line(error)} Where you trust it, convert it "
             "with DeepSpeed's zero_to_fp32.py CHECKPOINT OUT --safe_serialization; OUT is then a model.checkpoint."
