@@ -106,7 +106,7 @@ def test_a_lost_agent_shrinks_the_run_and_a_new_one_grows_it(echelon, tmp_path, 
             process.communicate()
     sizes = re.findall(r"plan: ddp on (\d) process", endings[0].out + endings[1].out)
     assert sorted(sizes) == ["1", "1", "2", "2"]
-    padding = "3 sequences = 2 ranks x 1 microbatches x 2 sequences - 1 padding sequences"
+    padding = "3 sequences = 2 ranks x 1 microbatch x 2 sequences - 1 padding sequence"
     assert f"{padding} (25.0% of the computation is wasted)" in endings[0].out
     ours, theirs = rows(run), rows(whole)
     assert [row["step"] for row in ours] == list(range(1, STEPS + 1))

@@ -162,7 +162,7 @@ def test_options_of_model_parallelism():
         "(dp_replicate 1 x dp_shard 1 x pp 2 (gpipe) x cp 2 (ulysses) x tp 2 (sequence parallel))"
         in (plan.describe()[0])
     )
-    assert "64 sequences = 1 data-parallel ranks x" in plan.describe()[2]
+    assert "64 sequences = 1 data-parallel rank x" in plan.describe()[2]
     assert ParallelPlan.from_dict(plan.to_dict()) == plan
     # A pipeline runs each layer once for each microbatch: gathering it every time would cost too much.
     assert (plan.reshard_after_forward, plan.reduce_gradients) == (False, "last")
@@ -526,11 +526,31 @@ def test_description():
     assert why_line == "why: asked for"
 
 
+def test_a_run_prints_its_plan_in_a_few_lines():
+    """Reasons of automatic choices are left out; lines that a reader should act on are not."""
+    whys = ("parallel auto: ddp, it fits", "micro_batch_size auto: 8 of 8", "experts: 93% have no adapter")
+    plan = ParallelPlan("ddp", dp_replicate=2, micro_batch_size=8, why=whys)
+    assert plan.describe_briefly() == [
+        "plan: ddp on 2 processes; computes in float32; compile off",
+        "batch: 16 sequences = 2 ranks x 1 microbatch x 8 sequences",
+        "why: experts: 93% have no adapter",
+        "plan: its reasons and all settings are shown by --verbose and `echelon report`",
+    ]
+    alone = ParallelPlan("ddp", micro_batch_size=1, precision=Precision(compute="bfloat16"))
+    assert alone.describe_briefly() == [
+        "plan: ddp on 1 process; computes in bfloat16; compile off",
+        "batch: 1 sequence = 1 rank x 1 microbatch x 1 sequence",
+    ]
+    divided = ParallelPlan("fsdp+tp", dp_shard=2, tp=2, precision=Precision(float8=True))
+    assert divided.describe_briefly()[0].startswith("plan: fsdp+tp on 4 processes (dp_shard 2, tp 2);")
+    assert any("in float8 in linear layers" in line for line in divided.describe_briefly())
+
+
 def test_a_resumed_run_pads_uneven_batches():
     plan = resolve_plan(build_recipe(batch=8), TINY, cpus(3), fill=True)
     assert (plan.dp_size, plan.num_microbatches, plan.micro_batch_size, plan.num_fill) == (3, 1, 3, 1)
     assert plan.global_batch_size == 8 and ParallelPlan.from_dict(plan.to_dict()) == plan
-    assert "1 padding sequences (11.1% of the computation is wasted)" in "\n".join(plan.describe())
+    assert "1 padding sequence (11.1% of the computation is wasted)" in "\n".join(plan.describe())
     # A given micro batch that does not divide is replaced by the next smaller one that does.
     plan = resolve_plan(build_recipe(batch=8, micro_batch_size=4), TINY, cpus(3), fill=True)
     assert (plan.num_microbatches, plan.micro_batch_size, plan.num_fill) == (1, 3, 1)

@@ -147,8 +147,6 @@ def test_advice_states_what_a_change_gains(tmp_path):
     assert "every_steps twice as high: the run would be 1.14 times as fast" in advice(path)[0]  # 100 / 87.5
     (path / "recipe.yaml").write_text("checkpoint: {async: false}\n")
     assert "checkpoint.async: true: the run would be up to 1.33 times as fast" in advice(path)[0]
-    [best] = advice(write_run(tmp_path / "best", losses=(3.0, 2.0, 2.5)))
-    assert "lowest at step 20 (2.0000) and is 2.5000 now" in best
 
 
 def test_waiting_for_messages_is_pointed_out(tmp_path):

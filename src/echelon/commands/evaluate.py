@@ -10,6 +10,7 @@ import typer
 from echelon.commands.arguments import CheckpointOption, JsonOption, ShardsOption, TargetArgument, parse_nproc
 from echelon.commands.sharded import run_with_model
 from echelon.commands.terminal import log_to_stderr, show
+from echelon.report.verdict import describe_context
 
 if TYPE_CHECKING:
     from echelon.inference.team import Team
@@ -73,6 +74,8 @@ def _render_lines(values: dict[str, Any], indent: str = "") -> Iterator[str]:
                 yield from _render_lines(value, indent + "  ")
         else:
             yield f"{indent}{key}: {_render_value(value)}"
+            if key == "unigram_entropy" and None not in (value, values["loss"]):
+                yield f"{indent}{describe_context(values['loss'], value)}"
 
 
 def _render_value(value: Any) -> str:

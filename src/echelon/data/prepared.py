@@ -5,12 +5,12 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from echelon.data.catalog import TARGETS_DTYPE, Manifest, Split, check_shards, load_manifest
 from echelon.data.mixture import MixtureDataset
 from echelon.data.packing import PackedDataset
-from echelon.data.shards import Dataset, TokenDataset, TokenStore
+from echelon.data.shards import Dataset, TokenDataset, TokenStore, unigram_entropy
 from echelon.data.tokenizer import fingerprint_json, load_tokenizer
 from echelon.errors import CheckpointError, ConfigError, DataError
 from echelon.runs.checksums import check_files
@@ -18,6 +18,8 @@ from echelon.stored import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+_MOST_COUNTED = 20_000_000  # held-out tokens that are counted at the start of a run, in a fraction of a second
 
 DocumentMask = bool | Literal["auto"]
 """`data.document_mask`: whether documents attend only to themselves. `auto`: for samples, not for plain text."""
@@ -84,6 +86,27 @@ class PreparedData:
         if manifest.samples is not None:
             content.append([shard.sha256 for _, shard in manifest.files()])
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def describe_held_out(data: PreparedData) -> dict[str, Any]:
+    """What tells whether the losses of two runs compare: the tokenizer, and the held-out text.
+
+    tokenizer: its fingerprint. held_out: a digest of the tokens. held_out_bytes: the size of the text, which does not
+    depend on the tokenizer; null if it was given as tokens. unigram_entropy: the loss of a model that only knows how
+    often each token occurs; null for samples, and for a large text, whose reading would take seconds.
+    """
+    parts = data.manifest.validation
+    files = [[shard.sha256 for shard in data.manifest.shards(each.stream)] for each in parts]
+    splits = [[shards, each.start, each.stop] for shards, each in zip(files, parts, strict=True)]
+    sizes = [each.bytes_per_token * (each.stop - each.start) for each in parts if each.bytes_per_token is not None]
+    datasets = [each.dataset for each in data.validation]
+    is_counted = data.is_packed is None and sum(each.stop - each.start for each in parts) <= _MOST_COUNTED
+    return {
+        "tokenizer": data.fingerprint,
+        "held_out": hashlib.sha256(json.dumps(splits).encode()).hexdigest()[:32] if parts else None,
+        "held_out_bytes": round(sum(sizes)) if parts and len(sizes) == len(parts) else None,
+        "unigram_entropy": unigram_entropy(datasets) if datasets and is_counted else None,
+    }
 
 
 def open_prepared(

@@ -10,13 +10,16 @@ from dataclasses import replace
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from echelon.data.prepared import PreparedData
+from echelon.data.prepared import PreparedData, describe_held_out
 from echelon.distributed.membership import Membership
 from echelon.distributed.runtime import Runtime
 from echelon.distributed.traffic import count_traffic
+from echelon.errors import EchelonError
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
 from echelon.recipe.synchronization import PARAMETER_SERVER
+from echelon.report.run_record import read_record
+from echelon.report.verdict import judge_run
 from echelon.reporting.budget import CostMeter
 from echelon.reporting.goodput import GoodputTracker
 from echelon.reporting.journal import Journal
@@ -63,6 +66,7 @@ def open_journal(
 def record_beginning(folder: RunFolder, step: int, data: PreparedData, peak_flops: float) -> None:
     """Write the event of a start or a resume. On rank 0."""
     text = {"prepared": str(data.path), "digest": data.content_digest, "packing": data.is_packed}
+    text |= describe_held_out(data)
     machine = {"host": platform.node(), "pids": dict(sorted(folder.read_pids().items()))}
     folder.rows.append_event("resume" if step else "start", step=step, peak_flops=peak_flops, **machine, **text)
 
@@ -136,6 +140,8 @@ def describe_end(folder: RunFolder, state: TrainState, seconds: float, usd: floa
     if usd is not None:
         parts.append(f"cost ${usd:.2f}")
     yield "; ".join(parts)
+    with suppress(OSError, ValueError, EchelonError):  # a damaged file
+        yield from (f"verdict: {sentence}" for sentence in judge_run(read_record(folder.path, with_traces=False)))
     yield f"run folder: {folder.path}"
     run = shlex.quote(str(folder.path))
     yield f"next: echelon eval {run}"

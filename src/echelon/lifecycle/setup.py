@@ -216,7 +216,7 @@ def _describe_start(
     if opened.state == "resumed":  # recipe.yaml in the run folder has the new values now
         yield from (f"run: changed {difference}" for difference in opened.differences)
     yield from describe_commits(commits)
-    yield from plan.describe()
+    yield from plan.describe() if logger.isEnabledFor(logging.DEBUG) else plan.describe_briefly()
     yield from describe_mixture(recipe, data)
     yield from describe_steps(recipe, data.train.num_samples)
     yield from _describe_longer_run(recipe, opened, data.train.num_samples)

@@ -176,6 +176,10 @@ def build_sync_plan(config: SyncConfig) -> SyncPlan:
     )
 
 
+def _count(number: int, noun: str, ending: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else ending}"
+
+
 _ROWS = "pairs: the two answers run as sequences of their own, because no document mask keeps them apart in this model"
 
 
@@ -291,36 +295,65 @@ class ParallelPlan:
         return self.precision.compute != self.precision.param and not self.uses_fully_shard
 
     def describe(self) -> list[str]:
-        """Lines printed at the start: the plan, the precision policy, the batch arithmetic, and why."""
-        processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
+        """Lines that say all: the plan, the precision policy, the batch arithmetic, and why."""
         sharding = self._describe_sharding() if self._shards else ""
         when = "each microbatch" if self.reduce_gradients == "each" else "the last microbatch"
         reduction = f"; gradients reduced after {when}" if self.dp_size * self.cp > 1 else ""
-        policy = self.precision
-        rounding = "" if policy.rounding == "nearest" else f" ({policy.rounding} rounding)"
-        compute = f"{policy.compute}, in float8 in linear layers" if policy.float8 else policy.compute
-        ranks = "ranks" if self.num_peers == 1 else "data-parallel ranks"
-        share = self.num_fill / self._num_fed
-        fill = (
-            f" - {self.num_fill} padding sequences ({share:.1%} of the computation is wasted)" if self.num_fill else ""
-        )
-        moments = f"moments {policy.optimizer}" if self.optimizer != "adamw_8bit" else "moments in 8 bits"
         return [
-            f"plan: {self._describe_strategy()} on {processes} ({self._describe_degrees()}){sharding}{reduction}; "
-            f"activation checkpointing {self._describe_activations()}; "
-            f"compile {'on' if self.compile else 'off'}",
-            f"precision: parameters {policy.param}, compute {compute}, reduction {policy.reduce}, "
-            f"master weights {policy.master}{rounding}, optimizer {self.optimizer} with {moments}",
-            *([] if self.adapter is None else [self.adapter.describe(policy.compute)]),
-            f"batch: {self.global_batch_size} sequences = {self.num_replicas * self.dp_size} {ranks} x "
-            f"{self.num_microbatches} microbatches x {self.micro_batch_size} sequences{fill}",
-            *([] if self.rows_per_sequence == 1 else [_ROWS]),
-            *([] if self.sync == SyncPlan() else [self.sync.describe(self.num_replicas, self.replica_size)]),
+            f"plan: {self._describe_strategy()} ({self._describe_degrees()}){sharding}{reduction}; "
+            f"activation checkpointing {self._describe_activations()}; {self._describe_compilation()}",
+            self._describe_precision(),
+            *([] if self.adapter is None else [self.adapter.describe(self.precision.compute)]),
+            *self._describe_batch(),
             *(f"why: {line}" for line in self.why),
         ]
 
+    def describe_briefly(self) -> list[str]:
+        """The lines of `describe` that a run prints before its first step: what it does, not why, and warnings."""
+        degrees = f" ({self.name_degrees()})" if self.num_peers > 1 else ""
+        activations = self._describe_activations()
+        saved = "" if activations == "none" else f"; activation checkpointing {activations}"
+        policy = self.precision
+        is_usual = policy.rounding == "nearest" and policy.param == "float32" and not policy.float8
+        chosen = [line for line in self.why if " auto: " in line]
+        return [
+            f"plan: {self._describe_strategy()}{degrees}; computes in {policy.compute}{saved}; "
+            f"{self._describe_compilation()}",
+            *([] if is_usual else [self._describe_precision()]),
+            *([] if self.adapter is None else [self.adapter.describe(policy.compute)]),
+            *self._describe_batch(),
+            *(f"why: {line}" for line in self.why if line not in chosen),
+            *(["plan: its reasons and all settings are shown by --verbose and `echelon report`"] if chosen else []),
+        ]
+
+    def _describe_compilation(self) -> str:
+        return f"compile {'on' if self.compile else 'off'}"
+
+    def _describe_precision(self) -> str:
+        policy = self.precision
+        rounding = "" if policy.rounding == "nearest" else f" ({policy.rounding} rounding)"
+        compute = f"{policy.compute}, in float8 in linear layers" if policy.float8 else policy.compute
+        moments = f"moments {policy.optimizer}" if self.optimizer != "adamw_8bit" else "moments in 8 bits"
+        return (
+            f"precision: parameters {policy.param}, compute {compute}, reduction {policy.reduce}, "
+            f"master weights {policy.master}{rounding}, optimizer {self.optimizer} with {moments}"
+        )
+
+    def _describe_batch(self) -> list[str]:
+        rank = "rank" if self.num_peers == 1 else "data-parallel rank"
+        share = self.num_fill / self._num_fed
+        padding = f" - {_count(self.num_fill, 'padding sequence')} ({share:.1%} of the computation is wasted)"
+        return [
+            f"batch: {_count(self.global_batch_size, 'sequence')} = {_count(self.num_replicas * self.dp_size, rank)} x "
+            f"{_count(self.num_microbatches, 'microbatch', 'es')} x {_count(self.micro_batch_size, 'sequence')}"
+            f"{padding if self.num_fill else ''}",
+            *([] if self.rows_per_sequence == 1 else [_ROWS]),
+            *([] if self.sync == SyncPlan() else [self.sync.describe(self.num_replicas, self.replica_size)]),
+        ]
+
     def _describe_strategy(self) -> str:
-        return self.strategy if self.engine == NATIVE else f"{self.strategy} by {self.engine}"
+        strategy = self.strategy if self.engine == NATIVE else f"{self.strategy} by {self.engine}"
+        return f"{strategy} on {_count(self.world_size, 'process', 'es')}"
 
     def _describe_degrees(self) -> str:
         """The degrees of data parallelism and the others above 1, with their options."""

@@ -19,7 +19,7 @@ _SPARE = 0.5
 
 def find_advice(record: RunRecord) -> list[str]:
     """Return sentences, each with a change of the recipe and what it gains; empty if nothing stands out."""
-    topics = (_about_stragglers, _about_messages, _about_steps, _about_time, _about_losses, _about_memory)
+    topics = (_about_stragglers, _about_messages, _about_steps, _about_time, _about_skipped_steps, _about_memory)
     return [line for about in topics for line in about(record)]
 
 
@@ -130,22 +130,12 @@ def _about_time(record: RunRecord) -> Iterator[str]:
         )
 
 
-def _about_losses(record: RunRecord) -> Iterator[str]:
+def _about_skipped_steps(record: RunRecord) -> Iterator[str]:
     skipped = sum(row.get("skipped") is True for row in record.train_rows)
     if skipped and skipped > 0.01 * len(record.train_rows):
         yield (
             f"{skipped} of {len(record.train_rows)} steps were not applied. A lower optim.learning_rate or a longer "
             "warmup usually avoids that; its gain is not predicted."
-        )
-    losses = [(loss, row["step"]) for row in record.eval_rows if (loss := read_number(row, "loss")) is not None]
-    if len(losses) < 3:
-        return
-    best, step = min(losses)
-    last, at = losses[-1]
-    if at > step and last > 1.01 * best:
-        yield (
-            f"The evaluation loss was lowest at step {step} ({best:.4f}) and is {last:.4f} now, so the steps since "
-            "then did not help. evaluate.early_stopping ends such a run; checkpoint.keep_best keeps the best one."
         )
 
 

@@ -30,6 +30,7 @@ from echelon.report.prediction_section import build_memory, build_prediction, li
 from echelon.report.profile_section import build_profile
 from echelon.report.run_record import RunRecord, percentile
 from echelon.report.throughput_section import build_throughput
+from echelon.report.verdict import judge_run
 from echelon.runs.wall_time import CAUSES, render_seconds
 from echelon.sizes import render_bytes
 
@@ -64,9 +65,10 @@ def build_report(record: RunRecord) -> Report:
 
 def build_sections(record: RunRecord) -> list[Section]:
     """Build the sections, without those about which the files say nothing."""
-    advice = find_advice(record)
+    advice, verdict = find_advice(record), judge_run(record)
     sections = [
         Section("Messages", list(_messages(record))),
+        Section("Verdict", [Lines(verdict)] if verdict else []),
         Section("Advice", [Lines(advice, "advice")] if advice else []),
         Section("Loss", list(_losses(record))),
         Section("Throughput", list(build_throughput(record))),
