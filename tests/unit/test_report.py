@@ -1,5 +1,6 @@
 """`echelon report` of runs whose files are written by hand: every figure is worked out from the rows."""
 
+import itertools
 import json
 import re
 import subprocess
@@ -9,7 +10,9 @@ from html.parser import HTMLParser
 import pytest
 
 from echelon.cli import main
-from echelon.report.numbers import pick_ticks, render_number, render_rate
+from echelon.report.comparison import build_comparison
+from echelon.report.numbers import pick_axis, pick_ticks, render_number, render_percent, render_rate
+from echelon.report.page import render_page
 from echelon.report.run_record import percentile, read_record
 from echelon.report.sections import build_report, list_figures
 from echelon.runs.wall_time import render_seconds
@@ -119,10 +122,11 @@ def test_the_figures_are_those_of_the_files(tmp_path):
         "tokens": "4,100",
         "training loss": "3.5900",
         "evaluation loss": "2.0000",
+        "bits per byte": "unknown",
         "tokens per second": "100",  # without the first step
         "MFU": "25.0 %",
         "peak memory": "1.00 GiB",
-        "goodput": "40.0 %",  # without the time in which it was stopped
+        "useful time": "40.0 %",  # without the time in which it was stopped
         "time": "2h00m",
         "cost": "$8.20",
     }
@@ -282,8 +286,116 @@ def test_runs_are_compared(echelon, tmp_path):
     assert re.search(r"evaluation loss +2\.5000 +2\.2500 +2\.0000", out)
     assert re.search(r"optim.learning_rate +0\.97 +0\.98 +0\.99", out) and "optim.eps" not in out
     assert echelon("report", "a", "--compare", "b", "--compare", "c", "--text")[1].startswith("a, compared with b, c")
-    assert echelon("report", "a", "--compare", "b")[0] == 0
-    assert (tmp_path / "runs" / "a" / "report.html").exists()
+
+
+def test_a_comparison_has_a_page_of_its_own(echelon, tmp_path):
+    for name in ("a", "b", "c"):
+        write_run(tmp_path / "runs" / name)
+    folder = tmp_path / "runs" / "a"
+    assert echelon("report", "a")[1] == "report: runs/a/report.html\n"
+    before = (folder / "report.html").read_text()
+    for names in (("b",), ("c",), ("b", "c")):
+        code, out, _ = echelon("report", "a", "--compare", *names)
+        assert (code, out) == (0, f"report: runs/a/report-compare-{'-'.join(names)}.html\n")
+    assert (folder / "report.html").read_text() == before
+    text = (folder / "report-compare-b.html").read_text()
+    page = Page(text)
+    assert page.is_whole and 'class="figures"' not in text and "small" not in page.tags[: page.tags.index("section")]
+    assert page.words.count("Events") == 0  # of one of the runs alone
+
+
+def compare(path, **others):
+    """The comparison of run `a` with another one, which differs in these files and rows; its sections by title."""
+    first, second = write_run(path / "a"), write_run(path / "b")
+    for folder, change in ((first, {}), (second, others)):
+        (folder / "recipe.yaml").write_text(
+            change.get("recipe", "data: {train: [{path: a, fields: {}}], shuffle: true}\n")
+        )
+        rows = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+        start = {"tokenizer": "t", "held_out": "h", "held_out_bytes": 1000} | change.get("start", {})
+        write_lines(folder / "events.jsonl", [row | start if row["event"] == "start" else row for row in rows])
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        bits = {"bits_per_byte": 2.5}
+        tokens = change.get("tokens", 100)
+        write_lines(
+            folder / "metrics.jsonl",
+            [row | ({"tokens": tokens * row["step"]} if row["kind"] == "train" else bits) for row in rows],
+        )
+    report = build_comparison([read_record(first), read_record(second)])
+    return {section.title: section.blocks for section in report.sections}
+
+
+def test_losses_that_do_not_compare_are_pointed_out(tmp_path):
+    same = compare(tmp_path / "same")
+    assert "What does not compare" not in same
+    figures = {row[0]: row[1:] for row in same["Side by side"][0].rows}
+    assert figures["bits per byte"] == ("2.5000", "2.5000") and "cost" not in figures  # nobody knows it
+    [other] = compare(tmp_path / "tokenizer", start={"tokenizer": "u", "held_out": "i"})["What does not compare"]
+    assert other.tone == "warning" and len(other.lines) == 1
+    assert other.lines[0].startswith("The runs have different tokenizers.") and "bits per byte" in other.lines[0]
+    [other] = compare(tmp_path / "text", start={"held_out": "i", "held_out_bytes": 2000})["What does not compare"]
+    assert len(other.lines) == 1 and "different held-out texts (a 1,000 bytes, b 2,000 bytes)" in other.lines[0]
+    both = {"tokenizer": "u", "held_out": "i", "held_out_bytes": 2000}
+    [other] = compare(tmp_path / "both", start=both)["What does not compare"]
+    assert len(other.lines) == 2
+    old = {"tokenizer": None, "held_out": None, "held_out_bytes": None}  # of an earlier version
+    recipe = "tokenizer: bytes\ndata: {train: [{path: b, fields: {}}], shuffle: false}\n"
+    [other] = compare(tmp_path / "old", start=old, recipe=recipe)["What does not compare"]
+    assert len(other.lines) == 2
+
+
+def test_all_curves_of_a_comparison_have_one_axis(tmp_path):
+    """Evaluations after 10 and 20 steps, of 100 tokens in one run and 400 in the other."""
+    curves = compare(tmp_path, tokens=400)["Curves"]
+    evaluations = ["evaluation loss", "bits per byte of the held-out text"]
+    smoothed = [f"{name}, smoothed" for name in ("training loss", "tokens per second")]
+    assert [each.name for each in curves] == [smoothed[0], *evaluations, smoothed[1]]
+    assert {each.axis for each in curves} == {"tokens"}
+    assert [series.points for series in curves[1].series] == [[(1000, 3.0), (2000, 2.0)], [(4000, 3.0), (8000, 2.0)]]
+
+
+def test_recipes_are_compared_without_python(tmp_path):
+    recipe = (
+        "data: {train: [{path: b, fields: {}}], shuffle: false}\noptim: {betas: [0.9, 0.95], learning_rate: 1.0e-3}\n"
+    )
+    [table] = compare(tmp_path, recipe=recipe)["What differs in the recipes"]
+    assert table.rows == [
+        ("data.shuffle", "true", "false"),
+        ("data.train.0.path", "a", "b"),
+        ("optim.betas", "-", "0.9, 0.95"),
+        ("optim.learning_rate", "-", "0.001"),
+    ]
+
+
+def test_cards_show_what_is_known_and_says_something(tmp_path):
+    path = write_run(tmp_path / "a", environment={"cluster": {"kind": "cpu"}})
+    names = [name for name, _ in build_report(read_record(path)).figures]
+    assert "cost" not in names and "MFU" not in names and "tokens per second" in names
+    assert "MFU" in dict(build_report(read_record(write_run(tmp_path / "gpu"))).figures)
+
+
+def test_small_parts_have_no_rows(tmp_path):
+    path = write_run(tmp_path / "a")
+    memory = {"weights": 2**28, "other": 2**17}
+    sent = {"all_reduce world": 10**9, "broadcast world": 24}
+    with (path / "events.jsonl").open("a") as file:
+        for row in (
+            {"event": "memory", "time": START + 7, "planned": memory, "measured": memory | {"other": 0}},
+            {"event": "network", "time": START + 99, "host": "one", "seconds": 41.0, "collectives": sent},
+        ):
+            file.write(json.dumps(row) + "\n")
+    rewrite(path, lambda step: {"sent_bytes": 10**6})
+    report = build_report(read_record(path))
+    assert [row[0] for row in find(report, "Memory").blocks[1].rows] == ["weights", "total"]
+    assert [row[0] for row in find(report, "Network").blocks[1].rows] == ["all_reduce world"]
+    assert render_percent(-0.0001) == "0.0 %"
+
+
+def test_axes_have_values_between_their_ends(tmp_path):
+    page = render_page(build_report(read_record(write_run(tmp_path / "a", num_steps=410))))
+    [first, *_] = re.findall(r'<div class="ticks">(.*?)</div>', page)
+    assert re.findall(r">(\d+)<", first) == ["100", "200", "300", "400"]
+    assert pick_axis(1.0, 3.0) == [1.0, 2.0, 3.0] and pick_axis(7.0, 7.0) == [7.0]
 
 
 @pytest.mark.parametrize(
@@ -334,20 +446,22 @@ def test_a_browser_shows_the_page(echelon, tmp_path):
         pytest.skip("needs Chromium or Chrome")
     path = write_run(tmp_path / "runs" / "a", num_steps=500, wait=0.2, goodput={"training": 60.0, "evaluating": 40.0})
     write_run(tmp_path / "runs" / "b")
-    assert echelon("report", "a", "--compare", "b")[0] == 0
+    assert echelon("report", "a", "--compare", "b")[0] == echelon("report", "a")[0] == 0
     backgrounds = set()
     with browsers.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        for width, scheme in ((1280, "light"), (360, "dark")):
+        pages = (("report.html", 8), ("report-compare-b.html", 3))
+        screens = ((1280, "light"), (360, "dark"))
+        for (name, count), (width, scheme) in itertools.product(pages, screens):
             page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
             asked, said = [], []
             page.on("request", lambda request, asked=asked: asked.append(request.url))
             page.on("console", lambda message, said=said: said.append(message.text))
-            page.goto(f"file://{path}/report.html")
+            page.goto(f"file://{path}/{name}")
             assert page.evaluate("document.documentElement.scrollWidth") <= width
             boxes = page.evaluate("[...document.querySelectorAll('svg')].map(each => each.getBoundingClientRect())")
-            assert len(boxes) >= 8 and all(box["width"] > 0.7 * width - 300 and box["height"] > 15 for box in boxes)
-            assert page.locator("h2").count() >= 8
+            assert len(boxes) >= count and all(box["width"] > 0.7 * width - 300 and box["height"] > 15 for box in boxes)
+            assert page.locator("h2").count() >= count
             backgrounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
-            assert asked == [f"file://{path}/report.html"] and said == []
+            assert asked == [f"file://{path}/{name}"] and said == []
     assert len(backgrounds) == 2

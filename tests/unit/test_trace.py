@@ -149,7 +149,7 @@ def test_a_report_shows_the_profile_and_leaves_its_steps_out_of_the_speed(tmp_pa
     assert [label for label, _ in bars.rows] == ["rank 0, mean step", "rank 1, mean step"]
     assert table.rows[1] == ("matrix products", "0.20 ms (20.0 %)", "0.20 ms (20.0 %)")
     assert len(table.rows) == len(PARTS)
-    assert "took 9.0 s while it was recorded, and 1.0 s before and after: recording costs 800.0 %" in lines.lines[1]
+    assert "took 9.00 s while it was recorded, and 1.00 s before and after: recording costs 800.0 %" in lines.lines[1]
     sent = find_collectives(section)
     assert sent[0] == ("all_reduce, ranks 0 to 3", "1.0", "1.91 MiB", "0.30 ms", "10 GB/s", "unknown")
     assert heat.values == [[pytest.approx(0.001)], [pytest.approx(0.001)]]

@@ -15,14 +15,12 @@ def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN", help="A run folder, or its name in runs/.")],
     compare: Annotated[
         list[str] | None,
-        typer.Option(
-            "--compare", metavar="RUN ...", help="Compare with these runs; the page begins with the comparison."
-        ),
+        typer.Option("--compare", metavar="RUN ...", help="Compare with these runs, on a page of its own."),
     ] = None,
     as_text: Annotated[bool, typer.Option("--text", help="Print the report instead of writing a page.")] = False,
 ) -> None:
     """Write a page about a run into its folder, or print it."""
-    from echelon.report.comparison import build_comparison
+    from echelon.report.comparison import build_comparison, name_comparison
     from echelon.report.page import render_page
     from echelon.report.plain import render_text
     from echelon.report.run_record import read_record
@@ -41,7 +39,7 @@ def report(
     if as_text:
         show(render_text(whole, min(_MAX_WIDTH, shutil.get_terminal_size().columns)))
         return
-    target = records[0].summary.path / "report.html"
+    target = records[0].summary.path / ("report.html" if len(records) == 1 else name_comparison(records))
     try:
         write_text(target, render_page(whole))
     except OSError as error:

@@ -112,7 +112,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """A whole report. `status` is a word or two, `summary` a sentence, `figures` the numbers to see first."""
+    """A whole report. `status` is a word or two or empty, `summary` a sentence, `figures` the numbers to see first."""
 
     title: str
     status: str

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from echelon.report.blocks import Bars, Curves, Form, HeatMap, Point, Series, Timeline
-from echelon.report.numbers import pick_ticks, render_axis, render_value
+from echelon.report.numbers import pick_axis, pick_ticks, render_axis, render_value
 from echelon.report.run_record import percentile
 from echelon.runs.wall_time import render_seconds
 
@@ -35,7 +35,7 @@ def draw_curves(curves: Curves) -> str:
         f'<span style="top:{100 * y / _HEIGHT:.2f}%">{render_axis(value, curves.form)}</span>'
         for value, y in zip(ticks, heights, strict=True)
     )
-    ends = _axis(render_axis(bounds[0], "number"), curves.axis, render_axis(bounds[1], "number"))
+    ends = _label_axis(curves.axis, bounds[0], bounds[1])
     named = [
         (series.name, colour) for series, colour in zip(curves.series, colours, strict=True) if not series.is_faint
     ]
@@ -193,6 +193,15 @@ def _block(kind: str, start: float, width: float) -> str:
 
 def _axis(left: str, name: str, right: str) -> str:
     return f'<div class="axis"><span>{escape(left)}</span><span>{escape(name)}</span><span>{escape(right)}</span></div>'
+
+
+def _label_axis(name: str, left: float, right: float) -> str:
+    """The values along an axis, each below its place, and the name of the axis."""
+    labels = "".join(
+        f'<span style="left:{100 * _scale(value, left, right):.2f}%">{render_axis(value, "number")}</span>'
+        for value in pick_axis(left, right)
+    )
+    return f'<div class="ticks">{labels}</div>{_axis("", name, "")}'
 
 
 def _svg(body: str, label: str) -> str:

@@ -11,6 +11,8 @@ from echelon.report.numbers import render_percent, render_rate
 from echelon.report.run_record import RunRecord
 from echelon.sizes import render_bytes
 
+_SMALL = 0.0005  # collectives with a smaller share of what is sent, such as those of a start, have no row
+
 
 def build_network(record: RunRecord) -> Iterator[Block]:
     """Yield the blocks of the section; none if nothing was sent, or if an older version recorded nothing."""
@@ -39,7 +41,7 @@ def _list_last(event: Mapping[str, Any]) -> Iterator[Block]:
     known = {name: count for name in sent if (count := read_number(sent, name))}
     if known:
         whole = sum(known.values())
-        rows = sorted(known.items(), key=lambda each: -each[1])
+        rows = sorted((each for each in known.items() if each[1] >= _SMALL * whole), key=lambda each: -each[1])
         yield Table(
             ("sent by rank 0, with evaluations and saves", "bytes", "share"),
             [(redact_text(name), render_bytes(count), render_percent(count / whole)) for name, count in rows],

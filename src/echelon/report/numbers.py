@@ -23,7 +23,7 @@ def render_number(value: float | None, digits: int = 4) -> str:
 
 def render_percent(fraction: float | None) -> str:
     """Format a fraction as 12.3 %."""
-    return UNKNOWN if fraction is None else f"{100 * fraction:.1f} %"
+    return UNKNOWN if fraction is None else f"{round(100 * fraction, 1) + 0.0:.1f} %"  # never -0.0
 
 
 def render_value(value: float, form: Form) -> str:
@@ -54,6 +54,11 @@ def pick_ticks(low: float, high: float, count: int = 5) -> list[float]:
     step = next(size * each for each in (1, 2, 2.5, 5, 10) if size * each >= raw * (1 - 1e-9))
     first = math.ceil(low / step - 1e-9)
     return [round(step * place, 12) for place in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def pick_axis(low: float, high: float) -> list[float]:
+    """Return the values to write along an axis of steps or tokens: whole ones, or the only value there is."""
+    return [tick for tick in pick_ticks(low, high, count=6) if tick == int(tick)] or [low, high]
 
 
 def render_rate(rate: float) -> str:

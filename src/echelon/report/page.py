@@ -41,13 +41,14 @@ def render_page(report: Report, refresh_seconds: float | None = None) -> str:
         for section in report.sections
     )
     tone = "bad" if report.is_bad else "good"
+    status = f' <small class="{tone}">{escape(report.status)}</small>' if report.status else ""
+    cards = f'<dl class="figures">{figures}</dl>' if figures else ""
     return make_printable(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(report.title)}</title><style>\n{_STYLE.read_text(encoding='utf-8')}</style></head>\n<body><main>"
-        f'<h1>{escape(report.title)} <small class="{tone}">{escape(report.status)}</small></h1>'
-        f'<p class="quiet">{escape(report.summary)}</p><dl class="figures">{figures}</dl>{sections}'
+        f'<h1>{escape(report.title)}{status}</h1><p class="quiet">{escape(report.summary)}</p>{cards}{sections}'
         f"</main>{script}</body></html>\n"
     )
 

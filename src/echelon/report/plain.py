@@ -16,7 +16,8 @@ _SHADES = " ░▒▓█"
 
 def render_text(report: Report, width: int = 80) -> str:
     """Return the report as lines of about `width` characters."""
-    lines = [f"{report.title}: {report.status}", report.summary, ""]
+    lines = [f"{report.title}: {report.status}" if report.status else report.title, report.summary]
+    lines += [""] if report.figures else []
     lines += _columns([(name, value) for name, value in report.figures])
     for section in report.sections:
         lines += ["", section.title, "-" * len(section.title)]

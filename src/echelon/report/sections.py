@@ -58,7 +58,7 @@ def build_report(record: RunRecord) -> Report:
         status=status,
         is_bad=status in ("failed", "interrupted"),
         summary=describe_run(record),
-        figures=list(list_figures(record).items()),
+        figures=_choose_cards(record),
         sections=build_sections(record),
     )
 
@@ -98,22 +98,34 @@ def describe_run(record: RunRecord) -> str:
     return redact_text(f"{model}{adapter}, {read_value(record.plan, 'strategy') or 'unknown plan'}{devices}{began}")
 
 
+def _choose_cards(record: RunRecord) -> list[tuple[str, str]]:
+    """The figures at the top of a page: those that are known. The MFU of a CPU says little, and is further below."""
+    is_cpu = read_value(record.environment, "cluster", "kind") == "cpu"
+    return [
+        (name, value)
+        for name, value in list_figures(record).items()
+        if value != UNKNOWN and not (is_cpu and name == "MFU")
+    ]
+
+
 def list_figures(record: RunRecord) -> dict[str, str]:
     """Return the numbers of a run to see first, by name; a run without them has "unknown"."""
     speeds, mfus = record.values("tokens_per_second"), record.values("mfu")
     peaks = list_peaks(record)
     evaluated = [loss for row in record.eval_rows if (loss := read_number(row, "loss")) is not None]
     tokens = read_number(record.train_rows[-1], "tokens") if record.train_rows else None
+    bits = [value for row in record.eval_rows if (value := read_number(row, "bits_per_byte")) is not None]
     loss = record.summary.loss
     return {
         "steps": record.summary.describe_progress(),
         "tokens": render_number(tokens, 3),
         "training loss": UNKNOWN if loss is None else f"{loss:.4f}",
         "evaluation loss": f"{evaluated[-1]:.4f}" if evaluated else UNKNOWN,
+        "bits per byte": f"{bits[-1]:.4f}" if bits else UNKNOWN,
         "tokens per second": render_number(percentile(speeds, 0.5), 3) if speeds else UNKNOWN,
         "MFU": render_percent(percentile(mfus, 0.5)) if mfus else UNKNOWN,
         "peak memory": render_bytes(max(peaks)) if peaks else UNKNOWN,
-        "goodput": render_percent(_goodput(record)),
+        "useful time": render_percent(_goodput(record)),
         "time": render_seconds(record.spending.seconds if record.spending else record.wall_seconds),
         "cost": UNKNOWN if not record.summary.usd else f"${record.summary.usd:.2f}",
     }
