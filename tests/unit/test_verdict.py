@@ -126,6 +126,15 @@ def test_a_loss_that_has_levelled_off_needs_something_else(tmp_path):
     )
 
 
+def test_a_change_within_the_noise_is_not_judged(tmp_path):
+    noisy = [4.0 - step / 100 + (1.0 if step % 2 else -1.0) for step in range(60)]
+    told = judge(tmp_path / "r", noisy)
+    assert told[2].startswith(
+        "Whether it was still improving cannot be told: from step 49 on, the training loss changed"
+    )
+    assert "train.steps=200" in told[3]
+
+
 def test_too_few_steps_are_not_judged(tmp_path):
     [line] = judge(tmp_path / "short", FALLING[:19])
     assert line.startswith("Too short to say whether the model has learned: 19 steps have a loss, at least 20")

@@ -134,7 +134,12 @@ def _judge_trend(curves: _Curves, record: RunRecord) -> tuple[bool, str]:
         noise = 2 * sum(statistics.variance(each) / size for each in losses) ** 0.5
         since, name = late[0][0], "training"
     share = (start - last) / (abs(start) or 1.0)
-    if start - last > noise and share > _FELL:
+    if share > _FELL and start - last <= noise:
+        return True, (
+            f"Whether it was still improving cannot be told: from step {since:,.0f} on, the training loss changed by less "
+            "than it goes up and down from step to step."
+        )
+    if share > _FELL:
         return (
             True,
             f"It was still improving: the {name} loss fell by {render_percent(share)} from step {since:,.0f} on.",
