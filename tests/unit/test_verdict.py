@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from echelon.commands.evaluate import _render_lines
+from echelon.report.judgement import describe_context, judge_run
 from echelon.report.run_record import read_record
 from echelon.report.sections import build_report
-from echelon.report.verdict import describe_context, judge_run
 
 FALLING = [4.0 - step / 50 for step in range(100)]  # 4.00 down to 2.02
 FLAT = [3.0 - step / 50 for step in range(50)] + [2.0] * 50

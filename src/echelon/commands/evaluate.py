@@ -10,7 +10,7 @@ import typer
 from echelon.commands.arguments import CheckpointOption, JsonOption, ShardsOption, TargetArgument, parse_nproc
 from echelon.commands.sharded import run_with_model
 from echelon.commands.terminal import log_to_stderr, show
-from echelon.report.verdict import describe_context
+from echelon.report.judgement import describe_context
 
 if TYPE_CHECKING:
     from echelon.inference.team import Team

@@ -18,8 +18,8 @@ from echelon.errors import EchelonError
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
 from echelon.recipe.synchronization import PARAMETER_SERVER
+from echelon.report.judgement import judge_run
 from echelon.report.run_record import read_record
-from echelon.report.verdict import judge_run
 from echelon.reporting.budget import CostMeter
 from echelon.reporting.goodput import GoodputTracker
 from echelon.reporting.journal import Journal

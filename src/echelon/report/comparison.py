@@ -5,12 +5,12 @@ from typing import Any
 
 from echelon.redaction import redact_text
 from echelon.report.blocks import Block, Curves, Lines, Point, Report, Section, Series, Table
+from echelon.report.judgement import judge_run
 from echelon.report.nested import read_number, read_value
 from echelon.report.numbers import UNKNOWN
 from echelon.report.points import read_points, smooth
 from echelon.report.run_record import RunRecord
 from echelon.report.sections import list_figures
-from echelon.report.verdict import judge_run
 
 _MANY_POINTS = 50
 # These differ in any two runs.

@@ -22,6 +22,7 @@ from echelon.report.blocks import (
     Table,
     Timeline,
 )
+from echelon.report.judgement import judge_run
 from echelon.report.nested import read_mapping, read_number, read_value
 from echelon.report.network_section import build_network
 from echelon.report.numbers import UNKNOWN, render_number, render_percent
@@ -30,7 +31,6 @@ from echelon.report.prediction_section import build_memory, build_prediction, li
 from echelon.report.profile_section import build_profile
 from echelon.report.run_record import RunRecord, percentile
 from echelon.report.throughput_section import build_throughput
-from echelon.report.verdict import judge_run
 from echelon.runs.wall_time import CAUSES, render_seconds
 from echelon.sizes import render_bytes
 

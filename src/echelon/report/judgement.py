@@ -136,8 +136,8 @@ def _judge_trend(curves: _Curves, record: RunRecord) -> tuple[bool, str]:
     share = (start - last) / (abs(start) or 1.0)
     if share > _FELL and start - last <= noise:
         return True, (
-            f"Whether it was still improving cannot be told: from step {since:,.0f} on, the training loss changed by less "
-            "than it goes up and down from step to step."
+            f"Whether it was still improving cannot be told: from step {since:,.0f} on, the training loss changed by "
+            "less than it goes up and down from step to step."
         )
     if share > _FELL:
         return (
