@@ -156,6 +156,7 @@ def test_values_survive_kubernetes_and_the_shell(tmp_path):
         ("launch.kubernetes.memory=16Gi", "shared_memory=16Gi is part of memory=16Gi"),
         ("launch.kubernetes.gpus_per_node=4", "gpus_per_node=4: each of the launch.nproc_per_node=8"),
         ("launch.nproc_per_node=auto", "gpus_per_node is not set"),
+        ("launch.kubernetes.image=team/pytorch:2.13-cpu", "is an image for CPUs by its name, but each pod has 8 GPUs"),
         ("launch.kubernetes.node_selector={a b: c}", "node_selector.a b='c' is not a valid label"),
         ("launch.kubernetes.tolerations=[{keys: a}]", "keys is not a field of a toleration"),
         ("launch.kubernetes.runtime=mine", "only a TrainJob has a runtime"),

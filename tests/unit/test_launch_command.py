@@ -14,7 +14,7 @@ import typer
 from echelon.commands.jobs import logs, status
 from echelon.commands.launch import launch
 from echelon.commands.sweep import _stops_noted
-from echelon.errors import ConfigError, DataError, HubUnreachableError, LaunchError
+from echelon.errors import ConfigError, DataError, HubUnreachableError, LaunchError, PlanError
 from echelon.launch import packages
 from echelon.launch.job import Submitted
 from echelon.launch.records import find_job, list_jobs
@@ -205,6 +205,16 @@ def test_an_unreachable_hub_is_a_note_for_remote_jobs(recipe, to, capsys, silent
     said = capsys.readouterr().out
     assert "hub: not checked, left to the machines of the job: model.checkpoint=team/tiny: " in said
     assert "cannot be reached" in said and "Give a folder" not in said
+
+
+def test_a_precision_that_needs_gpus_is_refused_without_the_model(recipe, silent_hub):
+    settings = [*HUB_MODEL, "train.precision=fp8", "launch.accelerator=A100-80", f"launch.sagemaker.image={OURS}"]
+    with pytest.raises(PlanError, match="train.precision=fp8: A100-80 does not multiply matrices in float8"):
+        launch(recipe, settings, dry_run=True, to="kubernetes")
+    job = ["launch.sagemaker.region=us-west-2", "launch.sagemaker.bucket=s3://b-1", "launch.accelerator=null"]
+    job += ["launch.sagemaker.role=arn:aws:iam::111122223333:role/train"]
+    with pytest.raises(PlanError, match="train.precision=fp8: cpu does not multiply matrices in float8"):
+        launch(recipe, [*settings, *job], dry_run=True, to="sagemaker", instance="ml.m5.4xlarge")
 
 
 def test_an_unreachable_hub_refuses_a_local_job(recipe, silent_hub):

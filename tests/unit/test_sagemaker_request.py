@@ -29,6 +29,7 @@ from recipe_samples import load_text
 from sagemaker_jobs import RECIPE, make_job
 
 GOLDEN = Path(__file__).parent / "golden" / "sagemaker"
+ECR = "111122223333.dkr.ecr.us-west-2.amazonaws.com"
 ROLE = "arn:aws:iam::111122223333:role/train"
 MLFLOW = "arn:aws:sagemaker:us-west-2:111122223333:mlflow-tracking-server/ours"
 
@@ -374,6 +375,28 @@ def test_an_engine_that_the_machines_cannot_run_is_refused(tmp_path):
     assert "ours:1 must contain horovod, which cannot be checked here" in line
     with pytest.raises(ConfigError, match=r"^engine=tensorflow computes on CPUs, but .*=ml\.g5\.12xlarge has GPUs"):
         build_submission(make_job(tmp_path, "engine=tensorflow", "parallel=ddp"))
+
+
+@pytest.mark.parametrize(
+    ("instance", "image", "said"),
+    [
+        (
+            "ml.g5.12xlarge",
+            "pytorch:2.13-cpu-amzn2023-sagemaker",
+            "an image for CPUs by its name, but ml.g5.12xlarge has",
+        ),
+        (
+            "ml.m5.xlarge",
+            "pytorch:2.13-cu133-amzn2023-sagemaker",
+            "an image for GPUs by its name, but ml.m5.xlarge has no",
+        ),
+    ],
+)
+def test_an_image_for_other_machines_is_refused(tmp_path, instance, image, said):
+    keys = (f"launch.sagemaker.instance_type={instance}", f"launch.sagemaker.image={ECR}/{image}")
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        build_submission(make_job(tmp_path, *keys))
+    build_submission(make_job(tmp_path, *keys, "train.allow_cpu=true"))
 
 
 def test_user_text_is_never_interpreted(tmp_path):

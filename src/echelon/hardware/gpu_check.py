@@ -6,6 +6,7 @@ Compatibility libraries: https://docs.nvidia.com/deploy/cuda-compatibility/. Old
 import importlib.util
 import platform
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +111,9 @@ def count_visible() -> int:
     """The number of GPUs that torch can use in this process."""
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    with warnings.catch_warnings():  # the reason is part of the message
+        warnings.simplefilter("ignore")
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def count_installed() -> int:

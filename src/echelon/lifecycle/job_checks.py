@@ -22,6 +22,7 @@ from echelon.launch.secrets import refuse_secrets
 from echelon.launch.targets import TARGETS, find_launcher
 from echelon.lifecycle.model_checks import check_model, find_checkpoint_out_of_reach
 from echelon.model.hub import find_commits
+from echelon.planner.arithmetic import choose_precision
 from echelon.planner.choose import resolve_plan
 from echelon.planner.machines import choose_instance, find_cluster
 from echelon.planner.memory import estimate_memory
@@ -269,6 +270,8 @@ def _check_model(recipe: Recipe, cluster: Cluster | None) -> list[str]:
     Raises ConfigError, DataError or PlanError for a model that the target would refuse, or that does not fit there.
     """
     elsewhere = recipe.launch.to != "local"
+    if cluster is not None:
+        choose_precision(recipe, cluster)  # needs no model, which may be out of reach
     if elsewhere and (why := find_checkpoint_out_of_reach(recipe)) is not None:
         return [f"left to train: the model, and whether the plan fits the memory of the machines ({why})"]
     checked = check_model(recipe, elsewhere)
