@@ -209,11 +209,11 @@ def test_an_unreachable_hub_is_a_note_for_remote_jobs(recipe, to, capsys, silent
 
 def test_a_precision_that_needs_gpus_is_refused_without_the_model(recipe, silent_hub):
     settings = [*HUB_MODEL, "train.precision=fp8", "launch.accelerator=A100-80", f"launch.sagemaker.image={OURS}"]
-    with pytest.raises(PlanError, match="train.precision=fp8: A100-80 does not multiply matrices in float8"):
+    with pytest.raises(PlanError, match=r"train\.precision=fp8: A100-80 does not multiply matrices in float8"):
         launch(recipe, settings, dry_run=True, to="kubernetes")
     job = ["launch.sagemaker.region=us-west-2", "launch.sagemaker.bucket=s3://b-1", "launch.accelerator=null"]
     job += ["launch.sagemaker.role=arn:aws:iam::111122223333:role/train"]
-    with pytest.raises(PlanError, match="train.precision=fp8: cpu does not multiply matrices in float8"):
+    with pytest.raises(PlanError, match=r"train\.precision=fp8: cpu does not multiply matrices in float8"):
         launch(recipe, [*settings, *job], dry_run=True, to="sagemaker", instance="ml.m5.4xlarge")
 
 
