@@ -12,6 +12,7 @@ from kubernetes import client
 from echelon.errors import ConfigError
 from echelon.launch.kubernetes import KubernetesLauncher, manifest
 from echelon.launch.kubernetes.checks import read_quantity
+from echelon.launch.kubernetes.pod import build_env
 from echelon.launch.kubernetes.pod_fields import FIELDS
 from echelon.launch.patch import merge_patch
 from echelon.launch.secrets import refuse_secrets
@@ -81,6 +82,27 @@ CASES = {
         "launch.kubernetes.patch={spec: {replicaSpecs: [{name: pod, spares: 1}]}}",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("selector", "given"),
+    [
+        ("{node.kubernetes.io/instance-type: p5.48xlarge}", {"FI_EFA_USE_DEVICE_RDMA": "1", "RDMAV_FORK_SAFE": "1"}),
+        ("{node.kubernetes.io/instance-type: ml.g6e.48xlarge}", {}),
+        ("{}", {}),
+    ],
+)
+def test_pods_with_efa_have_its_variables(tmp_path, selector, given):
+    settings = ("launch.nodes=2", "launch.kubernetes.efa_per_node=32", f"launch.kubernetes.node_selector={selector}")
+    job = make_kubernetes_job(tmp_path, *settings)
+    names = {"FI_PROVIDER", "FI_EFA_USE_DEVICE_RDMA", "RDMAV_FORK_SAFE"}
+    found = {each["name"]: each["value"] for each in build_env(job) if each["name"] in names}
+    assert found == {"FI_PROVIDER": "efa", **given}
+    assert any(line.startswith("EFA: the image must have libfabric") for line in KubernetesLauncher().check(job))
+    own = build_env(make_kubernetes_job(tmp_path, *settings, "launch.env={FI_PROVIDER: tcp}"))
+    assert [each["value"] for each in own if each["name"] == "FI_PROVIDER"] == ["tcp"]
+    without = build_env(make_kubernetes_job(tmp_path, "launch.kubernetes.efa_per_node=0"))
+    assert not names & {each["name"] for each in without}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -15,10 +15,12 @@ from echelon.doctor.verdict import Finding
 from echelon.errors import LaunchError
 from echelon.hardware.cores import num_cores, read_system_file
 from echelon.hardware.detection import machine_memory_bytes
+from echelon.hardware.efa import explain_no_efa, find_plugin, is_efa_wanted
 from echelon.hardware.gpu_check import count_expected, count_visible, explain_missing, find_needed
 from echelon.runs.environment import find_version
 from echelon.sizes import render_bytes
 from echelon.supervise.hosts import address_of
+from echelon.supervise.launch_environment import read_environment
 
 REQUIRED = {"torch": ">=2.11,<2.14", "transformers": ">=5.17,<6"}
 """As in pyproject.toml, which cannot be queried in a checkout that is not installed."""
@@ -43,6 +45,7 @@ def examine_machine(folder: Path) -> Iterator[Finding]:
     yield _judge_disk(folder)
     yield _judge_clock(folder)
     yield _judge_interfaces()
+    yield from _judge_efa()
     yield _judge_gloo()
 
 
@@ -127,6 +130,14 @@ def _judge_interfaces() -> Finding:
     known = [f"{name} {address}" for name in names if (address := address_of(name))]
     # If the addresses cannot be queried, list at least the names.
     return Finding("interfaces", ", ".join(known or names) or "none", "" if names else "enable the loopback interface")
+
+
+def _judge_efa() -> Iterator[Finding]:
+    """Whether NCCL can use EFA, where this machine has it or the environment asks for it."""
+    env = read_environment()
+    if is_efa_wanted(env):
+        fault = explain_no_efa(env)
+        yield Finding("efa", f"NCCL's plugin is {find_plugin(env)}" if fault is None else "not usable", fault or "")
 
 
 def _judge_gloo() -> Finding:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from echelon.distributed.runtime import default_num_processes, open_store, start_watchdog, use_deterministic_algorithms
 from echelon.errors import ConfigError, EchelonError, LaunchError
 from echelon.hardware.detection import detect_cluster, detect_launched_cluster
+from echelon.hardware.efa import explain_no_efa
 from echelon.hardware.gpu_check import check_gpus, find_needed
 from echelon.lifecycle.apart import await_ready, mark_ready, receive_run, send_run
 from echelon.lifecycle.fetching import announce_commits, await_fetched, fetch_announced
@@ -163,7 +164,15 @@ def _count_workers(recipe: Recipe, group: HostGroup, num_processes: int | None) 
         if group.is_alone:
             raise
         return 1
+    if not group.is_alone:
+        _warn_without_efa()
     return default_num_processes() if num_processes is None else num_processes
+
+
+def _warn_without_efa() -> None:
+    """Say if NCCL would not use the network that this machine of several has for it."""
+    if (fault := explain_no_efa(read_environment())) is not None:
+        logger.warning(f"network: {fault}")
 
 
 def _check_gpus(recipe: Recipe, num_processes: int | None) -> None:
@@ -290,8 +299,11 @@ def _refuse_rank(recipe: Recipe, is_hosted: bool) -> Outcome | None:
             raise
         time.sleep(_SPEAKING_SECONDS)  # a launcher ends all ranks when one exits: the first one here has the message
         return Outcome(error.exit_code)
-    if line is not None and not is_hosted and place.rank == 0:
-        logger.warning(line)
+    if not is_hosted and place.rank == 0:
+        if line is not None:
+            logger.warning(line)
+        if place.world_size > place.local_world_size:
+            _warn_without_efa()
     return None
 
 

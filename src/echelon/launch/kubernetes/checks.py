@@ -301,6 +301,11 @@ def _describe(job: JobSpec) -> list[str]:
         )
     if settings.kind == "hyperpod":
         lines.append("the image must also contain hyperpod-elastic-agent, the only agent HyperPod's operator supports")
+    if settings.efa_per_node and job.nodes[1] > 1:
+        lines.append(
+            "EFA: the image must have libfabric and NCCL's plugin aws-ofi-nccl; pods without them train over TCP, many "
+            "times slower, and say so"
+        )
     if settings.host_network:
         lines.append(f"host_network: port {PORT} must be free on the machines, and rank 0 of two jobs cannot share one")
     if any(volume.host_path is not None for volume in settings.volumes) and job.nodes[1] > 1:

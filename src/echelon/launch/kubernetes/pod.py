@@ -6,6 +6,7 @@ import shlex
 from pathlib import PurePosixPath
 from typing import Any
 
+from echelon.hardware.instances import INSTANCES, efa_environment
 from echelon.launch.job import JobSpec
 from echelon.launch.kubernetes.kinds import PORT, find_kind, rendezvous_host
 from echelon.launch.patch import merge_patch
@@ -18,6 +19,8 @@ SHARED_MEMORY_MOUNT = "/dev/shm"
 
 # Added to fault.notice_seconds: time to kill workers that outlive it, and to flush their writes to the volume.
 _LEAVING_SECONDS = 30
+# With the name of a machine's type.
+_TYPE_LABELS = ("node.kubernetes.io/instance-type", "beta.kubernetes.io/instance-type")
 _HEALTH_LABEL = "sagemaker.amazonaws.com/node-health-status"
 
 
@@ -95,9 +98,25 @@ def escape(text: str) -> str:
 
 
 def build_env(job: JobSpec) -> list[dict[str, str]]:
-    """The container's environment variables."""
-    variables = {**asked_environment(*_find_asked(job)), **job.recipe.launch.env}
+    """The container's environment variables; those of the recipe win."""
+    variables = {**asked_environment(*_find_asked(job)), **_efa_variables(job), **job.recipe.launch.env}
     return [{"name": name, "value": escape(value)} for name, value in variables.items()]
+
+
+def _efa_variables(job: JobSpec) -> dict[str, str]:
+    """Variables that make libfabric use EFA, if pods request it.
+
+    RDMA to GPU memory is requested only where a node selector names a type that has it: with another type libfabric
+    would refuse to start.
+    """
+    settings = job.recipe.launch.kubernetes
+    if not settings.efa_per_node:
+        return {}
+    for label in _TYPE_LABELS:
+        instance = INSTANCES.get(f"ml.{settings.node_selector.get(label, '').removeprefix('ml.')}")
+        if instance is not None:
+            return efa_environment(instance)
+    return {"FI_PROVIDER": "efa"}
 
 
 def _find_asked(job: JobSpec) -> tuple[int, str]:

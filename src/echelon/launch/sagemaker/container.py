@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from echelon.errors import ConfigError, LaunchError
+from echelon.hardware.efa import has_efa
 from echelon.hardware.gpu_check import check_gpus, find_compat, find_needed
 from echelon.hardware.job_machines import count_asked_gpus
 from echelon.launch.sagemaker.kept_data import find_large_disk, open_kept
@@ -246,7 +247,7 @@ def find_variables(container: Container, env: Mapping[str, str], system: Path = 
         variables["SM_NETWORK_INTERFACE_NAME"] = container.interface
     if container.instance_type is not None:
         variables["SM_CURRENT_INSTANCE_TYPE"] = container.instance_type
-    if _has_efa(system):
+    if has_efa(system):
         # The launcher's list of instance types may be outdated, so look for the device itself.
         added = {name: value for name, value in _EFA_VARIABLES.items() if name not in env}
         described = " ".join(f"{name}={value}" for name, value in added.items())
@@ -257,11 +258,6 @@ def find_variables(container: Container, env: Mapping[str, str], system: Path = 
         logger.info(f"container: HF_HOME={disk / 'huggingface'}, {render_bytes(free)} free")
         variables["HF_HOME"] = str(disk / "huggingface")
     return variables
-
-
-def _has_efa(system: Path) -> bool:
-    cards = (system / "class" / "infiniband").glob("*/device/driver")
-    return any(card.resolve().name == "efa" for card in cards)
 
 
 def _await_names(hosts: Iterable[str], patience_seconds: float = _RESOLVE_SECONDS) -> None:
