@@ -28,6 +28,7 @@ from echelon.data.corpus import (
     describe_limits,
     list_corpus,
 )
+from echelon.data.given_folder import is_given, open_given, save_settings
 from echelon.data.instruction import InstructionEncoding
 from echelon.data.panics import panics_told
 from echelon.data.preflight import build_instruction_encoding, check_stops_learned
@@ -101,8 +102,9 @@ def prepare(
 ) -> PreparedData:
     """Read, tokenize and write text into `prepared_dir/<key>`, or open it if it is already prepared.
 
-    With `verify`, existing data is checked by checksum, not only by size. Raises DataError for unusable text, tokenizer
-    or shards, ConfigError if no tokenizer is given, EchelonError if the disk is full.
+    If `prepared_dir` is itself a prepared folder, opens that (see `open_given`). With `verify`, existing data is
+    checked by checksum, not only by size. Raises DataError for unusable text, tokenizer or shards, ConfigError if no
+    tokenizer is given, EchelonError if the disk is full.
 
     Args:
         find_obstacle: returns why the model cannot keep the documents of a sequence apart, as a clause, or None if it
@@ -111,6 +113,10 @@ def prepare(
     """
     if not 0 <= spec.validation_fraction < 1:
         raise ConfigError(f"data.validation_fraction={spec.validation_fraction} is not a fraction; use 0 to 0.5.")
+    if is_given(spec):
+        complete = None if isinstance(spec.tokenizer, int) else _complete_tokenizer(spec, spec.tokenizer, tokenizer)
+        prepared = open_given(spec, complete, find_obstacle, verify=verify)
+        return _described(prepared, spec)
     corpus = list_corpus(spec.train, spec.validation)
     for line in (*describe_left_out(corpus), *describe_examples(corpus), *describe_limits(corpus)):
         logger.info(line)
@@ -124,8 +130,11 @@ def prepare(
     if not folder.is_dir():
         _make_folder(folder, spec, corpus, tokenizer)
     prepared = open_prepared(folder, spec.sequence_len, spec.document_mask, verify=verify)
-    prepared = replace(prepared, loaded=tokenizer)
-    for line in _describe_prepared(prepared, folder, spec.document_mask):
+    return _described(replace(prepared, loaded=tokenizer), spec)
+
+
+def _described(prepared: PreparedData, spec: PrepareSpec) -> PreparedData:
+    for line in _describe_prepared(prepared, prepared.path, spec.document_mask):
         logger.info(line)
     for line in warn_of_small_sets(prepared.manifest):
         logger.warning(line)
@@ -305,6 +314,7 @@ def _write_folder(
         manifest = writer.write(_num_workers(spec, corpus))
         if encoding.instruction is not None:
             check_stops_learned(partial, manifest, encoding.instruction, _sources_with_ends(corpus))
+        save_settings(partial, spec, None if isinstance(spec.tokenizer, int) else tokenizer)
         save_manifest(partial, manifest)
         writer.finish()
         os.rename(partial, folder)

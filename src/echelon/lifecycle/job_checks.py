@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from echelon.data.corpus import list_corpus
+from echelon.data.given_folder import is_given
+from echelon.data.prepare import prepare_data
 from echelon.data.prepare_spec import prepare_spec
 from echelon.data.source import list_files
 from echelon.data.templates import load_template
@@ -161,7 +163,8 @@ def _check_whole(job: JobSpec, lines: Sequence[str], missing: tuple[EchelonError
             spec = prepare_spec(recipe)
             list_corpus(spec.train, spec.validation)
     if target == "sagemaker":
-        _check_uploads(recipe)
+        with _left_to_the_job(target, notes):
+            _check_uploads(recipe)
     trained = _find_trained_recipe(recipe)
     given = {key for error in missing if isinstance(error, MissingSettingError) for key in error.placeholders}
     machines_known = _INSTANCE_TYPE not in given
@@ -203,6 +206,11 @@ def _check_uploads(recipe: Recipe) -> None:
     detectable there.
     """
     spec = prepare_spec(recipe)
+    if is_given(spec):
+        prepare_data(recipe)
+        return
+    if str(spec.prepared_dir).startswith(("s3:/", "/opt/ml/")):
+        return
     train, validation = (
         [each for each in sources if each.format != "hub" and not each.path.startswith(("s3://", "/opt/ml/"))]
         for sources in (spec.train, spec.validation)

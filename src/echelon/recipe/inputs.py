@@ -346,7 +346,9 @@ class DataConfig(Section):
         "Above this fraction the source is refused.",
     )
     prepared_dir: AnyPath | None = Field(
-        None, description="Folder of prepared data, shared by all runs. Default: `prepared` next to the run folder."
+        None,
+        description="Folder of prepared data, shared by all runs; or one prepared folder, which is used without "
+        "its text. Default: `prepared` next to the run folder.",
     )
     prepare_workers: Count | Literal["auto"] = Field("auto", description="Processes that tokenize.")
 

@@ -29,7 +29,7 @@ from echelon.launch.sagemaker.kept_data import find_large_disk, open_kept
 from echelon.launch.sagemaker.secrets_manager import hide_values, read_secrets
 from echelon.logs import log_to_console
 from echelon.recipe import Recipe, RunConfig, load_recipe
-from echelon.runs.checksums import list_files
+from echelon.runs.checksums import MANIFEST, list_files
 from echelon.runs.run_folder import RunFolder
 from echelon.sizes import render_bytes
 from echelon.stopping import STOP_SIGNALS
@@ -227,6 +227,13 @@ def _check_place(run: RunConfig, base: Path) -> None:
 def _check_channels(recipe: Recipe, container: Container) -> None:
     """Refuse data whose channel is missing on this host."""
     data = container.base / "input" / "data"
+    if (prepared := recipe.data.prepared_dir) is not None:
+        if not (prepared / MANIFEST).is_file():
+            raise ConfigError(
+                f"data.prepared_dir={prepared}: there is no prepared data in the container of {container.host}; give "
+                "the folder that `echelon prepare` prints, or its address in S3."
+            )
+        return
     for kind, sources in (("train", recipe.data.train), ("validation", recipe.data.validation)):
         for number, source in enumerate(sources):
             path = Path(source.path)

@@ -242,10 +242,13 @@ def _describe(recipe: Recipe, machines: JobMachines, image: str, staging: Stagin
         lines.extend(_describe_internet(staging.recipe))
     if recipe.run.dir != Path("runs") / recipe.run.name:
         lines.append(f"run.dir={recipe.run.dir} is for this machine; in the container it is {run_dir(recipe)}")
-    if recipe.data.prepared_dir is not None:
+    if (prepared := recipe.data.prepared_dir) is not None and staging.recipe.data.prepared_dir is None:
         lines.append(
-            f"data.prepared_dir={recipe.data.prepared_dir} is for this machine; the container prepares the data"
+            f"data.prepared_dir={prepared} is for this machine; the container prepares the data. To send it prepared, "
+            "name the folder that `echelon prepare` prints"
         )
+    elif prepared is not None:
+        lines.append(f"data.prepared_dir={prepared}: the job brings its prepared data, and no text")
     return lines
 
 

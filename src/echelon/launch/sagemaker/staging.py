@@ -20,6 +20,7 @@ from echelon.recipe import Recipe, SourceConfig, render_recipe
 from echelon.recipe.inputs import is_template
 from echelon.recipe.launching import FileSystemConfig
 from echelon.recipe.render import plain_value, recipe_mapping
+from echelon.runs.checksums import MANIFEST
 
 DATA_DIR = PurePosixPath("/opt/ml/input/data")
 CHECKPOINT_DIR = PurePosixPath("/opt/ml/checkpoints")
@@ -92,9 +93,14 @@ def stage_job(job: JobSpec, recipe: Recipe) -> Staging:
     stage = _Stage(job)
     plain = recipe_mapping(recipe)
     plain["run"]["dir"] = str(run_dir(recipe))
-    plain["data"].pop("prepared_dir", None)  # the container chooses its largest disk
+    # The container chooses a folder on its largest disk, unless the job brings prepared data.
+    plain["data"].pop("prepared_dir", None)
+    if (prepared := stage.place_prepared(recipe.data.prepared_dir)) is not None:
+        plain["data"]["prepared_dir"] = prepared
     for part, sources in (("train", recipe.data.train), ("validation", recipe.data.validation)):
-        if sources:
+        if sources and prepared is not None:
+            plain["data"][part] = [{**plain_value(source), "name": source.label} for source in sources]
+        elif sources:
             plain["data"][part] = [
                 stage.place_source(f"data.{part}.{index}", source, part if len(sources) == 1 else f"{part}-{index}")
                 for index, source in enumerate(sources)
@@ -179,6 +185,16 @@ class _Stage:
         elif source.format == "hub":
             self._refuse_hub(f"{key}.path={source.path}")
         return plain
+
+    def place_prepared(self, folder: Path | None) -> str | None:
+        """The container's path of data that `echelon prepare` has made; None if it is to be prepared there."""
+        if folder is None:
+            return None
+        address = re.sub("^s3:/+", "s3://", str(folder))  # a path has no double slash
+        is_here = (self.job.workdir / folder.expanduser() / MANIFEST).is_file()
+        if is_here or address.startswith(("s3://", "/opt/ml/")):
+            return self._place("data.prepared_dir", address, "prepared", "File")
+        return None
 
     def place_model(self, key: str, name: str, channel: str) -> str:
         """The container's path of a model or tokenizer folder; a hub id is unchanged."""
