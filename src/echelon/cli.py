@@ -30,7 +30,14 @@ from echelon.commands.terminal import complain
 from echelon.commands.train import train
 from echelon.commands.verbosity import QuietOption, VerboseOption, set_verbosity, with_verbosity
 from echelon.commands.watch import watch
-from echelon.errors import EchelonError, explain_storage_error, is_panic, render_traceback
+from echelon.errors import (
+    EchelonError,
+    explain_storage_error,
+    first_line,
+    is_out_of_memory,
+    is_panic,
+    render_traceback,
+)
 from echelon.hardware.gpu_check import find_compat
 from echelon.stopping import stops_told
 from echelon.supervise.launch_environment import (
@@ -142,6 +149,9 @@ def main() -> None:
             raise
         if storage := explain_storage_error(error, Path.cwd()):
             complain(f"{storage}.")
+            sys.exit(1)
+        if is_out_of_memory(error):
+            complain(f"not enough memory for this command on this machine ({first_line(error)}).")
             sys.exit(1)
         complain(f"{type(error).__name__}: {error}; this is a bug in echelon; its traceback follows")
         sys.stderr.write(render_traceback(error))

@@ -91,6 +91,7 @@ def open_to_append(path: Path) -> io.FileIO:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
+        os.set_blocking(descriptor, True)
         return io.FileIO(descriptor, "ab")
     except BaseException:
         os.close(descriptor)

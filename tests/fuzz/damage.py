@@ -1,5 +1,6 @@
 """Ways to damage a file, each a pure function of a random generator: disk, network and editing errors, and attacks."""
 
+import gzip
 import io
 import json
 import os
@@ -15,8 +16,27 @@ from typing import Any
 HUGE = (2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**53, 2**63 - 1, 2**64 - 1, 10**19)
 ODD_VALUES: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 3, 2.5, -0.0, 1e308, float("nan"), float("inf"), 2**31, 2**63, 10**30, "", "x", "../x",
-    "/etc/passwd", "\0", "é\u202e", "1", "null", [], {}, [[]], [None], {"": {}}, "x" * 5000,
+    "/etc/passwd", "\0", "é\u202e", "\x1b]0;x\x07", "a\ud800", "1", "null", [], {}, [[]], [None], {"": {}}, "x" * 5000,
 )  # fmt: skip
+
+
+ODD_FILES = ("a folder", "a pipe", "a device", "a huge file")
+"""What may stand in a file's place; to read it to its end would take for ever."""
+
+
+def put_odd_file(path: Path, what: str) -> None:
+    """Put one of ODD_FILES in the place of a file."""
+    path.unlink(missing_ok=True)
+    match what:
+        case "a folder":
+            path.mkdir()
+        case "a pipe":
+            os.mkfifo(path)
+        case "a device":
+            path.symlink_to("/dev/zero")
+        case "a huge file":
+            with path.open("wb") as file:
+                file.truncate(2**42)
 
 
 class Canary:
@@ -188,6 +208,17 @@ def _places(content: Any) -> Any:
     for key, value in items:
         yield content, key
         yield from _places(value)
+
+
+def damage_gzip(rng: random.Random, data: bytes) -> bytes:
+    """Damage a compressed file, or the JSON in it, or replace it by one that unpacks to a thousand times its size."""
+    choice = rng.randrange(8)
+    if choice == 0:
+        return gzip.compress(b'{"traceEvents": [' + b" " * 2**29, 1)
+    inner = gzip.decompress(data)
+    if choice < 4:
+        return gzip.compress((damage_json if choice < 3 else damage_bytes)(rng, inner), 1)
+    return damage_bytes(rng, data)
 
 
 def damage_header(rng: random.Random, data: bytes) -> bytes:

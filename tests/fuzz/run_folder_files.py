@@ -5,36 +5,43 @@ refused with a message that names it. `COVERED` lists which test damages each fi
 """
 
 import fnmatch
+import gzip
 import json
 import random
 import shutil
 from collections import defaultdict
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from damage import damage_bytes, damage_json, foreign_files
+from damage import ODD_FILES, damage_bytes, damage_gzip, damage_json, foreign_files, put_odd_file
 from echelon.checkpoint.export import export_run
 from echelon.checkpoint.folder import clear_out, list_checkpoints
 from echelon.checkpoint.remote import write_run_name
 from echelon.checkpoint.remote_start import describe_remote
+from echelon.errors import ConfigError
 from echelon.inference.held_out import open_held_out
+from echelon.launch.job_logs import Log
 from echelon.lifecycle.assemble import build_trainer
 from echelon.lifecycle.setup import prepare_run
 from echelon.recipe import load_recipe
+from echelon.redaction import make_printable
 from echelon.report.comparison import build_comparison
+from echelon.report.live import read_live, shorten
 from echelon.report.page import render_page
 from echelon.report.plain import render_text
 from echelon.report.run_record import read_record
+from echelon.report.sections import build_report
 from echelon.reporting.trackers.forwarder import Ledger, MetricsForwarder
 from echelon.reporting.trackers.tracker import Opened
 from echelon.runs.checksums import find_faults
 from echelon.runs.cost import Spending, write_spending
+from echelon.runs.overview import describe_run, summarize_run
 from echelon.runs.run_folder import RunFolder
-from echelon.stored import write_text
+from echelon.stored import write_json, write_text
 from echelon.supervise.outcome import report, write_outcome
 from log_lines import LogLines
 from stored_files import MACHINE, Parts, StoredFiles, describe_target, digest
@@ -45,7 +52,7 @@ BIG_FILES = (
     "checkpoints/step-*/state.json", "model/*.json", "model/*.jinja",
 )  # fmt: skip
 # Files that echelon never reads: for people, for the tracker that wrote them, or replaced by the next start.
-UNREAD = ("logs/*.log", "tensorboard/*", "wandb/*", ".lock", "export/*", "report.html")
+UNREAD = ("logs/rank-*.log", "logs/parent.log", "tensorboard/*", "wandb/*", ".lock", "export/*", "report.html")
 # Whether a damaged file may be refused, by pattern.
 SMALL_FILES = {
     "recipe.yaml": True,
@@ -60,6 +67,9 @@ SMALL_FILES = {
     "outcome.json": False,
     "spending.json": False,
     "trackers/*.json": False,
+    "hub.json": True,
+    "profile/*.json.gz": False,
+    "logs/console.log": False,
     ".outcomes/rank-*.json": False,
     ".outcomes/pid-*": False,
     ".outcomes/stop": False,
@@ -68,6 +78,19 @@ SMALL_FILES = {
 COVERED = (*BIG_FILES, *UNREAD, *SMALL_FILES)
 
 _OTHER_TYPES = (b"5", b'"x"', b"1e999", b"true", b"[null]", b'{"": null}', b"\xff\xfe", b" ", b"\n")
+
+
+def write_trace(path: Path) -> None:
+    """Write the trace of a step with a collective and a kernel."""
+    events = [
+        {"name": name, "cat": category, "ts": start, "dur": length, "pid": 1, "tid": 1, "args": {}}
+        for name, category, start, length in (
+            ("echelon step 2", "user_annotation", 0, 100), ("echelon data", "user_annotation", 1, 2),
+            ("aten::mm", "cpu_op", 5, 40), ("gloo:all_reduce", "cpu_op", 50, 30),
+        )
+    ]  # fmt: skip
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events, "distributedInfo": {"world_size": 1}}).encode()))
 
 
 class NoTracker:
@@ -106,6 +129,9 @@ class RunFolderFiles:
         write_text(folder.death_path, "")
         row = {"step": 4, "prompt": "x", "text": "y"}
         write_text(folder.samples_path, json.dumps(row) + "\n")
+        write_text(folder.console_path, "step 1/4  loss 5.0000\n")
+        write_json(folder.hub_path, {"a/b": "0" * 40})
+        write_trace(folder.trace_path(2, 0))
         folder.rows.append_event("rollback", step=2, suppressed=4)
         folder.mark_finished(4, "early_stop")
         self._longer, _ = load_recipe(folder.recipe_path, ["train.steps=6"])
@@ -138,10 +164,10 @@ class RunFolderFiles:
         if choice < 0.04:
             path.unlink()
             return "removed"
-        if choice < 0.08:
-            path.unlink()
-            path.mkdir()
-            return "a folder"
+        if choice < 0.12:
+            what = rng.choice(ODD_FILES)
+            put_odd_file(path, what)
+            return what
         if choice < 0.45:
             what = rng.choice(sorted(self._foreign))
             path.write_bytes(self._foreign[what])
@@ -149,6 +175,9 @@ class RunFolderFiles:
         if choice < 0.6 and content:
             path.write_bytes(damage_bytes(rng, content))
             return "other bytes"
+        if path.suffix == ".gz":
+            path.write_bytes(damage_gzip(rng, content))
+            return "another profile"
         if path.suffix == ".json":
             path.write_bytes(damage_json(rng, content))
             return "other JSON"
@@ -174,7 +203,7 @@ class RunFolderFiles:
         """Whether commands may refuse this damage with a message."""
         pattern = self.pattern_of(name)
         assert pattern is not None
-        return SMALL_FILES[pattern] or what == "a folder"
+        return SMALL_FILES[pattern] or what in ODD_FILES
 
     def use(self) -> Parts:
         """Run every operation on a run: status, evaluate, export, prune, send rows to a tracker, report, resume."""
@@ -192,8 +221,7 @@ class RunFolderFiles:
             list(describe_remote(path, verify=False))
         RunFolder(path).rows.last_step()
         if self.folder.events_path.is_file():
-            whole = build_comparison([read_record(path)] * 2)
-            assert render_page(whole) and render_text(whole)
+            self._report()
         kept = list(clear_out(self.folder.checkpoints_dir, 2))
         read = self.folder.remedy()
         assert isinstance(read, str)
@@ -201,16 +229,28 @@ class RunFolderFiles:
         looked = {"target": digest(sorted(target.items())), "kept": digest(damaged, kept)}
         return looked | {"held out": str(held_out.dataset.num_samples)}
 
+    def _report(self) -> None:
+        """Make every report, page and line about the run, of which none controls a terminal."""
+        path = self.folder.path
+        record = read_record(path)
+        reports = [build_report(record), build_comparison([record] * 2), shorten(read_live(path))]
+        for text in (*map(render_page, reports), *map(render_text, reports), describe_run(summarize_run(path))):
+            make_printable(text).encode()
+        for page in map(render_page, reports):
+            assert make_printable(page) == page
+        with suppress(ConfigError):
+            assert all(isinstance(line, str) for line in Log(self.folder.console_path).follow(lambda: True))
+
     def _send_rows(self) -> None:
         """Read the rows as a tracker receives them; a failing forwarder reports it."""
         path = self.folder.tracker_path("mlflow")
-        if not path.is_dir():
+        if path.is_file() or not path.exists():
             forwarder = MetricsForwarder(NoTracker(), path, self.folder.metrics_path)
             with closing(LogLines()) as said:
                 forwarder.start()
                 forwarder.close(done=True)
             failed = [line for line in said.lines if " fails " in line]
-            assert not failed or self.folder.metrics_path.is_dir(), failed
+            assert not failed or not self.folder.metrics_path.is_file(), failed
 
     def _go_on(self) -> Parts:
         """Resume for two more steps, and stop before the first one."""

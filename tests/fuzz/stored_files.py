@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from command import write_recipe
-from damage import damage_bytes, damage_header, damage_json, foreign_files
+from damage import ODD_FILES, damage_bytes, damage_header, damage_json, foreign_files, put_odd_file
 from echelon.checkpoint.export import export_run
 from echelon.checkpoint.folder import find_checkpoints
 from echelon.data.prepared import open_prepared
@@ -38,7 +38,6 @@ from log_lines import LogLines
 
 MACHINE = Cluster(Accelerator("test machine", 2**33, None, None, None, "-"), 1, 1, "cpu")
 Parts = dict[str, str]
-A_FOLDER = bytearray(b"a folder")
 SAMPLE = "One plus 1 is 2, and \t so on: äß€.\n"
 
 
@@ -196,14 +195,15 @@ class StoredFiles:
     def _evaluated(self, folder: Path) -> Callable[[], Parts]:
         return lambda: describe_target(folder)
 
-    def damage(self, rng: random.Random, kind: "Kind") -> "tuple[Path, bytes | bytearray | None]":
-        """Choose a file of this kind and its replacement. None: the file is missing; A_FOLDER: it is a folder."""
+    def damage(self, rng: random.Random, kind: "Kind") -> "tuple[Path, bytes | str | None]":
+        """Choose a file of this kind and its replacement. None: the file is missing; a text: one of ODD_FILES."""
         path = rng.choice(kind.files)
         choice = rng.random()
         if choice < 0.02:
             return path, None
-        if choice < 0.03:
-            return path, A_FOLDER
+        if choice < 0.06:
+            odd = rng.choice(ODD_FILES)
+            return path, "a pipe" if odd == "a huge file" and kind.signs else odd  # whose checksum takes for ever
         if choice < 0.14:
             return path, self._foreign[rng.choice(sorted(self._foreign))]
         if choice < 0.18:
@@ -248,17 +248,17 @@ class Kind:
 
 
 @contextmanager
-def replaced(path: Path, content: bytes | bytearray | None, signs: Path | None = None) -> Iterator[None]:
-    """Replace a file by other content, by nothing or by a folder during the block; optionally update the manifest."""
+def replaced(path: Path, content: bytes | str | None, signs: Path | None = None) -> Iterator[None]:
+    """Replace a file by other content, nothing or one of ODD_FILES during the block; optionally update the manifest."""
     before = path.read_bytes()
     manifest = None if signs is None else (signs / MANIFEST).read_bytes()
     try:
-        if content is None or content is A_FOLDER:
+        if content is None:
             path.unlink()
+        elif isinstance(content, str):
+            put_odd_file(path, content)
         else:
             path.write_bytes(content)
-        if content is A_FOLDER:
-            path.mkdir()
         if signs is not None:
             files = [each for each in signs.iterdir() if each.name != MANIFEST and each.is_file()]
             (signs / MANIFEST).write_text(json.dumps({"format": 1, "files": describe_files(files)}))
@@ -266,6 +266,8 @@ def replaced(path: Path, content: bytes | bytearray | None, signs: Path | None =
     finally:
         if path.is_dir():
             path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
         path.write_bytes(before)
         if signs is not None and manifest is not None:
             (signs / MANIFEST).write_bytes(manifest)

@@ -4,6 +4,7 @@ A traceback, a hang, excessive memory, execution of foreign code, or a wrong val
 selects other inputs. The seed is printed, and each input has its own generator, from the seed and the input's number.
 """
 
+import fnmatch
 import os
 import random
 import re
@@ -18,11 +19,13 @@ from echelon.checkpoint.zero_folder import read_zero_folder
 from echelon.recipe import Recipe
 from judge import Tally, limited_memory
 from recipes import CLUSTERS, base_texts, damage_text, is_valid, nothing_asked, plan_recipe, random_overrides
-from run_folder_files import RunFolderFiles
+from run_folder_files import SMALL_FILES, RunFolderFiles
 from stored_files import StoredFiles, digest, replaced
 from test_zero_folder import write as write_zero
 
 SEED = os.environ.get("ECHELON_FUZZ_SEED", "0")
+THOUSAND = int(os.environ.get("ECHELON_FUZZ_COUNT", "1000"))  # damages of each file
+NUM_KINDS = 23  # of stored files
 A_KEY = r"[a-z_]+(\.[a-z_0-9]+)+"
 
 
@@ -37,9 +40,9 @@ def stored(tmp_path_factory):
     dist.destroy_process_group()
 
 
-def fuzz_files(stored, tally, count):
-    """Test `count` damaged files, distributed over the kinds by their weights."""
-    kinds = [kind for kind in stored.kinds for _ in range(kind.weight)]
+def fuzz_files(stored, tally, count, kinds=None):
+    """Test `count` damaged files, distributed over the kinds, by default over all by their weights."""
+    kinds = kinds or [kind for kind in stored.kinds for _ in range(kind.weight)]
     for number in range(count):
         kind = kinds[number % len(kinds)]
         rng = random.Random(f"{SEED} {kind.name} {number}")
@@ -49,11 +52,12 @@ def fuzz_files(stored, tally, count):
             tally.judge(kind.name, f"number {number}, seed {SEED}, {path.name}", kind.load, kind.is_right, words)
 
 
-def fuzz_run_folder(stored, tally, count, folder):
-    """Test `count` damages to the small files of a run folder, distributed over the files."""
+def fuzz_run_folder(stored, tally, count, folder, pattern="*"):
+    """Test `count` damages to the small files of a run folder, distributed over the files that match a pattern."""
     files = RunFolderFiles(stored, folder)
+    names = [name for name in files.files if fnmatch.fnmatchcase(name, pattern)]
     for number in range(count):
-        name = files.files[number % len(files.files)]
+        name = names[number % len(names)]
         rng = random.Random(f"{SEED} {name} {number}")
         what = files.damage(rng, name)
         words = re.escape(name) if files.may_refuse(name, what) else "(?!)"
@@ -85,14 +89,39 @@ def fuzz_recipes(stored, tally, count, folder):
         )
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_damaged_inputs_are_refused_or_right(stored, tmp_path, monkeypatch, capsys, count):
     monkeypatch.setattr("socket.create_connection", nothing_asked)
     tally = Tally(stored.marker)
     with limited_memory():
-        fuzz_files(stored, tally, count * 3 // 8)
-        fuzz_run_folder(stored, tally, count // 8, tmp_path)
-        fuzz_recipes(stored, tally, count // 2, tmp_path)
+        fuzz_files(stored, tally, count // 3)
+        fuzz_run_folder(stored, tally, count // 3, tmp_path)
+        fuzz_recipes(stored, tally, count // 3, tmp_path)
+    finish(tally, capsys, count // 3 * 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", SMALL_FILES)
+def test_a_file_of_a_run_is_damaged_a_thousand_times(stored, tmp_path, capsys, pattern):
+    tally = Tally(stored.marker)
+    with limited_memory():
+        fuzz_run_folder(stored, tally, THOUSAND, tmp_path, pattern)
+    finish(tally, capsys, THOUSAND)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(NUM_KINDS))
+def test_stored_files_are_damaged_a_thousand_times(stored, capsys, number):
+    assert len(stored.kinds) == NUM_KINDS
+    tally, kind = Tally(stored.marker), stored.kinds[number]
+    count = THOUSAND * len(kind.files)
+    with limited_memory():
+        fuzz_files(stored, tally, count, [kind])
+    finish(tally, capsys, count)
+
+
+def finish(tally, capsys, count):
+    """Print the counts of a long test, and fail if there are failures."""
     with capsys.disabled():
         if count > 200:
             print(f"\n\nseed {SEED}\n{tally.table()}")

@@ -16,9 +16,11 @@ from echelon.errors import ConfigError, DataError
 from echelon.launch.job_logs import Log
 from echelon.model.build import load_config
 from echelon.recipe import load_recipe
-from echelon.runs.run_folder import RunFolder
+from echelon.recipe.render import render_recipe
+from echelon.runs.opening import open_run
 from echelon.sizes import render_bytes
 from echelon.stored import MAX_BYTES, open_to_append, read_bytes, read_json, read_rows, read_text
+from judge import limited_memory
 from test_report import echelon, write_run  # noqa: F401
 
 KINDS = ("fifo", "zero", "device", "folder", "huge", "socket")
@@ -94,7 +96,7 @@ def test_a_pipe_from_the_shell_is_read(tmp_path):
 
 NAMES = (
     "recipe.yaml", "plan.json", "estimate.json", "environment.json", "metrics.jsonl", "samples.jsonl", "spending.json",
-    "outcome.json", "logs/console.log",
+    "outcome.json", "logs/console.log", ".lock",
 )  # fmt: skip
 
 
@@ -131,6 +133,14 @@ def test_a_recipe_and_a_model_folder_are_refused(tmp_path, kind):
                 load_tokenizer(str(folder))
 
 
+def test_a_command_without_memory_ends_with_a_message(echelon, tmp_path):  # noqa: F811
+    path = write_run(tmp_path / "a")
+    (path / "metrics.jsonl").write_bytes(b'{"kind": "train", "step": 1, "x": [' + b"[]," * 2**21 + b"0]}\n")
+    with limited_memory(2**26):
+        code, _, err = echelon("status", "a")
+    assert code == 1 and err == "echelon: not enough memory for this command on this machine (MemoryError).\n"
+
+
 def test_a_long_log_is_read_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr("echelon.launch.job_logs._PART_BYTES", 8)
     path = tmp_path / "log"
@@ -143,8 +153,17 @@ def test_a_long_log_is_read_in_parts(tmp_path, monkeypatch):
     assert list(log.read(False)) == ["four!"] and list(log.read(True)) == ["five"]
 
 
-def test_a_resumed_run_with_a_pipe_for_its_rows_is_refused(tmp_path):
-    folder = RunFolder(write_run(tmp_path / "a"))
-    replace(folder.events_path, "fifo")
-    with no_wait(), pytest.raises(OSError, match=r"events\.jsonl"):
-        folder.rows.append_event("start")
+@pytest.mark.parametrize("kind", ["fifo", "zero", "folder"])
+def test_a_run_with_something_else_for_a_file_is_not_resumed(tmp_path, kind):
+    path = write_run(tmp_path / "a", ending=None)
+    (path / "logs").mkdir()
+    recipe, _ = load_recipe(write_recipe(tmp_path), [f"run.dir={path}"])
+    (path / "recipe.yaml").write_text(render_recipe(recipe))
+    for name in ("metrics.jsonl", "events.jsonl", "samples.jsonl", ".lock", "logs/console.log", "logs/rank-00000.log"):
+        before = (path / name).read_bytes() if (path / name).exists() else b""
+        replace(path / name, kind)
+        what = "a folder" if kind == "folder" else "a pipe or a device"
+        with no_wait(), pytest.raises(ConfigError, match=f"{name} is {what}, but must be a file of the run"):
+            open_run(recipe, fresh=False)
+        (path / name).rmdir() if kind == "folder" else (path / name).unlink()
+        (path / name).write_bytes(before)

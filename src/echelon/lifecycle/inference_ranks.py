@@ -24,6 +24,7 @@ from echelon.logs import log_to_console
 from echelon.redaction import redact_text
 from echelon.runs.run_folder import RunFolder
 from echelon.sizes import render_bytes
+from echelon.stored import open_to_append
 from echelon.supervise.agent import Agent, worker_argv
 from echelon.supervise.hosts import THIS_MACHINE
 from echelon.supervise.launch_environment import (
@@ -132,8 +133,7 @@ def _redirect(rank: int, folder: RunFolder | None) -> Callable[[str], object]:
         os.dup2(null, 1)
         os.close(null)
     if folder is not None:
-        log = os.open(folder.log_path(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(log, 2)
-        os.close(log)
+        with open_to_append(folder.log_path(rank)) as log:
+            os.dup2(log.fileno(), 2)
     log_to_console(find_log_level() if rank == 0 else logging.CRITICAL, stderr)
     return stderr.write

@@ -31,6 +31,7 @@ from echelon.quiet_imports import garbage_kept
 from echelon.redaction import redact_text
 from echelon.runs.run_folder import RunFolder, describe_gone, is_run
 from echelon.stopping import StopRequest
+from echelon.stored import open_to_append
 from echelon.supervise.hang_verdict import explain_hang, read_records
 from echelon.supervise.launch_environment import (
     find_host_dir,
@@ -372,10 +373,9 @@ def redirect_output(folder: RunFolder) -> Output:
     sys.stderr.flush()
     stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8")
-    log = os.open(folder.log_path(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    with open_to_append(folder.log_path(rank)) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     output = Output(stdout, stderr)
     if rank == 0:

@@ -52,7 +52,7 @@ class FolderLock:
     def read_holder(self) -> str | None:
         """Return the live process, possibly this one, that holds the lock, as PID on HOST; None if there is none."""
         try:
-            fd = os.open(self._folder / ".lock", os.O_RDONLY)
+            fd = os.open(self._folder / ".lock", os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait
         except OSError:
             return None
         try:

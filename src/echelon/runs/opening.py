@@ -123,11 +123,12 @@ def _refuse_foreign_folder(folder: RunFolder) -> None:
 
 
 def _refuse_misplaced(folder: RunFolder) -> None:
-    """Refuse a run folder in which a folder has the name of a run's file, or the reverse."""
+    """Refuse a run folder in which a folder, a pipe or a device has the name of a run's file, or a file of a folder."""
     files = (folder.path / name for name in (*FILES, ".lock"))
     for path in (*files, *folder.logs_dir.glob("*.log"), *folder.model_dir.glob("*.json")):
-        if path.is_dir():
-            raise ConfigError(f"{path} is a folder, but must be a file of the run; remove it, or restore the file.")
+        if path.exists() and not path.is_file():
+            what = "a folder" if path.is_dir() else "a pipe or a device"
+            raise ConfigError(f"{path} is {what}, but must be a file of the run; remove it, or restore the file.")
     for name in FOLDERS:
         if (path := folder.path / name).exists() and not path.is_dir():
             raise ConfigError(f"{path} is a file, but must be a folder of the run; remove it.")
