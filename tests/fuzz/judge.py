@@ -1,8 +1,11 @@
 """Loads one damaged input with a real loader under limits, and judges the result."""
 
+import os
 import re
 import resource
 import signal
+import subprocess
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,6 +36,18 @@ def limited_memory(more_bytes: int = MEMORY_BYTES) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def run_in_little_memory(code: str, *arguments: object, more_bytes: int) -> "subprocess.CompletedProcess[str]":
+    """Run Python code, after its imports, in a process of its own that may have only this much more memory.
+
+    `code` defines `work(arguments)`. A process that has freed memory before could use that again.
+    """
+    limited = f"{code}\nimport sys, judge\nwith judge.limited_memory({more_bytes}):\n    work(sys.argv[1:])\n"
+    return subprocess.run(
+        [sys.executable, "-c", limited, *map(str, arguments)],
+        capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from echelon.recipe.render import render_recipe
 from echelon.runs.opening import open_run
 from echelon.sizes import render_bytes
 from echelon.stored import MAX_BYTES, open_to_append, read_bytes, read_json, read_rows, read_text
-from judge import limited_memory
+from judge import run_in_little_memory
 from test_report import echelon, write_run  # noqa: F401
 
 KINDS = ("fifo", "zero", "device", "folder", "huge", "socket")
@@ -133,12 +133,21 @@ def test_a_recipe_and_a_model_folder_are_refused(tmp_path, kind):
                 load_tokenizer(str(folder))
 
 
-def test_a_command_without_memory_ends_with_a_message(echelon, tmp_path):  # noqa: F811
+def test_a_command_without_memory_ends_with_a_message(tmp_path):
     path = write_run(tmp_path / "a")
     (path / "metrics.jsonl").write_bytes(b'{"kind": "train", "step": 1, "x": [' + b"[]," * 2**21 + b"0]}\n")
-    with limited_memory(2**26):
-        code, _, err = echelon("status", "a")
-    assert code == 1 and err == "echelon: not enough memory for this command on this machine (MemoryError).\n"
+    code = """
+from echelon.cli import main
+import echelon.runs.overview, echelon.launch.records, echelon.launch.targets, echelon.recipe
+def work(arguments):
+    sys.argv = ["echelon", "status", *arguments]
+    main()
+"""
+    done = run_in_little_memory(code, path, more_bytes=2**26)
+    assert (
+        done.returncode == 1
+        and done.stderr == "echelon: not enough memory for this command on this machine (MemoryError).\n"
+    )
 
 
 def test_a_long_log_is_read_in_parts(tmp_path, monkeypatch):
