@@ -10,7 +10,8 @@ import echelon
 from echelon.cli import main
 from echelon.data.tokenizer import build_bytes_tokenizer, train_tokenizer
 from echelon.errors import ConfigError
-from echelon.inference.generate import RowNoise, Sampling, TextStream, build_processors, generate_samples, read_prompts
+from echelon.inference.generate import RowNoise, Sampling, TextStream, build_processors, generate_samples
+from echelon.inference.prompts import read_prompts
 from families import small_config
 
 TEXT = "The café serves naïve résumés, 東京 and 👍🏽 to all. " * 20

@@ -4,11 +4,12 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
+from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from echelon.errors import ConfigError
-from echelon.runs.run_folder import require_folder
+from echelon.runs.run_folder import is_run, require_model
 from echelon.sizes import render_bytes
 
 if TYPE_CHECKING:
@@ -26,17 +27,40 @@ _PUSHED = "push"
 Prompts = TypeVar("Prompts", str, list[str])
 
 
-def find_target(target: "Target") -> Path:
-    """Return the folder of a run or a model, after fetching the base model of an adapter if needed.
+def check_target(target: "Target", checkpoint: str | int | None = None) -> Path:
+    """Return the folder of a run or a model. Imports no torch, which takes seconds.
 
-    Raises ConfigError if the folder does not exist.
+    Raises ConfigError if it is neither, or a run without this checkpoint.
     """
-    from echelon.checkpoint.adapted import fetch_base
+    from echelon.checkpoint.folder import find_checkpoint
 
     path = Path(os.fspath(target))
-    require_folder(path)
-    fetch_base(path)
+    require_model(path)
+    if is_run(path):
+        find_checkpoint(path, None if checkpoint is None else str(checkpoint))
     return path
+
+
+def find_target(target: "Target", checkpoint: str | int | None = None) -> Path:
+    """Like `check_target`; fetches the base model of an adapter if needed."""
+    path = check_target(target, checkpoint)
+    if is_run(path):
+        from echelon.checkpoint.adapted import fetch_base
+
+        fetch_base(path)
+    return path
+
+
+def check_texts(data: str | Path | None, tasks: str | Path | None) -> None:
+    """Raise ConfigError for a path that does not exist, before torch is imported."""
+    from echelon.data.source import PYTHON_STDLIB
+
+    if data is not None and not Path(data).exists() and not has_magic(str(data)) and str(data) != PYTHON_STDLIB:
+        raise ConfigError(
+            f"--data {data}: no such file or folder (current folder: {Path.cwd()}); give text to evaluate on."
+        )
+    if tasks is not None and not Path(tasks).is_file():
+        raise ConfigError(f"--tasks {tasks} cannot be read: it is not a file; give a .jsonl file in UTF-8.")
 
 
 def evaluate(
@@ -71,7 +95,8 @@ def evaluate(
         raise ConfigError("--data, --tasks and --lm-eval are separate evaluations; give only one.")
     if not lm_eval and (include_path is not None or limit is not None):
         raise ConfigError("--include-path and --limit require --lm-eval TASK; add it or remove them.")
-    path, which = find_target(target), None if checkpoint is None else str(checkpoint)
+    check_texts(data, tasks)
+    path, which = find_target(target, checkpoint), None if checkpoint is None else str(checkpoint)
     if tasks is not None:
         from echelon.inference.tasks import evaluate_task
 
@@ -125,16 +150,16 @@ def generate(
     Raises:
         ConfigError or CheckpointError: an argument or file cannot be used; the message names it.
     """
-    from echelon.inference.chat import Chat
-    from echelon.inference.generate import Sampling, generate_samples
-
     if system is not None and not chat:
         raise ConfigError(f"system={system!r} requires chat=True; add it or remove system.")
     if isinstance(prompts, str) and num_samples != 1:
         raise ConfigError(f"num_samples={num_samples} requires a list of prompts; use prompts=[prompt].")
+    path, which = find_target(target, checkpoint), None if checkpoint is None else str(checkpoint)
+    from echelon.inference.chat import Chat
+    from echelon.inference.generate import Sampling, generate_samples
+
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     sampling = Sampling(max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, num_samples, stops, seed)
-    path, which = find_target(target), None if checkpoint is None else str(checkpoint)
     all_prompts = [prompts] if isinstance(prompts, str) else prompts
     asked = Chat(system) if chat else None
     texts = [each.text for each in generate_samples(path, all_prompts, sampling, which, batch_size, chat=asked)]
@@ -162,12 +187,13 @@ def chat(
     Raises:
         ConfigError or CheckpointError: an argument or file cannot be used; the message names it.
     """
+    path = find_target(target, checkpoint)
     from echelon.inference.dialogue import Dialogue
     from echelon.inference.generate import Sampling
 
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     sampling = Sampling(max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop=stops, seed=seed)
-    return Dialogue(find_target(target), sampling, system, None if checkpoint is None else str(checkpoint))
+    return Dialogue(path, sampling, system, None if checkpoint is None else str(checkpoint))
 
 
 def export(
@@ -201,21 +227,23 @@ def export(
     Raises:
         ConfigError or CheckpointError: an argument or file cannot be used; the message names it.
     """
-    path, which = find_target(run), None if checkpoint is None else str(checkpoint)
     if push is None:
         if private or revision is not None:
             raise ConfigError("--private and --revision require --push ID; add it or remove them.")
         if out is None:
             raise ConfigError("export needs a folder to write; give OUT, or upload with --push ID.")
+    from echelon.checkpoint.folder import check_empty, require_run
+
+    require_run(check_target(run, checkpoint))
+    if out is not None:
+        check_empty(Path(out))
+    path, which = find_target(run, checkpoint), None if checkpoint is None else str(checkpoint)
+    if push is None:
+        assert out is not None
         return _export(path, Path(out), dtype, which, merge, nproc)
-    from echelon.checkpoint.adapted import read_run_recipe
-    from echelon.checkpoint.export import check_empty
     from echelon.model.hub_upload import Repository, open_repository, upload_folder
 
-    read_run_recipe(path)  # before anything is removed: another folder may have a `push` of its own
     folder = path / _PUSHED if out is None else Path(out)
-    if out is not None:
-        check_empty(folder)
     repository = open_repository(Repository(push, private, revision))
     if out is None:
         shutil.rmtree(folder, ignore_errors=True)

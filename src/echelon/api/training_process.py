@@ -33,6 +33,7 @@ from echelon.errors import (
     explain_storage_error,
     render_traceback,
 )
+from echelon.lifecycle.early_checks import check_early
 from echelon.logs import keep_console, keep_line, log_to_console
 from echelon.recipe import Recipe, build_recipe
 from echelon.recipe.render import recipe_mapping
@@ -207,6 +208,7 @@ def main() -> None:
 def _train(recipe: Recipe, nproc: int | None, fresh: bool) -> Outcome:
     keep_hub_cache_beside(recipe.run.dir)
     with stops_told(BEFORE_TRAINING), workers_warmed(nproc) as warm:
+        check_early(recipe, fresh)
         from echelon.lifecycle.session import train_locally
 
         return train_locally(recipe, nproc, fresh, warm)

@@ -19,20 +19,19 @@ from echelon.checkpoint.first_weights import Fill, open_weights
 from echelon.checkpoint.folder import checkpoint_of, require_run
 from echelon.errors import ConfigError, first_line
 from echelon.model.adapters import apply_adapter, find_new_tokens, initialize_adapter, merged_weight
-from echelon.model.build import build_on_meta, is_model_folder, load_config, materialize
+from echelon.model.build import build_on_meta, load_config, materialize
 from echelon.model.hub import fetch_models, find_commits, read_commits, with_copies
 from echelon.model.model_folder import run_model_dir
 from echelon.model.pissa import PrincipalParts, lora_layers
 from echelon.planner.plan import load_plan
 from echelon.recipe import Recipe, load_recipe
-from echelon.runs.run_folder import RunFolder, is_run
+from echelon.runs.run_folder import RunFolder, is_run, require_model
 from echelon.stored import read_json
 
 
 def read_run_recipe(run: Path) -> Recipe:
     """Read the recipe of a run. Raises ConfigError if the folder is not a run."""
-    if not is_run(run) and not is_model_folder(run):
-        raise ConfigError(f"{run} is neither a run folder (recipe.yaml) nor an HF model folder (config.json).")
+    require_model(run)
     require_run(run)
     return load_recipe(RunFolder(run).recipe_path)[0]
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from echelon.checkpoint.adapted import AdaptedRun, read_run_recipe, run_skeleton
 from echelon.checkpoint.adapter_folder import write_adapter
 from echelon.checkpoint.filling import load_alone
-from echelon.checkpoint.folder import checkpoint_of
+from echelon.checkpoint.folder import check_empty, checkpoint_of
 from echelon.checkpoint.model_card import render_card
 from echelon.checkpoint.read_back import check_weights
 from echelon.checkpoint.safety import read_metadata
@@ -120,12 +120,6 @@ def export_adapter(run: Path, out: Path, which: str | None = None) -> int:
     card = render_card(run, checkpoint_of(run, which).step, is_adapter=True)
     base = read_run_recipe(run).model.checkpoint
     return write_adapter(out, content, base, run_model_dir(run), card)
-
-
-def check_empty(out: Path) -> None:
-    """Raise ConfigError if a path exists and is not an empty folder."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists and is not an empty folder; choose a new folder.")
 
 
 Reader = Callable[[list[str]], dict[str, Tensor]]

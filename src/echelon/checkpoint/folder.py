@@ -75,13 +75,25 @@ def newest_of(run: Path, checksums: bool = False) -> Checkpoint:
 
 
 def checkpoint_of(run: Path, which: str | None = None) -> Checkpoint:
-    """Return the checkpoint that a user chose, after verifying its checksums: newest (the default), best, or a step.
+    """Return the checkpoint that a user chose (see `find_checkpoint`), after verifying its checksums.
 
-    The best one has the lowest evaluation loss; `checkpoint.keep_best` keeps it. Raises ConfigError if there is none,
-    with the steps that exist; CheckpointError if it is damaged.
+    Raises ConfigError if there is none, CheckpointError if it is damaged.
     """
     if which is None or which == "newest":
         return newest_of(run, checksums=True)
+    found = find_checkpoint(run, which)
+    check_files(found.path, checksums=True)
+    return found
+
+
+def find_checkpoint(run: Path, which: str | None = None) -> Checkpoint:
+    """Return the checkpoint that a user chose, without reading its tensors: newest (the default), best, or a step.
+
+    The best one has the lowest evaluation loss; `checkpoint.keep_best` keeps it. Raises ConfigError if there is none,
+    with the steps that exist.
+    """
+    if which is None or which == "newest":
+        return _some_checkpoints(run)[-1]
     steps = {checkpoint.step: checkpoint for checkpoint in _some_checkpoints(run)}
     have = f"{run} has steps {', '.join(map(str, steps))}"
     if which == "best":
@@ -100,8 +112,13 @@ def checkpoint_of(run: Path, which: str | None = None) -> Checkpoint:
         step = int(which)
     else:
         raise ConfigError(f"--checkpoint {which}: use newest, best or a step; {have}.")
-    check_files(steps[step].path, checksums=True)
     return steps[step]
+
+
+def check_empty(out: Path) -> None:
+    """Raise ConfigError if a path exists and is not an empty folder."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not an empty folder; choose a new folder.")
 
 
 def _some_checkpoints(run: Path) -> list[Checkpoint]:

@@ -3,7 +3,8 @@
 import shutil
 from pathlib import Path
 
-from echelon.checkpoint.export import check_empty, stored_tensors, write_weights
+from echelon.checkpoint.export import stored_tensors, write_weights
+from echelon.checkpoint.folder import check_empty
 from echelon.checkpoint.zero_folder import read_zero_folder
 from echelon.errors import CheckpointError, ConfigError
 from echelon.model.build import build_on_meta, load_config

@@ -40,12 +40,14 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Evaluate a run or a model on held-out text or on tasks. Shows loss and perplexity, or accuracy."""
+    from echelon.api.models import check_target, check_texts, find_target
     from echelon.api.models import evaluate as evaluate_target
-    from echelon.api.models import find_target
 
     log_to_stderr()
     num_processes = parse_nproc(nproc)
-    find_target(target)
+    check_target(target, checkpoint)
+    check_texts(data_path, task)
+    find_target(target, checkpoint)
     names = () if harness is None else harness.split(",")
 
     def work(team: "Team | None") -> None:

@@ -78,22 +78,21 @@ def generate(
     if system is not None and not as_chat:
         raise ConfigError(f"--system {system!r} requires --chat; add --chat, or remove --system.")
     from echelon.api.models import find_target
-    from echelon.inference.chat import Chat
-    from echelon.inference.generate import Sampling, generate_samples
 
     log_to_stderr()
     num_processes = parse_nproc(nproc)
-    find_target(target)
+    records = _read_records(prompt, prompts_path, as_chat)
+    find_target(target, checkpoint)
+    from echelon.inference.chat import Chat
+    from echelon.inference.generate import Sampling, generate_samples
+
     sampling = Sampling(
         max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, num_samples, tuple(stop or ()), seed
     )
-    if as_chat and prompt is None and prompts_path is None:
+    if not records:  # a conversation
         _check_conversation(out, num_samples, num_processes)
-        converse(target, sampling, system, checkpoint, as_json)
-        return
-    records = _read_records(prompt, prompts_path)
+        return converse(target, sampling, system, checkpoint, as_json)
     prompts = [each["prompt"] for each in records]
-    chat = Chat(system) if as_chat else None
     write: Callable[[str], None] | None = None
     if as_json or out is not None:
         finish = partial(_write_samples, records=records, num_samples=num_samples, out=out)
@@ -103,9 +102,10 @@ def generate(
         finish = partial(_show_samples, headers=_headers(prompts, num_samples), streams=streams)
 
     def work(team: "Team | None") -> None:
+        chat = Chat(system) if as_chat else None
         finish(generate_samples(target, prompts, sampling, checkpoint, batch_size, write, chat, team))
 
-    run_with_model(target, num_processes, work)
+    return run_with_model(target, num_processes, work)
 
 
 def _show_samples(samples: Iterator["Sample"], headers: Iterator[str], streams: bool) -> None:
@@ -138,14 +138,16 @@ def _check_conversation(out: Path | None, num_samples: int, num_processes: int |
             raise ConfigError(f"{option} requires --prompt or --prompts; add one, or remove {option.split()[0]}.")
 
 
-def _read_records(prompt: str | None, path: Path | None) -> list[dict[str, Any]]:
-    """The records of the prompts: one for `--prompt`, or those of a file."""
-    from echelon.inference.generate import read_prompts
+def _read_records(prompt: str | None, path: Path | None, as_chat: bool) -> list[dict[str, Any]]:
+    """The records of the prompts: one for `--prompt`, or those of a file; none for a conversation."""
+    from echelon.inference.prompts import read_prompts
 
     if path is not None and prompt is None:
         return read_prompts(path)
     if path is None and prompt is not None:
         return [{"prompt": prompt}]
+    if as_chat and path is None:
+        return []
     raise ConfigError("generate needs one of --prompt TEXT and --prompts FILE; give one.")
 
 

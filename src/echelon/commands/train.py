@@ -66,9 +66,11 @@ def train(
             _train_as_rank(recipe, fresh)
         if role == "agent":
             _train_as_agent(recipe, [str(recipe_path), *(overrides or [])], group, num_processes, fresh)
+        from echelon.lifecycle.early_checks import check_early
         from echelon.supervise.warm_start import workers_warmed
 
         with stops_told(BEFORE_TRAINING), workers_warmed(num_processes) as warm:
+            check_early(recipe, fresh)
             from echelon.lifecycle.session import train_locally
 
             outcome = train_locally(recipe, num_processes, fresh, warm)

@@ -3,7 +3,7 @@
 import glob
 import os
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -78,6 +78,16 @@ def list_files(source: Source, left_out: LeftOut | None = None) -> tuple[SourceF
         if not file.size and source.path != PYTHON_STDLIB:
             left_out.note("empty files", file.name)
     return settle_fields(source, files)
+
+
+def find_absent(sources: Iterable[Source]) -> Iterator[DataError]:
+    """Yield an error for each source that is not on this machine. Datasets of the hub are not looked for."""
+    for source in sources:
+        if source.format != "hub" and not Path(source.path).expanduser().exists():
+            try:
+                list_files(source)
+            except DataError as error:
+                yield error
 
 
 def _list_saved(source: Source, path: Path) -> list[SourceFile]:

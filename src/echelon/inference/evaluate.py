@@ -5,7 +5,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from glob import has_magic
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,18 @@ from echelon.checkpoint.export import TRAINING
 from echelon.data.loader import LONGEST, Microbatch, Padding, build_microbatch, find_cut, set_width
 from echelon.data.prepared import ValidationSet
 from echelon.data.shards import Dataset, unigram_entropy
-from echelon.data.source import PYTHON_STDLIB
 from echelon.distributed.mesh import Meshes
 from echelon.engines.engine import Evaluation
 from echelon.errors import ConfigError
 from echelon.inference.held_out import open_held_out, prepare_given
 from echelon.inference.target import find_device, load_first_weights, load_target
 from echelon.inference.team import Host, Team
-from echelon.model.build import is_model_folder
 from echelon.model.traits import find_traits
 from echelon.objectives.causal_lm import CausalLM
 from echelon.objectives.loss import IGNORE
 from echelon.objectives.objective import Objective, build_objective
 from echelon.objectives.outputs import ObjectiveModule
+from echelon.runs.run_folder import is_model_folder
 from echelon.stopping import StopRequest, agreed_stop
 from echelon.stored import read_json
 
@@ -242,7 +240,8 @@ def evaluate_model(
     Raises:
         ConfigError: an HF folder without `data`, or a run without held-out text.
     """
-    _check_data(target, data)
+    if data is None and is_model_folder(target):
+        raise ConfigError(f"{target} is an HF folder without text; give text with --data PATH.")
     team = team or Team(find_device())
     host, reference = Host(team), Host(team)
     model, tokenizer = load_target(target, host, checkpoint)
@@ -276,15 +275,6 @@ def evaluate_model(
         "sequence_len": sequence_len,
         "sets": {name: _render(result, entropies[name]) for name, result in results.sets.items()},
     }
-
-
-def _check_data(target: Path, data: Path | None) -> None:
-    if data is not None and not data.exists() and not has_magic(str(data)) and str(data) != PYTHON_STDLIB:
-        raise ConfigError(
-            f"--data {data}: no such file or folder (current folder: {Path.cwd()}); give text to evaluate on."
-        )
-    if data is None and is_model_folder(target):
-        raise ConfigError(f"{target} is an HF folder without text; give text with --data PATH.")
 
 
 def _render(result: EvalResult, entropy: float) -> dict[str, Any]:

@@ -30,12 +30,12 @@ from echelon.data.tokenizer import try_tokenizer
 from echelon.errors import ConfigError, EchelonError
 from echelon.inference.team import Host
 from echelon.model.attention import choose_attention
-from echelon.model.build import build_on_meta, is_model_folder, materialize
+from echelon.model.build import build_on_meta, materialize
 from echelon.model.causality import check_is_causal
 from echelon.model.model_folder import run_model_dir
 from echelon.model.pretrained import PretrainedWeights, SafetensorsFolder
 from echelon.planner.shape import check_depth
-from echelon.runs.run_folder import is_run
+from echelon.runs.run_folder import is_model_folder, require_model
 from echelon.stored import check_readable, read_json
 
 # Only local files are read: no request to the hub, and no code of the folder is run.
@@ -112,13 +112,7 @@ def load_target_tokenizer(target: Path, checkpoint: str | None = None) -> PreTra
             tokenizer = AutoTokenizer.from_pretrained(target, **_LOCAL)
             try_tokenizer(tokenizer)
         return tokenizer
-    if not is_run(target) and (target / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"{target} contains an adapter without its base model; give the run that trained it, or the folder that "
-            "`echelon export RUN OUT --merge` writes."
-        )
-    if not is_run(target):
-        raise ConfigError(f"{target} is neither a run folder (recipe.yaml) nor an HF model folder (config.json).")
+    require_model(target)
     checkpoint_of(target, checkpoint)
     return AutoTokenizer.from_pretrained(run_model_dir(target), **_LOCAL)
 

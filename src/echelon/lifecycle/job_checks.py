@@ -11,7 +11,7 @@ from echelon.data.corpus import list_corpus
 from echelon.data.given_folder import is_given
 from echelon.data.prepare import prepare_data
 from echelon.data.prepare_spec import prepare_spec
-from echelon.data.source import list_files
+from echelon.data.source import find_absent
 from echelon.data.templates import load_template
 from echelon.errors import ConfigError, DataError, EchelonError, HubUnreachableError, MissingSettingError, PlanError
 from echelon.hardware.accelerators import Cluster, parse_devices
@@ -106,7 +106,10 @@ def _fill_missing(job: JobSpec) -> tuple[JobSpec, list[str], tuple[EchelonError,
     if recipe.launch.to != "local":
         refuse_quorum(recipe)
     launcher = find_launcher(recipe.launch.to)
-    missing: list[EchelonError] = [*_list_absent(recipe)] if recipe.launch.to in _SEE_FILES else []
+    spec = prepare_spec(recipe)
+    missing: list[EchelonError] = []
+    if recipe.launch.to in _SEE_FILES:
+        missing += find_absent((*spec.train, *spec.validation))
     while True:
         try:
             lines = launcher.check(job)
@@ -120,17 +123,6 @@ def _fill_missing(job: JobSpec) -> tuple[JobSpec, list[str], tuple[EchelonError,
             if not missing:
                 raise
             raise ConfigError(describe_missing([*missing, error], shown=False)) from error
-
-
-def _list_absent(recipe: Recipe) -> Iterator[EchelonError]:
-    """An error for each source that is not on this machine."""
-    spec = prepare_spec(recipe)
-    for source in (*spec.train, *spec.validation):
-        if source.format != "hub" and not Path(source.path).expanduser().exists():
-            try:
-                list_files(source)
-            except DataError as error:
-                yield error
 
 
 def _lacks_machines(recipe: Recipe) -> bool:

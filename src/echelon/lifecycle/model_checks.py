@@ -98,6 +98,17 @@ def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -
     return CheckedModel(given, shape, line, tokenizer, obstacle, masks, tuple(left))
 
 
+def check_counted(recipe: Recipe) -> None:
+    """Make the checks of a new model whose parameters are counted by formula, which needs neither torch nor a file.
+
+    Raises ConfigError or PlanError, naming the key.
+    """
+    if recipe.model.config is None or not _is_counted(recipe, dict(recipe.model.config)):
+        return
+    fields, _ = size_vocabulary(recipe, dict(recipe.model.config), _find_vocab_size(recipe, None))
+    _check_positions(recipe, build_shape(fields))
+
+
 def _check_engine_package(recipe: Recipe, elsewhere: bool, left: list[str]) -> None:
     """Refuse an engine whose package is not installed here; add it to `left` if another machine trains."""
     package = ENGINES[recipe.engine].package

@@ -97,11 +97,6 @@ def materialize(module: nn.Module, device: torch.device | str) -> None:
             setattr(module.get_submodule(path), leaf, module.get_parameter(first))
 
 
-def is_model_folder(path: Path) -> bool:
-    """Whether a folder holds an HF model (rather than an echelon run)."""
-    return (path / "config.json").is_file()
-
-
 def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return every parameter once, by its HF name; a tied weight appears under its first name."""
     return dict(model.named_parameters())

@@ -79,8 +79,32 @@ def open_run(
         raise
 
 
+def check_folder(recipe: Recipe, fresh: bool) -> None:
+    """Make the checks of `open_run` that need no lock. Writes nothing. Raises ConfigError."""
+    folder = RunFolder(Path(recipe.run.dir))
+    _refuse_foreign_folder(folder)
+    if not folder.path.exists():
+        folder.check_creatable()
+    if not fresh:
+        _refuse_misplaced(folder)
+        if folder.recipe_path.exists():
+            _compare(folder, recipe)
+
+
 def _reopen(folder: RunFolder, recipe: Recipe) -> OpenedRun:
-    """Compare the recipe with that of the existing run, and log the differences."""
+    """Open an existing run."""
+    old, differences = _compare(folder, recipe)
+    if folder.is_finished() and not any(difference.key in _EXTENDING_KEYS for difference in differences):
+        folder.unlock()
+        logger.info(f"run: {folder.path} has finished{folder.remedy()}, or pass --fresh to start again.")
+        return OpenedRun(folder, "finished", differences, old)
+    for line in folder.rows.describe_bad_lines():
+        logger.warning(f"run: {line}")
+    return OpenedRun(folder, "resumed", differences, old)
+
+
+def _compare(folder: RunFolder, recipe: Recipe) -> tuple[Recipe, tuple[Difference, ...]]:
+    """Return the recipe of the existing run, and what has changed. Raises ConfigError if it cannot be resumed."""
     try:
         old, _ = load_recipe(folder.recipe_path)
     except ConfigError as error:
@@ -98,14 +122,7 @@ def _reopen(folder: RunFolder, recipe: Recipe) -> OpenedRun:
             f"run.dir={folder.path} contains a run with another recipe:\n{shown}\n"
             "restore these keys to resume it, pass --fresh to move it aside, or choose another run.name."
         )
-    differences = tuple(diff_recipes(old, recipe))
-    if folder.is_finished() and not any(difference.key in _EXTENDING_KEYS for difference in differences):
-        folder.unlock()
-        logger.info(f"run: {folder.path} has finished{folder.remedy()}, or pass --fresh to start again.")
-        return OpenedRun(folder, "finished", differences, old)
-    for line in folder.rows.describe_bad_lines():
-        logger.warning(f"run: {line}")
-    return OpenedRun(folder, "resumed", differences, old)
+    return old, tuple(diff_recipes(old, recipe))
 
 
 def _refuse_foreign_folder(folder: RunFolder) -> None:

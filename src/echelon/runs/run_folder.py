@@ -8,6 +8,7 @@ profile/step-00000020-rank-00000.json.gz trackers/mlflow.json`
 import os
 import re
 import shutil
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -193,6 +194,14 @@ class RunFolder:
             except OSError as error:
                 raise explain_unusable(self.path, "created", error) from error
 
+    def check_creatable(self) -> None:
+        """Raise ConfigError if the folder does not exist and cannot be created: tries it with another name."""
+        try:
+            place = next(path for path in self.path.absolute().parents if path.exists())
+            os.rmdir(tempfile.mkdtemp(prefix=".echelon-", dir=place))
+        except OSError as error:
+            raise explain_unusable(self.path, "created", error) from error
+
     def lock(self, patience_seconds: float = 0.0) -> None:
         """Lock the folder for this process until `unlock()` or its end. Raises ConfigError if a live run holds it.
 
@@ -278,10 +287,28 @@ def is_run(path: Path) -> bool:
     return RunFolder(path).recipe_path.is_file()
 
 
+def is_model_folder(path: Path) -> bool:
+    """Whether a folder holds an HF model (rather than an echelon run)."""
+    return (path / "config.json").is_file()
+
+
 def require_folder(path: Path) -> None:
     """Raise ConfigError unless a path is a folder."""
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; give a run folder (runs/NAME) or an HF model folder.")
+
+
+def require_model(path: Path) -> None:
+    """Raise ConfigError unless a path is a run folder or an HF model folder. Nothing in it is read."""
+    require_folder(path)
+    if is_run(path) or is_model_folder(path):
+        return
+    if (path / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{path} contains an adapter without its base model; give the run that trained it, or the folder that "
+            "`echelon export RUN OUT --merge` writes."
+        )
+    raise ConfigError(f"{path} is neither a run folder (recipe.yaml) nor an HF model folder (config.json).")
 
 
 def sweep_checkpoints(folder: Path) -> list[str]:
