@@ -15,6 +15,7 @@ from echelon.report.sections import list_figures
 _MANY_POINTS = 50
 # These differ in any two runs.
 _OWN_KEYS = ("run.name", "run.dir")
+_ABSENT = "-"  # a value that a recipe does not have, or has as null or empty
 # What decides which text is held out, where a run has not recorded its size.
 _TEXT_KEYS = ("data.train", "data.validation", "data.validation_fraction")
 
@@ -137,7 +138,7 @@ def _place_evaluations(record: RunRecord, name: str, has_tokens: bool) -> list[P
 def _list_differences(records: Sequence[RunRecord], names: Sequence[str]) -> Iterator[Block]:
     flat = [dict(_flatten(record.recipe)) for record in records]
     keys = sorted({key for each in flat for key in each} - {*_OWN_KEYS})
-    rows = [(key, *(redact_text(each.get(key, "-")) for each in flat)) for key in keys]
+    rows = [(key, *(redact_text(each.get(key, _ABSENT)) for each in flat)) for key in keys]
     differing = [row for row in rows if len(set(row[1:])) > 1]
     if differing:
         yield Table(("", *names), differing, is_text=True)
@@ -152,7 +153,7 @@ def _flatten(value: object, path: str = "") -> Iterator[tuple[str, str]]:
         for place, each in enumerate(value):
             yield from _flatten(each, f"{path}.{place}")
     elif isinstance(value, list):
-        yield path, ", ".join(map(_render, value)) or "none"
+        yield path, ", ".join(map(_render, value)) or _ABSENT
     else:
         yield path, _render(value)
 
@@ -163,4 +164,4 @@ def _render(value: object) -> str:
     number = read_number({"": value}, "")
     if number is not None:
         return f"{value:g}" if isinstance(value, float) else str(value)
-    return "none" if value is None or value == {} else str(value)
+    return _ABSENT if value is None or value == {} else str(value)

@@ -58,7 +58,7 @@ def build_report(record: RunRecord) -> Report:
         status=status,
         is_bad=status in ("failed", "interrupted"),
         summary=describe_run(record),
-        figures=_choose_cards(record),
+        figures=[(name, value) for name, value in list_figures(record).items() if value != UNKNOWN],
         sections=build_sections(record),
     )
 
@@ -98,19 +98,13 @@ def describe_run(record: RunRecord) -> str:
     return redact_text(f"{model}{adapter}, {read_value(record.plan, 'strategy') or 'unknown plan'}{devices}{began}")
 
 
-def _choose_cards(record: RunRecord) -> list[tuple[str, str]]:
-    """The figures at the top of a page: those that are known. The MFU of a CPU says little, and is further below."""
-    is_cpu = read_value(record.environment, "cluster", "kind") == "cpu"
-    return [
-        (name, value)
-        for name, value in list_figures(record).items()
-        if value != UNKNOWN and not (is_cpu and name == "MFU")
-    ]
-
-
 def list_figures(record: RunRecord) -> dict[str, str]:
-    """Return the numbers of a run to see first, by name; a run without them has "unknown"."""
-    speeds, mfus = record.values("tokens_per_second"), record.values("mfu")
+    """Return the numbers of a run to see first, by name; a run without them has "unknown".
+
+    The MFU is that of GPUs: on a CPU it is relative to a rate that was measured, and is further below.
+    """
+    is_cpu = read_value(record.environment, "cluster", "kind") == "cpu"
+    speeds, mfus = record.values("tokens_per_second"), [] if is_cpu else record.values("mfu")
     peaks = list_peaks(record)
     evaluated = [loss for row in record.eval_rows if (loss := read_number(row, "loss")) is not None]
     tokens = read_number(record.train_rows[-1], "tokens") if record.train_rows else None
