@@ -12,7 +12,8 @@ from echelon.hardware.accelerators import parse_devices
 from echelon.planner.choose import resolve_plan
 from echelon.planner.forecast import Forecast, HourlyPrice, describe_estimate, forecast_run
 from echelon.planner.measured_runs import NO_HISTORY
-from echelon.planner.time import TimeEstimate
+from echelon.planner.plan import ParallelPlan
+from echelon.planner.time import TimeEstimate, estimate_time
 from test_stages import build_recipe, shape_of
 
 STEP = TimeEstimate(
@@ -99,3 +100,13 @@ def test_planning_imports_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_warning_about_a_cpu_that_is_not_calibrated_names_both_directions():
+    """Steps may take longer than predicted, or less: 0.141 s were measured for 0.313 s."""
+    cluster = parse_devices("1xcpu")
+    cluster = replace(cluster, accelerator=replace(cluster.accelerator, fp32_flops=1e11, memory_bandwidth=1e10))
+    step = estimate_time(shape_of(2), ParallelPlan("ddp"), 128, cluster)
+    assert [line for line in step.assumptions if line.startswith("on CPUs")] == [
+        "on CPUs only matrix products are measured: this time may be several times too short or too long"
+    ]

@@ -78,7 +78,9 @@ ACCELERATORS: dict[str, Accelerator] = {
         _gpu("T4", 16, None, 8.1, 320, "NVIDIA T4 datasheet"),
         _gpu("RTX3090", 24, 71, 35.6, 936, "NVIDIA Ampere GA102 whitepaper, bf16 with fp32 accumulation"),
         _gpu("RTX4090", 24, 165.2, 82.6, 1008, "NVIDIA Ada whitepaper, bf16 with fp32 accumulation"),
-        Accelerator("cpu", None, None, None, None, "memory and matmul rate are measured when a run starts"),
+        Accelerator(
+            "cpu", None, None, None, None, "memory and the rate of matrix products are measured when a run starts"
+        ),
     )
 }
 

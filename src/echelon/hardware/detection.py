@@ -152,7 +152,7 @@ def _measure_in_child() -> tuple[float | None, float | None]:
 
 
 def _describe_cpu(num_processes: int) -> Accelerator:
-    """One process's share of the machine's memory and cores, at the matmul rates measured on one core."""
+    """One process's share of the machine's memory and cores, at the rates of matrix products measured on one core."""
     import torch
 
     cores = torch.get_num_threads() / num_processes
@@ -206,7 +206,7 @@ def find_peak_flops(device: "torch.device", compute_dtype: str) -> float:
 
 def describe_peak(device: "torch.device") -> str:
     """The source of the figure of `find_peak_flops`."""
-    return "its vendor's figure" if device.type == "cuda" else "the matmul rate measured now"
+    return "its vendor's figure" if device.type == "cuda" else "the rate of matrix products measured now"
 
 
 def machine_memory_bytes() -> int:
