@@ -5,6 +5,7 @@ import re
 import shlex
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -209,6 +210,19 @@ def test_all_instance_types_are_compared_and_few_machines_preferred():
     assert len({each.machines.split()[-1] for each in others}) > 3
     assert re.match(r"\d x ml\.", first.machines)
     assert re.search(r"why 1 and not 2: [\d.]+% (faster|slower)", str(report))
+    assert "\n  prices on demand: us-west-2, 2026-09-01\n" in str(report)
+
+
+def test_candidates_with_prices_of_different_regions_are_named():
+    report = search(Path(__file__).parents[2] / "recipes" / "pretrain-1.3b.yaml", instance="auto", count=1, by="cost")
+    [prices] = [line for line in str(report).splitlines() if line.startswith("  prices on demand: ")]
+    places = {
+        terms: [place for place, each in enumerate(report.shown[:10], 1) if each.forecast.price.terms == terms]
+        for terms in ("us-west-2, 2026-09-01", "us-east-1, 2026-08")
+    }
+    assert all(f"{terms} of {', '.join(map(str, found))}" in prices for terms, found in places.items() if found)
+    assert all(places.values()), "the catalogue has prices of two regions among the first ten"
+    assert prices.endswith("; they differ between regions, so yours may rank otherwise")
 
 
 def test_pipelines_and_divided_sequences_are_tried_where_they_could_come_first():

@@ -88,6 +88,7 @@ class SearchReport:
             yield "no plan is within the limits; the best ones without them:"
         shown = self.shown[:SHOWN]
         yield from _render_table(shown)
+        yield from _describe_prices(shown)
         first = shown[0].forecast
         for assumption in first.step.assumptions:
             if assumption != first.correction.reason:
@@ -253,6 +254,19 @@ def _row(each: RankedPlan) -> tuple[str, ...]:
         forecast.step.limit,
         *(() if each.goodput is None else (f"{each.goodput.share:.1%}",)),
     )
+
+
+def _describe_prices(shown: Sequence[RankedPlan]) -> Iterator[str]:
+    """Region and date of the prices of instance types, once; with several, the candidates of each."""
+    places: dict[str, list[int]] = {}
+    for place, each in enumerate(shown, 1):
+        if each.machines and each.forecast.price is not None:
+            places.setdefault(each.forecast.price.terms, []).append(place)
+    if len(places) == 1:
+        yield f"  prices on demand: {next(iter(places))}"
+    elif places:
+        parts = (f"{terms} of {', '.join(map(str, found))}" for terms, found in places.items())
+        yield f"  prices on demand: {'; '.join(parts)}; they differ between regions, so yours may rank otherwise"
 
 
 def _describe_corrections(shown: Sequence[RankedPlan]) -> Iterator[str]:

@@ -36,16 +36,14 @@ def describe_packages(recipe: Recipe) -> list[str]:
         return []
     words = ", ".join(f"{extra} ({key})" for extra, key in needed.items())
     if launch.to == "sagemaker":
+        if launch.sagemaker.network_isolation:
+            place = f"the image {launch.sagemaker.image}"
+            return [f"packages: {place} must have echelon's extras {words}; this cannot be checked here"]
         own = [extra for extra in needed if extra not in EXTRAS]
-        lines = [f"packages: the container installs what its image lacks of echelon's extras {words}"]
-        return (
-            lines
-            if not own
-            else [
-                f"packages: {launch.sagemaker.image} must contain {', '.join(own)}, which cannot be checked here; the "
-                f"container installs what else it lacks"
-            ]
-        )
+        if own:
+            place = f"{launch.sagemaker.image} must contain {', '.join(own)}, which cannot be checked here"
+            return [f"packages: {place}; the container installs what else it lacks"]
+        return [f"packages: the container installs what its image lacks of echelon's extras {words}"]
     if launch.to == "kubernetes":
         place = f"the image {launch.kubernetes.image}"
     elif launch.to == "slurm" and launch.slurm.container is not None:
