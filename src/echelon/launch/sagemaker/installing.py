@@ -197,8 +197,8 @@ def _find_unreachable(env: Mapping[str, str]) -> str | None:
     address = urlsplit(env.get("PIP_INDEX_URL") or (found[1] if found else _INDEX))
     if address.hostname is None:
         return None
-    deadline = time.monotonic() + _REACH_SECONDS
-    while (reason := _try_connection(address.hostname, address.port or 443, deadline)) is not None:
+    port, deadline = address.port or (80 if address.scheme == "http" else 443), time.monotonic() + _REACH_SECONDS
+    while (reason := _try_connection(address.hostname, port, deadline)) is not None:
         if time.monotonic() >= deadline:
             return f"{address.hostname} has no connection ({reason})"
         time.sleep(1)

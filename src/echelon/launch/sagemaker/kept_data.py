@@ -11,6 +11,7 @@ import re
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +28,7 @@ _COPYING = ".copying-"
 _KEY = re.compile(r"[0-9a-f]{16}")
 _READERS = 8
 _PATIENCE_SECONDS = 20.0
+_WORTH_A_LINE_SECONDS = 10.0
 
 
 def find_large_disk(base: Path) -> tuple[Path, int]:
@@ -64,8 +66,11 @@ def settle_times(recipe: Recipe, data: Path) -> None:
         if path.is_relative_to(data) and path != data
     }
     files = [path for name in sorted(channels - mounted) for path in (data / name).rglob("*") if path.is_file()]
+    began = time.monotonic()
     with ThreadPoolExecutor(_READERS) as readers:
         list(readers.map(_settle_time, files))
+    if (seconds := time.monotonic() - began) > _WORTH_A_LINE_SECONDS:
+        logger.info(f"container: read the data in {seconds:.0f} s, to know it again at a restart")
 
 
 def _settle_time(path: Path) -> None:
