@@ -49,13 +49,12 @@ def clock(monkeypatch):
     class Clock:
         now = began = 1000.0
 
-        def time(self):
+        def monotonic(self):
             return self.now
-
-        monotonic = time
 
     made = Clock()
     monkeypatch.setattr(budget_module, "time", made)
+    monkeypatch.setattr(budget_module, "read_clock", made.monotonic)
     monkeypatch.setattr(budget_module, "find_start", lambda earlier: made.began)
     monkeypatch.setattr(budget_module, "find_last_end", lambda path: None)
     return made

@@ -17,11 +17,8 @@ def clock(monkeypatch):
     class Clock:
         now = 1000.0
 
-        def time(self):
-            return self.now
-
     made = Clock()
-    monkeypatch.setattr(goodput, "time", made)
+    monkeypatch.setattr(goodput, "read_clock", lambda: made.now)
     return made
 
 

@@ -6,7 +6,6 @@ one that writes it. An interrupted preparation resumes. There is no process grou
 time out.
 """
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -55,6 +54,7 @@ from echelon.data.writing import CorpusWriter, WritingOptions
 from echelon.errors import ConfigError, DataError, EchelonError
 from echelon.progress import Progress
 from echelon.runs.checksums import write_manifest
+from echelon.runs.folder_lock import FileLock, describe_mark
 from echelon.stored import sync_path
 
 if TYPE_CHECKING:
@@ -273,18 +273,17 @@ def _instruction(
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on a file, waiting without limit. The file is kept: removing it would be a race."""
-    with path.open("w") as stream:
-        next_line = time.monotonic()
-        while True:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= next_line:
-                    logger.info(f"waiting: another process is preparing the same data (lock {path})")
-                    next_line = time.monotonic() + _WAITING_LINE_SECONDS
-                time.sleep(0.1)
+    lock, next_line = FileLock(path), time.monotonic()
+    while not lock.take():
+        if time.monotonic() >= next_line:
+            who = f"another process is preparing the same data (lock {path}, pid {lock.read_holder()})."
+            logger.info(f"waiting: {who}{describe_mark(lock)}")
+            next_line = time.monotonic() + _WAITING_LINE_SECONDS
+        time.sleep(0.1)
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def _write_folder(

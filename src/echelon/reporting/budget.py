@@ -11,7 +11,7 @@ from echelon.runs.cost import Rate, Spending, read_spending, write_spending
 from echelon.runs.run_folder import RunFolder
 from echelon.runs.wall_time import render_duration
 from echelon.stopping import StopRequest
-from echelon.supervise.launch_environment import find_last_end, find_start
+from echelon.supervise.launch_environment import find_last_end, find_start, read_clock
 
 _POLL_SECONDS = 0.2
 # If a start is killed, at most this much of its usage is not recorded.
@@ -42,7 +42,9 @@ class CostMeter:
         held = end is not None and end.detection_seconds is not None and before.until > 0
         # A replica of a quorum may go on with the journal of a lost one, long after its own start.
         began = before.until if held else max(find_start(before.until), before.until)
-        used = max(0.0, time.time() - began)
+        if began > (now := read_clock()):  # the clock was ahead during an earlier start
+            began = find_start(before.until)
+        used = max(0.0, now - began)
         self._base = before.grown(used, num_machines, rate)
         self._mark = time.monotonic()
         self._step_seconds = 0.0
@@ -69,7 +71,7 @@ class CostMeter:
     def spending(self) -> Spending:
         """Return the spending of all starts so far."""
         grown = self._base.grown(time.monotonic() - self._mark, self._num_machines, self._rate)
-        return replace(grown, until=time.time(), reserve_seconds=self._reserve_seconds)
+        return replace(grown, until=read_clock(), reserve_seconds=self._reserve_seconds)
 
     def saw_step(self, seconds: float) -> None:
         """Record the duration of a step: a stop may have to wait for the longest of the last ones."""

@@ -1,11 +1,11 @@
 """Goodput: the fraction of a run's wall time spent in steps that count, and the causes of the rest."""
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from echelon.runs.wall_time import CAUSES, describe_goodput
+from echelon.supervise.launch_environment import read_clock
 from echelon.training.state import GoodputState
 
 # Causes whose time is lost and repeated if the run returns to a checkpoint.
@@ -20,16 +20,16 @@ class GoodputTracker:
     """
 
     def __init__(self, began: float | None = None) -> None:
-        """`began`: when this start of the run began, as in `time.time()`; None for now."""
+        """`began`: when this start of the run began, as in `read_clock`; None for now."""
         self.seconds = dict.fromkeys(CAUSES, 0.0)
         self._cause = "starting"
-        self._since = time.time() if began is None else began
+        self._since = read_clock() if began is None else began
         self._is_stopped = False
 
     def turn(self, cause: str) -> str:
         """Assign the time from now on to this cause; return the previous cause."""
-        now = time.time()
-        self.seconds[self._cause] += max(0.0, now - self._since)  # the clock may be set back
+        now = read_clock()
+        self.seconds[self._cause] += max(0.0, now - self._since)  # the clock may have been ahead in an earlier start
         before, self._cause, self._since = self._cause, cause, now
         return before
 

@@ -1,12 +1,11 @@
 """Measures the time that a run needs to recover after it lost its processes, by phase."""
 
 import logging
-import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from echelon.runs.run_folder import RunFolder
-from echelon.supervise.launch_environment import find_last_end
+from echelon.supervise.launch_environment import find_last_end, read_clock
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +45,13 @@ class RecoveryWatch:
     def __init__(self, folder: RunFolder) -> None:
         """Must be created as soon as the ranks have met, before metrics.jsonl is cut."""
         self._folder = folder
-        self._up_at = self._loaded_at = time.time()
+        self._up_at = self._loaded_at = read_clock()
         self._done_before = folder.rows.last_step()
         self._end = find_last_end(folder.metrics_path)
 
     def loaded(self) -> None:
         """Record that the checkpoint is loaded."""
-        self._loaded_at = time.time()
+        self._loaded_at = read_clock()
 
     def stepped(self, step: int) -> None:
         """Record that a step is done; after a failure, the first call writes the event and logs the line."""
@@ -62,7 +61,7 @@ class RecoveryWatch:
             detection_seconds=self._end.detection_seconds,
             restart_seconds=max(0.0, self._up_at - self._end.time),
             load_seconds=self._loaded_at - self._up_at,
-            first_step_seconds=time.time() - self._loaded_at,
+            first_step_seconds=read_clock() - self._loaded_at,
             repeated_steps=max(0, self._done_before - step + 1),
         )
         self._end = None

@@ -49,7 +49,7 @@ class Spending:
         seconds: time of the run on its machines: from the command of each start to the last time it was known to work.
         usd: dollars, as far as the price was known.
         unpriced_machine_seconds: seconds times machines without a known price; a later start with a price adds them.
-        until: time of the last update, as in `time.time()`.
+        until: time of the last update, in UTC seconds.
         reserve_seconds: estimated time that a stop with a save needs, at the last update.
     """
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from echelon.errors import ConfigError
 from echelon.runs.cost import read_spending
+from echelon.runs.folder_lock import is_open
 from echelon.runs.run_folder import RunFolder
 from echelon.stored import read_as
 
@@ -143,25 +144,9 @@ def require_live_process(path: Path) -> int:
         raise ConfigError(
             f"{path} is held by process {holder}, not on this machine ({platform.node()}); stop it there."
         )
-    if not _holds(int(pid), path / ".lock"):
+    if not is_open(int(pid), path / ".lock"):
         raise ConfigError(f"{path} is held by process {holder}, of another user or container; stop it there.")
     return int(pid)
-
-
-def _holds(pid: int, lock: Path) -> bool:
-    """Whether a process has the lock file open, as far as can be known; its id may belong to another container."""
-    opened = Path(f"/proc/{pid}/fd")
-    if not Path("/proc/self/fd").exists():  # macOS
-        return True
-    with suppress(OSError):
-        return any(_is_same(each, lock) for each in opened.iterdir())
-    return False
-
-
-def _is_same(link: Path, path: Path) -> bool:
-    with suppress(OSError):  # closed meanwhile
-        return link.samefile(path)
-    return False
 
 
 def render_summaries(runs: Sequence[RunSummary]) -> list[str]:

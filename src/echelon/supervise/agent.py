@@ -26,7 +26,7 @@ from echelon.stopping import ECHO_SECONDS, STOP_SIGNALS, read_stop_file
 from echelon.stored import write_text
 from echelon.supervise.hang_verdict import explain_hang, read_records
 from echelon.supervise.hosts import HostGroup, await_name, find_interface, find_own_address
-from echelon.supervise.launch_environment import ADDRESS_VARIABLE, RESTART_VARIABLE, exported
+from echelon.supervise.launch_environment import ADDRESS_VARIABLE, RESTART_VARIABLE, exported, read_clock
 from echelon.supervise.meeting import Decision, HostReport, Meeting
 from echelon.supervise.news import news_shared
 from echelon.supervise.outcome import (
@@ -129,8 +129,8 @@ class Agent:
                 return Outcome(decision.code, decision.message)
             if asked:  # since the decision: the next attempt stops as soon as it can
                 write_text(folder.stop_path, read_stop_file(folder.stop_path) or "SIGTERM")
-            ended_at = time.time()
-            detection = None if died_at is None else max(0.0, ended_at - died_at)
+            ended_at = read_clock()
+            detection = None if died_at is None else max(0.0, time.time() - died_at)
             self._tell_restart(job, decision, detection)
             folder.clear_outcomes(restart=True)
             announced = {RESTART_VARIABLE: json.dumps({"ended_at": ended_at, "detection_seconds": detection})}

@@ -58,9 +58,9 @@ _MEMBER_VARIABLE = "ECHELON_REPLICA"
 LOG_LEVEL_VARIABLE = "ECHELON_LOG_LEVEL"
 """The log level of a command and the processes that it starts: one of `logs.LEVELS`."""
 
-# When the command that started this process began, and when this process began.
+# When this process's command began, and when this process did: in UTC seconds, and by a clock that nobody sets.
 _STARTED_VARIABLE = "ECHELON_STARTED_AT"
-_PROCESS_STARTED = time.time()
+_PROCESS_STARTED = time.time(), time.monotonic()
 
 # cuBLAS sums in a fixed order only with this setting; of the two in NVIDIA's documentation, the faster one.
 CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -306,14 +306,25 @@ def begin_process(env: Mapping[str, str]) -> None:
     global _PROCESS_STARTED
     os.environ.clear()
     os.environ.update(env)
-    _PROCESS_STARTED = time.time()
+    _PROCESS_STARTED = time.time(), time.monotonic()
+
+
+def _command_start() -> tuple[float, float]:
+    utc, _, steady = os.environ.get(_STARTED_VARIABLE, "").partition(" ")
+    return (float(utc), float(steady)) if steady else _PROCESS_STARTED
+
+
+def read_clock() -> float:
+    """UTC seconds, counted from the start of the command: differences are right also if the machine's clock is set."""
+    utc, steady = _command_start()
+    return utc + time.monotonic() - steady
 
 
 def find_start(earlier: float) -> float:
-    """When this start of the run began (UTC seconds): the start of its command, or, if that is before `earlier`, the
-    start of this process, which the agent has restarted."""
-    command = float(os.environ.get(_STARTED_VARIABLE, _PROCESS_STARTED))
-    return command if command >= earlier else _PROCESS_STARTED
+    """When this start of the run began, as in `read_clock`: the start of its command, or, if that is before `earlier`,
+    the start of this process, which the agent has restarted."""
+    utc, steady = _command_start()
+    return utc if utc >= earlier else utc + _PROCESS_STARTED[1] - steady
 
 
 @dataclass(frozen=True)
@@ -337,7 +348,7 @@ def find_last_end(sign_of_life: Path) -> LastEnd | None:
         return recorded if find_host_dir() is None or ended_at < recorded.time else LastEnd(ended_at, None)
     if "TORCHELASTIC_RUN_ID" in os.environ and not is_managed() and ended_at:
         # Under echelon's own agent, compare with the start of the agent.
-        is_first = find_host_dir() is not None and ended_at < float(os.environ[_STARTED_VARIABLE])
+        is_first = find_host_dir() is not None and ended_at < _command_start()[0]
         return None if is_first else LastEnd(ended_at, None)
     return None
 
@@ -362,7 +373,7 @@ def worker_environment(num_processes: int, deterministic: bool = False) -> dict[
     """
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores() // num_processes))),
-        _STARTED_VARIABLE: str(_PROCESS_STARTED),
+        _STARTED_VARIABLE: " ".join(map(str, _PROCESS_STARTED)),
         **torch_environment(num_processes),
         **(CUBLAS_WORKSPACES if deterministic else {}),
     }

@@ -1,8 +1,5 @@
 """The folder of a sweep: its files, its lock, and the comparison with an earlier start."""
 
-import fcntl
-import os
-import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ from echelon.recipe import Recipe, diff_recipes, load_recipe, render_recipe
 from echelon.recipe.render import plain_value
 from echelon.recipe.yaml_text import parse_yaml, render_yaml, show_value
 from echelon.redaction import redact
+from echelon.runs.folder_lock import FileLock, describe_mark
 from echelon.runs.run_folder import OWNER_ONLY
 from echelon.stored import read_as, read_text, write_json, write_text
 from echelon.sweep.sweep_file import Sweep
@@ -30,7 +28,7 @@ class SweepFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock_fd: int | None = None
+        self._lock = FileLock(path / ".lock")
 
     @property
     def sweep_path(self) -> Path:
@@ -90,25 +88,15 @@ class SweepFolder:
         Raises ConfigError if another sweep holds the lock.
         """
         self.path.mkdir(OWNER_ONLY, parents=True, exist_ok=True)
-        fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(fd, 100).decode("utf-8", "replace").strip() or "unknown"
-            os.close(fd)
+        if not self._lock.take():
             raise ConfigError(
-                f"sweep.dir={self.path} is in use by a live sweep (pid {holder}); wait for it, stop it, or give this "
-                "sweep another sweep.name."
-            ) from None
-        os.ftruncate(fd, 0)
-        os.write(fd, f"{os.getpid()} on {platform.node()}\n".encode())
-        self._lock_fd = fd
+                f"sweep.dir={self.path} is in use by a live sweep (pid {self._lock.read_holder() or 'unknown'}); wait "
+                f"for it, stop it, or give this sweep another sweep.name.{describe_mark(self._lock)}"
+            )
 
     def unlock(self) -> None:
         """Release the lock; has no effect if it is not held."""
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        self._lock.release()
 
     def agree(self, sweep: Sweep, recipe: Recipe) -> None:
         """Store the sweep file and recipe, after comparing them with those of an earlier start.
