@@ -21,7 +21,7 @@ ENVIRONMENT_READERS = {"supervise.launch_environment", "launch.sagemaker.enter"}
 UNLIMITED_READERS = {
     "model.config", "training.waiting_peers", "training.straggler", "report.page", "report.picture", "drill.trial",
     "stopping", "sweep.study", "data.limits", "hardware.cores", "hardware.interfaces", "checkpoint.carrier",
-    "checkpoint.zero_folder", "checkpoint.remote", "checkpoint.safety", "launch.sagemaker.container",
+    "checkpoint.zero_folder", "checkpoint.remote", "launch.sagemaker.container",
     "launch.sagemaker.installing", "launch.sagemaker.source_bundle", "launch.local",
 }  # fmt: skip
 # Where choices are table rows; the training loop must not know which one was made.

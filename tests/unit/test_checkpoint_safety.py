@@ -1,5 +1,6 @@
 """Untrusted checkpoints: everything except plain DCP checkpoints of tensors is refused before any code runs."""
 
+import json
 import os
 import pickle
 import shutil
@@ -55,6 +56,19 @@ def test_entries_of_pickled_bytes_are_refused(tmp_path):
     dcp.save({"a": torch.ones(2), "evil": Hostile(tmp_path / "owned")}, checkpoint_id=folder)
     with pytest.raises(CheckpointError, match="evil is not a tensor but pickled bytes"):
         read_metadata(folder)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_pipe_that_the_manifest_does_not_name_is_refused(tmp_path, name):
+    folder = save(tmp_path)
+    manifest = folder / "manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["files"][name]
+    manifest.write_text(json.dumps(content))
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        load_alone(folder, {"a": torch.zeros(4)})
 
 
 def test_files_outside_the_folder_are_refused(tmp_path):

@@ -11,13 +11,15 @@ from contextlib import contextmanager
 import pytest
 
 from command import write_recipe
+from echelon.checkpoint.bundle import unpack_bundle, write_bundle
 from echelon.data.tokenizer import load_tokenizer
-from echelon.errors import ConfigError, DataError
+from echelon.errors import CheckpointError, ConfigError, DataError
 from echelon.launch.job_logs import Log
 from echelon.model.build import load_config
 from echelon.recipe import load_recipe
 from echelon.recipe.render import render_recipe
 from echelon.runs.opening import open_run
+from echelon.runs.run_folder import RunFolder
 from echelon.sizes import render_bytes
 from echelon.stored import MAX_BYTES, open_to_append, read_bytes, read_json, read_rows, read_text
 from judge import run_in_little_memory
@@ -148,6 +150,22 @@ def work(arguments):
         done.returncode == 1
         and done.stderr == "echelon: not enough memory for this command on this machine (MemoryError).\n"
     )
+
+
+def test_an_archive_of_a_run_is_unpacked_within_limits(tmp_path, monkeypatch):
+    """An object store may hold the archive of a stranger, or a damaged one."""
+    folder, archive = RunFolder(write_run(tmp_path / "a")), tmp_path / "run.zip"
+    write_bundle(folder, 41, archive)
+    whole = archive.read_bytes()
+    unpack_bundle(archive, folder)
+    place = len(whole) // 3
+    archive.write_bytes(whole[:place] + bytes(each ^ 255 for each in whole[place : place + 40]) + whole[place + 40 :])
+    with pytest.raises(CheckpointError, match="cannot read the run's files in this archive"):
+        unpack_bundle(archive, folder)
+    archive.write_bytes(whole)
+    monkeypatch.setattr("echelon.checkpoint.bundle.MAX_ROWS_BYTES", 2000)
+    with pytest.raises(CheckpointError, match=r"it unpacks to [\d.]+ KiB, more than 1.95 KiB"):
+        unpack_bundle(archive, folder)
 
 
 def test_a_long_log_is_read_in_parts(tmp_path, monkeypatch):

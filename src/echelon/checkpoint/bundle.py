@@ -1,11 +1,13 @@
 """Packs the files of a run folder that a resume needs in addition to a checkpoint, as one archive per upload."""
 
 import zipfile
+import zlib
 from pathlib import Path
 
 from echelon.errors import CheckpointError
 from echelon.runs.run_folder import RunFolder
 from echelon.runs.run_rows import is_row_up_to
+from echelon.sizes import render_bytes
 from echelon.stored import MAX_ROWS_BYTES, read_bytes, whole_lines, write_text
 
 # In the order in which they are restored: recipe.yaml comes last, because it makes a folder a run.
@@ -37,8 +39,10 @@ def unpack_bundle(path: Path, folder: RunFolder) -> None:
     """
     try:
         with zipfile.ZipFile(path) as archive:
+            if (size := sum(each.file_size for each in archive.infolist())) > MAX_ROWS_BYTES:
+                raise ValueError(f"it unpacks to {render_bytes(size)}, more than {render_bytes(MAX_ROWS_BYTES)}")
             contents = {name: archive.read(name).decode() for name in archive.namelist()}
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
         raise CheckpointError(f"{path}: cannot read the run's files in this archive ({error}).") from error
     # Only fixed names: an archive must not choose other paths on this machine.
     ledgers = sorted(name for name in contents if name == f"{_TRACKERS}/{Path(name).stem}.json")

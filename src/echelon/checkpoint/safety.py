@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from echelon.errors import CheckpointError
+from echelon.stored import MAX_ROWS_BYTES, read_bytes
 
 ADMITTED = {
     ("torch.distributed.checkpoint.metadata", name)
@@ -62,8 +63,8 @@ def read_metadata(folder: Path) -> Metadata:
         CheckpointError: the metadata is missing or damaged, or describes anything else.
     """
     try:
-        metadata = MetadataUnpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
-        refusal = _find_refusal(metadata)
+        metadata = MetadataUnpickler(io.BytesIO(read_bytes(folder / ".metadata", MAX_ROWS_BYTES))).load()
+        refusal = _find_refusal(metadata, folder)
     except CheckpointError as error:
         raise CheckpointError(f"Checkpoint {folder} refused: {error}.") from error
     except (
@@ -86,7 +87,7 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
-def _find_refusal(metadata: Any) -> str | None:
+def _find_refusal(metadata: Any, folder: Path) -> str | None:
     """Return the reason to refuse unpickled metadata; None if it may be used."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, (dict, OrderedDict)):
         return "its .metadata is not DCP's"
@@ -96,6 +97,9 @@ def _find_refusal(metadata: Any) -> str | None:
     for info in metadata.storage_data.values():
         if PurePath(info.relative_path).name != info.relative_path:
             return f"it points at {info.relative_path}, outside its folder"
+    for name in sorted({info.relative_path for info in metadata.storage_data.values()}):
+        if (folder / name).exists() and not (folder / name).is_file():
+            return f"{name} is not a regular file"
     return None
 
 
