@@ -8,6 +8,7 @@ import math
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -135,13 +136,23 @@ def stops_told(
         stopped_by.append(signal.Signals(number).name)
         raise _Stopped
 
+    def send_again(lost: "sys.UnraisableHookArgs") -> None:
+        """The exception was raised in a finalizer, where Python drops it."""
+        if lost.exc_type is not _Stopped:
+            hook(lost)
+            return
+        number = signal.Signals[stopped_by[-1]]
+        signal.signal(number, stop)
+        late.send(number)
+
     before = {each: signal.getsignal(each) for each in signals}
+    hook, sys.unraisablehook = sys.unraisablehook, send_again
     for each in before:
         signal.signal(each, stop)
     late = _LateEnd(message, lambda number: number in before and (bool(stopped_by) or signal.getsignal(number) is stop))
     try:
         yield
-        if stopped_by:  # the exception was lost, as in a finalizer
+        if stopped_by:  # the exception was lost
             raise _Stopped
     except BaseException as error:
         if not stopped_by:
@@ -150,6 +161,7 @@ def stops_told(
         # Any other error in the block is a consequence of the signal.
         raise LaunchError(message.format(signal=stopped_by[0])) from error
     finally:
+        sys.unraisablehook = hook
         for each, handler in before.items():
             signal.signal(each, handler)
         if not stopped_by:
@@ -167,10 +179,15 @@ class _LateEnd:
         self.is_told = False
         """Whether the main thread reports the stop itself."""
         self._counts = counts
+        self._to_send: signal.Signals | None = None
         reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         self._before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(reading,), name="late-end", daemon=True).start()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send the signal again from the thread, because its exception was lost."""
+        self._to_send = number
 
     def cancel(self) -> None:
         """End the thread."""
@@ -179,13 +196,20 @@ class _LateEnd:
 
     def _watch(self, reading: int) -> None:
         asked: tuple[str, float] | None = None
+        sent = 0  # signals of this thread, which are no second request
         while asked is None or time.monotonic() < asked[1] + LATE_SECONDS:
+            if self._to_send is not None:
+                lost, self._to_send, sent = self._to_send, None, sent + 1
+                os.kill(os.getpid(), lost)
             ready, _, _ = select.select([reading], [], [], None if asked is None else _LOOK_SECONDS)
             numbers = os.read(reading, 64) if ready else b""
             if ready and not numbers:  # cancelled
                 os.close(reading)
                 return
             for number in filter(self._counts, numbers):
+                if asked is not None and sent:
+                    sent -= 1
+                    continue
                 if asked is not None and time.monotonic() > asked[1] + ECHO_SECONDS:
                     self._end(asked[0])
                 asked = asked or (signal.Signals(number).name, time.monotonic())

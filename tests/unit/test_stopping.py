@@ -104,3 +104,34 @@ def test_a_stopped_command_ends_in_time_whatever_its_main_thread_does(how, numbe
         process.kill()
     assert process.returncode == 1
     assert told == f"echelon: stopped by {number.name}; and told\n"
+
+
+LOST = """
+import sys, time
+from echelon import stopping
+
+class Slow:
+    def __del__(self):
+        print("begun", flush=True)
+        time.sleep(0.5)
+
+try:
+    with stopping.stops_told("stopped by {signal}; and told"):
+        Slow()
+        time.sleep(60)
+except Exception as error:
+    print("echelon:", error, file=sys.stderr, flush=True)
+    sys.exit(3)
+"""
+
+
+def test_a_stop_in_a_finalizer_is_not_lost():
+    """Python drops what a finalizer raises: the command would go on, after a traceback."""
+    process = subprocess.Popen([sys.executable, "-c", LOST], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, told) == (3, "echelon: stopped by SIGTERM; and told\n")
