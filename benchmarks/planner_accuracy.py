@@ -2,17 +2,19 @@
 
     python benchmarks/planner_accuracy.py [--fit] [--rows] [--plot FILE.svg] > benchmarks/results/planner-accuracy.md
 
-The fitted constants of `planner/rates.py` are fitted again for each source, on the rows of all other sources, and
-then scored on the rows of that source. Step time and memory are scored apart; memory counts what those programs keep
-(published_memory.py), its two fitted constants likewise without the source that is scored. --fit prints the constants
-fitted on all rows; --rows adds each row to the report; --plot draws predicted against measured step times.
+Step time is scored three times: as `echelon plan` predicts it, with the kernels that echelon runs and the rates and
+links of its tables; with the kernels, clocks and links of each source; and so with the fitted constants of
+`planner/rates.py` fitted again for each source, on the rows of all other sources. Memory counts what those programs
+keep (published_memory.py), its two fitted constants likewise without the source that is scored. Then, which runs fit
+into memory as echelon would train them (published_fits.py). --fit prints the constants fitted on all rows; --rows adds
+each row to the report; --plot draws predicted against measured step times.
 """
 
 import argparse
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,18 +22,25 @@ from echelon.planner.rates import GPU_RATES, Rates
 from echelon.planner.time import TimeEstimate, estimate_time
 from echelon.report.blocks import Series
 from echelon.report.picture import Axis, Chart, draw_picture
-from published import Case, Excluded, read_rows
+from published import SOURCES, Case, Excluded, read_rows
+from published_fits import report_fits
 from published_memory import DEEPSPEED, score_memory
 
 FITTED = ("product", "small_dim", "attention", "fused", "eager", "overlap")
 _STEPS = (0.25, 0.12, 0.06, 0.03, 0.015)
 _LIMITS = {"product": 1.0, "attention": 1.0, "overlap": 1.0}
 CONSTANT_MFU = 0.42
+Scored = dict[str, list[tuple[Case, float]]]
 
 
 def estimate(case: Case, rates: Rates) -> TimeEstimate:
     """The time of a published step."""
     return estimate_time(case.shape, case.plan, case.sequence_len, case.cluster, case.software, rates)
+
+
+def plan_as_echelon(case: Case) -> TimeEstimate:
+    """What `echelon plan` predicts for a recipe of a published run."""
+    return estimate_time(case.shape, case.planned, case.sequence_len, case.listed)
 
 
 def loss(cases: Sequence[Case], rates: Rates) -> float:
@@ -68,14 +77,19 @@ def quantiles(errors: Iterable[float]) -> str:
     return f"{statistics.median(ordered):.1%} | {ordered[math.ceil(0.9 * len(ordered)) - 1]:.1%}"
 
 
-def score_time(cases: Sequence[Case]) -> tuple[dict[str, list[tuple[Case, float]]], dict[str, Rates]]:
-    """(by source, each row with predicted seconds over measured ones; the constants that were used)."""
-    rates = {source: fit([each for each in cases if each.source != source]) for source in _sources(cases)}
+def score_shipped(cases: Sequence[Case], predict: Callable[[Case], TimeEstimate]) -> Scored:
+    """By source, each row with predicted seconds over measured ones."""
     scored = defaultdict(list)
     for each in cases:
         assert each.seconds is not None
-        scored[each.source].append((each, estimate(each, rates[each.source]).total / each.seconds))
-    return dict(scored), rates
+        scored[each.source].append((each, predict(each).total / each.seconds))
+    return dict(scored)
+
+
+def score_time(cases: Sequence[Case]) -> tuple[Scored, dict[str, Rates]]:
+    """(by source, each row with predicted seconds over measured ones; the constants, fitted without that source)."""
+    rates = {source: fit([each for each in cases if each.source != source]) for source in _sources(cases)}
+    return score_shipped(cases, lambda case: estimate(case, rates[case.source])), rates
 
 
 def constant_mfu(cases: Sequence[Case]) -> list[float]:
@@ -96,23 +110,34 @@ def _sources(cases: Iterable[Case]) -> list[str]:
     return list(dict.fromkeys(each.source for each in cases))
 
 
-def _table(title: str, scored: dict[str, list[tuple[Case, float]]]) -> list[str]:
-    lines = [
-        f"## {title}",
-        "",
-        "| source | rows | median error | 90th percentile | predicted / measured |",
-        "|---|---|---|---|---|",
-    ]
-    every: list[float] = []
-    for source, rows in scored.items():
-        ratios = [ratio for _, ratio in rows]
-        errors = [abs(ratio - 1) for ratio in ratios]
-        every += errors
-        lines.append(f"| {source} | {len(rows)} | {quantiles(errors)} | {min(ratios):.2f} to {max(ratios):.2f} |")
-    return [*lines, f"| all | {len(every)} | {quantiles(every)} | |", ""]
+def render_memory(scored: Scored) -> list[str]:
+    """Lines of Markdown: the errors of memory by source."""
+    lines = ["| source | rows | median error | 90th percentile |", "|---|---|---|---|"]
+    return [*lines, *(f"| {name} | {len(rows)} | {_errors(rows)} |" for name, rows in _with_all(scored))]
 
 
-def draw_time(scored: dict[str, list[tuple[Case, float]]]) -> str:
+def render_time(echelon: Scored, own: Scored, left_out: Scored) -> list[str]:
+    """Lines of Markdown: the errors of a step by source, as predicted in three ways."""
+    columns = ("`echelon plan`", "own kernels and clocks", "constants fitted without it")
+    heads = " | ".join(f"{name}: median | 90th percentile" for name in columns)
+    lines = [f"| source | rows | {heads} |", f"|---{'|---' * 7}|"]
+    others = [dict(_with_all(each)) for each in (own, left_out)]
+    for name, rows in _with_all(echelon):
+        errors = " | ".join(_errors(each) for each in (rows, *(found[name] for found in others)))
+        lines.append(f"| {name} | {len(rows)} | {errors} |")
+    return lines
+
+
+def _with_all(scored: Scored) -> list[tuple[str, list[tuple[Case, float]]]]:
+    named = [(SOURCES[source], rows) for source, rows in scored.items()]
+    return [*named, ("all", [each for rows in scored.values() for each in rows])]
+
+
+def _errors(rows: Sequence[tuple[Case, float]]) -> str:
+    return quantiles(abs(ratio - 1) for _, ratio in rows)
+
+
+def draw_time(scored: Scored) -> str:
     """An SVG picture: the predicted step time of each row against the measured one."""
     series = []
     for source, rows in scored.items():
@@ -141,7 +166,8 @@ def main() -> None:
     scored, rates = score_time(timed)
     if options.plot is not None:
         options.plot.write_text(draw_time(scored))
-    lines = _table("Step time", scored)
+    predicted = score_shipped(timed, plan_as_echelon), score_shipped(timed, lambda case: estimate(case, GPU_RATES))
+    lines = ["## Step time", "", *render_time(*predicted, scored), ""]
     floor = quantiles(constant_mfu(timed))
     lines += [f"A constant MFU of {CONSTANT_MFU:.0%} on the same rows: median and 90th percentile {floor}.", ""]
     lines += ["The constants, fitted without each source:", ""]
@@ -149,13 +175,13 @@ def main() -> None:
     for source, found in rates.items():
         lines.append(f"| {source} | {' | '.join(f'{getattr(found, name):.3g}' for name in FITTED)} |")
     kept, allocators = score_memory(cases)
-    lines += ["", *_table("Memory", kept)]
+    lines += ["", "## Memory of each source's program", "", *render_memory(kept), ""]
     lines += ["What the allocator reserves, fitted without each source:", ""]
     lines += ["| without | reserved / counted | buffers, GB |", "|---|---|---|"]
     for source, found in allocators.items():
         fitted = f"{found.ratio:.2f} | {found.buffers / 1e9:.2f}" if source in DEEPSPEED else "nothing is fitted |"
         lines.append(f"| {source} | {fitted} |")
-    lines.append("")
+    lines += ["", *report_fits(timed)]
     lines += ["## Rows that are left out", "", "| source | rows | reason |", "|---|---|---|"]
     reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
     for each in rows:

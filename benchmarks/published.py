@@ -18,6 +18,17 @@ from echelon.planner.shape import build_shape
 from echelon.planner.stages import balance_layers, head_cost
 
 PATH = Path(__file__).parent / "data" / "published-open.csv"
+SOURCES = {
+    "llmfoundry": "llm-foundry, FSDP on A100 and H100",
+    "torchtitan": "torchtitan, FSDP2 and TP",
+    "mbridge": "Megatron-Bridge, H100 to GB300",
+    "nemo": "NeMo, H100",
+    "megatron21": "Megatron-LM 2021, A100",
+    "bsv100": "BigScience, V100",
+    "tr11": "BigScience, A100",
+    "megatron24": "Megatron-LM 2024, H100",
+    "nanogpt": "nanoGPT, A100",
+}
 # The clock of a power-limited GPU falls as the cube root of its power: dynamic power is proportional to f * V^2.
 _HBM2E = (500 / 700) ** (1 / 3)
 _GB300 = (1400 / 1200) ** (1 / 3)  # of a GB200, which has the same peak
@@ -26,18 +37,23 @@ _DEVICES = {
     "A100-80GB": "A100-80", "H100-SXM-80GB": "H100", "H100-SXM-96GB-HBM2e-500W": "H100", "H200-SXM-141GB": "H200",
     "B200-SXM": "B200", "B300-SXM": "B300", "GB200": "GB200", "GB300": "GB200",
 }  # fmt: skip
+# Programs that send in tensor parallelism beside their products: Megatron-LM 2024 (its README: --tp-comm-overlap), NeMo
+# and Megatron-Bridge (NeMo's page "Communication Overlap"), torchtitan's async TP. Half of it is assumed to be hidden.
+_TP_OVERLAP = 0.5
+_MEGATRON = Software(attention="flash3", fused=True, tp_overlap=_TP_OVERLAP, divides_borders=True)
 _SOFTWARE = {
     "llmfoundry": Software(attention="flash", fused=False),
     "torchtitan": Software(attention="flash", fused=True, recomputed_products=0.5),
-    "mbridge": Software(attention="flash3", fused=True, ring_attention=True),
-    "nemo": Software(attention="flash3", fused=True, ring_attention=True),
-    "megatron24": Software(attention="flash3", fused=True),
-    "megatron21": Software(attention="unfused", fused=True),
-    "bsv100": Software(attention="unfused", fused=True),
-    "tr11": Software(attention="unfused", fused=True),
+    "mbridge": replace(_MEGATRON, ring_attention=True),
+    "nemo": replace(_MEGATRON, ring_attention=True),
+    "megatron24": _MEGATRON,
+    "megatron21": Software(attention="unfused", fused=True, recomputes_ends=True),
+    "bsv100": Software(attention="unfused", fused=True, recomputes_ends=True),
+    "tr11": Software(attention="unfused", fused=True, recomputes_ends=True),
     "nanogpt": Software(attention="flash", fused=True),
     "litgpt": Software(attention="flash", fused=False),
 }
+_WITHOUT_DROPOUT = ("llmfoundry", "nanogpt")
 # The vocabulary of rows without one: Megatron's padded GPT-2 one; tr11 states "250k" in its notes.
 _VOCABULARIES = {"bsv100": 50304, "nemo": 51200, "tr11": 250880}
 
@@ -47,6 +63,8 @@ class Case:
     """A published run. seconds: of one step, None if only memory is known; memory_bytes: of the fullest rank.
 
     date: of its source, as YYYY-MM, which tells the generation of its software. gradients: how its program keeps them.
+    cluster: its devices, with the clocks and links that its source states. listed: the same devices with the rates and
+    links of echelon's tables. states_checkpointing: whether its source says which activations are recomputed.
     """
 
     row: str
@@ -61,6 +79,13 @@ class Case:
     memory_kind: str = ""
     date: str = ""
     gradients: Literal["fp16", "fp32"] = "fp32"
+    listed: Cluster | None = None
+    states_checkpointing: bool = True
+
+    @property
+    def planned(self) -> ParallelPlan:
+        """The plan of a recipe for this run: layers are compiled where its program has fused ones."""
+        return replace(self.plan, compile=self.software.fused)
 
 
 @dataclass(frozen=True)
@@ -96,11 +121,25 @@ def _read(row: dict[str, str]) -> Case | Excluded:
     if row["compile"] == "no":
         software = replace(software, fused=False)
     if "async TP" in row["notes"]:
-        software = replace(software, tp_overlap=0.5)
+        software = replace(software, tp_overlap=_TP_OVERLAP)
     memory, kind = _memory(row, source)
     gradients: Literal["fp16", "fp32"] = "fp32" if "fp32 grad" in row["precision"] else "fp16"
+    devices = (cluster.num_devices, cluster.devices_per_node)
     return Case(
-        row["id"], source, shape, plan, length, cluster, software, seconds, memory, kind, row["date"], gradients
+        row["id"],
+        source,
+        shape,
+        plan,
+        length,
+        cluster,
+        software,
+        seconds,
+        memory,
+        kind,
+        row["date"],
+        gradients,
+        listed=Cluster(ACCELERATORS[_DEVICES[row["gpu"]]], *devices, "cuda", True),
+        states_checkpointing=bool(row["activation_ckpt"]) or plan.activation_checkpointing != "none",
     )
 
 
@@ -169,7 +208,10 @@ def _shape(row: dict[str, str], source: str) -> ModelShape:
                 "tie_word_embeddings": False,
             }
         )
-    return build_shape({**common, "model_type": "gpt2", "n_inner": count("ffn", 4 * hidden)})
+    gpt = {**common, "model_type": "gpt2", "n_inner": count("ffn", 4 * hidden), "activation_function": "gelu"}
+    if source in _WITHOUT_DROPOUT:
+        gpt |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0}
+    return build_shape(gpt)
 
 
 def _cluster(row: dict[str, str], source: str) -> Cluster:
@@ -200,6 +242,8 @@ def _cluster(row: dict[str, str], source: str) -> Cluster:
 
 def _checkpointing(row: dict[str, str]) -> tuple[str, int]:
     kept = row["activation_ckpt"]
+    if not kept and "selective)" in row["notes"]:  # torchtitan's default
+        kept = "selective"
     if kept == "selective layer":
         return "full", 2
     return ("full", 1) if kept == "full" else ("selective", 1) if kept.startswith("selective") else ("none", 1)

@@ -21,6 +21,7 @@ from echelon.objectives.causal_lm import CausalLM
 from echelon.parallel.tensor import find_divided
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.rank_shape import divide_shape
+from echelon.planner.sent_bytes import count_repeated
 from echelon.planner.shape import build_shape
 from echelon.recipe import load_recipe
 from families import random_batch, small_config
@@ -198,6 +199,21 @@ def test_parameters_and_traffic_are_those_of_the_table(workers, text, tmp_path, 
                 for (axis, kind), sent in by_axis.items()
             )
             assert counted == pytest.approx(sum(rings))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_recomputed_layers_repeat_what_the_plan_counts(workers, text, tmp_path, policy):
+    """An all-reduce is an all-gather and a reduce-scatter. The last sum of a layer is not repeated."""
+    config = small_config("llama", **dict(HEADS))
+    path, shape = str(write_recipe(Row(), tmp_path, text, steps=4)), build_shape(config)
+    for sequence_parallel in (False, True):
+        plan = ParallelPlan("tp", tp=2, sequence_parallel=sequence_parallel, activation_checkpointing=policy)
+        once = {kind: sent.calls for kind, sent in expect_tensor_traffic(plan, shape, 1).items()}
+        for by_axis, *_ in workers.run(count_tensor_traffic, 2, path, config, plan):
+            again = {kind: by_axis["tp", kind].calls - calls for kind, calls in once.items()}
+            halves = sum((1 + (kind == "all_reduce")) * calls for kind, calls in again.items())
+            assert halves == shape.num_layers * count_repeated(plan)
 
 
 @pytest.mark.parametrize(

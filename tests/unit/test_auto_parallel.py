@@ -43,7 +43,7 @@ def test_a_simple_plan_is_taken_if_no_other_is_clearly_faster():
     assert "zero2, the fastest of those that fit, by the predicted time of a step on H100 with nvlink4: " in line
     sizes = {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 24, "vocab_size": 32000}
     small = LLAMA | sizes | {"num_attention_heads": 16, "num_key_value_heads": 16}
-    given = fields(config=small, global_batch_size=256, activation_checkpointing="none", micro_batch_size=4)
+    given = fields(config=small, global_batch_size=192, activation_checkpointing="none", micro_batch_size=2)
     cluster = parse_devices(NETWORK)
     plan, line = choose(NETWORK, build_shape(small), given)
     taken = estimate_time(build_shape(small), plan, 4096, cluster).total

@@ -74,7 +74,8 @@ def test_bytes_of_other_axes_are_those_of_their_pages():
     ulysses = plan_of({"cp": 2, "dp_shard": 4, "cp_method": "ulysses"}, batch=8, micro_batch_size=1)
     assert count_step_bytes(shape, ulysses, 2048)["cp"] == pytest.approx(2 * 24 * 2 * 2048 * 64 * 128 * 2 / 2 / 2)
     full = plan_of({"tp": 8}, batch=8, micro_batch_size=1, activation_checkpointing="full")
-    assert count_step_bytes(shape, full, 2048)["tp"] == pytest.approx(8 * (12 * 24 + 4) * 7 / 8 * hidden)
+    # PyTorch stops before the last sum over ranks of a layer that it computes again.
+    assert count_step_bytes(shape, full, 2048)["tp"] == pytest.approx(8 * (10 * 24 + 4) * 7 / 8 * hidden)
 
 
 def scaling(counts=(8, 16, 64), devices="1xH100", **options):

@@ -12,7 +12,7 @@ from echelon.hardware.links import LINKS, Link, Links
 from echelon.planner.collectives import Group, find_group
 from echelon.planner.payoff import describe_payoff, find_payoff, without_sync
 from echelon.planner.plan import ParallelPlan, Precision, SyncPlan
-from echelon.planner.rates import GPU_RATES, Rates
+from echelon.planner.rates import GPU_RATES, Rates, Software, choose_software
 from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
 
@@ -31,6 +31,9 @@ FSDP = ParallelPlan(
     "fsdp", dp_shard=64, reshard_after_forward=True, reduce_gradients="each", micro_batch_size=2, num_microbatches=4,
     precision=Precision(compute="bfloat16"),
 )  # fmt: skip
+
+
+CLUSTER = parse_devices("64xA100-80")
 
 
 def step_of(plan=FSDP, devices="64xA100-80", rates=PLAIN, shape=LLAMA, length=4096):
@@ -80,7 +83,8 @@ def test_communication_runs_beside_computation():
 def test_full_checkpointing_repeats_the_forward_pass_of_layers():
     plan, once = replace(FSDP, activation_checkpointing="full"), step_of()
     tokens = 4 * 2 * 4096
-    products = 2 * 32 * LAYER * tokens / (0.87 * 312e12)
+    rate = 0.87 * 312e12
+    products = 2 * 32 * (LAYER - 4096 * 11008) * tokens / rate  # PyTorch stops before the last product of a layer
     attention = once.attention / (1 + 2.5 / 0.85)
     memory = 32 * tokens * 2 * (14 * 4096 + 3 * 11008) / 2039e9
     assert step_of(plan).recompute == pytest.approx(products + attention + memory, rel=1e-4)
@@ -88,6 +92,8 @@ def test_full_checkpointing_repeats_the_forward_pass_of_layers():
         (products + attention + memory) / 2, rel=1e-4
     )
     assert once.recompute == 0
+    to_the_end = estimate_time(LLAMA, plan, 4096, CLUSTER, Software(recomputes_ends=True, fused=False), PLAIN).recompute
+    assert to_the_end == pytest.approx(products + attention + memory + 2 * 32 * 4096 * 11008 * tokens / rate, rel=1e-4)
 
 
 def test_tensor_parallelism_sends_hidden_states_eight_times_for_each_layer():
@@ -97,6 +103,37 @@ def test_tensor_parallelism_sends_hidden_states_eight_times_for_each_layer():
     assert step_of(plan).matmul == pytest.approx(
         step_of().matmul / 16, rel=1e-3
     )  # an eighth of it, for half of the sequences
+
+
+@pytest.mark.parametrize(("policy", "whole", "divided"), [("none", 8, 8), ("selective", 10, 11), ("full", 10, 11)])
+def test_recomputation_repeats_a_part_of_what_tensor_parallelism_sends(policy, whole, divided):
+    """All-gathers and reduce-scatters of a layer; tests/parity/test_tensor.py counts them in real processes."""
+    plan = replace(FSDP, dp_shard=8, tp=8, micro_batch_size=1, activation_checkpointing=policy)
+    once = 13e-6 + 2 * 4096 * 4096 * 7 / 8 / 232e9
+    for is_divided, count in ((False, whole), (True, divided)):
+        found = step_of(replace(plan, sequence_parallel=is_divided)).exposed_communication["tp"]
+        assert found == pytest.approx(4 * 32 * count * once)
+
+
+@pytest.mark.parametrize(
+    ("devices", "compute", "kernel"),
+    [("8xH200", "bfloat16", "cudnn"), ("8xB200", "bfloat16", "cudnn"), ("8xH100", "float32", "flash"),
+     ("8xA100-80", "bfloat16", "flash"), ("8xB300", "bfloat16", "flash"), ("8xL40S", "bfloat16", "flash")],
+)  # fmt: skip
+def test_attention_is_the_kernel_that_pytorch_chooses(devices, compute, kernel):
+    """cuDNN's on devices of compute capability 9.0 and 10.0, with the builds of PyTorch 2.11 and later."""
+    plan = replace(FSDP, precision=Precision(compute=compute))
+    software = choose_software(plan, parse_devices(devices))
+    assert software.attention == kernel
+    assert ("documents" in software.describe()) == (kernel == "cudnn")
+
+
+def test_stages_send_each_other_whole_sequences():
+    """Also under sequence parallelism: tests/parity/test_products.py counts the bytes."""
+    plan = ParallelPlan("pp", pp=4, tp=2, schedule="1f1b", stages=(8, 8, 8, 8), num_microbatches=16)
+    both = (replace(plan, sequence_parallel=is_divided) for is_divided in (False, True))
+    whole, divided = (step_of(each, "8xA100-80").exposed_communication["pp"] for each in both)
+    assert whole == pytest.approx(divided)
 
 
 def test_the_optimizer_reads_and_writes_a_shard_once():

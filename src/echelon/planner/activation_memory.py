@@ -121,9 +121,12 @@ def _kept_by_layer(shape: ModelShape, plan: ParallelPlan, by: _Kept, layer: floa
     layer_input = by.residual * shape.hidden_size / by.sequence_ranks
     outputs = _matmul_output_bytes(shape, by.compute)
     match plan.activation_checkpointing:
-        case "none" if plan.activation_memory_budget is not None:
-            most = layer if shape.parts.attention_matrix else outputs + _compiled_bytes(shape, by.compute)
-            kept = layer_input + plan.activation_memory_budget * most
+        case "none" if plan.activation_memory_budget is not None or knows_compiled(shape, plan):
+            most = layer
+            if not shape.parts.attention_matrix:
+                most = outputs + _compiled_bytes(shape, by.compute) + _context_bytes(shape, plan, by.compute)
+            budget = 1.0 if plan.activation_memory_budget is None else plan.activation_memory_budget
+            kept = layer_input + budget * most
             redone = max(0.0, layer - kept)
         case "none":
             kept, redone = layer, 0.0
@@ -137,12 +140,23 @@ def _kept_by_layer(shape: ModelShape, plan: ParallelPlan, by: _Kept, layer: floa
     return by_layer, redone if shape.num_layers % every == 0 else 0.0
 
 
+def knows_compiled(shape: ModelShape, plan: ParallelPlan) -> bool:
+    """Whether what compiled layers keep was measured: those of dense models without dropout and without an adapter."""
+    parts = shape.parts
+    is_plain = not (shape.experts or parts.attention_matrix or parts.residual_dropout or parts.attention_dropout)
+    return plan.compile and plan.adapter is None and is_plain
+
+
 def _compiled_bytes(shape: ModelShape, compute: int) -> int:
     """Per token: what compiled layers keep beside a layer's input and the outputs of its matrix products.
 
-    That is the input of the MLP and of its last product, as was measured (test_activation.py).
+    That is the input of the MLP and of its last product, the hyperbolic tangent of a GELU that is written out, and the
+    inputs of norms of queries and keys with their statistics, as was measured (test_activation.py).
     """
-    return compute * (shape.intermediate_size + shape.hidden_size)
+    parts, heads = shape.parts, shape.num_heads + shape.num_kv_heads
+    tensors = 2 if parts.num_mlp_matrices == 2 and parts.mlp_saved == 5 else 1
+    head_norms = heads * (shape.head_dim * compute + FP32_BYTES) if parts.head_norms else 0
+    return compute * (tensors * shape.intermediate_size + shape.hidden_size) + head_norms
 
 
 def _expert_row_bytes(shape: ModelShape, by: _Kept) -> int:

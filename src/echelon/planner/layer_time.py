@@ -85,7 +85,8 @@ def layer_time(
     if plan.adapter is not None:  # frozen weights have no gradient of their own
         trained = plan.adapter.num_trained_matmul_parameters - plan.adapter.num_saved_outside
         backward = 1.0 + min(1.0, trained / max(1, plan.adapter.num_frozen_parameters))
-    repeated = _recomputed(plan, software, matmul, attention_once, memory)
+    end = 0.0 if software.recomputes_ends else _last_product(part, plan, tokens, cluster, rates)
+    repeated = _recomputed(plan, software, matmul, attention_once, memory, end)
     return LayerTime(
         matmul=matmul * (1 + backward),
         attention=attention_once + attention_back,
@@ -185,11 +186,26 @@ def _memory_forward(
     return tokens * num_bytes / _bandwidth(cluster, rates)
 
 
-def _recomputed(plan: ParallelPlan, software: Software, matmul: float, attention: float, memory: float) -> float:
-    """Seconds of a layer's recomputation; selective checkpointing keeps what products and attention return."""
+def _last_product(part: ModelShape, plan: ParallelPlan, tokens: int, cluster: Cluster, rates: Rates) -> float:
+    """Seconds of the forward product that ends a layer, if nothing behind it needs its result in the backward pass."""
+    share, _ = part.expert_widths
+    if part.parts.num_norms > 2 or part.parts.residual_dropout:
+        return 0.0
+    flops = product_flops(cluster.accelerator, plan.precision.compute, plan.precision.float8, rates)
+    product = (part.intermediate_size, part.hidden_size, 1 - share)
+    return product_seconds(tokens, [product], flops, rates.small_dim)
+
+
+def _recomputed(
+    plan: ParallelPlan, software: Software, matmul: float, attention: float, memory: float, end: float
+) -> float:
+    """Seconds of a layer's recomputation; selective checkpointing keeps what products and attention return.
+
+    end: of the product that full checkpointing leaves out.
+    """
     match plan.activation_checkpointing:
         case "full":
-            return (matmul + attention + memory) / plan.checkpoint_every
+            return (matmul - end + attention + memory) / plan.checkpoint_every
         case "selective":
             return memory + software.recomputed_products * matmul
         case "none" if plan.activation_memory_budget is not None:

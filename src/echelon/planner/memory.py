@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 
 from echelon.hardware.accelerators import DeviceKind
-from echelon.planner.activation_memory import FP32_BYTES, activation_bytes, deferred_bytes, dispatch_bytes, part_len
+from echelon.planner.activation_memory import (
+    FP32_BYTES,
+    activation_bytes,
+    deferred_bytes,
+    dispatch_bytes,
+    knows_compiled,
+    part_len,
+)
 from echelon.planner.adapter_plan import frozen_bytes, trains_head, whole_weight_bytes
 from echelon.planner.model_shape import ModelShape, logits_chunk_tokens
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
@@ -19,6 +26,8 @@ from echelon.recipe.names import OPTIMIZER_FROM_OUTSIDE, OPTIMIZERS
 from echelon.recipe.synchronization import QUORUM
 from echelon.sizes import render_bytes
 
+_COMPILED = "compiled layers keep what was measured on a CPU: their input, results of products and attention"
+_EAGER = "activations are those of eager execution; a compiled model needs less"
 _COPIED = "a quorum sends copies of gradients, which count as optimizer"
 # Optimizers with state that the estimate simplifies.
 _UNCOUNTED = {
@@ -222,7 +231,7 @@ def _list_assumptions(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -
     if plan.engine != NATIVE:
         yield f"the engine {plan.engine} is counted as the native one; what it copies beside that is not counted"
     if plan.compile:
-        yield "activations are those of eager execution; a compiled model needs less"
+        yield _COMPILED if knows_compiled(shape, plan) else _EAGER
     if not plan.uses_fully_shard and plan.dp_replicate > 1:
         yield _COPIED if plan.sync.name == QUORUM else "DDP's gradients are views into its buckets"
     row = OPTIMIZERS.get(plan.optimizer)

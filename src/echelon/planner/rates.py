@@ -12,7 +12,7 @@ from echelon.errors import PlanError
 from echelon.hardware.accelerators import Accelerator, Cluster
 from echelon.planner.plan import ParallelPlan
 
-AttentionKernel = Literal["flash", "flash3", "unfused", "cpu", "cpu_blocks"]
+AttentionKernel = Literal["flash", "flash3", "cudnn", "unfused", "cpu", "cpu_blocks"]
 _Value = TypeVar("_Value")
 
 # The best matrix product measured on a device, as a share of its peak: bf16, float8 (ml-engineering, stas00, MAMF).
@@ -30,6 +30,9 @@ _FLOAT8_GAIN = 2.0  # of the peak, NVIDIA's datasheets of all devices with float
 # arXiv:2407.08608, figure 5): 610 of 989.
 _FLASH = {"A100": 0.61, "H100": 0.34, "H200": 0.34}
 _USUAL_FLASH, _FLASH3 = 0.45, 0.60
+# The devices whose causal attention PyTorch computes with cuDNN: compute capability 9.0 and 10.0, if cuDNN is newer
+# than 9.15, as in the builds of PyTorch 2.11 and later (check_prefer_cudnn_attention in PyTorch's sdp_utils.cpp).
+_CUDNN = {"H100", "H200", "B200", "GB200"}
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,11 @@ class Rates:
     """
 
     product: float = 0.85
-    small_dim: float = 300.0
-    attention: float = 0.67
-    fused: float = 1.45
-    eager: float = 1.85
-    overlap: float = 0.76
+    small_dim: float = 410.0
+    attention: float = 0.65
+    fused: float = 1.15
+    eager: float = 1.74
+    overlap: float = 0.57
     launch: float = 1e-3
     head_launches: float = 1.8
     step_seconds: float = 0.01
@@ -130,6 +133,10 @@ class Software:
         tp_overlap: the part of tensor-parallel communication that runs beside its products.
         ring_attention: whether keys and values of other ranks are sent beside attention.
         recomputed_products: the part of the products that selective checkpointing computes again.
+        recomputes_ends: whether full checkpointing runs a layer again to its end, as Megatron-LM does. PyTorch stops
+            once it has all that the backward pass needs, before the last product of the layer and its sum over ranks.
+        divides_borders: whether stages of a pipeline send each other, under sequence parallelism, only what a rank has
+            of a sequence.
     """
 
     attention: AttentionKernel = "flash"
@@ -137,12 +144,15 @@ class Software:
     tp_overlap: float = 0.0
     ring_attention: bool = False
     recomputed_products: float = 0.0
+    recomputes_ends: bool = False
+    divides_borders: bool = False
 
     def describe(self) -> str:
         """One line for the user."""
         names = {
             "flash": "FlashAttention-2",
             "flash3": "FlashAttention-3 or cuDNN",
+            "cudnn": "cuDNN's attention (FlashAttention-2, which is slower, where documents are kept apart)",
             "unfused": "unfused attention",
             "cpu": "PyTorch's attention on the CPU",
             "cpu_blocks": "attention on the CPU in blocks of queries",
@@ -155,9 +165,11 @@ class Software:
 
 
 def choose_software(plan: ParallelPlan, cluster: Cluster) -> Software:
-    """What echelon runs: FlashAttention-2 by PyTorch on GPUs, and fused layers if they are compiled."""
+    """What echelon runs: the attention that PyTorch chooses, and fused layers if they are compiled."""
+    half = plan.precision.compute != "float32"
+    on_gpu: AttentionKernel = "cudnn" if half and cluster.accelerator.name in _CUDNN else "flash"
     on_cpu: AttentionKernel = "cpu_blocks" if plan.precision.compute == "bfloat16" else "cpu"
-    return Software(attention="flash" if cluster.kind == "cuda" else on_cpu, fused=plan.compile)
+    return Software(attention=on_gpu if cluster.kind == "cuda" else on_cpu, fused=plan.compile)
 
 
 def product_flops(device: Accelerator, compute: str, float8: bool, rates: Rates) -> float:
@@ -184,7 +196,8 @@ def attention_flops(device: Accelerator, compute: str, head_dim: int, software: 
         return product_flops(device, compute, False, rates) * rates.attention
     peak = product_flops(device, compute, False, rates) / rates.product
     peak /= _by_device(_BEST_PRODUCT, device.name, _USUAL_BEST)[0]
-    share = _FLASH3 if software.attention == "flash3" else _by_device(_FLASH, device.name, _USUAL_FLASH)
+    is_new = software.attention in ("flash3", "cudnn")
+    share = _FLASH3 if is_new else _by_device(_FLASH, device.name, _USUAL_FLASH)
     return peak * share * rates.attention * min(1.0, math.sqrt(math.sqrt(head_dim / 128)))
 
 

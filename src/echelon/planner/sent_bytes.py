@@ -26,7 +26,7 @@ def count_step_bytes(
         for rank, load in enumerate(stage_loads(part, plan, 0))
     ]
     if plan.pp > 1:
-        hidden = _hidden_bytes(part, plan, sequence_len) / (plan.tp if plan.sequence_parallel else 1)
+        hidden = _hidden_bytes(part, plan, sequence_len)  # whole ones, also under sequence parallelism
         for rank, found in enumerate(loads):
             ends = (rank == 0) + (rank == plan.pp - 1)
             found["pp"] = (2 * len(plan.stages) // plan.pp - ends) * plan.num_microbatches * hidden
@@ -65,10 +65,21 @@ def _count_rank(
     return {
         "dp": replicas,
         "shard": shard,
-        "tp": passes * steps * (4 * layers * (2 + again) + 2 * num_ends) * _part(plan.tp) * hidden,
+        "tp": passes * steps * (layers * (8 + count_repeated(plan)) + 2 * num_ends) * _part(plan.tp) * hidden,
         "cp": steps * layers * (2 + again) * _part(plan.cp) * tokens * heads * part.head_dim * number,
         "ep": steps * layers * experts * (4 + 2 * again) * rows * tokens * part.hidden_size * number,
     }
+
+
+def count_repeated(plan: ParallelPlan) -> float:
+    """Tensor-parallel all-gathers and reduce-scatters that the recomputation of a layer repeats, of the four of its
+    forward pass; an all-reduce is two. Selective checkpointing keeps none of their results.
+
+    PyTorch stops before the last one, which sums what the layer returns.
+    """
+    if plan.activation_checkpointing == "none":
+        return 0.0
+    return (3 if plan.sequence_parallel else 2) / plan.checkpoint_every
 
 
 def count_reductions(plan: ParallelPlan) -> int:

@@ -18,7 +18,7 @@ from echelon.planner.plan import DTYPE_BYTES, ParallelPlan, SyncPlan
 from echelon.planner.rank_shape import divide_shape
 from echelon.planner.rates import Rates, Software, choose_software, rates_of
 from echelon.planner.replica_costs import count_served_bytes, find_sent_share
-from echelon.planner.sent_bytes import count_reductions
+from echelon.planner.sent_bytes import count_reductions, count_repeated
 from echelon.planner.waits import expect_waits
 from echelon.recipe.synchronization import PARAMETER_SERVER, QUORUM
 
@@ -212,14 +212,16 @@ def _tensor_seconds(step: _Step) -> float:
     """Exposed tensor-parallel communication of one layer and microbatch, forward and backward.
 
     Two all-gathers and two reduce-scatters in each direction under sequence parallelism, else two all-reduces, which
-    move as much; full checkpointing repeats those of the forward pass (Korthikanti et al. 2022, section 4.2).
+    move as much (Korthikanti et al. 2022, section 4.2); checkpointing repeats a part of those of the forward pass.
     """
     plan = step.plan
     if plan.tp == 1:
         return 0.0
     group = find_group(plan, step.cluster, ("tp",))
-    passes = 3 if plan.activation_checkpointing == "full" else 2
-    return passes * 4 * group.all_gather(step.hidden_bytes) * (1 - step.software.tp_overlap)
+    repeated = count_repeated(plan)
+    if step.software.recomputes_ends:
+        repeated = 4.0 if plan.activation_checkpointing == "full" else 0.0
+    return (8 + repeated) * group.all_gather(step.hidden_bytes) * (1 - step.software.tp_overlap)
 
 
 def _context_seconds(step: _Step, layer: LayerTime) -> float:
@@ -253,7 +255,7 @@ def _border_seconds(step: _Step) -> float:
     if plan.pp == 1:
         return 0.0
     group = find_group(plan, step.cluster, ("pp",))
-    share = plan.tp if plan.sequence_parallel else 1
+    share = plan.tp if plan.sequence_parallel and step.software.divides_borders else 1
     return 2 * len(plan.stages) // plan.pp * group.send(step.hidden_bytes / share) * (1 - step.rates.overlap)
 
 
