@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,6 +41,7 @@ from echelon.stored import read_as, write_json
 from echelon.supervise.agent import worker_argv
 from echelon.supervise.launch_environment import find_log_level, keep_hub_cache_beside, launch_role, read_environment
 from echelon.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Outcome
+from echelon.supervise.scratch import scratch_folder
 from echelon.supervise.warm_start import workers_warmed
 
 # Signals that are forwarded to the run, which then saves and stops, if they would otherwise end the caller at once.
@@ -101,8 +101,8 @@ def train(
             f"({role}); start the script with plain python, or use the command: torchrun ... -m echelon train RECIPE."
         )
     request = {"recipe": recipe_mapping(recipe), "nproc": None if nproc == "auto" else nproc, "fresh": fresh}
-    with tempfile.TemporaryDirectory(prefix="echelon-train-") as scratch:
-        answer = Path(scratch) / "ending.json"
+    with scratch_folder("train") as scratch:
+        answer = scratch / "ending.json"
         interrupted = _follow(_start(request, answer), _print if on_line is None else on_line)
         ending = _read_ending(answer)
     if interrupted:

@@ -5,13 +5,13 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from pathlib import Path
 from typing import IO
 
 from echelon.errors import LaunchError
 from echelon.hardware.calibration import CPU
 from echelon.hardware.cores import num_cores
 from echelon.supervise.launch_environment import read_environment, worker_environment
+from echelon.supervise.scratch import scratch_folder
 
 Row = tuple[str, dict[str, float]]
 
@@ -35,8 +35,8 @@ def measure_machine() -> tuple[list[Row], str, int]:
 def _run_processes(count: int) -> list[Row]:
     """The rows of rank 0 of `count` processes."""
     environment = {**read_environment(), **worker_environment(count), "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory(prefix="echelon-calibrate-") as folder:
-        command = [sys.executable, "-m", "echelon.hardware.timed_work", str(Path(folder) / "store")]
+    with scratch_folder("calibrate") as folder:
+        command = [sys.executable, "-m", "echelon.hardware.timed_work", str(folder / "store")]
         with tempfile.TemporaryFile("w+") as errors:
             processes = [
                 subprocess.Popen(

@@ -1,7 +1,6 @@
 """Loss on held-out text: during training on all ranks, and by `echelon eval` for a run or an HF folder."""
 
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from echelon.objectives.outputs import ObjectiveModule
 from echelon.runs.run_folder import is_model_folder
 from echelon.stopping import StopRequest, agreed_stop
 from echelon.stored import read_json
+from echelon.supervise.scratch import scratch_folder
 
 EVAL_TOKENS = {"cuda": 8192, "cpu": 2048}  # tokens per forward pass of `echelon eval`
 DEFAULT_BATCHES = 200
@@ -252,7 +252,7 @@ def evaluate_model(
             sets, source = open_held_out(target), "held-out text of the run"
             objective = build_objective(read_run_recipe(target).objective)
         else:
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            scratch = stack.enter_context(scratch_folder("eval"))
             given, pairs = prepare_given(target, data, model, tokenizer, sequence_len, scratch)
             sets, source = [given], str(data)
             objective = build_objective(read_run_recipe(target).objective) if pairs else objective

@@ -6,10 +6,8 @@ message; under another launcher they print it themselves.
 
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -35,6 +33,7 @@ from echelon.supervise.launch_environment import (
     worker_environment,
 )
 from echelon.supervise.outcome import DONE, FAILED, REFUSED, Outcome, is_secondary, report, write_outcome
+from echelon.supervise.scratch import keep, scratch_folder
 from echelon.supervise.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -65,16 +64,13 @@ def start_ranks(arguments: Sequence[str], count: int) -> Outcome:
 
     The output of rank 0 is that of this process. After an unexpected error the logs of all ranks are kept.
     """
-    place = Path(tempfile.mkdtemp(prefix="echelon-ranks-"))
-    folder = RunFolder(place, place / "outcomes")
-    folder.create()
-    variables = {**worker_environment(count), **hosted_environment(folder.outcomes_dir, True)}
-    outcome = Outcome(DONE)
-    try:
+    with scratch_folder("ranks") as place:
+        folder = RunFolder(place, place / "outcomes")
+        folder.create()
+        variables = {**worker_environment(count), **hosted_environment(folder.outcomes_dir, True)}
         outcome = Agent(THIS_MACHINE).submit(Workers(worker_argv("echelon", *arguments), count, folder, variables))
-    finally:
-        if outcome.code != FAILED or str(place) not in outcome.message:
-            shutil.rmtree(place, ignore_errors=True)
+        if outcome.code == FAILED and str(place) in outcome.message:
+            keep(place)
     return outcome
 
 

@@ -3,7 +3,6 @@
 import json
 import logging
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,6 +57,7 @@ from echelon.supervise.outcome import (
     write_outcome,
 )
 from echelon.supervise.restart import forget_ended
+from echelon.supervise.scratch import scratch_folder
 from echelon.supervise.snapshot_memory import memory_held
 from echelon.supervise.warm_start import WarmStart
 from echelon.supervise.workers import Workers
@@ -143,10 +143,12 @@ def train_on_hosts(
     agent = Agent(group)
     if fresh and (not group.shares_files or is_coordinator(group)):
         _move_aside(RunFolder(recipe.run.dir))
-    with tempfile.TemporaryDirectory(prefix="echelon-host-") as scratch:
-        folder = RunFolder(recipe.run.dir, Path(scratch))
+    with scratch_folder("host") as scratch:
+        outcomes = scratch / "outcomes"
+        outcomes.mkdir()
+        folder = RunFolder(recipe.run.dir, outcomes)
         argv = worker_argv("echelon", "train", *arguments)
-        job = _make_job(recipe, argv, count, folder, hosted_environment(Path(scratch), group.shares_files))
+        job = _make_job(recipe, argv, count, folder, hosted_environment(outcomes, group.shares_files))
         outcome = agent.submit(job)
     if agent.keeps_journal and is_run(folder.path):
         outcome = _describe_ending(folder, outcome)

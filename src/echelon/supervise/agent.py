@@ -11,7 +11,6 @@ import logging
 import platform
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -44,6 +43,7 @@ from echelon.supervise.outcome import (
 from echelon.supervise.rendezvous import ALONE, TOGETHER, register_backends
 from echelon.supervise.replica_keeper import ReplicaKeeper
 from echelon.supervise.restart import Restarts, deaths_watched
+from echelon.supervise.scratch import scratch_folder
 from echelon.supervise.warm_start import WarmStart, started_warm
 from echelon.supervise.workers import Workers
 
@@ -202,10 +202,10 @@ class Agent:
 
         register_backends()
         entrypoint, *arguments = job.argv
-        with tempfile.TemporaryDirectory(prefix="echelon-agent-") as scratch:
+        with scratch_folder("agent") as scratch:
             try:
                 with started_warm(self._warm):
-                    elastic_launch(_build_config(job, Path(scratch), settings), entrypoint)(*arguments)
+                    elastic_launch(_build_config(job, scratch, settings), entrypoint)(*arguments)
             except ChildFailedError as error:
                 failures = error.failures.items()
                 return [ProcessDeath(rank, each.pid, each.exitcode, each.timestamp) for rank, each in failures]

@@ -1,10 +1,10 @@
 """An in-memory folder for snapshots, which outlives the workers of a job but not their parent."""
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from echelon.supervise.scratch import scratch_folder
 
 PLACE = Path("/dev/shm")
 
@@ -18,8 +18,5 @@ def memory_held(is_wanted: bool) -> Iterator[Path | None]:
     if not is_wanted:
         yield None
         return
-    folder = Path(tempfile.mkdtemp(prefix="echelon-snapshots-", dir=PLACE))
-    try:
+    with scratch_folder("snapshots", PLACE) as folder:
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

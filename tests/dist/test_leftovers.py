@@ -1,0 +1,42 @@
+"""A command that is killed together with its processes leaves temporary folders; the next one removes them."""
+
+import os
+import time
+
+import psutil
+import pytest
+
+from command import assert_no_orphan, await_line, finish, start, write_recipe
+from echelon.runs.run_folder import RunFolder
+from echelon.supervise.snapshot_memory import PLACE
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.skipif(not PLACE.is_dir(), reason="no /dev/shm here")]
+
+
+def test_what_killed_processes_leave_is_removed_by_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("ECHELON_TEST_MARK", str(tmp_path))
+    (place := tmp_path / "temporary").mkdir()
+    before = set(PLACE.glob("echelon-snapshots-*"))
+    write_recipe(
+        tmp_path, train={"steps": 200, "eval_every": None}, checkpoint={"every_steps": 100, "snapshot_every_steps": 5}
+    )
+    run = RunFolder(tmp_path / "runs" / "tiny")
+    arguments = ("train", "recipe.json", "--nproc", "1")
+    job = start(*arguments, cwd=tmp_path, TMPDIR=str(place))
+    await_line(run.metrics_path, '"step": 8,', job, seconds=120)
+    family = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
+    for process in family:
+        process.suspend()
+    for process in family:
+        process.kill()
+    job.communicate()
+    left = [*place.glob("echelon-agent-*"), *(set(PLACE.glob("echelon-snapshots-*")) - before)]
+    assert len(left) == 2
+    for folder in left:
+        for path in (folder, *folder.rglob("*")):
+            os.utime(path, (time.time() - 100,) * 2)
+    ending = finish(start(*arguments, cwd=tmp_path, TMPDIR=str(place)), 180)
+    assert ending.code == 0, ending
+    assert not any(folder.exists() for folder in left)
+    assert not list(place.glob("echelon-*"))
+    assert_no_orphan()
