@@ -40,8 +40,11 @@ class Progress:
         if now - self._logged >= self.every_seconds and not is_complete:
             self._logged = now
             rate = (self.done_bytes - self._before) / (now - self._started)
-            left = max(0, self.total_bytes - self.done_bytes) / max(rate, 1.0)
-            self._log(f"{self._describe(rate)}{f', about {render_duration(left)} left' if self.total_bytes else ''}")
+            left = ""
+            if self.total_bytes and rate > 0:
+                seconds = max(0, self.total_bytes - self.done_bytes) / rate
+                left = f", about {render_duration(max(1.0, seconds))} left"
+            self._log(f"{self._describe(rate)}{left}")
 
     def finish(self) -> None:
         """Log the total."""

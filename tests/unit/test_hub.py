@@ -93,9 +93,7 @@ def test_progress_is_printed_in_bytes_during_the_download(server, folder, monkey
     monkeypatch.setattr(hub, "_POLL_SECONDS", 0.05)
     recipe = recipe_of()
     hub.fetch_models(recipe, hub.find_commits(recipe, {}))
-    told = [
-        re.fullmatch(rf"hub: {NAME}: ([\d.]+) (\w+) of ([\d.]+) (\w+), .* s left", line) for line in caplog.messages
-    ]
+    told = [re.fullmatch(rf"hub: {NAME}: ([\d.]+) (\w+) of ([\d.]+) (\w+), .*s left", line) for line in caplog.messages]
     units = {"B": 1, "KiB": 2**10, "MiB": 2**20}
     done = [(float(match[1]) * units[match[2]], float(match[3]) * units[match[4]]) for match in told if match]
     assert done == sorted(done) and any(0 < part < whole for part, whole in done), caplog.messages
