@@ -121,6 +121,7 @@ def test_the_price_on_demand_is_an_upper_bound_on_spot(folder, clock):
     )
     clock.now = 1000.0 + 3600
     used = CostMeter(recipe, folder, rate, 1).describe()
+    assert CostMeter(recipe, folder, rate, 1).describe_usd() == "at most $7.09"
     assert used == f"cost: 1h00m, at most $7.09 at $7.09/h ({elsewhere}), all starts together"
     known = find_price_at_target(load(*spot, "budget.spot_usd_per_hour=2.5"))
     assert known == Rate(2.5, f"budget.spot_usd_per_hour; at most $7.09/h, {elsewhere}")

@@ -298,6 +298,8 @@ def test_metric_patterns_match_the_lines_of_training():
         "train:tokens_per_second": 1234568, "train:mfu_percent": 42.1, "train:memory_gib": 3,
         "train:data_wait_percent": 1.0, "train:cost_usd": 1.25,
     }  # fmt: skip
+    bound = render_step({**row, "cost_at_most": True}, 1000, 3.0, 5.0)
+    assert "cost at most $1.25" in bound and read_metrics(bound) == read_metrics(line)
     assert read_metrics(evaluation) == {"eval:loss": 2.5, "eval:perplexity": 12.18}
     # An unknown value is a dash and gives no data point; other lines give none.
     unknown = render_step({**row, "loss": -0.5, "grad_norm": float("nan"), "mfu": None, "cost_usd": None}, 9, None)

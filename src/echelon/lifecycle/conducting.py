@@ -84,8 +84,8 @@ def conduct(trainer: Trainer, recipe: Recipe, folder: RunFolder, stop: StopReque
         if dist.get_rank() == 0:
             finish(trainer, folder)
         if journal is not None:
-            usd = None if journal.meter is None else journal.meter.usd
-            for line in describe_end(folder, state, trainer.accounting.goodput.wall_seconds, usd):
+            cost = None if journal.meter is None else journal.meter.describe_usd()
+            for line in describe_end(folder, state, trainer.accounting.goodput.wall_seconds, cost):
                 logger.info(line)
     except StoppedError:
         store.close(time_left)

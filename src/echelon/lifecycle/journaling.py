@@ -126,10 +126,10 @@ def _describe_token(kind: str, config: PretrainedConfig, tokenizer: PreTrainedTo
     return next((f"{kind} {ids[each]} ({each})" for each in order if ids[each] is not None), f"{kind} none")
 
 
-def describe_end(folder: RunFolder, state: TrainState, seconds: float, usd: float | None) -> Iterator[str]:
+def describe_end(folder: RunFolder, state: TrainState, seconds: float, cost: str | None) -> Iterator[str]:
     """Lines about a run that is done: what came out, and the commands that use it.
 
-    `seconds`: the wall time of all starts. `usd`: their cost, or None if no price is known.
+    `seconds`: the wall time of all starts. `cost`: of all starts, None if no price is known.
     """
     last = folder.rows.last_loss()
     parts = [f"done: {state.step:,} steps in {render_duration(seconds)}"]
@@ -137,8 +137,8 @@ def describe_end(folder: RunFolder, state: TrainState, seconds: float, usd: floa
         parts.append(f"last training loss {last:.4f}")
     if state.best_loss is not None:
         parts.append(f"best held-out loss {state.best_loss:.4f} at step {state.best_step:,}")
-    if usd is not None:
-        parts.append(f"cost ${usd:.2f}")
+    if cost is not None:
+        parts.append(f"cost {cost}")
     yield "; ".join(parts)
     with suppress(OSError, ValueError, EchelonError):  # a damaged file
         yield from (f"verdict: {sentence}" for sentence in judge_run(read_record(folder.path, with_traces=False)))

@@ -62,6 +62,15 @@ class CostMeter:
         """Dollars that all starts have used so far; None if the price is unknown."""
         return None if self._rate is None else self.spending().usd
 
+    @property
+    def at_most(self) -> bool:
+        """Whether the dollars are an upper bound, as those of spot machines at the price on demand."""
+        return self._rate is not None and self._rate.at_most
+
+    def describe_usd(self) -> str | None:
+        """The dollars that all starts have used, `$1.23` or `at most $1.23`; None if the price is unknown."""
+        return None if self.usd is None else f"{'at most ' if self.at_most else ''}${self.usd:.2f}"
+
     def expect_usd(self, remaining_seconds: float | None) -> float | None:
         """Estimate the dollars used at the end of the run; None if the remaining time or the price is unknown."""
         if self.usd is None or self.usd_per_second is None or remaining_seconds is None:
@@ -105,7 +114,7 @@ class CostMeter:
         now = self.spending()
         rate, dollars = self._rate, ""
         if rate is not None:
-            bound = "at most " if rate.at_most else ""
+            bound = "at most " if self.at_most else ""
             dollars = f", {bound}${now.usd:.2f} at ${rate.usd_per_hour:g}/h ({rate.source})"
         machines = f" on {self._num_machines} machines" if self._num_machines > 1 else ""
         return f"cost: {render_duration(now.seconds)}{machines}{dollars}, all starts together"

@@ -35,7 +35,8 @@ def render_step(
     ]
     if row.get("cost_usd") is not None:
         whole = "" if expected_usd is None else f" of ~${expected_usd:.2f}"
-        fields.append(f"cost ${row['cost_usd']:.2f}{whole}")
+        bound = "at most " if row.get("cost_at_most") else ""
+        fields.append(f"cost {bound}${row['cost_usd']:.2f}{whole}")
     if row["skipped"]:
         fields.append("SKIPPED")
     return "  ".join(fields)

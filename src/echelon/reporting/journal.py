@@ -84,6 +84,7 @@ class Journal:
         self._averages.add(row)
         if is_logged:
             shown = self._averages.take(row) | ({} if self._shows_mfu else {"mfu": None})
+            shown["cost_at_most"] = self.meter is not None and self.meter.at_most
             logger.info(render_step(shown, self._num_steps, remaining, expected), extra=ON_PROGRESS_BAR)
         if self._bar is not None:
             self._bar.step(row, remaining)

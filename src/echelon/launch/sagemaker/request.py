@@ -43,7 +43,7 @@ METRICS: tuple[tuple[str, str], ...] = (
     ("train:mfu_percent", f"{_STEP} mfu {_NUMBER}%"),
     ("train:memory_gib", f"{_STEP} peak_mem {_NUMBER} GiB"),
     ("train:data_wait_percent", f"{_STEP} wait {_NUMBER}%"),
-    ("train:cost_usd", f"{_STEP} cost [$]{_NUMBER}"),
+    ("train:cost_usd", f"{_STEP} cost (?:at most )?[$]{_NUMBER}"),
     ("eval:loss", f"{_EVALUATION}loss {_NUMBER}"),
     ("eval:perplexity", f"{_EVALUATION}perplexity {_NUMBER}"),
 )
