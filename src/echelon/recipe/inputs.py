@@ -343,7 +343,7 @@ class DataConfig(Section):
         ge=0,
         lt=1,
         description="Fraction of a source's records that may be unreadable: they are skipped, counted and listed. "
-        "Above this fraction the source is refused.",
+        "Above this fraction the source is refused: 0.001 allows none of fewer than 1,000.",
     )
     prepared_dir: AnyPath | None = Field(
         None,
