@@ -117,9 +117,9 @@ def run(job, count, image, folder, checkpoints=None, meanwhile=lambda hosts: Non
 
 
 def await_step(hosts, step):
-    """Wait until the first host, which has rank 0, has printed a step."""
-    deadline = time.monotonic() + SECONDS
-    while f"step {step}/" not in " ".join(hosts[0].log.split()):
+    """Wait until the first host, which has rank 0, has recorded a step."""
+    rows, deadline = hosts[0].ml / "checkpoints" / "tiny" / "metrics.jsonl", time.monotonic() + SECONDS
+    while not rows.exists() or f'"kind": "train", "step": {step},' not in rows.read_text():
         assert time.monotonic() < deadline and all(host.process.poll() is None for host in hosts), show(hosts)
         time.sleep(0.05)
 

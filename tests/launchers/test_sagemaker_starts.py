@@ -27,6 +27,7 @@ from test_sagemaker_hosts import (  # noqa: F401 (submit is a fixture)
     SECONDS,
     SETTINGS,
     TEXT,
+    await_step,
     check_model,
     rows_of,
     run,
@@ -124,19 +125,11 @@ def start_once(job, image, folder, checkpoints=None, stop_at=None):
         hosts = start_hosts(network, request, [job.channels], image, folder, checkpoints)
         with markers_beside(hosts[0].ml / "checkpoints"):
             if stop_at is not None:
-                await_rows(hosts[0], stop_at)
+                await_step(hosts, stop_at)
                 check_secret(hosts[0])
                 hosts[0].terminate()
             [code] = await_end(hosts, SECONDS)
         return code, hosts[0], sync_to_s3(hosts, folder.parent / f"bucket-{folder.name}")
-
-
-def await_rows(host, count):
-    """Wait until the run has recorded this many steps."""
-    path, deadline = host.ml / "checkpoints" / "tiny" / "metrics.jsonl", time.monotonic() + SECONDS
-    while not path.exists() or path.read_text().count('"kind": "train"') < count:
-        assert time.monotonic() < deadline and host.process.poll() is None, show([host])
-        time.sleep(0.05)
 
 
 def check_secret(host):
