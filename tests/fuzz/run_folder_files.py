@@ -12,6 +12,7 @@ import shutil
 from collections import defaultdict
 from contextlib import closing, suppress
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -239,7 +240,8 @@ class RunFolderFiles:
         for page in map(render_page, reports):
             assert make_printable(page) == page
         with suppress(ConfigError):
-            assert all(isinstance(line, str) for line in Log(self.folder.console_path).follow(lambda: True))
+            lines = Log(self.folder.console_path).follow(lambda: True)
+            assert all(isinstance(line, str) for line in islice(lines, 9))  # of a huge file, each has a megabyte
 
     def _send_rows(self) -> None:
         """Read the rows as a tracker receives them; a failing forwarder reports it."""

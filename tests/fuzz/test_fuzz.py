@@ -9,12 +9,13 @@ import os
 import random
 import re
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from damage import damage_bytes, foreign_files
+from damage import ODD_FILES, damage_bytes, foreign_files, put_odd_file
 from echelon.checkpoint.zero_folder import read_zero_folder
 from echelon.recipe import Recipe
 from judge import Tally, limited_memory
@@ -117,6 +118,26 @@ def test_stored_files_are_damaged_a_thousand_times(stored, capsys, number):
     count = THOUSAND * len(kind.files)
     with limited_memory():
         fuzz_files(stored, tally, count, [kind])
+    finish(tally, capsys, count)
+
+
+@pytest.mark.slow
+def test_nothing_waits_for_a_pipe_or_a_device(stored, tmp_path, capsys):
+    """Each file that is read, replaced by each thing that has no end."""
+    tally, count = Tally(stored.marker), 0
+    with limited_memory():
+        for each in stored.kinds:
+            for path, what in product(each.files, ODD_FILES):
+                if not (each.signs and what == "a huge file"):
+                    words, count = "|".join((re.escape(path.name), re.escape(str(path.parent)), A_KEY)), count + 1
+                    with replaced(path, what, each.signs):
+                        tally.judge(each.name, f"{path.name}, {what}", each.load, each.is_right, words)
+        files = RunFolderFiles(stored, tmp_path)
+        for name, what in product(files.files, ODD_FILES):
+            put_odd_file(files.folder.path / name, what)
+            named, count = f"{name}, {what}", count + 1
+            tally.judge(f"run folder: {name}", named, files.use, files.expected.__eq__, re.escape(name))
+            files.restore()
     finish(tally, capsys, count)
 
 

@@ -20,7 +20,7 @@ ENVIRONMENT_READERS = {"supervise.launch_environment", "launch.sagemaker.enter"}
 # tools; and checkpoints, whose files are compared with their manifest first.
 UNLIMITED_READERS = {
     "model.config", "training.waiting_peers", "training.straggler", "report.page", "report.picture", "drill.trial",
-    "stopping", "sweep.study", "data.limits", "hardware.cores", "hardware.interfaces", "checkpoint.carrier",
+    "stopping", "data.limits", "hardware.cores", "hardware.interfaces", "checkpoint.carrier",
     "checkpoint.zero_folder", "checkpoint.remote", "launch.sagemaker.container",
     "launch.sagemaker.installing", "launch.sagemaker.source_bundle", "launch.local",
 }  # fmt: skip

@@ -24,6 +24,7 @@ from echelon.model.weights import (
     names_by_place,
     vocabulary_names,
 )
+from echelon.sizes import render_bytes
 from echelon.stored import read_json
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,11 @@ def _read_index(path: Path) -> dict[str, Path]:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
-        with safe_open(path, framework="pt") as file:
+        try:
+            opened = safe_open(path, framework="pt")
+        except MemoryError as error:  # the whole file is mapped
+            raise ValueError(f"it has {render_bytes(path.stat().st_size)}, which cannot be mapped") from error
+        with opened as file:
             yield file
     except (OSError, SafetensorError, ValueError, OverflowError) as error:
         reason = str(error).strip()[:300]

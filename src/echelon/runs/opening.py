@@ -10,6 +10,8 @@ from echelon.errors import ConfigError
 from echelon.recipe import Difference, Recipe, blocking_differences, diff_recipes, load_recipe
 from echelon.recipe.difference import LENGTH_KEYS
 from echelon.runs.run_folder import FILES, FOLDERS, TEMPORARY, RunFolder, list_directory
+from echelon.sizes import render_bytes
+from echelon.stored import MAX_ROWS_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +148,12 @@ def _refuse_misplaced(folder: RunFolder) -> None:
         if path.exists() and not path.is_file():
             what = "a folder" if path.is_dir() else "a pipe or a device"
             raise ConfigError(f"{path} is {what}, but must be a file of the run; remove it, or restore the file.")
+    for path in (folder.metrics_path, folder.samples_path):
+        if path.exists() and path.stat().st_size > MAX_ROWS_BYTES:
+            raise ConfigError(
+                f"{path} is larger than {render_bytes(MAX_ROWS_BYTES)}, the most that is read of it; move it away, and "
+                "the run goes on with a new one."
+            )
     for name in FOLDERS:
         if (path := folder.path / name).exists() and not path.is_dir():
             raise ConfigError(f"{path} is a file, but must be a folder of the run; remove it.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.errors import ConfigError
 from echelon.recipe import Recipe
+from echelon.stored import MAX_ROWS_BYTES, read_bytes
 from echelon.sweep.space import Space, Values
 from echelon.sweep.sweep_file import Sweep
 
@@ -150,7 +151,12 @@ def _open_journal(path: Path) -> Any:
     # The sweep's folder is locked, so this process is alone: remove a killed sweep's lock file and incomplete line.
     path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
     if path.exists():
-        text = path.read_bytes()
+        try:
+            text = read_bytes(path, MAX_ROWS_BYTES)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be read: {error.strerror}; restore it, or choose a new folder."
+            ) from error
         with path.open("r+b") as file:
             file.truncate(text.rfind(b"\n") + 1)
     return JournalStorage(JournalFileBackend(str(path), lock_obj=JournalFileOpenLock(str(path))))

@@ -28,6 +28,7 @@ PATIENCE_SECONDS = 5.0
 HURRY_SECONDS = 3.0
 _RETRY_AT_END_SECONDS = 1.0
 _ROWS_AT_ONCE = 50
+_LONGEST_ROW = 2**24  # bytes
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,7 @@ class RowReader:
         rows: list[dict[str, Any]] = []
         if self._file is not None:
             self._file.seek(self._offset)
-            for line in self._file:
+            while line := self._file.readline(_LONGEST_ROW):
                 if not line.endswith(b"\n"):  # still being written
                     break
                 self._offset += len(line)
