@@ -211,6 +211,22 @@ def test_below_min_replicas_the_others_wait(tmp_path):
 
 
 @pytest.mark.slow
+def test_waiting_for_a_replica_that_starts_slowly_is_no_hang(tmp_path):
+    sync = {"name": "quorum", "replicas": 3, "min_replicas": 3}
+    job = Job(tmp_path, 60, sync=sync, fault={"hang_seconds": 5}).begin()
+    job.until(lambda: job.last_step() >= 10)
+    lost = job.run.read_pids()[1]
+    job.strike(1)
+    job.until(lambda: job.run.read_pids().get(1, lost) != lost)
+    job.strike(1, signal.SIGSTOP)
+    time.sleep(12)
+    job.strike(1, signal.SIGCONT)
+    job.end()
+    assert_never_restarted(job, 1)
+    assert job.events(LOST)[0]["seconds"] > 10
+
+
+@pytest.mark.slow
 def test_when_all_are_lost_the_job_restarts_from_its_checkpoint(tmp_path):
     job = Job(tmp_path, 60).begin()
     job.until(lambda: job.events("checkpoint"))
