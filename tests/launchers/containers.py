@@ -120,6 +120,7 @@ def start_hosts(
             "TRAINING_JOB_NAME": request["TrainingJobName"],
             "AWS_REGION": "us-east-1",
             "OMP_NUM_THREADS": "1",
+            "PIP_CONFIG_FILE": "/dev/null",  # the settings of this machine are not those of an image
             **request.get("Environment", {}),
         }
         specification = request["AlgorithmSpecification"]

@@ -200,13 +200,12 @@ def test_an_image_without_pip_is_named(channel, tmp_path, monkeypatch, capfd):
     assert "no-such-package>=1 cannot be installed, and training goes on without" in capfd.readouterr().err
 
 
-def test_an_index_without_a_connection_is_named_with_the_ways(channel, tmp_path, monkeypatch):
-    monkeypatch.setattr(installing, "_REACH_SECONDS", 0.0)
+def test_an_index_without_a_connection_is_named_with_the_ways(channel, tmp_path):
     env = os.environ | {"PIP_INDEX_URL": "http://me:word@127.0.0.1:9/simple"}
     with pytest.raises(LaunchError) as refused:
         installing.install_missing(channel, tmp_path, env)
     message = str(refused.value)
-    assert "this container lacks no-such-package>=1, and pip cannot reach a package index: 127.0.0.1" in message
+    assert "this container lacks no-such-package>=1, and pip cannot reach a package index (NewConn" in message
     assert "launch.sagemaker.wheels=download" in message and "NAT gateway" in message and "word" not in message
     (channel / "requirements.txt").write_text("--no-index\nno-such-package>=1\n")
     with pytest.raises(LaunchError, match=r"there is no wheel in the channel wheels; check launch.sagemaker.wheels"):

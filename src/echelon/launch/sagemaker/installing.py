@@ -12,16 +12,13 @@ import os
 import platform
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from echelon.errors import LaunchError
 
@@ -58,10 +55,15 @@ _MARKERS = {
     "python_version": _PYTHON,
     "python_full_version": platform.python_version(),
 }
-_INDEX = "https://pypi.org/simple"
-_REACH_SECONDS = 15.0
-_CONNECT_SECONDS = 4.0
 _MOST_PINS = 2000
+
+# Where packets are dropped, as in a subnet without a NAT gateway, pip would wait for minutes with its own values.
+_PATIENCE = {"PIP_RETRIES": "2", "PIP_DEFAULT_TIMEOUT": "10"}
+_UNREACHABLE = re.compile(r"after connection broken by '(\w+)")
+
+
+class _ObstacleError(Exception):
+    """Why pip cannot install anything here, and the fix, as the end of a message."""
 
 
 def install_missing(channel: Path, checkpoints: Path, env: Mapping[str, str]) -> None:
@@ -79,14 +81,15 @@ def install_missing(channel: Path, checkpoints: Path, env: Mapping[str, str]) ->
         return
     end = lines.index(OPTIONAL) if OPTIONAL in lines else len(lines)
     needed = find_missing(lines[:end], pins)
-    with _chosen_options(lines, channel.parent / "wheels") as options:
-        obstacle = _find_obstacle(options, env)
-        if obstacle and needed:
-            raise LaunchError(f"this container lacks {', '.join(needed)}, and {obstacle}")
-        if obstacle:
-            _say(f"{', '.join(missing)} cannot be installed, and training goes on without: {obstacle}")
-            return
-        chosen = _install(missing, needed, options, pins, env)
+    try:
+        with _chosen_options(lines, channel.parent / "wheels") as options:
+            _check_obstacles(options)
+            chosen = _install(missing, needed, options, pins, env)
+    except _ObstacleError as obstacle:
+        if needed:
+            raise LaunchError(f"this container lacks {', '.join(needed)}, and {obstacle}") from None
+        _say(f"{', '.join(missing)} cannot be installed, and training goes on without: {obstacle}")
+        return
     _keep_pins(checkpoints / PINS, {**pins, **chosen})
     importlib.invalidate_caches()
 
@@ -165,63 +168,12 @@ def _chosen_options(lines: Sequence[str], wheels: Path) -> Iterator[list[str]]:
         yield [*options, *(f"--find-links {folder}" for folder in folders)]
 
 
-def _find_obstacle(options: Sequence[str], env: Mapping[str, str]) -> str | None:
-    """Why pip could not install anything, and the fix, as the end of a message; None if nothing is known against it."""
+def _check_obstacles(options: Sequence[str]) -> None:
+    """Raise _ObstacleError if it is known that pip cannot install anything."""
     if importlib.util.find_spec("pip") is None:
-        return "its image has no pip; set launch.sagemaker.image to an image that has them, or has pip."
-    if NO_INDEX in options:
-        if any(option.startswith("--find-links") for option in options):
-            return None
-        return "there is no wheel in the channel wheels; check launch.sagemaker.wheels."
-    reason = _find_unreachable(env)
-    if reason is None:
-        return None
-    return (
-        f"pip cannot reach a package index: {reason}. Set launch.sagemaker.wheels=download, which sends the packages "
-        "with the job, or launch.sagemaker.image to an image that has them; or give launch.sagemaker.subnets a NAT "
-        "gateway, or PIP_INDEX_URL in launch.env for an index inside your network."
-    )
-
-
-def _find_unreachable(env: Mapping[str, str]) -> str | None:
-    """Why the package index of pip's settings has no connection; None if it has one, or if only pip can tell.
-
-    pip itself would try for minutes where packets are dropped, as in a subnet without a NAT gateway.
-    """
-    argv = [sys.executable, "-m", "pip", "config", "list"]
-    settings = subprocess.run(argv, env=dict(env), capture_output=True, text=True, check=False).stdout
-    proxies = ("http_proxy", "https_proxy", "all_proxy")
-    if any(name.lower() in proxies for name in env) or re.search(r"\.(proxy|no-index|index-url=.\S*file:)", settings):
-        return None
-    found = re.search(r"\.index-url=['\"]([^'\"]+)", settings)
-    address = urlsplit(env.get("PIP_INDEX_URL") or (found[1] if found else _INDEX))
-    if address.hostname is None:
-        return None
-    port, deadline = address.port or (80 if address.scheme == "http" else 443), time.monotonic() + _REACH_SECONDS
-    while (reason := _try_connection(address.hostname, port, deadline)) is not None:
-        if time.monotonic() >= deadline:
-            return f"{address.hostname} has no connection ({reason})"
-        time.sleep(1)
-    return None
-
-
-def _try_connection(host: str, port: int, deadline: float) -> str | None:
-    """Why no address of a host accepts a connection, or None."""
-    reason = "no address"
-    try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            with socket.socket(family, kind, protocol) as connection:
-                connection.settimeout(max(0.5, min(_CONNECT_SECONDS, deadline - time.monotonic())))
-                try:
-                    connection.connect(address)
-                    return None
-                except OSError as error:
-                    reason = error.strerror or str(error)
-            if time.monotonic() >= deadline:
-                break
-    except OSError as error:  # the name is unknown
-        reason = error.strerror or str(error)
-    return reason
+        raise _ObstacleError("its image has no pip; set launch.sagemaker.image to an image that has them, or has pip.")
+    if NO_INDEX in options and not any(option.startswith("--find-links") for option in options):
+        raise _ObstacleError("there is no wheel in the channel wheels; check launch.sagemaker.wheels.")
 
 
 def _install(
@@ -230,7 +182,7 @@ def _install(
     """Install packages; return the versions of all that pip has installed, by plain name.
 
     If the versions of the last start cannot be installed, pip chooses others; if optional packages cannot, they are
-    left out. Raises LaunchError if the `needed` ones cannot be installed.
+    left out. Raises LaunchError if the `needed` ones cannot be installed, and _ObstacleError.
     """
     known = f", with the versions of the last start (in {PINS})" if pins else ""
     _say(f"pip install {' '.join(missing)}{known}")
@@ -253,7 +205,7 @@ def _install(
 def _run_pip(
     wanted: Sequence[str], options: Sequence[str], pins: Mapping[str, str], env: Mapping[str, str]
 ) -> tuple[dict[str, str] | None, str]:
-    """The versions that pip installed, or None and the cause."""
+    """The versions that pip installed, or None and the cause. Raises _ObstacleError without a connection."""
     settings = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore", "PIP_NO_INPUT": "1"}
     # Debian's rule against pip in its system Python protects a system; a container is disposable.
     settings["PIP_BREAK_SYSTEM_PACKAGES"] = "1"
@@ -264,7 +216,7 @@ def _run_pip(
         argv = [sys.executable, "-m", "pip", "install", "--quiet", "--report", str(report), "-r", str(requirements)]
         pip = subprocess.run(
             [*argv, "-c", str(constraints)],
-            env={**env, **settings},
+            env={**_PATIENCE, **env, **settings},
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             encoding="utf-8",
@@ -276,6 +228,12 @@ def _run_pip(
             installed = json.loads(report.read_text(encoding="utf-8"))["install"] if report.exists() else []
             named = (each["metadata"] for each in installed)
             return {_plain_name(each["name"]): str(each["version"]) for each in named}, ""
+    if broken := _UNREACHABLE.search(pip.stderr):
+        raise _ObstacleError(
+            f"pip cannot reach a package index ({broken[1]}). Set launch.sagemaker.wheels=download, which sends the "
+            "packages with the job, or launch.sagemaker.image to an image that has them; or give "
+            "launch.sagemaker.subnets a NAT gateway, or PIP_INDEX_URL in launch.env for an index inside your network."
+        )
     said = [line for line in pip.stderr.splitlines() if line.strip()]
     causes = [line.removeprefix("ERROR: ") for line in said if line.startswith("ERROR: ")] or said[-1:]
     return None, " ".join(causes)[:600]
