@@ -450,7 +450,7 @@ def test_a_browser_shows_the_page(echelon, tmp_path):
     backgrounds = set()
     with browsers.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        pages = (("report.html", 8), ("report-compare-b.html", 3))
+        pages = (("report.html", 7), ("report-compare-b.html", 3))
         screens = ((1280, "light"), (360, "dark"))
         for (name, count), (width, scheme) in itertools.product(pages, screens):
             page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
