@@ -72,7 +72,8 @@ class Carrier:
         Raises OSError on all ranks if the disk of a machine is full.
         """
         manifest = (checkpoint.path / MANIFEST).read_bytes() if dist.get_rank() == 0 else b""
-        mine = self.is_here or _holds(checkpoint.path, broadcast_object(manifest, self._group))
+        manifest = broadcast_object(manifest, self._group)  # on all ranks, also those whose disk has the checkpoint
+        mine = self.is_here or _holds(checkpoint.path, manifest)
         copy = self._scratch / checkpoint.path.name
         if not all(gather_objects(mine, self._group)):
             faults = gather_objects(self._broadcast(checkpoint.path, copy, wanted=not mine), self._group)
