@@ -62,7 +62,7 @@ def test_every_command_refuses_what_training_refuses(echelon, tmp_path, what):
 def refuse(echelon, tmp_path, what, commands):
     sections, words = MISTAKES[what]
     write_recipe(tmp_path, **sections)
-    (tmp_path / "text.txt").unlink()  # no command reads the text
+    (tmp_path / "text.txt").write_bytes(bytes(4096))  # refused as binary by a command that reads it
     (tmp_path / "sweep.yaml").write_text(SWEEP)
     for command in commands:
         refused = echelon(*command)

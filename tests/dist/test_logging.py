@@ -47,7 +47,7 @@ def test_a_quiet_run_prints_nothing_but_logs_everything(echelon, tmp_path):
     kept = kept_console(tmp_path)
     assert [line for line in kept if STEP.match(line)] == [each for each in steps if STEP.match(each)]
     assert "run folder: runs/tiny" in kept, "what this process logged before rank 0 did"
-    assert len(steps) >= 6 and {(level, rank) for level, rank, *_ in log} == {("INFO", "0")}
+    assert len(steps) >= 3 and {(level, rank) for level, rank, *_ in log} == {("INFO", "0")}
 
 
 @pytest.mark.slow

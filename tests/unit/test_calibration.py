@@ -87,7 +87,7 @@ def test_the_constants_of_a_machine_are_found_again_in_its_times():
         rows = sequences * tokens
         matrices = ((width, 3 * width), (width, width), (width, 2 * inner), (inner, width))
         scores = 2 * sequences * tokens**2 * width / attention
-        moved = 3 * rows * 4 * 1.85 * (14 * width + 3 * inner)
+        moved = 3 * rows * 4 * 1.74 * (14 * width + 3 * inner)
         seconds = launch + 3 * sum(product(rows, *each) for each in matrices) + scores * (1 + 2.5 / backward)
         sizes = {"sequences": sequences, "tokens": tokens, "width": width, "inner": inner}
         return "layers", {**sizes, "seconds": seconds + moved / bandwidth}
@@ -169,7 +169,7 @@ def test_a_step_takes_what_the_measured_rates_say():
     assert found.matmul == pytest.approx(6 * 1024 * (4 * LAYER + 256 * 2048) / 160e9, rel=1e-3)
     forward = 4 * 1024 * 256 * 128 * 4 / 2 / 50e9
     assert found.attention == pytest.approx(forward * (1 + 2.5 / 0.9))
-    moved = 3 * 1024 * 4 * 4 * 1.85 * (14 * 256 + 3 * 704)
+    moved = 3 * 1024 * 4 * 4 * 1.74 * (14 * 256 + 3 * 704)
     assert found.memory_bound == pytest.approx(moved / 16e9 + 1024 * 2048 * 1.5e-9)
     # A CPU computes nothing while it launches 4 layers, and what is outside of them.
     assert found.overhead == pytest.approx(4 * (4 + 1.8) * 1.5e-3 + 0.01)

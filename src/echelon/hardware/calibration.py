@@ -17,7 +17,7 @@ from echelon.hardware.links import Link, Links, usual_links
 from echelon.stored import read_as, write_json
 
 CPU = "cpu"
-_FORMAT = "2"  # of the file
+_FORMAT = "3"  # of the file
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _PACKAGES = ("torch", "transformers")
 
