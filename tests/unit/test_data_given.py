@@ -9,6 +9,7 @@ from echelon.data.prepare import prepare_data
 from echelon.errors import ConfigError, DataError
 from echelon.launch.sagemaker.launcher import SageMakerLauncher
 from echelon.launch.sagemaker.request import build_submission
+from echelon.lifecycle.early_checks import check_early
 from echelon.lifecycle.job_checks import check_job
 from echelon.recipe import load_recipe
 from sagemaker_jobs import make_job
@@ -16,7 +17,7 @@ from sagemaker_jobs import make_job
 TEXT = "".join(f"{number} and {number} make {2 * number}.\n" for number in range(300))
 RECIPE = {
     "run": {"name": "tiny"},
-    "model": {"config": {"model_type": "llama", "hidden_size": 32}},
+    "model": {"config": {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2}},
     "tokenizer": "bytes",
     "data": {"train": "text.txt", "sequence_len": 32, "validation_fraction": 0.1},
     "train": {"steps": 2, "global_batch_size": 2},
@@ -44,6 +45,7 @@ def test_the_tokens_are_used_without_the_text(load, tmp_path, tokenizer):
     found = prepare_data(load(tokenizer, f"data.prepared_dir={moved}"))
     assert (found.path, found.content_digest) == (moved, made.content_digest)
     assert found.train.num_samples == made.train.num_samples > 0
+    check_early(load(tokenizer, f"data.prepared_dir={moved}"), fresh=False)
     longer = prepare_data(load(tokenizer, f"data.prepared_dir={moved}", "data.sequence_len=64"))
     assert longer.train.num_samples < found.train.num_samples
 
@@ -64,6 +66,13 @@ def test_tokens_of_another_recipe_are_refused(load, override, said):
     with pytest.raises(ConfigError) as refused:
         prepare_data(load(f"data.prepared_dir={made.path}", override))
     assert said in str(refused.value) and str(made.path) in str(refused.value)
+
+
+def test_an_address_is_refused_where_nothing_downloads_it(load):
+    recipe = load("data.prepared_dir=s3://bucket/tokens")
+    for check in (prepare_data, lambda recipe: check_early(recipe, fresh=False)):
+        with pytest.raises(ConfigError, match=r"^data\.prepared_dir=s3://bucket/tokens: only jobs with launch\.to"):
+            check(recipe)
 
 
 def test_tokens_without_their_settings_are_refused(load):

@@ -4,6 +4,7 @@ So tokens that were prepared on one machine can be used on others, which need no
 decided the content are stored beside the tokens, and must be those of the recipe.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from hashlib import sha256
@@ -22,10 +23,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SETTINGS_NAME = "settings.json"
+_ADDRESS = re.compile(r"[a-z][a-z0-9+]*:/")
 
 
 def is_given(spec: PrepareSpec) -> bool:
-    """Whether `data.prepared_dir` is itself a prepared folder, instead of a folder of them."""
+    """Whether `data.prepared_dir` is itself a prepared folder, instead of a folder of them.
+
+    Raises ConfigError for the address of an object store, which only a container of SageMaker turns into a folder.
+    """
+    if _ADDRESS.match(str(spec.prepared_dir)):
+        raise ConfigError(
+            f"data.prepared_dir={str(spec.prepared_dir).replace(':/', '://', 1)}: only jobs with launch.to=sagemaker "
+            "take an address; copy it to this machine and give the folder."
+        )
     return (spec.prepared_dir / MANIFEST_NAME).is_file()
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from echelon.data.given_folder import is_given
 from echelon.data.prepare_spec import prepare_spec
 from echelon.data.source import find_absent
 from echelon.lifecycle.model_checks import check_counted
@@ -21,7 +22,8 @@ def check_early(recipe: Recipe, fresh: bool) -> None:
     if folder.is_finished() and not fresh:
         return
     spec = prepare_spec(recipe)
-    for error in find_absent((*spec.train, *spec.validation)):
-        raise error
+    if not is_given(spec):
+        for error in find_absent((*spec.train, *spec.validation)):
+            raise error
     if fresh or not folder.recipe_path.exists():
         check_counted(recipe)

@@ -153,7 +153,8 @@ def _check_whole(job: JobSpec, lines: Sequence[str], missing: tuple[EchelonError
             if target == "local":
                 find_commits(recipe, {})
             spec = prepare_spec(recipe)
-            list_corpus(spec.train, spec.validation)
+            if not is_given(spec):
+                list_corpus(spec.train, spec.validation)
     if target == "sagemaker":
         with _left_to_the_job(target, notes):
             _check_uploads(recipe)
@@ -198,10 +199,10 @@ def _check_uploads(recipe: Recipe) -> None:
     detectable there.
     """
     spec = prepare_spec(recipe)
+    if str(spec.prepared_dir).startswith(("s3:/", "/opt/ml/")):
+        return
     if is_given(spec):
         prepare_data(recipe)
-        return
-    if str(spec.prepared_dir).startswith(("s3:/", "/opt/ml/")):
         return
     train, validation = (
         [each for each in sources if each.format != "hub" and not each.path.startswith(("s3://", "/opt/ml/"))]
