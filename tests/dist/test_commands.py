@@ -62,7 +62,7 @@ def test_from_text_to_a_model_that_transformers_loads(echelon, tmp_path):
         "best held-out loss ", "next: echelon eval runs/tiny\n", "next: echelon export runs/tiny tiny-exported\n",
     ):  # fmt: skip
         assert line in ending.out
-    table = ending.out[ending.out.index("\nmemory  ") :].splitlines()[1:9]
+    table = ending.out[ending.out.index("\ntensors of one process  ") :].splitlines()[1:9]
     assert [line.split()[0] for line in table[1:]] == [*asdict(MemoryParts(0, 0, 0, 0, 0, 0)), "total"]
     assert "mfu" not in ending.out  # on a CPU
 

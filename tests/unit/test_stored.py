@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from contextlib import contextmanager
 
 import pytest
@@ -44,7 +46,9 @@ def replace(path, kind):
             with path.open("wb") as file:
                 file.truncate(2**40)
         case "socket":
-            socket.socket(socket.AF_UNIX).bind(str(path))
+            with tempfile.TemporaryDirectory() as short:  # a socket's path has at most 107 bytes
+                socket.socket(socket.AF_UNIX).bind(f"{short}/socket")
+                shutil.move(f"{short}/socket", path)
     return path
 
 

@@ -220,9 +220,9 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list
     """The ids that end a text: those of generation_config.json, else the tokenizer's. Raises ConfigError."""
     given = model.generation_config.eos_token_id if model.generation_config is not None else None
     if given is None:
-        given = tokenizer.eos_token_id
-    ids = [] if given is None else given if isinstance(given, list) else [given]
-    size = model.get_input_embeddings().num_embeddings
+        return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids = given if isinstance(given, list) else [given]
+    size = model.config.get_text_config().vocab_size
     if not all(type(each) is int and 0 <= each < size for each in ids):
         raise ConfigError(
             f"{Path(model.config.name_or_path) / 'generation_config.json'}: eos_token_id={str(given)[:100]} must be "
