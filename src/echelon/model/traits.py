@@ -337,8 +337,8 @@ def _find_arithmetic(model: PreTrainedModel, config: PretrainedConfig) -> HeadAr
     between backbone and head would be noticed.
     """
     head, backbone = model.get_output_embeddings(), model.base_model
-    if not isinstance(head, nn.Linear) or backbone is model:
-        return None
+    if backbone is model or not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        return None  # a head with parameters of its own beside weight and bias may be a plain one only at first
     head.weight.mul_(torch.logspace(-1, 2, len(head.weight))[:, None])
     model.train()
     try:
