@@ -430,7 +430,7 @@ def build_native_engine(
         module.refer_to(build_reference(skeleton, recipe, plan, meshes, device, compile_backend, traits))
     for module in stages.modules:
         module.train()
-    hidden_size = config.get_text_config().hidden_size
+    hidden_size = config.get_text_config(decoder=True).hidden_size
     seed = recipe.run.seed
     parallel, steps = connect_stages(stages, plan, meshes, hidden_size, device, seed, router.loss, parallelize)
     served = _build_served(model, recipe, plan, meshes, compile_backend)

@@ -222,7 +222,7 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list
     if given is None:
         return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids = given if isinstance(given, list) else [given]
-    size = model.config.get_text_config().vocab_size
+    size = model.config.get_text_config(decoder=True).vocab_size
     if not all(type(each) is int and 0 <= each < size for each in ids):
         raise ConfigError(
             f"{Path(model.config.name_or_path) / 'generation_config.json'}: eos_token_id={str(given)[:100]} must be "

@@ -120,7 +120,7 @@ def document_inputs(
     if form == "lengths":
         room = None if most is None else len(position_ids) * count_starts(most + 1)  # padding is a document
         return {"position_ids": position_ids, **find_starts(position_ids, room)}
-    config, attention = model.config.get_text_config(), attention or model.config._attn_implementation
+    config, attention = model.config.get_text_config(decoder=True), attention or model.config._attn_implementation
     chosen: Callable[[Any], Any] = (lambda function: function) if queries is None else partial(_choose_queries, queries)
     build = ALL_MASK_ATTENTION_FUNCTIONS["sdpa" if attention == PLAIN_CAUSAL else attention]
     masks = {

@@ -82,7 +82,7 @@ def _compare(small: PreTrainedModel, method: CpMethod, attention: str, traits: T
         "whole sequences": ((None, None), run_copy(small, packed.tokens)),
         "documents": ((packed.documents, packed.positions), run_copy(small, packed.tokens, **masks)),
     }
-    heads = getattr(small.config.get_text_config(), "num_attention_heads", 1)
+    heads = getattr(small.config.get_text_config(decoder=True), "num_attention_heads", 1)
     chosen: CpMethod = method if heads % _SIZE == 0 or attention not in BY_MASK else "allgather"
     for name, (rows, expected) in cases.items():
         meeting = _Meeting()

@@ -32,7 +32,7 @@ _STRETCH = 8
 
 def get_softcap(config: PretrainedConfig) -> float | None:
     """Return the cap of a model's attention scores; None if it has none."""
-    return getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    return getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
 
 
 def has_flex(device: torch.device, dtype: torch.dtype, config: PretrainedConfig) -> bool:
@@ -41,7 +41,7 @@ def has_flex(device: torch.device, dtype: torch.dtype, config: PretrainedConfig)
     Runs it once, forward and backward, on a few documents with a window and a cap, and compares with the definition in
     fp32. Compiles for some seconds.
     """
-    width, dropout = head_width(config), getattr(config.get_text_config(), "attention_dropout", None)
+    width, dropout = head_width(config), getattr(config.get_text_config(decoder=True), "attention_dropout", None)
     if device.type != "cuda" or width is None or dropout:
         return False
     return find_error(_run_flex, device, dtype, width, _attend_capped, _STRETCH) < TOLERANCE

@@ -155,7 +155,7 @@ class RouterTap:
         """Those of the whole model."""
         self._modules = {router.name: modules[router.name] for router in self.routers}
         self._collected: list[Tensor] | None = None
-        self._num_experts = count_experts(model.config.get_text_config()) or 1
+        self._num_experts = count_experts(model.config.get_text_config(decoder=True)) or 1
         self._expert_tokens: Tensor | None = None
 
     def open_inside(self, layers: Iterable[nn.Module]) -> None:
@@ -226,7 +226,7 @@ def _deliver(forward: Callable[..., Any], held: list[Tensor], *args: Any, **kwar
 
 def find_routers(model: PreTrainedModel) -> list[Router]:
     """Find the routers of a model on meta, by the modules that `transformers` records router logits from."""
-    text = model.config.get_text_config()
+    text = model.config.get_text_config(decoder=True)
     routers = []
     for name, (module, index) in find_recorded_routers(model).items():
         num_chosen = getattr(module, "top_k", None) or getattr(text, "num_experts_per_tok", None)
@@ -267,7 +267,7 @@ def check_routers(model: PreTrainedModel) -> None:
     Raises:
         ConfigError: the message names the field and a valid value.
     """
-    text = model.config.get_text_config()
+    text = model.config.get_text_config(decoder=True)
     count, chosen = count_experts(text), getattr(text, "num_experts_per_tok", None)
     if count is not None and isinstance(chosen, int) and chosen > count > 1:
         raise ConfigError(
@@ -277,7 +277,7 @@ def check_routers(model: PreTrainedModel) -> None:
 
 def find_coefficient(config: PretrainedConfig) -> tuple[str, float] | None:
     """Return the config field that requests a router loss, with its value; None if there is none."""
-    fields = vars(config.get_text_config())
+    fields = vars(config.get_text_config(decoder=True))
     for name in sorted(fields):
         value = fields[name]
         if "aux_loss" in name and isinstance(value, float | int) and not isinstance(value, bool) and value > 0:
@@ -346,7 +346,7 @@ def choose_router_loss(skeleton: PreTrainedModel, model: nn.Module, is_wanted: b
 
 def has_experts(model: PreTrainedModel) -> bool:
     """Whether a model is a mixture of experts: its config sets several, and some weights have "expert" in the name."""
-    text = model.config.get_text_config()
+    text = model.config.get_text_config(decoder=True)
     counts = [getattr(text, name, None) for name in EXPERT_COUNTS]
     return any(isinstance(count, int) and count > 1 for count in counts) and any(
         "expert" in name for name, _ in model.named_parameters()

@@ -99,7 +99,7 @@ def computes_as_eager(model: PreTrainedModel, attention: str, sequence_len: int 
     By a small copy on the CPU, with a cap that changes its logits. Keeps the global random state.
     """
     config = copy.deepcopy(model.config)
-    config.get_text_config().attn_logit_softcapping = _SHORT_CAP
+    config.get_text_config(decoder=True).attn_logit_softcapping = _SHORT_CAP
     with undisturbed():
         try:
             small = build_copies(type(model), config, "eager", sequence_len)[0]
@@ -361,7 +361,7 @@ def _arithmetics(small: PretrainedConfig, config: PretrainedConfig) -> Iterator[
     Constants are the positive numbers with a fractional type that the reduced copy keeps, and whole numbers in a field
     about logits.
     """
-    fields, reduced = (vars(each.get_text_config()) for each in (config, small))
+    fields, reduced = (vars(each.get_text_config(decoder=True)) for each in (config, small))
     constants = {
         float(value)
         for name, value in fields.items()

@@ -66,7 +66,7 @@ def has_kernel(device: torch.device, dtype: torch.dtype, config: PretrainedConfi
 
 def head_width(config: PretrainedConfig) -> int | None:
     """Return the width of a model's heads; None if it is not known, or values have another than queries."""
-    text = config.get_text_config()
+    text = config.get_text_config(decoder=True)
     heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
     if not heads or not hidden:
         return None

@@ -22,7 +22,7 @@ def find_expert_weights(model: Any, layer: Any) -> dict[str, Any]:
     """
     from torch.nn.modules.conv import _ConvNd
 
-    num_experts = count_experts(model.config.get_text_config())
+    num_experts = count_experts(model.config.get_text_config(decoder=True))
     return {
         f"{path}.{leaf}": parameter
         for path, module in layer.named_modules()

@@ -17,7 +17,7 @@ def measure_shape(config: Mapping[str, Any]) -> ModelShape:
     Raises ConfigError for an invalid `model.config`, and PlanError if torch is not installed.
     """
     model = _build_on_meta(config)
-    text_config = model.config.get_text_config()
+    text_config = model.config.get_text_config(decoder=True)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     layers = _find_layers(model)
     heads = _read_field(text_config, "num_attention_heads") or 1
