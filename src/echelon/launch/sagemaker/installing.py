@@ -234,9 +234,14 @@ def _run_pip(
             "packages with the job, or launch.sagemaker.image to an image that has them; or give "
             "launch.sagemaker.subnets a NAT gateway, or PIP_INDEX_URL in launch.env for an index inside your network."
         )
-    said = [line for line in pip.stderr.splitlines() if line.strip()]
+    return None, find_cause(pip.stderr)
+
+
+def find_cause(stderr: str) -> str:
+    """Why pip failed: its errors, or else its last line."""
+    said = [line for line in stderr.splitlines() if line.strip()]
     causes = [line.removeprefix("ERROR: ") for line in said if line.startswith("ERROR: ")] or said[-1:]
-    return None, " ".join(causes)[:600]
+    return " ".join(causes)[:600]
 
 
 def _read_pins(path: Path) -> dict[str, str]:

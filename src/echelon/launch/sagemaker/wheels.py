@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from echelon.errors import ConfigError, LaunchError
+from echelon.launch.sagemaker.installing import find_cause
 
 KEY = "launch.sagemaker.wheels"
 DOWNLOAD = "download"
@@ -60,10 +61,9 @@ def collect_wheels(requirements: str, python: tuple[int, int]) -> bytes:
         argv += ["--dest", str(found), "-r", str(lines), "-c", str(pins), "--find-links", str(stand_in.parent)]
         done = subprocess.run([*argv, *_platform_options(python)], capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            causes = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")] or [done.stderr.strip()]
             raise LaunchError(
                 f"{KEY}={DOWNLOAD}: pip could not collect the packages for Python {python[0]}.{python[1]}: "
-                f"{' '.join(cause.removeprefix('ERROR: ') for cause in causes)[:600]}; set {KEY} to a folder of wheels."
+                f"{find_cause(done.stderr)}; set {KEY} to a folder of wheels."
             )
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
