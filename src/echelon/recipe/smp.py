@@ -1,7 +1,6 @@
 """Keys of SageMaker's model-parallel library (SMP), versions 1 and 2, as keys of the recipe.
 
-Sources: the library's reference in the SageMaker developer guide (v2.8.0), and `smdistributed_modelparallel` in the
-SDK's documentation (v1.15).
+The parameters are in `smp.yaml`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,7 @@ from echelon.errors import ConfigError
 from echelon.recipe.document import Recipe
 from echelon.recipe.draft import Draft
 from echelon.recipe.keys import recipe_keys
-from echelon.recipe.smp_degrees import PARALLEL_KEYS, map_parallel
+from echelon.recipe.smp_degrees import PARALLEL_KEYS, TABLE, map_parallel
 from echelon.recipe.yaml_text import show_value
 
 Version = Literal[1, 2]
@@ -20,69 +19,11 @@ Version = Literal[1, 2]
 _BOTH: tuple[Version, ...] = (1, 2)
 
 
-@dataclass(frozen=True)
-class _Fixed:
-    """A parameter that sets no key: `same` are the values that match what echelon does, and `why` says what that is.
+Row = Mapping[str, Any]
+"""What `smp.yaml` says about a parameter."""
 
-    `fix`: why every other value has no counterpart, and what to do instead.
-    """
-
-    versions: tuple[Version, ...]
-    same: tuple[Any, ...]
-    why: str
-    fix: str = "it must be true or false"
-
-
-@dataclass(frozen=True)
-class _Set:
-    """A parameter that sets a key of the recipe: to `value` if it is true, or to its own value if `value` is None."""
-
-    versions: tuple[Version, ...]
-    key: str
-    value: Any = None
-
-
-_BY_COST = "stages have about equal cost"
-_OWN_STAGES = f"{_BY_COST}; parallel.stages sets the layers of each one by hand. Remove it"
-_FIXED: dict[str, _Fixed] = {
-    "fsdp_cache_flush_warnings": _Fixed((2,), (True, False), "it controls warnings of the library"),
-    "allow_empty_shards": _Fixed((2,), (True, False), "shards may always be empty"),
-    "ddp": _Fixed((1,), (True,), "gradients are summed over replicas", "leave it true, or remove it"),
-    "horovod": _Fixed((1,), (False,), "Horovod is not used", "it is for TensorFlow; remove it"),
-    "ddp_dist_backend": _Fixed((1,), ("auto", "nccl"), "NCCL on GPUs", "echelon uses NCCL on GPUs; remove it"),
-    "ddp_port": _Fixed((1,), (), "", "echelon's rendezvous has its own port; remove it"),
-    "auto_partition": _Fixed((1,), (True,), _BY_COST, f"code does not assign modules to stages: {_OWN_STAGES}"),
-    "default_partition": _Fixed((1,), (0,), _BY_COST, f"every layer has its stage: {_OWN_STAGES}"),
-    "memory_weight": _Fixed((1,), (), "", f"memory has no weight: {_OWN_STAGES}"),
-    "load_partition": _Fixed((1,), (False,), _BY_COST, f"stages are not read from a file: {_OWN_STAGES}"),
-    "partition_file": _Fixed((1,), (), "", f"stages are not read from a file: {_OWN_STAGES}"),
-    "deterministic_server": _Fixed((1,), (True, False), "the order of a schedule is always the same"),
-    "contiguous": _Fixed((1,), (True,), "layers of a stage are neighbours", "it is for TensorFlow; remove it"),
-    "prescaled_batch": _Fixed((1,), (True, False), "the recipe sets the batch of all processes together"),
-    "skip_tracing": _Fixed((1,), (True, False), "nothing is traced"),
-    "fp16_params": _Fixed((1,), (False,), "master weights are fp32", "set train.precision=fp16 instead"),
-    "sdp_reduce_bucket_size": _Fixed(
-        (1,), (500_000_000,), "it is the default", "fully_shard reduces layer by layer; remove it"
-    ),
-    "sdp_param_persistence_threshold": _Fixed(
-        (1,), (1_000_000,), "it is the default", "every parameter is sharded; remove it"
-    ),
-    "sdp_max_live_parameters": _Fixed(
-        (1,),
-        (1_000_000_000,),
-        "it is the default",
-        "layers are gathered by their number: set parallel.prefetch instead",
-    ),
-    "sdp_hierarchical_allgather": _Fixed((1,), (True, False), "NCCL chooses its own algorithm"),
-}
-_SETTINGS: dict[str, _Set] = {
-    "random_seed": _Set((2,), "run.seed"),
-    "sm_activation_offloading": _Set((2,), "train.activation_offloading", True),
-    "offload_activations": _Set((1,), "train.activation_offloading", True),
-    "sdp_gradient_clipping": _Set((1,), "optim.max_grad_norm"),
-    "fp16": _Set((1,), "train.precision", "fp16"),
-    "bf16": _Set((1,), "train.precision", "bf16"),
-}
+_FIXED: Mapping[str, Row] = TABLE["fixed"]
+_SETTINGS: Mapping[str, Row] = TABLE["settings"]
 _HORIZON = "activation_loading_horizon"
 
 
@@ -171,7 +112,7 @@ def expand_smp(draft: Draft) -> list[str]:
 
 def _check_names(parameters: Mapping[str, Any], where: str, version: Version | None) -> Version:
     """The version to which all parameters belong; without any that tells, 2."""
-    known = {name: row.versions for rows in (_FIXED, _SETTINGS) for name, row in rows.items()}
+    known = {name: row["versions"] for rows in (_FIXED, _SETTINGS) for name, row in rows.items()}
     known |= {_HORIZON: _BOTH, **PARALLEL_KEYS}
     first: str | None = None
     for name in parameters:
@@ -194,14 +135,14 @@ def _check_names(parameters: Mapping[str, Any], where: str, version: Version | N
     return version or 2
 
 
-def _accept(key: str, row: _Fixed, value: Any) -> str:
-    if any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in row.same):
-        return f"{key}={show_value(value)}: no change, {row.why}"
-    raise ConfigError(f"{key}={show_value(value)}: {row.fix}.")
+def _accept(key: str, row: Row, value: Any) -> str:
+    if any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in row["same"]):
+        return f"{key}={show_value(value)}: no change, {row['why']}"
+    raise ConfigError(f"{key}={show_value(value)}: {row.get('fix', 'it must be true or false')}.")
 
 
-def _read_setting(key: str, row: _Set, value: Any, lines: list[str]) -> Iterator[tuple[str, Any]]:
-    if row.value is None:
+def _read_setting(key: str, row: Row, value: Any, lines: list[str]) -> Iterator[tuple[str, Any]]:
+    if "value" not in row:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{key}={value} must be a number.")
         meaning = value
@@ -211,9 +152,9 @@ def _read_setting(key: str, row: _Set, value: Any, lines: list[str]) -> Iterator
         lines.append(f"{key}=false: no change")
         return
     else:
-        meaning = row.value
-    lines.append(f"{key}={show_value(value)} -> {row.key}={show_value(meaning)}")
-    yield row.key, meaning
+        meaning = row["value"]
+    lines.append(f"{key}={show_value(value)} -> {row['key']}={show_value(meaning)}")
+    yield row["key"], meaning
 
 
 def _read_horizon(

@@ -1,29 +1,17 @@
 """The degrees and pipeline options of SageMaker's model-parallel library as a mapping `parallel`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from echelon.errors import ConfigError
 from echelon.recipe.training import AxisName
-from echelon.recipe.yaml_text import show_value
+from echelon.recipe.yaml_text import read_table, show_value
 
-_V1: tuple[Literal[1, 2], ...] = (1,)
-_V2: tuple[Literal[1, 2], ...] = (2,)
-PARALLEL_KEYS: Mapping[str, tuple[Literal[1, 2], ...]] = {
-    "hybrid_shard_degree": _V2,
-    "context_parallel_degree": _V2,
-    "expert_parallel_degree": _V2,
-    "tensor_parallel_degree": (1, 2),
-    "sharded_data_parallel_degree": _V1,
-    "shard_optimizer_state": _V1,
-    "pipeline_parallel_degree": _V1,
-    "partitions": _V1,
-    "microbatches": _V1,
-    "active_microbatches": _V1,
-    "pipeline": _V1,
-    "placement_strategy": _V1,
-    "optimize": _V1,
-}
+TABLE: Mapping[str, Any] = read_table(Path(__file__).with_name("smp.yaml"))
+"""The library's parameters."""
+
+PARALLEL_KEYS: Mapping[str, Sequence[Literal[1, 2]]] = TABLE["parallel"]
 """The parameters that become `parallel`, with the versions of the library that have them."""
 
 # Axes of the letters in placement_strategy: data, pipeline and tensor parallelism; the right-most is innermost.

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -10,6 +11,7 @@ import yaml
 from echelon.errors import ConfigError
 from echelon.recipe.keys import KeyPath
 from echelon.sizes import render_bytes
+from echelon.stored import read_text
 
 LONGEST_SHOWN = 80
 MAX_TEXT_BYTES = 2**20
@@ -113,6 +115,11 @@ def parse_yaml(text: str, source: str) -> tuple[Any, dict[KeyPath, str]]:
         raise ConfigError(f"{source}: lists and mappings are nested more than {MAX_DEPTH} deep.") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: this is not valid YAML: {shorten(str(error))}.") from None
+
+
+def read_table(path: Path) -> Any:
+    """Return the content of a YAML file of echelon's own that stands beside the code which uses it."""
+    return _RecipeLoader(read_text(path)).get_single_data()
 
 
 def render_yaml(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Convert configuration files of other training tools to recipes: Axolotl, Hugging Face Trainer, TRL, LLaMA-Factory.
 
 The ledger records every key of the file: imported, or not imported with a reason. `model`, `data`, `training` and
-`operation` import the keys by topic; `reasons` and `refusals` contain the texts for the other keys.
+`operation` import the keys by topic; `reasons` has the texts for the other keys.
 """
 
 from dataclasses import dataclass, replace
@@ -13,10 +13,9 @@ from echelon.recipe.foreign.defaults import defaults_of
 from echelon.recipe.foreign.ledger import Entry, Fate, Ledger
 from echelon.recipe.foreign.model import carry_adapter, carry_model
 from echelon.recipe.foreign.objective import TRAINERS, carry_objective, carry_v1_objective, find_trainer
-from echelon.recipe.foreign.operation import carry_operation, carry_parallel, carry_run
+from echelon.recipe.foreign.operation import carry_operation, carry_parallel, carry_run, refuse_plugins
 from echelon.recipe.foreign.reading import TOOLS, Tool, detect_tool, read_foreign
-from echelon.recipe.foreign.reasons import DEFAULTS, LOST, NEEDLESS, SETTINGS
-from echelon.recipe.foreign.refusals import REFUSED, refuse_plugins
+from echelon.recipe.foreign.reasons import DEFAULTS, LOST, NEEDLESS, REFUSED, SETTINGS
 from echelon.recipe.foreign.result import render_imported, render_notes, render_refusal
 from echelon.recipe.foreign.training import Amounts, carry_optimizer, carry_training
 from echelon.recipe.load import parse_recipe

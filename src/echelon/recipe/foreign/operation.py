@@ -10,6 +10,7 @@ from echelon.recipe.aliases import read_value
 from echelon.recipe.foreign.defaults import Defaults, put_default
 from echelon.recipe.foreign.ledger import Ledger
 from echelon.recipe.foreign.reading import find_beside
+from echelon.recipe.foreign.reasons import PLUGINS
 from echelon.recipe.training import ParallelName
 from echelon.recipe.yaml_text import show_value
 from echelon.stored import read_json
@@ -30,6 +31,19 @@ def carry_run(ledger: Ledger, defaults: Defaults, path: Path) -> None:
         ledger.move("run.dir")
     if ledger.move("run.seed") is None:
         put_default(ledger, defaults, "run.seed", defaults.seed)
+
+
+def refuse_plugins(ledger: Ledger) -> None:
+    """Record Axolotl's `plugins`, refusing those that may change the training."""
+    if ledger.find("plugins") is None:
+        return
+    others = [name for name in ledger.words("plugins") if name not in PLUGINS]
+    if others:
+        ledger.refuse("plugins", f"{', '.join(others)} may change the training, and echelon does not support it.")
+    else:
+        ledger.need_not(
+            "plugins", "these plugins do not change the training: other implementations, trackers or evaluations."
+        )
 
 
 def carry_parallel(ledger: Ledger, folder: Path) -> int | None:

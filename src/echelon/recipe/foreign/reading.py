@@ -7,52 +7,16 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from echelon.errors import ConfigError
-from echelon.recipe.yaml_text import parse_yaml, show_value
+from echelon.recipe.yaml_text import parse_yaml, read_table, show_value
 from echelon.stored import read_bytes
 
 Tool = Literal["axolotl", "hf", "llamafactory", "llamafactory-v1"]
 TOOLS: tuple[Tool, ...] = get_args(Tool)
 
-# Keys that indicate a tool.
-_SIGNS: Mapping[Tool, str] = {
-    "axolotl": "base_model micro_batch_size num_epochs sequence_len sample_packing val_set_size lora_target_linear "
-    "pad_to_sequence_len eval_sample_packing special_tokens wandb_project dataset_prepared_path train_on_inputs "
-    "datasets optimizer lr_scheduler evals_per_epoch saves_per_epoch",
-    "llamafactory": "stage finetuning_type do_train cutoff_len template dataset_dir lora_rank lora_target val_size "
-    "quantization_bit pref_beta pref_loss neat_packing flash_attn overwrite_cache preprocessing_num_workers plot_loss",
-    "llamafactory-v1": "train_dataset dist_config init_config kernel_config quant_config model_class sample_backend "
-    "batching_strategy optim_config lr_scheduler_config custom_chat_template enable_activation_checkpointing",
-    "hf": "per_device_train_batch_size num_train_epochs lr_scheduler_type eval_strategy save_strategy optim "
-    "max_length max_seq_length dataset_name use_peft lora_r assistant_only_loss dataset_text_field max_steps "
-    "output_dir learning_rate lora_alpha",
-}
-# Keys that decide for a tool; keys such as `datasets`, `lora_r` and `output_dir` do not.
-_DECISIVE: Mapping[Tool, str] = {
-    "axolotl": "base_model micro_batch_size num_epochs sample_packing val_set_size",
-    "llamafactory": "stage finetuning_type cutoff_len template dataset_dir quantization_bit",
-    "llamafactory-v1": "train_dataset model_class",
-    "hf": "per_device_train_batch_size num_train_epochs lr_scheduler_type dataset_name model_name_or_path",
-}
-# Mappings that group the arguments of several classes in scripts, and the configurations of PEFT and bitsandbytes.
-_GROUPS = (
-    "model_args", "model_arguments", "model_config", "data_args", "data_arguments", "dataset_args", "script_args",
-    "script_arguments", "training_args", "training_arguments", "train_args", "trainer", "sft_config", "dpo_config",
-    "peft_config", "lora", "lora_config", "quantization_config", "bnb_config", "quant_config", "optim_config",
-    "accelerator_config", "dataset_kwargs",
-)  # fmt: skip
+TABLE: Mapping[str, Any] = read_table(Path(__file__).with_name("tools.yaml"))
+"""What is known of each tool."""
+_GROUPS: tuple[str, ...] = tuple(TABLE["groups"].split())
 _OURS = ("run", "model", "data", "train")
-# Files of these tools that do not train, identified by a key.
-_NO_TRAINING: tuple[tuple[str, str], ...] = (
-    ("distributed_type", "this is an accelerate configuration, which only distributes a job over processes; set "
-     "parallel and launch in a recipe"),
-    ("zero_optimization", "this is a DeepSpeed configuration, which only distributes a job over processes; set "
-     "parallel in a recipe"),
-    ("infer_backend", "the file is for inference, not for training; use echelon generate"),
-    ("export_dir", "the file merges or exports a model and does not train; use echelon export"),
-    ("peft_config.export_dir", "the file merges or exports a model and does not train; use echelon export"),
-    ("n_shot", "the file evaluates a model and does not train; use echelon eval"),
-    ("do_predict", "the file generates answers and does not train; use echelon eval or echelon generate"),
-)  # fmt: skip
 _READ = (
     "It reads YAML and JSON of Axolotl, Hugging Face (Trainer, TRL, PEFT) and LLaMA-Factory; for other tools write a "
     "recipe, beginning with: echelon init"
@@ -115,7 +79,7 @@ def _is_toml(text: str) -> bool:
 def _check_training(given: Mapping[str, Any], path: Path) -> None:
     """Raise ConfigError for a file that does not train."""
     trains = given.get("do_train") or (given.get("stage") and not given.get("do_predict"))
-    for key, reason in _NO_TRAINING:
+    for key, reason in TABLE["without_training"].items():
         if given.get(key) and not trains:
             raise ConfigError(f"{path}: {key}: {show_value(given[key])}: {reason}.")
 
@@ -159,8 +123,9 @@ def find_beside(folder: Path, name: str) -> Path | None:
 def detect_tool(given: Mapping[str, Any], path: Path) -> Tool:
     """Detect the tool from the keys of a file. Raises ConfigError if the keys match no tool."""
     names = {name.rpartition(".")[2] for name in given}
-    decisive = {tool: len(names & set(_DECISIVE[tool].split())) for tool in TOOLS}
-    score = {tool: len(names & set(_SIGNS[tool].split())) for tool in TOOLS}
+    decisive, score = (
+        {tool: len(names & set(TABLE["tools"][tool][kind].split())) for tool in TOOLS} for kind in ("decisive", "signs")
+    )
     if decisive["llamafactory-v1"]:  # such files also have keys of Axolotl
         return "llamafactory-v1"
     # The other tools also have keys of TrainingArguments, so hf is tried last.

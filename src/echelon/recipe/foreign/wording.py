@@ -4,6 +4,9 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.recipe.yaml_text import read_table
 
 _FIELD = re.compile(r"\{(instruction|input|system)\}")
 
@@ -25,8 +28,7 @@ class Wording:
 class Prompt:
     """The texts before an answer, with {instruction}, {input} and {system}.
 
-    `eos`: the token at the end of an answer, None for the tokenizer's own. `after`: text after that token. `bos`:
-    whether the text starts with the tokenizer's bos.
+    `eos`: the token at the end of an answer, None for the tokenizer's own.
     """
 
     plain: str
@@ -35,8 +37,6 @@ class Prompt:
     before_input: str = ""
     system: str = ""
     eos: str | None = None
-    after: str = ""
-    bos: bool = True
 
 
 # Axolotl's AlpacaPrompter (`prompters.py`), by its prompt_style. These two sentences come first, like system messages.
@@ -45,35 +45,16 @@ _WITH = (
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
     "response that appropriately completes the request."
 )
-_STYLES: Mapping[str, tuple[str, str, str]] = {
-    "instruct": (
-        "### Instruction:\n{instruction}\n\n### Response:\n",
-        "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
-        "{system}\n\n",
-    ),
-    "chat": (
-        "USER: {instruction}\nASSISTANT:",
-        "USER: {instruction}\n{input}\nASSISTANT:",
-        "SYSTEM: {system}\n",
-    ),
-    "chatml": (
-        "<|im_start|>user\n{instruction}<|im_end|>\n<|im_start|>assistant\n",
-        "<|im_start|>user\n{instruction}\n{input}<|im_end|>\n<|im_start|>assistant\n",
-        "<|im_start|>system\n{system}<|im_end|>\n",
-    ),
-    "phi": (
-        "<|user|>\n{instruction}<|end|>\n<|assistant|>\n",
-        "<|user|>\n{instruction}<|end|>{input}<|assistant|>",
-        "<|system|>\n{system}<|end|>\n",
-    ),
-}
+_TABLE = read_table(Path(__file__).with_name("wording.yaml"))
+_STYLES: Mapping[str, Mapping[str, str]] = _TABLE["styles"]
 ALPACA_STYLES = tuple(_STYLES)
 
 
 def alpaca_wording(style: str, said: str, eos: str | None) -> Wording:
     """The template of Axolotl's `type: alpaca` in one style. It ignores a record's system message and history."""
-    plain, with_input, system = _STYLES[style]
-    prompt = Prompt(plain, with_input, system.replace("{system}", _WITHOUT), system.replace("{system}", _WITH), eos=eos)
+    texts = _STYLES[style]
+    plain, with_input = (texts["system"].replace("{system}", sentence) for sentence in (_WITHOUT, _WITH))
+    prompt = Prompt(texts["plain"], texts["with_input"], plain, with_input, eos=eos)
     return Wording(render_prompt(prompt), said, difference=_SEAMS)
 
 
@@ -97,7 +78,7 @@ def render_prompt(prompt: Prompt) -> str:
     The text before the first question is not repeated before later ones.
     """
     end = "eos_token" if prompt.eos is None else json.dumps(prompt.eos, ensure_ascii=False)
-    lines = [*(["{{- bos_token }}"] if prompt.bos else []), "{%- for message in messages %}"]
+    lines = ["{{- bos_token }}", "{%- for message in messages %}"]
     if prompt.system:
         lines += [
             "{%- if message['role'] == 'system' %}",
@@ -113,7 +94,7 @@ def render_prompt(prompt: Prompt) -> str:
     lines += [
         f"{{{{- {_join(prompt.plain, 'content')} }}}}",
         "{%- elif message['role'] == 'assistant' %}",
-        f"{{{{- message['content'] + {end}{f' + {_quote(prompt.after)}' if prompt.after else ''} }}}}",
+        f"{{{{- message['content'] + {end} }}}}",
         "{%- endif %}",
         "{%- endfor %}",
     ]
@@ -136,55 +117,19 @@ def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-# Templates of Axolotl that are identical to echelon's.
-_AXOLOTL_OURS: Mapping[str, str] = {"chatml": "chatml", "llama3": "llama3", "gemma": "gemma"}
-# Copies of the templates in the tokenizers of these chat models (Axolotl: `utils/chat_templates/templates/`).
-_AXOLOTL_FAMILIES = frozenset({
-    "aya", "cohere", "command_a", "deepseek_v2", "deepseek_v3", "exaone", "exaone4", "falcon_h1", "gemma3", "gemma3n",
-    "gemma4", "gemma4_unified", "jamba", "llama3_2_vision", "llama4", "llava", "mistral_v1", "mistral_v2v3",
-    "mistral_v3_tekken", "mistral_v7_tekken", "nemotron_h", "phi_3", "phi_35", "phi_4", "pixtral", "qwen2_vl", "qwen3",
-    "qwen3_5", "qwen_25",
-})  # fmt: skip
 _OWN = "The tokenizer's own template is used; for the chat models of this family it is the same."
-_NEWLINE = "LLaMA-Factory also trains on the line end after an answer's stop token; echelon does not."
-# LLaMA-Factory's `data/template.py`: (our template, system message, difference).
-_FACTORY: Mapping[str, tuple[str | None, str | None, str]] = {
-    "chatml": ("chatml", None, _NEWLINE),
-    "qwen": ("chatml", "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.", _NEWLINE),
-    "qwen3_nothink": ("chatml", None, _NEWLINE),
-    "qwen3_5_nothink": ("chatml", None, f"{_NEWLINE} Tool calls are written as in ChatML."),
-    "qwen3": (None, None, _OWN),
-    "llama3": ("llama3", None, "White space around a turn is removed."),
-    "gemma": ("gemma", None, f"{_NEWLINE} White space around a turn is removed."),
-    "gemma2": ("gemma", None, f"{_NEWLINE} White space around a turn is removed."),
-    "alpaca": (
-        render_prompt(
-            Prompt(
-                "### Instruction:\n{instruction}\n\n### Response:\n",
-                "### Instruction:\n{instruction}\n{input}\n\n### Response:\n",
-                system="{system}",
-                after="\n\n",
-                bos=False,
-            )
-        ),
-        f"{_WITHOUT}\n\n",
-        "LLaMA-Factory also trains on the line ends after an answer; echelon does not.",
-    ),
-}
 
 
 def axolotl_wording(name: str, said: str) -> Wording | None:
     """Return the template with this name in Axolotl; None for an unknown name."""
     if name.startswith("tokenizer_default"):
         return Wording(None, said)
-    if name in _AXOLOTL_OURS:
-        return Wording(_AXOLOTL_OURS[name], said)
-    return Wording(None, said, difference=_OWN) if name in _AXOLOTL_FAMILIES else None
+    if name in _TABLE["axolotl"].split():
+        return Wording(name, said)
+    return Wording(None, said, difference=_OWN) if name in _TABLE["axolotl_families"].split() else None
 
 
 def factory_wording(name: str, said: str) -> Wording | None:
     """Return the template with this name in LLaMA-Factory; None for an unknown name."""
-    if name not in _FACTORY:
-        return None
-    template, system, difference = _FACTORY[name]
-    return Wording(template, said, system, difference)
+    row = _TABLE["llamafactory"].get(name)
+    return None if row is None else Wording(row["template"], said, row.get("system"), row["difference"])
