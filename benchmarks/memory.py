@@ -19,6 +19,7 @@ import torch
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import build_mesh
 from echelon.distributed.runtime import start_runtime, stop_runtime
+from echelon.engines import EngineSpec
 from echelon.engines.native import NativeEngine, build_native_engine
 from echelon.model.build import load_config
 from echelon.objectives.causal_lm import CausalLM
@@ -88,7 +89,7 @@ def build_engine(case: Case, plan: ParallelPlan, device: torch.device) -> Native
         }
     )
     meshes = build_mesh(plan, device.type)
-    return build_native_engine(recipe, load_config(case.model()), plan, meshes, CausalLM(), device)
+    return build_native_engine(EngineSpec(recipe, load_config(case.model()), plan, meshes, device))
 
 
 def train_step(engine: NativeEngine, case: Case, step: int, device: torch.device) -> None:
@@ -96,7 +97,7 @@ def train_step(engine: NativeEngine, case: Case, step: int, device: torch.device
     shape, numbers = (case.micro_batch_size, case.sequence_len), np.arange(case.micro_batch_size)
     tokens = [torch.randint(case.vocab_size, shape, device=device) for _ in range(2)]
     batch = [Microbatch(each, each, numbers, numbers) for each in tokens]
-    engine.forward_backward(step, batch, torch.tensor(2.0 * tokens[0].numel(), device=device))
+    engine.forward_backward(step, batch, torch.tensor(2.0 * tokens[0].numel(), device=device), CausalLM())
     engine.clip(1.0)
     engine.step(1e-3, torch.ones((), dtype=torch.bool, device=device))
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import build_mesh
+from echelon.engines import EngineSpec
 from echelon.engines.native import build_native_engine
 from echelon.model.build import load_config
 from echelon.objectives.causal_lm import CausalLM
@@ -86,17 +87,17 @@ def train(rank, processes, folder, size, plan, num_steps):
     recipe, _ = load_recipe(Path(folder) / "recipe.yaml")
     config, device = load_config(describe_model(width, layers, length, plan.ep > 1)), torch.device("cpu")
     meshes = build_mesh(plan, "cpu")
-    engine = build_native_engine(recipe, config, plan, meshes, CausalLM(), device)
+    engine = build_native_engine(EngineSpec(recipe, config, plan, meshes, device))
     tokens = torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(meshes.data_rank))
     places = np.arange(batch)
     microbatch = Microbatch(tokens, tokens, places, places).cut(meshes.sequence_part)
     microbatches = [microbatch] * plan.num_microbatches
     num_targets = torch.tensor(float(count_tokens(plan, size)))
-    engine.rehearse(microbatch, plan.num_microbatches)
+    engine.rehearse(microbatch, plan.num_microbatches, CausalLM())
     seconds, sent = [], []
     for step in range(WARMUP_STEPS + num_steps):
         before, started = read_sent_bytes(), time.perf_counter()
-        engine.forward_backward(step, microbatches, num_targets)
+        engine.forward_backward(step, microbatches, num_targets, CausalLM())
         engine.clip(1.0)
         engine.step(1e-4, torch.tensor(True))
         seconds.append(time.perf_counter() - started)

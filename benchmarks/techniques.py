@@ -30,6 +30,7 @@ import torch.distributed as dist
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import build_mesh
 from echelon.distributed.runtime import start_runtime, stop_runtime
+from echelon.engines import EngineSpec
 from echelon.engines.native import build_native_engine
 from echelon.hardware.accelerators import ACCELERATORS, Cluster
 from echelon.model.build import load_config
@@ -241,15 +242,15 @@ class Training:
         self._size, self._device = size, device
         self._meshes = build_mesh(self.plan, device.type)
         config = load_config(describe_model(size, group.has_experts))
-        self._engine = build_native_engine(recipe, config, self.plan, self._meshes, CausalLM(), device)
+        self._engine = build_native_engine(EngineSpec(recipe, config, self.plan, self._meshes, device))
         self._step = 0
-        self._engine.rehearse(self._draw()[0], self.plan.num_microbatches)
+        self._engine.rehearse(self._draw()[0], self.plan.num_microbatches, CausalLM())
 
     def run(self, steps):
         """Train for a block of steps."""
         num_targets = torch.tensor(float(self._size.batch * self._size.tokens), device=self._device)
         for _ in range(steps):
-            self._engine.forward_backward(self._step, self._draw(), num_targets)
+            self._engine.forward_backward(self._step, self._draw(), num_targets, CausalLM())
             self._engine.clip(1.0)
             self._engine.step(1e-3, torch.ones((), dtype=torch.bool, device=self._device))
             self._step += 1

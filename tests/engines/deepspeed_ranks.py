@@ -6,6 +6,7 @@ from unittest import mock
 
 import torch
 
+from echelon.objectives.causal_lm import CausalLM
 from echelon.parallel.step import SingleStage
 from training import masked_trainer
 
@@ -50,7 +51,7 @@ def logits_of(rank, world_size, path, plan, ids):
     """Train a rank; the logits of its live model after the last of some ids, on every rank."""
     with masked_trainer(rank, world_size, path, plan) as trainer:
         trainer.fit()
-        with trainer.train_step.engine.evaluation() as evaluation:
+        with trainer.train_step.engine.evaluation(CausalLM()) as evaluation:
             logits = evaluation.next_token_logits(torch.tensor([ids]), torch.tensor([len(ids) - 1]))
         assert Path(path).exists()
         return logits.tolist()

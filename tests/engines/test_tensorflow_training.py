@@ -23,6 +23,7 @@ from echelon.api.models import export
 from echelon.distributed.objects import gather_objects
 from echelon.engines.tensorflow.steps import GRADIENTS, WEIGHTS
 from echelon.engines.tensorflow.update import MOMENTS
+from echelon.objectives.causal_lm import CausalLM
 from echelon.planner.plan import ParallelPlan
 from echelon.runs.run_folder import RunFolder
 from training import Row, hashes, masked_trainer, prepare, read_rows, train_rank, with_ranks
@@ -125,7 +126,7 @@ def logits_of(rank: int, world_size: int, path: str, plan: ParallelPlan, ids: li
     place_rank(rank, world_size)
     with masked_trainer(rank, world_size, path, plan) as trainer:
         trainer.fit()
-        with trainer.train_step.engine.evaluation() as evaluation:
+        with trainer.train_step.engine.evaluation(CausalLM()) as evaluation:
             return evaluation.next_token_logits(torch.tensor([ids]), torch.tensor([len(ids) - 1])).tolist()
 
 
@@ -137,9 +138,9 @@ def find_nan(rank: int, world_size: int, path: str, plan: ParallelPlan) -> tuple
         weights = {name: each.numpy() for name, each in engine.weights().items()}
         weights["model.layers.1.mlp.up_proj.weight"][0, 0] = math.nan
         engine._steps.write(WEIGHTS, weights)
-        sums, norm = engine.forward_backward(0, microbatches, torch.ones(())), engine.clip(1.0)
+        sums, norm = engine.forward_backward(0, microbatches, torch.ones(()), CausalLM()), engine.clip(1.0)
         engine.step(1e-3, torch.zeros((), dtype=torch.bool))
-        finding = engine.find_nonfinite(0, microbatches[0], torch.ones(()))
+        finding = engine.find_nonfinite(0, microbatches[0], torch.ones(()), CausalLM())
         kept = all(torch.equal(each.nan_to_num(), torch.from_numpy(weights[name]).nan_to_num())
                    for name, each in engine.weights().items())  # fmt: skip
         return float(sums.loss), float(norm), finding.describe(), kept

@@ -22,13 +22,13 @@ from transformers.utils import logging
 from echelon.checkpoint.export import export_run, load_run_model
 from echelon.data.prepare import prepare_data
 from echelon.distributed.mesh import build_mesh
+from echelon.engines import EngineSpec
 from echelon.engines.native import build_native_engine
 from echelon.errors import EchelonError
 from echelon.hardware.accelerators import Cluster
 from echelon.lifecycle.model_checks import check_model
 from echelon.model.build import build_on_meta, load_config, materialize, persistent_buffers
 from echelon.model.pretrained import PretrainedWeights
-from echelon.objectives.causal_lm import CausalLM
 from echelon.planner.choose import resolve_plan
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import load_recipe, render_recipe
@@ -291,7 +291,7 @@ def load_sharded(rank: int, world_size: int, path: str, plan: ParallelPlan) -> d
     assert recipe.model.checkpoint is not None
     config = load_config(recipe.model.checkpoint)
     engine = build_native_engine(
-        recipe, config, plan, build_mesh(plan, "cpu"), CausalLM(), torch.device("cpu"), compile_backend="eager"
+        EngineSpec(recipe, config, plan, build_mesh(plan, "cpu"), torch.device("cpu"), compile_backend="eager")
     )
     tensors = {**dict(engine._decoder.named_parameters()), **persistent_buffers(engine._decoder)}
     return {

@@ -37,21 +37,22 @@ class Bigram:
 
     loss_scale = served = None
 
-    def __init__(self, recipe, config, plan, meshes, objective, device, compile_backend, new_token_ids):
-        self._table = torch.zeros(config.vocab_size, config.vocab_size, dtype=torch.float64)
+    def __init__(self, spec):
+        size = spec.config.vocab_size
+        self._table = torch.zeros(size, size, dtype=torch.float64)
         self._momentum, self._gradient = torch.zeros_like(self._table), torch.zeros_like(self._table)
-        self._group = meshes.loss
+        self._group = spec.meshes.loss
         self.rehearsed = None
 
     def describe(self, has_documents):
         return ("a table of logits",)
 
-    def rehearse(self, microbatch, num_microbatches):
-        self.forward_backward(0, [microbatch] * num_microbatches, torch.ones(()))
+    def rehearse(self, microbatch, num_microbatches, objective):
+        self.forward_backward(0, [microbatch] * num_microbatches, torch.ones(()), objective)
         self._gradient.zero_()
         return Rehearsal()
 
-    def forward_backward(self, step, microbatches, num_targets):
+    def forward_backward(self, step, microbatches, num_targets, objective):
         assert not self._gradient.any(), "the gradients of the step before were neither applied nor dropped"
         total = torch.zeros((), dtype=torch.float64)
         for microbatch in microbatches:
@@ -87,13 +88,13 @@ class Bigram:
     def gradients(self):
         return {"table": self._gradient}
 
-    def find_nonfinite(self, step, microbatch, num_targets):
-        self.forward_backward(step, [microbatch], num_targets)
+    def find_nonfinite(self, step, microbatch, num_targets, objective):
+        self.forward_backward(step, [microbatch], num_targets, objective)
         is_finite = bool(self._gradient.isfinite().all())
         self._gradient.zero_()
         return None if is_finite else Finding(3, 0, "the table")
 
-    def evaluation(self):
+    def evaluation(self, objective):
         return nullcontext(self)
 
     def sums(self, microbatch):
@@ -120,8 +121,8 @@ class Bigram:
 class PoisonedBigram(Bigram):
     """The batch of step 5 has a gradient that is not a number."""
 
-    def forward_backward(self, step, microbatches, num_targets):
-        sums = super().forward_backward(step, microbatches, num_targets)
+    def forward_backward(self, step, microbatches, num_targets, objective):
+        sums = super().forward_backward(step, microbatches, num_targets, objective)
         if step + 1 == 5:
             self._gradient.fill_(torch.nan)
         return sums

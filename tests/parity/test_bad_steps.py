@@ -57,8 +57,8 @@ def poison(factors):
     """Steps, counted from 1, whose gradients come out of the backward pass multiplied: their batches are bad."""
     forward_backward = NativeEngine.forward_backward
 
-    def poisoned(engine, step, microbatches, num_targets):
-        loss = forward_backward(engine, step, microbatches, num_targets)
+    def poisoned(engine, step, *arguments):
+        loss = forward_backward(engine, step, *arguments)
         for parameter in engine._decoder.parameters():
             local_part(parameter.grad).mul_(factors.get(str(step + 1), 1.0))
         return loss
@@ -71,12 +71,12 @@ def spoil(number):
     forward_backward, loss_sum = NativeEngine.forward_backward, CausalLM.loss_sum
     spoiled = []
 
-    def note(engine, step, microbatches, num_targets):
+    def note(engine, step, microbatches, *arguments):
         if step + 1 == number and not spoiled:
             least = torch.tensor(min(int(each.sample_ids.min()) for each in microbatches))
             dist.all_reduce(least, dist.ReduceOp.MIN)
             spoiled.append(int(least))
-        return forward_backward(engine, step, microbatches, num_targets)
+        return forward_backward(engine, step, microbatches, *arguments)
 
     def lose(objective, outputs, batch):
         loss = loss_sum(objective, outputs, batch)

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from echelon.api.planning import plan
 from echelon.distributed.mesh import build_mesh
-from echelon.engines import build_engine
+from echelon.engines import EngineSpec, build_engine
 from echelon.errors import ConfigError
 from echelon.lifecycle.building import build_stages
 from echelon.model.sharding import local_part
@@ -92,7 +92,9 @@ def count_stored(rank: int, world_size: int, mapping: dict[str, Any], planned: P
     meshes = build_mesh(planned, "cpu")
     config = AutoConfig.for_model(**TINY)
     objective = build_objective(recipe.objective)
-    engine: Any = build_engine(recipe, config, planned, meshes, objective, torch.device("cpu"))
+    engine: Any = build_engine(
+        EngineSpec(recipe, config, planned, meshes, torch.device("cpu"), needs_reference=objective.needs_reference)
+    )
     sizes = {name: local_part(each).nbytes for name, each in engine.state_dict().items()}
     weights = sum(size for name, size in sizes.items() if name.startswith("model."))
     assert dist.get_world_size() == world_size

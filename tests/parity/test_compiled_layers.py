@@ -12,6 +12,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from echelon.data.loader import build_microbatch
 from echelon.data.shards import Samples
 from echelon.distributed.mesh import build_mesh
+from echelon.engines import EngineSpec
 from echelon.engines.native import build_native_engine
 from echelon.model.build import load_config
 from echelon.objectives.causal_lm import CausalLM
@@ -48,8 +49,8 @@ def find_breaks(rank, world_size, path, family, has_documents, checkpointing):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     meshes, config = build_mesh(plan, "cpu"), load_config(small_config(family))
-    engine = build_native_engine(recipe, config, plan, meshes, CausalLM(), torch.device("cpu"), count)
-    engine.rehearse(build_batch(16, has_documents), 1)
+    engine = build_native_engine(EngineSpec(recipe, config, plan, meshes, torch.device("cpu"), count))
+    engine.rehearse(build_batch(16, has_documents), 1, CausalLM())
     return dict(torch._dynamo.utils.counters["graph_break"]), len(graphs)
 
 
@@ -85,8 +86,8 @@ def count_graphs(rank, world_size, path, compiles):
     torch._dynamo.utils.clear_compilation_metrics()
     plan = ParallelPlan("ddp", compile=compiles)
     meshes, config = build_mesh(plan, "cpu"), load_config(small_config("llama"))
-    engine = build_native_engine(recipe, config, plan, meshes, CausalLM(), torch.device("cpu"), count)
-    engine.rehearse(build_batch(16, False), 1)
+    engine = build_native_engine(EngineSpec(recipe, config, plan, meshes, torch.device("cpu"), count))
+    engine.rehearse(build_batch(16, False), 1, CausalLM())
     return len(graphs), compilation.describe_recompiles()
 
 
@@ -113,10 +114,10 @@ def train_in_many_shapes(rank, world_size, path, config, max_graphs):
     try:
         with mock.patch.object(compilation, "MAX_GRAPHS", max_graphs):
             meshes, device = build_mesh(plan, "cpu"), torch.device("cpu")
-            engine = build_native_engine(recipe, load_config(config), plan, meshes, CausalLM(), device, "eager")
+            engine = build_native_engine(EngineSpec(recipe, load_config(config), plan, meshes, device, "eager"))
         for width in (16, 32, 24, 64, 40, 8):
-            engine.rehearse(build_batch(width, True), 1)
-        with engine.evaluation() as evaluation:
+            engine.rehearse(build_batch(width, True), 1, CausalLM())
+        with engine.evaluation(CausalLM()) as evaluation:
             for width in (16, 32, 24):
                 evaluation.sums(build_batch(width, True))
     finally:

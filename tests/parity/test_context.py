@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import build_mesh
+from echelon.engines import EngineSpec
 from echelon.engines.native import build_native_engine
 from echelon.model.build import load_config
 from echelon.model.parts import find_layers
@@ -161,16 +162,16 @@ def count_context(rank, world_size, path, plan):
     recipe, _ = load_recipe(Path(path))
     meshes = build_mesh(plan, "cpu")
     engine = build_native_engine(
-        recipe, load_config(small_config("llama")), plan, meshes, CausalLM(), torch.device("cpu")
+        EngineSpec(recipe, load_config(small_config("llama")), plan, meshes, torch.device("cpu"))
     )
     tokens, ids = torch.zeros(SEQUENCES, WIDTH, dtype=torch.int64), np.arange(SEQUENCES)
     microbatch = Microbatch(tokens, tokens, ids, ids).cut(meshes.sequence_part)
-    engine.rehearse(microbatch, 1)
+    engine.rehearse(microbatch, 1, CausalLM())
     shapes = set()
     for layer in find_layers(engine._decoder):
         layer.register_forward_hook(lambda module, inputs, output: shapes.add(tuple(output.shape)))
     with CallCounter() as counter:
-        engine.forward_backward(0, [microbatch] * plan.num_microbatches, torch.tensor(1.0))
+        engine.forward_backward(0, [microbatch] * plan.num_microbatches, torch.tensor(1.0), CausalLM())
     numbers = sum(local_part(each).numel() for each in engine._decoder.parameters())
     return dict(counter.calls), dict(counter.bytes), shapes, numbers
 

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import build_mesh
+from echelon.engines import EngineSpec
 from echelon.engines.native import build_native_engine
 from echelon.model.build import load_config
 from echelon.objectives.causal_lm import CausalLM
@@ -46,12 +47,12 @@ def run_step(rank, world_size, path):
     """The numbers that this rank stores, and the collectives of a step of one microbatch."""
     recipe, _ = load_recipe(Path(path))
     meshes = build_mesh(PLAN, "cpu")
-    engine = build_native_engine(recipe, load_config(CONFIG), PLAN, meshes, CausalLM(), torch.device("cpu"))
+    engine = build_native_engine(EngineSpec(recipe, load_config(CONFIG), PLAN, meshes, torch.device("cpu")))
     tokens, places = torch.arange(TOKENS)[None] + 20 * rank, np.zeros(1, dtype=np.int64)
     microbatch = Microbatch(tokens, tokens, places, places)
-    engine.rehearse(microbatch, 1)
+    engine.rehearse(microbatch, 1, CausalLM())
     with Payloads() as payloads:
-        engine.forward_backward(0, [microbatch], torch.tensor(1.0))
+        engine.forward_backward(0, [microbatch], torch.tensor(1.0), CausalLM())
     stored = {key: sum(part.numel() for part in each.values()) for key, each in
               (("weights", engine.weights()), ("gradients", engine.gradients()))}  # fmt: skip
     return stored, payloads.found

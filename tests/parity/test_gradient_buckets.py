@@ -8,6 +8,7 @@ import torch
 
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import build_mesh
+from echelon.engines import EngineSpec
 from echelon.engines.native import build_native_engine
 from echelon.model.build import load_config
 from echelon.objectives.causal_lm import CausalLM
@@ -39,7 +40,7 @@ def observe(rank, world_size, path, precision, num_microbatches):
 
     hook, data_parallel.sum_gradients = data_parallel.sum_gradients, note_bucket
     device, meshes = torch.device("cpu"), build_mesh(plan, "cpu")
-    engine = build_native_engine(recipe, load_config(small_config("llama")), plan, meshes, CausalLM(), device)
+    engine = build_native_engine(EngineSpec(recipe, load_config(small_config("llama")), plan, meshes, device))
     trained = list(engine._trained.values())
     for parameter in trained if num_microbatches > 1 else ():
         parameter.register_post_accumulate_grad_hook(note_gradient)
@@ -51,12 +52,12 @@ def observe(rank, world_size, path, precision, num_microbatches):
         tokens = torch.randint(0, 256, (1, 8), generator=generator)
         return Microbatch(tokens, tokens, places, places)
 
-    engine.rehearse(build(), num_microbatches)
+    engine.rehearse(build(), num_microbatches, CausalLM())
     steps = []
     for step in range(NUM_STEPS):
         for each in (buckets, gradients, found):
             each.clear()
-        engine.forward_backward(step, [build() for _ in range(num_microbatches)], torch.tensor(48.0))
+        engine.forward_backward(step, [build() for _ in range(num_microbatches)], torch.tensor(48.0), CausalLM())
         for parameter in trained:
             note_gradient(parameter)
         engine.clip(1.0)
@@ -96,9 +97,9 @@ def count_graphs(rank, world_size, path):
         return graph
 
     torch._dynamo.reset()
-    engine = build_native_engine(recipe, config, plan, meshes, CausalLM(), torch.device("cpu"), count)
+    engine = build_native_engine(EngineSpec(recipe, config, plan, meshes, torch.device("cpu"), count))
     tokens, places = torch.zeros(1, 8, dtype=torch.int64), np.zeros(1, dtype=np.int64)
-    engine.rehearse(Microbatch(tokens, tokens, places, places), 1)
+    engine.rehearse(Microbatch(tokens, tokens, places, places), 1, CausalLM())
     return len(graphs)
 
 

@@ -12,11 +12,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from echelon.distributed.mesh import build_mesh
+from echelon.engines import EngineSpec
 from echelon.engines.native import build_native_engine
 from echelon.model.build import load_config
 from echelon.model.sharding import local_part, local_places
 from echelon.model.weights import WeightPlace
-from echelon.objectives.causal_lm import CausalLM
 from echelon.optimizer.rounding import random_bits
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import load_recipe
@@ -30,7 +30,7 @@ def whole_weights(rank, world_size, path, plan, family, tied):
     recipe, _ = load_recipe(Path(path))
     meshes = build_mesh(plan, "cpu")
     config = load_config(small_config(family, tied))
-    engine = build_native_engine(recipe, config, plan, meshes, CausalLM(), torch.device("cpu"))
+    engine = build_native_engine(EngineSpec(recipe, config, plan, meshes, torch.device("cpu")))
     parameters = dict(engine._decoder.named_parameters())
     return {
         name: np.array((value.full_tensor() if hasattr(value, "full_tensor") else value).detach())
@@ -74,7 +74,7 @@ def peak_while_building(rank, world_size, path, plan, config):
 
     thread = threading.Thread(target=watch)
     thread.start()
-    engine = build_native_engine(recipe, load_config(config), plan, meshes, CausalLM(), torch.device("cpu"))
+    engine = build_native_engine(EngineSpec(recipe, load_config(config), plan, meshes, torch.device("cpu")))
     done.set()
     thread.join()
     whole = sum(parameter.numel() * 4 for parameter in engine._decoder.parameters())

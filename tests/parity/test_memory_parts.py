@@ -9,6 +9,7 @@ import torch
 
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import build_mesh
+from echelon.engines import EngineSpec
 from echelon.engines.native import build_native_engine
 from echelon.model.build import load_config
 from echelon.objectives.causal_lm import CausalLM
@@ -43,10 +44,10 @@ def measure(rank, world_size, path, plan, config=CONFIG):
     torch._dynamo.reset()
     recipe, _ = load_recipe(Path(path))
     device, meshes = torch.device("cpu"), build_mesh(plan, "cpu")
-    engine = build_native_engine(recipe, load_config(config), plan, meshes, CausalLM(), device, "aot_eager")
+    engine = build_native_engine(EngineSpec(recipe, load_config(config), plan, meshes, device, "aot_eager"))
     tokens = torch.randint(0, 256, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     places = np.arange(BATCH)
-    rehearsal = engine.rehearse(Microbatch(tokens, tokens, places, places), plan.num_microbatches)
+    rehearsal = engine.rehearse(Microbatch(tokens, tokens, places, places), plan.num_microbatches, CausalLM())
     return rehearsal.memory, estimate_parts(build_shape(config), plan, LENGTH, "cpu")
 
 

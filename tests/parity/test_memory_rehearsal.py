@@ -102,14 +102,14 @@ def train_limited(rank, world_size, path, plan, limit, num_bytes):
         native.NativeEngine.rehearse, native.is_out_of_memory, [], [], [],
     )  # fmt: skip
 
-    def rehearse_limited(engine, microbatch, num_microbatches):
+    def rehearse_limited(engine, microbatch, num_microbatches, objective):
         assert not any(each() for each in decoders), "the engine of an earlier attempt still takes memory"
         decoders.append(weakref.ref(engine._decoder))
         tried.append((len(microbatch.input_ids), num_microbatches))
         if rank != SHORT_RANK or limit is None:
-            return rehearse(engine, microbatch, num_microbatches)
+            return rehearse(engine, microbatch, num_microbatches, objective)
         with limit(num_bytes):
-            return rehearse(engine, microbatch, num_microbatches)
+            return rehearse(engine, microbatch, num_microbatches, objective)
 
     def note_failure(error):
         failures.append(repr(error))

@@ -11,6 +11,7 @@ import torch
 import echelon.parallel
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import build_mesh
+from echelon.engines import EngineSpec
 from echelon.engines.native import build_native_engine
 from echelon.model.build import load_config
 from echelon.objectives.causal_lm import CausalLM
@@ -34,10 +35,10 @@ def train_step(rank, world_size, path, plan):
     recipe, _ = load_recipe(Path(path))
     meshes, device = build_mesh(plan, "cpu"), torch.device("cpu")
     with mock.patch.object(echelon.parallel, "apply_activation_offloading", apply):
-        engine = build_native_engine(recipe, load_config(CONFIG), plan, meshes, CausalLM(), device)
+        engine = build_native_engine(EngineSpec(recipe, load_config(CONFIG), plan, meshes, device))
     tokens, places = torch.arange(32).view(2, 16) + rank, np.arange(2, dtype=np.int64)
     batch = Microbatch(tokens, tokens, places, places)
-    sums = engine.forward_backward(0, [batch, batch], torch.tensor(64.0))
+    sums = engine.forward_backward(0, [batch, batch], torch.tensor(64.0), CausalLM())
     return float(sums.loss), float(engine.clip(None)), side.diary.count("save"), side.diary.count("load")
 
 

@@ -12,6 +12,7 @@ import torch
 
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import build_mesh
+from echelon.engines import EngineSpec
 from echelon.engines.native import build_native_engine
 from echelon.model.build import load_config
 from echelon.model.sharding import local_part
@@ -181,7 +182,7 @@ class Sends(TrafficCounter):
 def build_engine_of(path, config, plan):
     recipe, _ = load_recipe(Path(path))
     meshes = build_mesh(plan, "cpu")
-    return build_native_engine(recipe, load_config(config), plan, meshes, CausalLM(), torch.device("cpu"))
+    return build_native_engine(EngineSpec(recipe, load_config(config), plan, meshes, torch.device("cpu")))
 
 
 def make_microbatch():
@@ -195,10 +196,11 @@ def observe_stage(rank, world_size, path, config, plan):
     parts = [local_part(each.detach()) for each in engine._decoder.parameters()]
     weights = {name: local_part(each.detach()).clone() for name, each in engine._decoder.named_parameters()}
     microbatches = [make_microbatch()] * plan.num_microbatches
-    engine.rehearse(microbatches[0], plan.num_microbatches)
-    engine.forward_backward(0, microbatches, torch.tensor(1.0))  # PyTorch's schedules exchange more in their first step
+    engine.rehearse(microbatches[0], plan.num_microbatches, CausalLM())
+    # PyTorch's schedules exchange more in their first step.
+    engine.forward_backward(0, microbatches, torch.tensor(1.0), CausalLM())
     with Sends() as counter:
-        engine.forward_backward(1, microbatches, torch.tensor(1.0))
+        engine.forward_backward(1, microbatches, torch.tensor(1.0), CausalLM())
     return weights, sum(each.numel() for each in parts), counter.calls["send"], counter.bytes["send"]
 
 
@@ -233,7 +235,7 @@ def measure_memory(rank, world_size, path, config, plan):
     """The memory of a rehearsed step by part, each the largest of all ranks."""
     engine = build_engine_of(path, config, plan)
     tokens, places = torch.arange(4 * 64).view(4, 64) % 256, np.arange(4)
-    return engine.rehearse(Microbatch(tokens, tokens, places, places), plan.num_microbatches).memory
+    return engine.rehearse(Microbatch(tokens, tokens, places, places), plan.num_microbatches, CausalLM()).memory
 
 
 @pytest.mark.slow
@@ -268,8 +270,8 @@ def find_poisoned(rank, world_size, path, config, plan, poisoned):
     for name, each in engine._decoder.named_parameters():
         if name in poisoned:
             local_part(each.detach()).fill_(torch.nan)
-    engine.rehearse(make_microbatch(), 4)
-    return engine.find_nonfinite(0, make_microbatch(), torch.tensor(1.0))
+    engine.rehearse(make_microbatch(), 4, CausalLM())
+    return engine.find_nonfinite(0, make_microbatch(), torch.tensor(1.0), CausalLM())
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import build_mesh
+from echelon.engines import EngineSpec
 from echelon.engines.native import build_native_engine
 from echelon.model.build import load_config
 from echelon.model.parts import find_layers
@@ -45,7 +46,7 @@ def record_step(rank, world_size, path, plan):
     """The gathers and layers of one step in order, the loss, and the norm of the gradients."""
     recipe, _ = load_recipe(Path(path))
     meshes = build_mesh(plan, "cpu")
-    engine = build_native_engine(recipe, load_config(CONFIG), plan, meshes, CausalLM(), torch.device("cpu"))
+    engine = build_native_engine(EngineSpec(recipe, load_config(CONFIG), plan, meshes, torch.device("cpu")))
     diary = []
     layers = find_layers(engine._decoder)
     units = [("rest", engine._parallel.module), *((str(place), layer) for place, layer in enumerate(layers))]
@@ -58,7 +59,7 @@ def record_step(rank, world_size, path, plan):
         note = partial(lambda word, *_: diary.append(word), f"backward {place}")
         layer.mlp.register_full_backward_pre_hook(note)
     tokens, places = torch.arange(32).view(2, 16) + rank, np.arange(2, dtype=np.int64)
-    sums = engine.forward_backward(0, [Microbatch(tokens, tokens, places, places)], torch.tensor(32.0))
+    sums = engine.forward_backward(0, [Microbatch(tokens, tokens, places, places)], torch.tensor(32.0), CausalLM())
     return diary, float(sums.loss), float(engine.clip(None))
 
 

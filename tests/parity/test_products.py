@@ -13,6 +13,7 @@ import torch
 
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import build_mesh
+from echelon.engines import EngineSpec
 from echelon.engines.native import build_native_engine
 from echelon.model.build import load_config
 from echelon.model.sharding import local_part
@@ -86,19 +87,20 @@ def observe(rank, world_size, path, config, plan):
     """This rank's place, its parameter elements, what it sends over each axis in a step, and the largest memory."""
     recipe, _ = load_recipe(Path(path))
     meshes = build_mesh(plan, "cpu")
-    engine = build_native_engine(recipe, load_config(config), plan, meshes, CausalLM(), torch.device("cpu"))
+    engine = build_native_engine(EngineSpec(recipe, load_config(config), plan, meshes, torch.device("cpu")))
     tokens = torch.randint(0, 256, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(meshes.data_rank))
     places = np.arange(SEQUENCES)
     microbatch = Microbatch(tokens, tokens, places, places).cut(meshes.sequence_part)
-    memory = engine.rehearse(microbatch, plan.num_microbatches).memory
+    memory = engine.rehearse(microbatch, plan.num_microbatches, CausalLM()).memory
     groups = {"pp": meshes.pp, "cp": meshes.cp, "tp": meshes.tp and meshes.tp.get_group()}
     for mesh in (meshes.shard, meshes.experts):
         groups |= {} if mesh is None else {name: mesh.get_group(name) for name in mesh.mesh_dim_names}
     axes = {group.group_name: name for name, group in groups.items() if group is not None and group.size() > 1}
     microbatches = [microbatch] * plan.num_microbatches
-    engine.forward_backward(0, microbatches, torch.tensor(1.0))  # PyTorch's schedules exchange more in their first step
+    # PyTorch's schedules exchange more in their first step.
+    engine.forward_backward(0, microbatches, torch.tensor(1.0), CausalLM())
     with TrafficCounter(axes) as counter:
-        engine.forward_backward(1, microbatches, torch.tensor(1.0))
+        engine.forward_backward(1, microbatches, torch.tensor(1.0), CausalLM())
     elements = sum(local_part(each).numel() for each in engine._decoder.parameters())
     return dict(meshes.place), elements, counter.by_axis, memory
 

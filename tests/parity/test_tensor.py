@@ -12,6 +12,7 @@ import torch
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import build_mesh
 from echelon.distributed.traffic import count_traffic
+from echelon.engines import EngineSpec
 from echelon.engines.native import build_native_engine
 from echelon.errors import ConfigError
 from echelon.model.build import build_on_meta, load_config
@@ -127,14 +128,14 @@ def read_gradients(rank, world_size, path, config, plan):
     """The whole gradients of an adapter whose weights are drawn by name: at the start B is zero, and A has none."""
     recipe, _ = load_recipe(Path(path))
     meshes = build_mesh(plan, "cpu")
-    engine = build_native_engine(recipe, load_config(config), plan, meshes, CausalLM(), torch.device("cpu"))
+    engine = build_native_engine(EngineSpec(recipe, load_config(config), plan, meshes, torch.device("cpu")))
     trained = engine._trained
     for name, parameter in trained.items():
         drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(derive_seed(1, name)))
         write_part(parameter.detach(), 0.1 * drawn)
     tokens, labels = random_batch()
     places = np.arange(len(tokens))
-    engine.forward_backward(0, [Microbatch(tokens, labels, places, places)], (labels >= 0).sum().float())
+    engine.forward_backward(0, [Microbatch(tokens, labels, places, places)], (labels >= 0).sum().float(), CausalLM())
     return {name: whole(parameter.grad) for name, parameter in trained.items()}
 
 
@@ -156,16 +157,16 @@ def count_tensor_traffic(rank, world_size, path, config, plan):
     """What a microbatch sends over each axis, and the parameter elements of this rank."""
     recipe, _ = load_recipe(Path(path))
     meshes = build_mesh(plan, "cpu")
-    engine = build_native_engine(recipe, load_config(config), plan, meshes, CausalLM(), torch.device("cpu"))
+    engine = build_native_engine(EngineSpec(recipe, load_config(config), plan, meshes, torch.device("cpu")))
     tokens, labels = random_batch()
     places = np.arange(len(tokens))
     microbatch = Microbatch(tokens, labels, places, places)
-    engine.rehearse(microbatch, 1)
+    engine.rehearse(microbatch, 1, CausalLM())
     axes = {meshes.tp.get_group().group_name: "tp", meshes.shard.get_group("shard").group_name: "shard"}
     meter = count_traffic()
     meter.take()
     with TrafficCounter(axes) as counter:
-        engine.forward_backward(0, [microbatch], torch.tensor(1.0))
+        engine.forward_backward(0, [microbatch], torch.tensor(1.0), CausalLM())
     sent = meter.take()
     elements = sum(local_part(parameter).numel() for parameter in engine._decoder.parameters())
     return counter.by_axis, elements, tokens.numel(), sent

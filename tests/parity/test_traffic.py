@@ -11,6 +11,7 @@ import torch.distributed as dist
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import build_mesh
 from echelon.distributed.traffic import count_traffic as count_meter
+from echelon.engines import EngineSpec
 from echelon.engines.native import build_native_engine
 from echelon.model.build import load_config
 from echelon.objectives.causal_lm import CausalLM
@@ -41,15 +42,15 @@ def count_traffic(rank, world_size, path, config, plan):
     meter = count_meter()
     recipe, _ = load_recipe(Path(path))
     meshes = build_mesh(plan, "cpu")
-    engine = build_native_engine(recipe, load_config(config), plan, meshes, CausalLM(), torch.device("cpu"))
+    engine = build_native_engine(EngineSpec(recipe, load_config(config), plan, meshes, torch.device("cpu")))
     tokens, places = torch.zeros(1, 8, dtype=torch.int64), np.zeros(1, dtype=np.int64)
     microbatch = Microbatch(tokens, tokens, places, places)
-    engine.rehearse(microbatch, 1)
+    engine.rehearse(microbatch, 1, CausalLM())
     for _ in range(2):  # DDP talks about its buckets once more in the first step
         sent = read_sent_bytes()
         meter.take()
         with TrafficCounter() as counter:
-            engine.forward_backward(0, [microbatch] * plan.num_microbatches, torch.tensor(1.0))
+            engine.forward_backward(0, [microbatch] * plan.num_microbatches, torch.tensor(1.0), CausalLM())
         dist.barrier()  # the others have received what this rank sent
     return counter.traffic, count_sent_bytes(sent), meter.take()
 
@@ -79,10 +80,10 @@ def count_muon_bytes(rank, world_size, path, config, plan):
     """The bytes that this rank's sockets send in an optimizer step."""
     recipe, _ = load_recipe(Path(path))
     meshes = build_mesh(plan, "cpu")
-    engine = build_native_engine(recipe, load_config(config), plan, meshes, CausalLM(), torch.device("cpu"))
+    engine = build_native_engine(EngineSpec(recipe, load_config(config), plan, meshes, torch.device("cpu")))
     tokens, places = torch.zeros(1, 8, dtype=torch.int64), np.zeros(1, dtype=np.int64)
-    engine.rehearse(Microbatch(tokens, tokens, places, places), 1)
-    engine.forward_backward(0, [Microbatch(tokens, tokens, places, places)], torch.tensor(1.0))
+    engine.rehearse(Microbatch(tokens, tokens, places, places), 1, CausalLM())
+    engine.forward_backward(0, [Microbatch(tokens, tokens, places, places)], torch.tensor(1.0), CausalLM())
     dist.barrier()
     sent = read_sent_bytes()
     engine.step(1e-3, torch.tensor(True))

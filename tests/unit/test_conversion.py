@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import WeightRenaming
 
 from echelon.checkpoint.export import stored_tensors, write_weights
-from echelon.engines.native import NativeEngine
+from echelon.engines.native import NativeEngine, NativeParts
 from echelon.errors import CheckpointError
 from echelon.lifecycle.model_checks import find_model_fields
 from echelon.model import conversion
@@ -170,5 +170,5 @@ def test_a_checkpoint_has_what_the_architecture_itself_does_not_train():
     materialize(model, "cpu")
     model.model.norm.weight.requires_grad_(False)
     parallel, optimizer = SimpleNamespace(tensors=dict), SimpleNamespace(tensors=list)
-    engine = NativeEngine(parallel, model, optimizer, None, None, None, None)
+    engine = NativeEngine(NativeParts(parallel, model, optimizer, None, None, None))
     assert {f"model.{name}" for name, _ in model.named_parameters()} == engine.state_dict().keys()

@@ -41,7 +41,10 @@ def fit(largest, short=(3,), micro_batch_size="auto", plan=PLAN):
 
         return SimpleNamespace(plan=plan, rehearse=rehearse)
 
-    engine, found, memory = build_rehearsed(build, lambda size: size, build_recipe(micro_batch_size), plan)
+    def rehearse(engine, plan):
+        return engine.rehearse(plan.micro_batch_size, plan.num_microbatches)
+
+    engine, found, memory = build_rehearsed(build, rehearse, build_recipe(micro_batch_size), plan)
     assert memory is PARTS
     assert (engine.plan.micro_batch_size, engine.plan.num_microbatches) == tried[-1]
     return found, tried

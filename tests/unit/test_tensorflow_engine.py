@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from echelon.data.loader import Microbatch
+from echelon.engines import EngineSpec
 from echelon.engines.tensorflow.tensorflow_engine import TensorflowEngine, build_tensorflow_engine
 from echelon.errors import ConfigError
+from echelon.objectives.causal_lm import CausalLM
 
 
 def test_documents_in_one_sequence_are_refused() -> None:
@@ -16,10 +18,10 @@ def test_documents_in_one_sequence_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"several in one; set data\.packing=false for instructions, or data\.document"
     ):
-        TensorflowEngine(None, []).rehearse(packed, 1)  # type: ignore[arg-type]
+        TensorflowEngine(None, []).rehearse(packed, 1, CausalLM())  # type: ignore[arg-type]
 
 
 def test_a_gpu_is_refused() -> None:
-    nothing = [None] * 5
+    spec = EngineSpec(None, None, None, None, torch.device("cuda"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="trains on CPUs only, and this process has a GPU"):
-        build_tensorflow_engine(*nothing, torch.device("cuda"))  # type: ignore[arg-type]
+        build_tensorflow_engine(spec)

@@ -5,13 +5,36 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from echelon.checkpoint.adapter_folder import AdapterContent
 from echelon.data.loader import Microbatch
+from echelon.distributed.mesh import Meshes
+from echelon.objectives.objective import Objective
 from echelon.parallel.step import StepSums
 from echelon.planner.memory import MemoryParts
+from echelon.planner.plan import ParallelPlan
+from echelon.recipe import Recipe
 from echelon.sync.synchronizer import Fill, Replica
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine is built from."""
+
+    recipe: Recipe
+    config: PretrainedConfig
+    """The model's HF config, with its vocabulary size."""
+    plan: ParallelPlan
+    meshes: Meshes
+    device: torch.device
+    compile_backend: str = "inductor"
+    new_token_ids: Sequence[int] = ()
+    """The ids of `model.new_tokens`, whose rows are trained in addition to an adapter."""
+    needs_reference: bool = False
+    """Whether an objective will ask for log-probabilities under the initial weights."""
 
 
 @dataclass(frozen=True, order=True)
@@ -77,7 +100,7 @@ class Engine(Replica, Protocol):
         """
         ...
 
-    def rehearse(self, microbatch: Microbatch, num_microbatches: int) -> Rehearsal:
+    def rehearse(self, microbatch: Microbatch, num_microbatches: int, objective: Objective) -> Rehearsal:
         """Run a full step with copies of a microbatch without targets; the weights do not change.
 
         Called once, before the first step: buffers get the same layout in a fresh start and in a resumed one, and it is
@@ -85,15 +108,22 @@ class Engine(Replica, Protocol):
         """
         ...
 
-    def forward_backward(self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor) -> StepSums:
-        """Compute the gradients of sum(loss) / num_targets, including the router loss; return this rank's sums."""
+    def forward_backward(
+        self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective
+    ) -> StepSums:
+        """Compute the gradients of sum(loss) / num_targets, including the router loss; return this rank's sums.
+
+        `objective` may be another one in each step.
+        """
         ...
 
     def discard(self) -> None:
         """Drop the gradients of a step that was not finished, because a replica was lost. Not collective."""
         ...
 
-    def find_nonfinite(self, step: int, microbatch: Microbatch, num_targets: Tensor) -> Finding | None:
+    def find_nonfinite(
+        self, step: int, microbatch: Microbatch, num_targets: Tensor, objective: Objective
+    ) -> Finding | None:
         """Rerun a microbatch of a step with every layer checked; return the first non-finite value on this rank."""
         ...
 
@@ -102,7 +132,7 @@ class Engine(Replica, Protocol):
         """The loss scale of the next step, a live scalar tensor on the device; None without loss scaling."""
         ...
 
-    def evaluation(self) -> AbstractContextManager["Evaluation"]:
+    def evaluation(self, objective: Objective) -> AbstractContextManager["Evaluation"]:
         """Return a scope of forward passes without gradients or dropout; gathered weights stay gathered in it."""
         ...
 

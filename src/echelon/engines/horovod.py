@@ -1,45 +1,29 @@
 """The engine `horovod`: the native engine, whose gradients Horovod sums."""
 
-from collections.abc import Sequence
-
-import torch
-from transformers import PretrainedConfig
-
 from echelon.distributed.horovod_ranks import find_group_bytes, start_horovod
 from echelon.distributed.mesh import Meshes
+from echelon.engines.engine import EngineSpec
 from echelon.engines.native import NativeEngine, build_native_engine
-from echelon.objectives.objective import Objective
 from echelon.objectives.outputs import ObjectiveModule
 from echelon.parallel.data_parallel import autocast_scope
 from echelon.parallel.horovod_sum import HorovodSum
 from echelon.parallel.protocol import DataParallel
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe import Recipe
 from echelon.sizes import render_bytes
 
 
-def build_horovod_engine(
-    recipe: Recipe,
-    config: PretrainedConfig,
-    plan: ParallelPlan,
-    meshes: Meshes,
-    objective: Objective,
-    device: torch.device,
-    compile_backend: str = "inductor",
-    new_token_ids: Sequence[int] = (),
-) -> NativeEngine:
+def build_horovod_engine(spec: EngineSpec) -> NativeEngine:
     """Start Horovod over the ranks of the job, and build the native engine around its sums. Collective.
 
-    See `build_engine` for the arguments. Raises ConfigError if Horovod is not installed, and LaunchError if its ranks
-    are not those of the job.
+    Raises ConfigError if Horovod is not installed, and LaunchError if its ranks are not those of the job.
     """
-    hvd = start_horovod(recipe.horovod)
-    group_bytes, in_fp16 = find_group_bytes(recipe.horovod), recipe.horovod.compression == "fp16"
+    config = spec.recipe.horovod
+    hvd = start_horovod(config)
+    group_bytes, in_fp16 = find_group_bytes(config), config.compression == "fp16"
 
     def sum_by_horovod(module: ObjectiveModule, plan: ParallelPlan, meshes: Meshes, seed: int) -> DataParallel:
         return HorovodSum(module, autocast_scope(plan, meshes.device_type), hvd, group_bytes, in_fp16)
 
     sends = f"horovod: gradients are summed in groups of at most {render_bytes(group_bytes)}"
     lossy = ", in fp16; lossy: the losses are not those of horovod.compression: none" if in_fp16 else ""
-    arguments = (recipe, config, plan, meshes, objective, device, compile_backend, new_token_ids)
-    return build_native_engine(*arguments, parallelize=sum_by_horovod, description=[sends + lossy])
+    return build_native_engine(spec, parallelize=sum_by_horovod, description=[sends + lossy])

@@ -3,21 +3,20 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from echelon.checkpoint.adapter_folder import AdapterContent, describe_adapter, join_adapters
 from echelon.checkpoint.first_weights import open_weights
 from echelon.data.loader import LONGEST, Microbatch, Padding, choose_padding
-from echelon.distributed.mesh import Meshes
 from echelon.distributed.objects import gather_objects
-from echelon.engines.engine import Finding, Rehearsal
+from echelon.engines.engine import EngineSpec, Finding, Rehearsal
 from echelon.engines.footprint import Footprint
 from echelon.engines.kernels import choose_attention_kernel, choose_liger
 from echelon.engines.probe import Probe
@@ -52,49 +51,48 @@ from echelon.supervise.launch_environment import find_place
 from echelon.sync.synchronizer import Fill
 
 
+@dataclass(frozen=True)
+class NativeParts:
+    """What a native engine is made of."""
+
+    parallel: Parallel
+    """The model as its ranks divide it."""
+    decoder: Any
+    """The transformers model whose parameters train, sharded in place."""
+    optimizer: Optimizer
+    forward_backward: ForwardBackward
+    """Runs the microbatches of a step, in one stage or as a pipeline."""
+    traits: Traits
+    everyone: dist.ProcessGroup
+    """All ranks."""
+    stages: dist.ProcessGroup | None = None
+    """The ranks of this rank's pipeline; None without one."""
+    loss_scale: LossScale | None = None
+    """That of fp16; None in other precisions."""
+    served: Served | None = None
+    """What this rank owns as a parameter server, with `optimizer` as its optimizer; None without servers."""
+    principal: PrincipalParts | None = None
+    """The parts of weights that PiSSA moved into the adapter; None without it."""
+    padding: Padding = LONGEST
+    """The width that forward passes need."""
+    lines: Sequence[str] = ()
+    """The lines of `Engine.describe`."""
+    waiting: float = 0.0
+    """The predicted share of a step in which pipeline stages wait."""
+
+
 class NativeEngine:
     """One model with its data parallelism and optimizer. See `Engine`."""
 
-    def __init__(
-        self,
-        parallel: Parallel,
-        decoder: Any,
-        optimizer: Optimizer,
-        objective: Objective,
-        forward_backward: ForwardBackward,
-        traits: Traits,
-        everyone: dist.ProcessGroup,
-        loss_scale: LossScale | None = None,
-        principal: PrincipalParts | None = None,
-        lines: Sequence[str] = (),
-        stages: dist.ProcessGroup | None = None,
-        padding: Padding = LONGEST,
-        served: Served | None = None,
-        waiting: float = 0.0,
-    ) -> None:
-        """`everyone`: all ranks. `lines`: the result of `describe`. `stages`: the group of pipeline stages, if any.
-
-        `padding`: the width that forward passes need. `served`: see Replica; its optimizer is `optimizer`. `waiting`:
-        the predicted share of a step in which pipeline stages wait.
-        """
-        self._waiting = waiting
-        self._padding = padding
-        self.served = served
-        self._everyone = everyone
-        self._stages = stages
-        self._principal = principal or {}
-        self._parallel = parallel
-        self._decoder = decoder
-        self._traits = traits
-        self._optimizer = optimizer
-        self._objective = objective
-        self._loss_scale = loss_scale
-        self._device = next(decoder.parameters()).device  # the device of the optimizer step
+    def __init__(self, parts: NativeParts) -> None:
+        self._parts = parts
+        self._parallel, self._decoder, self._optimizer = parts.parallel, parts.decoder, parts.optimizer
+        self._everyone, self._stages, self._loss_scale = parts.everyone, parts.stages, parts.loss_scale
+        self.served = parts.served
+        self._device = next(parts.decoder.parameters()).device  # the device of the optimizer step
         self._trained: dict[str, nn.Parameter] = {
-            name: each for name, each in decoder.named_parameters() if each.requires_grad
+            name: parameter for name, parameter in parts.decoder.named_parameters() if parameter.requires_grad
         }
-        self._forward_backward = forward_backward
-        self._lines = lines
         self._step = 0
         self._is_finite = torch.ones((), dtype=torch.bool)
 
@@ -103,12 +101,14 @@ class NativeEngine:
         """See Engine."""
         return None if self._loss_scale is None else self._loss_scale.value
 
-    def forward_backward(self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor) -> StepSums:
+    def forward_backward(
+        self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective
+    ) -> StepSums:
         """See Engine. The loss scale divides the number of targets; it is a power of two, so this is exact."""
         self._step = step
         self._parallel.begin_step(step)
         divisor = num_targets if self.loss_scale is None else num_targets / self.loss_scale
-        sums = self._forward_backward(step, microbatches, divisor, self._objective)
+        sums = self._parts.forward_backward(step, microbatches, divisor, objective)
         self._parallel.reduce()
         return sums
 
@@ -138,19 +138,21 @@ class NativeEngine:
         """See Engine."""
         self._parallel.clear_gradients()
 
-    def find_nonfinite(self, step: int, microbatch: Microbatch, num_targets: Tensor) -> Finding | None:
+    def find_nonfinite(
+        self, step: int, microbatch: Microbatch, num_targets: Tensor, objective: Objective
+    ) -> Finding | None:
         """See Engine."""
         with Probe(self._decoder, self._parallel.stage_of) as probe:
-            sums = self.forward_backward(step, [microbatch], num_targets)
+            sums = self.forward_backward(step, [microbatch], num_targets, objective)
         finding = probe.find(sums.loss)
         self._parallel.clear_gradients()
         return finding
 
     @contextmanager
-    def evaluation(self) -> Iterator["ModuleEvaluation"]:
+    def evaluation(self, objective: Objective) -> Iterator["ModuleEvaluation"]:
         """See Engine."""
         with self._parallel.evaluation() as module:
-            yield ModuleEvaluation(module, self._objective, self._padding)
+            yield ModuleEvaluation(module, objective, self._parts.padding)
 
     def describe_end(self) -> Sequence[str]:
         """See Engine."""
@@ -160,16 +162,16 @@ class NativeEngine:
         measured = [each for each in gather_objects(waiting, self._everyone) if each is not None]
         return (
             f"pipeline: the processes waited for other stages in {sum(measured) / len(measured):.1%} of the last step "
-            f"({self._waiting:.1%} predicted)",
+            f"({self._parts.waiting:.1%} predicted)",
         )
 
     def describe(self, has_documents: bool) -> Sequence[str]:
         """See Engine."""
         if not has_documents:
-            return self._lines
-        return [describe_document_mask(find_attention(self._decoder), self._traits.mask), *self._lines]
+            return self._parts.lines
+        return [describe_document_mask(find_attention(self._decoder), self._parts.traits.mask), *self._parts.lines]
 
-    def rehearse(self, microbatch: Microbatch, num_microbatches: int) -> Rehearsal:
+    def rehearse(self, microbatch: Microbatch, num_microbatches: int, objective: Objective) -> Rehearsal:
         """See Engine. Of a step of many microbatches, as many are run as need the most memory.
 
         The passes send nothing, so that a rank that runs out of memory leaves no peer waiting in a collective. DDP
@@ -183,7 +185,7 @@ class NativeEngine:
         has_buckets = self._parallel.num_rehearsals > 1  # DDP's, which are the gradients
         footprint = self._build_footprint(one.device)
         num_tried = min(num_microbatches, self._parallel.num_rehearsed)
-        suffices = self._try_memory([masked] * num_tried, one, footprint)
+        suffices = self._try_memory([masked] * num_tried, one, objective, footprint)
         everyone = gather_objects(suffices, self._everyone)
         if not all(everyone):
             return Rehearsal(short=[rank for rank, each in enumerate(everyone) if not each])
@@ -193,7 +195,7 @@ class NativeEngine:
         memory = self._find_largest(footprint.parts((each for _, each in self._optimizer.tensors()), has_buckets))
         self._rehearse_update(one.device)
         for _ in range(1, num_rehearsals):
-            self.forward_backward(0, [masked], one)
+            self.forward_backward(0, [masked], one, objective)
             self._rehearse_update(one.device)
         if self._loss_scale is not None:
             self._loss_scale.reset()
@@ -208,18 +210,20 @@ class NativeEngine:
         return MemoryParts(*(max(each) for each in sizes))
 
     def _build_footprint(self, device: torch.device) -> Footprint:
-        parts = find_parts(self._decoder, self._traits.arithmetic)
+        parts = find_parts(self._decoder, self._parts.traits.arithmetic)
         return Footprint(self._decoder, self._decoder if parts is None else parts.backbone, device)
 
     def _rehearse_update(self, device: torch.device) -> None:
         self.clip(None)
         self.step(0.0, commit=torch.zeros((), dtype=torch.bool, device=device))
 
-    def _try_memory(self, microbatches: Sequence[Microbatch], num_targets: Tensor, footprint: Footprint) -> bool:
+    def _try_memory(
+        self, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective, footprint: Footprint
+    ) -> bool:
         """Run microbatches without communication, and measure them; return whether the memory of this rank sufficed."""
         try:
             with self._parallel.isolated(), footprint:
-                self.forward_backward(0, microbatches, num_targets)
+                self.forward_backward(0, microbatches, num_targets, objective)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -238,7 +242,7 @@ class NativeEngine:
     def describe_adapter(self) -> AdapterContent:
         """See Engine."""
         tensors = {name: whole(parameter.detach()).cpu() for name, parameter in self._trained.items()}
-        content = describe_adapter(self._decoder, tensors, self._principal)
+        content = describe_adapter(self._decoder, tensors, self._parts.principal or {})
         return content if self._stages is None else join_adapters(gather_objects(content, self._stages))
 
     def load(self, fill: Fill) -> None:
@@ -311,55 +315,45 @@ def place_buffers(model: nn.Module, device: torch.device) -> None:
                 setattr(module, name, torch.empty_like(buffer, device=device))
 
 
-def build_reference(
-    skeleton: PreTrainedModel,
-    recipe: Recipe,
-    plan: ParallelPlan,
-    meshes: Meshes,
-    device: torch.device,
-    compile_backend: str,
-    traits: Traits,
-) -> ObjectiveModule:
+def build_reference(skeleton: PreTrainedModel, spec: EngineSpec, traits: Traits) -> ObjectiveModule:
     """Build a frozen copy of the initial weights, sharded like the model. Collective.
 
     Under every plan a rank keeps only its shard between forward passes: there is no backward pass to free the rest.
     With `fully_shard` the copy is stored in the compute dtype, else in the dtype of the trained model, so that autocast
     computes the same.
     """
+    plan = spec.plan
     model = copy.deepcopy(skeleton).requires_grad_(False)
     compute = plan.precision.compute if plan.uses_fully_shard else plan.precision.param
     store_parameters(model, replace(plan.precision, compute=compute))
     frozen = replace(plan, reshard_after_forward=True, activation_checkpointing="none", activation_offloading=False)
-    module = shard_model(model, frozen, meshes, compile_backend, traits)
-    materialize(module, "cpu" if plan.cpu_offload else device)
-    place_buffers(model, device)
-    open_weights(skeleton, recipe)(model)
+    module = shard_model(model, frozen, spec.meshes, spec.compile_backend, traits)
+    materialize(module, "cpu" if plan.cpu_offload else spec.device)
+    place_buffers(model, spec.device)
+    open_weights(skeleton, spec.recipe)(model)
     return module.eval()
 
 
-def _build_optimizer(
-    model: nn.Module, recipe: Recipe, plan: ParallelPlan, meshes: Meshes, compile_backend: str
-) -> Optimizer:
+def _build_optimizer(model: nn.Module, spec: EngineSpec) -> Optimizer:
     """Build the optimizer of a sharded model. Collective where it is sharded.
 
     Ranks with a copy of the model divide the work of a step only on one machine: between machines, results may take
     longer to send than to compute. Updates are compiled where layers are, and not on the host of a GPU.
     """
-    place = find_place()
+    recipe, plan, place = spec.recipe, spec.plan, find_place()
     is_one_machine = place.world_size == place.local_world_size
-    copies = meshes.loss if is_one_machine and not plan.uses_fully_shard else None
-    backend = compile_backend if plan.compile and not plan.cpu_offload else None
+    copies = spec.meshes.loss if is_one_machine and not plan.uses_fully_shard else None
+    backend = spec.compile_backend if plan.compile and not plan.cpu_offload else None
     return build_optimizer(model, recipe.optim, recipe.train.master_weights, recipe.run.seed, copies, backend)
 
 
-def _build_served(
-    model: nn.Module, recipe: Recipe, plan: ParallelPlan, meshes: Meshes, compile_backend: str
-) -> Served | None:
+def _build_served(model: nn.Module, spec: EngineSpec) -> Served | None:
     """Build what this rank owns as a parameter server; None under a plan without such servers."""
+    recipe, plan = spec.recipe, spec.plan
     if plan.sync.name != PARAMETER_SERVER:
         return None
-    backend = compile_backend if plan.compile else None
-    master, seed, server = recipe.train.master_weights, recipe.run.seed, meshes.number
+    backend = spec.compile_backend if plan.compile else None
+    master, seed, server = recipe.train.master_weights, recipe.run.seed, spec.meshes.number
     return build_served(model, recipe.optim, master, seed, plan.sync.servers, server, backend)
 
 
@@ -389,35 +383,28 @@ def prepare_layers(
 
 
 def build_native_engine(
-    recipe: Recipe,
-    config: PretrainedConfig,
-    plan: ParallelPlan,
-    meshes: Meshes,
-    objective: Objective,
-    device: torch.device,
-    compile_backend: str = "inductor",
-    new_token_ids: Sequence[int] = (),
-    parallelize: Parallelize = parallelize,
-    description: Sequence[str] = (),
+    spec: EngineSpec, parallelize: Parallelize = parallelize, description: Sequence[str] = ()
 ) -> NativeEngine:
     """Build the model on meta, shard, materialise and initialise it, and wrap it in an engine. Collective.
 
     No rank ever holds more than its shard of the model and one full unit.
 
     Args:
-        new_token_ids: ids of `model.new_tokens`, whose rows are trained in addition to an adapter.
         parallelize: builds the data parallelism.
         description: further lines of `Engine.describe`.
     """
+    recipe, config, plan, meshes, device = spec.recipe, spec.config, spec.plan, spec.meshes, spec.device
+    # On meta a model has shapes and no memory: everything that can be refused is refused before any is allocated.
     skeleton = build_on_meta(config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
     traits, attention = choose_attention_kernel(skeleton, recipe, plan, meshes, device)
     if plan.cp_method is not None:
         check_divides(skeleton, plan.cp_method, traits, recipe.data.sequence_len)
     uses_liger, kernels = choose_liger(skeleton, recipe, plan, meshes, device)
-    model = prepare_layers(skeleton, recipe, plan, device.type, uses_liger, new_token_ids)
+    model = prepare_layers(skeleton, recipe, plan, device.type, uses_liger, spec.new_token_ids)
     router = choose_router_loss(skeleton, model, recipe.objective.router_loss)
     routers = () if router.loss is None else router.loss.routers
-    stages = shard_stages(model, skeleton, plan, meshes, compile_backend, traits, routers)
+    stages = shard_stages(model, skeleton, plan, meshes, spec.compile_backend, traits, routers)
+    # Each rank allocates its shard alone, and fills it with its part of the weights.
     for module in stages.modules:
         materialize(module, "cpu" if plan.cpu_offload else device)
     place_buffers(model, device)
@@ -425,19 +412,31 @@ def build_native_engine(
     principal = None
     if recipe.adapter.is_adapter:
         principal = initialize_adapter(model, recipe.adapter, recipe.run.seed)
-    if objective.needs_reference and not recipe.adapter.is_adapter:
+    # With an adapter, the model without it is the reference: no copy is needed.
+    if spec.needs_reference and not recipe.adapter.is_adapter:
         [module] = stages.modules
-        module.refer_to(build_reference(skeleton, recipe, plan, meshes, device, compile_backend, traits))
+        module.refer_to(build_reference(skeleton, spec, traits))
     for module in stages.modules:
         module.train()
     hidden_size = config.get_text_config(decoder=True).hidden_size
-    seed = recipe.run.seed
-    parallel, steps = connect_stages(stages, plan, meshes, hidden_size, device, seed, router.loss, parallelize)
-    served = _build_served(model, recipe, plan, meshes, compile_backend)
-    optimizer = _build_optimizer(model, recipe, plan, meshes, compile_backend) if served is None else served.optimizer
-    loss_scale = LossScale(device) if plan.precision.compute == "float16" else None
-    lines = [line for line in (attention, kernels, router.line, *description) if line is not None]
-    everyone, padding = meshes.everyone, choose_padding(plan)
-    waiting = predict_waiting(build_shape(config.to_dict()), plan, recipe.data.sequence_len) if plan.pp > 1 else 0.0
-    fixed = (everyone, loss_scale, principal, lines, meshes.pp, padding, served, waiting)
-    return NativeEngine(parallel, model, optimizer, objective, steps, traits, *fixed)
+    parallel, forward_backward = connect_stages(
+        stages, plan, meshes, hidden_size, device, recipe.run.seed, router.loss, parallelize
+    )
+    served = _build_served(model, spec)
+    return NativeEngine(
+        NativeParts(
+            parallel,
+            model,
+            _build_optimizer(model, spec) if served is None else served.optimizer,
+            forward_backward,
+            traits,
+            meshes.everyone,
+            meshes.pp,
+            LossScale(device) if plan.precision.compute == "float16" else None,
+            served,
+            principal,
+            choose_padding(plan),
+            [line for line in (attention, kernels, router.line, *description) if line is not None],
+            predict_waiting(build_shape(config.to_dict()), plan, recipe.data.sequence_len) if plan.pp > 1 else 0.0,
+        )
+    )

@@ -13,7 +13,7 @@ from echelon.data.mixture import build_order
 from echelon.data.prepared import PreparedData, open_prepared
 from echelon.distributed.mesh import Meshes, build_mesh
 from echelon.distributed.runtime import Runtime
-from echelon.engines import Engine, build_engine
+from echelon.engines import Engine, EngineSpec, Rehearsal, build_engine
 from echelon.hardware.detection import describe_peak, find_peak_flops
 from echelon.inference.evaluate import DEFAULT_BATCHES, Evaluator, read_in_order
 from echelon.inference.sampler import PromptSampler
@@ -120,10 +120,16 @@ def build_engines(
     objective, new_tokens = build_objective(recipe.objective), find_new_tokens(recipe, data.tokenizer)
 
     def build(fitting: ParallelPlan) -> Engine:
-        return build_engine(here, config, fitting, meshes, objective, device, compile_backend, new_tokens)
+        spec = EngineSpec(here, config, fitting, meshes, device, compile_backend, new_tokens)
+        return build_engine(replace(spec, needs_reference=objective.needs_reference))
 
     planned, shape = plan, build_shape(config.to_dict())
-    engine, plan, memory = build_rehearsed(build, partial(_read_any, data, plan, meshes, device), recipe, planned)
+
+    def rehearse(engine: Engine, fitting: ParallelPlan) -> Rehearsal:
+        microbatch = _read_any(data, planned, meshes, device, fitting.micro_batch_size)
+        return engine.rehearse(microbatch, fitting.num_microbatches, objective)
+
+    engine, plan, memory = build_rehearsed(build, rehearse, recipe, planned)
     if is_first:
         pin_plan(folder, planned, plan, shape, recipe.data.sequence_len, device)
     return Built(recipe, plan, data, config, objective, shape, engine, memory)
@@ -189,7 +195,9 @@ def assemble(
     evaluations = None
     if evaluator is not None:
         rhythm, select_by = recipe.evaluation_rhythm(num_samples), recipe.evaluate.select_by
-        evaluations = Evaluations(engine, sync, evaluator, sampler, rhythm, select_by, accounting, stop)
+        evaluations = Evaluations(
+            engine, built.objective, sync, evaluator, sampler, rhythm, select_by, accounting, stop
+        )
     every, patience = recipe.fault.verify_replicas_every, recipe.evaluate.early_stopping
     pauses = Pauses(engine, saver, evaluations, accounting, meshes, stop, every, patience)
     recover = Recovery(recipe.fault, step, saver, accounting)

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from echelon.data.loader import Microbatch
-from echelon.engines import Engine
+from echelon.engines import Engine, Rehearsal
 from echelon.errors import PlanError
 from echelon.hardware.accelerators import DeviceKind
 from echelon.planner.memory import MemoryParts, estimate_memory, estimate_parts
@@ -26,7 +25,10 @@ _NAMED_RANKS = 4
 
 
 def build_rehearsed(
-    build: Callable[[ParallelPlan], Engine], read: Callable[[int], Microbatch], recipe: Recipe, plan: ParallelPlan
+    build: Callable[[ParallelPlan], Engine],
+    rehearse: Callable[[Engine, ParallelPlan], Rehearsal],
+    recipe: Recipe,
+    plan: ParallelPlan,
 ) -> tuple[Engine, ParallelPlan, MemoryParts | None]:
     """Return a rehearsed engine, its plan, and the memory that was measured.
 
@@ -37,13 +39,13 @@ def build_rehearsed(
 
     Args:
         build: builds the engine of a plan with initial weights.
-        read: reads a microbatch of this many sequences.
+        rehearse: runs a step of the plan with an engine, as `Engine.rehearse` does.
 
     Raises:
         PlanError: a rank runs out of memory with 1 sequence, or with the micro batch that the recipe sets.
     """
     engine, fitting, first_short = build(plan), plan, ""
-    while (rehearsal := engine.rehearse(read(fitting.micro_batch_size), fitting.num_microbatches)).short:
+    while (rehearsal := rehearse(engine, fitting)).short:
         first_short = first_short or _name_ranks(rehearsal.short, plan.world_size)
         if fitting.micro_batch_size == 1:
             raise PlanError(_advise(recipe, plan, first_short))

@@ -36,7 +36,7 @@ class EngineRow:
     """One engine.
 
     Attributes:
-        place: of the builder, `package.module:function`; it is called with the arguments of `engines.build_engine`.
+        place: of the builder, `package.module:function`; it is called with an EngineSpec.
         section: the recipe's section that only this engine reads.
         package: the package that it imports; the extra that installs it has the engine's name.
         strategies: the strategies of a plan that it can run, which `parallel: auto` chooses from; None: all.

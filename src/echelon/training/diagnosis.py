@@ -9,6 +9,7 @@ from torch import Tensor
 from echelon.data.loader import StepBatch
 from echelon.distributed.objects import gather_objects
 from echelon.engines.engine import Engine, Finding
+from echelon.objectives.objective import Objective
 
 MAX_SAMPLES = 16
 
@@ -55,7 +56,9 @@ class Diagnosis:
         }
 
 
-def diagnose(engine: Engine, batch: StepBatch, num_targets: Tensor, group: dist.ProcessGroup) -> Diagnosis:
+def diagnose(
+    engine: Engine, batch: StepBatch, num_targets: Tensor, objective: Objective, group: dist.ProcessGroup
+) -> Diagnosis:
     """Rerun a bad step's batch, one microbatch at a time, with every layer checked. Collective.
 
     Args:
@@ -64,7 +67,7 @@ def diagnose(engine: Engine, batch: StepBatch, num_targets: Tensor, group: dist.
     """
     found: list[tuple[Finding | None, list[int]]] = []
     for microbatch in batch.microbatches:
-        finding = engine.find_nonfinite(batch.step, microbatch, num_targets)
+        finding = engine.find_nonfinite(batch.step, microbatch, num_targets, objective)
         found.append((finding, microbatch.sample_ids.tolist()))
     return _merge(gather_objects(found, group))
 

@@ -6,6 +6,7 @@ from functools import partial
 from echelon.engines import Engine
 from echelon.inference.evaluate import EvalResults, Evaluator
 from echelon.inference.sampler import PromptSampler
+from echelon.objectives.objective import Objective
 from echelon.recipe.batches import Rhythm
 from echelon.stopping import StopRequest
 from echelon.sync import Synchronizer
@@ -22,6 +23,7 @@ class Evaluations:
     """
 
     engine: Engine
+    objective: Objective
     sync: Synchronizer
     evaluator: Evaluator
     sampler: PromptSampler | None
@@ -46,7 +48,7 @@ class Evaluations:
         self.accounting.note("evaluation", step)
         beat = partial(self.accounting.heart.beat, f"the evaluation after step {step}")
         beat()
-        with self.sync.agreed(), self.engine.evaluation() as evaluation:
+        with self.sync.agreed(), self.engine.evaluation(self.objective) as evaluation:
             results = self.evaluator.run(evaluation, self.stop, beat)
             if results is None:
                 self.stop.agreed = self.evaluator.stopped_by

@@ -95,7 +95,7 @@ class TrainingStep:
         with record_function("echelon data"):
             batch = next(self.loader).to(self.device)
         targets = self.count_targets(batch)
-        sums = self.engine.forward_backward(step, batch.microbatches, targets.shared.clamp(min=1))
+        sums = self.engine.forward_backward(step, batch.microbatches, targets.shared.clamp(min=1), self.objective)
         with record_function("echelon clip"):
             grad_norm = self.sync.clip(step, targets.shared, self.max_grad_norm)
         loss_scale = self.engine.loss_scale
@@ -130,4 +130,4 @@ class TrainingStep:
         """Rerun the batch of an earlier step, without applying it, to find non-finite values. Collective."""
         batch = self.loader.batch(step).to(self.device)
         num_targets = self.count_targets(batch).shared.clamp(min=1)
-        return diagnose(self.engine, batch, num_targets, self.meshes.everyone)
+        return diagnose(self.engine, batch, num_targets, self.objective, self.meshes.everyone)

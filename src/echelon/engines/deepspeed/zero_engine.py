@@ -11,12 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import PretrainedConfig
 
 from echelon.checkpoint.adapter_folder import AdapterContent, describe_adapter
 from echelon.checkpoint.first_weights import open_weights
 from echelon.data.loader import Microbatch
-from echelon.distributed.mesh import Meshes
 from echelon.engines.deepspeed.flat_optimizer import build_flat_optimizer, build_state, count_steps, set_steps
 from echelon.engines.deepspeed.partitions import (
     GradientPartitions,
@@ -24,9 +22,9 @@ from echelon.engines.deepspeed.partitions import (
     Partitions,
     WholeCopies,
 )
-from echelon.engines.engine import Rehearsal
+from echelon.engines.engine import EngineSpec, Rehearsal
 from echelon.engines.kernels import choose_attention_kernel, choose_liger
-from echelon.engines.native import NativeEngine, place_buffers, prepare_layers
+from echelon.engines.native import NativeEngine, NativeParts, place_buffers, prepare_layers
 from echelon.errors import ConfigError
 from echelon.model.adapters import initialize_adapter, plain_name
 from echelon.model.build import build_on_meta, materialize, persistent_buffers
@@ -88,31 +86,24 @@ class DeepspeedEngine(NativeEngine):
     The host waits for every step: DeepSpeed decides there. See Engine.
     """
 
-    def __init__(
-        self,
-        deepspeed: Any,
-        partitions: Partitions,
-        decoder: Any,
-        keys: Sequence[str],
-        everyone: dist.ProcessGroup,
-        **options: Any,
-    ) -> None:
-        """`deepspeed`: a DeepSpeedEngine. `keys`: of the optimizer's state. `options`: those of NativeEngine."""
-        super().__init__(decoder=decoder, optimizer=deepspeed.optimizer, everyone=everyone, **options)
+    def __init__(self, deepspeed: Any, partitions: Partitions, keys: Sequence[str], parts: NativeParts) -> None:
+        """`deepspeed`: a DeepSpeedEngine. `keys`: of the optimizer's state."""
+        super().__init__(parts)
         self._zero = deepspeed
         self._partitions = partitions
         self._keys = keys
-        self._mesh = init_device_mesh("cpu", (dist.get_world_size(everyone),))
-        self._device = next(decoder.parameters()).device
+        self._mesh = init_device_mesh("cpu", (dist.get_world_size(parts.everyone),))
         self._norm = torch.ones(())
         partitions.answer_norm(lambda: self._norm)
 
-    def forward_backward(self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor) -> StepSums:
+    def forward_backward(
+        self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective
+    ) -> StepSums:
         """See Engine. DeepSpeed multiplies the loss by the scale, and takes it out of the gradients in its step."""
         self._step = step
         if self.loss_scale is not None:
             self._zero.optimizer.loss_scaler.cur_scale = float(self.loss_scale)
-        return self._forward_backward(step, microbatches, num_targets, self._objective)
+        return self._parts.forward_backward(step, microbatches, num_targets, objective)
 
     def clip(self, max_norm: float | None) -> Tensor:
         """See Engine. The norm is echelon's own: DeepSpeed's is -1 where a gradient is not finite."""
@@ -140,11 +131,11 @@ class DeepspeedEngine(NativeEngine):
         self._norm = torch.full_like(self._norm, -1.0)
         self._zero.step()
 
-    def rehearse(self, microbatch: Microbatch, num_microbatches: int) -> Rehearsal:
+    def rehearse(self, microbatch: Microbatch, num_microbatches: int, objective: Objective) -> Rehearsal:
         """See Engine. A rank that runs out of memory ends the run: its peers wait for it inside DeepSpeed."""
         masked = replace(microbatch, labels=torch.full_like(microbatch.labels, IGNORE))
         one = torch.ones((), device=masked.labels.device)
-        self.forward_backward(0, [masked] * min(num_microbatches, 2), one)
+        self.forward_backward(0, [masked] * min(num_microbatches, 2), one, objective)
         self.clip(None)
         self.step(0.0, torch.zeros((), dtype=torch.bool))
         if self._loss_scale is not None:
@@ -154,7 +145,7 @@ class DeepspeedEngine(NativeEngine):
     def describe_adapter(self) -> AdapterContent:
         """See Engine."""
         tensors = {name: self._partitions.read(each, None).cpu() for name, each in self._trained.items()}
-        return describe_adapter(self._decoder, tensors, self._principal)
+        return describe_adapter(self._decoder, tensors, self._parts.principal or {})
 
     def state_dict(self) -> dict[str, Tensor]:
         """See Engine. Copies in host memory, of which each rank has some rows: names and shapes are the native ones."""
@@ -195,16 +186,7 @@ class DeepspeedEngine(NativeEngine):
         return distribute_tensor(whole.detach().float().cpu(), self._mesh, [Shard(0)], src_data_rank=None)
 
 
-def build_deepspeed_engine(
-    recipe: Recipe,
-    config: PretrainedConfig,
-    plan: ParallelPlan,
-    meshes: Meshes,
-    objective: Objective,
-    device: torch.device,
-    compile_backend: str = "inductor",
-    new_token_ids: Sequence[int] = (),
-) -> DeepspeedEngine:
+def build_deepspeed_engine(spec: EngineSpec) -> DeepspeedEngine:
     """Build a model with its initial weights on every rank, and have DeepSpeed divide it. Collective.
 
     Until it is divided, every rank has the whole model in memory: with ZeRO-3, that of the host.
@@ -212,16 +194,17 @@ def build_deepspeed_engine(
     Raises:
         ConfigError: DeepSpeed cannot train this model or use this machine.
     """
+    recipe, plan, meshes, device = spec.recipe, spec.plan, spec.meshes, spec.device
     deepspeed = _import_deepspeed(device)
     stage = find_stage(plan)
-    skeleton = build_on_meta(config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
+    skeleton = build_on_meta(spec.config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
     traits, attention = choose_attention_kernel(skeleton, recipe, plan, meshes, device)
     uses_liger, kernels = choose_liger(skeleton, recipe, plan, meshes, device)
-    model = prepare_layers(skeleton, recipe, plan, device.type, uses_liger, new_token_ids)
+    model = prepare_layers(skeleton, recipe, plan, device.type, uses_liger, spec.new_token_ids)
     router = choose_router_loss(skeleton, model, recipe.objective.router_loss)
     whole = replace(plan, strategy="ddp", dp_replicate=plan.world_size, dp_shard=1, cpu_offload=False)
     routers = () if router.loss is None else router.loss.routers
-    module = shard_model(model, whole, meshes, compile_backend, traits, routers)
+    module = shard_model(model, whole, meshes, spec.compile_backend, traits, routers)
     materialize(module, "cpu" if stage == 3 else device)
     place_buffers(model, device)
     open_weights(skeleton, recipe)(model)
@@ -233,20 +216,18 @@ def build_deepspeed_engine(
     parallel = ZeroParallel(zero, plan.world_size)
     strength = None if router.loss is None else router.loss.strength
     state = zero.optimizer.state[partitions.flats[0]]
-    return DeepspeedEngine(
-        zero,
-        partitions,
+    parts = NativeParts(
+        parallel,
         model,
-        [key for key in state if key != "step"],
+        zero.optimizer,
+        SingleStage(parallel, recipe.run.seed, strength, module.tap),
+        traits,
         meshes.everyone,
-        parallel=parallel,
-        objective=objective,
-        forward_backward=SingleStage(parallel, recipe.run.seed, strength, module.tap),
-        traits=traits,
         loss_scale=LossScale(device) if plan.precision.compute == "float16" else None,
         principal=principal,
         lines=[*lines, *(line for line in (attention, kernels, router.line) if line is not None)],
     )
+    return DeepspeedEngine(zero, partitions, [key for key in state if key != "step"], parts)
 
 
 def _import_deepspeed(device: torch.device) -> Any:

@@ -9,13 +9,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from echelon.checkpoint.adapter_folder import AdapterContent
 from echelon.checkpoint.first_weights import open_weights
 from echelon.data.loader import Microbatch
-from echelon.distributed.mesh import Meshes
-from echelon.engines.engine import Finding, Rehearsal
+from echelon.engines.engine import EngineSpec, Finding, Rehearsal
 from echelon.engines.tensorflow.backbones import find_arguments
 from echelon.engines.tensorflow.decoder import Decoder
 from echelon.engines.tensorflow.library import Library, import_tensorflow
@@ -26,12 +25,12 @@ from echelon.engines.tensorflow.steps import GRADIENTS, WEIGHTS, CopiedSteps, St
 from echelon.engines.tensorflow.update import MOMENTS, AdamW, Member
 from echelon.errors import ConfigError
 from echelon.model.build import build_on_meta, materialize
+from echelon.objectives.causal_lm import CausalLM
 from echelon.objectives.loss import IGNORE
 from echelon.objectives.objective import Objective
 from echelon.optimizer import Served
 from echelon.optimizer.groups import find_members
 from echelon.parallel.step import StepSums
-from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
 from echelon.recipe.tensorflow_config import TensorflowConfig
 from echelon.sync.synchronizer import Fill
@@ -57,7 +56,7 @@ class TensorflowEngine:
         """See Engine."""
         return self._lines
 
-    def rehearse(self, microbatch: Microbatch, num_microbatches: int) -> Rehearsal:
+    def rehearse(self, microbatch: Microbatch, num_microbatches: int, objective: Objective) -> Rehearsal:
         """See Engine. It also traces the functions of a step. Memory is not measured.
 
         Raises ConfigError for sequences whose documents must not attend to each other.
@@ -74,8 +73,11 @@ class TensorflowEngine:
         self._steps.clear()
         return Rehearsal()
 
-    def forward_backward(self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor) -> StepSums:
-        """See Engine."""
+    def forward_backward(
+        self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective
+    ) -> StepSums:
+        """See Engine. Raises ConfigError for another objective than the cross-entropy of tokens."""
+        _refuse_other_losses(objective)
         return StepSums(torch.tensor(self._steps.accumulate(microbatches, float(num_targets))).double())
 
     def clip(self, max_norm: float | None) -> Tensor:
@@ -96,13 +98,16 @@ class TensorflowEngine:
         """See Engine."""
         self._steps.clear()
 
-    def find_nonfinite(self, step: int, microbatch: Microbatch, num_targets: Tensor) -> Finding | None:
+    def find_nonfinite(
+        self, step: int, microbatch: Microbatch, num_targets: Tensor, objective: Objective
+    ) -> Finding | None:
         """See Engine."""
         return self._steps.passes().find_nonfinite(microbatch.input_ids, microbatch.labels)
 
     @contextmanager
-    def evaluation(self) -> Iterator["TensorflowEvaluation"]:
+    def evaluation(self, objective: Objective) -> Iterator["TensorflowEvaluation"]:
         """See Engine."""
+        _refuse_other_losses(objective)
         yield TensorflowEvaluation(self._steps.passes())
 
     def describe_end(self) -> Sequence[str]:
@@ -165,26 +170,25 @@ class TensorflowEvaluation:
         return self._passes.logits_at(input_ids, places)
 
 
+def _refuse_other_losses(objective: Objective) -> None:
+    if not isinstance(objective, CausalLM):
+        raise ConfigError(
+            f"engine=tensorflow computes the cross-entropy of tokens only, and the loss is {objective!r}; use "
+            "engine=native."
+        )
+
+
 def _as_torch(values: dict[str, Array]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(each) for name, each in values.items()}
 
 
-def build_tensorflow_engine(
-    recipe: Recipe,
-    config: PretrainedConfig,
-    plan: ParallelPlan,
-    meshes: Meshes,
-    objective: Objective,
-    device: torch.device,
-    compile_backend: str = "inductor",
-    new_token_ids: Sequence[int] = (),
-) -> TensorflowEngine:
+def build_tensorflow_engine(spec: EngineSpec) -> TensorflowEngine:
     """Start TensorFlow's strategy, and build the model in its scope with the initial weights of native. Collective.
 
-    See `build_engine` for the arguments. Raises ConfigError for a model that no backbone of keras-hub can be, and on a
-    GPU.
+    Raises ConfigError for a model that no backbone of keras-hub can be, and on a GPU.
     """
-    if device.type != "cpu":
+    recipe, config = spec.recipe, spec.config
+    if spec.device.type != "cpu":
         raise ConfigError(
             "engine=tensorflow trains on CPUs only, and this process has a GPU; use engine=native, or hide the GPUs "
             "with CUDA_VISIBLE_DEVICES=''."
@@ -199,7 +203,7 @@ def build_tensorflow_engine(
     def make_optimizer(decoder: Decoder) -> AdamW:
         return AdamW(library, decoder.variables, members, recipe.optim.betas, recipe.optim.eps)
 
-    builder = _Builder(library, recipe.tensorflow, meshes.everyone, make_decoder, make_optimizer)
+    builder = _Builder(library, recipe.tensorflow, spec.meshes.everyone, make_decoder, make_optimizer)
     steps, line = builder.served() if recipe.tensorflow.strategy == "parameter_server" else builder.copied()
     steps.write(WEIGHTS, _first_weights(skeleton, recipe))
     return TensorflowEngine(steps, [f"tensorflow {library.tf.__version__}: {line}"])
