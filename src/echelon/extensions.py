@@ -1,7 +1,8 @@
 """Resolve names in a recipe: rows of a table, or extensions `package.module:Name` from outside of echelon.
 
 An extension is code that the recipe's author chose to run, as in a script. Nothing is called before it is known to be a
-class with the methods of its kind: a name such as `os:system` in a stranger's run folder has no effect.
+class with the methods of its kind, or a function with the parameters of a loss: a name such as `os:system` in a
+stranger's run folder has no effect.
 """
 
 import inspect
@@ -75,20 +76,27 @@ def _import_outside(key: str, name: str, module: str, attribute: str) -> Any:
 
 
 def _check_kind(key: str, name: str, found: Any, kind: type) -> None:
-    methods = list_methods(kind)
-    missing = [each for each in methods if not callable(getattr(found, each, None))]
-    if not isinstance(found, type) or missing:
-        lacks = f"has no {missing[0]}()" if isinstance(found, type) else f"is a {type(found).__name__}"
-        raise ConfigError(
-            f"{key}={name}: it must be a class with {', '.join(methods)}, like echelon's {kind.__name__}, but it "
-            f"{lacks}; use such a class."
-        )
+    if not isinstance(found, type):
+        lacks = f"is a {type(found).__name__}"
+    elif missing := _missing_methods(found, kind):
+        lacks = f"has no {missing[0]}()"
+    else:
+        return
+    methods = sorted(getattr(kind, "__abstractmethods__", ())) or _public_methods(kind)
+    raise ConfigError(
+        f"{key}={name}: it must be a class with {', '.join(methods)}, like echelon's {kind.__name__}, but it {lacks}; "
+        "use such a class."
+    )
 
 
-def list_methods(kind: type) -> list[str]:
-    """The public methods of a protocol, or the abstract methods of an abstract class."""
-    if abstract := getattr(kind, "__abstractmethods__", ()):
-        return sorted(abstract)
+def _missing_methods(found: type, kind: type) -> list[str]:
+    """The methods of a kind that a class does not define; a class derived from the kind inherits its defaults."""
+    if kind in found.__mro__:
+        return sorted(getattr(found, "__abstractmethods__", ()))
+    return [name for name in _public_methods(kind) if not callable(getattr(found, name, None))]
+
+
+def _public_methods(kind: type) -> list[str]:
     return [name for name, each in vars(kind).items() if inspect.isfunction(each) and not name.startswith("_")]
 
 

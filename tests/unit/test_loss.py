@@ -200,8 +200,8 @@ def test_a_head_that_is_not_trained_gets_no_gradient(evaluates, monkeypatch):
 def test_bf16_autocast_runs_the_head_in_bf16_and_the_softmax_in_fp32():
     model, dtypes = small_model("llama"), []
     module = ObjectiveModule(model)
-    of_chunk = module._of_chunk
-    module._of_chunk = lambda logits, *others: dtypes.append(logits.dtype) or of_chunk(logits, *others)
+    of_chunk = module.of_chunk
+    module.of_chunk = lambda logits, *others: dtypes.append(logits.dtype) or of_chunk(logits, *others)
     inputs, labels = random_batch()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = module(microbatch(inputs, labels), CausalLM().loss_sum)

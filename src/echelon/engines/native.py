@@ -36,7 +36,7 @@ from echelon.model.sharding import local_part, whole
 from echelon.model.traits import Traits
 from echelon.objectives.loss import IGNORE
 from echelon.objectives.objective import Objective
-from echelon.objectives.outputs import ObjectiveModule, Reading
+from echelon.objectives.outputs import ObjectiveModule, OutputsFn
 from echelon.optimizer import LossScale, Optimizer, Served, build_optimizer, build_served, clip_gradients, global_norm
 from echelon.parallel import Parallelize, connect_stages, parallelize, shard_model, shard_stages
 from echelon.parallel.protocol import Parallel
@@ -274,7 +274,7 @@ class ModuleEvaluation:
     """See Evaluation."""
 
     def __init__(
-        self, module: Callable[[Microbatch, Reading], Tensor], objective: Objective, padding: Padding = LONGEST
+        self, module: Callable[[Microbatch, OutputsFn], Tensor], objective: Objective, padding: Padding = LONGEST
     ) -> None:
         """`padding`: the width that forward passes need."""
         self._module = module

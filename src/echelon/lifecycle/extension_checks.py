@@ -48,15 +48,15 @@ def check_extensions(recipe: Recipe) -> None:
     accept its options. Every training process imports it again.
     """
     for each in list_extensions(recipe):
-        kind, num_arguments = _find_kind(each.key)
+        kind, num_arguments = _find_kind(each)
         found = find_named(each.key, each.name, {}, kind)
         check_options(each.key, each.name, found, num_arguments, each.options)
 
 
-def _find_kind(key: str) -> tuple[type, int]:
-    """The type that a key's extension must have, and its number of arguments without options."""
+def _find_kind(named: Named) -> tuple[type | None, int]:
+    """The class whose methods an extension must have, None for a function; its number of arguments without options."""
     from echelon.data.readers.record import Reader
-    from echelon.objectives.objective import Objective
+    from echelon.objectives.objective import Objective, find_loss
     from echelon.optimizer.rules import Rule
     from echelon.sync.synchronizer import Synchronizer
     from echelon.training.callbacks import Callback
@@ -68,4 +68,7 @@ def _find_kind(key: str) -> tuple[type, int]:
         "data": (Reader, 0),
         "train": (Callback, 0),
     }
-    return kinds[key.partition(".")[0]]
+    section = named.key.partition(".")[0]
+    if section == "objective" and find_loss(named.name) is not None:
+        return None, 3  # logits, labels, extra
+    return kinds[section]

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from echelon.data.loader import Microbatch
 from echelon.objectives.loss import IGNORE
+from echelon.objectives.objective import Objective
 from echelon.objectives.outputs import DecoderOutputs
 from echelon.recipe import ObjectiveConfig
 
 
 @dataclass(frozen=True)
-class DPO:
+class DPO(Objective):
     """Direct preference optimization, on pairs of a chosen and a rejected answer (Rafailov et al. 2023,
     arXiv:2305.18290).
 

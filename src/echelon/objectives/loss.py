@@ -1,13 +1,16 @@
-"""Token cross-entropy, summed or per token, that never materialises fp32 logits [tokens, vocabulary].
+"""Losses over the logits of tokens that never materialise fp32 logits [tokens, vocabulary].
 
-The head, its arithmetic and the softmax run on one chunk of tokens at a time. For the sum, each chunk's gradient is
-computed in the forward pass, so that only [tokens, hidden] and [vocabulary, hidden] outlive a chunk, and no matmul runs
-twice. For single tokens, whose upstream gradients are not known yet, the backward pass recomputes each chunk. The
-method is that of Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv:2410.10989), in plain PyTorch.
+The head, its arithmetic and the loss run on one chunk of tokens at a time. For a sum, each chunk's gradient is computed
+in the forward pass, so that only [tokens, hidden] and [vocabulary, hidden] outlive a chunk, and no matmul runs twice.
+For single tokens, whose upstream gradients are not known yet, the backward pass recomputes each chunk. The method is
+that of Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv:2410.10989), in plain PyTorch.
+
+Of cross-entropy the gradient is written by hand; of any other loss autograd derives it (`loss_function.py`).
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +65,28 @@ def loss_and_gradient(
 LossAndGradient = Callable[[Tensor, Tensor, HeadArithmetic, float | Tensor], tuple[Tensor, Tensor]]
 
 
+class ChunkLoss(Protocol):
+    """A loss that is a sum over tokens, of which `targets[piece]` has what belongs to the tokens of a chunk."""
+
+    @property
+    def differentiate(self) -> Callable[[Tensor, Any, HeadArithmetic, float], tuple[Tensor, Tensor]]:
+        """Computes the loss from the head's raw logits, and a factor times its gradient: see `loss_and_gradient`."""
+        ...
+
+    def evaluate(self, logits: Tensor, targets: Any) -> Tensor:
+        """Compute the loss from the model's logits."""
+        ...
+
+
+@dataclass(frozen=True)
+class _CrossEntropy:
+    differentiate: LossAndGradient
+    vocabulary: VocabularyShard | None
+
+    def evaluate(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return -_scores(logits, targets, self.vocabulary).sum()
+
+
 def chunked_loss_sum(
     hidden: Tensor,
     labels: Tensor,
@@ -85,13 +110,26 @@ def chunked_loss_sum(
     Returns:
         A scalar in fp32. Under autocast the head's matmul runs in the autocast dtype.
     """
-    rows, targets = hidden.flatten(0, -2), labels.flatten()
+    loss = _CrossEntropy(of_chunk if vocabulary is None else vocabulary.loss_and_gradient, vocabulary)
+    return sum_chunks(hidden, labels.flatten(), weight, bias, arithmetic, loss, logits_chunk_tokens(len(weight)))
+
+
+def sum_chunks(
+    hidden: Tensor,
+    targets: Any,
+    weight: Tensor,
+    bias: Tensor | None,
+    arithmetic: HeadArithmetic,
+    loss: ChunkLoss,
+    chunk: int,
+) -> Tensor:
+    """Add up a loss over chunks of at most `chunk` tokens: an fp32 scalar. See `chunked_loss_sum`."""
+    rows = hidden.flatten(0, -2)
     if not torch.is_grad_enabled():  # needs_input_grad of a Function is True even then
         rows, weight, bias = rows.detach(), weight.detach(), None if bias is None else bias.detach()
     dtype = autocast_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
-        of_chunk = of_chunk if vocabulary is None else vocabulary.loss_and_gradient
-        return _ChunkedLoss.apply(rows, targets, weight, bias, arithmetic, dtype, of_chunk, vocabulary)  # type: ignore[no-any-return,no-untyped-call]
+        return _ChunkedLoss.apply(rows, targets, weight, bias, arithmetic, dtype, loss, chunk)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def chunked_log_probabilities(
@@ -125,13 +163,13 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         rows: Tensor,
-        targets: Tensor,
+        targets: Any,
         weight: Tensor,
         bias: Tensor | None,
         arithmetic: HeadArithmetic,
         dtype: torch.dtype,
-        of_chunk: LossAndGradient,
-        vocabulary: VocabularyShard | None,
+        loss: ChunkLoss,
+        chunk: int,
     ) -> Tensor:
         # A frozen head needs no gradient.
         wants_gradient, wants_head = any(ctx.needs_input_grad[:4]), any(ctx.needs_input_grad[2:4])
@@ -139,14 +177,14 @@ class _ChunkedLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
         row_gradient = torch.empty_like(rows) if wants_gradient else None
         head_gradient = [torch.zeros_like(each, dtype=torch.float32) for each in head] if wants_head else []
-        factor = gradient_factor(dtype, min(logits_chunk_tokens(weight.shape[0]), rows.shape[0]))
-        for piece in _pieces(rows, weight):
+        factor = gradient_factor(dtype, min(chunk, rows.shape[0]))
+        for piece in _pieces(rows, chunk):
             inputs = rows[piece].detach().to(dtype)
             if row_gradient is None:
-                total -= _scores(arithmetic.apply(F.linear(inputs, *head)), targets[piece], vocabulary).sum()
+                total += loss.evaluate(arithmetic.apply(F.linear(inputs, *head)), targets[piece])
                 continue
-            loss, gradient = of_chunk(F.linear(inputs, *head), targets[piece], arithmetic, factor)
-            total += loss
+            value, gradient = loss.differentiate(F.linear(inputs, *head), targets[piece], arithmetic, factor)
+            total += value
             row_gradient[piece] = gradient @ head[0]
             _add_head_gradient(head_gradient, gradient, inputs)
             del gradient  # before the logits of the next chunk
@@ -206,7 +244,7 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
     ) -> Tensor:
         head = [tensor.to(dtype) for tensor in (weight, bias) if tensor is not None]
         scores = torch.empty(rows.shape[0], dtype=torch.float32, device=rows.device)
-        for piece in _pieces(rows, weight):
+        for piece in _pieces(rows, logits_chunk_tokens(len(weight))):
             inputs = rows[piece].to(dtype)
             scores[piece] = _scores(arithmetic.apply(F.linear(inputs, *head)), targets[piece], vocabulary)
         ctx.save_for_backward(rows, targets, weight, bias)
@@ -222,7 +260,7 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
         of_chunk = loss_and_gradient if ctx.vocabulary is None else ctx.vocabulary.loss_and_gradient
         totals = [torch.zeros_like(each, dtype=torch.float32) for each in head] if wants_head else []
         row_gradient = torch.empty_like(rows)
-        for piece in _pieces(rows, weight):
+        for piece in _pieces(rows, logits_chunk_tokens(len(weight))):
             inputs = rows[piece].detach().to(ctx.dtype)
             weights = -upstream[0][piece]  # the loss is the negative sum of what is returned
             _, gradient = of_chunk(F.linear(inputs, *head), targets[piece], ctx.arithmetic, weights)
@@ -236,7 +274,6 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
         return row_gradient, None, weight_gradient, bias_gradient, None, None, None
 
 
-def _pieces(rows: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Split rows [tokens, hidden] into chunks whose logits fit the memory limit."""
-    chunk = logits_chunk_tokens(weight.shape[0])
+def _pieces(rows: Tensor, chunk: int) -> Iterator[slice]:
+    """Split rows [tokens, hidden] into chunks of so many tokens, whose logits fit the memory limit."""
     return (slice(start, start + chunk) for start in range(0, rows.shape[0], chunk))

@@ -1,8 +1,8 @@
 """The forward pass of a decoder as objectives use it, and the module that runs it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from echelon.objectives.loss import (
     token_log_probabilities,
     token_loss_sum,
 )
+from echelon.objectives.loss_function import LossFn, chunked_function_sum, function_loss_sum
 from echelon.objectives.vocabulary import VocabularyShard
 
 
@@ -39,32 +40,21 @@ class DecoderOutputs:
     """
 
     def __init__(
-        self,
-        model: Any,
-        traits: Traits,
-        batch: Microbatch,
-        reference: "ObjectiveModule | None" = None,
-        tap: RouterTap | None = None,
-        inflow: Inflow | None = None,
-        of_chunk: LossAndGradient = loss_and_gradient,
-        context: Context | None = None,
-        vocabulary_ranks: dist.ProcessGroup | None = None,
+        self, module: "ObjectiveModule", batch: Microbatch, inflow: Inflow | None = None, taps_routers: bool = True
     ) -> None:
         """`inflow`: what the stage goes on from; None for a whole model and the first stage.
 
-        `of_chunk`: see `chunked_loss_sum`. `context`: how the model's attention is divided, if it is. A microbatch that
-        is not cut then runs whole on each rank. `vocabulary_ranks`: the ranks that divide the head, in equal parts.
+        `taps_routers`: whether the pass counts for the router loss, if one is trained.
         """
-        self._model = model
-        self._traits = traits
-        self._parts = find_parts(model, traits.arithmetic)
+        self._module = module
+        self._model = module.model
+        self._traits = module.traits
+        self._context = module.context
+        self._vocabulary_ranks = module.vocabulary_ranks
+        self._tap = module.tap if taps_routers else None
+        self._parts = find_parts(self._model, self._traits.arithmetic)
         self._batch = batch
-        self._reference = reference
-        self._tap = tap
         self._inflow = inflow
-        self._of_chunk = of_chunk
-        self._context = context
-        self._vocabulary_ranks = vocabulary_ranks
         self._router_logits: list[Tensor] = []
 
     @cached_property
@@ -161,7 +151,21 @@ class DecoderOutputs:
         if parts is None:
             return token_loss_sum(self._logits.flatten(0, -2), labels.flatten())
         weight, bias, vocabulary = self._head
-        return chunked_loss_sum(self.hidden, labels, weight, bias, parts.arithmetic, self._of_chunk, vocabulary)
+        return chunked_loss_sum(self.hidden, labels, weight, bias, parts.arithmetic, self._module.of_chunk, vocabulary)
+
+    def logits_loss_sum(self, function: LossFn, labels: Tensor, extra: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return the sum of a loss function over the tokens of labels [batch, seq]: an fp32 scalar.
+
+        Args:
+            extra: name -> [batch, seq, ...], or [batch, ...] for what all tokens of a sequence have in common. The
+                function gets [tokens, ...] of each.
+        """
+        function, parts = self._module.prepare_loss(function), self._parts
+        rows = {name: _of_tokens(value, labels) for name, value in (extra or {}).items()}
+        if parts is None:
+            return function_loss_sum(function, self._logits.flatten(0, -2), labels.flatten(), rows)
+        weight, bias, vocabulary = self._head
+        return chunked_function_sum(function, self.hidden, labels, rows, weight, bias, parts.arithmetic, vocabulary)
 
     def log_probabilities(self, labels: Tensor) -> Tensor:
         """Return the log-probability of each label: [batch, seq], fp32, 0 for IGNORE."""
@@ -177,17 +181,16 @@ class DecoderOutputs:
         Uses the frozen copy if there is one, else this model with its adapter disabled. Collective if weights are
         sharded: they are gathered once more.
         """
-        if self._reference is not None:
+        if (reference := self._module.reference) is not None:
             with torch.no_grad():
-                scores: Tensor = self._reference(self._batch, lambda outputs, _: outputs.log_probabilities(labels))
+                scores: Tensor = reference(self._batch, lambda outputs, _: outputs.log_probabilities(labels))
             return scores
         assert self._inflow is None, "a pass without the adapter needs all layers here"
         trains = self._model.training
         self._model.eval()
         try:
             with torch.no_grad(), disabled_adapter(self._model):
-                ranks = self._vocabulary_ranks
-                outputs = DecoderOutputs(self._model, self._traits, self._batch, vocabulary_ranks=ranks)
+                outputs = DecoderOutputs(self._module, self._batch, taps_routers=False)
                 return outputs.log_probabilities(labels)
         finally:
             self._model.train(trains)
@@ -201,12 +204,12 @@ class DecoderOutputs:
         return parts.arithmetic.apply(parts.head(self.hidden[rows, places])).float()
 
 
-Reading = Callable[[DecoderOutputs, Microbatch], Tensor]
-"""Computes a result from a forward pass, for example `objective.loss_sum`."""
+OutputsFn = Callable[[DecoderOutputs, Microbatch], Tensor]
+"""Computes a tensor from the outputs of a forward pass and its microbatch, for example `objective.loss_sum`."""
 
 
 class ObjectiveModule(nn.Module):
-    """A decoder whose forward returns the result of a `Reading`: in training, the objective's summed loss.
+    """A decoder whose forward returns what an `OutputsFn` computes: in training, the objective's summed loss.
 
     Data parallelism wraps this module, so that the head and the loss run inside its hooks, which gather weights and
     reduce gradients. The decoder's parameter names have the prefix `model.` here.
@@ -222,45 +225,56 @@ class ObjectiveModule(nn.Module):
     ) -> None:
         """`tap`: the router tap, if a router loss is trained. `traits`: those of the model; None finds them.
 
-        `context`: how its attention is divided, if it is. `vocabulary_ranks`: the ranks that divide the head, in equal
-        parts; None if each has all of it.
+        `context`: how its attention is divided, if it is; a microbatch that is not cut then runs whole on each rank.
+        `vocabulary_ranks`: the ranks that divide the head, in equal parts; None if each has all of it.
         """
         super().__init__()
         self.model = model
         self.tap = tap
-        self._context = context
-        self._traits = find_traits(model) if traits is None else traits
+        self.context = context
+        self.traits = find_traits(model) if traits is None else traits
+        self.vocabulary_ranks = vocabulary_ranks
+        self.of_chunk: LossAndGradient = loss_and_gradient
+        """The loss and the gradient of a chunk of cross-entropy: see `chunked_loss_sum`."""
+        self.prepare_loss: Callable[[LossFn], LossFn] = _unchanged
+        """Returns a loss function as it runs: itself, or compiled."""
         # In a tuple, so that it is not registered: a frozen reference must not be wrapped, stepped or saved with this
         # module's parameters.
         self._reference: tuple[ObjectiveModule | None] = (None,)
-        self._of_chunk: LossAndGradient = loss_and_gradient
         self._inlet = find_inlet(model)
-        self._vocabulary_ranks = vocabulary_ranks
 
     @property
     def reference(self) -> "ObjectiveModule | None":
         """The frozen copy of the initial weights; None for an objective that needs none, or has an adapter to omit."""
         return self._reference[0]
 
-    @property
-    def context(self) -> Context | None:
-        """How the attention of the model is divided; None if it is not."""
-        return self._context
-
     def refer_to(self, reference: "ObjectiveModule") -> None:
         """Set a frozen copy of the initial weights as the reference of the objective."""
         self._reference = (reference,)
 
     def compile_loss(self, backend: str) -> None:
-        """Compile what lies between the head's logits and their gradient."""
-        self._of_chunk = torch.compile(loss_and_gradient, backend=backend, fullgraph=True)
+        """Compile what lies between the head's logits and their gradient, and every loss function at its first use."""
+        self.of_chunk = torch.compile(loss_and_gradient, backend=backend, fullgraph=True)
+        self.prepare_loss = lru_cache(maxsize=8)(partial(torch.compile, backend=backend))
 
-    def forward(self, batch: Microbatch, read: Reading, received: Tensor | None = None) -> Tensor:
-        """Return the result of `read` on the forward pass of one microbatch.
+    def forward(self, batch: Microbatch, compute: OutputsFn, received: Tensor | None = None) -> Tensor:
+        """Return what `compute` makes of the forward pass of one microbatch.
+
+        `compute` runs in here, where the weights are unsharded and the hooks of data parallelism see the loss.
 
         Args:
             received: for a later pipeline stage, the hidden states of the stage before, [batch, seq, hidden].
         """
         inflow = None if self._inlet is None or received is None else Inflow(self._inlet, received)
-        options = (self._reference[0], self.tap, inflow, self._of_chunk, self._context, self._vocabulary_ranks)
-        return read(DecoderOutputs(self.model, self._traits, batch, *options), batch)
+        return compute(DecoderOutputs(self, batch, inflow), batch)
+
+
+def _of_tokens(value: Tensor, labels: Tensor) -> Tensor:
+    """Return what an extra has of each token, [tokens, ...]; the sequence's own value where it has one per sequence."""
+    if value.shape[:2] == labels.shape:
+        return value.flatten(0, 1)
+    return value.repeat_interleave(labels.shape[1], 0)
+
+
+def _unchanged(function: LossFn) -> LossFn:
+    return function

@@ -39,6 +39,15 @@ class VocabularyShard:
         scores: Tensor = _Scores.apply(logits, labels, self)  # type: ignore[no-untyped-call]
         return scores
 
+    def gather(self, logits: Tensor) -> Tensor:
+        """Return the logits of all tokens of the vocabulary, given those of this rank's. Collective over `group`.
+
+        [tokens, part of the vocabulary] to [tokens, vocabulary]. Every rank must compute the same from the result: the
+        gradient of this rank's logits is then its part of the whole one, and nothing is sent for it.
+        """
+        whole: Tensor = _Gathered.apply(logits, self)  # type: ignore[no-untyped-call]
+        return whole
+
     def loss_and_gradient(
         self, logits: Tensor, labels: Tensor, arithmetic: HeadArithmetic, factor: float | Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -51,6 +60,19 @@ class VocabularyShard:
             scores = self.scores(arithmetic.apply(logits), labels)
         [gradient] = torch.autograd.grad(scores, [logits], torch.full_like(scores, -1.0) * factor)
         return -scores.detach().sum(), gradient
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, vocabulary: VocabularyShard) -> Tensor:
+        ctx.part = slice(vocabulary.offset, vocabulary.offset + logits.shape[-1])
+        parts = [torch.empty_like(logits) for _ in range(vocabulary.group.size())]
+        dist.all_gather(parts, logits.contiguous(), group=vocabulary.group)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return upstream[0][:, ctx.part], None
 
 
 class _Scores(torch.autograd.Function):

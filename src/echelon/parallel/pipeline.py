@@ -32,9 +32,9 @@ from echelon.model.seeds import derive_seed, seed_generators
 from echelon.model.sharding import local_part
 from echelon.model.stage import Absent, StageRange
 from echelon.objectives.objective import Objective, training_sums
-from echelon.objectives.outputs import DecoderOutputs, ObjectiveModule, Reading
+from echelon.objectives.outputs import DecoderOutputs, ObjectiveModule, OutputsFn
 from echelon.parallel.protocol import DataParallel, SendsWhole
-from echelon.parallel.step import StepSums
+from echelon.parallel.step import StepSums, poison_if_not_finite
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.stages import microbatches_kept, passes_deferred
 
@@ -243,7 +243,7 @@ class Pipeline(SendsWhole):
                 self._sends = True
 
     @contextmanager
-    def evaluation(self) -> Iterator[Callable[[Microbatch, Reading], Tensor]]:
+    def evaluation(self) -> Iterator[Callable[[Microbatch, OutputsFn], Tensor]]:
         """See Parallel. Microbatches pass the stages one after the other; every rank gets the result of the last."""
         with ExitStack() as stack:
             for part in self._parts:
@@ -394,18 +394,18 @@ class Pipeline(SendsWhole):
             sums: Tensor = part.parallel.module(microbatch, training_sums(self._work.objective), received)
             self._totals += sums.detach()
             return sums
-        hidden: Tensor = part.parallel.module(microbatch, self._read_hidden, received)
+        hidden: Tensor = part.parallel.module(microbatch, self._pass_hidden, received)
         return hidden.to(self._dtype).contiguous()
 
-    def _read_hidden(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
-        """The reading of any stage but the last: hidden states, to whose gradient the router loss adds its own."""
+    def _pass_hidden(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
+        """What any stage but the last returns: hidden states, to whose gradient the router loss adds its own."""
         hidden = outputs.hidden
         if self._router_strength is None:
             return hidden
         assert self._work is not None
         router = outputs.router_loss_sum(self._work.objective.token_weights(batch))
         self._totals[1] += router.detach()
-        factor = (self._router_strength + 0 * router.detach()) / self._work.num_targets
+        factor = poison_if_not_finite(self._router_strength, router) / self._work.num_targets
         with_loss: Tensor = _WithLoss.apply(hidden, router * factor)  # type: ignore[no-untyped-call]
         return with_loss
 
@@ -414,14 +414,12 @@ class Pipeline(SendsWhole):
         assert self._work is not None
         factors = torch.ones(2, device=sums.device)
         factors[1].fill_(self._router_strength or 0.0)
-        # 0 * loss is 0, or NaN for a loss that is not finite: then the gradients of all stages are NaN, and so is the
-        # norm that all ranks see, which is what keeps such a step from being applied.
-        return (sums * ((factors + 0 * sums.detach()) / self._work.num_targets)).sum()
+        return (sums * (poison_if_not_finite(factors, sums) / self._work.num_targets)).sum()
 
-    def _evaluate(self, microbatch: Microbatch, read: Reading) -> Tensor:
+    def _evaluate(self, microbatch: Microbatch, compute: OutputsFn) -> Tensor:
         def run(part: StagePart, microbatch: Microbatch, received: Tensor | None) -> Tensor:
             if part.place.is_last:
-                result: Tensor = part.parallel.module(microbatch, read, received)
+                result: Tensor = part.parallel.module(microbatch, compute, received)
                 return result.contiguous()
             hidden: Tensor = part.parallel.module(microbatch, lambda outputs, _: outputs.hidden, received)
             return hidden.to(self._dtype).contiguous()

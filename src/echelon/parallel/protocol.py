@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from echelon.data.loader import Microbatch
-from echelon.objectives.outputs import Reading
+from echelon.objectives.outputs import OutputsFn
 
 
 class Parallel(Protocol):
@@ -38,10 +38,10 @@ class Parallel(Protocol):
         """
         ...
 
-    def evaluation(self) -> AbstractContextManager[Callable[[Microbatch, Reading], Tensor]]:
+    def evaluation(self) -> AbstractContextManager[Callable[[Microbatch, OutputsFn], Tensor]]:
         """Scope of forward passes without gradients; leaves parameters as training expects them.
 
-        The passes are collective where the model is divided; every rank gets the result of the reading.
+        The passes are collective where the model is divided; every rank gets the result.
         """
         ...
 

@@ -58,7 +58,7 @@ class SingleStage:
         total = torch.zeros(2, dtype=torch.float64, device=num_targets.device)
         factors = torch.ones(2, device=num_targets.device)
         factors[1].fill_(self._router_strength or 0.0)
-        read = training_sums(objective)
+        compute = training_sums(objective)
         for index, microbatch in enumerate(microbatches):
             # Random state is not saved but derived, so that dropout is the same after a resume.
             # Ranks that share a sequence hold other positions of it.
@@ -67,12 +67,19 @@ class SingleStage:
             seed_generators(seed, num_targets.device)
             is_last = index == len(microbatches) - 1
             with record_function("echelon forward"), self._parallel.microbatch(is_last):
-                sums = self._parallel.module(microbatch, read)
-            # 0 * loss is 0, or NaN for a loss that is not finite: then every gradient is NaN, and so is the norm that
-            # all ranks see, which is what keeps such a step from being applied.
+                sums = self._parallel.module(microbatch, compute)
             with record_function("echelon backward"):
-                self._parallel.backward(sums, (factors + 0 * sums.detach()) / num_targets)
+                self._parallel.backward(sums, poison_if_not_finite(factors, sums) / num_targets)
             total += sums.detach()
         if self._tap is None:
             return StepSums(total[0])
         return StepSums(total[0], total[1], self._tap.take_expert_tokens(total.device))
+
+
+def poison_if_not_finite(factors: Tensor | float, sums: Tensor) -> Tensor:
+    """Return the factors that multiply the gradients of the sums, but NaN where a sum is not finite.
+
+    A loss can be infinite while its gradient is finite. NaN makes every gradient NaN, and so is the norm that all ranks
+    see, which keeps the step from being applied. Nothing is read on the host, so no rank waits for its device.
+    """
+    return factors + 0 * sums.detach()  # 0 * loss is 0, or NaN if the loss is infinite or NaN
