@@ -3,45 +3,12 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from echelon.recipe.aliases import ALIASES, NO_EQUIVALENT
 from echelon.recipe.schema import recipe_json_schema
-
-_INTRODUCTION = """\
-# The recipe
-
-<!-- Generated from the models in src/echelon/recipe by `render_recipe_reference`. Change the descriptions there. -->
-
-A recipe is a YAML file that describes a training run. `echelon init` writes one to start from. A minimal recipe:
-
-```yaml
-run: {name: first}
-model: {config: {model_type: llama, hidden_size: 128, num_hidden_layers: 4, num_attention_heads: 4}}
-tokenizer: bytes
-data: {train: text.txt, sequence_len: 64}
-train: {steps: 200, global_batch_size: 12}
-optim: {learning_rate: 1e-3}
-```
-
-**Overrides.** `echelon train recipe.yaml train.steps=50 data.train.0.path=other.txt parallel=fsdp` changes keys for one
-run. Values are parsed as YAML, list entries are counted from 0, and the command line takes precedence over the file.
-For keys that exclude each other (`train.steps`, `train.tokens`, `train.epochs`; the two batch keys; `model.checkpoint`
-and `model.config`; `data.validation` and `data.validation_fraction`) the override replaces the one in the file.
-
-**Unknown keys** are refused, never ignored, with the line and the nearest key:
-
-    recipe.yaml, line 9: train.learning_rate is not a recipe key; did you mean optim.learning_rate?
-
-**Other tools' spellings** of a key are accepted with a message; they are listed [below](#other-tools-spellings). A key
-given under two spellings is refused.
-
-    recipe.yaml, line 4: per_device_train_batch_size: 8 is read as train.micro_batch_size: 8.
-
-**Numbers** may be written `2e9` and `524_288`, counts of tokens also `2B`: K, M, B and T are a thousand, a million, a
-billion and a trillion. **Editors** complete and check recipes by the JSON schema: run
-`echelon schema > recipe.schema.json` and begin a recipe with `# yaml-language-server: $schema=recipe.schema.json`.
-"""
+from echelon.stored import read_text
 
 
 @dataclass(frozen=True)
@@ -54,7 +21,7 @@ class _Key:
 def render_recipe_reference() -> str:
     """Return the Markdown text of docs/recipe.md."""
     schema = recipe_json_schema()
-    parts = [_INTRODUCTION]
+    parts = [read_text(Path(__file__).with_name("reference.md"))]
     for name in schema["properties"]:
         keys = [key for key in _keys(schema, schema) if key.name.partition(".")[0] == name]
         parts.append(_render_section(name, keys, schema))

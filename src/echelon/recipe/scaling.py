@@ -16,6 +16,7 @@ import shlex
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from echelon.errors import ConfigError
@@ -23,6 +24,7 @@ from echelon.planner.model_shape import ModelShape
 from echelon.planner.shape import VOCAB_MULTIPLE, build_shape
 from echelon.recipe.section import SUFFIXES, read_count
 from echelon.recipe.yaml_text import render_inline
+from echelon.stored import read_text
 
 TOKENS_PER_PARAMETER = 20
 """Chinchilla's rule for the best model of a given compute."""
@@ -296,47 +298,6 @@ def show_count(value: float) -> str:
     return f"{value:.3g}"
 
 
-_RECIPE = """\
-# {params:,} parameters on {tokens} tokens, from two numbers: echelon init {arguments}
-#   echelon plan  {file} --devices 8xH100   shows the plan and the memory it needs
-#   echelon train {file}                    trains; run it again to resume
-# Sources, on arXiv: GPT-3: 2005.14165, table 2.1 and appendix B. LLaMA: 2302.13971. Llama 2: 2307.09288.
-# Pythia: 2304.01373. Kaplan: 2001.08361, equation D.1. Chinchilla: 2203.15556. DeepSeek: 2401.02954, equation 1.
-
-run:
-  name: {name}
-
-model:
-  config:
-    model_type: llama
-{shape}
-
-tokenizer: {{train: {{vocab_size: {vocab}}}}}
-
-data:
-  train:
-    - path: {path}                      # a folder of text, or .jsonl records with a `text` field
-{data}
-
-train:
-{train}
-  precision: auto
-  eval_every: {every}
-  log_every: 10
-
-optim:
-{optim}
-
-parallel: auto
-
-checkpoint:
-{checkpoint}
-  keep_last: 3
-
-evaluate:
-  batches: 20
-"""
-
 _SECTIONS = {
     "shape": (
         "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
@@ -365,7 +326,7 @@ def render_scaled(scaled: ScaledRecipe, name: str, file: str = "recipe.yaml", te
             rows.append((f"{indent}max_position_embeddings: {scaled['sequence_len']}", "the sequence_len"))
         return "\n".join(f"{row:<40}# {reason}" for row, reason in rows)
 
-    return _RECIPE.format(
+    return read_text(Path(__file__).with_name("scaled.yaml")).format(
         params=scaled.shape.num_parameters,
         tokens=show_count(scaled["tokens"]),
         arguments=scaled.arguments,

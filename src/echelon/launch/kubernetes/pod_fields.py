@@ -5,33 +5,17 @@ Names: the API of core/v1, compared with the official client's models in the tes
 
 import difflib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from echelon.errors import ConfigError
 from echelon.recipe.launching import KubernetesConfig, VolumeConfig
+from echelon.recipe.yaml_text import read_table
 
 _KEY = "launch.kubernetes"
-_BOTH_CONTEXTS = (
-    "appArmorProfile", "runAsGroup", "runAsNonRoot", "runAsUser", "seLinuxOptions", "seccompProfile", "windowsOptions",
-)  # fmt: skip
 FIELDS: Mapping[str, tuple[str, ...]] = {
-    "tolerations": ("key", "operator", "value", "effect", "tolerationSeconds"),
-    "affinity": ("nodeAffinity", "podAffinity", "podAntiAffinity"),
-    "security_context": (
-        *_BOTH_CONTEXTS, "fsGroup", "fsGroupChangePolicy", "seLinuxChangePolicy", "supplementalGroups",
-        "supplementalGroupsPolicy", "sysctls",
-    ),
-    "container_security_context": (
-        *_BOTH_CONTEXTS, "allowPrivilegeEscalation", "capabilities", "privileged", "procMount",
-        "readOnlyRootFilesystem",
-    ),
-    "volumes.source": (
-        "awsElasticBlockStore", "azureDisk", "azureFile", "cephfs", "cinder", "configMap", "csi", "downwardAPI",
-        "emptyDir", "ephemeral", "fc", "flexVolume", "flocker", "gcePersistentDisk", "gitRepo", "glusterfs", "hostPath",
-        "image", "iscsi", "nfs", "persistentVolumeClaim", "photonPersistentDisk", "portworxVolume", "projected",
-        "quobyte", "rbd", "scaleIO", "secret", "storageos", "vsphereVolume",
-    ),
-}  # fmt: skip
+    setting: tuple(names.split()) for setting, names in read_table(Path(__file__).with_name("pod_fields.yaml")).items()
+}
 """The fields of each setting."""
 
 # Deleted with the pod, or never writable.

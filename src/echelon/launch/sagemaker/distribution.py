@@ -5,13 +5,14 @@ Rules for combinations: sagemaker-python-sdk v2, `fw_utils.validate_distribution
 """
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
 from echelon.errors import ConfigError
+from echelon.launch.sagemaker.request_patch import TABLE
 from echelon.recipe import LaunchConfig, Recipe
 from echelon.recipe.draft import Draft
 from echelon.recipe.messages import explain_errors
@@ -22,30 +23,8 @@ from echelon.recipe.tensorflow_config import TensorflowConfig
 KEY = "launch.sagemaker.distribution"
 SMP_KEY = f"{KEY}.smdistributed.modelparallel.parameters"
 
-_NOT_HERE = {
-    "pytorchxla": "the Training Compiler was for PyTorch 1.13 and older, and is discontinued; use torch_distributed "
-    "and train.compile=true",
-    "instance_groups": "every machine of a job trains; give the groups in launch.sagemaker.instance_groups, without "
-    "those that would not train",
-    "deepspeed": "SageMaker has no such entry; use torch_distributed, and engine: deepspeed",
-    "horovod": "SageMaker starts it as mpi; use mpi: {enabled: true}, and engine: horovod",
-    "smdistributed_dataparallel": "the SDK spells it smdistributed: {dataparallel: {enabled: true}}; that library "
-    "is not available to echelon either, so use torch_distributed: {enabled: true}",
-    "smdistributed_modelparallel": "the SDK spells it smdistributed: {modelparallel: {enabled: true, parameters: "
-    "{...}}}",
-    "pytorchx": "the SDK has no such entry; PyTorch's own launcher is torch_distributed: {enabled: true}",
-    "compiler_config": "the Training Compiler is discontinued; use train.compile=true",
-}  # fmt: skip
-_FIELDS = {
-    "torch_distributed": ("enabled",),
-    "pytorchddp": ("enabled", "custom_mpi_options"),
-    "multi_worker_mirrored_strategy": ("enabled",),
-    "parameter_server": ("enabled",),
-    "mpi": ("enabled", "processes_per_host", "custom_mpi_options"),
-    "smdistributed": ("dataparallel", "modelparallel"),
-    "smdistributed.dataparallel": ("enabled", "custom_mpi_options"),
-    "smdistributed.modelparallel": ("enabled", "parameters"),
-}
+_NOT_HERE: Mapping[str, str] = TABLE["not_distributions"]
+_FIELDS: Mapping[str, Sequence[str]] = TABLE["distributions"]
 _STRATEGIES = {"multi_worker_mirrored_strategy": "multi_worker", "parameter_server": "parameter_server"}
 """TensorFlow's distributions, with the names of their strategies in a recipe."""
 

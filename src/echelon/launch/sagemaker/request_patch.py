@@ -6,65 +6,28 @@ Members: botocore's model of CreateTrainingJob, compared in the tests.
 import difflib
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from echelon.errors import ConfigError, MissingSettingError
 from echelon.launch.patch import merge_patch
 from echelon.launch.sagemaker.staging import CODE_CHANNEL
 from echelon.recipe.launching import SageMakerConfig
+from echelon.recipe.yaml_text import read_table
 
 _KEY = "launch.sagemaker"
 PATCH = f"{_KEY}.patch"
 
-MEMBERS = (
-    "TrainingJobName", "HyperParameters", "AlgorithmSpecification", "RoleArn", "InputDataConfig", "OutputDataConfig",
-    "ResourceConfig", "VpcConfig", "StoppingCondition", "Tags", "EnableNetworkIsolation",
-    "EnableInterContainerTrafficEncryption", "EnableManagedSpotTraining", "CheckpointConfig", "DebugHookConfig",
-    "DebugRuleConfigurations", "TensorBoardOutputConfig", "ExperimentConfig", "ProfilerConfig",
-    "ProfilerRuleConfigurations", "Environment", "RetryStrategy", "RemoteDebugConfig", "InfraCheckConfig",
-    "SessionChainingConfig", "ServerlessJobConfig", "MlflowConfig", "ModelPackageConfig",
-)  # fmt: skip
+TABLE: Mapping[str, Any] = read_table(Path(__file__).with_name("request.yaml"))
+"""What is known of requests, and of the distributions of SageMaker's SDK."""
+
+MEMBERS: tuple[str, ...] = tuple(TABLE["members"].split())
 """The members of a CreateTrainingJob request."""
 
-OWNED: Mapping[str, str] = {
-    "TrainingJobName": "run.name",
-    "RoleArn": f"{_KEY}.role",
-    "AlgorithmSpecification.TrainingImage": f"{_KEY}.image",
-    "AlgorithmSpecification.TrainingInputMode": f"{_KEY}.input_mode",
-    "OutputDataConfig.S3OutputPath": f"{_KEY}.bucket",
-    "OutputDataConfig.KmsKeyId": f"{_KEY}.kms_key",
-    "ResourceConfig.InstanceType": f"{_KEY}.instance_type",
-    "ResourceConfig.InstanceCount": "launch.nodes",
-    "ResourceConfig.InstanceGroups": f"{_KEY}.instance_groups",
-    "ResourceConfig.VolumeSizeInGB": f"{_KEY}.volume_gb",
-    "ResourceConfig.VolumeKmsKeyId": f"{_KEY}.kms_key",
-    "ResourceConfig.KeepAlivePeriodInSeconds": f"{_KEY}.keep_alive_seconds",
-    "ResourceConfig.TrainingPlanArn": f"{_KEY}.training_plan_arn",
-    "StoppingCondition.MaxRuntimeInSeconds": "launch.max_hours",
-    "StoppingCondition.MaxWaitTimeInSeconds": f"{_KEY}.spot",
-    "CheckpointConfig.S3Uri": f"{_KEY}.checkpoint_uri",
-    "VpcConfig": f"{_KEY}.subnets and {_KEY}.security_group_ids",
-    "Tags": f"{_KEY}.tags",
-    "Environment": "launch.env",
-    "EnableNetworkIsolation": f"{_KEY}.network_isolation",
-    "EnableInterContainerTrafficEncryption": f"{_KEY}.encrypt_traffic",
-    "EnableManagedSpotTraining": f"{_KEY}.spot",
-    "TensorBoardOutputConfig": "track: [tensorboard]",
-    "ProfilerConfig": f"{_KEY}.profiler",
-    "RetryStrategy": f"{_KEY}.max_attempts",
-    "RemoteDebugConfig": f"{_KEY}.remote_debug",
-    "MlflowConfig": f"{_KEY}.mlflow_arn",
-}
+OWNED: Mapping[str, str] = TABLE["owned"]
 """Members that a recipe key sets, with the key."""
 
-_IMPOSSIBLE = {
-    "AlgorithmSpecification.AlgorithmName": "the algorithm of a job is echelon in its image",
-    "AlgorithmSpecification.ContainerEntrypoint": "echelon starts its own entry point, which passes signals on",
-    "AlgorithmSpecification.ContainerArguments": "echelon starts its own entry point, which takes none",
-    "OutputDataConfig.CompressionType": "echelon reads the model and the records of a job uncompressed",
-    "CheckpointConfig.LocalPath": "the run folder is there",
-    "ServerlessJobConfig": "it would start a job of AWS's own instead of echelon",
-}
+_IMPOSSIBLE: Mapping[str, str] = TABLE["impossible"]
 # Of Amazon ECR, in all partitions; SageMaker pulls from every other registry through the VPC of the job.
 _ECR = re.compile(r"\d{12}\.dkr[.-]ecr(-fips)?\.[a-z0-9-]+\.([a-z0-9-]+\.)*[a-z]+/.+")
 
