@@ -22,13 +22,14 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from echelon.distributed.runtime import start_runtime, stop_runtime
+from echelon.checksums import describe_files
+from echelon.distributed.runtime import stop_runtime
 from echelon.hardware.detection import detect_cluster
 from echelon.lifecycle.assemble import build_trainer
+from echelon.lifecycle.process_group import start_runtime
 from echelon.lifecycle.setup import prepare_run
 from echelon.model.build import load_config
 from echelon.recipe import load_recipe
-from echelon.runs.checksums import describe_files
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "tinyshakespeare.yaml"
 TEXT = Path(pydoc_data.topics.__file__)  # real text that exists on every machine

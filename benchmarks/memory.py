@@ -18,9 +18,10 @@ import torch
 
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import build_mesh
-from echelon.distributed.runtime import start_runtime, stop_runtime
+from echelon.distributed.runtime import stop_runtime
 from echelon.engines import EngineSpec
 from echelon.engines.native import NativeEngine, build_native_engine
+from echelon.lifecycle.process_group import start_runtime
 from echelon.model.build import load_config
 from echelon.objectives.causal_lm import CausalLM
 from echelon.planner.memory import MemoryEstimate, estimate_memory

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from echelon.distributed.runtime import start_runtime, stop_runtime
+from echelon.distributed.runtime import stop_runtime
 from echelon.lifecycle.assemble import build_trainer
+from echelon.lifecycle.process_group import start_runtime
 from echelon.planner.plan import load_plan
 from echelon.recipe import load_recipe
 from echelon.runs.run_folder import RunFolder

@@ -29,10 +29,11 @@ import torch.distributed as dist
 
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import build_mesh
-from echelon.distributed.runtime import start_runtime, stop_runtime
+from echelon.distributed.runtime import stop_runtime
 from echelon.engines import EngineSpec
 from echelon.engines.native import build_native_engine
 from echelon.hardware.accelerators import ACCELERATORS, Cluster
+from echelon.lifecycle.process_group import start_runtime
 from echelon.model.build import load_config
 from echelon.objectives.causal_lm import CausalLM
 from echelon.planner.choose import resolve_plan

@@ -1,4 +1,4 @@
-"""Stop requests: by a signal, or by the stop file written by this process's agent.
+"""Stop requests, by a signal or by the stop file that this process's agent writes; the end of its parent.
 
 The stop file contains a signal's name. An agent forwards a stop to its workers through it, because a signal from the
 agent itself means that a peer has failed and there is nothing left to save.
@@ -7,6 +7,7 @@ agent itself means that a peer has failed and there is nothing left to save.
 import math
 import os
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -35,6 +36,7 @@ LATE_SECONDS = 10.0
 """A command that a signal has not ended after this time is ended without cleanup."""
 
 _LOOK_SECONDS = 0.2
+_WATCHDOG_SECONDS = 0.5
 
 
 class StopRequest:
@@ -108,6 +110,24 @@ def read_stop_file(path: Path) -> str | None:
         return path.read_text(encoding="utf-8") or None
     except OSError:
         return None
+
+
+def start_watchdog(parent: int, memory: Path | None = None) -> None:
+    """End this process when the one that started it is gone, even if it was killed by SIGKILL.
+
+    Args:
+        parent: the pid of that process.
+        memory: a folder in memory that it would have removed.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_WATCHDOG_SECONDS)
+        while memory is not None and memory.exists():  # a snapshot that is being written can add to it meanwhile
+            shutil.rmtree(memory, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watchdog", daemon=True).start()
 
 
 BEFORE_TRAINING = "stopped by {signal} before training began; start the same command again"

@@ -11,8 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-from echelon.distributed.runtime import start_runtime, start_watchdog, stop_runtime
+from echelon.distributed.runtime import stop_runtime
 from echelon.errors import ConfigError
+from echelon.lifecycle.process_group import start_runtime, watch_starter
 from echelon.lifecycle.worker import OutcomeReport, leave, leave_after_peers, redirect_output
 from echelon.logs import log_to_console
 from echelon.runs.run_folder import RunFolder
@@ -36,7 +37,7 @@ def run_parent(run_dir, count, mode, restarts, rendezvous=None):
 
 
 def run_worker(run_dir, mode):
-    start_watchdog()
+    watch_starter()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = RunFolder(Path(run_dir))
     leave_after_peers(folder)

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 NOTE_OPENED = """
 import json, os, sys
 
-PASSED_OVER = ("echelon.stored", "echelon.runs.checksums")
+PASSED_OVER = ("echelon.stored", "echelon.checksums")
 last, number = None, 0
 
 

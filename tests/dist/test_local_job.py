@@ -159,7 +159,7 @@ def launched_environment(rank, world_size, port):
 
 
 def test_used_port_is_named_with_a_fix():
-    code = "from echelon.distributed.runtime import open_store; open_store(10)"
+    code = "from echelon.lifecycle.process_group import open_store; open_store(10)"
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
         env = launched_environment(0, 2, port)
@@ -170,7 +170,7 @@ def test_used_port_is_named_with_a_fix():
 
 
 def test_missing_peer_is_named_with_a_fix():
-    code = "from echelon.distributed.runtime import open_store; open_store(2)"
+    code = "from echelon.lifecycle.process_group import open_store; open_store(2)"
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     env = launched_environment(0, 2, port)

@@ -26,7 +26,7 @@ def test_the_parts_of_a_step_add_up_to_its_time(echelon, tmp_path, parallel):
     ended = echelon("train", "recipe.json", "--nproc", "2", "--profile")
     assert ended.code == 0 and "profile: steps 20 to 24 are in" in ended.out
     run = RunFolder(tmp_path / "runs" / "tiny")
-    rows = {row["step"]: row["step_seconds"] for row in run.rows.read_metrics().rows if row["kind"] == "train"}
+    rows = {row["step"]: row["step_seconds"] for row in run.read_metrics().rows if row["kind"] == "train"}
     traces, _ = read_traces(run.path)
     assert [trace.rank for trace in traces] == [0, 1]
     for trace in traces:

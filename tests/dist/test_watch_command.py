@@ -27,7 +27,7 @@ def run(tmp_path):
 
 
 def last_step(folder):
-    return [row["step"] for row in folder.rows.read_metrics().rows][-1]
+    return [row["step"] for row in folder.read_metrics().rows][-1]
 
 
 def test_the_terminal_shows_a_run_until_it_ends(run, tmp_path):

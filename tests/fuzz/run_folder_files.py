@@ -23,6 +23,7 @@ from echelon.checkpoint.export import export_run
 from echelon.checkpoint.folder import clear_out, list_checkpoints
 from echelon.checkpoint.remote import write_run_name
 from echelon.checkpoint.remote_start import describe_remote
+from echelon.checksums import find_faults
 from echelon.errors import ConfigError
 from echelon.inference.held_out import open_held_out
 from echelon.launch.job_logs import Log
@@ -38,7 +39,6 @@ from echelon.report.run_record import read_record
 from echelon.report.sections import build_report
 from echelon.reporting.trackers.forwarder import Ledger, MetricsForwarder
 from echelon.reporting.trackers.tracker import Opened
-from echelon.runs.checksums import find_faults
 from echelon.runs.cost import Spending, write_spending
 from echelon.runs.overview import describe_run, summarize_run
 from echelon.runs.run_folder import RunFolder

@@ -18,6 +18,7 @@ from command import write_recipe
 from damage import ODD_FILES, damage_bytes, damage_header, damage_json, foreign_files, put_odd_file
 from echelon.checkpoint.export import export_run
 from echelon.checkpoint.folder import find_checkpoints
+from echelon.checksums import MANIFEST, describe_files
 from echelon.data.prepared import open_prepared
 from echelon.distributed.runtime import Runtime
 from echelon.errors import EchelonError
@@ -33,7 +34,6 @@ from echelon.model.pretrained import PretrainedWeights
 from echelon.planner.choose import resolve_plan
 from echelon.planner.shape import build_shape
 from echelon.recipe import load_recipe
-from echelon.runs.checksums import MANIFEST, describe_files
 from log_lines import LogLines
 
 MACHINE = Cluster(Accelerator("test machine", 2**33, None, None, None, "-"), 1, 1, "cpu")

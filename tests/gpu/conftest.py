@@ -5,7 +5,8 @@ import os
 import pytest
 import torch
 
-from echelon.distributed.runtime import start_runtime, stop_runtime
+from echelon.distributed.runtime import stop_runtime
+from echelon.lifecycle.process_group import start_runtime
 from training import train
 
 

@@ -44,14 +44,14 @@ def find_complex(tree: SourceTree, exceptions: Mapping[str, str]) -> list[str]:
 
 
 def find_undocumented(module: Module) -> list[str]:
-    """The module, public classes, methods and functions that have no docstring."""
+    """The module, public classes, methods and functions that have no docstring. One with `@override` has its base's."""
     public = [node for node in module.tree.body if isinstance(node, ast.ClassDef | Function) and _is_public(node.name)]
     methods = [
         (f"{owner.name}.{node.name}", node)
         for owner in public
         if isinstance(owner, ast.ClassDef)
         for node in owner.body
-        if isinstance(node, Function) and _is_public(node.name)
+        if isinstance(node, Function) and _is_public(node.name) and not _overrides(node)
     ]
     named = [("", module.tree), *((node.name, node) for node in public), *methods]
     return [f"{module.short} {name}".rstrip() for name, node in named if ast.get_docstring(node) is None]
@@ -59,6 +59,10 @@ def find_undocumented(module: Module) -> list[str]:
 
 def _is_public(name: str) -> bool:
     return not name.startswith("_")
+
+
+def _overrides(node: Function) -> bool:
+    return any(isinstance(each, ast.Name) and each.id == "override" for each in node.decorator_list)
 
 
 def find_unannotated(module: Module) -> list[str]:
@@ -134,4 +138,5 @@ def test_missing_docstrings_and_annotations_are_found(tmp_path):
     assert find_undocumented(module) == ["a", "a f", "a C", "a C.m"]
     assert find_unannotated(module) == ["a.f", "a.m"]
     fine = '"""A."""\ndef _f(x: int) -> None: ...\nclass _C:\n    def m(self) -> None: ...\n'
+    fine += 'class D:\n    """A."""\n    @override\n    def m(self) -> None: ...\n'
     assert not find_undocumented(write(tmp_path, fine)) and not find_unannotated(write(tmp_path, fine))

@@ -1,7 +1,7 @@
 """Rules between modules: layers, imports, names. Each rule is a function that lists the violations."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -10,9 +10,20 @@ from source_tree import ECHELON, LAYERS, SourceTree, find_layer
 
 SIBLINGS = {"parallel", "sync", "checkpoint"}
 HEAVY = {"torch", "transformers"}
-MAX_TOP_MODULES = 12
+MAX_TOP_MODULES = 18
 MAX_SHARED_NAMES = 6
 VAGUE = {"utils", "common", "helper", "helpers", "manager", "base", "misc"}
+
+# What one rank needs as a library, and what runs many of them. The files of APART are stored beside the library and
+# belong to operation, or to an engine of another tool.
+LIBRARY = ("distributed", "model", "data", "objectives", "optimizer", "reduction", "parallel", "sync", "checkpoint")
+LIBRARY = (*LIBRARY, "engines", "learn")
+OPERATION = ("runs", "supervise", "lifecycle", "training", "reporting", "report", "inference", "launch", "doctor")
+OPERATION = (*OPERATION, "drill", "sweep", "api", "commands", "cli")
+APART = (
+    *(f"checkpoint.{name}" for name in ("remote", "remote_start", "upload", "object_store", "bundle")),
+    *(f"engines.{name}" for name in ("deepspeed", "tensorflow", "horovod", "horovod_ranks")),
+)
 
 
 def find_unplaced(tree: SourceTree, layers: Mapping[str, int]) -> list[str]:
@@ -39,6 +50,21 @@ def find_upward_imports(tree: SourceTree, layers: Mapping[str, int]) -> list[str
             outside = {each.source.partition(".")[0] for each in module.imports(for_types=False, in_functions=False)}
             found += [f"{module.short} (L0) imports {name} at its top" for name in sorted(outside & HEAVY)]
     return found
+
+
+def find_imports_of_operation(tree: SourceTree) -> list[str]:
+    """Imports of the run's operation by the library, also inside functions and for types."""
+    return [
+        f"{module.short} imports {target.short}"
+        for module in tree
+        if _is_in(module.short, LIBRARY) and not _is_in(module.short, APART)
+        for target in (tree.modules[name] for name in sorted(tree.imported(module)))
+        if _is_in(target.short, OPERATION) or _is_in(target.short, APART)
+    ]
+
+
+def _is_in(module: str, rooms: Collection[str]) -> bool:
+    return any(f"{module}.".startswith(f"{room}.") for room in rooms)
 
 
 def find_cycles(tree: SourceTree) -> list[str]:
@@ -88,6 +114,10 @@ def test_imports_point_down():
     assert not find_upward_imports(ECHELON, LAYERS)
 
 
+def test_the_library_imports_nothing_of_the_operation():
+    assert not find_imports_of_operation(ECHELON)
+
+
 def test_imports_make_no_cycle():
     assert not find_cycles(ECHELON)
 
@@ -135,6 +165,21 @@ PLANTED_LAYERS = {"__init__": 1, "low": 0, "low.heavy": 1, "high": 1}
 def test_an_import_that_points_up_is_found(tmp_path, files, finding):
     layers = {**PLANTED_LAYERS, "sync": 1, "parallel": 1}
     assert find_upward_imports(plant(tmp_path, files), layers) == [finding]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from house.runs.b import x",
+        "def f():\n    from house.runs import b",
+        "if TYPE_CHECKING:\n    from house.runs.b import x",
+    ],
+)
+def test_an_import_of_the_operation_is_found(tmp_path, line):
+    files = {"model/a.py": line, "runs/b.py": "x = 1", "engines/horovod.py": "from house.runs import b"}
+    assert find_imports_of_operation(plant(tmp_path, files)) == ["model.a imports runs.b"]
+    into_part = {"model/a.py": "from house.engines import horovod"}
+    assert find_imports_of_operation(plant(tmp_path, into_part)) == ["model.a imports engines.horovod"]
 
 
 def test_allowed_imports_are_not_found(tmp_path):

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from echelon.distributed import membership as module
-from echelon.distributed.membership import Membership, ViewChanged, leave_group
+from echelon.distributed.membership import ViewChanged
+from echelon.lifecycle import view_group as module
+from echelon.lifecycle.view_group import ViewMembership, leave_group
 from echelon.supervise.board import Board, View, await_true
 from echelon.sync.pushes import Kind, Request, await_message, await_reply, post, receive, reply
 from workers import WARM
@@ -39,7 +40,7 @@ def run_replica(member, port, moment, results):
         view = board.await_view(number, member)
         number = view.number
         module._CONNECT_SECONDS = SECONDS
-        membership = Membership(board, view, member, len(NAMES))
+        membership = ViewMembership(board, view, member, len(NAMES))
         if number == 0 and moment == "its address is published" and member != NAMES[-1]:
             module._CONNECT_SECONDS = 0.5  # it may have been the dead replica's part to connect
             store.wait(["dead"])
@@ -118,7 +119,7 @@ def join(member, port):
     store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=SECONDS))
     board = Board(store)
     view = board.await_view(-1, member)
-    membership = Membership(board, view, member, len(view.members))
+    membership = ViewMembership(board, view, member, len(view.members))
     membership.form_group(store)
     return store, membership
 

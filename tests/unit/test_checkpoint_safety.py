@@ -15,8 +15,8 @@ from echelon.checkpoint.filling import load_alone
 from echelon.checkpoint.folder import find_checkpoints, publish
 from echelon.checkpoint.safety import read_metadata
 from echelon.checkpoint.store import CheckpointStore
+from echelon.checksums import check_files
 from echelon.errors import CheckpointError
-from echelon.runs.checksums import check_files
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from echelon.checksums import write_manifest
 from echelon.data import prepare as prepare_module
 from echelon.data.prepare import prepare, prepare_data
 from echelon.data.prepare_spec import PrepareSpec, prepare_spec
@@ -23,7 +24,6 @@ from echelon.data.tokenizer import build_bytes_tokenizer, train_tokenizer
 from echelon.errors import ConfigError, DataError, EchelonError
 from echelon.progress import Progress
 from echelon.recipe import load_recipe
-from echelon.runs.checksums import write_manifest
 
 POEM = "Über allen Gipfeln\nIst Ruh,\nIn allen Wipfeln\nSpürest du\nKaum einen Hauch;\n"
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from echelon.distributed.horovod_ranks import check_ranks, find_group_bytes
+from echelon.engines.horovod_ranks import check_ranks, find_group_bytes
 from echelon.errors import ConfigError, LaunchError
 from echelon.parallel.horovod_sum import divide
 from echelon.recipe.horovod_config import HorovodConfig

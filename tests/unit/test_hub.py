@@ -126,14 +126,14 @@ def test_a_dataset_is_pinned_too(server, folder):
 
 def test_commits_are_stored_in_the_run_folder(tmp_path):
     run = RunFolder(tmp_path)
-    assert hub.read_commits(run) == {}
-    hub.write_commits(run, {NAME: "a" * 40})
-    assert hub.read_commits(run) == {NAME: "a" * 40}
+    assert hub.read_commits(run.hub_path) == {}
+    hub.write_commits(run.hub_path, {NAME: "a" * 40})
+    assert hub.read_commits(run.hub_path) == {NAME: "a" * 40}
     for damage in ('{"team/tiny": "../../../etc"}', "[]", "null", "{", '{"team/tiny": 3}'):
         run.hub_path.write_text(damage)
         with pytest.raises(DataError, match=r"hub\.json: cannot read the hub commits"):
-            hub.read_commits(run)
-    hub.write_commits(run, {})
+            hub.read_commits(run.hub_path)
+    hub.write_commits(run.hub_path, {})
     assert not run.hub_path.exists()
 
 

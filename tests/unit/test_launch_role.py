@@ -10,7 +10,6 @@ from echelon.errors import ConfigError
 from echelon.hardware.cores import num_cores
 from echelon.supervise.launch_environment import (
     AGENT_PID_VARIABLE,
-    Place,
     find_place,
     is_elastic,
     keep_hub_cache_beside,
@@ -18,6 +17,7 @@ from echelon.supervise.launch_environment import (
     shares_agent_store,
     worker_environment,
 )
+from echelon.variables import Place
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 OPEN_MPI = {
@@ -110,8 +110,8 @@ def test_settings_of_the_user_for_torch_are_kept(monkeypatch):
 
 def test_cli_and_launch_import_no_torch():
     modules = (
-        "echelon.cli, echelon.distributed.runtime, echelon.supervise.launch_environment, echelon.supervise.agent, "
-        "echelon.launch.local, echelon.commands.launch, echelon.lifecycle.session"
+        "echelon.cli, echelon.distributed.runtime, echelon.lifecycle.process_group, echelon.supervise.agent, "
+        "echelon.supervise.launch_environment, echelon.launch.local, echelon.commands.launch, echelon.lifecycle.session"
     )
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -16,9 +16,9 @@ from echelon.checkpoint.object_store import ObjectStore, ObjectStoreError, descr
 from echelon.checkpoint.remote import RemoteRuns, read_run_name
 from echelon.checkpoint.remote_start import RemoteStart, describe_remote
 from echelon.checkpoint.upload import Uploader
+from echelon.checksums import find_faults
 from echelon.errors import CheckpointError, ConfigError, EchelonError
 from echelon.recipe import load_recipe, render_recipe
-from echelon.runs.checksums import find_faults
 from echelon.runs.opening import open_run
 from log_lines import LogLines
 from object_server import BUCKET, ObjectServer

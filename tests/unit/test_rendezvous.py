@@ -15,9 +15,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, Rendezvou
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from echelon.errors import LaunchError
+from echelon.listening import answers_as_store, listen_at
 from echelon.supervise import meeting
 from echelon.supervise.hosts import HostGroup, open_coordinator
-from echelon.supervise.listening import answers_as_store, listen_at
 from echelon.supervise.meeting import Meeting
 from echelon.supervise.rendezvous import ALONE, TOGETHER, check_state, register_backends
 from echelon.supervise.restart import Restarts

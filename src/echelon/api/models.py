@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from echelon.errors import ConfigError
-from echelon.runs.run_folder import is_run, require_model
+from echelon.run_files import is_run, require_model
 from echelon.sizes import render_bytes
 
 if TYPE_CHECKING:

@@ -170,7 +170,7 @@ def _find_here() -> Cluster:
             "torch is not installed here, but it is needed to detect this machine's hardware; install it, or give the "
             "devices, for example --devices 8xH100."
         )
-    from echelon.distributed.runtime import default_num_processes
+    from echelon.lifecycle.process_group import default_num_processes
 
     return detect_cluster(default_num_processes())
 

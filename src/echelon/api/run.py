@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError
+from echelon.run_files import is_run
 from echelon.runs.overview import RunStatus, find_status
-from echelon.runs.run_folder import RunFolder, is_run
+from echelon.runs.run_folder import RunFolder
 from echelon.stored import Row
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Run:
 
     def metrics(self, kind: str | None = "train") -> list[Row]:
         """Return the rows of metrics.jsonl in order: those of kind `train` or `eval`, or with None all rows."""
-        rows = self._folder.rows.read_metrics().rows
+        rows = self._folder.read_metrics().rows
         return [row for row in rows if kind is None or row["kind"] == kind]
 
     def metrics_frame(self, kind: str | None = "train") -> "DataFrame":

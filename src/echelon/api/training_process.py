@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 from echelon.api.recipes import RecipeLike, load_recipe
 from echelon.api.run import Run
-from echelon.distributed.runtime import start_watchdog
 from echelon.errors import (
     CheckpointError,
     ConfigError,
@@ -36,12 +35,12 @@ from echelon.lifecycle.early_checks import check_early
 from echelon.logs import keep_console, keep_line, log_to_console
 from echelon.recipe import Recipe, build_recipe
 from echelon.recipe.render import recipe_mapping
-from echelon.stopping import BEFORE_TRAINING, stops_told
+from echelon.scratch import scratch_folder
+from echelon.stopping import BEFORE_TRAINING, start_watchdog, stops_told
 from echelon.stored import read_as, write_json
 from echelon.supervise.agent import worker_argv
 from echelon.supervise.launch_environment import find_log_level, keep_hub_cache_beside, launch_role, read_environment
 from echelon.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Outcome
-from echelon.supervise.scratch import scratch_folder
 from echelon.supervise.warm_start import workers_warmed
 
 # Signals that are forwarded to the run, which then saves and stops, if they would otherwise end the caller at once.

@@ -25,7 +25,7 @@ from echelon.model.model_folder import run_model_dir
 from echelon.model.pissa import PrincipalParts, lora_layers
 from echelon.planner.plan import load_plan
 from echelon.recipe import Recipe, load_recipe
-from echelon.runs.run_folder import RunFolder, is_run, require_model
+from echelon.run_files import RunFiles, is_run, require_model
 from echelon.stored import read_json
 
 
@@ -33,7 +33,7 @@ def read_run_recipe(run: Path) -> Recipe:
     """Read the recipe of a run. Raises ConfigError if the folder is not a run."""
     require_model(run)
     require_run(run)
-    return load_recipe(RunFolder(run).recipe_path)[0]
+    return load_recipe(RunFiles(run).recipe_path)[0]
 
 
 def run_skeleton(run: Path) -> PreTrainedModel:
@@ -84,13 +84,13 @@ def fetch_base(run: Path) -> None:
     """
     recipe = read_run_recipe(run) if is_run(run) else None
     if recipe is not None and (recipe.adapter.is_adapter or recipe.objective.name == "dpo"):
-        fetch_models(recipe, find_commits(recipe, read_commits(RunFolder(run))))
+        fetch_models(recipe, find_commits(recipe, read_commits(RunFiles(run).hub_path)))
 
 
 def open_first_weights(skeleton: PreTrainedModel, run: Path) -> Fill:
     """Return the function that fills a model with a run's initial weights. Hub models must be downloaded."""
     recipe = read_run_recipe(run)
-    commits = find_commits(recipe, read_commits(RunFolder(run)))
+    commits = find_commits(recipe, read_commits(RunFiles(run).hub_path))
     return open_weights(skeleton, with_copies(recipe, commits))
 
 
@@ -117,7 +117,7 @@ class AdaptedRun:
         self._fill = open_first_weights(self.skeleton, run)
         self._trained = {name for name, each in self.model.named_parameters() if each.requires_grad}
         # The dtype from which the training computed the initial values of a PiSSA adapter.
-        self._frozen_dtype = getattr(torch, load_plan(RunFolder(run).plan_path).precision.compute)
+        self._frozen_dtype = getattr(torch, load_plan(RunFiles(run).plan_path).precision.compute)
 
     def load(self) -> PreTrainedModel:
         """Return the whole model, in evaluation mode; it may be sharded. Collective if it is.

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from echelon.checkpoint.read_back import check_weights
+from echelon.checksums import MANIFEST, list_files
 from echelon.errors import CheckpointError
 from echelon.model.adapters import ADAPTER, plain_name
 from echelon.model.pissa import PrincipalParts
-from echelon.runs.checksums import MANIFEST, list_files
 
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.checkpoint.folder import Checkpoint
+from echelon.checksums import MANIFEST, find_faults, list_files
 from echelon.distributed.objects import broadcast_object, gather_objects
-from echelon.runs.checksums import MANIFEST, find_faults, list_files
 from echelon.stored import sync_path
 
 CHUNK_BYTES = 64 * 2**20

@@ -21,12 +21,12 @@ from echelon.checkpoint.folder import check_empty, checkpoint_of
 from echelon.checkpoint.model_card import render_card
 from echelon.checkpoint.read_back import check_weights
 from echelon.checkpoint.safety import read_metadata
+from echelon.checksums import MANIFEST, list_files
 from echelon.errors import CheckpointError, ConfigError
 from echelon.model.build import materialize, parameter_names, persistent_buffers
 from echelon.model.conversion import Conversion, conversions_to_files
 from echelon.model.model_folder import run_model_dir
 from echelon.model.weights import initialize_buffers
-from echelon.runs.checksums import MANIFEST, list_files
 from echelon.stored import read_bytes, write_json
 
 SHARD_BYTES = 4 * 2**30

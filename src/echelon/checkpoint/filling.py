@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from echelon.checkpoint.safety import SafeReader, read_metadata
+from echelon.checksums import check_files
 from echelon.distributed.replica_names import find_ranks, match_replicas
 from echelon.errors import CheckpointError, is_disk_full
-from echelon.runs.checksums import check_files
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from echelon.model.weights import (
     vocabulary_names,
 )
 from echelon.recipe import Recipe
-from echelon.runs.run_folder import is_run
+from echelon.run_files import is_run
 
 Fill = Callable[[PreTrainedModel], None]
 """Fills a materialised model; it may be sharded, quantised or have an adapter. Modules on meta are left out."""

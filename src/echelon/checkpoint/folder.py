@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from echelon.checksums import MANIFEST, check_files, find_faults, remove_tree, write_manifest
 from echelon.errors import CheckpointError, ConfigError
-from echelon.runs.checksums import MANIFEST, check_files, find_faults, remove_tree, write_manifest
-from echelon.runs.run_folder import is_run, sweep_checkpoints
+from echelon.run_files import is_run, sweep_checkpoints
 from echelon.stored import parse_json, read_bytes, read_json, sync_path, write_json
 
 STATE = "state.json"

@@ -9,7 +9,7 @@ import yaml
 
 from echelon.model.hub import is_hub_name
 from echelon.recipe import AdapterConfig, Recipe, load_recipe
-from echelon.runs.run_folder import RunFolder, is_run
+from echelon.run_files import RunFiles, is_run
 from echelon.stored import read_as, read_json, read_text
 
 _MODEL_LINES = [
@@ -33,7 +33,7 @@ def render_card(run: Path, step: int, is_adapter: bool = False, comparison: str 
         step: of the exported checkpoint.
         comparison: a line with the measured difference between a merged model and the model with its adapter.
     """
-    folder = RunFolder(run)
+    folder = RunFiles(run)
     recipe, _ = load_recipe(folder.recipe_path)
     method = "full training" if recipe.adapter.method == "full" else recipe.adapter.method
     base = recipe.model.checkpoint
@@ -58,8 +58,8 @@ def _data_lines(recipe: Recipe) -> list[str]:
     return [*lines, *(f"- validated on {source.label} ({source.format})" for source in recipe.data.validation)]
 
 
-def _figure_lines(folder: RunFolder, step: int) -> list[str]:
-    rows = folder.rows.read_metrics().rows
+def _figure_lines(folder: RunFiles, step: int) -> list[str]:
+    rows = folder.read_metrics().rows
     lines = []
     for kind, what in (("train", "training"), ("eval", "held-out")):
         row = next((row for row in reversed(rows) if row["kind"] == kind and row["step"] <= step), None)
@@ -84,7 +84,7 @@ def _expert_lines(adapter: AdapterConfig) -> list[str]:
     ]  # fmt: skip
 
 
-def _adapter_lines(recipe: Recipe, folder: RunFolder) -> list[str]:
+def _adapter_lines(recipe: Recipe, folder: RunFiles) -> list[str]:
     """Return the code to load an adapter with PEFT, with the 4-bit settings and new tokens that it was trained with."""
     adapter, base = recipe.adapter, recipe.model.checkpoint or "the/first/weights"
     kind, first, options = "AutoModelForCausalLM, AutoTokenizer", list[str](), ""

@@ -18,8 +18,8 @@ from typing import Any
 
 from echelon.checkpoint.folder import Checkpoint
 from echelon.checkpoint.object_store import ObjectStore, ObjectStoreError
+from echelon.checksums import FORMAT, MANIFEST, check_files, compare_files, describe_files
 from echelon.errors import CheckpointError, ConfigError
-from echelon.runs.checksums import FORMAT, MANIFEST, check_files, compare_files, describe_files
 from echelon.runs.run_folder import RunFolder
 from echelon.stored import parse_json, read_as, write_json
 

@@ -16,9 +16,9 @@ from echelon.checkpoint.folder import find_checkpoints, give_name, newest_whole
 from echelon.checkpoint.object_store import ObjectStore, ObjectStoreError, retried
 from echelon.checkpoint.remote import BUNDLE, Owner, RemoteCheckpoint, RemoteRuns, read_run_name, write_run_name
 from echelon.checkpoint.upload import Uploader
+from echelon.checksums import find_faults, list_files
 from echelon.errors import CheckpointError, ConfigError, EchelonError, explain_storage_error
 from echelon.recipe import Recipe, blocking_differences, load_recipe, render_recipe
-from echelon.runs.checksums import find_faults, list_files
 from echelon.runs.run_folder import RunFolder
 from echelon.sizes import render_bytes
 from echelon.stored import sync_path

@@ -7,12 +7,12 @@ A checkpoint is written to a hidden folder next to its final path. When every ra
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,11 +33,10 @@ from echelon.checkpoint.owners import find_owned
 from echelon.checkpoint.rehearsal import rehearse_save
 from echelon.checkpoint.retries import MAX_FAILURES, Retries
 from echelon.checkpoint.stager import Stager
-from echelon.checkpoint.upload import Uploader
+from echelon.checksums import describe_files, find_faults, list_files
 from echelon.distributed.objects import broadcast_object, gather_objects
 from echelon.errors import CheckpointError
-from echelon.runs.checksums import describe_files, find_faults, list_files
-from echelon.runs.run_folder import sweep_checkpoints
+from echelon.run_files import sweep_checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +44,25 @@ logger = logging.getLogger(__name__)
 _LONG_SECONDS = 10.0
 # How long a failed run waits for its last upload.
 _ABANDONED_SECONDS = 3.0
+
+
+class Uploads(Protocol):
+    """Copies published checkpoints elsewhere, in the background. No method is collective."""
+
+    def offer(self, checkpoint: Checkpoint, keep: int | None = None, if_missing: bool = False) -> Collection[int]:
+        """Schedule the upload of a checkpoint; returns the steps whose checkpoints must stay until the next call.
+
+        `keep`: the step of one to keep beside the newest few. `if_missing`: only if the copy lacks the checkpoint.
+        """
+        ...
+
+    def wait(self, seconds: float) -> bool:
+        """Wait at most this long for the remaining uploads; return whether waiting is over."""
+        ...
+
+    def tell_unfinished(self) -> None:
+        """Log and record the checkpoint that will not be uploaded before this process ends, if there is one."""
+        ...
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
@@ -70,7 +88,7 @@ class CheckpointStore:
         keep_last: int,
         asynchronous: bool,
         note: Callable[..., None] = _ignore,
-        uploads: Uploader | None = None,
+        uploads: Uploads | None = None,
         carry: Callable[[dist.ProcessGroup], Carrier] | None = None,
         new_group: Callable[[], dist.ProcessGroup] | None = None,
     ) -> None:

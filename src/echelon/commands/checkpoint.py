@@ -7,7 +7,7 @@ import typer
 
 from echelon.commands.terminal import show
 from echelon.commands.verbosity import with_verbosity
-from echelon.runs.run_folder import require_folder
+from echelon.run_files import require_folder
 
 app = typer.Typer(help="List, verify and remove the checkpoints of a run.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -38,7 +38,7 @@ def verify(run: RunArgument) -> None:
     require_folder(run)
     from echelon.checkpoint.folder import list_checkpoints, require_run
     from echelon.checkpoint.remote_start import describe_remote
-    from echelon.runs.checksums import find_faults
+    from echelon.checksums import find_faults
 
     require_run(run)
     found = list_checkpoints(run)

@@ -50,7 +50,7 @@ def _choose_num_processes() -> int:
     """At least two on a CPU, since a single rank has no peer that could detect its faults; one per GPU."""
     from torch.cuda import is_available
 
-    from echelon.distributed.runtime import default_num_processes
+    from echelon.lifecycle.process_group import default_num_processes
 
     return default_num_processes() if is_available() else max(2, default_num_processes())
 

@@ -109,7 +109,8 @@ def _train_as_agent(
     recipe: "Recipe", arguments: list[str], group: "HostGroup | None", num_processes: int | None, fresh: bool
 ) -> NoReturn:
     from echelon.lifecycle.session import train_on_hosts
-    from echelon.supervise.launch_environment import find_host_group, set_default_variables
+    from echelon.supervise.launch_environment import find_host_group
+    from echelon.variables import set_default_variables
 
     # Suppresses C++ traces of every thread after a lost coordinator, which is reported in one line.
     set_default_variables({"TORCH_CPP_LOG_LEVEL": "ERROR"})

@@ -19,7 +19,8 @@ QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show results, 
 
 def set_verbosity(verbose: bool, quiet: bool) -> None:
     """Set the log level from the options, else from the environment, also for child processes."""
-    from echelon.supervise.launch_environment import LOG_LEVEL_VARIABLE, find_log_level, find_look, set_variables
+    from echelon.supervise.launch_environment import LOG_LEVEL_VARIABLE, find_log_level, find_look
+    from echelon.variables import set_variables
 
     if verbose and quiet:
         raise ConfigError("--verbose and --quiet contradict each other; give one.")

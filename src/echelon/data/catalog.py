@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from echelon.checksums import file_digest
 from echelon.data.shards import BLOCK_BYTES, DTYPES, ShardRecord
 from echelon.errors import DataError
-from echelon.runs.checksums import file_digest
 from echelon.stored import read_json
 
 FORMAT_VERSION = 7

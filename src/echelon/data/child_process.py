@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from echelon.distributed.runtime import start_watchdog
+from echelon.stopping import start_watchdog
 
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from echelon.checksums import write_manifest
 from echelon.data.catalog import FORMAT_VERSION, SampleRule, save_manifest
 from echelon.data.corpus import (
     CorpusEntry,
@@ -52,9 +53,8 @@ from echelon.data.tokenizer import (
 )
 from echelon.data.writing import CorpusWriter, WritingOptions
 from echelon.errors import ConfigError, DataError, EchelonError
+from echelon.file_lock import FileLock, describe_mark
 from echelon.progress import Progress
-from echelon.runs.checksums import write_manifest
-from echelon.runs.folder_lock import FileLock, describe_mark
 from echelon.stored import sync_path
 
 if TYPE_CHECKING:

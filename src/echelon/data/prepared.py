@@ -7,13 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from echelon.checksums import check_files
 from echelon.data.catalog import TARGETS_DTYPE, Manifest, Split, check_shards, load_manifest
 from echelon.data.mixture import MixtureDataset
 from echelon.data.packing import PackedDataset
 from echelon.data.shards import Dataset, TokenDataset, TokenStore, unigram_entropy
 from echelon.data.tokenizer import fingerprint_json, load_tokenizer
 from echelon.errors import CheckpointError, ConfigError, DataError
-from echelon.runs.checksums import check_files
 from echelon.stored import read_text
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from echelon.data.readers.record import (
     hash_for_split,
 )
 from echelon.errors import ConfigError, DataError, EchelonError, is_panic
-from echelon.supervise.launch_environment import use_one_tokenizer_thread
+from echelon.variables import use_one_tokenizer_thread
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 

@@ -87,6 +87,7 @@ class Meshes:
         cp: the ranks that share this rank's sequences; None if each sequence is on one rank.
         membership: this replica's part in a view, where replicas may be lost and join; None elsewhere.
         number: that of this replica in the whole run; its place in a group changes when others are lost.
+        is_one_machine: whether all ranks are on one machine, where they divide the work of an update.
     """
 
     device_type: str
@@ -102,6 +103,7 @@ class Meshes:
     cp: dist.ProcessGroup | None
     membership: Membership | None = None
     number: int = 0
+    is_one_machine: bool = True
 
     @property
     def data_size(self) -> int:
@@ -141,7 +143,7 @@ class Meshes:
         return self.place["tp"] == 0 and self.place["pp"] == self.grid.sizes["pp"] - 1
 
 
-def build_mesh(plan: ParallelPlan, device_type: str) -> Meshes:
+def build_mesh(plan: ParallelPlan, device_type: str, is_one_machine: bool = True) -> Meshes:
     """Build the groups and meshes of a plan. Collective: every rank calls it, after the process group exists.
 
     A group of all ranks is the default group, so a plan that only replicates creates no group.
@@ -164,6 +166,7 @@ def build_mesh(plan: ParallelPlan, device_type: str) -> Meshes:
         pp=_find_group(grid, ("pp",), world) if plan.pp > 1 else None,
         cp=_find_group(grid, ("cp",), world) if plan.cp > 1 else None,
         number=place["replica"],
+        is_one_machine=is_one_machine,
     )
 
 

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from echelon.doctor.probing import MARK
 from echelon.errors import EchelonError
+from echelon.listening import listen_at
 from echelon.runs.environment import describe_source, find_version
 from echelon.supervise.hosts import HostGroup, find_interface, find_own_address
 from echelon.supervise.launch_environment import exported
-from echelon.supervise.listening import listen_at
 
 if TYPE_CHECKING:
     import torch

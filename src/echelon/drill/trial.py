@@ -98,7 +98,7 @@ class Trial:
 
     def rows(self) -> list[dict[str, Any]]:
         """The training rows so far."""
-        return [row for row in self.run.rows.read_metrics().rows if row["kind"] == "train"]
+        return [row for row in self.run.read_metrics().rows if row["kind"] == "train"]
 
     def events(self, since: float = 0.0) -> list[dict[str, Any]]:
         """The events since a time in UTC seconds."""

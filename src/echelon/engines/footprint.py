@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from echelon.model.sharding import local_part
 from echelon.planner.memory import MemoryParts
-from echelon.supervise.launch_environment import set_default_variables
+from echelon.variables import set_default_variables
 
 # Moments of a microbatch: before the layers run, when the last hidden states are there, and when their gradient is.
 _MOMENTS = _BEGIN, _HIDDEN, _LOSS = "begin", "hidden", "loss"

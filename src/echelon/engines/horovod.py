@@ -1,8 +1,8 @@
 """The engine `horovod`: the native engine, whose gradients Horovod sums."""
 
-from echelon.distributed.horovod_ranks import find_group_bytes, start_horovod
 from echelon.distributed.mesh import Meshes
 from echelon.engines.engine import EngineSpec
+from echelon.engines.horovod_ranks import find_group_bytes, start_horovod
 from echelon.engines.native import NativeEngine, build_native_engine
 from echelon.objectives.outputs import ObjectiveModule
 from echelon.parallel.data_parallel import autocast_scope

@@ -47,7 +47,6 @@ from echelon.planner.shape import build_shape
 from echelon.planner.stages import predict_waiting
 from echelon.recipe import Recipe
 from echelon.recipe.synchronization import PARAMETER_SERVER
-from echelon.supervise.launch_environment import find_place
 from echelon.sync.synchronizer import Fill
 
 
@@ -340,9 +339,8 @@ def _build_optimizer(model: nn.Module, spec: EngineSpec) -> Optimizer:
     Ranks with a copy of the model divide the work of a step only on one machine: between machines, results may take
     longer to send than to compute. Updates are compiled where layers are, and not on the host of a GPU.
     """
-    recipe, plan, place = spec.recipe, spec.plan, find_place()
-    is_one_machine = place.world_size == place.local_world_size
-    copies = spec.meshes.loss if is_one_machine and not plan.uses_fully_shard else None
+    recipe, plan = spec.recipe, spec.plan
+    copies = spec.meshes.loss if spec.meshes.is_one_machine and not plan.uses_fully_shard else None
     backend = spec.compile_backend if plan.compile and not plan.cpu_offload else None
     return build_optimizer(model, recipe.optim, recipe.train.master_weights, recipe.run.seed, copies, backend)
 

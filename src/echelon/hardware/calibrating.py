@@ -10,8 +10,8 @@ from typing import IO
 from echelon.errors import LaunchError
 from echelon.hardware.calibration import CPU
 from echelon.hardware.cores import num_cores
+from echelon.scratch import scratch_folder
 from echelon.supervise.launch_environment import read_environment, worker_environment
-from echelon.supervise.scratch import scratch_folder
 
 Row = tuple[str, dict[str, float]]
 

@@ -12,7 +12,7 @@ from echelon.data.readers.record import BrokenRecordError
 from echelon.data.rendering import ChatTemplate
 from echelon.data.templates import own_template
 from echelon.errors import ConfigError
-from echelon.runs.run_folder import is_run
+from echelon.run_files import is_run
 
 
 @dataclass(frozen=True)

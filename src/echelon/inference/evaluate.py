@@ -29,10 +29,10 @@ from echelon.objectives.causal_lm import CausalLM
 from echelon.objectives.loss import IGNORE
 from echelon.objectives.objective import Objective, build_objective
 from echelon.objectives.outputs import ObjectiveModule
-from echelon.runs.run_folder import is_model_folder
+from echelon.run_files import is_model_folder
+from echelon.scratch import scratch_folder
 from echelon.stopping import StopRequest, agreed_stop
 from echelon.stored import read_json
-from echelon.supervise.scratch import scratch_folder
 
 EVAL_TOKENS = {"cuda": 8192, "cpu": 2048}  # tokens per forward pass of `echelon eval`
 DEFAULT_BATCHES = 200

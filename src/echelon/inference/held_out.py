@@ -19,7 +19,8 @@ from echelon.logs import warnings_only
 from echelon.model.traits import describe_obstacle, find_traits
 from echelon.recipe import Recipe
 from echelon.recipe.data_formats import PAIR_FORMATS
-from echelon.runs.run_folder import RunFolder, is_run
+from echelon.run_files import is_run
+from echelon.runs.run_folder import RunFolder
 
 
 def open_run_text(run: Path) -> PreparedData:

@@ -35,7 +35,7 @@ from echelon.model.causality import check_is_causal
 from echelon.model.model_folder import run_model_dir
 from echelon.model.pretrained import PretrainedWeights, SafetensorsFolder
 from echelon.planner.shape import check_depth
-from echelon.runs.run_folder import is_model_folder, require_model
+from echelon.run_files import is_model_folder, require_model
 from echelon.stored import check_readable, read_json
 
 # Only local files are read: no request to the hub, and no code of the folder is run.

@@ -55,7 +55,7 @@ def build_team(runtime: Runtime) -> Team:
     if runtime.world_size == 1:
         return Team(runtime.device)
     plan = ParallelPlan("fsdp", dp_shard=runtime.world_size, reshard_after_forward=True)
-    return Team(runtime.device, plan, build_mesh(plan, runtime.device.type))
+    return Team(runtime.device, plan, build_mesh(plan, runtime.device.type, runtime.is_one_machine))
 
 
 class Host:

@@ -26,6 +26,7 @@ from echelon.lifecycle.journaling import (
     record_changes,
 )
 from echelon.lifecycle.saved_state import build_snapshots, build_store, load_newest
+from echelon.lifecycle.view_group import ViewMembership
 from echelon.model.adapters import find_new_tokens
 from echelon.model.build import resolve_config
 from echelon.model.hub import read_commits, with_copies
@@ -92,7 +93,7 @@ def build_trainer(
     `stop` and `heart` are the stop request and the watchdog of hangs; by default there are none.
     """
     recovery = RecoveryWatch(folder) if runtime.rank == 0 else None
-    meshes = build_mesh(plan, runtime.device.type)
+    meshes = build_mesh(plan, runtime.device.type, runtime.is_one_machine)
     built = build_engines(recipe, plan, folder, runtime, meshes, compile_backend, is_first=runtime.rank == 0)
     return assemble(built, folder, runtime, meshes, recovery, stop, heart, callbacks)
 
@@ -113,7 +114,7 @@ def build_engines(
     device = runtime.device
     prepared, wanted = folder.text.read_prepared_path(), recipe.data
     data = open_prepared(prepared, wanted.sequence_len, wanted.document_mask, was_opened=True)
-    here = with_copies(recipe, read_commits(folder))
+    here = with_copies(recipe, read_commits(folder.hub_path))
     config = resolve_config(here, data.vocab_size, data.tokenizer)
     if is_first:
         write_model_folder(folder.model_dir, config, data.tokenizer, data.manifest.stops)
@@ -232,7 +233,7 @@ def _open_records(
     journal = open_journal(recipe, folder, runtime, num_steps, step, watch, shows_mfu)
     if held is None:
         note_memory(journal, step, plan, built.shape, recipe.data.sequence_len, device, built.memory)
-    elif meshes.membership is not None:
+    elif isinstance(meshes.membership, ViewMembership):
         record_changes(folder, meshes.membership, step, recipe.sync.name)
     return journal, goodput
 

@@ -12,15 +12,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from echelon.distributed.runtime import start_runtime, start_watchdog, stop_runtime
+from echelon.distributed.runtime import stop_runtime
 from echelon.errors import EchelonError, first_line, render_traceback
 from echelon.hardware.heap import return_freed_memory
 from echelon.inference.target import count_bytes
 from echelon.inference.team import Team, build_team
+from echelon.lifecycle.process_group import start_runtime, watch_starter
 from echelon.lifecycle.worker import leave, leave_after_peers
 from echelon.logs import log_to_console
 from echelon.redaction import redact_text
 from echelon.runs.run_folder import RunFolder
+from echelon.scratch import keep, scratch_folder
 from echelon.sizes import render_bytes
 from echelon.stored import open_to_append
 from echelon.supervise.agent import Agent, worker_argv
@@ -33,7 +35,6 @@ from echelon.supervise.launch_environment import (
     worker_environment,
 )
 from echelon.supervise.outcome import DONE, FAILED, REFUSED, Outcome, is_secondary, report, write_outcome
-from echelon.supervise.scratch import keep, scratch_folder
 from echelon.supervise.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ def compare_in_ranks(run: Path, out: Path, which: str | None, count: int) -> Non
 
 def run_as_rank(work: Callable[[Team], object]) -> NoReturn:
     """Do this rank's part of the work, and end the process. Only rank 0 prints. Collective: every rank calls it."""
-    start_watchdog()
+    watch_starter()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports it
     rank, outcomes = find_place().rank, find_host_dir()
     folder = None if outcomes is None else RunFolder(outcomes.parent, outcomes)

@@ -11,10 +11,10 @@ from dataclasses import replace
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from echelon.data.prepared import PreparedData, describe_held_out
-from echelon.distributed.membership import Membership
 from echelon.distributed.runtime import Runtime
 from echelon.distributed.traffic import count_traffic
 from echelon.errors import EchelonError
+from echelon.lifecycle.view_group import ViewMembership
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
 from echelon.recipe.synchronization import PARAMETER_SERVER
@@ -71,7 +71,7 @@ def record_beginning(folder: RunFolder, step: int, data: PreparedData, peak_flop
     folder.rows.append_event("resume" if step else "start", step=step, peak_flops=peak_flops, **machine, **text)
 
 
-def record_changes(folder: RunFolder, membership: Membership, step: int, sync: str) -> None:
+def record_changes(folder: RunFolder, membership: ViewMembership, step: int, sync: str) -> None:
     """Log the replicas that were lost and have joined, and write their events. On rank 0, before the next step.
 
     `step`: the number of complete steps. `sync`: the name of the synchronizer.

@@ -20,7 +20,8 @@ from echelon.planner.shape import build_shape, resolve_vocab_size
 from echelon.recipe import AdapterConfig, Recipe, TrainedTokenizerConfig, load_recipe
 from echelon.recipe.engines import ENGINES, NATIVE
 from echelon.reporting.trackers import check_trackers
-from echelon.runs.run_folder import RunFolder, is_run
+from echelon.run_files import is_run
+from echelon.runs.run_folder import RunFolder
 from echelon.stored import read_json
 
 if TYPE_CHECKING:

@@ -11,23 +11,24 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from echelon.distributed.membership import Membership, ViewChanged, form_alone, join_board, leave_group
+from echelon.distributed.membership import ViewChanged
 from echelon.distributed.mesh import build_mesh
 from echelon.distributed.runtime import Runtime
 from echelon.errors import LaunchError, TrainingError
 from echelon.lifecycle.assemble import Built, assemble, build_engines
 from echelon.lifecycle.conducting import conduct
+from echelon.lifecycle.view_group import ViewMembership, form_alone, join_board, leave_group
 from echelon.planner.plan import ParallelPlan, load_plan
 from echelon.planner.replica_limits import resize
 from echelon.recipe import Recipe, load_recipe
 from echelon.reporting.recovery import RecoveryWatch
 from echelon.runs.run_folder import RunFolder
 from echelon.stopping import StopRequest
-from echelon.supervise.launch_environment import Place
 from echelon.training.callbacks import build_callbacks
 from echelon.training.healing import Held, hold
 from echelon.training.heartbeat import Heartbeat
 from echelon.training.trainer import Trainer
+from echelon.variables import Place
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -69,7 +70,7 @@ class Replica:
         while True:
             view = board.await_view(number, self.member, wait.look)
             num_essential = recipe.sync.num_essential
-            membership = Membership(board, view, self.member, self.place.world_size, num_essential)
+            membership = ViewMembership(board, view, self.member, self.place.world_size, num_essential)
             number, before = view.number, held
             is_done, held = self._train_in(store, membership, built, held, wait)
             leave_group()
@@ -85,7 +86,7 @@ class Replica:
             built.engine.discard()
 
     def _train_in(
-        self, store: "Store", membership: Membership, built: Built, held: Held | None, wait: "Wait"
+        self, store: "Store", membership: ViewMembership, built: Built, held: Held | None, wait: "Wait"
     ) -> tuple[bool, Held | None]:
         """Train in a view; return whether the run has ended, and what this replica holds. Collective."""
         trainer = None
@@ -113,7 +114,9 @@ class Replica:
         leave_group()
         return built
 
-    def _join(self, store: "Store", membership: Membership, built: Built, held: Held | None, wait: "Wait") -> Trainer:
+    def _join(
+        self, store: "Store", membership: ViewMembership, built: Built, held: Held | None, wait: "Wait"
+    ) -> Trainer:
         """Form the group of a view and build the trainer in it. Collective. Raises ViewChanged if it ends meanwhile."""
         size, recipe = len(membership.view.members), built.recipe
         try:

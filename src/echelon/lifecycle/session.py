@@ -11,20 +11,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from echelon.distributed.runtime import default_num_processes, open_store, start_watchdog, use_deterministic_algorithms
+from echelon.distributed.runtime import use_deterministic_algorithms
 from echelon.errors import ConfigError, EchelonError, LaunchError
 from echelon.hardware.detection import detect_cluster, detect_launched_cluster
 from echelon.hardware.efa import explain_no_efa
 from echelon.hardware.gpu_check import check_gpus, find_needed
 from echelon.lifecycle.apart import await_ready, mark_ready, receive_run, send_run
 from echelon.lifecycle.fetching import announce_commits, await_fetched, fetch_announced
+from echelon.lifecycle.process_group import default_num_processes, open_store, watch_starter
 from echelon.lifecycle.setup import PreparedRun, digest_run, prepare_run
 from echelon.logs import keep_console_in, keep_line
 from echelon.planner.machines import limit_to_weakest
 from echelon.planner.replica_limits import refuse_quorum
 from echelon.recipe import Recipe
 from echelon.recipe.synchronization import KEPT, SyncConfig
-from echelon.runs.run_folder import RunFolder, is_run
+from echelon.run_files import is_run
+from echelon.runs.run_folder import RunFolder
+from echelon.scratch import scratch_folder
 from echelon.stopping import StopRequest
 from echelon.supervise.agent import Agent, worker_argv
 from echelon.supervise.hosts import THIS_MACHINE, HostGroup, is_coordinator
@@ -38,8 +41,6 @@ from echelon.supervise.launch_environment import (
     is_gpu_private,
     managed_environment,
     read_environment,
-    set_default_variables,
-    set_variables,
     shares_agent_store,
     shares_files,
     torch_environment,
@@ -57,10 +58,10 @@ from echelon.supervise.outcome import (
     write_outcome,
 )
 from echelon.supervise.restart import forget_ended
-from echelon.supervise.scratch import scratch_folder
 from echelon.supervise.snapshot_memory import memory_held
 from echelon.supervise.warm_start import WarmStart
 from echelon.supervise.workers import Workers
+from echelon.variables import set_default_variables, set_variables
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -229,7 +230,7 @@ def train_hosted(recipe: Recipe, place: Path) -> NoReturn:
     """
     from echelon.lifecycle.worker import leave, leave_after_peers, listen_for_stops
 
-    start_watchdog()
+    watch_starter()
     folder = RunFolder(recipe.run.dir, place)
     rank = find_place().rank
     stop = listen_for_stops(folder)
@@ -256,7 +257,7 @@ def train_as_rank(recipe: Recipe, fresh: bool, stop: StopRequest | None = None) 
     # Imported first, so that the watchdog and the log are ready before anything slow.
     from echelon.lifecycle.worker import listen_for_stops, redirect_output, run_rank
 
-    start_watchdog()
+    watch_starter()
     if (refusal := _refuse_rank(recipe, stop is not None)) is not None:
         return refusal
     if recipe.train.deterministic:

@@ -140,7 +140,7 @@ def prepare_run(
         began_with = {text.digest for text in folder.text.read_texts()} if opened.state == "resumed" else set()
         folder.rows.append_event("prepare")
         known = dict(checks[0].commits) if checks else {}
-        commits = find_commits(recipe, known | read_commits(folder))
+        commits = find_commits(recipe, known | read_commits(folder.hub_path))
         announce(commits)
         here = checks[0] if checks and commits == known else _LocalRecipe(commits, _with_small_copies(recipe, commits))
         data = here.prepare_data(folder.text.read_packing() if opened.state == "resumed" else None)
@@ -154,7 +154,7 @@ def prepare_run(
         memory = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
         folder.text.write_prepared_path(data.path, data.content_digest, data.is_packed)
         fetch_models(recipe, commits)  # last, after every check that can fail
-        write_commits(folder, commits)
+        write_commits(folder.hub_path, commits)
         history = read_history(find_cache_dir(), shape, cluster)
         seconds = describe_estimate(shape, plan, recipe.data.sequence_len, cluster, history)
         estimate = {"memory": asdict(memory), **seconds}

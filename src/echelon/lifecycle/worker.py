@@ -16,20 +16,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TextIO
 
-from echelon.distributed.runtime import (
-    Runtime,
-    start_runtime,
-    start_watchdog,
-    stop_runtime,
-    use_deterministic_algorithms,
-)
+from echelon.distributed.runtime import Runtime, stop_runtime, use_deterministic_algorithms
 from echelon.errors import EchelonError, PlanError, explain_storage_error, is_out_of_memory, render_traceback
 from echelon.hardware.gpu_check import check_gpus, find_needed
 from echelon.hardware.heap import keep_freed_memory
+from echelon.lifecycle.process_group import start_runtime, watch_starter
 from echelon.logs import log_as_rank
 from echelon.quiet_imports import garbage_kept
 from echelon.redaction import redact_text
-from echelon.runs.run_folder import RunFolder, describe_gone, is_run
+from echelon.run_files import is_run
+from echelon.runs.run_folder import RunFolder, describe_gone
 from echelon.stopping import StopRequest
 from echelon.stored import open_to_append
 from echelon.supervise.hang_verdict import explain_hang, read_records
@@ -79,7 +75,7 @@ _UNREPEATABLE = re.compile(r"(\S+) does not have a deterministic implementation"
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run a rank started by `echelon train`. Exits with 0 unless it really failed, so that only failures are restarted;
     the true code is in the outcome."""
-    start_watchdog()
+    watch_starter()
     [run_dir] = sys.argv[1:] if argv is None else argv
     folder = RunFolder(Path(run_dir))
     stop = listen_for_stops(folder)

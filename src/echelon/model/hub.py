@@ -23,7 +23,6 @@ from urllib.request import getproxies, proxy_bypass
 from echelon.errors import ConfigError, DataError, EchelonError, HubUnreachableError, first_line, is_disk_full
 from echelon.progress import Progress
 from echelon.recipe import Recipe, SourceConfig
-from echelon.runs.run_folder import RunFolder
 from echelon.sizes import render_bytes
 from echelon.stored import read_json, read_text, write_json
 
@@ -164,25 +163,25 @@ def fetch_models(recipe: Recipe, commits: Mapping[str, str], weights: bool = Tru
         fetch(model, _pinned(model, commits))
 
 
-def write_commits(folder: RunFolder, commits: Mapping[str, str]) -> None:
-    """Write a run's commits to its folder, so that all its machines and restarts use the same ones."""
+def write_commits(path: Path, commits: Mapping[str, str]) -> None:
+    """Write a run's commits to its hub.json, so that all its machines and restarts use the same ones."""
     if commits:
-        write_json(folder.hub_path, dict(commits))
+        write_json(path, dict(commits))
     else:
-        folder.hub_path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
-def read_commits(folder: RunFolder) -> dict[str, str]:
+def read_commits(path: Path) -> dict[str, str]:
     """Read the commits that `write_commits` wrote; empty if there is no file. Raises DataError for a damaged file."""
     try:
-        commits = read_json(folder.hub_path)
+        commits = read_json(path)
         if not all(_COMMIT.fullmatch(commit) for commit in commits.values()):
             raise ValueError("it contains an invalid commit")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{folder.hub_path}: cannot read the hub commits that this run started with ({error}); restore the file "
+            f"{path}: cannot read the hub commits that this run started with ({error}); restore the file "
             "from a copy of the run, or remove it to continue with the newest commits."
         ) from error
     return dict(commits)

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from echelon.checksums import check_files, write_manifest
 from echelon.errors import CheckpointError, ConfigError
-from echelon.runs.checksums import check_files, write_manifest
-from echelon.runs.run_folder import RunFolder, is_run
+from echelon.run_files import RunFiles, is_run
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -85,7 +85,7 @@ def find_model_dir(source: str) -> str:
 
 def run_model_dir(run: Path) -> Path:
     """Return a run's `model/` after verifying its checksums. Raises CheckpointError."""
-    folder = RunFolder(run).model_dir
+    folder = RunFiles(run).model_dir
     try:
         check_files(folder, checksums=True)
     except CheckpointError as error:

@@ -80,7 +80,7 @@ def read_record(path: Path, with_traces: bool = True) -> RunRecord:
     folder = RunFolder(path)
     if not folder.events_path.is_file():
         raise ConfigError(f"{path} is not a run folder: it has no events.jsonl; give runs/NAME.")
-    rows = folder.rows.read_metrics().rows
+    rows = folder.read_metrics().rows
     spending, text = None, ""
     recipe: dict[str, Any] = {}
     traces, unread = read_traces(path) if with_traces else ([], [])

@@ -9,7 +9,8 @@ from typing import Literal
 from echelon.errors import ConfigError
 from echelon.recipe import Difference, Recipe, blocking_differences, diff_recipes, load_recipe
 from echelon.recipe.difference import LENGTH_KEYS
-from echelon.runs.run_folder import FILES, FOLDERS, TEMPORARY, RunFolder, list_directory
+from echelon.run_files import list_directory
+from echelon.runs.run_folder import FILES, FOLDERS, TEMPORARY, RunFolder
 from echelon.sizes import render_bytes
 from echelon.stored import MAX_ROWS_BYTES
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from echelon.errors import ConfigError
+from echelon.file_lock import is_open
 from echelon.runs.cost import read_spending
-from echelon.runs.folder_lock import is_open
 from echelon.runs.run_folder import RunFolder
 from echelon.stored import read_as
 

@@ -132,7 +132,7 @@ def _add_steps(
 ) -> list[float]:
     """Add seconds of a step, tokens per second, hours and dollars of all steps. Returns the seconds of each step."""
     seconds = estimate.get("seconds")
-    rows = [row for row in folder.rows.read_metrics().rows if _is_measured(row)]
+    rows = [row for row in folder.read_metrics().rows if _is_measured(row)]
     if not seconds or len(rows) < _FEWEST:
         return []
     recent = rows[-_RECENT:]

@@ -7,15 +7,14 @@ profile/step-00000020-rank-00000.json.gz trackers/mlflow.json`
 
 import os
 import re
-import shutil
 import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from echelon.errors import ConfigError
-from echelon.runs.checksums import remove_tree
+from echelon.checksums import remove_tree
+from echelon.run_files import RunFiles, list_directory, newest_step, sweep_checkpoints
 from echelon.runs.folder_lock import FolderLock, explain_unusable
 from echelon.runs.run_rows import RunRows
 from echelon.runs.run_text import TextRecord
@@ -48,7 +47,7 @@ class Ending:
     step: int | None = None
 
 
-class RunFolder:
+class RunFolder(RunFiles):
     """The folder of a run. The constructor does no I/O; `create()` makes the directories.
 
     `outcomes_dir`: where ranks report how they ended, and learn about other ranks; `.outcomes` by default. On several
@@ -56,36 +55,16 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, outcomes_dir: Path | None = None) -> None:
-        self.path = path
+        super().__init__(path)
         self.outcomes_dir = outcomes_dir or path / ".outcomes"
         self.rows = RunRows(path)
         self.text = TextRecord(path, self.rows)
         self._lock = FolderLock(path)
 
     @property
-    def recipe_path(self) -> Path:
-        """The resolved recipe of the run."""
-        return self.path / "recipe.yaml"
-
-    @property
-    def plan_path(self) -> Path:
-        """The ParallelPlan of the run."""
-        return self.path / "plan.json"
-
-    @property
     def estimate_path(self) -> Path:
         """The predicted memory of the plan, and the hardware it is for."""
         return self.path / "estimate.json"
-
-    @property
-    def environment_path(self) -> Path:
-        """Versions, platform, and the launcher's environment variables."""
-        return self.path / "environment.json"
-
-    @property
-    def metrics_path(self) -> Path:
-        """One JSON object per logged step or evaluation."""
-        return self.rows.metrics_path
 
     @property
     def samples_path(self) -> Path:
@@ -108,24 +87,9 @@ class RunFolder:
         return self.path / "outcome.json"
 
     @property
-    def checkpoints_dir(self) -> Path:
-        """The folder of the checkpoints, step-00000100/ and so on."""
-        return self.path / "checkpoints"
-
-    @property
-    def model_dir(self) -> Path:
-        """The model's config.json and tokenizer, without weights."""
-        return self.path / "model"
-
-    @property
     def data_path(self) -> Path:
         """The path of the prepared text that the run reads."""
         return self.text.path
-
-    @property
-    def hub_path(self) -> Path:
-        """The commits of the run's models and datasets on the Hugging Face hub; absent if it uses none."""
-        return self.path / "hub.json"
 
     @property
     def remote_path(self) -> Path:
@@ -280,59 +244,3 @@ def describe_gone(path: Path) -> str:
         f"run.dir={path} was removed or moved during the run, so all progress since then is lost; run the same command "
         "again to start over, or set run.dir to the folder's new path."
     )
-
-
-def is_run(path: Path) -> bool:
-    """Whether a folder is a run folder."""
-    return RunFolder(path).recipe_path.is_file()
-
-
-def is_model_folder(path: Path) -> bool:
-    """Whether a folder holds an HF model (rather than an echelon run)."""
-    return (path / "config.json").is_file()
-
-
-def require_folder(path: Path) -> None:
-    """Raise ConfigError unless a path is a folder."""
-    if not path.is_dir():
-        raise ConfigError(f"{path} is not a folder; give a run folder (runs/NAME) or an HF model folder.")
-
-
-def require_model(path: Path) -> None:
-    """Raise ConfigError unless a path is a run folder or an HF model folder. Nothing in it is read."""
-    require_folder(path)
-    if is_run(path) or is_model_folder(path):
-        return
-    if (path / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"{path} contains an adapter without its base model; give the run that trained it, or the folder that "
-            "`echelon export RUN OUT --merge` writes."
-        )
-    raise ConfigError(f"{path} is neither a run folder (recipe.yaml) nor an HF model folder (config.json).")
-
-
-def sweep_checkpoints(folder: Path) -> list[str]:
-    """Remove folders that a killed process left half-written, half-removed or half-replaced; return their names.
-
-    A checkpoint that was being replaced is restored if its successor was not published.
-    """
-    swept = []
-    for path in sorted(folder.glob(".*-*")):
-        kind, _, step = path.name.partition("-")
-        if kind == ".replaced" and not (final := folder / f"step-{step}").exists():
-            path.rename(final)
-        elif kind in (".writing", ".removing", ".replaced"):
-            shutil.rmtree(path, ignore_errors=True)
-            swept.append(path.name)
-    return swept
-
-
-def list_directory(path: Path) -> list[Path]:
-    """Return the sorted entries of a folder; empty if it does not exist."""
-    return sorted(path.iterdir()) if path.is_dir() else []
-
-
-def newest_step(folder: Path) -> int | None:
-    """Return the step of the newest published checkpoint in a folder, by name only; None if there is none."""
-    names = (re.fullmatch(r"step-(\d+)", path.name) for path in list_directory(folder))
-    return max((int(name[1]) for name in names if name), default=None)

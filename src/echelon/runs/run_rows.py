@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from echelon.run_files import has_step, is_count, is_metrics_row, is_number
 from echelon.stored import (
     MAX_ROWS_BYTES,
     Row,
-    Rows,
     open_to_append,
     parse_row,
     read_bytes,
@@ -19,9 +19,6 @@ from echelon.stored import (
     whole_lines,
     write_text,
 )
-
-_NUMBERS = ("loss", "grad_norm", "learning_rate", "tokens", "target_tokens", "tokens_per_second", "step_seconds")
-_LARGEST = 1e300
 
 
 class RunRows:
@@ -46,13 +43,9 @@ class RunRows:
         """Return the rows of events.jsonl, in order, without invalid lines."""
         return read_rows(self.events_path, _is_event).rows
 
-    def read_metrics(self) -> Rows:
-        """Return the rows of metrics.jsonl, in order, and the numbers of invalid lines."""
-        return read_rows(self.metrics_path, is_metrics_row)
-
     def describe_bad_lines(self) -> list[str]:
         """Describe the invalid lines of events.jsonl, metrics.jsonl and samples.jsonl, one line per affected file."""
-        kinds = ((self.events_path, _is_event), (self.metrics_path, is_metrics_row), (self.samples_path, _has_step))
+        kinds = ((self.events_path, _is_event), (self.metrics_path, is_metrics_row), (self.samples_path, has_step))
         found = (read_rows(path, is_row).describe_bad() for path, is_row in kinds)
         return [line for line in found if line is not None]
 
@@ -96,38 +89,13 @@ def is_row_up_to(name: str, line: bytes, step: int, evaluated: int) -> bool:
 
     For rows of an evaluation, not beyond step `evaluated`.
     """
-    is_row = is_metrics_row if name == "metrics.jsonl" else _has_step
+    is_row = is_metrics_row if name == "metrics.jsonl" else has_step
     row = parse_row(line, is_row) if line.endswith(b"\n") else None
     return row is not None and bool(row["step"] <= (step if row.get("kind") == "train" else evaluated))
 
 
-def is_metrics_row(row: Row) -> bool:
-    """Whether a row is valid in metrics.jsonl: it has a kind and a step, and its numeric fields are numbers."""
-    numbers = (row.get(name) for name in _NUMBERS)
-    sets = row.get("sets")
-    return (
-        isinstance(row.get("kind"), str)
-        and _has_step(row)
-        and all(value is None or isinstance(value, float) or _is_number(value) for value in numbers)
-        and (sets is None or (isinstance(sets, dict) and all(isinstance(each, dict) for each in sets.values())))
-    )
-
-
 def _is_event(row: Row) -> bool:
     """Whether a row is valid in events.jsonl; a rollback must have the suppressed step."""
-    is_event = isinstance(row.get("event"), str) and _is_number(row.get("time"))
-    has_step = row.get("step") is None or _has_step(row)
-    return is_event and has_step and (row["event"] != "rollback" or _is_count(row.get("suppressed")))
-
-
-def _has_step(row: Row) -> bool:
-    return _is_count(row.get("step"))
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
-
-
-def _is_number(value: object) -> bool:
-    # By comparison: an integer may be too large for a float. NaN compares False.
-    return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
+    is_event = isinstance(row.get("event"), str) and is_number(row.get("time"))
+    is_placed = row.get("step") is None or has_step(row)
+    return is_event and is_placed and (row["event"] != "rollback" or is_count(row.get("suppressed")))

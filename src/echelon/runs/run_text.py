@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from echelon.checksums import MANIFEST
 from echelon.errors import DataError
-from echelon.runs.checksums import MANIFEST
 from echelon.runs.run_rows import RunRows
 from echelon.stored import read_as, write_json
 

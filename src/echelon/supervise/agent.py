@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.errors import LaunchError, first_line
 from echelon.logs import erase_progress_bar, keep_console_in
-from echelon.runs.run_folder import describe_gone, is_run, newest_step
+from echelon.run_files import is_run, newest_step
+from echelon.runs.run_folder import describe_gone
+from echelon.scratch import scratch_folder
 from echelon.stopping import ECHO_SECONDS, STOP_SIGNALS, read_stop_file
 from echelon.stored import write_text
 from echelon.supervise.hang_verdict import explain_hang, read_records
@@ -43,7 +45,6 @@ from echelon.supervise.outcome import (
 from echelon.supervise.rendezvous import ALONE, TOGETHER, register_backends
 from echelon.supervise.replica_keeper import ReplicaKeeper
 from echelon.supervise.restart import Restarts, deaths_watched
-from echelon.supervise.scratch import scratch_folder
 from echelon.supervise.warm_start import WarmStart, started_warm
 from echelon.supervise.workers import Workers
 

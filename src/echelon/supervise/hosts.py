@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.errors import ConfigError, LaunchError
-from echelon.supervise.listening import is_loopback, listen_at
+from echelon.listening import is_loopback, listen_at
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Read this process's role and place from its environment, and build the environment of the processes it starts.
 
-The only module that reads or sets environment variables. torch is not imported: `echelon --help` needs the role of a
-command, and the variables of a library must be set before that library is imported.
+Here and in `variables` alone environment variables are read and set. torch is not imported: `echelon --help` needs the
+role of a command.
 """
 
 import json
@@ -23,6 +23,7 @@ from echelon.supervise import horovodrun, openmpi
 from echelon.supervise.hosts import HostGroup, find_interface, find_own_address, parse_group
 from echelon.supervise.nodelist import expand_nodelist, in_number_order
 from echelon.supervise.workers import HUB_PLACES
+from echelon.variables import CUBLAS_WORKSPACES, Place, find_torchrun_place, read_int, read_place, set_default_variables
 
 Role = Literal["worker", "agent", "local"]
 
@@ -62,9 +63,6 @@ LOG_LEVEL_VARIABLE = "ECHELON_LOG_LEVEL"
 _STARTED_VARIABLE = "ECHELON_STARTED_AT"
 _PROCESS_STARTED = time.time(), time.monotonic()
 
-# cuBLAS sums in a fixed order only with this setting; of the two in NVIDIA's documentation, the faster one.
-CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-
 _ALLOCATOR_VARIABLE, _OLD_ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 _MAX_COMPILE_THREADS = 32  # as in torch
 _RECORDED_COLLECTIVES = 2000
@@ -72,24 +70,14 @@ _RECORDED_COLLECTIVES = 2000
 _SAGEMAKER_PORT = 7777
 
 
-@dataclass(frozen=True)
-class Place:
-    """This process's ranks, as set by the launcher, before any process group exists."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-
-
 def launch_role(env: Mapping[str, str] | None = None) -> Role:
     """The role of a command, from its environment: a worker, the agent of its machine, or a new local job."""
     env = os.environ if env is None else env
     if ("RANK" in env and "WORLD_SIZE" in env) or "OMPI_COMM_WORLD_RANK" in env or "HOROVOD_RANK" in env:
         return "worker"
-    if env.get("SLURM_STEP_ID", "").isdigit() and _read_int(env, "SLURM_NTASKS", 1) > 1:
-        nodes = _read_int(env, "SLURM_STEP_NUM_NODES", _read_int(env, "SLURM_NNODES", 1))
-        return "agent" if _read_int(env, "SLURM_NTASKS", 1) == nodes else "worker"
+    if env.get("SLURM_STEP_ID", "").isdigit() and read_int(env, "SLURM_NTASKS", 1) > 1:
+        nodes = read_int(env, "SLURM_STEP_NUM_NODES", read_int(env, "SLURM_NNODES", 1))
+        return "agent" if read_int(env, "SLURM_NTASKS", 1) == nodes else "worker"
     if "SM_HOSTS" in env or "SM_CURRENT_HOST" in env:
         return "agent"
     return "local"
@@ -109,36 +97,32 @@ def find_host_group(env: Mapping[str, str] | None = None) -> HostGroup:
     endpoint = env.get("ECHELON_RENDEZVOUS")
     if not names and endpoint is None:
         raise ConfigError("SLURM_STEP_NODELIST is not set, so machines cannot find each other; start them with srun.")
-    port = 20_000 + _read_int(env, "SLURM_JOB_ID", 0) % 10_000
-    group = parse_group(str(_read_int(env, "SLURM_NTASKS", 1)), endpoint or f"{names[0]}:{port}")
-    return replace(group, coordinates=_read_int(env, "SLURM_PROCID", 0) == 0)
+    port = 20_000 + read_int(env, "SLURM_JOB_ID", 0) % 10_000
+    group = parse_group(str(read_int(env, "SLURM_NTASKS", 1)), endpoint or f"{names[0]}:{port}")
+    return replace(group, coordinates=read_int(env, "SLURM_PROCID", 0) == 0)
 
 
 def find_place(env: Mapping[str, str] | None = None) -> Place:
     """This process's ranks, from the variables of torchrun, Open MPI, horovodrun or Slurm; else a single process."""
     env = os.environ if env is None else env
-    if "RANK" in env and "WORLD_SIZE" in env:
-        keys: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    elif "OMPI_COMM_WORLD_RANK" in env:
-        keys = tuple(f"OMPI_COMM_WORLD_{key}" for key in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    if (place := find_torchrun_place(env)) is not None:
+        return place
+    if "OMPI_COMM_WORLD_RANK" in env:
+        prefix = "OMPI_COMM_WORLD"
     elif "HOROVOD_RANK" in env:
-        keys = tuple(f"HOROVOD_{key}" for key in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+        prefix = "HOROVOD"
     elif launch_role(env) == "worker":
         tasks_per_node = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", "")))
         local_size = int(tasks_per_node[0]) if tasks_per_node else 1
         return Place(
-            _read_int(env, "SLURM_PROCID", 0),
-            _read_int(env, "SLURM_NTASKS", 1),
-            _read_int(env, "SLURM_LOCALID", 0),
+            read_int(env, "SLURM_PROCID", 0),
+            read_int(env, "SLURM_NTASKS", 1),
+            read_int(env, "SLURM_LOCALID", 0),
             local_size,
         )
     else:
         return Place(0, 1, 0, 1)
-    rank, world_size = _read_int(env, keys[0], 0), _read_int(env, keys[1], 1)
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"{keys[0]}={rank} is not below {keys[1]}={world_size}; check the launcher.")
-    # Without LOCAL_RANK and LOCAL_WORLD_SIZE, assume that all ranks are on this machine.
-    return Place(rank, world_size, _read_int(env, keys[2], rank), _read_int(env, keys[3], world_size))
+    return read_place(env, (f"{prefix}_RANK", f"{prefix}_SIZE", f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE"))
 
 
 @dataclass(frozen=True)
@@ -207,7 +191,7 @@ def has_mpi() -> bool:
 
 def find_fusion_threshold() -> int | None:
     """The bytes that HOROVOD_FUSION_THRESHOLD sets; None if it is not set."""
-    return _read_int(os.environ, "HOROVOD_FUSION_THRESHOLD", 0) if "HOROVOD_FUSION_THRESHOLD" in os.environ else None
+    return read_int(os.environ, "HOROVOD_FUSION_THRESHOLD", 0) if "HOROVOD_FUSION_THRESHOLD" in os.environ else None
 
 
 def shares_agent_store() -> bool:
@@ -240,7 +224,7 @@ def shares_files() -> bool:
 def is_elastic() -> bool:
     """Whether the previous processes may still be alive: an agent in a job of several machines restarts processes when
     one fails or machines join or leave, without waiting for those of lost machines."""
-    is_foreign = not is_managed() and _read_int(os.environ, "TORCHELASTIC_MAX_RESTARTS", 0) > 0
+    is_foreign = not is_managed() and read_int(os.environ, "TORCHELASTIC_MAX_RESTARTS", 0) > 0
     return is_foreign or find_host_dir() is not None
 
 
@@ -273,10 +257,10 @@ def find_asked_gpus(env: Mapping[str, str] | None = None) -> AskedGpus | None:
     env = os.environ if env is None else env
     if (told := env.get(GPUS_VARIABLE)) is not None:
         number, _, by = told.partition(" ")
-        count = None if number == "any" else _read_int({GPUS_VARIABLE: number}, GPUS_VARIABLE, 0)
+        count = None if number == "any" else read_int({GPUS_VARIABLE: number}, GPUS_VARIABLE, 0)
         return None if count == 0 else AskedGpus(count, by or GPUS_VARIABLE)
     # Slurm sets it in jobs and steps, on the machine where they run.
-    count = _read_int(env, "SLURM_GPUS_ON_NODE", 0)
+    count = read_int(env, "SLURM_GPUS_ON_NODE", 0)
     return AskedGpus(count, f"Slurm's allocation (SLURM_GPUS_ON_NODE={count})") if count else None
 
 
@@ -287,12 +271,7 @@ def find_system_root() -> Path:
 
 def find_agent_pid() -> int:
     """The id of the process that this worker must not outlive: the one set by its agent, or else its parent."""
-    return _read_int(os.environ, AGENT_PID_VARIABLE, os.getppid())
-
-
-def is_thread_count_set() -> bool:
-    """Whether OMP_NUM_THREADS sets this process's number of threads."""
-    return "OMP_NUM_THREADS" in os.environ
+    return read_int(os.environ, AGENT_PID_VARIABLE, os.getppid())
 
 
 def find_thread_count() -> int | None:
@@ -433,17 +412,6 @@ def exported(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[key] = value
 
 
-def set_variables(variables: Mapping[str, str]) -> None:
-    """Set variables in this process's environment, overriding it, for a library that reads them later."""
-    os.environ.update(variables)
-
-
-def set_default_variables(variables: Mapping[str, str]) -> None:
-    """Set each variable that is not yet in this process's environment, for a library that reads it."""
-    for key, value in variables.items():
-        os.environ.setdefault(key, value)
-
-
 def find_log_level() -> int:
     """The log level from the environment; INFO by default. Raises ConfigError for an unknown one."""
     name = os.environ.get(LOG_LEVEL_VARIABLE) or "info"
@@ -483,18 +451,3 @@ def restart_with_libraries(folder: str) -> NoReturn:
     """Restart this program with a folder first on LD_LIBRARY_PATH, also for its children: libraries load from it."""
     path = ":".join(filter(None, (folder, os.environ.get("LD_LIBRARY_PATH"))))
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "LD_LIBRARY_PATH": path})
-
-
-def use_one_tokenizer_thread() -> None:
-    """Limit `tokenizers` to one thread in this process: parallel processes use the other cores."""
-    set_variables({"TOKENIZERS_PARALLELISM": "false"})
-
-
-def _read_int(env: Mapping[str, str], key: str, default: int) -> int:
-    value = env.get(key)
-    if value is None or value == "":
-        return default
-    try:
-        return int(value)
-    except ValueError:
-        raise ConfigError(f"{key}={value!r} is not a whole number; check the launcher that set it.") from None

@@ -18,8 +18,8 @@ from datetime import timedelta
 from typing import Protocol, cast
 
 from echelon.errors import LaunchError
+from echelon.listening import answers_as_store, is_loopback
 from echelon.supervise.hosts import HostGroup, join_endpoint, limit_silence, open_coordinator
-from echelon.supervise.listening import answers_as_store, is_loopback
 from echelon.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Cause, Outcome, Weight
 from echelon.supervise.restart import Restarts
 

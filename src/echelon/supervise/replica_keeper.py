@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from echelon.listening import listen_at
 from echelon.stored import write_text
 from echelon.supervise.board import Board, Change, View
 from echelon.supervise.launch_environment import read_environment, replica_environment
-from echelon.supervise.listening import listen_at
 from echelon.supervise.outcome import FAILED, ProcessDeath, describe_ending, read_outcomes
 from echelon.supervise.warm_start import ForkedWorker, WarmStart
 from echelon.supervise.workers import Workers

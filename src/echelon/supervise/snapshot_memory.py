@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from echelon.supervise.scratch import scratch_folder
+from echelon.scratch import scratch_folder
 
 PLACE = Path("/dev/shm")
 

@@ -4,8 +4,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from echelon.run_files import is_metrics_row
 from echelon.runs.run_folder import RunFolder
-from echelon.runs.run_rows import is_metrics_row
 from echelon.stored import Row, open_regular, parse_row, whole_lines
 from echelon.sweep.sweep_file import SweepSettings
 

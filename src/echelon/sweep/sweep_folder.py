@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import ConfigError
+from echelon.file_lock import FileLock, describe_mark
 from echelon.launch.job import JobRecord
 from echelon.launch.records import read_job
 from echelon.recipe import Recipe, diff_recipes, load_recipe, render_recipe
 from echelon.recipe.render import plain_value
 from echelon.recipe.yaml_text import parse_yaml, render_yaml, show_value
 from echelon.redaction import redact
-from echelon.runs.folder_lock import FileLock, describe_mark
 from echelon.runs.run_folder import OWNER_ONLY
 from echelon.stored import read_as, read_text, write_json, write_text
 from echelon.sweep.sweep_file import Sweep

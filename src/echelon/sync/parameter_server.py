@@ -66,7 +66,7 @@ class ParameterServer:
         self._norms = (0.0, 0.0)
         if membership is not None:
             membership.at_end(self._leave)
-            if membership.view.number and config.compress.method == "topk" and self._index == 0:
+            if membership.number and config.compress.method == "topk" and self._index == 0:
                 logger.warning(
                     "sync.compress.method=topk: what workers had not sent of their gradients is dropped, because their "
                     "group has changed"

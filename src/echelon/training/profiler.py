@@ -14,7 +14,7 @@ from echelon.distributed.runtime import Runtime
 from echelon.recipe.operation import ProfileConfig
 from echelon.runs.run_folder import STEP_MARK, RunFolder
 from echelon.sizes import render_bytes
-from echelon.supervise.launch_environment import set_default_variables
+from echelon.variables import set_default_variables
 
 logger = logging.getLogger(__name__)
 

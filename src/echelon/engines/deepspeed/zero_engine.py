@@ -41,8 +41,9 @@ from echelon.parallel.step import SingleStage, StepSums
 from echelon.planner.deepspeed_settings import build_settings, find_stage
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
-from echelon.supervise.launch_environment import find_place, set_default_variables
+from echelon.supervise.launch_environment import find_place
 from echelon.sync.synchronizer import Fill
+from echelon.variables import set_default_variables
 
 
 class ZeroParallel(Undivided):

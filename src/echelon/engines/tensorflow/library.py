@@ -4,7 +4,7 @@ import importlib
 from typing import Any, NamedTuple
 
 from echelon.errors import ConfigError
-from echelon.supervise.launch_environment import set_default_variables, set_variables
+from echelon.variables import set_default_variables, set_variables
 
 _TESTED = "2.21"
 

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from echelon.distributed.objects import gather_objects
 from echelon.engines.tensorflow.library import Library
 from echelon.engines.tensorflow.tpu import find_tpu_strategy
+from echelon.listening import is_loopback
 from echelon.recipe.tensorflow_config import TensorflowConfig
-from echelon.supervise.launch_environment import find_rendezvous, set_variables
-from echelon.supervise.listening import is_loopback
+from echelon.supervise.launch_environment import find_rendezvous
+from echelon.variables import set_variables
 
 
 class Placement(NamedTuple):

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from echelon.checksums import MANIFEST, list_files
 from echelon.errors import ConfigError, LaunchError
 from echelon.hardware.efa import has_efa
 from echelon.hardware.gpu_check import check_gpus, find_compat, find_needed
@@ -29,7 +30,6 @@ from echelon.launch.sagemaker.kept_data import find_large_disk, open_kept
 from echelon.launch.sagemaker.secrets_manager import hide_values, read_secrets
 from echelon.logs import log_to_console
 from echelon.recipe import Recipe, RunConfig, load_recipe
-from echelon.runs.checksums import MANIFEST, list_files
 from echelon.runs.run_folder import RunFolder
 from echelon.sizes import render_bytes
 from echelon.stopping import STOP_SIGNALS
@@ -38,11 +38,11 @@ from echelon.supervise.launch_environment import (
     find_log_level,
     read_environment,
     restart_with_libraries,
-    set_default_variables,
 )
 from echelon.supervise.nodelist import in_number_order
 from echelon.supervise.outcome import DONE, FAILED, STOPPED, Outcome
 from echelon.supervise.workers import HUB_PLACES
+from echelon.variables import set_default_variables
 
 logger = logging.getLogger(__name__)
 

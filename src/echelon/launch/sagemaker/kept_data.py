@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from echelon.checksums import list_files, remove_tree
 from echelon.recipe import Recipe
-from echelon.runs.checksums import list_files, remove_tree
 from echelon.sizes import render_bytes
 from echelon.stored import read_json, write_json
 

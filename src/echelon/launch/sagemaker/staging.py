@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+from echelon.checksums import MANIFEST
 from echelon.errors import ConfigError, MissingSettingError
 from echelon.launch.job import JobSpec
 from echelon.launch.sagemaker import source_bundle as bundle
@@ -20,7 +21,6 @@ from echelon.recipe import Recipe, SourceConfig, render_recipe
 from echelon.recipe.inputs import is_template
 from echelon.recipe.launching import FileSystemConfig
 from echelon.recipe.render import plain_value, recipe_mapping
-from echelon.runs.checksums import MANIFEST
 
 DATA_DIR = PurePosixPath("/opt/ml/input/data")
 CHECKPOINT_DIR = PurePosixPath("/opt/ml/checkpoints")

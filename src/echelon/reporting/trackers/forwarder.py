@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from echelon.redaction import redact_text
 from echelon.reporting.trackers.tracker import Held, Tracker
-from echelon.runs.run_rows import is_metrics_row
+from echelon.run_files import is_metrics_row
 from echelon.stored import open_regular, parse_row, read_as, write_json
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from echelon.recipe.render import recipe_mapping
 from echelon.redaction import redact
 from echelon.reporting.trackers.tracker import Opened, scalars
 from echelon.runs.run_folder import RunFolder
-from echelon.supervise.launch_environment import set_default_variables
+from echelon.variables import set_default_variables
 
 _INIT_SECONDS = 30.0
 _FINISH_SECONDS = 60.0

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from echelon.distributed.objects import gather_objects
 from echelon.errors import ConfigError, LaunchError
+from echelon.listening import is_loopback
 from echelon.recipe.horovod_config import HorovodConfig
 from echelon.supervise.launch_environment import (
     Rendezvous,
@@ -23,9 +24,8 @@ from echelon.supervise.launch_environment import (
     find_socket_interface,
     has_horovod_store,
     has_mpi,
-    set_variables,
 )
-from echelon.supervise.listening import is_loopback
+from echelon.variables import set_variables
 
 DEFAULT_FUSION_MB = 128  # Horovod's own
 

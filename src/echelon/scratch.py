@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from echelon.runs.folder_lock import FileLock
+from echelon.file_lock import FileLock
 
 _PREFIX = "echelon-"
 _LOCK = ".used"
