@@ -5,14 +5,16 @@ twice after the shards were removed from the page cache, once after they were re
 """
 
 import argparse
+import itertools
 import os
 import shutil
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 
-from echelon.data.loader import BatchLoader
-from echelon.data.mixture import build_order
+from echelon.data.feed import open_feed
+from echelon.data.loader import BatchPlace
 from echelon.data.prepare import prepare_data
 from echelon.data.prepared import open_prepared
 from echelon.recipe import Recipe, load_recipe
@@ -24,10 +26,12 @@ def read_batches(recipe: Recipe, prepared: Path, seconds: float) -> tuple[float,
     data = open_prepared(prepared, recipe.data.sequence_len, recipe.data.document_mask)
     tokens, longest = 0, 0.0
     began, used = time.perf_counter(), time.process_time()
-    with BatchLoader(data.train, build_order(recipe, data.train), recipe.batches, 8) as loader:
-        while time.perf_counter() - began < seconds:
-            tokens += next(loader).num_tokens
-            longest = max(longest, loader.wait_seconds)
+    with closing(open_feed(recipe, data, BatchPlace(8))) as feed:
+        for step in itertools.count():
+            if time.perf_counter() - began >= seconds:
+                break
+            tokens += feed.batch(step).num_tokens
+            longest = max(longest, feed.wait_seconds)
     return tokens / (time.perf_counter() - began), tokens / (time.process_time() - used), longest
 
 

@@ -134,7 +134,7 @@ def find_nan(rank: int, world_size: int, path: str, plan: ParallelPlan) -> tuple
     """The loss, the norm and the finding of a step with a weight that is not a number, which changes no other one."""
     place_rank(rank, world_size)
     with masked_trainer(rank, world_size, path, plan) as trainer:
-        engine, microbatches = trainer.train_step.engine, next(trainer.train_step.loader).microbatches
+        engine, microbatches = trainer.train_step.engine, trainer.train_step.loader.batch(0).microbatches
         weights = {name: each.numpy() for name, each in engine.weights().items()}
         weights["model.layers.1.mlp.up_proj.weight"][0, 0] = math.nan
         engine._steps.write(WEIGHTS, weights)

@@ -32,14 +32,14 @@ class Hang(CausalLM):
     def __init__(self, config, rank=1, how="sleep"):
         self.calls, self.how = 0, how if dist.get_rank() == rank else None
         if self.how == "data":
-            build = BatchLoader._build
+            read = BatchLoader.batch
 
             def stuck_disk(loader, step):
                 if step == AT:
                     time.sleep(600)
-                return build(loader, step)
+                return read(loader, step)
 
-            BatchLoader._build = stuck_disk
+            BatchLoader.batch = stuck_disk
 
     def count(self, batch):
         self.calls += 1
@@ -87,7 +87,7 @@ EXPECTED = {
     "shape": r"collective \d+ of group everyone is all_reduce of sizes \[\[\]\] on rank 0, but all_reduce of sizes "
     r"\[\[3\]\] on rank 1",
     "suspend": rf"and rank 1 does not answer; rank 0 waits for it in {IN_GROUP}, at ",
-    "data": rf"rank 1 never entered {IN_GROUP}; it is at echelon/data/loader.py:\d+ \(__next__\)",
+    "data": rf"rank 1 never entered {IN_GROUP}; it is at echelon/data/feed.py:\d+ \(batch\)",
 }
 # Stages exchange messages, which gloo does not record: the code of each rank tells who waits for whom.
 OF_STAGES = {
@@ -98,7 +98,7 @@ OF_STAGES = {
     "shape": r"rank 0 never entered all_reduce \d+ of group everyone \(ranks 0, 1\); it waits for a message at "
     r"echelon/parallel/pipeline.py:\d+ \(\w+\); rank 1 is at \S*hanging_parts.py:\d+ \(shape\)",
     "suspend": rf"and rank 1 does not answer; {PIPELINE}",
-    "data": rf"rank 1 does not wait for others: it is at echelon/data/loader.py:\d+ \(__next__\); {PIPELINE}",
+    "data": rf"rank 1 does not wait for others: it is at echelon/data/feed.py:\d+ \(batch\); {PIPELINE}",
 }
 
 

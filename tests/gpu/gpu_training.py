@@ -2,11 +2,13 @@
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import echelon.parallel
+from echelon.data.feed import Feed
 from echelon.data.loader import BatchLoader
 from echelon.data.mixture import build_order
 from echelon.data.prepare import prepare_data
@@ -70,14 +72,9 @@ def trainer_on_gpu(case: Case, runtime: Any, folder: Path, text: Path, steps: in
         trainer.recipe, trainer.plan, trainer.run_folder = recipe, plan, run
         trainer.train_step.loader.close()
         order = build_order(recipe, data.train)
-        trainer.train_step.loader = BatchLoader(
-            Masked(data.train, order) if recipe.data.sequence_len == 32 else data.train,
-            order,
-            recipe.batches,
-            plan.micro_batch_size,
-            start_step=trainer.state.step,
-            pin_memory=True,
-        )
+        dataset = Masked(data.train, order) if recipe.data.sequence_len == 32 else data.train
+        read = partial(BatchLoader, dataset, order, recipe.batches)
+        trainer.train_step.loader = Feed(read, trainer.train_step.loader.place)
         try:
             yield trainer
         finally:

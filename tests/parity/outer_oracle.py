@@ -22,7 +22,7 @@ def train_outer_oracle(rank, world_size, path, plan, replicas, every, outer_rate
         inner = [torch.optim.AdamW(each.parameters(), betas=(0.9, 0.95), weight_decay=0.0) for each in models]
         optimizer = torch.optim.SGD(outer.parameters(), outer_rate, momentum, nesterov=momentum > 0)
         for step in range(trainer.num_steps):
-            whole = next(step_of.loader).microbatches
+            whole = step_of.loader.batch(step).microbatches
             inputs = torch.cat([each.input_ids for each in whole])
             labels = torch.cat([each.labels for each in whole])
             total = 0.0

@@ -160,7 +160,7 @@ def plain_loop(rank, world_size, path, plan, without):
         model, config = trainer.train_step.engine._decoder, load_recipe(Path(path))[0].optim
         optimizer = torch.optim.AdamW(model.parameters(), betas=config.betas, eps=config.eps, weight_decay=0.0)
         for step in range(trainer.num_steps):
-            batch = next(trainer.train_step.loader)
+            batch = trainer.train_step.loader.batch(step)
             if step + 1 in without:
                 continue
             total, count = 0.0, 0

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.data.loader import BatchLoader
+from echelon.data.loader import BatchLoader, BatchPlace
 from echelon.data.mixture import build_order
 from echelon.data.prepare import prepare_data
 from echelon.recipe import load_recipe
@@ -54,8 +54,9 @@ def test_the_batches_are_those_of_the_order(text, tmp_path, mixture, uninterrupt
     data = prepare_data(recipe)
     assert [recipe.batches.sequences(step) for step in range(STEPS)] == SIZES
     ids = build_order(recipe, data.train).sample_ids(0, sum(SIZES)).tolist()
-    with BatchLoader(data.train, build_order(recipe, data.train), recipe.batches, 4) as loader:
-        fed = [[each.sample_ids.tolist() for each in batch.microbatches] for batch in itertools.islice(loader, STEPS)]
+    loader = BatchLoader(data.train, build_order(recipe, data.train), recipe.batches, BatchPlace(4))
+    batches = map(loader.batch, range(STEPS))
+    fed = [[microbatch.sample_ids.tolist() for microbatch in batch.microbatches] for batch in batches]
     assert list(itertools.chain(*itertools.chain(*fed))) == ids
     assert [len(each) for each in fed] == [size // 4 for size in SIZES]
     rates = [row["learning_rate"] for row in uninterrupted[0] if row["kind"] == "train"]

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from echelon.data.loader import BatchLoader, choose_padding, find_cut
+from echelon.data.feed import Feed
+from echelon.data.loader import BatchLoader
 from echelon.data.mixture import build_order
 from echelon.data.order import DataOrder, SampleOrder
 from echelon.data.prepare import prepare_data
@@ -212,28 +214,19 @@ class Masked:
 def masked_trainer(
     rank: int, world_size: int, path: str, plan: ParallelPlan, mutation: str = "", backend: str = "aot_eager"
 ) -> Iterator[Trainer]:
-    """The real trainer, its loader replaced by one with uneven targets."""
+    """The real trainer; without a source in its recipe, its loader is replaced by one with uneven targets."""
     recipe, _ = load_recipe(Path(path))
     runtime = Runtime(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     folder = RunFolder(Path(recipe.run.dir))
     trainer = build_trainer(recipe, plan, folder, runtime, compile_backend=backend)
-    trainer.train_step.loader.close()
-    dataset = trainer.train_step.loader._dataset
-    order = build_order(recipe, dataset)
-    masked = Masked(dataset, order)
-    if mutation == "wrong sample" and rank == world_size - 1:
-        order = SampleOrder(dataset.num_samples, recipe.run.seed + 1)
-    trainer.train_step.loader = BatchLoader(
-        masked,
-        order,
-        recipe.batches,
-        plan.micro_batch_size,
-        trainer.train_step.meshes.data_rank,
-        trainer.train_step.meshes.data_size,
-        trainer.state.step,
-        padding=choose_padding(plan),
-        cut=find_cut(trainer.train_step.meshes.sequence_part),
-    )
+    if recipe.data.source is None:
+        trainer.train_step.loader.close()
+        place, dataset = trainer.train_step.loader.place, trainer.train_step.loader.source.dataset
+        order = build_order(recipe, dataset)
+        masked = Masked(dataset, order)
+        if mutation == "wrong sample" and rank == world_size - 1:
+            order = SampleOrder(dataset.num_samples, recipe.run.seed + 1)
+        trainer.train_step.loader = Feed(partial(BatchLoader, masked, order, recipe.batches), place)
     yield trainer
     trainer.train_step.loader.close()
     trainer.saver.store.close()

@@ -1,14 +1,15 @@
 """The batches of a rank, and the hash that verifies what all ranks fed."""
 
-import itertools
 import math
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from echelon.data.loader import BatchLoader, Microbatch, StepBatch, hash_sequences
+from echelon.data.feed import Feed
+from echelon.data.loader import BatchLoader, BatchPlace, Microbatch, StepBatch, hash_sequences
 from echelon.data.order import Permutation, SampleOrder
 from echelon.data.shards import ShardWriter, TokenDataset, TokenStore
 from echelon.errors import DataError
@@ -23,12 +24,12 @@ def dataset(tmp_path: Path) -> TokenDataset:
     return build_dataset(tmp_path, num_tokens=403)
 
 
-def build_dataset(folder: Path, num_tokens: int) -> TokenDataset:
+def build_dataset(folder: Path, num_tokens: int, kind: type[TokenDataset] = TokenDataset) -> TokenDataset:
     tokens = np.random.default_rng(0).integers(0, 300, num_tokens)
     with ShardWriter(folder, "train", "uint16", 100) as writer:
         writer.append(tokens)
         records = writer.finish()
-    return TokenDataset([TokenStore(folder, records, "uint16")], 8)
+    return kind([TokenStore(folder, records, "uint16")], 8)
 
 
 def load(
@@ -42,8 +43,13 @@ def load(
     batches: BatchSchedule = TWELVE,
 ) -> list[StepBatch]:
     order = SampleOrder(dataset.num_samples, seed=1)
-    with BatchLoader(dataset, order, batches, micro, rank, ranks, start) as loader:
-        return list(itertools.islice(loader, steps))
+    loader = BatchLoader(dataset, order, batches, BatchPlace(micro, rank, ranks))
+    return [loader.batch(step) for step in range(start, start + steps)]
+
+
+def feed(dataset: TokenDataset, place: BatchPlace, batches: BatchSchedule = FOUR, seed: int = 0) -> Feed:
+    order = SampleOrder(dataset.num_samples, seed)
+    return Feed(lambda place: BatchLoader(dataset, order, batches, place), place)
 
 
 def join(batches: list[StepBatch], name: str) -> torch.Tensor:
@@ -204,42 +210,38 @@ def test_uneven_batches_are_padded_with_sequences_without_targets(dataset, ranks
 def test_an_empty_dataset_is_refused():
     empty = TokenDataset([], 8)
     with pytest.raises(DataError, match="a sample needs at least two"):
-        BatchLoader(empty, SampleOrder(0, 0), FOUR, 1)
+        BatchLoader(empty, SampleOrder(0, 0), FOUR, BatchPlace(1))
 
 
-def test_an_error_in_the_thread_is_raised_by_next(dataset):
+def test_an_error_in_the_thread_is_raised_by_batch(tmp_path):
     class Broken(TokenDataset):
         def read_samples(self, sample_ids):
             raise OSError(5, "the disk is gone")
 
-    broken = Broken(dataset._stores, 8)
-    with (
-        BatchLoader(broken, SampleOrder(broken.num_samples, 0), FOUR, 1) as loader,
-        pytest.raises(OSError, match="the disk is gone"),
-    ):
-        next(loader)
+    broken = build_dataset(tmp_path, num_tokens=403, kind=Broken)
+    with closing(feed(broken, BatchPlace(1))) as batches, pytest.raises(OSError, match="the disk is gone"):
+        batches.batch(0)
 
 
-def test_any_batch_can_be_read_and_the_loader_moved_to_any_step(dataset):
-    with BatchLoader(dataset, SampleOrder(dataset.num_samples, 0), FOUR, 1) as loader:
-        straight = [next(loader).hash for _ in range(6)]
-        assert loader.batch(2).hash == straight[2] and next(loader).step == 6
-        loader.seek(3)
-        assert [next(loader).hash for _ in range(3)] == straight[3:]
+def test_batches_are_read_ahead_from_any_step(dataset):
+    with closing(feed(dataset, BatchPlace(1))) as batches:
+        straight = [batches.batch(step).hash for step in range(6)]
+        assert batches.fed(2).hash == straight[2] and batches.batch(6).step == 6
+        assert [batches.batch(step).hash for step in (3, 4, 5)] == straight[3:]
 
 
 def test_a_changed_share_applies_from_the_next_step(dataset):
     first, second, alone = (load(dataset, 5, rank=rank, ranks=ranks) for rank, ranks in ((0, 2), (1, 2), (0, 1)))
-    with BatchLoader(dataset, SampleOrder(dataset.num_samples, seed=1), TWELVE, 4, 0, 2) as loader:
+    with closing(feed(dataset, BatchPlace(4, 0, 2), TWELVE, seed=1)) as batches:
         digests = []
-        for share in ((0, 2), (0, 2), (1, 2), (0, 1), (0, 2)):
-            loader.reshare(*share)
-            digests.append(next(loader).hash)
+        for step, share in enumerate(((0, 2), (0, 2), (1, 2), (0, 1), (0, 2))):
+            batches.reshare(*share)
+            digests.append(batches.batch(step).hash)
     expected = [first[0], first[1], second[2], alone[3], first[4]]
     assert digests == [each.hash for each in expected]
 
 
 def test_waiting_is_measured(dataset):
-    with BatchLoader(dataset, SampleOrder(dataset.num_samples, 0), FOUR, 1) as loader:
-        next(loader)
-        assert 0 <= loader.wait_seconds < 5
+    with closing(feed(dataset, BatchPlace(1))) as batches:
+        batches.batch(0)
+        assert 0 <= batches.wait_seconds < 5

@@ -1,11 +1,9 @@
 """The width of microbatches, and that it changes nothing else."""
 
-import itertools
-
 import numpy as np
 import pytest
 
-from echelon.data.loader import BatchLoader, Padding, set_width
+from echelon.data.loader import BatchLoader, BatchPlace, Padding, set_width
 from echelon.data.order import SampleOrder
 from echelon.data.shards import NO_LABEL, Samples
 from echelon.recipe.batches import constant_batch
@@ -61,8 +59,8 @@ def test_width_of_full_sequences(multiple, width):
 
 def batches(padding, rank):
     order = SampleOrder(len(LENGTHS), seed=1)
-    with BatchLoader(Packed(), order, constant_batch(4, 30), 1, rank, 2, padding=padding) as loader:
-        return list(itertools.islice(loader, 2))
+    loader = BatchLoader(Packed(), order, constant_batch(4, 30), BatchPlace(1, rank, 2, padding))
+    return [loader.batch(step) for step in range(2)]
 
 
 def test_a_common_width_over_ranks_and_microbatches_keeps_the_counts():

@@ -14,7 +14,7 @@ from bytes_encoding import BytesEncoding
 from echelon.data import prepare as prepare_module
 from echelon.data import tokenize, writing
 from echelon.data.catalog import load_manifest
-from echelon.data.loader import BatchLoader
+from echelon.data.loader import BatchLoader, BatchPlace
 from echelon.data.order import Permutation, SampleOrder
 from echelon.data.packing import best_fit
 from echelon.data.prepare import prepare
@@ -355,8 +355,8 @@ def packed(tmp_path) -> PreparedData:
 
 def load(data: PreparedData, steps: int, rank: int = 0, ranks: int = 1, micro: int = 2):
     order = SampleOrder(data.train.num_samples, seed=3)
-    with BatchLoader(data.train, order, constant_batch(6, 301), micro, rank, ranks) as loader:
-        return [next(loader) for _ in range(steps)]
+    loader = BatchLoader(data.train, order, constant_batch(6, 301), BatchPlace(micro, rank, ranks))
+    return [loader.batch(step) for step in range(steps)]
 
 
 def test_common_padding_is_trimmed_without_effect_on_the_hash(tmp_path):
@@ -398,8 +398,7 @@ def test_sequences_of_similar_length_share_a_microbatch(tmp_path):
     path = write_records(tmp_path / "x.jsonl", many(41))
     packed = prepare(build_spec(tmp_path, path, sequence_len=301, packing=False))
     order = SampleOrder(packed.train.num_samples, seed=3)
-    with BatchLoader(packed.train, order, constant_batch(12, 301), 3) as loader:
-        batch = next(loader)
+    batch = BatchLoader(packed.train, order, constant_batch(12, 301), BatchPlace(3)).batch(0)
     lengths = [(packed.train.read_samples(each.sample_ids).documents >= 0).sum(axis=1) for each in batch.microbatches]
     assert [len(each) for each in lengths] == [3, 3, 3, 3]
     together = np.concatenate(lengths)

@@ -4,5 +4,6 @@ Read in this order: `readers` (what is a document, in each format), `source` (wh
 (what examples become), `tokenize` (in parallel processes), `writing` and `sinks` (into shards, resumable), `shards`
 (the files, and the windows cut from them), `packing` (samples that share a sequence), `catalog` (the manifest),
 `prepare` (all of that as one cached step), `prepared` (what it made, opened), `order` (which sample when), `loader`
-(batches for one rank). Nothing here uses torch.distributed, and only `loader` imports torch.
+(batches for one rank), `feed` (those of a run, read ahead), `own_batches` (batches from lists of token ids). Nothing
+here calls torch.distributed, and only these last three import torch.
 """

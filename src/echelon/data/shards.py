@@ -10,8 +10,8 @@ import hashlib
 import itertools
 import os
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, Self
 
@@ -216,18 +216,22 @@ class TokenStore:
 
 @dataclass(frozen=True)
 class Samples:
-    """Sequences as the model receives them.
-
-    inputs and labels are int64 `[n, sequence_len]`, labels -100 where there is no target. `documents`, int32 of the
-    same shape, is the index of each token's document within its sequence, from 0, and -1 for padding; None if a
-    sequence is plain text, in which positions without a label are padding. A preference pair is two documents, chosen
-    (even) and rejected (odd). `apart`: documents must not attend to each other.
-    """
+    """Sequences as the model receives them."""
 
     inputs: npt.NDArray[np.int64]
+    """`[n, sequence_len]`."""
     labels: npt.NDArray[np.int64]
+    """`[n, sequence_len]`: the target of each position, -100 where there is none."""
     documents: npt.NDArray[np.int32] | None = None
+    """`[n, sequence_len]`: the index of each token's document within its sequence, from 0, and -1 for padding.
+
+    None if a sequence is plain text, in which positions without a label are padding. A preference pair is two
+    documents, chosen (even) and rejected (odd).
+    """
     apart: bool = True
+    """Whether documents must not attend to each other."""
+    extra: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """What an objective needs besides, by name: `[n, sequence_len, ...]`, `[n]` or `[n, 1, ...]`. See Microbatch."""
 
 
 class Dataset(Protocol):

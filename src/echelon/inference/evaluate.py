@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from echelon.checkpoint.adapted import read_run_recipe
 from echelon.checkpoint.export import TRAINING
-from echelon.data.loader import LONGEST, Microbatch, Padding, build_microbatch, find_cut, set_width
+from echelon.data.loader import LONGEST, Microbatch, Padding, build_microbatch, set_width
 from echelon.data.prepared import ValidationSet
 from echelon.data.shards import Dataset, unigram_entropy
 from echelon.distributed.mesh import Meshes
@@ -204,11 +204,10 @@ class Evaluator:
     def _microbatches(self, dataset: Dataset) -> Iterator[Microbatch]:
         per_round = self._micro_batch_size * self._meshes.data_size
         stop = min(self._num_sequences, dataset.num_samples)
-        cut = find_cut(self._meshes.sequence_part)
         for first in range(0, stop, per_round):
             start = first + self._meshes.data_rank * self._micro_batch_size
             whole = read_in_order(dataset, start, self._micro_batch_size, stop, self._padding)
-            yield cut(whole).to(self._device)
+            yield whole.cut(self._meshes.sequence_part).to(self._device)
 
 
 def read_in_order(dataset: Dataset, start: int, count: int, stop: int, padding: Padding = LONGEST) -> Microbatch:

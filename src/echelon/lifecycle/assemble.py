@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from transformers import PretrainedConfig
 
-from echelon.data.loader import BatchLoader, Microbatch, choose_padding, find_cut
-from echelon.data.mixture import build_order
+from echelon.data.feed import Feed, describe_source, find_place, like_source, open_feed
+from echelon.data.loader import Microbatch, choose_padding
 from echelon.data.prepared import PreparedData, open_prepared
 from echelon.distributed.mesh import Meshes, build_mesh
 from echelon.distributed.runtime import Runtime
@@ -127,7 +127,8 @@ def build_engines(
     planned, shape = plan, build_shape(config.to_dict())
 
     def rehearse(engine: Engine, fitting: ParallelPlan) -> Rehearsal:
-        microbatch = _read_any(data, planned, meshes, device, fitting.micro_batch_size)
+        sequences = _read_any(data, planned, meshes, device, fitting.micro_batch_size)
+        microbatch = like_source(sequences, recipe, data, find_place(recipe, fitting, meshes))
         return engine.rehearse(microbatch, fitting.num_microbatches, objective)
 
     engine, plan, memory = build_rehearsed(build, rehearse, recipe, planned)
@@ -166,6 +167,7 @@ def assemble(
     saved = load_newest(store, snapshots, contents, runtime) if held is None else held.saved
     state = TrainState() if saved is None else saved.train
     state = state.judged_by(recipe.evaluate.select_by).suppressing(find_suppressed(folder))
+    loader = open_feed(recipe, data, find_place(recipe, plan, meshes))
     num_steps, num_samples = recipe.num_steps(data.train.num_samples), data.train.num_samples
     stops = find_stops(built.config, data.manifest.stops)
     sampler = build_sampler(recipe, data, stops, device)
@@ -183,10 +185,9 @@ def assemble(
         stop.agreed = held.stopped_by
     elif recovery is not None:
         store.upload_newest(state.step, state.best_step if recipe.checkpoint.keep_best else None)
-        _describe_beginning(built, meshes, device, sampler, stops)
+        _describe_beginning(built, meshes, device, loader, sampler, stops)
     interval = SaveInterval(recipe, num_samples, plan.world_size, state.step)
     saver = Saver(recipe, contents, store, snapshots, interval, accounting, meshes.everyone)
-    loader = build_loader(recipe, plan, data, meshes, state.step)
     schedule = build_schedule(recipe.optim, num_steps, recipe.batches)
     limit = recipe.optim.max_grad_norm
     step = TrainingStep(
@@ -239,12 +240,18 @@ def _open_records(
 
 
 def _describe_beginning(
-    built: Built, meshes: Meshes, device: torch.device, sampler: PromptSampler | None, stops: Sequence[int]
+    built: Built,
+    meshes: Meshes,
+    device: torch.device,
+    loader: Feed,
+    sampler: PromptSampler | None,
+    stops: Sequence[int],
 ) -> None:
     """Log lines about the training. On rank 0."""
     recipe, plan, compute = built.recipe, built.plan, built.plan.precision.compute
     for line in (
         *describe_training(recipe, plan, built.config, built.data, stops),
+        *describe_source(recipe, loader),
         *built.engine.describe(_read_any(built.data, plan, meshes, device, 1).documents is not None),
         *(() if sampler is None else (sampler.describe(),)),
     ):
@@ -266,24 +273,6 @@ def _find_mfu(
         peak_flops=peak_flops,
         sequence_len=recipe.data.sequence_len,
         num_trained=None if plan.adapter is None else plan.adapter.num_trained_matmul_parameters,
-    )
-
-
-def build_loader(
-    recipe: Recipe, plan: ParallelPlan, data: PreparedData, meshes: Meshes, start_step: int
-) -> BatchLoader:
-    """The loader of this rank's batches, from `start_step` on."""
-    return BatchLoader(
-        data.train,
-        build_order(recipe, data.train),
-        recipe.batches,
-        plan.micro_batch_size,
-        dp_rank=meshes.data_rank,
-        dp_size=meshes.data_size,
-        start_step=start_step,
-        pin_memory=meshes.device_type == "cuda",
-        padding=choose_padding(plan),
-        cut=find_cut(meshes.sequence_part),
     )
 
 
@@ -317,4 +306,4 @@ def _read_any(
     data: PreparedData, plan: ParallelPlan, meshes: Meshes, device: torch.device, num_sequences: int
 ) -> Microbatch:
     stop, padding = data.train.num_samples, replace(choose_padding(plan), is_equal=True)
-    return find_cut(meshes.sequence_part)(read_in_order(data.train, 0, num_sequences, stop, padding)).to(device)
+    return read_in_order(data.train, 0, num_sequences, stop, padding).cut(meshes.sequence_part).to(device)

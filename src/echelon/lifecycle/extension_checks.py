@@ -26,6 +26,8 @@ def _list_named(recipe: Recipe) -> Iterator[Named]:
     for part, sources in (("train", recipe.data.train), ("validation", recipe.data.validation)):
         for index, source in enumerate(sources):
             yield Named(f"data.{part}.{index}.format", source.format, source.options)
+    if recipe.data.source is not None:
+        yield Named("data.source", recipe.data.source, recipe.data.options)
     for index, callback in enumerate(recipe.train.callbacks):
         yield Named(f"train.callbacks.{index}.name", callback.name, callback.options)
     for key, section in (("objective", recipe.objective), ("optim", recipe.optim), ("sync", recipe.sync)):
@@ -55,6 +57,7 @@ def check_extensions(recipe: Recipe) -> None:
 
 def _find_kind(named: Named) -> tuple[type | None, int]:
     """The class whose methods an extension must have, None for a function; its number of arguments without options."""
+    from echelon.data.loader import BatchSource
     from echelon.data.readers.record import Reader
     from echelon.objectives.objective import Objective, find_loss
     from echelon.optimizer.rules import Rule
@@ -65,7 +68,7 @@ def _find_kind(named: Named) -> tuple[type | None, int]:
         "optim": (Rule, 2),
         "objective": (Objective, 1),
         "sync": (Synchronizer, 3),
-        "data": (Reader, 0),
+        "data": (BatchSource, 3) if named.key == "data.source" else (Reader, 0),
         "train": (Callback, 0),
     }
     section = named.key.partition(".")[0]

@@ -61,7 +61,7 @@ class LogitsLoss(Objective):
 
     def loss_sum(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
         """Return the sum of the function over the tokens of the microbatch."""
-        return outputs.logits_loss_sum(self._function, batch.labels, getattr(batch, "extra", {}))
+        return outputs.logits_loss_sum(self._function, batch.labels, batch.extra)
 
 
 def as_objective(loss: Objective | LossFn) -> Objective:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.data.loader import Microbatch
+from echelon.data.loader import Microbatch, is_per_token
 from echelon.model.adapters import disabled_adapter
 from echelon.model.attention import document_inputs
 from echelon.model.context_attention import Context, divided_inputs
@@ -157,8 +157,8 @@ class DecoderOutputs:
         """Return the sum of a loss function over the tokens of labels [batch, seq]: an fp32 scalar.
 
         Args:
-            extra: name -> [batch, seq, ...], or [batch, ...] for what all tokens of a sequence have in common. The
-                function gets [tokens, ...] of each.
+            extra: name -> [batch, seq, ...], or [batch] or [batch, 1, ...] for what all tokens of a sequence have in
+                common. The function gets [tokens, ...] of each.
         """
         function, parts = self._module.prepare_loss(function), self._parts
         rows = {name: _of_tokens(value, labels) for name, value in (extra or {}).items()}
@@ -271,9 +271,9 @@ class ObjectiveModule(nn.Module):
 
 def _of_tokens(value: Tensor, labels: Tensor) -> Tensor:
     """Return what an extra has of each token, [tokens, ...]; the sequence's own value where it has one per sequence."""
-    if value.shape[:2] == labels.shape:
+    if is_per_token(value.shape):
         return value.flatten(0, 1)
-    return value.repeat_interleave(labels.shape[1], 0)
+    return (value.flatten(0, 1) if value.dim() > 1 else value).repeat_interleave(labels.shape[1], 0)
 
 
 def _unchanged(function: LossFn) -> LossFn:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from echelon.recipe.data_formats import check_fields
-from echelon.recipe.names import FormatName, ObjectiveName, Options, check_has_options
+from echelon.recipe.names import FormatName, ObjectiveName, Options, OwnName, check_has_options
 from echelon.recipe.section import (
     MAX_NAME,
     AnyPath,
@@ -351,6 +351,18 @@ class DataConfig(Section):
         "its text. Default: `prepared` next to the run folder.",
     )
     prepare_workers: Count | Literal["auto"] = Field("auto", description="Processes that tokenize.")
+    source: OwnName | None = Field(
+        None,
+        description="`package.module:Name` of a source of batches of your own (docs/batches.md), in place of the "
+        "samples of `train` in their shuffled order.",
+    )
+    options: Options = Field(None, description="Arguments of `source`, by their names.")
+
+    @model_validator(mode="after")
+    def _options_are_taken(self) -> Self:
+        if self.options and self.source is None:
+            raise ValueError(f"data.options={self.options} has no meaning without data.source; remove it.")
+        return self
 
     @field_validator("eot_tokens")
     @classmethod

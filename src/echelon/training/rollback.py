@@ -87,7 +87,6 @@ class Recovery:
         )
         saved = self.saver.load(checkpoint)
         self.accounting.go_back(checkpoint.step, {} if saved.goodput is None else saved.goodput.seconds)
-        self.train_step.loader.seek(checkpoint.step)
         return saved.train.suppressing((*state.suppressed, number))
 
     def _note(self, metrics: StepMetrics, action: str, diagnosis: Diagnosis | None) -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.profiler import record_function
 
-from echelon.data.loader import BatchLoader, StepBatch
+from echelon.data.feed import Feed
+from echelon.data.loader import StepBatch
 from echelon.distributed.mesh import Meshes, start_all_reduce
 from echelon.engines import Engine
 from echelon.objectives.objective import Objective
@@ -34,7 +35,7 @@ class TrainingStep:
     sync: Synchronizer
     judge: StepJudge
     schedule: Schedule
-    loader: BatchLoader
+    loader: Feed
     meshes: Meshes
     device: torch.device
     max_grad_norm: float | None
@@ -45,7 +46,7 @@ class TrainingStep:
     def __call__(
         self, step: int, is_suppressed: bool = False, measure: Callable[[], Measured] = Measured
     ) -> PendingMetrics:
-        """Run the loader's next step; repeat it if the synchronizer asks for that.
+        """Run a step; repeat it if the synchronizer asks for that.
 
         Args:
             step: its index, from 0.
@@ -90,10 +91,8 @@ class TrainingStep:
     def _compute(self, step: int, share: DataShare, is_suppressed: bool) -> StepRecord:
         """Compute the gradients of a share of the step's batch, clip and judge them."""
         self.loader.reshare(*share)
-        if self.loader.step != step:
-            self.loader.seek(step)
         with record_function("echelon data"):
-            batch = next(self.loader).to(self.device)
+            batch = self.loader.batch(step).to(self.device)
         targets = self.count_targets(batch)
         sums = self.engine.forward_backward(step, batch.microbatches, targets.shared.clamp(min=1), self.objective)
         with record_function("echelon clip"):
@@ -128,6 +127,6 @@ class TrainingStep:
 
     def diagnose(self, step: int) -> Diagnosis:
         """Rerun the batch of an earlier step, without applying it, to find non-finite values. Collective."""
-        batch = self.loader.batch(step).to(self.device)
+        batch = self.loader.fed(step).to(self.device)
         num_targets = self.count_targets(batch).shared.clamp(min=1)
         return diagnose(self.engine, batch, num_targets, self.objective, self.meshes.everyone)
