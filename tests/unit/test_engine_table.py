@@ -76,6 +76,19 @@ def test_a_limit_names_key_value_rule_and_way_out(tmp_path) -> None:
     ]
 
 
+def test_an_engine_can_run_objectives_from_outside_and_none_with_a_reference(tmp_path) -> None:
+    own = load_text(tmp_path, SMALL, "engine=deepspeed", "objective.name=my_parts:focal")[0]
+    assert not list(find_refused(own))
+    with pytest.raises(
+        ConfigError, match=r"name=dpo: engine=deepspeed has no .*use objective.name=causal_lm or package"
+    ):
+        load_text(tmp_path, SMALL, "engine=deepspeed", "objective.name=dpo")
+    with pytest.raises(
+        ConfigError, match=r"name=my_parts:focal: engine=tensorflow computes the loss of next tokens only"
+    ):
+        load_text(tmp_path, SMALL, "engine=tensorflow", "objective.name=my_parts:focal")
+
+
 def test_keys_of_a_mapping_are_checked_only_in_a_mapping(tmp_path) -> None:
     assert not list(find_refused(recipe_of(tmp_path, "parallel=zero1")))
     [message] = find_refused(recipe_of(tmp_path, "parallel={tp: 2}"))

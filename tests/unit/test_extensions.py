@@ -3,10 +3,12 @@
 import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jsonschema
 import numpy as np
 import pytest
+import torch
 
 from echelon.commands.arguments import read_recipe
 from echelon.data.prepare import prepare_data
@@ -61,6 +63,35 @@ def test_an_objective_gets_its_options(package):
     recipe = build(objective__name=f"{package}:ZLoss", objective__options={"weight": 0.5})
     assert build_objective(recipe.objective).weight == 0.5
     assert load_recipe_text(recipe) == recipe
+
+
+def test_a_function_is_a_loss_and_gets_its_options(package):
+    recipe = build(objective__name=f"{package}:smoothed", objective__options={"smoothing": 0.5})
+    check_extensions(recipe)
+    objective = build_objective(recipe.objective)
+    logits, labels = torch.randn(3, 8), torch.tensor([1, -100, 2])
+    outputs = SimpleNamespace(logits_loss_sum=lambda function, labels, extra: function(logits, labels, extra))
+    expected = torch.nn.functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.5)
+    assert torch.equal(objective.loss_sum(outputs, SimpleNamespace(labels=labels, extra={})), expected)
+    assert (objective.unit, objective.measures, objective.needs_reference) == ("target_tokens", (), False)
+    assert load_recipe_text(recipe) == recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("shutil:rmtree", None, r"function of \(path, ignore_errors, .*\), and a loss is a function of \(logits, l"),
+        ("os:system", None, r"must be a class with loss_sum, like echelon's Objective, but it is a builtin_function"),
+        ("subprocess:Popen", None, r"must be a class with loss_sum, .* but it has no count\(\); use such a class"),
+        ("{package}:smoothed", {"wait": 1}, r"\{'wait': 1\} does not fit .* argument 'wait'"),
+        ("{package}:Unfinished", None, r"must be a class with loss_sum, .* but it has no loss_sum\(\)"),
+    ],
+)  # fmt: skip
+def test_an_unusable_loss_is_one_error(package, name, options, message):
+    recipe = build(objective__name=name.format(package=package), objective__options=options)
+    for use in (check_extensions, lambda recipe: build_objective(recipe.objective)):
+        with pytest.raises(ConfigError, match=rf"^objective\.(name|options)=.*{message}"):
+            use(recipe)
 
 
 def load_recipe_text(recipe):

@@ -89,23 +89,24 @@ def function_loss_sum(function: LossFn, logits: Tensor, labels: Tensor, extra: M
         if error.args[:1] and error.args[0] in extra:
             raise
         raise ConfigError(
-            f"the loss {_name(function)} reads {error}, and the batch has extra={sorted(extra)}; give it in "
+            f"the loss {name_of(function)} reads {error}, and the batch has extra={sorted(extra)}; give it in "
             "Microbatch.extra of every batch, those of the evaluation too."
         ) from error
     if not isinstance(loss, Tensor) or loss.dim():
         found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ConfigError(
-            f"the loss {_name(function)} returned {found}, and a loss is one number, the sum over all tokens of its "
+            f"the loss {name_of(function)} returned {found}, and a loss is one number, the sum over all tokens of its "
             "logits; end it with .sum()."
         )
     if logits.requires_grad and not loss.requires_grad:
         raise ConfigError(
-            f"the loss {_name(function)} does not depend on its logits, so it has no gradient; compute it from them, "
+            f"the loss {name_of(function)} does not depend on its logits, so it has no gradient; compute it from them, "
             "without detach() or torch.no_grad()."
         )
     return loss
 
 
-def _name(function: Any) -> str:
+def name_of(function: Any) -> str:
+    """Return `module:name` of a loss function, with or without options, for messages."""
     inner = getattr(function, "func", function)  # of a functools.partial
     return f"{getattr(inner, '__module__', '')}:{getattr(inner, '__name__', type(inner).__name__)}"

@@ -12,7 +12,7 @@ from echelon.data.loader import Microbatch
 from echelon.errors import ConfigError
 from echelon.extensions import build_named, check_options, find_named, is_extension
 from echelon.objectives.loss import IGNORE
-from echelon.objectives.loss_function import LossFn
+from echelon.objectives.loss_function import LossFn, name_of
 from echelon.objectives.outputs import DecoderOutputs, OutputsFn
 from echelon.recipe import ObjectiveConfig
 from echelon.recipe.names import OBJECTIVES
@@ -58,6 +58,9 @@ class LogitsLoss(Objective):
     def __init__(self, function: LossFn) -> None:
         """`function`: see LossFn."""
         self._function = function
+
+    def __str__(self) -> str:
+        return name_of(self._function)
 
     def loss_sum(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
         """Return the sum of the function over the tokens of the microbatch."""

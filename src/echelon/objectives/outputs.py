@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.data.loader import Microbatch, is_per_token
+from echelon.data.loader import Microbatch
 from echelon.model.adapters import disabled_adapter
 from echelon.model.attention import document_inputs
 from echelon.model.context_attention import Context, divided_inputs
@@ -157,8 +157,7 @@ class DecoderOutputs:
         """Return the sum of a loss function over the tokens of labels [batch, seq]: an fp32 scalar.
 
         Args:
-            extra: name -> [batch, seq, ...], or [batch] or [batch, 1, ...] for what all tokens of a sequence have in
-                common. The function gets [tokens, ...] of each.
+            extra: see `Microbatch.extra`. The function gets each as [tokens, ...], repeated if it is per sequence.
         """
         function, parts = self._module.prepare_loss(function), self._parts
         rows = {name: _of_tokens(value, labels) for name, value in (extra or {}).items()}
@@ -270,10 +269,9 @@ class ObjectiveModule(nn.Module):
 
 
 def _of_tokens(value: Tensor, labels: Tensor) -> Tensor:
-    """Return what an extra has of each token, [tokens, ...]; the sequence's own value where it has one per sequence."""
-    if is_per_token(value.shape):
-        return value.flatten(0, 1)
-    return (value.flatten(0, 1) if value.dim() > 1 else value).repeat_interleave(labels.shape[1], 0)
+    """Return an extra's value of each token, [tokens, ...]: that of the sequence if it has one per sequence."""
+    value = value.unsqueeze(1) if value.dim() == 1 else value
+    return value.expand(*labels.shape, *value.shape[2:]).flatten(0, 1)
 
 
 def _unchanged(function: LossFn) -> LossFn:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from echelon.extensions import EXTENSION
 from echelon.recipe.section import Section
 from echelon.recipe.yaml_text import show_value
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from echelon.recipe.document import Recipe
 
 NATIVE = "native"
+OWN = "package.module:Name"
+"""Stands for every name of an extension among the values of a Limit."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,8 @@ class Limit:
 
     Attributes:
         key: dotted. A key inside `parallel` is not checked where the recipe gives a name instead of a mapping.
-        values: those that the engine can run, with `auto` where `auto` resolves to one of them.
+        values: those that the engine can run, with `auto` where `auto` resolves to one of them, and OWN for code from
+            outside echelon.
         why: completes the sentence "engine=NAME ...", as the reason.
     """
 
@@ -78,7 +82,7 @@ _DEEPSPEED = EngineRow(
         Limit("parallel.prefetch", (None,), "prefetches by zero_optimization.stage3_prefetch_bucket_size"),
         Limit("sync.name", ("every_step",), "reduces gradients in every step"),
         Limit("sync.compress.method", ("none",), "sends gradients as they are"),
-        Limit("objective.name", ("causal_lm",), "has no reference model"),
+        Limit("objective.name", ("causal_lm", OWN), "has no reference model"),
         Limit("adapter.method", ("full", "lora"), "casts all weights, so packed and rescaled ones do not work"),
         Limit("adapter.init", ("default",), "casts all weights, and this start changes the frozen ones"),
         Limit("train.precision", ("auto", "fp32", "bf16", "fp16"), "has no float8"),
@@ -143,7 +147,7 @@ def find_refused(recipe: "Recipe") -> Iterator[str]:
                 )
     for limit in ENGINES[recipe.engine].limits if recipe.engine in ENGINES else ():
         found, value = _find_value(recipe, limit.key)
-        if found and value not in limit.values:
+        if found and (OWN if isinstance(value, str) and EXTENSION.fullmatch(value) else value) not in limit.values:
             possible = " or ".join(show_value(each) for each in limit.values)
             yield (
                 f"{limit.key}={show_value(value)}: engine={recipe.engine} {limit.why}; use {limit.key}={possible}, or "

@@ -196,6 +196,11 @@ def build_deepspeed_engine(spec: EngineSpec) -> DeepspeedEngine:
         ConfigError: DeepSpeed cannot train this model or use this machine.
     """
     recipe, plan, meshes, device = spec.recipe, spec.plan, spec.meshes, spec.device
+    if spec.needs_reference:
+        raise ConfigError(
+            f"objective.name={recipe.objective.name}: engine=deepspeed has no reference model, which this objective "
+            "needs; use engine=native."
+        )
     deepspeed = _import_deepspeed(device)
     stage = find_stage(plan)
     skeleton = build_on_meta(spec.config, recipe.model.attn_implementation, recipe.model.trust_remote_code)

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from echelon.engines.tensorflow.backbones import find_arguments, find_epsilon, find_family, find_rows
 from echelon.engines.tensorflow.library import Library
+from echelon.objectives.loss import IGNORE
 
 Array = npt.NDArray[Any]
 
@@ -91,6 +92,12 @@ class Decoder:
     def logits(self, hidden: Any) -> Any:
         """Return fp32 logits [..., vocabulary] of hidden states [..., hidden size]."""
         return self._backbone.token_embedding(hidden, reverse=True)
+
+    def loss_sum(self, hidden: Any, labels: Any) -> Any:
+        """Return the summed cross-entropy of labels, int32 [batch, seq], IGNORE where there is no target."""
+        tf, has_target = self._tf, labels != IGNORE
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.where(has_target, labels, 0), self.logits(hidden))
+        return tf.reduce_sum(tf.where(has_target, losses, 0.0))
 
     def read(self, variables: Mapping[str, list[Any]]) -> dict[str, Array]:
         """Return what variables like `self.variables` hold, by name and in the shapes of `transformers`."""

@@ -8,7 +8,6 @@ from torch import Tensor
 from echelon.engines.engine import Finding
 from echelon.engines.tensorflow.decoder import Decoder
 from echelon.engines.tensorflow.library import Library
-from echelon.objectives.loss import IGNORE
 
 
 def find_nonfinite(library: Library, decoder: Decoder, input_ids: Tensor, labels: Tensor) -> Finding | None:
@@ -22,9 +21,7 @@ def find_nonfinite(library: Library, decoder: Decoder, input_ids: Tensor, labels
             outputs.append((name, value))
             if not _is_finite(library, value):
                 return Finding(0, len(outputs) - 1, name)
-        logits = decoder.logits(outputs[-1][1])
-        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.where(targets == IGNORE, 0, targets), logits)
-        loss = tf.reduce_sum(tf.where(targets == IGNORE, 0.0, losses))
+        loss = decoder.loss_sum(outputs[-1][1], targets)
     if not _is_finite(library, loss):
         return Finding(1, 0, decoder.head)
     found = tape.gradient(loss, [value for _, value in outputs] + [value for _, value in weights])

@@ -11,7 +11,6 @@ from echelon.engines.engine import Finding
 from echelon.engines.tensorflow.decoder import Decoder
 from echelon.engines.tensorflow.first_nonfinite import find_nonfinite
 from echelon.engines.tensorflow.library import Library
-from echelon.objectives.loss import IGNORE
 
 Array = npt.NDArray[Any]
 
@@ -25,7 +24,7 @@ class Passes:
         self._library, self._decoder = library, decoder
         ids = tf.TensorSpec([None, None], tf.int32)
         self._evaluate = tf.function(
-            lambda ids, labels: find_loss(tf, decoder, ids, labels), input_signature=[ids, ids]
+            lambda ids, labels: decoder.loss_sum(decoder.hidden_states(ids), labels), input_signature=[ids, ids]
         )
         self._predict = tf.function(self._logits_at, input_signature=[ids, tf.TensorSpec([None], tf.int32)])
 
@@ -44,15 +43,6 @@ class Passes:
     def _logits_at(self, ids: Any, places: Any) -> Any:
         hidden = self._decoder.hidden_states(ids)
         return self._decoder.logits(self._library.tf.gather(hidden, places, batch_dims=1))
-
-
-def find_loss(tf: Any, decoder: Decoder, ids: Any, labels: Any) -> Any:
-    """Return the summed cross-entropy of labelled tokens; ids and labels are int32 [batch, seq]."""
-    logits = decoder.logits(decoder.hidden_states(ids))
-    has_target = labels != IGNORE
-    safe = tf.where(has_target, labels, 0)
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(safe, logits)
-    return tf.reduce_sum(tf.where(has_target, losses, 0.0))
 
 
 def to_int32(tensor: Tensor) -> Array:

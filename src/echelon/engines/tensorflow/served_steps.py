@@ -12,7 +12,7 @@ from echelon.data.loader import Microbatch
 from echelon.distributed.objects import broadcast_object, gather_objects
 from echelon.engines.tensorflow.decoder import Decoder
 from echelon.engines.tensorflow.library import Library
-from echelon.engines.tensorflow.passes import Array, Passes, find_loss, to_int32
+from echelon.engines.tensorflow.passes import Array, Passes, to_int32
 from echelon.engines.tensorflow.steps import GRADIENTS, WEIGHTS
 from echelon.engines.tensorflow.update import AdamW, zeros_beside
 from echelon.objectives.loss import IGNORE
@@ -89,7 +89,7 @@ class ServedModel:
         def add(number: Any, total: Any, sums: list[Any]) -> tuple[Any, Any, list[Any]]:
             with tf.GradientTape() as tape, self.decoder.computing_with(weights):
                 tape.watch(weights)
-                loss = find_loss(tf, self.decoder, ids[number], labels[number])
+                loss = self.decoder.loss_sum(self.decoder.hidden_states(ids[number]), labels[number])
             # 0 * loss is 0, or NaN for a loss that is not finite: then all gradients are.
             found = tape.gradient(loss, weights, output_gradients=(1 + 0 * loss) / divisor)
             return (

@@ -10,7 +10,7 @@ from torch import Tensor
 from echelon.data.loader import Microbatch
 from echelon.engines.tensorflow.decoder import Decoder
 from echelon.engines.tensorflow.library import Library
-from echelon.engines.tensorflow.passes import Array, Passes, find_loss, to_int32
+from echelon.engines.tensorflow.passes import Array, Passes, to_int32
 from echelon.engines.tensorflow.placement import Placement
 from echelon.engines.tensorflow.update import AdamW
 from echelon.objectives.loss import IGNORE
@@ -146,7 +146,7 @@ class CopiedSteps:
                 number = tf.distribute.get_replica_context().replica_id_in_sync_group
                 ids, labels = (tf.stack(tf.split(each, copies))[number] for each in (ids, labels))
             with tf.GradientTape() as tape:
-                loss = find_loss(tf, self._decoder, ids, labels)
+                loss = self._decoder.loss_sum(self._decoder.hidden_states(ids), labels)
             # 0 * loss is 0, or NaN for a loss that is not finite: then all gradients are, on every copy.
             found = tape.gradient(loss, self._variables, output_gradients=(1 + 0 * loss) / divisor)
             for total, gradient in zip(self._sums, found, strict=True):

@@ -1,0 +1,88 @@
+"""A loss that is one function of logits trains under every plan as in one process."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from echelon.model.parts import HeadArithmetic
+from echelon.objectives import loss_function
+from echelon.objectives.loss_function import chunked_function_sum
+from echelon.objectives.vocabulary import VocabularyShard
+from loss_functions import smoothed_with_z
+from training import Row, bounds, difference, hashes, train, with_ranks
+
+pytestmark = pytest.mark.dist
+
+LOSS = {"objective": {"name": "loss_functions:smoothed_with_z", "options": {"weight": 0.02}}}
+
+ROWS = [
+    Row({"tp": 2}, ranks=2, family="gemma2", tied=True),
+    Row({"pp": 2}, ranks=2, micro_batch=2, tied=True),
+    with_ranks(Row("fsdp", checkpointing="full"), 2, micro_batch=2),
+    Row({"cp": 2}, ranks=2),
+    pytest.param(with_ranks(Row("ddp", compile=True), 2, micro_batch=2), marks=pytest.mark.slow),
+    pytest.param(with_ranks(Row("zero1", precision="fp16"), 2), marks=pytest.mark.slow),
+    pytest.param(Row({"tp": 2, "pp": 2}, ranks=4, micro_batch=2), marks=pytest.mark.slow),
+    pytest.param(with_ranks(Row("fsdp", adapter="lora", precision="bf16"), 2), marks=pytest.mark.slow),
+    pytest.param(Row({"pp": 2, "schedule": "zero_bubble"}, ranks=2, micro_batch=2), marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(workers, text, tmp_path_factory):
+    """A function to the metrics of a row's training in one process."""
+    trained = {}
+
+    def find(row):
+        row = replace(row.reference(), changes=LOSS)
+        if str(row) not in trained:
+            trained[str(row)] = train(workers, row, tmp_path_factory.mktemp("one"), text)
+        return trained[str(row)]
+
+    return find
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_equals_one_process(workers, alone, text, tmp_path, row):
+    rows, expected = train(workers, replace(row, changes=LOSS), tmp_path, text), alone(row)
+    losses, norms = difference(rows, expected)
+    loss_bound, norm_bound = bounds(row)
+    assert losses <= loss_bound and norms <= norm_bound, f"{row}: loss {losses:.1e}, norm {norms:.1e}"
+    assert hashes(rows) == hashes(expected)
+    ours, theirs = ([each for each in rows if each["kind"] == "eval"][-1] for rows in (rows, expected))
+    assert ours["loss"] == pytest.approx(theirs["loss"], abs=loss_bound)
+
+
+def test_it_is_not_cross_entropy(workers, alone, text, tmp_path):
+    """The options of the recipe reach the function: its terms are in the losses."""
+    plain = train(workers, Row(), tmp_path, text)[0]["loss"]
+    assert alone(Row())[0]["loss"] > plain + 0.3
+
+
+def differentiate(rank, world_size):
+    """The loss and the gradients of a head that two ranks divide, and of the whole one."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 9, 6, generator=generator, requires_grad=True)
+    weight = torch.randn(64, 6, generator=generator, requires_grad=True)
+    bias = torch.randn(64, generator=generator, requires_grad=True)
+    labels = torch.randint(0, 64, (2, 9), generator=generator)
+    labels[0, :4] = -100
+    leaves, part = [hidden, weight, bias], slice(32 * rank, 32 * rank + 32)
+    vocabulary = VocabularyShard(part.start, dist.group.WORLD)
+    arithmetic, found = HeadArithmetic(0.5, 3.0), []
+    with mock.patch.object(loss_function, "logits_chunk_tokens", lambda vocab_size: 5):
+        for head, shard in (((weight, bias), None), ((weight[part], bias[part]), vocabulary)):
+            loss = chunked_function_sum(smoothed_with_z, hidden, labels, {}, *head, arithmetic, shard)
+            found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    for gradient in found[1][1:]:  # every rank has its share of each: of the hidden states, and of its rows
+        dist.all_reduce(gradient)
+    return found
+
+
+def test_a_divided_vocabulary_gives_the_gradients_of_the_whole(workers):
+    for whole, divided in workers.run(differentiate, 2):
+        for expected, ours in zip(whole, divided, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
