@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.data.feed import Feed, like_source, open_source
+from echelon.data.feed import Feed, describe_source, like_source, open_feed
 from echelon.data.loader import BatchPlace, Microbatch, Padding, build_microbatch, set_width
 from echelon.data.own_batches import build_step_batch
 from echelon.data.shards import NO_LABEL, Samples
@@ -236,7 +236,10 @@ def test_a_recipe_names_a_source_and_its_options(parts):
     recipe = recipe_with(data__source=f"{parts}:Stream", data__options={"url": "there"})
     check_extensions(recipe)
     place = BatchPlace(1, sequence_len=16)
-    assert open_source(recipe, None, place).place is place
+    with closing(open_feed(recipe, None, place)) as feed:
+        assert feed.source.place is place and not feed.is_pure
+        [line] = describe_source(recipe, feed)
+    assert "a resumed run is not claimed to be exact" in line and list(describe_source(recipe_with(), feed)) == []
     ids, tokens = np.zeros(4, np.int64), torch.zeros(4, 16, dtype=torch.int64)
     rehearsed = like_source(Microbatch(tokens, tokens, ids, ids), recipe, None, place)
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in rehearsed.extra.items()}
@@ -266,4 +269,4 @@ def test_a_source_that_cannot_be_used_is_one_error(parts, overrides, message):
     with pytest.raises(ConfigError, match=message):
         recipe = recipe_with(**named)
         check_extensions(recipe)
-        open_source(recipe, None, BatchPlace(1))
+        open_feed(recipe, None, BatchPlace(1))

@@ -164,5 +164,7 @@ def like_source(microbatch: Microbatch, recipe: Recipe, data: PreparedData, plac
 def describe_source(recipe: Recipe, feed: Feed) -> Iterator[str]:
     """A line about a source of one's own, for the start of a run."""
     if recipe.data.source is not None:
-        exact = "" if feed.is_pure else ", which are no function of the step: a resumed run is not claimed to be exact"
+        exact = (
+            "" if feed.is_pure else "; it is not pure (is_pure = False), so a resumed run is not claimed to be exact"
+        )
         yield f"data: batches of {recipe.data.source}{exact}"
