@@ -103,6 +103,9 @@ class Bigram:
     def next_token_logits(self, input_ids, places):
         return self._table[input_ids[torch.arange(len(places)), places]].float()
 
+    def start_cached(self):
+        return None
+
     def describe_end(self):
         return ()
 

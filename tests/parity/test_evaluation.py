@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from echelon.checkpoint.export import load_run_model
 from echelon.data.prepare import prepare_data
 from echelon.data.prepared import open_prepared
-from echelon.inference.generate import Sampling, generate_samples
+from echelon.inference.generate import generate_samples
+from echelon.learn.sampling import Sampling
 from echelon.recipe import load_recipe, render_recipe
 from echelon.runs.run_folder import RunFolder
 from training import SEQUENCE_LEN, Row, read_rows, resolve, train_rank, with_ranks, write_recipe

@@ -10,10 +10,11 @@ from transformers import AutoModelForCausalLM
 from echelon.checkpoint.export import export_run, load_run_model
 from echelon.distributed.runtime import Runtime
 from echelon.inference.evaluate import evaluate_model
-from echelon.inference.generate import Sampling, generate_samples
+from echelon.inference.generate import generate_samples
 from echelon.inference.merging import compare_merged, merge_run
 from echelon.inference.tasks import evaluate_task
 from echelon.inference.team import Host, Team, build_team
+from echelon.learn.sampling import Sampling
 from echelon.model.adapters import merged_weight
 from echelon.model.sharding import local_part
 from echelon.planner.plan import ParallelPlan

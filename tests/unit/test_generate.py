@@ -10,8 +10,9 @@ import echelon
 from echelon.cli import main
 from echelon.data.tokenizer import build_bytes_tokenizer, train_tokenizer
 from echelon.errors import ConfigError
-from echelon.inference.generate import RowNoise, Sampling, TextStream, build_processors, generate_samples
+from echelon.inference.generate import TextStream, generate_samples
 from echelon.inference.prompts import read_prompts
+from echelon.learn.sampling import RowNoise, Sampling, build_processors
 from families import small_config
 
 TEXT = "The café serves naïve résumés, 東京 and 👍🏽 to all. " * 20
@@ -84,9 +85,8 @@ def test_a_stream_delays_partial_characters_and_partial_stop_strings():
     pieces = []
     decode = build_bytes_tokenizer().decode
     stream = TextStream(decode, ("\n\n", "END"), pieces.append)
-    stream.put(torch.tensor([[1, 2, 3]]))  # the prompt
     for byte in "é👍\nE!\nEND more".encode():
-        stream.put(torch.tensor([byte]))
+        stream.put(byte)
     stream.end()
     assert pieces == ["é", "👍", "\n", "E!", "\n"] and "".join(pieces) == "é👍\nE!\n"
 

@@ -156,7 +156,8 @@ def generate(
         raise ConfigError(f"num_samples={num_samples} requires a list of prompts; use prompts=[prompt].")
     path, which = find_target(target, checkpoint), None if checkpoint is None else str(checkpoint)
     from echelon.inference.chat import Chat
-    from echelon.inference.generate import Sampling, generate_samples
+    from echelon.inference.generate import generate_samples
+    from echelon.learn.sampling import Sampling
 
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     sampling = Sampling(max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, num_samples, stops, seed)
@@ -189,7 +190,7 @@ def chat(
     """
     path = find_target(target, checkpoint)
     from echelon.inference.dialogue import Dialogue
-    from echelon.inference.generate import Sampling
+    from echelon.learn.sampling import Sampling
 
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     sampling = Sampling(max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop=stops, seed=seed)

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -84,7 +84,8 @@ def generate(
     records = _read_records(prompt, prompts_path, as_chat)
     find_target(target, checkpoint)
     from echelon.inference.chat import Chat
-    from echelon.inference.generate import Sampling, generate_samples
+    from echelon.inference.generate import generate_samples
+    from echelon.learn.sampling import Sampling
 
     sampling = Sampling(
         max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, num_samples, tuple(stop or ()), seed
@@ -92,17 +93,16 @@ def generate(
     if not records:  # a conversation
         _check_conversation(out, num_samples, num_processes)
         return converse(target, sampling, system, checkpoint, as_json)
-    prompts = [each["prompt"] for each in records]
-    write: Callable[[str], None] | None = None
+    prompts, write = [record["prompt"] for record in records], None
     if as_json or out is not None:
         finish = partial(_write_samples, records=records, num_samples=num_samples, out=out)
     else:
         streams = sys.stdout.isatty() if stream is None else stream
         write = show_piece if streams else None
         finish = partial(_show_samples, headers=_headers(prompts, num_samples), streams=streams)
+    chat = Chat(system) if as_chat else None
 
     def work(team: "Team | None") -> None:
-        chat = Chat(system) if as_chat else None
         finish(generate_samples(target, prompts, sampling, checkpoint, batch_size, write, chat, team))
 
     return run_with_model(target, num_processes, work)

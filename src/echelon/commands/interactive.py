@@ -12,7 +12,7 @@ from echelon.errors import ConfigError
 
 if TYPE_CHECKING:
     from echelon.inference.dialogue import Dialogue
-    from echelon.inference.generate import Sampling
+    from echelon.learn.sampling import Sampling
 
 HELP = (
     "/reset forgets the conversation, /system TEXT also sets the system message, /quit or Ctrl-D ends; "

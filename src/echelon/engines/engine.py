@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from echelon.checkpoint.adapter_folder import AdapterContent
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import Meshes
+from echelon.model.kv_cache import Advance
 from echelon.objectives.objective import Objective
 from echelon.parallel.step import StepSums
 from echelon.planner.memory import MemoryParts
@@ -83,6 +84,10 @@ class Evaluation(Protocol):
 
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
         """Return fp32 logits [batch, vocabulary] of the token after position `places` [batch] of ids [batch, seq]."""
+        ...
+
+    def start_cached(self) -> Advance | None:
+        """Begin rows of tokens whose keys and values are kept; None if the passes of this engine keep none."""
         ...
 
 

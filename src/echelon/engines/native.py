@@ -27,6 +27,7 @@ from echelon.model.build import build_on_meta, materialize, persistent_buffers
 from echelon.model.context_attention import find_attention
 from echelon.model.divided_copy import check_divides
 from echelon.model.float8 import apply_float8
+from echelon.model.kv_cache import Advance, KeyValueCache, can_cache
 from echelon.model.liger import apply_liger
 from echelon.model.parts import find_parts
 from echelon.model.pissa import PrincipalParts
@@ -151,7 +152,8 @@ class NativeEngine:
     def evaluation(self, objective: Objective) -> Iterator["ModuleEvaluation"]:
         """See Engine."""
         with self._parallel.evaluation() as module:
-            yield ModuleEvaluation(module, objective, self._parts.padding)
+            decoder = self._decoder if self._stages is None else None
+            yield ModuleEvaluation(module, objective, self._parts.padding, decoder)
 
     def describe_end(self) -> Sequence[str]:
         """See Engine."""
@@ -273,12 +275,17 @@ class ModuleEvaluation:
     """See Evaluation."""
 
     def __init__(
-        self, module: Callable[[Microbatch, OutputsFn], Tensor], objective: Objective, padding: Padding = LONGEST
+        self,
+        module: Callable[[Microbatch, OutputsFn], Tensor],
+        objective: Objective,
+        padding: Padding = LONGEST,
+        decoder: Any = None,
     ) -> None:
-        """`padding`: the width that forward passes need."""
+        """`padding`: the width that forward passes need. `decoder`: the model; None if some layers are elsewhere."""
         self._module = module
         self._objective = objective
         self._padding = padding
+        self._decoder = decoder
 
     def sums(self, microbatch: Microbatch) -> Tensor:
         """See Evaluation."""
@@ -288,9 +295,25 @@ class ModuleEvaluation:
         """See Evaluation."""
         # Right padding: attention is causal, so no token sees it.
         input_ids = nn.functional.pad(input_ids, (0, -input_ids.shape[1] % self._padding.multiple))
-        ids = np.arange(len(input_ids))
-        microbatch = Microbatch(input_ids, input_ids, ids, ids)
-        return self._module(microbatch, lambda outputs, _: outputs.logits_at(places))
+        return self._module(_unlabelled(input_ids), lambda outputs, _: outputs.logits_at(places))
+
+    def start_cached(self) -> Advance | None:
+        """See Evaluation."""
+        if self._decoder is None or not can_cache(self._decoder, self._padding.multiple):
+            return None
+        cache = KeyValueCache(self._decoder, self._padding.multiple)
+
+        def advance(input_ids: Tensor, filled: Tensor) -> Tensor:
+            # Inside the forward pass of the module, which gathers the weights.
+            return self._module(_unlabelled(input_ids), lambda outputs, _: cache(input_ids, filled))
+
+        return advance
+
+
+def _unlabelled(input_ids: Tensor) -> Microbatch:
+    """A microbatch of tokens alone."""
+    ids = np.arange(len(input_ids))
+    return Microbatch(input_ids, input_ids, ids, ids)
 
 
 def store_parameters(model: nn.Module, precision: Precision) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from echelon.errors import ConfigError
 from echelon.inference.chat import Chat
-from echelon.inference.generate import Row, Sample, Sampling, continue_rows
+from echelon.inference.generate import Row, Sample, continue_rows
 from echelon.inference.target import find_device, load_target, load_target_tokenizer
 from echelon.inference.team import Host, Team
+from echelon.learn.sampling import Sampling
 
 logger = logging.getLogger(__name__)
 

@@ -3,19 +3,21 @@
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from echelon.data.panics import panics_told
 from echelon.engines.engine import Evaluation
 from echelon.inference.evaluation_checks import encode_prompts
-from echelon.inference.generate import Sampling, build_processors, row_seed
+from echelon.learn.generation import continue_prompts, find_end
+from echelon.learn.sampling import Sampling, row_seed
 
 
 class PromptSampler:
     """Continues the same prompts with the same random draws at every evaluation.
 
-    The draws equal those of `echelon generate` with default settings and the run's seed. There is no KV cache: each
-    token is a forward pass over all prompts, always with the same shape.
+    The draws equal those of `echelon generate` with default settings and the run's seed. Each token is a forward pass,
+    also after all samples have ended: every rank runs the same passes.
     """
 
     def __init__(
@@ -48,22 +50,17 @@ class PromptSampler:
 
         `beat` is called before each forward pass.
         """
-        lengths = torch.tensor([len(ids) for ids in self._ids], device=self._device)
-        width = int(lengths.max()) + self._max_tokens
-        # Right padding: attention is causal, so no token sees it.
-        rows = torch.tensor([ids + ids[-1:] * (width - len(ids)) for ids in self._ids], device=self._device)
         seeds = [row_seed(self._seed, prompt, 0) for prompt in self.prompts]
-        # The processors of `generate` without a repetition penalty: none of them uses the ids or the mask.
-        process = build_processors(Sampling(), seeds, torch.ones_like(rows))
-        each = torch.arange(len(rows), device=self._device)
-        for place in range(self._max_tokens):
-            beat()
-            logits = evaluation.next_token_logits(rows, lengths + place - 1)
-            rows[each, lengths + place] = process(rows, logits).argmax(-1)
-        return [self._decode(row, len(ids)) for row, ids in zip(rows.tolist(), self._ids, strict=True)]
+        sampling = Sampling(self._max_tokens)
 
-    def _decode(self, row: list[int], start: int) -> str:
-        last = start + self._max_tokens
-        stop = next((place for place in range(start, last) if row[place] in self._stops), last)
+        def go_on(_: Tensor) -> bool:
+            beat()
+            return False
+
+        beat()
+        new = continue_prompts(evaluation, self._ids, sampling, seeds, self._device, go_on).tokens.tolist()
+        return [self._decode(ids + row[: find_end(row, self._stops)]) for ids, row in zip(self._ids, new, strict=True)]
+
+    def _decode(self, ids: list[int]) -> str:
         with panics_told(self._tokenizer.name_or_path, "a sample of evaluate.prompts"):
-            return str(self._tokenizer.decode(row[:stop], skip_special_tokens=True))
+            return str(self._tokenizer.decode(ids, skip_special_tokens=True))

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import PreTrainedModel
 
 from echelon.distributed.mesh import Meshes, build_mesh
 from echelon.distributed.runtime import Runtime
@@ -95,13 +95,3 @@ class _Root(nn.Module):
     def forward(self, work: Callable[[], Any]) -> Any:
         """Run the work."""
         return work()
-
-
-class SameToken(LogitsProcessor):  # type: ignore[misc]
-    """Makes every process of a team take the token that rank 0 takes, so that rounding cannot drive them apart."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores [batch, vocabulary] whose largest is that of rank 0. Collective."""
-        tokens = scores.argmax(-1, keepdim=True)
-        dist.broadcast(tokens, src=0)
-        return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)

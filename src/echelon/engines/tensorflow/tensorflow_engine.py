@@ -169,6 +169,9 @@ class TensorflowEvaluation:
         """See Evaluation."""
         return self._passes.logits_at(input_ids, places)
 
+    def start_cached(self) -> None:
+        """See Evaluation."""
+
 
 def _refuse_other_losses(objective: Objective) -> None:
     if type(objective) is not CausalLM:  # a subclass may have another loss

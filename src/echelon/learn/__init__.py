@@ -1,0 +1,1 @@
+"""One rank of a model that trains, as a library."""
