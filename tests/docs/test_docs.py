@@ -4,6 +4,7 @@ Each page is one session in one folder, which contains `text.txt` and the reposi
 
 - Every `$ ` line of a ```console block runs in a shell. If output is shown below it, the real output must match, where
   `...` matches anything. A command whose shown output begins with `echelon: ` must fail; every other one must succeed.
+  What follows `(Pdb) ` in the shown output is typed into the command, which must fail if the last line is `q`.
 - Every ```yaml block loads as a recipe; a fragment is merged into the recipe of `echelon init`. A block that begins
   with `# NAME.yaml` is also written to that file.
 - Every ```python block runs; the blocks of a page share their variables.
@@ -41,6 +42,7 @@ BLOCK = re.compile(
     r"(?:^<!-- test: (?P<option>[^\n]*) -->\n\n?)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 ELLIPSIS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+PROMPT = r"^\(Pdb\) (.+)$"
 TIMEOUT_SECONDS = 120
 
 on_every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -77,6 +79,8 @@ def run_command(
     """Run the `echelon` command in this process, or a shell if there are no arguments; exit with its code."""
     os.setsid()
     os.chdir(folder)
+    os.dup2(os.open(".stdin", os.O_RDONLY), 0)
+    sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has replaced it
     for descriptor, path in ((1, output), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
     if arguments is None:
@@ -139,12 +143,15 @@ class Session:
                     exec(compile(block.text, f"line {block.line}", "exec"), self._names)
 
     def _check(self, command: str, shown: str, overrides: str) -> None:
+        typed = re.findall(PROMPT, shown, re.MULTILINE)
+        (self._folder / ".stdin").write_text("".join(f"{line}\n" for line in typed))
+        shown = re.sub(rf"{PROMPT}\n?", "(Pdb) ", shown, flags=re.MULTILINE).strip()
         code, output, errors = self._run(command, overrides)
         self.outputs[command] = output
         details = f"$ {command}\n{output}{errors}"
-        fails = shown.startswith("echelon: ")
+        fails = shown.startswith("echelon: ") or typed[-1:] == ["q"]
         assert (code != 0) == fails, f"exit code {code}: {details}"
-        got = (errors if fails else output).strip()
+        got = (errors if shown.startswith("echelon: ") else output).strip()
         assert not shown or doctest.OutputChecker().check_output(shown, got, ELLIPSIS), f"{details}shown:\n{shown}"
 
     def _run(self, command: str, overrides: str) -> tuple[int | None, str, str]:
@@ -182,8 +189,8 @@ class Session:
 
 # Pages whose content other tests also run: only `make slow` runs these.
 SLOW_PAGES = {
-    "adapters.md", "checkpoints.md", "evaluation.md", "fine-tuning.md", "hub.md", "launching.md", "logging.md",
-    "optimization.md", "python.md", "schedules.md", "tracking.md",
+    "adapters.md", "checkpoints.md", "debugging.md", "evaluation.md", "fine-tuning.md", "hub.md", "launching.md",
+    "logging.md", "optimization.md", "python.md", "schedules.md", "tracking.md",
 }  # fmt: skip
 # Pages whose commands take minutes: tests/docs/test_tutorials.py runs them.
 TUTORIALS = {"tutorial-chat.md", "tutorial-text.md"}

@@ -4,7 +4,7 @@ import logging
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -19,6 +19,7 @@ from echelon.stopping import BEFORE_TRAINING, STOP_SIGNALS, stops_told
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
     from echelon.supervise.hosts import HostGroup
+    from echelon.supervise.launch_environment import Role
     from echelon.supervise.outcome import Outcome
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 # A launcher ends every rank when one exits: the silent ranks wait, so that rank 0 can print its message.
 _SPEAKING_SECONDS = 1.0
 _PROFILE = "profile.steps=[20,5]"
+# A breakpoint in a reader stops only in this process.
+_READ_HERE = "data.prepare_workers=1"
 
 
 def train(
@@ -49,14 +52,24 @@ def train(
     profile: Annotated[
         bool, typer.Option("--profile", help=f"Record steps for a profiler: short for {_PROFILE}.")
     ] = False,
+    here: Annotated[
+        bool, typer.Option("--here", help="Run one rank in this terminal, where breakpoint() works; alone by default.")
+    ] = False,
+    rank: Annotated[
+        int | None,
+        typer.Option("--rank", min=0, metavar="N", help="With --here: which rank of --nproc. Default: 0."),
+    ] = None,
 ) -> None:
     """Train a recipe, or resume its run. Resumes from the newest complete checkpoint."""
     from echelon.supervise.launch_environment import keep_hub_cache_beside, launch_role
 
-    overrides = [*(overrides or []), *([_PROFILE] if profile else [])]
+    overrides = [*(overrides or []), *([_PROFILE] if profile else []), *([_READ_HERE] if here else [])]
     num_processes = parse_nproc(nproc)
     group = _read_group(nodes, rendezvous, interface)
     role = "agent" if group is not None else launch_role()
+    here_rank = _check_here(here, rank, role)
+    if here and num_processes is None and rank is None:
+        num_processes = 1
     if role != "agent":  # of several machines: rank 0's machine keeps the console
         keep_console()
     recipe = _read_as_rank(recipe_path, overrides) if role == "worker" else read_recipe(recipe_path, overrides)
@@ -66,15 +79,21 @@ def train(
             _train_as_rank(recipe, fresh)
         if role == "agent":
             _train_as_agent(recipe, [str(recipe_path), *(overrides or [])], group, num_processes, fresh)
-        from echelon.lifecycle.early_checks import check_early
-        from echelon.supervise.warm_start import workers_warmed
+        _finish(_train_locally(recipe, num_processes, fresh, here_rank), at_once=here)
 
-        with stops_told(BEFORE_TRAINING), workers_warmed(num_processes) as warm:
-            check_early(recipe, fresh)
-            from echelon.lifecycle.session import train_locally
 
-            outcome = train_locally(recipe, num_processes, fresh, warm)
-        _finish(outcome)
+def _check_here(here: bool, rank: int | None, role: "Role") -> int | None:
+    """The rank that runs in this terminal; None without --here. Raises ConfigError."""
+    if not here:
+        if rank is not None:
+            raise ConfigError(f"--rank {rank} is the rank that --here runs in this terminal; add --here.")
+        return None
+    if role != "local":
+        raise ConfigError(
+            "--here starts the other ranks itself, on this machine; use it without --nodes and outside of a job of "
+            "torchrun, mpirun, srun or SageMaker."
+        )
+    return rank or 0
 
 
 def _read_as_rank(path: Path, overrides: list[str] | None) -> "Recipe":
@@ -89,6 +108,25 @@ def _read_as_rank(path: Path, overrides: list[str] | None) -> "Recipe":
             raise
         time.sleep(_SPEAKING_SECONDS)
         raise typer.Exit(error.exit_code) from error
+
+
+def _train_locally(recipe: "Recipe", num_processes: int | None, fresh: bool, here: int | None) -> "Outcome":
+    """Train on this machine; `here`: the rank that runs in this process, in its terminal."""
+    from echelon.lifecycle.early_checks import check_early
+    from echelon.supervise.warm_start import workers_warmed
+
+    with ExitStack() as scopes:
+        scopes.enter_context(stops_told(BEFORE_TRAINING))
+        if here is not None:
+            from echelon.lifecycle.terminal_rank import breakpoints_without_signals
+
+            scopes.enter_context(breakpoints_without_signals())
+        is_alone = here is not None and num_processes == 1
+        warm = None if is_alone else scopes.enter_context(workers_warmed(num_processes))
+        check_early(recipe, fresh)
+        from echelon.lifecycle.session import train_locally
+
+        return train_locally(recipe, num_processes, fresh, warm, here)
 
 
 def _train_as_rank(recipe: "Recipe", fresh: bool) -> NoReturn:

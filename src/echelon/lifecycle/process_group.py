@@ -19,6 +19,7 @@ from echelon.supervise.launch_environment import (
     find_place,
     find_rendezvous,
     find_snapshot_dir,
+    find_terminal_rank,
     is_gpu_private,
     shares_agent_store,
 )
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 RENDEZVOUS_SECONDS = 120.0
 _GRACE_SECONDS = 5.0
+# If a person may stop a rank in a debugger; torch accepts no infinite timeout.
+_ATTENDED_SECONDS = 30 * 86400.0
 
 
 def default_num_processes() -> int:
@@ -110,4 +113,15 @@ def start_runtime(timeout_seconds: float = COLLECTIVE_SECONDS, store: "Store | N
     Collective: every rank calls it. `timeout_seconds` is the timeout of collectives; `store` is the result of
     `open_store()`, called here if absent.
     """
+    if find_terminal_rank() is not None:
+        timeout_seconds = _ATTENDED_SECONDS
+        _raise_default_timeouts(timeout_seconds)
     return form_group(find_place(), open_store() if store is None else store, timeout_seconds, is_gpu_private())
+
+
+def _raise_default_timeouts(seconds: float) -> None:
+    """Set the timeout of the groups of a mesh, for which torch has no argument."""
+    from torch.distributed import distributed_c10d as c10d
+
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(c10d, name, timedelta(seconds=seconds))

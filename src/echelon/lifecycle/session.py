@@ -82,13 +82,18 @@ _SHARED_STORE = (
 )
 
 
-def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool, warm: WarmStart | None = None) -> Outcome:
+def train_locally(
+    recipe: Recipe, num_processes: int | None, fresh: bool, warm: WarmStart | None = None, here: int | None = None
+) -> Outcome:
     """Prepare the run here, start its workers on this machine, and wait for them; None means one per device.
 
-    `warm`: the process that forks the workers, from `workers_warmed`.
+    `warm`: the process that forks the workers, from `workers_warmed`. `here`: the rank that runs in this process, in
+    its terminal; None: all ranks are workers.
     """
     _check_gpus(recipe, num_processes)
     count = default_num_processes() if num_processes is None else num_processes
+    if here is not None:
+        _check_terminal_rank(recipe, here, count)
     run = prepare_run(recipe, fresh, lambda: detect_cluster(count), read_environment())
     if run is None:
         return Outcome(DONE)
@@ -99,13 +104,29 @@ def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool, warm: 
             argv = worker_argv("echelon.lifecycle.worker", str(folder.path))
             job = _make_job(recipe, argv, count, folder, managed_environment(memory), memory)
             job = _kept(job, recipe.sync)
-            outcome = Agent(THIS_MACHINE, warm).submit(job)
+            if here is None:
+                outcome = Agent(THIS_MACHINE, warm).submit(job)
+            else:
+                from echelon.lifecycle.terminal_rank import TerminalRank
+
+                outcome = TerminalRank(job, here, warm).run()
         if outcome.code == DONE or not is_run(folder.path):  # without a folder there is nothing to clean up or record
             return outcome
         folder.sweep()
         return _describe_ending(folder, outcome)
     finally:
         folder.unlock()
+
+
+def _check_terminal_rank(recipe: Recipe, rank: int, count: int) -> None:
+    """Raise ConfigError if no rank of this job can run in a terminal, or this one is not in it."""
+    if recipe.sync.name in KEPT:
+        raise ConfigError(
+            f"--here: under sync.name={recipe.sync.name} processes are started again one by one, and a terminal stays "
+            "with one; use sync.name=every_step."
+        )
+    if rank >= count:
+        raise ConfigError(f"--rank {rank}: this job has the ranks 0 to {count - 1}; give one, or a larger --nproc.")
 
 
 def _describe_ending(folder: RunFolder, outcome: Outcome) -> Outcome:

@@ -9,6 +9,7 @@ import re
 import sys
 import threading
 import time
+from bdb import BdbQuit
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -17,7 +18,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TextIO
 
 from echelon.distributed.runtime import Runtime, stop_runtime, use_deterministic_algorithms
-from echelon.errors import EchelonError, PlanError, explain_storage_error, is_out_of_memory, render_traceback
+from echelon.errors import (
+    EchelonError,
+    PlanError,
+    StoppedError,
+    TrainingError,
+    explain_storage_error,
+    is_out_of_memory,
+    render_traceback,
+)
 from echelon.hardware.gpu_check import check_gpus, find_needed
 from echelon.hardware.heap import keep_freed_memory
 from echelon.lifecycle.process_group import start_runtime, watch_starter
@@ -35,6 +44,7 @@ from echelon.supervise.launch_environment import (
     find_look,
     find_member,
     find_place,
+    find_terminal_rank,
     is_managed,
     shares_files,
 )
@@ -124,12 +134,18 @@ def leave_after_peers(folder: RunFolder) -> None:
     threading.Thread(target=watch, name="peers", daemon=True).start()
 
 
-def run_rank(folder: RunFolder, stop: StopRequest, store: "Store | None" = None) -> RankOutcome:
+def run_rank(
+    folder: RunFolder,
+    stop: StopRequest,
+    store: "Store | None" = None,
+    tell_error: Callable[[BaseException], None] | None = None,
+) -> RankOutcome:
     """Train this rank from the run folder to the end; returns the outcome, which is also written to the folder.
 
-    Collective: every rank calls it. `store` is the result of `open_store`.
+    Collective: every rank calls it. `store` is the result of `open_store`. `tell_error` writes the traceback of an
+    error; by default it goes to stderr, which is this rank's log.
     """
-    with OutcomeReport(folder, find_place().rank) as ending:
+    with OutcomeReport(folder, find_place().rank, tell_error) as ending:
         _check_gpus(folder)
         runtime = start_runtime(store=store)
         if runtime.device.type == "cpu":
@@ -145,7 +161,8 @@ def run_rank(folder: RunFolder, stop: StopRequest, store: "Store | None" = None)
         heart = build_heart(recipe, folder, runtime)
         callbacks = build_callbacks(recipe.train.callbacks) if runtime.rank == 0 else ()
         run_training(recipe, plan, folder, runtime, stop, heart, callbacks)
-    stop_runtime(failed=ending.outcome.code not in (DONE, STOPPED))
+    code = ending.outcome.code
+    stop_runtime(failed=code != DONE and (code != STOPPED or stop.agreed is None))
     return ending.outcome
 
 
@@ -193,7 +210,8 @@ def build_heart(recipe: "Recipe", folder: RunFolder, runtime: Runtime) -> "Heart
     def leave_late(what: str, seconds: float) -> NoReturn:
         leave_hanging(folder, runtime, f"{what} did not end within {seconds:g} s", write_record, peers)
 
-    return Heartbeat(recipe.fault.hang_seconds, leave_late, peers)
+    limit = recipe.fault.hang_seconds if find_terminal_rank() is None else None
+    return Heartbeat(limit, leave_late, peers)
 
 
 def leave_without_folder(folder: RunFolder, rank: int) -> None:
@@ -279,9 +297,11 @@ def load_agreed_run(folder: RunFolder, runtime: Runtime) -> "tuple[Recipe, Paral
 class OutcomeReport:
     """Turns the end of its block into this rank's outcome, writes it, and suppresses the exception."""
 
-    def __init__(self, folder: RunFolder, rank: int) -> None:
+    def __init__(self, folder: RunFolder, rank: int, tell_error: Callable[[BaseException], None] | None = None) -> None:
+        """`tell_error`: see `run_rank`."""
         self._folder = folder
         self._rank = rank
+        self._tell_error = tell_error or (lambda error: sys.stderr.write(render_traceback(error)))
         self.outcome = report(rank, DONE, "")
 
     def __enter__(self) -> "OutcomeReport":
@@ -295,6 +315,8 @@ class OutcomeReport:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         """Report; a traceback goes to this rank's log only."""
+        if isinstance(error, BdbQuit):
+            error = explain_quit(error, self._rank)
         if error is None:
             self.outcome = report(self._rank, DONE, "")
         elif self._was_run and not is_run(self._folder.path):  # the missing folder is the cause
@@ -311,7 +333,7 @@ class OutcomeReport:
             write_outcome(self._folder.outcomes_dir, self.outcome)
         if error is not None:
             with suppress(OSError):
-                sys.stderr.write(render_traceback(error))
+                self._tell_error(error)
         return True
 
 
@@ -323,6 +345,19 @@ def _write_place(folder: RunFolder, rank: int, trace: TracebackType) -> None:
         from echelon.training.flight_record import write_record
 
         write_record(folder.outcomes_dir, rank, trace.tb_frame)
+
+
+def explain_quit(error: BdbQuit, rank: int) -> EchelonError:
+    """The error to report if the debugger was left with `quit`, or found no terminal to read from."""
+    if find_terminal_rank() == rank:
+        told: EchelonError = StoppedError("stopped by quit in the debugger")
+    else:
+        told = TrainingError(
+            f"rank {rank} reached a breakpoint, but only a rank in a terminal can stop there; start the same command "
+            f"with --here --rank {rank}."
+        )
+    told.__cause__ = error
+    return told
 
 
 def explain_error(error: BaseException, rank: int, folder: RunFolder) -> str:
@@ -369,7 +404,8 @@ def redirect_output(folder: RunFolder) -> Output:
     sys.stderr.flush()
     stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8")
-    with open_to_append(folder.log_path(rank)) as log:
+    with open_to_append(folder.log_path(rank)) as log, open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)  # a breakpoint in a worker must not read from the user's terminal
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

@@ -141,7 +141,7 @@ class Agent:
     ) -> tuple[Cause, float | None]:
         """Start the workers once, with all other machines; returns how they ended here, and when the first one died."""
         folder, was_run = job.folder, is_run(job.folder.path)
-        variables = {**self._network_variables(), **job.env, **announced}
+        variables = {**network_variables(self._address), **job.env, **announced}
         # A single machine has no other to inform, and its workers handle a stop during startup themselves.
         news: AbstractContextManager[None] = (
             nullcontext() if self._group.is_alone else news_shared(meeting.watch(attempt), folder)
@@ -166,13 +166,6 @@ class Agent:
         elif self._group.is_alone and is_peer_leaving(folder.outcomes_dir):  # not because a machine joins or leaves
             cause = replace(cause, outcome=replace(cause.outcome, final=True))
         return cause, died_at
-
-    def _network_variables(self) -> dict[str, str]:
-        """The network variables of this machine's workers; a single machine uses loopback."""
-        interface = find_interface(self._address)
-        names = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-        # The store of torchrun's agent listens on every interface, and would give restarted workers stale addresses.
-        return {ADDRESS_VARIABLE: self._address, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **names}
 
     def _settings(self, job: Workers, meeting: Meeting, attempt: int) -> dict[str, Any]:
         """The rendezvous settings in torchrun's LaunchConfig."""
@@ -245,6 +238,14 @@ class Agent:
             start = "from the beginning" if decision.step is None else f"from step {decision.step}"
             logger.warning(f"failure: {decision.message}")
             logger.warning(f"restart {decision.restarts} of {job.max_restarts}{where}: {start}")
+
+
+def network_variables(address: str) -> dict[str, str]:
+    """The network variables of the workers of this machine, which has this address; a single machine uses loopback."""
+    interface = find_interface(address)
+    names = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    # The store of torchrun's agent listens on every interface, and would give restarted workers stale addresses.
+    return {ADDRESS_VARIABLE: address, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **names}
 
 
 def _find_newest_step(job: Workers) -> int | None:

@@ -56,6 +56,9 @@ SYSTEM_VARIABLE = "ECHELON_SYSTEM_ROOT"
 
 _MEMBER_VARIABLE = "ECHELON_REPLICA"
 
+TERMINAL_VARIABLE = "ECHELON_TERMINAL_RANK"
+"""The rank of this job that runs in a terminal (`echelon train --here`), where a debugger may stop it at any time."""
+
 LOG_LEVEL_VARIABLE = "ECHELON_LOG_LEVEL"
 """The log level of a command and the processes that it starts: one of `logs.LEVELS`."""
 
@@ -387,9 +390,19 @@ def replica_environment(number: int, num_replicas: int, address: str, port: int,
 
     `member`: the name of this start of the replica; `address` and `port`: those of its keeper's store.
     """
-    ranks = {"RANK": number, "WORLD_SIZE": num_replicas, "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": num_replicas}
-    place = {key: str(value) for key, value in ranks.items()}
-    return {**place, "MASTER_ADDR": address, "MASTER_PORT": str(port), _MEMBER_VARIABLE: member}
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port), _MEMBER_VARIABLE: member}
+    return {**rank_environment(number, num_replicas), **meeting}
+
+
+def rank_environment(rank: int, world_size: int) -> dict[str, str]:
+    """The variables that place a rank in a job whose ranks are all on this machine."""
+    ranks = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+    return {key: str(value) for key, value in ranks.items()}
+
+
+def find_terminal_rank() -> int | None:
+    """The rank of this job that a debugger may stop, and the others wait for; None if there is none."""
+    return read_int(os.environ, TERMINAL_VARIABLE, 0) if TERMINAL_VARIABLE in os.environ else None
 
 
 def find_member() -> str | None:
@@ -429,6 +442,7 @@ def find_look(console: TextIO, level: int) -> Look:
     is_terminal = console.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
     colours = (is_terminal or bool(os.environ.get("FORCE_COLOR"))) and not os.environ.get("NO_COLOR")
     bar = is_terminal and level == logging.INFO and os.environ.get("CI", "") in ("", "0", "false")
+    bar = bar and TERMINAL_VARIABLE not in os.environ  # it would erase what a debugger shows
     return Look(colours, bar) if colours or bar else PLAIN
 
 

@@ -4,7 +4,6 @@ others train on."""
 import logging
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -17,7 +16,7 @@ from echelon.stored import write_text
 from echelon.supervise.board import Board, Change, View
 from echelon.supervise.launch_environment import read_environment, replica_environment
 from echelon.supervise.outcome import FAILED, ProcessDeath, describe_ending, read_outcomes
-from echelon.supervise.warm_start import ForkedWorker, WarmStart
+from echelon.supervise.warm_start import StartedWorker, WarmStart, end_workers, start_worker
 from echelon.supervise.workers import Workers
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ logger = logging.getLogger(__name__)
 _HERE = "127.0.0.1"
 _LOOK_SECONDS = 0.05
 _STORE_SECONDS = 60.0
-# How long workers may take to exit once one has failed, as in `restart.py`.
-_PATIENCE_SECONDS = 6.0
 # How long a missing replica may take to return while the others rest, and so are not watched for hangs.
 _RETURN_SECONDS = 900.0
 # A replica that dies this many times in a row before it trains is not started again.
@@ -47,7 +44,7 @@ class _Replica:
 
     number: int
     member: str
-    process: "ForkedWorker | subprocess.Popen[bytes]"
+    process: StartedWorker
     is_ready: bool = False
     has_state: bool = False
 
@@ -98,9 +95,7 @@ class ReplicaKeeper:
         self._num_starts[number] += 1
         place = replica_environment(number, self._job.num_processes, _HERE, self._store.port, member)
         environment = {**read_environment(), **place}
-        forked = None if self._warm is None else self._warm.fork(self._job.argv, environment)
-        process = forked or subprocess.Popen(self._job.argv, env=environment, start_new_session=True)
-        self._running[number] = _Replica(number, member, process)
+        self._running[number] = _Replica(number, member, start_worker(self._job.argv, environment, self._warm))
 
     def _listen(self) -> None:
         """Remember what the replicas say of themselves: the board may forget it."""
@@ -197,18 +192,7 @@ class ReplicaKeeper:
         return self._job.min_replicas or 1 if waits else 1
 
     def _end_all(self) -> None:
-        """End the workers that are left: they notice that the job has failed; what does not exit is killed."""
-        if self._running:
-            with suppress(OSError):  # the disk may be full
-                write_text(self._job.folder.death_path, "a rank has died\n")
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        for replica in self._running.values():
-            with suppress(subprocess.TimeoutExpired):
-                replica.process.wait(max(0.0, deadline - time.monotonic()))
-                continue
-            with suppress(ProcessLookupError):
-                os.kill(replica.pid, signal.SIGKILL)
-            replica.process.wait()
+        end_workers([replica.process for replica in self._running.values()], self._job.folder)
         self._running.clear()
 
 

@@ -10,6 +10,7 @@ import ctypes
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from echelon.hardware.cores import num_cores
+from echelon.runs.run_folder import RunFolder
+from echelon.stored import write_text
 from echelon.supervise.launch_environment import read_environment, worker_environment
 
 logger = logging.getLogger(__name__)
@@ -30,6 +33,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 # Device files of NVIDIA's, AMD's and Intel's GPUs. A library that has opened one does not survive a fork.
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri/renderD128", "/dev/dxg")
 _LOOK_SECONDS = 0.01
+# How long workers may take to exit once one has failed, as in `restart.py`.
+_PATIENCE_SECONDS = 6.0
 # Libraries start threads as they are imported, which do not survive a fork. A worker sets its own number of threads.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -106,6 +111,32 @@ class ForkedWorker:
                 raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout)
             time.sleep(_LOOK_SECONDS)
         return code
+
+
+StartedWorker = ForkedWorker | subprocess.Popen[bytes]
+"""A worker process: a child of this one, in a session of its own."""
+
+
+def start_worker(argv: Sequence[str], env: Mapping[str, str], warm: WarmStart | None) -> StartedWorker:
+    """Start the command with this environment, without a terminal's input; forked from `warm` if that is possible."""
+    worker = None if warm is None else warm.fork(argv, env)
+    return worker or subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def end_workers(workers: Sequence[StartedWorker], folder: RunFolder) -> None:
+    """End the workers that still run: they notice that the job has failed; what does not exit is killed."""
+    running = [worker for worker in workers if worker.poll() is None]
+    if running:
+        with suppress(OSError):  # the disk may be full
+            write_text(folder.death_path, "a rank has died\n")
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    for worker in running:
+        with suppress(subprocess.TimeoutExpired):
+            worker.wait(max(0.0, deadline - time.monotonic()))
+            continue
+        with suppress(ProcessLookupError):
+            os.kill(worker.pid, signal.SIGKILL)
+        worker.wait()
 
 
 @contextmanager
