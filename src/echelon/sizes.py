@@ -20,3 +20,11 @@ def render_bytes(num_bytes: float) -> str:
         return f"{value:.0f} B"
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{digits}f} {_UNITS[unit]}"
+
+
+def render_rate(rate: float) -> str:
+    """Format bytes per second in the units of networks: 1.25 GB/s, 300 MB/s, 20 kB/s, 8 B/s."""
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if rate >= size:
+            return f"{rate / size:.3g} {unit}/s"
+    return f"{rate:.0f} B/s"

@@ -12,6 +12,9 @@ from echelon.errors import ConfigError
 # cuBLAS sums in a fixed order only with this setting; of the two in NVIDIA's documentation, the faster one.
 CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
+HUB_PLACES = frozenset({"HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"})
+"""The variables that set where files of the Hugging Face hub are stored."""
+
 
 @dataclass(frozen=True)
 class Place:

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from echelon.errors import ConfigError
+from echelon.extensions import find_named
 from echelon.recipe.aliases import ALIASES, apply_aliases, translate
 from echelon.recipe.deepspeed import read_deepspeed
 from echelon.recipe.document import Recipe
@@ -15,7 +16,6 @@ from echelon.recipe.inputs import expand_sources
 from echelon.recipe.keys import KeyPath, dotted, find_unknown_keys, nearest_key, section_fields
 from echelon.recipe.messages import explain_errors
 from echelon.recipe.render import plain_value
-from echelon.recipe.smp import expand_smp
 from echelon.recipe.training import BATCH_KEYS, STEP_KEYS
 from echelon.recipe.yaml_text import MAX_TEXT_BYTES, parse_yaml, shorten
 from echelon.stored import read_text
@@ -24,6 +24,9 @@ COMMAND_LINE = "command line"
 
 Overrides = Sequence[str] | Mapping[str, Any]
 """Overrides of keys of the file, as on the command line (`["train.steps=50"]`) or as values (`{"train.steps": 50}`)."""
+
+# Sections in the spelling of another tool, each with the function that translates it in a draft.
+DIALECTS = {"smp": "echelon.recipe.smp:expand_smp"}
 
 # Keys that exclude each other: an override of one removes the others that the file sets.
 EXCLUSIVE_KEYS: tuple[tuple[KeyPath, ...], ...] = (
@@ -70,13 +73,19 @@ def _finish(draft: Draft, overrides: Overrides, origin: str) -> tuple[Recipe, li
     for path, value in _read_overrides(overrides, origin):
         notes += _apply_override(draft, path, value, origin)
         _write_sources_out(draft)
-    notes += expand_smp(draft)
+    notes += _translate_dialects(draft)
     read_deepspeed(draft)
     _refuse_unknown_keys(draft)
     try:
         return Recipe.model_validate(draft.data), notes
     except ValidationError as error:
         raise ConfigError(explain_errors(error, draft)) from None
+
+
+def _translate_dialects(draft: Draft) -> list[str]:
+    """Replace a section in another tool's spelling by the keys that it stands for; return lines for the user."""
+    given = [key for key in DIALECTS if draft.holds((key,)) or draft.get(("engine",)) == key]
+    return [line for key in given for line in find_named("engine", key, DIALECTS)(draft)]
 
 
 def _read_text(path: Path) -> str:

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 from echelon.redaction import redact_text
 from echelon.report.nested import read_mapping, read_number, read_value
-from echelon.report.numbers import render_percent, render_rate
+from echelon.report.numbers import render_percent
 from echelon.report.run_record import RunRecord, percentile
 from echelon.runs.wall_time import render_seconds
-from echelon.sizes import render_bytes
+from echelon.sizes import render_bytes, render_rate
 
 # Shares of the time above which a cause is worth a change.
 _DATA, _SAVING, _EVALUATING, _LOST, _MESSAGES = 0.05, 0.05, 0.10, 0.05, 0.25

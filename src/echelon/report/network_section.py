@@ -7,9 +7,9 @@ from typing import Any
 from echelon.redaction import redact_text
 from echelon.report.blocks import Block, Lines, Table
 from echelon.report.nested import read_mapping, read_number
-from echelon.report.numbers import render_percent, render_rate
+from echelon.report.numbers import render_percent
 from echelon.report.run_record import RunRecord
-from echelon.sizes import render_bytes
+from echelon.sizes import render_bytes, render_rate
 
 _SMALL = 0.0005  # collectives with a smaller share of what is sent, such as those of a start, have no row
 

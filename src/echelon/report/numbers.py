@@ -59,11 +59,3 @@ def pick_ticks(low: float, high: float, count: int = 5) -> list[float]:
 def pick_axis(low: float, high: float) -> list[float]:
     """Return the values to write along an axis of steps or tokens: whole ones, or the only value there is."""
     return [tick for tick in pick_ticks(low, high, count=6) if tick == int(tick)] or [low, high]
-
-
-def render_rate(rate: float) -> str:
-    """Format bytes per second in the units of networks: 1.25 GB/s, 300 MB/s, 20 kB/s, 8 B/s."""
-    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if rate >= size:
-            return f"{rate / size:.3g} {unit}/s"
-    return f"{rate:.0f} B/s"

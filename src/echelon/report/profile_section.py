@@ -7,11 +7,11 @@ from echelon.hardware.links import usual_links
 from echelon.redaction import redact_text
 from echelon.report.blocks import Bars, Block, HeatMap, Lines, Table
 from echelon.report.nested import read_mapping, read_number, read_value
-from echelon.report.numbers import render_percent, render_rate
+from echelon.report.numbers import render_percent
 from echelon.report.run_record import RunRecord
 from echelon.report.trace import PARTS, Collectives, Trace
 from echelon.runs.wall_time import render_seconds
-from echelon.sizes import render_bytes
+from echelon.sizes import render_bytes, render_rate
 
 _NAME_WIDTH = 70
 # The speed of a machine drifts, so recorded steps are compared with so many steps before and after them.

@@ -7,8 +7,7 @@ from typing import Any
 
 from echelon.distributed.traffic import TrafficMeter
 from echelon.hardware.interfaces import read_interfaces, subtract_interfaces
-from echelon.report.numbers import render_rate
-from echelon.sizes import render_bytes
+from echelon.sizes import render_bytes, render_rate
 
 
 class NetworkWatch:

@@ -22,8 +22,15 @@ from echelon.logs import LEVELS, PLAIN, Look
 from echelon.supervise import horovodrun, openmpi
 from echelon.supervise.hosts import HostGroup, find_interface, find_own_address, parse_group
 from echelon.supervise.nodelist import expand_nodelist, in_number_order
-from echelon.supervise.workers import HUB_PLACES
-from echelon.variables import CUBLAS_WORKSPACES, Place, find_torchrun_place, read_int, read_place, set_default_variables
+from echelon.variables import (
+    CUBLAS_WORKSPACES,
+    HUB_PLACES,
+    Place,
+    find_torchrun_place,
+    read_int,
+    read_place,
+    set_default_variables,
+)
 
 Role = Literal["worker", "agent", "local"]
 

@@ -6,9 +6,6 @@ from pathlib import Path
 
 from echelon.runs.run_folder import RunFolder
 
-HUB_PLACES = frozenset({"HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"})
-"""The variables that set where files of the Hugging Face hub are stored."""
-
 
 @dataclass(frozen=True)
 class Workers:

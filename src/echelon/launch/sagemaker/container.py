@@ -41,8 +41,7 @@ from echelon.supervise.launch_environment import (
 )
 from echelon.supervise.nodelist import in_number_order
 from echelon.supervise.outcome import DONE, FAILED, STOPPED, Outcome
-from echelon.supervise.workers import HUB_PLACES
-from echelon.variables import set_default_variables
+from echelon.variables import HUB_PLACES, set_default_variables
 
 logger = logging.getLogger(__name__)
 
