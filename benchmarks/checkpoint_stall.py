@@ -29,7 +29,7 @@ from echelon.lifecycle.assemble import build_trainer
 from echelon.lifecycle.process_group import start_runtime
 from echelon.lifecycle.setup import prepare_run
 from echelon.model.build import load_config
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "tinyshakespeare.yaml"
 TEXT = Path(pydoc_data.topics.__file__)  # real text that exists on every machine

@@ -128,7 +128,7 @@ def prepare(scratch, folder, size, row):
     from echelon.data.prepared import open_prepared
     from echelon.hardware.detection import detect_cluster
     from echelon.lifecycle.setup import prepare_run
-    from echelon.recipe import load_recipe
+    from echelon.recipe.load import load_recipe
 
     folder.mkdir()
     base = write_base(scratch, size, row.precision)

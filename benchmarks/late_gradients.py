@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from echelon.data.order import SampleOrder
 from echelon.data.prepare import prepare
 from echelon.data.prepare_spec import prepare_spec
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from measuring import describe_machine
 
 ROOT = Path(__file__).parents[1]

@@ -17,7 +17,8 @@ from echelon.data.feed import open_feed
 from echelon.data.loader import BatchPlace
 from echelon.data.prepare import prepare_data
 from echelon.data.prepared import open_prepared
-from echelon.recipe import Recipe, load_recipe
+from echelon.recipe import Recipe
+from echelon.recipe.load import load_recipe
 from large_corpus import RECIPE, drop_from_cache, write_corpus
 
 

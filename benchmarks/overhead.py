@@ -22,7 +22,7 @@ from echelon.data.prepared import open_prepared
 from echelon.hardware.detection import detect_cluster
 from echelon.lifecycle.setup import prepare_run
 from echelon.model.build import load_config
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from measuring import describe_machine
 from sides import EchelonTrainer, PlainLoop
 

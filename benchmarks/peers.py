@@ -130,7 +130,7 @@ def write_inputs(scratch, size, processes, num_steps):
     from echelon.data.prepared import open_prepared
     from echelon.hardware.detection import detect_cluster
     from echelon.lifecycle.setup import prepare_run
-    from echelon.recipe import load_recipe
+    from echelon.recipe.load import load_recipe
 
     inputs = Inputs(scratch, size, processes, num_steps)
     write_base(scratch, size, "fp32")

@@ -178,7 +178,7 @@ def prepare(row, scratch, folder, is_tiny):
     from echelon.model.build import load_config
     from echelon.planner.memory import MemoryEstimate
     from echelon.planner.shape import build_shape
-    from echelon.recipe import load_recipe
+    from echelon.recipe.load import load_recipe
 
     folder.mkdir(parents=True)
     try:

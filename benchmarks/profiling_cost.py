@@ -25,7 +25,7 @@ from echelon.hardware.detection import detect_cluster
 from echelon.hardware.heap import keep_freed_memory
 from echelon.lifecycle.setup import prepare_run
 from echelon.parallel import step
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from echelon.training import accounting, profiler, training_step
 from echelon.training.profiler import Recorder
 from measuring import describe_machine

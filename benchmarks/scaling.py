@@ -31,7 +31,7 @@ from echelon.objectives.causal_lm import CausalLM
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.sent_bytes import count_step_bytes
 from echelon.planner.shape import build_shape
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from measuring import describe_machine, spread
 from traffic import count_sent_bytes, plan_strategies, read_sent_bytes
 

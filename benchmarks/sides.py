@@ -13,7 +13,7 @@ from echelon.distributed.runtime import stop_runtime
 from echelon.lifecycle.assemble import build_trainer
 from echelon.lifecycle.process_group import start_runtime
 from echelon.planner.plan import load_plan
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from echelon.runs.run_folder import RunFolder
 from echelon.training.pauses import Due
 

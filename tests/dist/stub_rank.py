@@ -14,7 +14,8 @@ from echelon.lifecycle import session
 from echelon.lifecycle.setup import PreparedRun
 from echelon.logs import log_to_console
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe import Recipe, render_recipe
+from echelon.recipe import Recipe
+from echelon.recipe.render import render_recipe
 from echelon.runs.run_folder import RunFolder
 from echelon.stored import write_json, write_text
 

@@ -14,7 +14,7 @@ from echelon.data import writing
 from echelon.errors import EchelonError
 from echelon.hardware.detection import detect_cluster
 from echelon.lifecycle.setup import prepare_run
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from echelon.runs.run_folder import RunFolder
 from run_folder_files import COVERED
 

@@ -35,7 +35,7 @@ from echelon.data.readers.record import Reading
 from echelon.data.source import Source, list_files
 from echelon.objectives.objective import build_objective
 from echelon.optimizer.stepper import choose_rule
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 
 recipe, _ = load_recipe(Path("recipe.json"))
 assert sys.argv[1] in sys.modules["echelon"].__file__

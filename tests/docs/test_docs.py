@@ -29,8 +29,10 @@ from typing import Any
 import pytest
 import yaml
 
-from echelon.recipe import Recipe, load_recipe, render_starter
+from echelon.recipe import Recipe
 from echelon.recipe.keys import recipe_keys
+from echelon.recipe.load import load_recipe
+from echelon.recipe.starter import render_starter
 from hub_server import HubServer, push_model
 from workers import WARM
 

@@ -10,7 +10,8 @@ from echelon.planner.choose import resolve_plan
 from echelon.planner.memory import estimate_memory
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
-from echelon.recipe import RESUMABLE, load_recipe
+from echelon.recipe.difference import RESUMABLE
+from echelon.recipe.load import load_recipe
 from echelon.runs.run_folder import RunFolder
 from echelon.training.metrics import StepMetrics, train_row
 from parity_rows import COVERING, FULL, OPTIMIZERS, PRECISIONS

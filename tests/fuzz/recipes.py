@@ -13,8 +13,10 @@ from echelon.lifecycle.setup import describe_steps
 from echelon.planner.choose import resolve_plan
 from echelon.planner.memory import estimate_memory
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe import Recipe, load_recipe, render_recipe
+from echelon.recipe import Recipe
 from echelon.recipe.keys import recipe_keys
+from echelon.recipe.load import load_recipe
+from echelon.recipe.render import render_recipe
 from recipe_samples import SMALL
 
 MIXTURE = """\

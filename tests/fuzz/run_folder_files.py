@@ -29,7 +29,7 @@ from echelon.inference.held_out import open_held_out
 from echelon.launch.job_logs import Log
 from echelon.lifecycle.assemble import build_trainer
 from echelon.lifecycle.setup import prepare_run
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from echelon.redaction import make_printable
 from echelon.report.comparison import build_comparison
 from echelon.report.live import read_live, shorten

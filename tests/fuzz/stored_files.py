@@ -33,7 +33,7 @@ from echelon.model.build import build_on_meta, load_config
 from echelon.model.pretrained import PretrainedWeights
 from echelon.planner.choose import resolve_plan
 from echelon.planner.shape import build_shape
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from log_lines import LogLines
 
 MACHINE = Cluster(Accelerator("test machine", 2**33, None, None, None, "-"), 1, 1, "cpu")

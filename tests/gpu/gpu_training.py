@@ -18,7 +18,8 @@ from echelon.parallel.data_parallel import Replicated, autocast_scope
 from echelon.planner.choose import resolve_plan
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
-from echelon.recipe import load_recipe, render_recipe
+from echelon.recipe.load import load_recipe
+from echelon.recipe.render import render_recipe
 from echelon.runs.run_folder import RunFolder
 from training import GLOBAL_BATCH, Masked, Row, read_rows, write_recipe
 

@@ -8,7 +8,7 @@ import pytest
 from source_tree import ROOT
 
 from echelon.errors import ConfigError
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from echelon.sweep.space import Space
 from echelon.sweep.sweep_file import load_sweep
 

@@ -20,7 +20,7 @@ import yaml
 
 from containers import await_end, make_image, start_hosts, sync_to_s3
 from echelon.data.prepare import prepare_data
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from namespaces import machines, namespaces_allowed
 from test_sagemaker_hosts import (  # noqa: F401 (submit is a fixture)
     RECIPE,

@@ -21,7 +21,7 @@ import yaml
 from command import EXACT, RECIPE, TEXT, finish, read_lines, start
 from echelon.launch.records import make_job
 from echelon.launch.slurm import SlurmLauncher
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from slurm_cluster import SlurmCluster, find_obstacle, slurm_cluster
 
 pytestmark = [

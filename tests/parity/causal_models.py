@@ -31,7 +31,8 @@ from echelon.model.build import build_on_meta, load_config, materialize, persist
 from echelon.model.pretrained import PretrainedWeights
 from echelon.planner.choose import resolve_plan
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe import load_recipe, render_recipe
+from echelon.recipe.load import load_recipe
+from echelon.recipe.render import render_recipe
 from echelon.runs.run_folder import RunFolder
 from echelon.stored import write_json
 from training import MACHINE, losses_of, read_rows, tensors_of, train_rank

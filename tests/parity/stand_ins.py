@@ -17,8 +17,8 @@ from echelon.engines import Finding, Rehearsal
 from echelon.errors import EchelonError
 from echelon.lifecycle.conducting import run_training
 from echelon.parallel.step import StepSums
-from echelon.recipe import load_recipe
 from echelon.recipe.engines import ENGINES, EngineRow
+from echelon.recipe.load import load_recipe
 from echelon.runs.run_folder import RunFolder
 from echelon.stopping import STOP_SIGNALS, StopRequest
 from echelon.sync.every_step import EveryStep

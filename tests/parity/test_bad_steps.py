@@ -16,7 +16,7 @@ from echelon.engines.native import NativeEngine
 from echelon.errors import TrainingError
 from echelon.model.sharding import local_part
 from echelon.objectives.causal_lm import CausalLM
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from echelon.training.training_step import TrainingStep
 from training import (
     LOSS,

@@ -19,7 +19,7 @@ from echelon.model.sharding import local_part
 from echelon.objectives.causal_lm import CausalLM
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from families import small_config
 from packed import PackedPool
 from test_parity import check

@@ -13,7 +13,8 @@ from echelon.data.prepare import prepare_data
 from echelon.data.prepared import open_prepared
 from echelon.inference.generate import generate_samples
 from echelon.learn.sampling import Sampling
-from echelon.recipe import load_recipe, render_recipe
+from echelon.recipe.load import load_recipe
+from echelon.recipe.render import render_recipe
 from echelon.runs.run_folder import RunFolder
 from training import SEQUENCE_LEN, Row, read_rows, resolve, train_rank, with_ranks, write_recipe
 

@@ -14,7 +14,7 @@ from echelon.model.build import load_config
 from echelon.objectives.causal_lm import CausalLM
 from echelon.parallel import data_parallel
 from echelon.planner.plan import ParallelPlan, Precision
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from families import small_config
 from training import Row, write_recipe
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.distributed.runtime import Runtime
 from echelon.lifecycle.assemble import build_trainer
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from echelon.runs.run_folder import RunFolder
 from packed import packed_samples
 from training import Row, prepare, with_ranks

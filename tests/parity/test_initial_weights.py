@@ -19,7 +19,7 @@ from echelon.model.sharding import local_part, local_places
 from echelon.model.weights import WeightPlace
 from echelon.optimizer.rounding import random_bits
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from families import small_config, small_model
 from training import Row, resolve, with_ranks, write_recipe
 

@@ -16,7 +16,7 @@ from echelon.objectives.causal_lm import CausalLM
 from echelon.planner.memory import estimate_parts
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from families import small_config
 from training import Row, write_recipe
 

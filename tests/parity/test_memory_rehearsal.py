@@ -18,7 +18,7 @@ from echelon.distributed.runtime import Runtime
 from echelon.hardware.heap import return_freed_memory
 from echelon.lifecycle.assemble import build_trainer
 from echelon.planner.plan import load_plan
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from echelon.runs.run_folder import RunFolder
 from echelon.stored import write_json
 from families import small_config

@@ -17,7 +17,7 @@ from echelon.model.build import load_config
 from echelon.objectives.causal_lm import CausalLM
 from echelon.parallel.offload import apply_activation_offloading
 from echelon.planner.plan import ParallelPlan, Precision
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from families import small_config
 from late_copies import LateCopies
 from training import Row, write_recipe

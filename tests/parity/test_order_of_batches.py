@@ -8,7 +8,7 @@ import pytest
 from echelon.data.loader import BatchLoader, BatchPlace
 from echelon.data.mixture import build_order
 from echelon.data.prepare import prepare_data
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from mixtures import write_sources
 from training import EXACT, Row, difference, equal_tensors, hashes, tensors_of, train, with_ranks, write_recipe
 

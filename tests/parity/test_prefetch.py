@@ -17,7 +17,7 @@ from echelon.model.build import load_config
 from echelon.model.parts import find_layers
 from echelon.objectives.causal_lm import CausalLM
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from families import small_config
 from training import Row, write_recipe
 

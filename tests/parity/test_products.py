@@ -22,7 +22,7 @@ from echelon.planner.memory import estimate_parts
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.rank_shape import divide_shape
 from echelon.planner.shape import build_shape
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from families import small_config
 from traffic import Sent, TrafficCounter, expect_tensor_traffic
 from training import Row, write_recipe

@@ -8,7 +8,7 @@ import pytest
 from echelon.errors import ConfigError
 from echelon.lifecycle.model_checks import check_weights
 from echelon.model.build import load_config
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from families import small_model
 from test_initial_weights import whole_weights
 from training import Row, resolve, tensors_of, train, with_ranks, write_recipe

@@ -24,7 +24,7 @@ from echelon.planner.plan import ParallelPlan
 from echelon.planner.rank_shape import divide_shape
 from echelon.planner.sent_bytes import count_repeated
 from echelon.planner.shape import build_shape
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from families import random_batch, small_config
 from test_parity import check
 from traffic import Sent, TrafficCounter, expect_tensor_traffic

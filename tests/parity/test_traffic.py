@@ -17,7 +17,7 @@ from echelon.model.build import load_config
 from echelon.objectives.causal_lm import CausalLM
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.shape import build_shape
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from families import small_config
 from traffic import (
     TrafficCounter,

@@ -31,7 +31,9 @@ from echelon.parallel.pipeline import Pipeline
 from echelon.planner.choose import resolve_plan
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
-from echelon.recipe import ObjectiveConfig, load_recipe, render_recipe
+from echelon.recipe import ObjectiveConfig
+from echelon.recipe.load import load_recipe
+from echelon.recipe.render import render_recipe
 from echelon.runs.run_folder import RunFolder
 from echelon.stored import write_json
 from echelon.training.metrics import Targets

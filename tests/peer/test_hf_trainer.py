@@ -15,7 +15,7 @@ from echelon.data.prepare import prepare_data
 from echelon.data.prepared import open_prepared
 from echelon.distributed.runtime import Runtime
 from echelon.lifecycle.assemble import build_trainer
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from echelon.runs.run_folder import RunFolder
 from families import small_config, small_model
 from training import GLOBAL_BATCH, SEQUENCE_LEN, Row, read_rows, resolve, with_ranks, write_recipe

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from echelon.recipe import Recipe, load_recipe
+from echelon.recipe import Recipe
+from echelon.recipe.load import load_recipe
 
 SMALL = """\
 run: {name: small}

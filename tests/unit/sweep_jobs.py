@@ -12,7 +12,7 @@ import yaml
 
 from echelon.errors import LaunchError
 from echelon.launch.job import JobRecord, JobSpec, JobStatus, Submitted
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from echelon.sweep import conduct as session
 from echelon.sweep.conduct import check_sweep, run_sweep
 from echelon.sweep.conductor import Ending, StopWord

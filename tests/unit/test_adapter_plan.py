@@ -16,7 +16,8 @@ from echelon.planner.memory import estimate_memory
 from echelon.planner.plan import AdapterPlan, ParallelPlan, Precision
 from echelon.planner.shape import build_shape
 from echelon.planner.trained_shapes import trained_shapes
-from echelon.recipe import AdapterConfig, load_recipe
+from echelon.recipe import AdapterConfig
+from echelon.recipe.load import load_recipe
 from families import assert_same_shapes, small_config
 from recipe_samples import SMALL as SMALL_RECIPE
 from recipe_samples import load_text

@@ -94,7 +94,7 @@ def write_run(path, *, finished=False, events=()):
     folder = RunFolder(path)
     folder.create()
     recipe = echelon.load_recipe(RECIPE, {"run.dir": path})
-    from echelon.recipe import render_recipe
+    from echelon.recipe.render import render_recipe
 
     folder.recipe_path.write_text(render_recipe(recipe))
     rows = [{"kind": "train", "step": step, "loss": 3.0 - step} for step in (1, 2)]

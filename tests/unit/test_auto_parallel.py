@@ -20,7 +20,8 @@ from echelon.planner.search import search_plans
 from echelon.planner.search_space import list_divided
 from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
-from echelon.recipe import Recipe, load_recipe
+from echelon.recipe import Recipe
+from echelon.recipe.load import load_recipe
 from families import small_config
 from test_calibration import CALIBRATION, write_recipe
 from test_search import LLAMA, fields

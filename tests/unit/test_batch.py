@@ -6,8 +6,8 @@ from fractions import Fraction
 import pytest
 
 from echelon.errors import ConfigError
-from echelon.recipe import render_recipe
 from echelon.recipe.batches import Rhythm, constant_batch, ramp_batch
+from echelon.recipe.render import render_recipe
 from recipe_samples import SMALL, load_text
 
 

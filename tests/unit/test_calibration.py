@@ -30,7 +30,7 @@ from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
 from echelon.planner.waits import expect_wait
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 
 CALIBRATION = Calibration(
     machine=describe_machine() | {"gpus": ""}, date="2026-01-02", device="cpu", num_devices=2,

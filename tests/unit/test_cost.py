@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from echelon.cli import app
 from echelon.errors import ConfigError, StoppedError
-from echelon.recipe import load_recipe
 from echelon.recipe.batches import constant_batch
+from echelon.recipe.load import load_recipe
 from echelon.reporting import budget as budget_module
 from echelon.reporting.budget import CostMeter
 from echelon.reporting.journal import Journal

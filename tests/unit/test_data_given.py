@@ -11,7 +11,7 @@ from echelon.launch.sagemaker.launcher import SageMakerLauncher
 from echelon.launch.sagemaker.request import build_submission
 from echelon.lifecycle.early_checks import check_early
 from echelon.lifecycle.job_checks import check_job
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from sagemaker_jobs import make_job
 
 TEXT = "".join(f"{number} and {number} make {2 * number}.\n" for number in range(300))

@@ -23,7 +23,7 @@ from echelon.data.source import PYTHON_STDLIB, Source
 from echelon.data.tokenizer import build_bytes_tokenizer, train_tokenizer
 from echelon.errors import ConfigError, DataError, EchelonError
 from echelon.progress import Progress
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 
 POEM = "Über allen Gipfeln\nIst Ruh,\nIn allen Wipfeln\nSpürest du\nKaum einen Hauch;\n"
 

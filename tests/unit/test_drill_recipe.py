@@ -13,7 +13,8 @@ from echelon.hardware.accelerators import ACCELERATORS, Cluster
 from echelon.model.build import build_on_meta, load_config
 from echelon.planner.choose import resolve_plan
 from echelon.planner.shape import build_shape
-from echelon.recipe import SyncConfig, load_recipe
+from echelon.recipe import SyncConfig
+from echelon.recipe.load import load_recipe
 
 MODELS = {
     "llama": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},

@@ -8,7 +8,7 @@ import pytest
 from echelon.hardware.accelerators import parse_devices
 from echelon.planner.choose import resolve_plan
 from echelon.planner.shape import build_shape
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from engines import PROCESSES, ROWS, SIZES, render_page, write_work
 
 

@@ -18,14 +18,11 @@ from echelon.lifecycle.extension_checks import check_extensions, describe_extens
 from echelon.objectives.objective import build_objective
 from echelon.optimizer.stepper import choose_rule
 from echelon.planner.memory import estimate_memory
-from echelon.recipe import (
-    OptimConfig,
-    blocking_differences,
-    build_recipe,
-    load_recipe,
-    recipe_json_schema,
-    render_recipe,
-)
+from echelon.recipe import OptimConfig
+from echelon.recipe.difference import blocking_differences
+from echelon.recipe.load import build_recipe, load_recipe
+from echelon.recipe.render import render_recipe
+from echelon.recipe.schema import recipe_json_schema
 from echelon.training.callbacks import build_callbacks
 from own_parts import write_package
 

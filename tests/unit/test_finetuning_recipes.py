@@ -39,7 +39,8 @@ from echelon.planner.memory import MemoryEstimate, estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
-from echelon.recipe import Recipe, load_recipe
+from echelon.recipe import Recipe
+from echelon.recipe.load import load_recipe
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "fine-tuning-recipes.md").read_text(encoding="utf-8")

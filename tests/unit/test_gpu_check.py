@@ -19,7 +19,8 @@ from echelon.hardware.gpu_check import check_image_devices, find_compat
 from echelon.hardware.job_machines import count_asked_gpus
 from echelon.launch.sagemaker import enter
 from echelon.launch.sagemaker.source_bundle import zip_package
-from echelon.recipe import LaunchConfig, blocking_differences, diff_recipes
+from echelon.recipe import LaunchConfig
+from echelon.recipe.difference import blocking_differences, diff_recipes
 from echelon.recipe.load import parse_recipe
 from echelon.supervise.launch_environment import AskedGpus, asked_environment, find_asked_gpus
 

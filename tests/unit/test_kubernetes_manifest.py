@@ -16,7 +16,7 @@ from echelon.launch.kubernetes.pod import build_env
 from echelon.launch.kubernetes.pod_fields import FIELDS
 from echelon.launch.patch import merge_patch
 from echelon.launch.secrets import refuse_secrets
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from kubernetes_jobs import NAME, make_kubernetes_job
 from kubernetes_schemas import list_faults
 

@@ -16,7 +16,7 @@ from echelon.planner import machines
 from echelon.planner.choose import resolve_plan
 from echelon.planner.machines import choose_instance
 from echelon.planner.shape import build_shape
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from echelon.recipe.training import ParallelConfig
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "pretrain-1.3b.yaml"

@@ -17,7 +17,8 @@ from echelon.planner.measured_runs import MeasuredRun, describe_plan, read_histo
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
-from echelon.recipe import Recipe, load_recipe
+from echelon.recipe import Recipe
+from echelon.recipe.load import load_recipe
 from echelon.runs.reckoning import reckon, sharpen_later_plans
 from test_calibration import CALIBRATION, SHAPE, write_recipe
 from test_reckoning import write_run

@@ -11,7 +11,7 @@ from echelon.data.order import Permutation, branch_seed
 from echelon.data.prepare import prepare_data
 from echelon.data.shards import TokenDataset
 from echelon.errors import ConfigError
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from mixtures import WEIGHTS, write_sources
 from recipe_samples import SMALL, load_text
 

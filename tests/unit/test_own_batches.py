@@ -15,7 +15,8 @@ from echelon.data.shards import NO_LABEL, Samples
 from echelon.distributed.sequence_part import SequencePart
 from echelon.errors import ConfigError, DataError
 from echelon.lifecycle.extension_checks import check_extensions
-from echelon.recipe import build_recipe, recipe_json_schema
+from echelon.recipe.load import build_recipe
+from echelon.recipe.schema import recipe_json_schema
 
 LENGTHS = [5, 16, 2, 9, 12]
 SEQUENCES = [[10 * row + place + 1 for place in range(length)] for row, length in enumerate(LENGTHS)]

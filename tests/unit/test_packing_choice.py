@@ -11,7 +11,7 @@ from echelon.errors import ConfigError
 from echelon.hardware.accelerators import Cluster
 from echelon.lifecycle.setup import prepare_run
 from echelon.planner.memory import estimate_memory
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from families import small_config
 from training import MACHINE
 

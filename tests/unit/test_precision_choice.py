@@ -11,7 +11,7 @@ from echelon.hardware.accelerators import parse_devices
 from echelon.lifecycle.model_checks import check_model
 from echelon.lifecycle.setup import prepare_run
 from echelon.planner.choose import resolve_plan
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 
 
 def plan_on_a_cpu(monkeypatch, tmp_path, bf16_flops, fp32_flops):

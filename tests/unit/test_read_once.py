@@ -13,7 +13,7 @@ from echelon.data.tokenizer import build_bytes_tokenizer
 from echelon.hardware.accelerators import Cluster
 from echelon.lifecycle import model_checks
 from echelon.lifecycle.setup import prepare_run
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from families import small_model
 from training import MACHINE
 

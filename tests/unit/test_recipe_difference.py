@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.recipe import Difference, blocking_differences, diff_recipes
+from echelon.recipe.difference import Difference, blocking_differences, diff_recipes
 from recipe_samples import SMALL, load_text
 
 

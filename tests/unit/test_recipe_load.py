@@ -6,7 +6,9 @@ import pytest
 from pydantic import ValidationError
 
 from echelon.errors import ConfigError
-from echelon.recipe import ModelConfig, Recipe, load_recipe, render_recipe
+from echelon.recipe import ModelConfig, Recipe
+from echelon.recipe.load import load_recipe
+from echelon.recipe.render import render_recipe
 from recipe_samples import SMALL, load_text, write_recipe
 
 PARTS = {

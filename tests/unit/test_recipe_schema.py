@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from echelon.recipe import Recipe, load_recipe, recipe_json_schema, render_recipe_reference, render_starter
+from echelon.recipe import Recipe
 from echelon.recipe.keys import recipe_keys
+from echelon.recipe.load import load_recipe
+from echelon.recipe.reference import render_recipe_reference
 from echelon.recipe.render import render_recipe
+from echelon.recipe.schema import recipe_json_schema
+from echelon.recipe.starter import render_starter
 from recipe_samples import load_text
 
 ROOT = Path(__file__).parents[2]

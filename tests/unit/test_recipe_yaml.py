@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from echelon.errors import ConfigError
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from echelon.recipe.yaml_text import MAX_TEXT_BYTES, parse_yaml, render_yaml, show_value
 from echelon.sweep.sweep_file import load_sweep
 

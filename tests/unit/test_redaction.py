@@ -13,7 +13,9 @@ from echelon.launch.records import make_job
 from echelon.launch.secrets import refuse_secrets
 from echelon.launch.targets import TARGETS
 from echelon.lifecycle.job_checks import check_job
-from echelon.recipe import Recipe, find_secret_keys, load_recipe, render_recipe
+from echelon.recipe import Recipe
+from echelon.recipe.load import load_recipe
+from echelon.recipe.render import find_secret_keys, render_recipe
 from echelon.redaction import find_secrets, redact, redact_text
 from echelon.sweep.sweep_file import load_sweep
 from echelon.sweep.sweep_folder import SweepFolder

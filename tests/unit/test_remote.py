@@ -18,7 +18,8 @@ from echelon.checkpoint.remote_start import RemoteStart, describe_remote
 from echelon.checkpoint.upload import Uploader
 from echelon.checksums import find_faults
 from echelon.errors import CheckpointError, ConfigError, EchelonError
-from echelon.recipe import load_recipe, render_recipe
+from echelon.recipe.load import load_recipe
+from echelon.recipe.render import render_recipe
 from echelon.runs.opening import open_run
 from log_lines import LogLines
 from object_server import BUCKET, ObjectServer

@@ -19,7 +19,8 @@ from echelon.errors import ConfigError, DataError
 from echelon.launch.job import JobSpec
 from echelon.launch.records import write_job
 from echelon.lifecycle.setup import _describe_longer_run
-from echelon.recipe import OptimConfig, Recipe, render_recipe
+from echelon.recipe import OptimConfig, Recipe
+from echelon.recipe.render import render_recipe
 from echelon.runs.environment import describe_environment
 from echelon.runs.opening import OpenedRun, open_run
 from echelon.runs.run_folder import RunFolder

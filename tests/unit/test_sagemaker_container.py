@@ -20,7 +20,7 @@ from echelon.checksums import write_manifest
 from echelon.errors import ConfigError, LaunchError
 from echelon.launch.sagemaker import container, enter
 from echelon.launch.sagemaker import source_bundle as bundle
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from echelon.runs.run_folder import RunFolder
 from echelon.supervise.outcome import Outcome
 

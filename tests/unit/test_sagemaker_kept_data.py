@@ -9,7 +9,7 @@ from echelon.data import prepare
 from echelon.data.prepare import prepare_data
 from echelon.launch.sagemaker import kept_data
 from echelon.launch.sagemaker.kept_data import open_kept
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 
 TEXT = "".join(f"{number} and {number} make {2 * number}.\n" for number in range(300))
 

@@ -15,7 +15,8 @@ from echelon.launch.sagemaker import container, enter, secrets_manager
 from echelon.launch.sagemaker.launcher import SageMakerLauncher
 from echelon.launch.sagemaker.secrets_manager import read_secrets
 from echelon.launch.secrets import refuse_secrets
-from echelon.recipe import find_secret_keys, load_recipe, render_recipe
+from echelon.recipe.load import load_recipe
+from echelon.recipe.render import find_secret_keys, render_recipe
 from object_server import ObjectServer
 from sagemaker_jobs import make_job
 

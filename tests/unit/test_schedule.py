@@ -3,8 +3,9 @@
 import pytest
 
 from echelon.errors import ConfigError
-from echelon.recipe import OptimConfig, render_recipe
+from echelon.recipe import OptimConfig
 from echelon.recipe.batches import constant_batch, ramp_batch
+from echelon.recipe.render import render_recipe
 from echelon.recipe.schedule import build_schedule, find_fault, find_warmup, render_schedule
 from recipe_samples import SMALL, load_text
 

@@ -13,7 +13,7 @@ from echelon.errors import ConfigError, LaunchError
 from echelon.launch.job import JobRecord, JobSpec
 from echelon.launch.slurm import SlurmLauncher
 from echelon.launch.slurm_script import format_time, render_array
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 
 GOLDEN = Path(__file__).parent / "golden"
 RECIPE = """

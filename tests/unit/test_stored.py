@@ -18,7 +18,7 @@ from echelon.data.tokenizer import load_tokenizer
 from echelon.errors import CheckpointError, ConfigError, DataError
 from echelon.launch.job_logs import Log
 from echelon.model.build import load_config
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from echelon.recipe.render import render_recipe
 from echelon.runs.opening import open_run
 from echelon.runs.run_folder import RunFolder
@@ -93,7 +93,8 @@ def test_a_pipe_from_the_shell_is_read(tmp_path):
     """`echelon plan <(command)`: the user has opened that pipe."""
     write_recipe(tmp_path)
     code = (
-        "from pathlib import Path; from echelon.recipe import load_recipe; import sys; load_recipe(Path(sys.argv[1]))"
+        "import sys; from pathlib import Path; from echelon.recipe.load import load_recipe; "
+        "load_recipe(Path(sys.argv[1]))"
     )
     line = f"{sys.executable} -c '{code}' <(sleep 0.2; cat recipe.json)"
     done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=120)

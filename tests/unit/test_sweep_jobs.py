@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from echelon.errors import ConfigError, LaunchError
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from echelon.sweep import conduct
 from echelon.sweep.conduct import check_sweep, run_sweep, share_slots
 from echelon.sweep.conductor import StopWord

@@ -9,7 +9,7 @@ import pytest
 
 from echelon.errors import ConfigError
 from echelon.launch.job import JobRecord, JobSpec, JobStatus, Submitted
-from echelon.recipe import load_recipe
+from echelon.recipe.load import load_recipe
 from echelon.sweep import conduct as session
 from echelon.sweep.conduct import check_sweep
 from echelon.sweep.conductor import Ending, StopWord

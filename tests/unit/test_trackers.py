@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from echelon.errors import ConfigError
-from echelon.recipe import render_recipe
+from echelon.recipe.render import render_recipe
 from echelon.reporting.trackers import check_trackers
 from echelon.runs.run_folder import RunFolder
 from recipe_samples import SMALL, load_text

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.recipe import Overrides, Recipe, build_recipe
-from echelon.recipe import load_recipe as load_recipe_file
+from echelon.recipe import Recipe
+from echelon.recipe.load import Overrides, build_recipe
+from echelon.recipe.load import load_recipe as load_recipe_file
 from echelon.recipe.render import recipe_mapping
 from echelon.redaction import redact_text
 

@@ -43,7 +43,7 @@ class Run:
     @property
     def recipe(self) -> "Recipe":
         """The recipe as run, with all defaults, without secrets."""
-        from echelon.recipe import load_recipe
+        from echelon.recipe.load import load_recipe
 
         return load_recipe(self._folder.recipe_path)[0]
 

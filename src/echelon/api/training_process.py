@@ -33,7 +33,8 @@ from echelon.errors import (
 )
 from echelon.lifecycle.early_checks import check_early
 from echelon.logs import keep_console, keep_line, log_to_console
-from echelon.recipe import Recipe, build_recipe
+from echelon.recipe import Recipe
+from echelon.recipe.load import build_recipe
 from echelon.recipe.render import recipe_mapping
 from echelon.scratch import scratch_folder
 from echelon.stopping import BEFORE_TRAINING, start_watchdog, stops_told

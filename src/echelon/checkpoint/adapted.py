@@ -24,7 +24,8 @@ from echelon.model.hub import fetch_models, find_commits, read_commits, with_cop
 from echelon.model.model_folder import run_model_dir
 from echelon.model.pissa import PrincipalParts, lora_layers
 from echelon.planner.plan import load_plan
-from echelon.recipe import Recipe, load_recipe
+from echelon.recipe import Recipe
+from echelon.recipe.load import load_recipe
 from echelon.run_files import RunFiles, is_run, require_model
 from echelon.stored import read_json
 

@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 
 from echelon.model.hub import is_hub_name
-from echelon.recipe import AdapterConfig, Recipe, load_recipe
+from echelon.recipe import AdapterConfig, Recipe
+from echelon.recipe.load import load_recipe
 from echelon.run_files import RunFiles, is_run
 from echelon.stored import read_as, read_json, read_text
 

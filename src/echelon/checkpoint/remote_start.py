@@ -18,7 +18,10 @@ from echelon.checkpoint.remote import BUNDLE, Owner, RemoteCheckpoint, RemoteRun
 from echelon.checkpoint.upload import Uploader
 from echelon.checksums import find_faults, list_files
 from echelon.errors import CheckpointError, ConfigError, EchelonError, explain_storage_error
-from echelon.recipe import Recipe, blocking_differences, load_recipe, render_recipe
+from echelon.recipe import Recipe
+from echelon.recipe.difference import blocking_differences
+from echelon.recipe.load import load_recipe
+from echelon.recipe.render import render_recipe
 from echelon.runs.run_folder import RunFolder
 from echelon.sizes import render_bytes
 from echelon.stored import sync_path

@@ -54,7 +54,7 @@ def read_recipe(path: Path, overrides: list[str] | None, quiet: bool = False) ->
     """Read the recipe and log its notes."""
     from echelon.extensions import find_from_here
     from echelon.lifecycle.extension_checks import list_extensions
-    from echelon.recipe import load_recipe
+    from echelon.recipe.load import load_recipe
 
     recipe, notes = load_recipe(path, overrides or [])
     find_from_here(each.name for each in list_extensions(recipe))

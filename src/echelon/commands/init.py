@@ -25,7 +25,7 @@ def init(
     ] = None,
 ) -> None:
     """Write a recipe to start from. By default a small one; or one for a number of parameters and tokens."""
-    from echelon.recipe import render_starter
+    from echelon.recipe.starter import render_starter
 
     if path.exists():
         raise ConfigError(f"{path} already exists; give another file, or remove it.")

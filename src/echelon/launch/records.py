@@ -9,7 +9,8 @@ from pathlib import Path
 from echelon.errors import ConfigError
 from echelon.launch.job import JobRecord, JobSpec, Launcher, Submitted
 from echelon.launch.targets import TARGETS
-from echelon.recipe import Recipe, render_recipe
+from echelon.recipe import Recipe
+from echelon.recipe.render import render_recipe
 from echelon.runs.overview import RUNS, find_newest_runs
 from echelon.runs.run_folder import OWNER_ONLY
 from echelon.stored import read_json, write_json, write_text

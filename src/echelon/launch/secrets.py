@@ -1,8 +1,9 @@
 """Refuse secrets in launched recipes: they are stored in plain text, on this machine and at the target."""
 
 from echelon.errors import ConfigError
-from echelon.recipe import Recipe, find_secret_keys
+from echelon.recipe import Recipe
 from echelon.recipe.launching import Target
+from echelon.recipe.render import find_secret_keys
 
 # How to pass a secret to the processes of each target without submitting it.
 _WAYS: dict[Target, str] = {

@@ -16,8 +16,9 @@ from echelon.errors import ConfigError, EchelonError, PlanError
 from echelon.planner.memory import StoredBytes
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe import Recipe, render_recipe
+from echelon.recipe import Recipe
 from echelon.recipe.load import build_recipe
+from echelon.recipe.render import render_recipe
 
 _MARK = "built: "
 _AT_ONCE = 2

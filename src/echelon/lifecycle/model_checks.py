@@ -17,8 +17,9 @@ from echelon.model.model_folder import check_unquantized, find_model_dir
 from echelon.planner.families import FAMILIES
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.shape import build_shape, resolve_vocab_size
-from echelon.recipe import AdapterConfig, Recipe, TrainedTokenizerConfig, load_recipe
+from echelon.recipe import AdapterConfig, Recipe, TrainedTokenizerConfig
 from echelon.recipe.engines import ENGINES, NATIVE
+from echelon.recipe.load import load_recipe
 from echelon.reporting.trackers import check_trackers
 from echelon.run_files import is_run
 from echelon.runs.run_folder import RunFolder

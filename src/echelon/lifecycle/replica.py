@@ -20,7 +20,8 @@ from echelon.lifecycle.conducting import conduct
 from echelon.lifecycle.view_group import ViewMembership, form_alone, join_board, leave_group
 from echelon.planner.plan import ParallelPlan, load_plan
 from echelon.planner.replica_limits import resize
-from echelon.recipe import Recipe, load_recipe
+from echelon.recipe import Recipe
+from echelon.recipe.load import load_recipe
 from echelon.reporting.recovery import RecoveryWatch
 from echelon.runs.run_folder import RunFolder
 from echelon.stopping import StopRequest

@@ -27,7 +27,8 @@ from echelon.planner.memory import describe_checkpoint, estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan, load_plan
 from echelon.planner.shape import build_shape
-from echelon.recipe import Recipe, find_secret_keys, render_recipe
+from echelon.recipe import Recipe
+from echelon.recipe.render import find_secret_keys, render_recipe
 from echelon.recipe.schedule import build_schedule, find_fault, find_warmup, render_schedule
 from echelon.reporting.trackers import catch_up, check_trackers
 from echelon.runs.cost import check_budget, describe_cost, find_price_here, forget_damaged_spending, refuse_used_up

@@ -172,7 +172,7 @@ def run_replica(folder: RunFolder, stop: StopRequest, member: str, output: "Outp
     `member`: the name of this start of the replica.
     """
     with OutcomeReport(folder, find_place().rank) as ending:
-        from echelon.recipe import load_recipe
+        from echelon.recipe.load import load_recipe
 
         keep_freed_memory()
         _check_gpus(folder)
@@ -191,7 +191,7 @@ def run_replica(folder: RunFolder, stop: StopRequest, member: str, output: "Outp
 def _check_gpus(folder: RunFolder) -> None:
     """Raise ConfigError if GPUs that the job asked for are missing now: some may have failed since the last start."""
     if is_managed() and (needed := find_needed()) is not None:  # other ranks have checked it already
-        from echelon.recipe import load_recipe
+        from echelon.recipe.load import load_recipe
 
         check_gpus(needed, load_recipe(folder.recipe_path)[0].train.allow_cpu)
 
@@ -271,7 +271,7 @@ def load_agreed_run(folder: RunFolder, runtime: Runtime) -> "tuple[Recipe, Paral
 
     from echelon.lifecycle.setup import digest_run
     from echelon.planner.plan import load_plan
-    from echelon.recipe import load_recipe
+    from echelon.recipe.load import load_recipe
 
     mine = torch.tensor([digest_run(folder)], dtype=torch.int64, device=runtime.device)
     everyone = [torch.zeros_like(mine) for _ in range(runtime.world_size)]

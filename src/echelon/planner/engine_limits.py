@@ -22,7 +22,7 @@ def find_row(recipe: "Recipe") -> EngineRow:
 
 def with_engine(recipe: "Recipe", name: str) -> "Recipe":
     """The recipe with another engine, without the settings of other engines. Raises ConfigError if it cannot run it."""
-    from echelon.recipe import build_recipe
+    from echelon.recipe.load import build_recipe
     from echelon.recipe.render import recipe_mapping
 
     mapping = recipe_mapping(recipe)

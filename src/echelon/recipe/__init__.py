@@ -1,6 +1,5 @@
-"""The recipe of a run, as a frozen value: loading, checking, rendering and comparing it."""
+"""The recipe of a run, as a frozen value. `load`, `render` and `difference` read, write and compare recipes."""
 
-from echelon.recipe.difference import RESUMABLE, Difference, blocking_differences, diff_recipes
 from echelon.recipe.document import Recipe
 from echelon.recipe.inputs import (
     AdapterConfig,
@@ -13,7 +12,6 @@ from echelon.recipe.inputs import (
     TrainTokenizerConfig,
 )
 from echelon.recipe.launching import LaunchConfig
-from echelon.recipe.load import Overrides, build_recipe, load_recipe
 from echelon.recipe.operation import (
     BudgetConfig,
     CheckpointConfig,
@@ -22,21 +20,15 @@ from echelon.recipe.operation import (
     MlflowConfig,
     WandbConfig,
 )
-from echelon.recipe.reference import render_recipe_reference
-from echelon.recipe.render import find_secret_keys, render_recipe
-from echelon.recipe.schema import recipe_json_schema
-from echelon.recipe.starter import render_starter
 from echelon.recipe.synchronization import SyncConfig
 from echelon.recipe.training import BatchRampConfig, OptimConfig, ParallelConfig, TrainConfig
 
 __all__ = [
-    "RESUMABLE",
     "AdapterConfig",
     "BatchRampConfig",
     "BudgetConfig",
     "CheckpointConfig",
     "DataConfig",
-    "Difference",
     "EvaluateConfig",
     "FaultConfig",
     "LaunchConfig",
@@ -44,7 +36,6 @@ __all__ = [
     "ModelConfig",
     "ObjectiveConfig",
     "OptimConfig",
-    "Overrides",
     "ParallelConfig",
     "Recipe",
     "RunConfig",
@@ -54,13 +45,4 @@ __all__ = [
     "TrainTokenizerConfig",
     "TrainedTokenizerConfig",
     "WandbConfig",
-    "blocking_differences",
-    "build_recipe",
-    "diff_recipes",
-    "find_secret_keys",
-    "load_recipe",
-    "recipe_json_schema",
-    "render_recipe",
-    "render_recipe_reference",
-    "render_starter",
 ]

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from echelon.errors import ConfigError
-from echelon.recipe import Difference, Recipe, blocking_differences, diff_recipes, load_recipe
-from echelon.recipe.difference import LENGTH_KEYS
+from echelon.recipe import Recipe
+from echelon.recipe.difference import LENGTH_KEYS, Difference, blocking_differences, diff_recipes
+from echelon.recipe.load import load_recipe
 from echelon.run_files import list_directory
 from echelon.runs.run_folder import FILES, FOLDERS, TEMPORARY, RunFolder
 from echelon.sizes import render_bytes

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.recipe import Recipe, render_recipe
+from echelon.recipe import Recipe
+from echelon.recipe.render import render_recipe
 from echelon.recipe.yaml_text import render_inline
 from echelon.runs.wall_time import render_duration
 from echelon.stored import write_json, write_text

@@ -8,8 +8,10 @@ from echelon.errors import ConfigError
 from echelon.file_lock import FileLock, describe_mark
 from echelon.launch.job import JobRecord
 from echelon.launch.records import read_job
-from echelon.recipe import Recipe, diff_recipes, load_recipe, render_recipe
-from echelon.recipe.render import plain_value
+from echelon.recipe import Recipe
+from echelon.recipe.difference import diff_recipes
+from echelon.recipe.load import load_recipe
+from echelon.recipe.render import plain_value, render_recipe
 from echelon.recipe.yaml_text import parse_yaml, render_yaml, show_value
 from echelon.redaction import redact
 from echelon.runs.run_folder import OWNER_ONLY

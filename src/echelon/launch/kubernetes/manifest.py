@@ -22,7 +22,7 @@ from echelon.launch.kubernetes.pod import (
     patch_template,
 )
 from echelon.launch.patch import merge_patch
-from echelon.recipe import render_recipe
+from echelon.recipe.render import render_recipe
 from echelon.recipe.yaml_text import render_documents
 
 # A patch of a TrainJob's runtime names its manager.

@@ -29,7 +29,8 @@ from echelon.hardware.job_machines import count_asked_gpus
 from echelon.launch.sagemaker.kept_data import find_large_disk, open_kept
 from echelon.launch.sagemaker.secrets_manager import hide_values, read_secrets
 from echelon.logs import log_to_console
-from echelon.recipe import Recipe, RunConfig, load_recipe
+from echelon.recipe import Recipe, RunConfig
+from echelon.recipe.load import load_recipe
 from echelon.runs.run_folder import RunFolder
 from echelon.sizes import render_bytes
 from echelon.stopping import STOP_SIGNALS

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from echelon.errors import MissingSettingError
 from echelon.launch.job import JobRecord, JobSpec, JobStatus, Submitted
 from echelon.launch.sagemaker.request import Submission, build_submission, find_run_uri
-from echelon.recipe import render_recipe
+from echelon.recipe.render import render_recipe
 from echelon.runs.run_folder import FILES
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from echelon.launch.job import JobSpec
 from echelon.launch.sagemaker import source_bundle as bundle
 from echelon.launch.sagemaker import wheels
 from echelon.launch.shell import needs_shell
-from echelon.recipe import Recipe, SourceConfig, render_recipe
+from echelon.recipe import Recipe, SourceConfig
 from echelon.recipe.inputs import is_template
 from echelon.recipe.launching import FileSystemConfig
-from echelon.recipe.render import plain_value, recipe_mapping
+from echelon.recipe.render import plain_value, recipe_mapping, render_recipe
 
 DATA_DIR = PurePosixPath("/opt/ml/input/data")
 CHECKPOINT_DIR = PurePosixPath("/opt/ml/checkpoints")
