@@ -55,7 +55,7 @@ class Echelon:
     def step(self):
         started = time.perf_counter()
         self.trainer.train_step(self.step_number)
-        if self.trainer.train_step.device.type == "cuda":
+        if self.trainer.train_step.learner.device.type == "cuda":
             torch.cuda.synchronize()
         self.step_number += 1
         return time.perf_counter() - started
@@ -66,7 +66,7 @@ class Echelon:
     def save(self, asynchronous):
         self.store._asynchronous = asynchronous
         started = time.perf_counter()
-        self.store.save(self.step_number, self.trainer.train_step.engine.state_dict(), self.state)
+        self.store.save(self.step_number, self.trainer.train_step.learner.engine.state_dict(), self.state)
         return time.perf_counter() - started
 
     def save_asynchronously(self):
@@ -142,7 +142,7 @@ def main():
             (ours.save_asynchronously(), ours.save_synchronously(), save_with_peer(peer))
             for _ in range(arguments.rounds)
         ]
-        num_parameters = sum(each.numel() for each in trainer.train_step.engine.weights().values())
+        num_parameters = sum(each.numel() for each in trainer.train_step.learner.engine.weights().values())
         num_bytes = sum(path.stat().st_size for path in prepared.folder.checkpoints_dir.rglob("*.distcp"))
         trainer.train_step.loader.close()
         trainer.saver.store.close()

@@ -1,7 +1,7 @@
 """echelon trains language models across processes, GPUs and machines: Recipe -> Plan -> Run.
 
-The commands as functions, and a run folder as an object: see docs/python.md. They are imported on first access, so
-`import echelon` is fast and does not import torch.
+The commands as functions, a run folder as an object (docs/python.md), and one rank as a library (docs/library.md). They
+are imported on first access, so `import echelon` is fast and does not import torch.
 """
 
 from importlib import import_module
@@ -13,27 +13,29 @@ if TYPE_CHECKING:
     from echelon.api.recipes import load_recipe
     from echelon.api.run import Run
     from echelon.api.training_process import train
+    from echelon.learn.learner import Learner
 
 __version__ = "0.1.0"
 
-__all__ = ["Run", "chat", "evaluate", "export", "generate", "load_recipe", "plan", "train"]
+__all__ = ["Learner", "Run", "chat", "evaluate", "export", "generate", "load_recipe", "plan", "train"]
 
 _PLACES = {
-    "Run": "run",
-    "chat": "models",
-    "evaluate": "models",
-    "export": "models",
-    "generate": "models",
-    "load_recipe": "recipes",
-    "plan": "planning",
-    "train": "training_process",
+    "Learner": "learn.learner",
+    "Run": "api.run",
+    "chat": "api.models",
+    "evaluate": "api.models",
+    "export": "api.models",
+    "generate": "api.models",
+    "load_recipe": "api.recipes",
+    "plan": "api.planning",
+    "train": "api.training_process",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"echelon.api.{_PLACES[name]}"), name)
+    value = getattr(import_module(f"echelon.{_PLACES[name]}"), name)
     globals()[name] = value
     return value
 

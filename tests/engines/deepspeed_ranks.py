@@ -36,7 +36,7 @@ def train_in_fp16(rank, world_size, path, plan):
 def measure_state(rank, world_size, path, plan):
     """The bytes of this rank's optimizer state and master weights, and those of the model's parameters."""
     with masked_trainer(rank, world_size, path, plan) as trainer:
-        engine = trainer.train_step.engine
+        engine = trainer.train_step.learner.engine
         optimizer, partitions = engine._zero.optimizer, engine._partitions
         moments = sum(
             each.nbytes for flat in partitions.flats for each in optimizer.state[flat].values() if torch.is_tensor(each)
@@ -51,7 +51,7 @@ def logits_of(rank, world_size, path, plan, ids):
     """Train a rank; the logits of its live model after the last of some ids, on every rank."""
     with masked_trainer(rank, world_size, path, plan) as trainer:
         trainer.fit()
-        with trainer.train_step.engine.evaluation(CausalLM()) as evaluation:
+        with trainer.train_step.learner.engine.evaluation(CausalLM()) as evaluation:
             logits = evaluation.next_token_logits(torch.tensor([ids]), torch.tensor([len(ids) - 1]))
         assert Path(path).exists()
         return logits.tolist()

@@ -261,7 +261,7 @@ class RunFolderFiles:
         assert not list(self.folder.outcomes_dir.iterdir())
         trainer = build_trainer(self._longer, prepared.plan, self.folder, self._stored.runtime, "eager")
         try:
-            found = {name: digest(tensor) for name, tensor in trainer.train_step.engine.state_dict().items()}
+            found = {name: digest(tensor) for name, tensor in trainer.train_step.learner.engine.state_dict().items()}
             state = {key: value for key, value in asdict(trainer.state).items() if key != "suppressed"}
             trainer.accounting.goodput.describe()
             return {"state": digest(state), **found}

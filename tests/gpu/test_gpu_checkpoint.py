@@ -62,5 +62,5 @@ def test_another_plan_resumes_with_the_same_curve(gpu, text, tmp_path, first, se
 def test_a_checkpoint_of_the_gpu_loads_on_the_host(gpu, text, tmp_path):
     with trainer_on_gpu(Case(), gpu, tmp_path, text, steps=4) as trainer:
         trainer.fit()
-        live = {name: value.cpu() for name, value in trainer.train_step.engine.state_dict().items()}
+        live = {name: value.cpu() for name, value in trainer.train_step.learner.engine.state_dict().items()}
     assert equal_tensors(tensors_of(tmp_path / "run", step=4), live)

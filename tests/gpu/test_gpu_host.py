@@ -64,20 +64,20 @@ def test_a_bad_step_is_skipped_on_the_device(gpu, text, tmp_path, forbidden):
     """With a non-finite gradient, weights, moments and step counts are unchanged, without host synchronization."""
     with trainer_on_gpu(Case(), gpu, tmp_path, text, steps=8) as trainer:
         trainer.train_step(0)
-        before = {name: value.clone() for name, value in trainer.train_step.engine.state_dict().items()}
-        forward_backward = trainer.train_step.engine.forward_backward
+        before = {name: value.clone() for name, value in trainer.train_step.learner.engine.state_dict().items()}
+        forward_backward = trainer.train_step.learner.engine.forward_backward
 
         def poisoned(*arguments):
             loss = forward_backward(*arguments)
-            next(trainer.train_step.engine._decoder.parameters()).grad.fill_(float("inf"))
+            next(trainer.train_step.learner.engine._decoder.parameters()).grad.fill_(float("inf"))
             return loss
 
-        trainer.train_step.engine.forward_backward = poisoned
+        trainer.train_step.learner.engine.forward_backward = poisoned
         forbidden(True)
         pending = trainer.train_step(1)
         forbidden(False)
         assert not pending.record.verdict.commit.item()
-        after = trainer.train_step.engine.state_dict()
+        after = trainer.train_step.learner.engine.state_dict()
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
 

@@ -110,8 +110,8 @@ def test_offloading_keeps_the_training_state_on_the_host(gpu, text, tmp_path):
             trainer.train_step(0)
             torch.cuda.synchronize()
             peaks[name] = torch.cuda.max_memory_allocated() - before
-            where = {key: value.device.type for key, value in trainer.train_step.engine.state_dict().items()}
-            decoder = trainer.train_step.engine._decoder
+            where = {key: value.device.type for key, value in trainer.train_step.learner.engine.state_dict().items()}
+            decoder = trainer.train_step.learner.engine._decoder
             assert set(where.values()) == {"cpu" if name == "offloaded" else "cuda"}
             assert {buffer.device.type for buffer in decoder.buffers()} == {"cuda"}
             if name == "offloaded":

@@ -9,7 +9,7 @@ import numpy as np
 
 from echelon.data.prepare import PreparedData
 from echelon.data.shards import NO_LABEL, Samples
-from echelon.lifecycle import assemble
+from echelon.lifecycle import run_learner
 from echelon.planner.plan import ParallelPlan
 from training import train_rank
 from workers import WorkerPool
@@ -54,9 +54,11 @@ def packed_samples(kind: str) -> AbstractContextManager[Any]:
     """Makes a trainer that is built inside see its text as `packed` or as `pairs`; an empty kind changes nothing."""
     if not kind:
         return nullcontext()
-    opened = assemble.open_prepared
+    opened = run_learner.open_prepared
 
-    return mock.patch.object(assemble, "open_prepared", lambda *args, **options: pack(opened(*args, **options), kind))
+    return mock.patch.object(
+        run_learner, "open_prepared", lambda *args, **options: pack(opened(*args, **options), kind)
+    )
 
 
 def train_packed(rank: int, world_size: int, path: str, plan: ParallelPlan, kind: str, *rest: Any) -> None:

@@ -25,7 +25,7 @@ def train_journaled(rank, world_size, path, plan, delays):
     All ranks pull before the first one pushes. `delays`: seconds that a rank sleeps in every share.
     """
     with masked_trainer(rank, world_size, path, plan) as trainer:
-        engine, server = trainer.train_step.engine, trainer.train_step.sync.server
+        engine, server = trainer.train_step.learner.engine, trainer.train_step.sync.server
         if server is not None:
             server.journal = []
         forward_backward, calls = engine.forward_backward, []

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from echelon.distributed.mesh import build_mesh
+from echelon.learn.learner import Targets
 from echelon.planner.plan import ParallelPlan
 from echelon.training.bad_steps import Verdict
 from echelon.training.gpu_meter import GpuLoad
-from echelon.training.metrics import Measured, PendingMetrics, StepRecord, Targets
+from echelon.training.metrics import Measured, PendingMetrics, StepRecord
 
 pytestmark = pytest.mark.dist
 

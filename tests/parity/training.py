@@ -23,6 +23,7 @@ from echelon.data.shards import NO_LABEL, Samples
 from echelon.distributed.mesh import Meshes
 from echelon.distributed.runtime import Runtime
 from echelon.hardware.accelerators import Accelerator, Cluster
+from echelon.learn.learner import Targets
 from echelon.lifecycle.assemble import build_trainer
 from echelon.model.context_attention import divided_inputs
 from echelon.model.router import RouterLoss
@@ -36,7 +37,6 @@ from echelon.recipe.load import load_recipe
 from echelon.recipe.render import render_recipe
 from echelon.runs.run_folder import RunFolder
 from echelon.stored import write_json
-from echelon.training.metrics import Targets
 from echelon.training.trainer import Trainer
 from families import small_config
 from workers import WorkerPool
@@ -251,14 +251,16 @@ def train_rank(
             stack.enter_context(patch)
         trainer = stack.enter_context(masked_trainer(rank, world_size, path, plan, mutation, backend))
         if mutation == "local count":
-            trainer.train_step.count_targets = lambda batch: local_count(trainer, batch)
+            trainer.train_step.learner.count_targets = lambda batch, loss: local_count(trainer, batch)
         trainer.num_steps = stop_at or trainer.num_steps
         trainer.fit()
 
 
 def local_count(trainer: Any, batch: Any) -> Targets:
     """The classic mistake: each rank divides by its own targets, scaled so that equal counts would hide it."""
-    own = torch.stack([trainer.train_step.objective.count(microbatch) for microbatch in batch.microbatches]).sum()
+    own = torch.stack(
+        [trainer.train_step.learner.objective.count(microbatch) for microbatch in batch.microbatches]
+    ).sum()
     return Targets(own, own * dist.get_world_size())
 
 

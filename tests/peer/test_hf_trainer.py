@@ -40,14 +40,14 @@ def train_rank(rank, world_size, path, plan):
     runtime = Runtime(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     trainer = build_trainer(recipe, plan, RunFolder(Path(recipe.run.dir)), runtime)
     if recipe.adapter.is_adapter:
-        content = trainer.train_step.engine.describe_adapter()
+        content = trainer.train_step.learner.engine.describe_adapter()
         if rank == 0:
             run = RunFolder(Path(recipe.run.dir))
             write_adapter(run.path / "first", content, None, run.model_dir, "")
     trainer.fit()
     trainer.train_step.loader.close()
     trainer.saver.store.close()
-    return settings(trainer.train_step.engine._optimizer)
+    return settings(trainer.train_step.learner.engine._optimizer)
 
 
 def run_echelon(workers, row, folder, text):

@@ -7,7 +7,7 @@ import torch
 
 from echelon.engines import Rehearsal
 from echelon.errors import PlanError, is_out_of_memory
-from echelon.lifecycle.fitting import build_rehearsed
+from echelon.learn.micro_batch import build_rehearsed
 from echelon.planner.memory import MemoryParts
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe

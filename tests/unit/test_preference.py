@@ -13,7 +13,7 @@ from echelon.data.loader import Microbatch, Padding, build_microbatch, positions
 from echelon.data.shards import Samples
 from echelon.errors import ConfigError
 from echelon.hardware.accelerators import Cluster
-from echelon.inference.evaluate import EvalResults, build_result, count_labels
+from echelon.learn.evaluation import EvalResults, build_result, count_labels
 from echelon.lifecycle.setup import prepare_run
 from echelon.model.parts import find_layers
 from echelon.model.router import RouterTap, choose_router_loss

@@ -82,6 +82,10 @@ class Evaluation(Protocol):
         """Return the summed loss of a held-out microbatch and the objective's measures: `Objective.evaluation_sums`."""
         ...
 
+    def log_probabilities(self, microbatch: Microbatch) -> Tensor:
+        """Return the log-probability of each label of a microbatch on this rank: [batch, seq], fp32, 0 for none."""
+        ...
+
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
         """Return fp32 logits [batch, vocabulary] of the token after position `places` [batch] of ids [batch, seq]."""
         ...

@@ -291,6 +291,10 @@ class ModuleEvaluation:
         """See Evaluation."""
         return self._module(microbatch, self._objective.evaluation_sums)
 
+    def log_probabilities(self, microbatch: Microbatch) -> Tensor:
+        """See Evaluation."""
+        return self._module(microbatch, lambda outputs, batch: outputs.log_probabilities(batch.labels))
+
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
         """See Evaluation."""
         # Right padding: attention is causal, so no token sees it.

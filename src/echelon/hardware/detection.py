@@ -42,13 +42,13 @@ def detect_cluster(num_processes: int) -> Cluster:
         raise ConfigError(
             f"--nproc {num_processes} is more than the {visible} GPUs of this machine; use --nproc {visible} or less."
         )
-    return _describe_cluster(num_processes, num_processes)
+    return describe_cluster(num_processes, num_processes)
 
 
 def detect_launched_cluster() -> Cluster:
     """The hardware under another launcher: machines like this one, as many as the world size needs."""
     place = find_place()
-    return _describe_cluster(place.world_size, min(place.local_world_size, place.world_size))
+    return describe_cluster(place.world_size, min(place.local_world_size, place.world_size))
 
 
 def find_calibrated_cpu() -> Calibration | None:
@@ -91,7 +91,8 @@ def use_calibration(cluster: Cluster) -> Cluster:
     return replace(cluster, links=links, calibration=known)
 
 
-def _describe_cluster(num_devices: int, devices_per_node: int) -> Cluster:
+def describe_cluster(num_devices: int, devices_per_node: int) -> Cluster:
+    """Machines like this one, as used by `devices_per_node` processes each."""
     import torch
 
     if torch.cuda.is_available():

@@ -1,222 +1,33 @@
 """Loss on held-out text: during training on all ranks, and by `echelon eval` for a run or an HF folder."""
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from echelon.checkpoint.adapted import read_run_recipe
 from echelon.checkpoint.export import TRAINING
-from echelon.data.loader import LONGEST, Microbatch, Padding, build_microbatch, set_width
+from echelon.data.loader import Microbatch
 from echelon.data.prepared import ValidationSet
-from echelon.data.shards import Dataset, unigram_entropy
-from echelon.distributed.mesh import Meshes
-from echelon.engines.engine import Evaluation
+from echelon.data.shards import unigram_entropy
 from echelon.errors import ConfigError
 from echelon.inference.held_out import open_held_out, prepare_given
 from echelon.inference.target import find_device, load_first_weights, load_target
 from echelon.inference.team import Host, Team
+from echelon.learn.evaluation import EvalResult, EvalResults, build_result, count_labels, read_in_order
 from echelon.model.traits import find_traits
 from echelon.objectives.causal_lm import CausalLM
-from echelon.objectives.loss import IGNORE
 from echelon.objectives.objective import Objective, build_objective
 from echelon.objectives.outputs import ObjectiveModule
 from echelon.run_files import is_model_folder
 from echelon.scratch import scratch_folder
-from echelon.stopping import StopRequest, agreed_stop
 from echelon.stored import read_json
 
 EVAL_TOKENS = {"cuda": 8192, "cpu": 2048}  # tokens per forward pass of `echelon eval`
-DEFAULT_BATCHES = 200
-ROUNDS_PER_LOOK = 16  # a stop request waits for at most this many microbatches
-
-
-@dataclass(frozen=True)
-class EvalResult:
-    """Mean loss in nats per target token, and derived metrics; for preference pairs, mean loss and rewards per pair."""
-
-    loss: float
-    num_targets: int
-    bytes_per_token: float | None
-    num_pairs: int | None = None
-    reward_accuracy: float | None = None
-    """Fraction of pairs whose chosen answer has the larger reward."""
-    reward_margin: float | None = None
-    """Mean difference between the rewards of the chosen and the rejected answer."""
-
-    @property
-    def count(self) -> int:
-        """The number of terms in the means: target tokens, or pairs."""
-        return self.num_targets if self.num_pairs is None else self.num_pairs
-
-    @property
-    def perplexity(self) -> float | None:
-        """exp(loss); infinite on overflow. None for pairs, whose loss is not per token."""
-        if self.num_pairs is not None:
-            return None
-        return math.exp(self.loss) if self.loss < 700 else math.inf
-
-    @property
-    def bits_per_byte(self) -> float | None:
-        """loss / ln 2 * tokens / bytes, comparable between models with different tokenizers; None if unknown."""
-        if not self.bytes_per_token or self.num_pairs is not None:
-            return None
-        return self.loss / math.log(2) / self.bytes_per_token
-
-    def row(self) -> dict[str, float | int | None]:
-        """Return the result as JSON values."""
-        return {
-            "loss": self.loss,
-            "perplexity": self.perplexity,
-            "bits_per_byte": self.bits_per_byte,
-            "target_tokens": self.num_targets,
-            "pairs": self.num_pairs,
-            "reward_accuracy": self.reward_accuracy,
-            "reward_margin": self.reward_margin,
-        }
-
-
-@dataclass(frozen=True)
-class EvalResults:
-    """The result of each named validation set."""
-
-    sets: dict[str, EvalResult]
-
-    @property
-    def whole(self) -> EvalResult:
-        """The result over all sets as one text: every target token, or pair, counts once."""
-        results = list(self.sets.values())
-        num_targets = sum(each.num_targets for each in results)
-        pairs = [each.num_pairs for each in results if each.num_pairs is not None]
-        sizes = [each.num_targets * each.bytes_per_token for each in results if each.bytes_per_token is not None]
-        known = num_targets > 0 and len(sizes) == len(self.sets)
-        return EvalResult(
-            _mean(results, [each.loss for each in results]) or 0.0,
-            num_targets,
-            sum(sizes) / num_targets if known else None,
-            sum(pairs) if pairs else None,
-            _mean(results, [each.reward_accuracy for each in results]),
-            _mean(results, [each.reward_margin for each in results]),
-        )
-
-    def select(self, name: str | None) -> EvalResult:
-        """Return the result of the set that `evaluate.select_by` names; None for all sets together."""
-        return self.whole if name is None else self.sets[name]
-
-    def row(self, step: int) -> dict[str, Any]:
-        """Return the row for metrics.jsonl."""
-        sets = {name: result.row() for name, result in self.sets.items()}
-        return {"kind": "eval", "step": step, **self.whole.row(), "sets": sets}
-
-
-def _mean(results: Sequence[EvalResult], values: Sequence[float | None]) -> float | None:
-    """Return the mean over the terms of all results; None if one of the values is unknown."""
-    known = [value for value in values if value is not None]
-    if len(known) < len(results):
-        return None
-    counts = [each.count for each in results]
-    return sum(value * count for value, count in zip(known, counts, strict=True)) / max(1, sum(counts))
-
-
-def count_labels(objective: Objective, batch: Microbatch) -> Tensor:
-    """Return a microbatch's number of loss terms and of labels, for the sums of an evaluation; fp64."""
-    return torch.stack([objective.count(batch), (batch.labels != IGNORE).sum()]).double()
-
-
-def build_result(objective: Objective, sums: Sequence[float], bytes_per_token: float | None) -> EvalResult:
-    """Compute the result of a set from its sums: those of `count_labels`, then `Objective.evaluation_sums`."""
-    count, num_labels, *totals = sums
-    loss, *measures = [total / max(1.0, count) for total in totals]
-    pairs = int(count) if objective.unit == "pairs" else None
-    rewards = dict(zip(objective.measures, measures, strict=True))
-    return EvalResult(loss, int(num_labels), bytes_per_token, pairs, **rewards)
-
-
-class Evaluator:
-    """Evaluates the same held-out sequences of every set each time, in order, divided over the ranks.
-
-    Every rank must have the same weights, also those of other replicas: see `Synchronizer.agreed`.
-    """
-
-    def __init__(
-        self,
-        sets: Sequence[ValidationSet],
-        objective: Objective,
-        num_sequences: int,
-        micro_batch_size: int,
-        meshes: Meshes,
-        device: torch.device,
-        padding: Padding = LONGEST,
-    ) -> None:
-        """`num_sequences`: the maximum per set. `padding`: the width of microbatches."""
-        self.stopped_by: str | None = None
-        """The signal that interrupted an evaluation."""
-        self._sets = sets
-        self._objective = objective
-        self._num_sequences = num_sequences
-        self._micro_batch_size = micro_batch_size
-        self._meshes = meshes
-        self._device = device
-        self._padding = padding
-
-    def run(
-        self, evaluation: Evaluation, stop: StopRequest, beat: Callable[[], None] = lambda: None
-    ) -> EvalResults | None:
-        """Evaluate all sets; return None if a rank received a stop request meanwhile (see `stopped_by`).
-
-        `beat` is called before each forward pass.
-        Collective: every rank runs the same number of forward passes, padded with empty rows at the end.
-        """
-        width = 3 + len(self._objective.measures)
-        sums = torch.zeros(len(self._sets), width, dtype=torch.float64, device=self._device)
-        for index, each in enumerate(self._sets):
-            for number, microbatch in enumerate(self._microbatches(each.dataset), start=1):
-                if number % ROUNDS_PER_LOOK == 0:
-                    self.stopped_by = self._agree_to_stop(stop)
-                    if self.stopped_by is not None:
-                        return None
-                beat()
-                sums[index, :2] += count_labels(self._objective, microbatch)
-                sums[index, 2:] += evaluation.sums(microbatch)
-        for group in (self._meshes.loss, self._meshes.outer):
-            if group is not None:
-                dist.all_reduce(sums, group=group)
-        return EvalResults(
-            {
-                each.name: build_result(self._objective, values, each.bytes_per_token)
-                for each, values in zip(self._sets, sums.tolist(), strict=True)
-            }
-        )
-
-    def _agree_to_stop(self, stop: StopRequest) -> str | None:
-        flags = torch.tensor(stop.flags(), dtype=torch.float64, device=self._device)
-        dist.all_reduce(flags, group=self._meshes.everyone)
-        return agreed_stop(flags.tolist())
-
-    def _microbatches(self, dataset: Dataset) -> Iterator[Microbatch]:
-        per_round = self._micro_batch_size * self._meshes.data_size
-        stop = min(self._num_sequences, dataset.num_samples)
-        for first in range(0, stop, per_round):
-            start = first + self._meshes.data_rank * self._micro_batch_size
-            whole = read_in_order(dataset, start, self._micro_batch_size, stop, self._padding)
-            yield whole.cut(self._meshes.sequence_part).to(self._device)
-
-
-def read_in_order(dataset: Dataset, start: int, count: int, stop: int, padding: Padding = LONGEST) -> Microbatch:
-    """Read sequences start..start+count of a dataset; those from `stop` on repeat sequence 0 without targets."""
-    ids = np.arange(start, start + count, dtype=np.int64)
-    inside = ids < stop
-    samples = dataset.read_samples(np.where(inside, ids, 0))
-    samples.labels[~inside] = IGNORE
-    return build_microbatch(set_width(samples, padding=padding), ids, ids, padding)
 
 
 def evaluate_model(

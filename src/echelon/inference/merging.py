@@ -22,10 +22,10 @@ from echelon.checkpoint.folder import checkpoint_of
 from echelon.checkpoint.model_card import render_card
 from echelon.data.shards import NO_LABEL, Dataset
 from echelon.errors import ConfigError, DataError
-from echelon.inference.evaluate import read_in_order
 from echelon.inference.held_out import open_run_text
 from echelon.inference.target import find_device, load_target
 from echelon.inference.team import Host, Team
+from echelon.learn.evaluation import read_in_order
 from echelon.stored import write_json, write_text
 
 logger = logging.getLogger(__name__)

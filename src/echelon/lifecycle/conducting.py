@@ -58,7 +58,7 @@ def conduct(trainer: Trainer, recipe: Recipe, folder: RunFolder, stop: StopReque
     Raises ViewChanged as well, where replicas may be lost: then their group has ended.
     """
     journal, store = trainer.accounting.journal, trainer.saver.store
-    membership = trainer.train_step.meshes.membership
+    membership = trainer.train_step.learner.meshes.membership
 
     def time_left() -> float:
         return stop.seconds_left(recipe.fault.notice_seconds) - _LEAVING_SECONDS
@@ -73,7 +73,7 @@ def conduct(trainer: Trainer, recipe: Recipe, folder: RunFolder, stop: StopReque
         heart.stop()
         if recipe.adapter.is_adapter:
             export_trained(trainer, recipe, folder)
-        measured = trainer.train_step.engine.describe_end()
+        measured = trainer.train_step.learner.engine.describe_end()
         trainer.saver.snapshots.close()
         store.close(time_left)
         if journal is not None:
@@ -120,7 +120,7 @@ def export_trained(trainer: Trainer, recipe: Recipe, folder: RunFolder) -> None:
         CheckpointError: on rank 0, the written weights differ from the trained ones.
     """
     with trainer.train_step.sync.agreed():
-        content = trainer.train_step.engine.describe_adapter()
+        content = trainer.train_step.learner.engine.describe_adapter()
     if dist.get_rank() == 0:
         card = render_card(folder.path, trainer.state.step, is_adapter=True)
         num_bytes = write_adapter(folder.export_dir, content, recipe.model.checkpoint, folder.model_dir, card)

@@ -1,141 +1,34 @@
-"""Rehearses the first step of a run, and halves its micro batch until it fits in memory."""
+"""The plan and the memory that the rehearsal of a run's first step has found, for the run folder."""
 
-import gc
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
-import torch
-
-from echelon.engines import Engine, Rehearsal
-from echelon.errors import PlanError
 from echelon.hardware.accelerators import DeviceKind
-from echelon.planner.memory import MemoryParts, estimate_memory, estimate_parts
-from echelon.planner.model_shape import ModelShape, divisors
+from echelon.learn.learner import Learner
+from echelon.planner.memory import estimate_memory, estimate_parts
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe import Recipe
 from echelon.reporting.journal import Journal
 from echelon.runs.run_folder import RunFolder
 from echelon.stored import read_as, write_json
 
-logger = logging.getLogger(__name__)
 
-_NAMED_RANKS = 4
-
-
-def build_rehearsed(
-    build: Callable[[ParallelPlan], Engine],
-    rehearse: Callable[[Engine, ParallelPlan], Rehearsal],
-    recipe: Recipe,
-    plan: ParallelPlan,
-) -> tuple[Engine, ParallelPlan, MemoryParts | None]:
-    """Return a rehearsed engine, its plan, and the memory that was measured.
-
-    The plan is the given one, or has a smaller micro batch if that was chosen by auto.
-
-    The engine is built anew for each size, because an error leaves `fully_shard` and DDP in an undefined state.
-    Collective: all ranks try the same sizes.
-
-    Args:
-        build: builds the engine of a plan with initial weights.
-        rehearse: runs a step of the plan with an engine, as `Engine.rehearse` does.
-
-    Raises:
-        PlanError: a rank runs out of memory with 1 sequence, or with the micro batch that the recipe sets.
-    """
-    engine, fitting, first_short = build(plan), plan, ""
-    while (rehearsal := rehearse(engine, fitting)).short:
-        first_short = first_short or _name_ranks(rehearsal.short, plan.world_size)
-        if fitting.micro_batch_size == 1:
-            raise PlanError(_advise(recipe, plan, first_short))
-        del engine
-        _free_memory(plan)
-        fitting = _halve(fitting)
-        engine = build(fitting)
-    if fitting is plan:
-        return engine, plan, rehearsal.memory
-    tried, found = plan.micro_batch_size, fitting.micro_batch_size
-    if recipe.train.micro_batch_size != "auto":
-        raise PlanError(
-            f"train.micro_batch_size={tried}: {first_short} ran out of memory in the rehearsal of a step; set "
-            f"train.micro_batch_size={found}, which fits, or auto."
-        )
-    line = (
-        f"micro_batch_size auto: halved to {found}, because {first_short} ran out of memory with {tried} in the "
-        f"rehearsal of a step; a step has {fitting.num_microbatches} microbatches now"
-    )
-    logger.warning(line)
-    return engine, replace(fitting, why=(*plan.why, line)), rehearsal.memory
-
-
-def pin_plan(
-    folder: RunFolder,
-    planned: ParallelPlan,
-    plan: ParallelPlan,
-    shape: ModelShape,
-    sequence_len: int,
-    device: torch.device,
-) -> None:
+def pin_plan(folder: RunFolder, planned: ParallelPlan, learner: Learner) -> None:
     """Write the plan and its estimate into the run folder if the rehearsal changed it. On rank 0."""
-    if plan == planned:
+    if learner.plan == planned:
         return
-    estimate = estimate_memory(shape, plan, sequence_len, _kind_of(device))
+    estimate = estimate_memory(learner.shape, learner.plan, learner.recipe.data.sequence_len, _kind_of(learner))
     stored = read_as(folder.estimate_path, dict[str, Any])
     write_json(folder.estimate_path, stored | {"memory": asdict(estimate), "seconds": None})
-    write_json(folder.plan_path, plan.to_dict())
+    write_json(folder.plan_path, learner.plan.to_dict())
 
 
-def note_memory(
-    journal: Journal,
-    step: int,
-    plan: ParallelPlan,
-    shape: ModelShape,
-    sequence_len: int,
-    device: torch.device,
-    measured: MemoryParts | None,
-) -> None:
+def note_memory(journal: Journal, step: int, learner: Learner) -> None:
     """Write the measured memory to the journal, if it is known, with what was planned. On rank 0."""
-    if measured is not None:
-        journal.memory(step, estimate_parts(shape, plan, sequence_len, _kind_of(device)), measured)
+    if learner.memory is not None:
+        sequence_len = learner.recipe.data.sequence_len
+        planned = estimate_parts(learner.shape, learner.plan, sequence_len, _kind_of(learner))
+        journal.memory(step, planned, learner.memory)
 
 
-def _kind_of(device: torch.device) -> DeviceKind:
-    return "cuda" if device.type == "cuda" else "cpu"
-
-
-def _halve(plan: ParallelPlan) -> ParallelPlan:
-    """The same global batch with at most half the micro batch: 6 becomes 3, and 3 becomes 1."""
-    size = max(each for each in divisors(plan.micro_batch_size) if 2 * each <= plan.micro_batch_size)
-    return replace(plan, micro_batch_size=size, num_microbatches=plan.num_microbatches * plan.micro_batch_size // size)
-
-
-def _free_memory(plan: ParallelPlan) -> None:
-    if plan.compile:
-        torch.compiler.reset()
-    gc.collect()  # modules and their hooks refer to each other
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def _name_ranks(ranks: Sequence[int], world_size: int) -> str:
-    if len(ranks) == world_size > 1:
-        return "each rank"
-    named = ", ".join(map(str, ranks[:_NAMED_RANKS]))
-    more = f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}{more}"
-
-
-def _advise(recipe: Recipe, plan: ParallelPlan, who: str) -> str:
-    ways = ", ".join((*_find_ways(plan), "use more processes"))
-    return (
-        f"train.micro_batch_size={recipe.train.micro_batch_size}: {who} ran out of memory in the rehearsal of a step, "
-        f"even with a micro batch of 1 sequence; {ways}, or shorten data.sequence_len={recipe.data.sequence_len}."
-    )
-
-
-def _find_ways(plan: ParallelPlan) -> Iterator[str]:
-    if plan.activation_checkpointing != "full" or plan.checkpoint_every > 1:
-        yield "set train.activation_checkpointing=full"
-    if not plan.uses_fully_shard:
-        yield "shard the parameters with parallel=fsdp"
+def _kind_of(learner: Learner) -> DeviceKind:
+    return "cuda" if learner.device.type == "cuda" else "cpu"

@@ -15,8 +15,10 @@ from echelon.distributed.membership import ViewChanged
 from echelon.distributed.mesh import build_mesh
 from echelon.distributed.runtime import Runtime
 from echelon.errors import LaunchError, TrainingError
-from echelon.lifecycle.assemble import Built, assemble, build_engines
+from echelon.learn.learner import Learner
+from echelon.lifecycle.assemble import assemble
 from echelon.lifecycle.conducting import conduct
+from echelon.lifecycle.run_learner import build_run_learner
 from echelon.lifecycle.view_group import ViewMembership, form_alone, join_board, leave_group
 from echelon.planner.plan import ParallelPlan, load_plan
 from echelon.planner.replica_limits import resize
@@ -64,7 +66,7 @@ class Replica:
         """
         recipe, plan = load_recipe(self.folder.recipe_path)[0], load_plan(self.folder.plan_path)
         board, store = join_board()
-        built = self._build(recipe, plan)
+        learner = self._build(recipe, plan)
         board.mark("ready", self.member)
         held, number, num_fruitless = None, -1, 0
         wait = Wait(self.folder, self.stop, recipe.fault.notice_seconds)
@@ -73,7 +75,7 @@ class Replica:
             num_essential = recipe.sync.num_essential
             membership = ViewMembership(board, view, self.member, self.place.world_size, num_essential)
             number, before = view.number, held
-            is_done, held = self._train_in(store, membership, built, held, wait)
+            is_done, held = self._train_in(store, membership, learner, held, wait)
             leave_group()
             if is_done:
                 return
@@ -84,16 +86,16 @@ class Replica:
                     f"the replicas in {self.folder.logs_dir} and {self.folder.events_path} say which were lost."
                 )
             wait.begin(self.build_heart(self._runtime(membership.rank, len(view.members))))
-            built.engine.discard()
+            learner.engine.discard()
 
     def _train_in(
-        self, store: "Store", membership: ViewMembership, built: Built, held: Held | None, wait: "Wait"
+        self, store: "Store", membership: ViewMembership, learner: Learner, held: Held | None, wait: "Wait"
     ) -> tuple[bool, Held | None]:
         """Train in a view; return whether the run has ended, and what this replica holds. Collective."""
         trainer = None
         try:
-            trainer = self._join(store, membership, built, held, wait)
-            conduct(trainer, built.recipe, self.folder, self.stop, trainer.accounting.heart)
+            trainer = self._join(store, membership, learner, held, wait)
+            conduct(trainer, learner.recipe, self.folder, self.stop, trainer.accounting.heart)
             if membership.board.await_end(membership.view, membership.rank == 0):
                 return True, None
         except ViewChanged:
@@ -105,34 +107,35 @@ class Replica:
         trainer.saver.snapshots.drop()
         return False, hold(trainer)
 
-    def _build(self, recipe: Recipe, plan: ParallelPlan) -> Built:
-        """Build the engine, in a process group of this process alone."""
+    def _build(self, recipe: Recipe, plan: ParallelPlan) -> Learner:
+        """Build the learner, in a process group of this process alone."""
         form_alone()
         alone, runtime = resize(plan, 1), self._runtime(0, 1)
         meshes = replace(build_mesh(alone, runtime.device.type), number=self.place.rank)
         is_first = self.member == "0.0"
-        built = build_engines(recipe, alone, self.folder, runtime, meshes, "inductor", is_first)
+        learner = build_run_learner(recipe, alone, self.folder, runtime, meshes, "inductor", is_first)
         leave_group()
-        return built
+        return learner
 
     def _join(
-        self, store: "Store", membership: ViewMembership, built: Built, held: Held | None, wait: "Wait"
+        self, store: "Store", membership: ViewMembership, learner: Learner, held: Held | None, wait: "Wait"
     ) -> Trainer:
         """Form the group of a view and build the trainer in it. Collective. Raises ViewChanged if it ends meanwhile."""
-        size, recipe = len(membership.view.members), built.recipe
+        size, recipe = len(membership.view.members), learner.recipe
         try:
             membership.form_group(store)
             wait.end()
             runtime = self._runtime(membership.rank, size)
-            here = replace(built, plan=resize(built.plan, size))
-            meshes = replace(build_mesh(here.plan, runtime.device.type), membership=membership)
+            plan = resize(learner.plan, size)
+            meshes = replace(build_mesh(plan, runtime.device.type), membership=membership)
             recovery = None
             if membership.rank == 0:
                 self.show()
                 recovery = RecoveryWatch(self.folder)
             heart = self.build_heart(runtime)
             callbacks = build_callbacks(recipe.train.callbacks) if membership.rank == 0 else ()
-            trainer = assemble(here, self.folder, runtime, meshes, recovery, self.stop, heart, callbacks, held)
+            here = replace(learner, plan=plan, meshes=meshes)
+            trainer = assemble(here, self.folder, runtime, recovery, self.stop, heart, callbacks, held)
             dist.barrier()
         except BaseException as error:
             membership.raise_change(error)

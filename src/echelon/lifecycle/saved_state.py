@@ -1,6 +1,7 @@
 """Where the state of a run is saved: its checkpoints and snapshots, and the newest one of them."""
 
 import logging
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -10,11 +11,19 @@ from echelon.checkpoint.store import CheckpointStore
 from echelon.checkpoint.upload import Uploader
 from echelon.distributed.membership import Membership
 from echelon.distributed.runtime import Runtime
+from echelon.learn.learner import Learner
 from echelon.recipe import Recipe
 from echelon.runs.run_folder import RunFolder
 from echelon.supervise.launch_environment import find_host_dir, find_snapshot_dir, shares_files
+from echelon.sync import Synchronizer
+from echelon.training.accounting import Accounting
+from echelon.training.bad_steps import StepJudge
 from echelon.training.contents import RunContents
-from echelon.training.state import SavedState
+from echelon.training.healing import Held, heal
+from echelon.training.interval import SaveInterval
+from echelon.training.rollback import find_suppressed
+from echelon.training.saving import Saver
+from echelon.training.state import SavedState, TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +55,48 @@ def build_snapshots(recipe: Recipe, membership: Membership | None) -> Snapshots:
     """The run's snapshots, if the recipe enables them. Collective."""
     every_steps = recipe.checkpoint.snapshot_every_steps
     return Snapshots(find_snapshot_dir(), every_steps, None if membership is None else membership.new_group)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a run goes on from, and where it is saved."""
+
+    contents: RunContents
+    store: CheckpointStore
+    snapshots: Snapshots
+    state: TrainState
+    saved: SavedState | None
+    """What was loaded; None at the first start."""
+    held: Held | None
+    """What a replica has held since an earlier view of its group; None for a start of the run."""
+
+
+def restore(learner: Learner, sync: Synchronizer, folder: RunFolder, runtime: Runtime, held: Held | None) -> Restored:
+    """Open the store of a run and load the newest checkpoint or snapshot, or the state of a replica. Collective.
+
+    Raises CheckpointError if nothing can be saved, before a step is trained.
+    """
+    recipe, meshes = learner.recipe, learner.meshes
+    contents = RunContents(learner.engine, sync, StepJudge(recipe.fault, learner.device), meshes)
+    store, snapshots = build_store(recipe, folder, meshes.membership), build_snapshots(recipe, meshes.membership)
+    tensors = contents.tensors()
+    store.rehearse(tensors)
+    snapshots.rehearse(tensors)
+    held = None if meshes.membership is None else heal(contents, held)
+    saved = load_newest(store, snapshots, contents, runtime) if held is None else held.saved
+    state = TrainState() if saved is None else saved.train
+    state = state.judged_by(recipe.evaluate.select_by).suppressing(find_suppressed(folder))
+    return Restored(contents, store, snapshots, state, saved, held)
+
+
+def build_saver(learner: Learner, restored: Restored, accounting: Accounting) -> Saver:
+    """Build what saves the run from here on."""
+    recipe, state = learner.recipe, restored.state
+    if accounting.journal is not None and restored.held is None:
+        restored.store.upload_newest(state.step, state.best_step if recipe.checkpoint.keep_best else None)
+    interval = SaveInterval(recipe, learner.data.train.num_samples, learner.plan.world_size, state.step)
+    contents, store, snapshots = restored.contents, restored.store, restored.snapshots
+    return Saver(recipe, contents, store, snapshots, interval, accounting, learner.meshes.everyone)
 
 
 def load_newest(

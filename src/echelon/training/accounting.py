@@ -11,7 +11,7 @@ import torch
 
 from echelon.distributed.stamp import Stamp
 from echelon.distributed.traffic import count_traffic
-from echelon.inference.evaluate import EvalResults
+from echelon.learn.evaluation import EvalResults
 from echelon.reporting.goodput import GoodputTracker
 from echelon.reporting.journal import Journal
 from echelon.training.callbacks import Callback

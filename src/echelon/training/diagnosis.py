@@ -3,13 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor
-
 from echelon.data.loader import StepBatch
 from echelon.distributed.objects import gather_objects
-from echelon.engines.engine import Engine, Finding
-from echelon.objectives.objective import Objective
+from echelon.engines.engine import Finding
+from echelon.learn.learner import Learner
 
 MAX_SAMPLES = 16
 
@@ -56,20 +53,15 @@ class Diagnosis:
         }
 
 
-def diagnose(
-    engine: Engine, batch: StepBatch, num_targets: Tensor, objective: Objective, group: dist.ProcessGroup
-) -> Diagnosis:
-    """Rerun a bad step's batch, one microbatch at a time, with every layer checked. Collective.
-
-    Args:
-        batch: this rank's batch, on its device.
-        num_targets: the number of targets over all ranks.
-    """
+def diagnose(learner: Learner, batch: StepBatch) -> Diagnosis:
+    """Rerun this rank's batch of a bad step, one microbatch at a time, with every layer checked. Collective."""
+    batch = batch.to(learner.device)
+    num_targets = learner.count_targets(batch).shared.clamp(min=1)
     found: list[tuple[Finding | None, list[int]]] = []
     for microbatch in batch.microbatches:
-        finding = engine.find_nonfinite(batch.step, microbatch, num_targets, objective)
+        finding = learner.engine.find_nonfinite(batch.step, microbatch, num_targets, learner.objective)
         found.append((finding, microbatch.sample_ids.tolist()))
-    return _merge(gather_objects(found, group))
+    return _merge(gather_objects(found, learner.meshes.everyone))
 
 
 def _merge(everyone: list[list[tuple[Finding | None, list[int]]]]) -> Diagnosis:

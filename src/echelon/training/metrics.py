@@ -5,7 +5,7 @@ import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,21 +13,13 @@ from torch import Tensor
 
 from echelon.distributed.mesh import AXES, Meshes, start_all_reduce
 from echelon.distributed.stamp import Stamp
+from echelon.learn.learner import Targets
 from echelon.stopping import agreed_stop
 from echelon.training.bad_steps import Verdict
 from echelon.training.gpu_meter import GpuLoad
 
 LIMB_BITS = 16  # a batch hash is reduced as four limbs, whose sums over any number of ranks are exact in fp64
 _NUM_LIMBS = 4
-
-
-class Targets(NamedTuple):
-    """The number of targets of a step, int64 scalars on the device. The loss is divided by `shared`."""
-
-    own: Tensor
-    """On this rank."""
-    shared: Tensor
-    """On all ranks of this replica."""
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,8 @@
 
 from dataclasses import asdict, dataclass
 
-from echelon.distributed.mesh import Meshes
-from echelon.engines import Engine
 from echelon.errors import TrainingError
+from echelon.learn.learner import Learner
 from echelon.stopping import StopRequest
 from echelon.training.accounting import Accounting
 from echelon.training.evaluations import Evaluations
@@ -32,18 +31,23 @@ class Pauses:
 
     Attributes:
         evaluations: None for a run without held-out text.
-        compare_every: interval in steps at which replicas are compared, also before each save; None for never.
-        patience: number of consecutive evaluations without a lower loss that end the run; None for no limit.
     """
 
-    engine: Engine
+    learner: Learner
     saver: Saver
     evaluations: Evaluations | None
     accounting: Accounting
-    meshes: Meshes
     stop: StopRequest
-    compare_every: int | None
-    patience: int | None
+
+    @property
+    def compare_every(self) -> int | None:
+        """The interval in steps at which replicas are compared, also before each save; None for never."""
+        return self.learner.recipe.fault.verify_replicas_every
+
+    @property
+    def patience(self) -> int | None:
+        """The number of consecutive evaluations without a lower loss that end the run; None for no limit."""
+        return self.learner.recipe.evaluate.early_stopping
 
     def agree_on_due(self, done: int, is_last: bool) -> Due:
         """Return what is due after this step, the same on every rank. Must be called once after each step.
@@ -88,7 +92,7 @@ class Pauses:
 
     def _compare_replicas(self, step: int) -> None:
         """Raise TrainingError if replicas have different weights. Collective."""
-        differences = compare_replicas(self.engine.state_dict(), self.meshes)
+        differences = compare_replicas(self.learner.engine.state_dict(), self.learner.meshes)
         if differences:
             self.saver.wait()  # the pending save was compared before it began
             for each in differences:

@@ -1,7 +1,7 @@
 """The trainer: one loop for every method, strategy and engine."""
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from echelon.distributed.membership import ViewChanged
@@ -19,24 +19,30 @@ from echelon.training.training_step import TrainingStep
 
 @dataclass
 class Trainer:
-    """Runs the steps, and the work that is due between them. Every rank must call its methods in the same order.
+    """Runs the steps, and the work that is due between them. Every rank must call its methods in the same order."""
 
-    `owes_pause`: whether the work that is due after the last step may be unfinished; `owes_save`: whether a checkpoint
-    was being written when a group of replicas ended.
-    """
-
-    num_steps: int
     train_step: TrainingStep
     accounting: Accounting
     pauses: Pauses
     saver: Saver
     recovery: Recovery
-    stop: StopRequest
     state: TrainState
     recorder: Recorder
     stragglers: StragglerWatch
-    owes_pause: bool = False
-    owes_save: bool = False
+    num_steps: int = field(init=False)
+    """After how many steps it ends: the run's number, unless a caller shortens it."""
+    owes_pause: bool = field(default=False, init=False)
+    """Whether the work that is due after the last step may be unfinished."""
+    owes_save: bool = field(default=False, init=False)
+    """Whether a checkpoint was being written when a group of replicas ended."""
+
+    def __post_init__(self) -> None:
+        self.num_steps = self.train_step.num_steps
+
+    @property
+    def stop(self) -> StopRequest:
+        """The request to stop that this rank listens to."""
+        return self.train_step.stop
 
     def fit(self) -> TrainState:
         """Train to the last step, or until `evaluate.early_stopping` ends the run. Collective.

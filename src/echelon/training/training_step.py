@@ -1,47 +1,46 @@
 """One optimizer step, without any synchronization between host and device.
 
-The code of a step is in five files: this one, `engines/native.py`, `parallel/step.py`, `objectives/objective.py` and
-`sync/every_step.py`.
+The code of a step is in six files: this one, `learn/learner.py`, `engines/native.py`, `parallel/step.py`,
+`objectives/objective.py` and `sync/every_step.py`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
-import torch
 from torch.profiler import record_function
 
 from echelon.data.feed import Feed
-from echelon.data.loader import StepBatch
-from echelon.distributed.mesh import Meshes, start_all_reduce
-from echelon.engines import Engine
-from echelon.objectives.objective import Objective
-from echelon.recipe.schedule import Schedule
+from echelon.learn.learner import Learner
+from echelon.recipe.schedule import Schedule, build_schedule
 from echelon.stopping import StopRequest
 from echelon.sync import DataShare, Synchronizer
 from echelon.training.bad_steps import StepJudge
 from echelon.training.diagnosis import Diagnosis, diagnose
-from echelon.training.metrics import Measured, PendingMetrics, StepRecord, Targets
+from echelon.training.metrics import Measured, PendingMetrics, StepRecord
 
 
 @dataclass
 class TrainingStep:
-    """Runs a step's microbatches through an engine, and applies the update unless the step is bad. Collective.
+    """Runs a step's microbatches through a learner, and applies the update unless the step is bad. Collective."""
 
-    `num_steps`: those of the run.
-    """
-
-    engine: Engine
-    objective: Objective
+    learner: Learner
     sync: Synchronizer
     judge: StepJudge
-    schedule: Schedule
     loader: Feed
-    meshes: Meshes
-    device: torch.device
-    max_grad_norm: float | None
     stop: StopRequest
-    num_steps: int
     _latest: StepRecord | None = field(default=None, init=False)
+
+    @cached_property
+    def num_steps(self) -> int:
+        """The number of steps of the run."""
+        return self.learner.recipe.num_steps(self.learner.data.train.num_samples)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The learning rate of each step, by its index."""
+        recipe = self.learner.recipe
+        return build_schedule(recipe.optim, self.num_steps, recipe.batches)
 
     def __call__(
         self, step: int, is_suppressed: bool = False, measure: Callable[[], Measured] = Measured
@@ -70,7 +69,7 @@ class TrainingStep:
         for share in self.sync.shares(step):
             part = self._compute(step, share, is_suppressed)
             if self.sync.lag == 0:
-                pending = PendingMetrics(part, self.meshes, measure())
+                pending = PendingMetrics(part, self.learner.meshes, measure())
                 pending.collect()
             with record_function("echelon update"):
                 self.sync.apply(step, part.learning_rate, part.verdict.commit)
@@ -81,7 +80,7 @@ class TrainingStep:
             pending.finish()
             return pending
         self._latest = self._without_share(step) if record is None else record
-        return PendingMetrics(self._latest, self.meshes, measure())
+        return PendingMetrics(self._latest, self.learner.meshes, measure())
 
     def _without_share(self, step: int) -> StepRecord:
         """The record of a step of which this rank read nothing."""
@@ -92,12 +91,11 @@ class TrainingStep:
         """Compute the gradients of a share of the step's batch, clip and judge them."""
         self.loader.reshare(*share)
         with record_function("echelon data"):
-            batch = self.loader.batch(step).to(self.device)
-        targets = self.count_targets(batch)
-        sums = self.engine.forward_backward(step, batch.microbatches, targets.shared.clamp(min=1), self.objective)
+            batch = self.loader.batch(step)
+        sums = self.learner.forward_backward(batch, step=step)
         with record_function("echelon clip"):
-            grad_norm = self.sync.clip(step, targets.shared, self.max_grad_norm)
-        loss_scale = self.engine.loss_scale
+            grad_norm = self.sync.clip(step, sums.num_targets, self.learner.recipe.optim.max_grad_norm)
+        loss_scale = self.learner.engine.loss_scale
         loss_scale = None if loss_scale is None else loss_scale.clone()
         verdict = self.judge(grad_norm, self.sync.should_commit(grad_norm), loss_scale, is_suppressed)
         return StepRecord(
@@ -105,7 +103,7 @@ class TrainingStep:
             loss_sum=sums.loss,
             router_sum=sums.router,
             expert_tokens=sums.expert_tokens,
-            targets=targets,
+            targets=sums.targets,
             grad_norm=grad_norm,
             verdict=verdict,
             loss_scale=loss_scale,
@@ -117,16 +115,6 @@ class TrainingStep:
             stop_flags=self.stop.flags(),
         )
 
-    def count_targets(self, batch: StepBatch) -> Targets:
-        """Count the step's targets over all microbatches, as tensors on the device. Collective."""
-        own = torch.stack([self.objective.count(microbatch) for microbatch in batch.microbatches]).sum()
-        shared = own.clone()
-        if (work := start_all_reduce(shared, self.meshes.loss)) is not None:
-            work.wait()
-        return Targets(own, shared)
-
     def diagnose(self, step: int) -> Diagnosis:
         """Rerun the batch of an earlier step, without applying it, to find non-finite values. Collective."""
-        batch = self.loader.fed(step).to(self.device)
-        num_targets = self.count_targets(batch).shared.clamp(min=1)
-        return diagnose(self.engine, batch, num_targets, self.objective, self.meshes.everyone)
+        return diagnose(self.learner, self.loader.fed(step))

@@ -95,9 +95,13 @@ class Decoder:
 
     def loss_sum(self, hidden: Any, labels: Any) -> Any:
         """Return the summed cross-entropy of labels, int32 [batch, seq], IGNORE where there is no target."""
+        return self._tf.reduce_sum(self.losses(hidden, labels))
+
+    def losses(self, hidden: Any, labels: Any) -> Any:
+        """Return the cross-entropy of each label, fp32 [batch, seq], 0 where there is no target."""
         tf, has_target = self._tf, labels != IGNORE
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.where(has_target, labels, 0), self.logits(hidden))
-        return tf.reduce_sum(tf.where(has_target, losses, 0.0))
+        return tf.where(has_target, losses, 0.0)
 
     def read(self, variables: Mapping[str, list[Any]]) -> dict[str, Array]:
         """Return what variables like `self.variables` hold, by name and in the shapes of `transformers`."""

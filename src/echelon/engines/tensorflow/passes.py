@@ -26,11 +26,18 @@ class Passes:
         self._evaluate = tf.function(
             lambda ids, labels: decoder.loss_sum(decoder.hidden_states(ids), labels), input_signature=[ids, ids]
         )
+        self._score = tf.function(
+            lambda ids, labels: -decoder.losses(decoder.hidden_states(ids), labels), input_signature=[ids, ids]
+        )
         self._predict = tf.function(self._logits_at, input_signature=[ids, tf.TensorSpec([None], tf.int32)])
 
     def loss_sum(self, ids: Tensor, labels: Tensor) -> float:
         """Return the summed cross-entropy of labelled tokens."""
         return float(self._evaluate(to_int32(ids), to_int32(labels)))
+
+    def log_probabilities(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """Return the log-probability of each label, [batch, seq], fp32, 0 where there is none."""
+        return torch.from_numpy(self._score(to_int32(ids), to_int32(labels)).numpy())
 
     def logits_at(self, ids: Tensor, places: Tensor) -> Tensor:
         """Return fp32 logits [batch, vocabulary] of the token after position `places` [batch] of ids [batch, seq]."""

@@ -165,6 +165,10 @@ class TensorflowEvaluation:
         """See Evaluation."""
         return torch.tensor([self._passes.loss_sum(microbatch.input_ids, microbatch.labels)])
 
+    def log_probabilities(self, microbatch: Microbatch) -> Tensor:
+        """See Evaluation."""
+        return self._passes.log_probabilities(microbatch.input_ids, microbatch.labels)
+
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
         """See Evaluation."""
         return self._passes.logits_at(input_ids, places)

@@ -1,0 +1,160 @@
+"""The mean loss of held-out sequences over all ranks, and what follows from it."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.data.loader import LONGEST, Microbatch, Padding, StepBatch, build_microbatch, set_width
+from echelon.data.shards import Dataset
+from echelon.distributed.mesh import Meshes
+from echelon.engines.engine import Evaluation
+from echelon.objectives.loss import IGNORE
+from echelon.objectives.objective import Objective
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Mean loss in nats per target token, and derived metrics; for preference pairs, mean loss and rewards per pair."""
+
+    loss: float
+    num_targets: int
+    bytes_per_token: float | None
+    num_pairs: int | None = None
+    reward_accuracy: float | None = None
+    """Fraction of pairs whose chosen answer has the larger reward."""
+    reward_margin: float | None = None
+    """Mean difference between the rewards of the chosen and the rejected answer."""
+
+    @property
+    def count(self) -> int:
+        """The number of terms in the means: target tokens, or pairs."""
+        return self.num_targets if self.num_pairs is None else self.num_pairs
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp(loss); infinite on overflow. None for pairs, whose loss is not per token."""
+        if self.num_pairs is not None:
+            return None
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """loss / ln 2 * tokens / bytes, comparable between models with different tokenizers; None if unknown."""
+        if not self.bytes_per_token or self.num_pairs is not None:
+            return None
+        return self.loss / math.log(2) / self.bytes_per_token
+
+    def row(self) -> dict[str, float | int | None]:
+        """Return the result as JSON values."""
+        return {
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            "bits_per_byte": self.bits_per_byte,
+            "target_tokens": self.num_targets,
+            "pairs": self.num_pairs,
+            "reward_accuracy": self.reward_accuracy,
+            "reward_margin": self.reward_margin,
+        }
+
+
+@dataclass(frozen=True)
+class EvalResults:
+    """The result of each named validation set."""
+
+    sets: dict[str, EvalResult]
+
+    @property
+    def whole(self) -> EvalResult:
+        """The result over all sets as one text: every target token, or pair, counts once."""
+        results = list(self.sets.values())
+        num_targets = sum(each.num_targets for each in results)
+        pairs = [each.num_pairs for each in results if each.num_pairs is not None]
+        sizes = [each.num_targets * each.bytes_per_token for each in results if each.bytes_per_token is not None]
+        known = num_targets > 0 and len(sizes) == len(self.sets)
+        return EvalResult(
+            _mean(results, [each.loss for each in results]) or 0.0,
+            num_targets,
+            sum(sizes) / num_targets if known else None,
+            sum(pairs) if pairs else None,
+            _mean(results, [each.reward_accuracy for each in results]),
+            _mean(results, [each.reward_margin for each in results]),
+        )
+
+    def select(self, name: str | None) -> EvalResult:
+        """Return the result of the set that `evaluate.select_by` names; None for all sets together."""
+        return self.whole if name is None else self.sets[name]
+
+    def row(self, step: int) -> dict[str, Any]:
+        """Return the row for metrics.jsonl."""
+        sets = {name: result.row() for name, result in self.sets.items()}
+        return {"kind": "eval", "step": step, **self.whole.row(), "sets": sets}
+
+
+def _mean(results: Sequence[EvalResult], values: Sequence[float | None]) -> float | None:
+    """Return the mean over the terms of all results; None if one of the values is unknown."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(results):
+        return None
+    counts = [each.count for each in results]
+    return sum(value * count for value, count in zip(known, counts, strict=True)) / max(1, sum(counts))
+
+
+def count_labels(objective: Objective, batch: Microbatch) -> Tensor:
+    """Return a microbatch's number of loss terms and of labels, for the sums of an evaluation; fp64."""
+    return torch.stack([objective.count(batch), (batch.labels != IGNORE).sum()]).double()
+
+
+def build_result(objective: Objective, sums: Sequence[float], bytes_per_token: float | None) -> EvalResult:
+    """Compute the result of a set from its sums: those of `count_labels`, then `Objective.evaluation_sums`."""
+    count, num_labels, *totals = sums
+    loss, *measures = [total / max(1.0, count) for total in totals]
+    pairs = int(count) if objective.unit == "pairs" else None
+    rewards = dict(zip(objective.measures, measures, strict=True))
+    return EvalResult(loss, int(num_labels), bytes_per_token, pairs, **rewards)
+
+
+def evaluate(
+    evaluation: Evaluation,
+    objective: Objective,
+    batches: Iterable[StepBatch | Microbatch],
+    meshes: Meshes,
+    device: torch.device,
+) -> EvalResult:
+    """Return the mean loss of batches over all ranks. Collective: each rank gives the same number of microbatches."""
+    sums = torch.zeros(3 + len(objective.measures), dtype=torch.float64, device=device)
+    for batch in batches:
+        for microbatch in batch.microbatches if isinstance(batch, StepBatch) else (batch,):
+            here = microbatch.to(device)
+            sums[:2] += count_labels(objective, here)
+            sums[2:] += evaluation.sums(here)
+    for group in (meshes.loss, meshes.outer):
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+    return build_result(objective, sums.tolist(), None)
+
+
+def read_held_out(
+    dataset: Dataset, num_sequences: int, micro_batch_size: int, meshes: Meshes, padding: Padding = LONGEST
+) -> Iterator[Microbatch]:
+    """Yield this rank's microbatches of the first sequences of a dataset.
+
+    Every rank gets the same number of them; the last ones are filled with sequences without targets.
+    """
+    for first in range(0, num_sequences, micro_batch_size * meshes.data_size):
+        start = first + meshes.data_rank * micro_batch_size
+        yield read_in_order(dataset, start, micro_batch_size, num_sequences, padding).cut(meshes.sequence_part)
+
+
+def read_in_order(dataset: Dataset, start: int, count: int, stop: int, padding: Padding = LONGEST) -> Microbatch:
+    """Read sequences start..start+count of a dataset; those from `stop` on repeat sequence 0 without targets."""
+    ids = np.arange(start, start + count, dtype=np.int64)
+    inside = ids < stop
+    samples = dataset.read_samples(np.where(inside, ids, 0))
+    samples.labels[~inside] = IGNORE
+    return build_microbatch(set_width(samples, padding=padding), ids, ids, padding)

@@ -1,0 +1,360 @@
+"""One rank of a model that trains under a plan: what a training script of your own calls."""
+
+import atexit
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+from echelon.checkpoint.filling import fill_tensors
+from echelon.checkpoint.folder import Checkpoint, find_checkpoints
+from echelon.checkpoint.store import CheckpointStore
+from echelon.checksums import check_files
+from echelon.data.feed import Feed, find_place, like_source, open_feed
+from echelon.data.loader import Microbatch, StepBatch, choose_padding
+from echelon.data.prepare import find_mask_obstacle, prepare_data
+from echelon.data.prepared import PreparedData
+from echelon.data.shards import Dataset
+from echelon.distributed.mesh import Meshes, build_mesh, start_all_reduce
+from echelon.distributed.objects import broadcast_object
+from echelon.distributed.runtime import Runtime, join_group, stop_runtime
+from echelon.engines import Engine, EngineSpec, Rehearsal, build_engine
+from echelon.errors import CheckpointError, ConfigError, EchelonError, PlanError
+from echelon.hardware.detection import describe_cluster
+from echelon.learn.evaluation import EvalResult, evaluate, read_held_out, read_in_order
+from echelon.learn.micro_batch import build_rehearsed
+from echelon.model.adapters import find_new_tokens
+from echelon.model.build import resolve_config
+from echelon.model.hub import fetch_models, find_commits, with_copies
+from echelon.objectives.loss_function import LossFn
+from echelon.objectives.objective import Objective, as_objective, build_objective
+from echelon.parallel.step import StepSums
+from echelon.planner.choose import resolve_plan
+from echelon.planner.memory import MemoryParts
+from echelon.planner.model_shape import ModelShape
+from echelon.planner.plan import ParallelPlan
+from echelon.planner.shape import build_shape
+from echelon.recipe import Recipe
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Targets(NamedTuple):
+    """The number of targets of a step, int64 scalars on the device. The loss is divided by `shared`."""
+
+    own: Tensor
+    """On this rank."""
+    shared: Tensor
+    """On all ranks of this replica."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedSums(StepSums):
+    """The sums of a step on this rank, and its targets. `Learner.mean_loss` makes a loss of them."""
+
+    targets: Targets
+
+    @property
+    def num_targets(self) -> Tensor:
+        """The targets of all ranks, by which the gradients were divided: an int64 scalar on the device."""
+        return self.targets.shared
+
+
+@dataclass
+class Learner:
+    """One rank of a model that trains under a plan: weights, optimizer and data, without a run around them.
+
+    It writes no file unless `save` is called, and handles no signal. Every rank must call the collective methods in
+    the same order. A step is `forward_backward`, `clip` and `step`.
+    """
+
+    recipe: Recipe
+    plan: ParallelPlan
+    """The plan that runs: with `train.micro_batch_size: auto` it may have a smaller micro batch than the given one."""
+    config: PretrainedConfig
+    """The model's HF config."""
+    meshes: Meshes
+    """The process groups of this rank, and its place in them."""
+    device: torch.device
+    engine: Engine
+    data: PreparedData
+    """The recipe's data and tokenizer."""
+    memory: MemoryParts | None = None
+    """The memory that the rehearsed step needed, by part; None if the engine does not measure it."""
+    num_steps: int = field(default=0, init=False)
+    """How many steps were taken, counting those before the checkpoint that was loaded."""
+    _norm: Tensor | None = field(default=None, init=False)
+    _feed: Feed | None = field(default=None, init=False)
+    _stores: dict[Path, CheckpointStore] = field(default_factory=dict, init=False)
+
+    @classmethod
+    def build(cls, recipe: Recipe, plan: ParallelPlan | None = None) -> "Learner":
+        """Build the model, its shards and its optimizer with initial weights, and rehearse a step. Collective.
+
+        Joins the process group that exists; else that of torchrun (RANK and WORLD_SIZE in the environment); else this
+        process trains alone. Data that is not prepared yet is prepared by the first process, while others wait.
+
+        Args:
+            recipe: its sections model, tokenizer, data, objective, train, optim, parallel and engine count; those
+                about the operation of a run do not.
+            plan: how the ranks divide the work; None: as `echelon plan` chooses.
+
+        Raises:
+            ConfigError, PlanError, DataError: as `echelon train`, the same error on every rank.
+        """
+        runtime = join_group()
+        # torch cannot form a group twice in a process, so the group stays until the process ends.
+        atexit.register(stop_runtime)
+        commits = _agree(lambda: find_commits(recipe, {}))
+        fetch_models(recipe, commits)
+        here = with_copies(recipe, commits)
+        data = prepare_data(here)  # a lock lets one process of a machine prepare, and the others wait
+        config = resolve_config(here, data.vocab_size, data.tokenizer)
+        if plan is None:
+            plan = _agree(lambda: _resolve_plan(here, build_shape(config.to_dict()), data, runtime))
+        elif plan.world_size != dist.get_world_size():
+            raise PlanError(
+                f"the plan is for {plan.world_size} processes, and this job has {dist.get_world_size()}; start as "
+                "many as the plan needs, or pass plan=None."
+            )
+        meshes = build_mesh(plan, runtime.device.type, runtime.is_one_machine)
+        return build_learner(recipe, EngineSpec(here, config, plan, meshes, runtime.device), data)
+
+    @cached_property
+    def objective(self) -> Objective:
+        """The recipe's objective, which trains where no other loss is given."""
+        return build_objective(self.recipe.objective)
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """The sizes of the model."""
+        return build_shape(self.config.to_dict())
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The recipe's tokenizer."""
+        return self.data.tokenizer
+
+    def open_feed(self) -> Feed:
+        """Open this rank's batches of the recipe's data, in the order of a run. The caller closes it."""
+        return open_feed(self.recipe, self.data, find_place(self.recipe, self.plan, self.meshes))
+
+    def batch(self, step: int) -> StepBatch:
+        """Return this rank's part of the batch of a step, counted from 0, as `echelon train` feeds it.
+
+        The next two are read ahead in a thread, so steps are best asked for in their order.
+        """
+        if self._feed is None:
+            self._feed = self.open_feed()
+        return self._feed.batch(step)
+
+    def count_targets(self, batch: StepBatch, loss: Objective | LossFn | None = None) -> Targets:
+        """Count a step's targets over all microbatches, as tensors on the device. Collective."""
+        objective = self._find_objective(loss)
+        own = torch.stack([objective.count(microbatch) for microbatch in batch.microbatches]).sum()
+        shared = own.clone()
+        if (work := start_all_reduce(shared, self.meshes.loss)) is not None:
+            work.wait()
+        return Targets(own, shared)
+
+    def forward_backward(
+        self, batch: StepBatch, loss: Objective | LossFn | None = None, step: int | None = None
+    ) -> CountedSums:
+        """Compute the gradients of the mean loss of a batch, over the targets of all ranks. Collective.
+
+        Targets are counted over all microbatches and ranks, and the summed loss is divided once by their number. So
+        the gradients do not depend on how the batch is divided.
+
+        Args:
+            batch: this rank's part.
+            loss: None for the recipe's objective. Every step may have another one.
+            step: the number from which dropout is seeded; None for `batch.step`.
+        """
+        objective = self._find_objective(loss)
+        with record_function("echelon data"):
+            batch = batch.to(self.device)
+        targets = self.count_targets(batch, objective)
+        number = batch.step if step is None else step
+        self._norm = None
+        # A batch without any target has a loss of 0, which must not be divided by 0.
+        sums = self.engine.forward_backward(number, batch.microbatches, targets.shared.clamp(min=1), objective)
+        return CountedSums(sums.loss, sums.router, sums.expert_tokens, targets=targets)
+
+    def clip(self, max_norm: float | None = None) -> Tensor:
+        """Scale the gradients to at most `max_norm`, and return their norm before that: a scalar on the device.
+
+        None: the recipe's `optim.max_grad_norm`; math.inf only measures. The norm is of the whole model. Collective.
+        """
+        limit = self.recipe.optim.max_grad_norm if max_norm is None else max_norm
+        self._norm = self.engine.clip(limit)
+        return self._norm
+
+    def step(self, learning_rate: float, commit: Tensor | None = None) -> None:
+        """Apply the gradients and drop them. Collective.
+
+        Args:
+            commit: a boolean scalar on the device, the same on every rank; false drops the gradients without applying
+                them. None: they are applied unless their norm is not finite.
+        """
+        norm = self.clip(math.inf) if self._norm is None else self._norm
+        self.engine.step(learning_rate, torch.isfinite(norm) if commit is None else commit)
+        self._norm = None
+        self.num_steps += 1
+
+    def mean_loss(self, sums: CountedSums) -> float:
+        """Return the mean loss per target of a step, over all ranks and replicas. Collective; waits for the device."""
+        values = torch.stack([sums.loss.double(), sums.targets.own.double()])
+        if not self.meshes.counts_loss:  # other ranks of tp and pp have the same loss, or none
+            values.zero_()
+        dist.all_reduce(values, group=self.meshes.everyone)
+        loss, count = map(float, values.tolist())
+        return loss / max(1.0, count)
+
+    def log_probabilities(self, batch: StepBatch) -> list[Tensor]:
+        """Return the log-probability of every label of a batch, without dropout and gradient. Collective.
+
+        One tensor for each microbatch: [batch, seq], fp32, 0 where there is no label. Under context parallelism it is
+        for the positions of this rank, [batch, seq / cp].
+        """
+        with self.engine.evaluation(self.objective) as evaluation:
+            return [evaluation.log_probabilities(each) for each in batch.to(self.device).microbatches]
+
+    def evaluate(self, batches: Iterable[StepBatch | Microbatch], loss: Objective | LossFn | None = None) -> EvalResult:
+        """Return the mean loss of batches over all ranks, without dropout and gradient. Collective.
+
+        Every rank must give the same number of microbatches, as `held_out` does.
+        """
+        objective = self._find_objective(loss)
+        with self.engine.evaluation(objective) as evaluation:
+            return evaluate(evaluation, objective, batches, self.meshes, self.device)
+
+    def held_out(self, dataset: Dataset, num_sequences: int | None = None) -> Iterator[Microbatch]:
+        """Return this rank's microbatches of a held-out set (`data.validation`), in order; None: all of it."""
+        count = dataset.num_samples if num_sequences is None else min(num_sequences, dataset.num_samples)
+        size, padding = self.plan.micro_batch_size, choose_padding(self.plan)
+        return read_held_out(dataset, count, size, self.meshes, padding)
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint `step-N` into a folder, in the format of runs; returns when it is complete. Collective.
+
+        N is `num_steps`. As in a run, the newest `checkpoint.keep_last` of the folder are kept.
+
+        Raises:
+            CheckpointError: it could not be written. Earlier checkpoints are unchanged.
+        """
+        tensors = self.engine.state_dict()
+        store = self._stores.get(folder)
+        if store is None:
+            store = self._stores[folder] = CheckpointStore(folder, self.recipe.checkpoint.keep_last, asynchronous=False)
+            store.rehearse(tensors)
+        store.save(self.num_steps, tensors, {"train": {"step": self.num_steps}})
+        if store.is_saving:
+            raise CheckpointError(f"{folder}: the checkpoint of step {self.num_steps} could not be written.")
+
+    def load(self, folder: Path) -> None:
+        """Continue from a checkpoint, whatever plan wrote it: `folder` itself, or the newest one in it. Collective.
+
+        It may be one of a run: `runs/NAME/checkpoints`.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it is of another model.
+        """
+        checkpoint = _agree(partial(_find_checkpoint, folder))
+        self.engine.load(partial(fill_tensors, checkpoint.path, process_group=self.meshes.everyone))
+        self.num_steps, self._norm = checkpoint.step, None
+
+    def _find_objective(self, loss: Objective | LossFn | None) -> Objective:
+        """Return a loss as an objective; the recipe's for None. Raises ConfigError if it needs more than was built."""
+        if loss is None:
+            return self.objective
+        objective = as_objective(loss)
+        if objective.needs_reference and not self.objective.needs_reference:
+            raise ConfigError(
+                f"the loss {type(objective).__name__} needs a reference model, and this learner has none, because "
+                f"objective.name={self.recipe.objective.name} needs none; name the objective in the recipe."
+            )
+        return objective
+
+    def close(self) -> None:
+        """Release what `batch` and `save` hold. Collective. The process group stays: another learner may use it."""
+        if self._feed is not None:
+            self._feed.close()
+            self._feed = None
+        for store in self._stores.values():
+            store.close()
+        self._stores.clear()
+
+
+def build_learner(recipe: Recipe, spec: EngineSpec, data: PreparedData) -> Learner:
+    """Build an engine and rehearse a step of the recipe's objective with it. Collective.
+
+    Args:
+        recipe: as the user wrote it.
+        spec: with this machine's copies of hub files in its recipe, which `recipe` names by their ids.
+    """
+    objective = build_objective(recipe.objective)
+    new_tokens = find_new_tokens(recipe, data.tokenizer)
+    spec = replace(spec, new_token_ids=new_tokens, needs_reference=objective.needs_reference)
+
+    def build(plan: ParallelPlan) -> Engine:
+        return build_engine(replace(spec, plan=plan))
+
+    def rehearse(engine: Engine, plan: ParallelPlan) -> Rehearsal:
+        sequences = read_widest(data, plan, spec.meshes, plan.micro_batch_size).to(spec.device)
+        microbatch = like_source(sequences, recipe, data, find_place(recipe, plan, spec.meshes))
+        return engine.rehearse(microbatch, plan.num_microbatches, objective)
+
+    engine, plan, memory = build_rehearsed(build, rehearse, recipe, spec.plan)
+    return Learner(recipe, plan, spec.config, spec.meshes, spec.device, engine, data, memory)
+
+
+def read_widest(data: PreparedData, plan: ParallelPlan, meshes: Meshes, num_sequences: int) -> Microbatch:
+    """Return this rank's part of the first training sequences, as wide as any microbatch of the plan."""
+    padding = replace(choose_padding(plan), is_equal=True)
+    return read_in_order(data.train, 0, num_sequences, data.train.num_samples, padding).cut(meshes.sequence_part)
+
+
+def _agree(find: Callable[[], T]) -> T:
+    """Return what rank 0 finds, on every rank. Collective. Raises its error on every rank, if it is echelon's."""
+    found: Any = None
+    if dist.get_rank() == 0:
+        try:
+            found = find()
+        except EchelonError as error:
+            found = error
+    found = broadcast_object(found, None)
+    if isinstance(found, EchelonError):
+        raise found
+    agreed: T = found
+    return agreed
+
+
+def _resolve_plan(recipe: Recipe, shape: ModelShape, data: PreparedData, runtime: Runtime) -> ParallelPlan:
+    """Return the plan of a recipe on the processes of this job."""
+    cluster = describe_cluster(runtime.world_size, runtime.local_world_size)
+    if recipe.objective.name == "dpo":
+        shape = replace(shape, obeys_masks=find_mask_obstacle(recipe) is None)
+    return resolve_plan(recipe, shape, cluster, num_samples=data.train.num_samples)
+
+
+def _find_checkpoint(folder: Path) -> Checkpoint:
+    """Return the checkpoint that a folder is, or the newest one in it, after verifying its checksums."""
+    siblings = {each.path.name: each for each in find_checkpoints(folder.parent)}
+    found = [siblings[folder.name]] if folder.name in siblings else find_checkpoints(folder)
+    if not found:
+        raise CheckpointError(
+            f"{folder} has no checkpoint (step-NNNNNNNN); give a folder that Learner.save has written."
+        )
+    check_files(found[-1].path, checksums=True)
+    return found[-1]

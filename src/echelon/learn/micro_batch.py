@@ -1,0 +1,101 @@
+"""Rehearses the first step of a training, and halves the micro batch until it fits in memory."""
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from echelon.engines import Engine, Rehearsal
+from echelon.errors import PlanError
+from echelon.planner.memory import MemoryParts
+from echelon.planner.model_shape import divisors
+from echelon.planner.plan import ParallelPlan
+from echelon.recipe import Recipe
+
+logger = logging.getLogger(__name__)
+
+_NAMED_RANKS = 4
+
+
+def build_rehearsed(
+    build: Callable[[ParallelPlan], Engine],
+    rehearse: Callable[[Engine, ParallelPlan], Rehearsal],
+    recipe: Recipe,
+    plan: ParallelPlan,
+) -> tuple[Engine, ParallelPlan, MemoryParts | None]:
+    """Return a rehearsed engine, its plan, and the memory that was measured.
+
+    The plan is the given one, or has a smaller micro batch if that was chosen by auto.
+
+    The engine is built anew for each size, because an error leaves `fully_shard` and DDP in an undefined state.
+    Collective: all ranks try the same sizes.
+
+    Args:
+        build: builds the engine of a plan with initial weights.
+        rehearse: runs a step of the plan with an engine, as `Engine.rehearse` does.
+
+    Raises:
+        PlanError: a rank runs out of memory with 1 sequence, or with the micro batch that the recipe sets.
+    """
+    engine, fitting, first_short = build(plan), plan, ""
+    while (rehearsal := rehearse(engine, fitting)).short:
+        first_short = first_short or _name_ranks(rehearsal.short, plan.world_size)
+        if fitting.micro_batch_size == 1:
+            raise PlanError(_advise(recipe, plan, first_short))
+        del engine
+        _free_memory(plan)
+        fitting = _halve(fitting)
+        engine = build(fitting)
+    if fitting is plan:
+        return engine, plan, rehearsal.memory
+    tried, found = plan.micro_batch_size, fitting.micro_batch_size
+    if recipe.train.micro_batch_size != "auto":
+        raise PlanError(
+            f"train.micro_batch_size={tried}: {first_short} ran out of memory in the rehearsal of a step; set "
+            f"train.micro_batch_size={found}, which fits, or auto."
+        )
+    line = (
+        f"micro_batch_size auto: halved to {found}, because {first_short} ran out of memory with {tried} in the "
+        f"rehearsal of a step; a step has {fitting.num_microbatches} microbatches now"
+    )
+    logger.warning(line)
+    return engine, replace(fitting, why=(*plan.why, line)), rehearsal.memory
+
+
+def _halve(plan: ParallelPlan) -> ParallelPlan:
+    """The same global batch with at most half the micro batch: 6 becomes 3, and 3 becomes 1."""
+    size = max(each for each in divisors(plan.micro_batch_size) if 2 * each <= plan.micro_batch_size)
+    return replace(plan, micro_batch_size=size, num_microbatches=plan.num_microbatches * plan.micro_batch_size // size)
+
+
+def _free_memory(plan: ParallelPlan) -> None:
+    if plan.compile:
+        torch.compiler.reset()
+    gc.collect()  # modules and their hooks refer to each other
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _name_ranks(ranks: Sequence[int], world_size: int) -> str:
+    if len(ranks) == world_size > 1:
+        return "each rank"
+    named = ", ".join(map(str, ranks[:_NAMED_RANKS]))
+    more = f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}{more}"
+
+
+def _advise(recipe: Recipe, plan: ParallelPlan, who: str) -> str:
+    ways = ", ".join((*_find_ways(plan), "use more processes"))
+    return (
+        f"train.micro_batch_size={recipe.train.micro_batch_size}: {who} ran out of memory in the rehearsal of a step, "
+        f"even with a micro batch of 1 sequence; {ways}, or shorten data.sequence_len={recipe.data.sequence_len}."
+    )
+
+
+def _find_ways(plan: ParallelPlan) -> Iterator[str]:
+    if plan.activation_checkpointing != "full" or plan.checkpoint_every > 1:
+        yield "set train.activation_checkpointing=full"
+    if not plan.uses_fully_shard:
+        yield "shard the parameters with parallel=fsdp"

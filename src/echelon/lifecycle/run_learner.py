@@ -1,0 +1,40 @@
+"""Builds the learner of a run on one rank, from the files of its run folder."""
+
+from echelon.data.prepared import open_prepared
+from echelon.distributed.mesh import Meshes
+from echelon.distributed.runtime import Runtime
+from echelon.engines import EngineSpec
+from echelon.learn.learner import Learner, build_learner
+from echelon.lifecycle.fitting import pin_plan
+from echelon.model.build import resolve_config
+from echelon.model.hub import read_commits, with_copies
+from echelon.model.model_folder import write_model_folder
+from echelon.planner.plan import ParallelPlan
+from echelon.recipe import Recipe
+from echelon.runs.run_folder import RunFolder
+
+
+def build_run_learner(
+    recipe: Recipe,
+    plan: ParallelPlan,
+    folder: RunFolder,
+    runtime: Runtime,
+    meshes: Meshes,
+    compile_backend: str,
+    is_first: bool,
+) -> Learner:
+    """Open the data that the run was prepared with, build the engine, and rehearse a step. Collective.
+
+    `is_first`: whether this rank writes the model's folder, and the plan if the rehearsal changes it.
+    """
+    prepared, wanted = folder.text.read_prepared_path(), recipe.data
+    data = open_prepared(prepared, wanted.sequence_len, wanted.document_mask, was_opened=True)
+    # The hub is not asked again: the run keeps the commits of its first start.
+    here = with_copies(recipe, read_commits(folder.hub_path))
+    config = resolve_config(here, data.vocab_size, data.tokenizer)
+    if is_first:
+        write_model_folder(folder.model_dir, config, data.tokenizer, data.manifest.stops)
+    learner = build_learner(recipe, EngineSpec(here, config, plan, meshes, runtime.device, compile_backend), data)
+    if is_first:
+        pin_plan(folder, plan, learner)
+    return learner
