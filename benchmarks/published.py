@@ -11,11 +11,11 @@ from typing import Literal
 
 from echelon.hardware.accelerators import ACCELERATORS, Accelerator, Cluster
 from echelon.hardware.links import Link, Links, usual_links
+from echelon.planner.axes.pipeline import balance_layers, head_cost
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import AdapterPlan, ParallelPlan, Precision
 from echelon.planner.rates import Software
 from echelon.planner.shape import build_shape
-from echelon.planner.stages import balance_layers, head_cost
 
 PATH = Path(__file__).parent / "data" / "published-open.csv"
 SOURCES = {

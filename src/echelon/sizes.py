@@ -28,3 +28,8 @@ def render_rate(rate: float) -> str:
         if rate >= size:
             return f"{rate / size:.3g} {unit}/s"
     return f"{rate:.0f} B/s"
+
+
+def count_noun(number: int, noun: str, ending: str = "s") -> str:
+    """A number with its noun, which takes the ending unless there is one: `1 process`, `2 processes`."""
+    return f"{number} {noun}{'' if number == 1 else ending}"

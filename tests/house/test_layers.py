@@ -94,9 +94,12 @@ def find_loose_modules(tree: SourceTree) -> list[str]:
 
 
 def find_shared_names(tree: SourceTree) -> list[str]:
-    """File names that occur twice, if there are too many. A command may be named like the module that it calls."""
+    """File names that occur twice, if there are too many.
+
+    A command may be named like the module that it calls, and an axis of the planner like the file that applies it.
+    """
     files = [module.path for module in tree if not module.path.name.startswith("__")]
-    counts = Counter(path.name for path in files if path.parent.name != "commands")
+    counts = Counter(path.name for path in files if path.parent.name not in ("commands", "axes"))
     shared = sorted(name for name, count in counts.items() if count > 1)
     return shared if len(shared) > MAX_SHARED_NAMES else []
 

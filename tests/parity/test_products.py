@@ -18,9 +18,9 @@ from echelon.engines.native import build_native_engine
 from echelon.model.build import load_config
 from echelon.model.sharding import local_part
 from echelon.objectives.causal_lm import CausalLM
+from echelon.planner.axes.table import divide_shape
 from echelon.planner.memory import estimate_parts
 from echelon.planner.plan import ParallelPlan
-from echelon.planner.rank_shape import divide_shape
 from echelon.planner.shape import build_shape
 from echelon.recipe.load import load_recipe
 from families import small_config

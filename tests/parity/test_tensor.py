@@ -20,9 +20,9 @@ from echelon.model.seeds import derive_seed
 from echelon.model.sharding import local_part, whole, write_part
 from echelon.objectives.causal_lm import CausalLM
 from echelon.parallel.tensor import find_divided
+from echelon.planner.axes.table import divide_shape
+from echelon.planner.axes.tensor import count_repeated
 from echelon.planner.plan import ParallelPlan
-from echelon.planner.rank_shape import divide_shape
-from echelon.planner.sent_bytes import count_repeated
 from echelon.planner.shape import build_shape
 from echelon.recipe.load import load_recipe
 from families import random_batch, small_config

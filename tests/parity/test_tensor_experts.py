@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
+from echelon.planner.axes.table import divide_shape
 from echelon.planner.plan import ParallelPlan
-from echelon.planner.rank_shape import divide_shape
 from echelon.planner.shape import build_shape
 from families import small_config
 from test_memory_parts import measure

@@ -14,6 +14,7 @@ from echelon.model.quantization import QuantizedLinear
 from echelon.planner.adapter_plan import build_adapter_plan, frozen_bytes
 from echelon.planner.memory import estimate_memory
 from echelon.planner.plan import AdapterPlan, ParallelPlan, Precision
+from echelon.planner.plan_lines import describe_plan
 from echelon.planner.shape import build_shape
 from echelon.planner.trained_shapes import trained_shapes
 from echelon.recipe import AdapterConfig
@@ -221,7 +222,7 @@ def test_plan_json_contains_the_adapter():
     content = json.loads(json.dumps(plan.to_dict()))
     assert ParallelPlan.from_dict(content) == plan
     assert content["adapter"]["num_trained_parameters"] == 4 * 4 * 192
-    (line,) = (line for line in plan.describe() if line.startswith("adapter: "))
+    (line,) = (line for line in describe_plan(plan) if line.startswith("adapter: "))
     total = 3072 + shape.num_parameters
     assert f"qlora of rank 4 at q_proj: 3,072 of {total:,} parameters are trained (1." in line
     assert "%); the frozen ones are in float32, 217,088 of them in 4 bits" in line
@@ -250,7 +251,7 @@ def test_experts_without_an_adapter_are_reported(tmp_path):
     """The plan prints the fraction that PEFT does not reach; for a dense model it prints nothing."""
     row = Row(adapter="lora", family="qwen3_moe")
     recipe, _ = load_recipe(write_recipe(row, tmp_path, tmp_path / "text.txt", steps=4))
-    lines = [line for line in resolve(row, recipe, 1000).describe() if "experts:" in line]
+    lines = [line for line in describe_plan(resolve(row, recipe, 1000)) if "experts:" in line]
     model = build_on_meta(AutoConfig.for_model(**small_config("qwen3_moe")))
     experts = sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
     total = sum(each.numel() for each in model.parameters())
@@ -259,4 +260,4 @@ def test_experts_without_an_adapter_are_reported(tmp_path):
     assert len(lines) == 1 and f"{experts / total:.0%} of the model's parameters are expert weights" in lines[0]
     dense = Row(adapter="lora")
     recipe, _ = load_recipe(write_recipe(dense, tmp_path / "dense", tmp_path / "text.txt", steps=4))
-    assert not any("experts" in line for line in resolve(dense, recipe, 1000).describe())
+    assert not any("experts" in line for line in describe_plan(resolve(dense, recipe, 1000)))

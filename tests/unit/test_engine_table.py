@@ -12,6 +12,7 @@ from echelon.hardware.accelerators import parse_devices
 from echelon.lifecycle.model_checks import check_model
 from echelon.planner.choose import resolve_plan
 from echelon.planner.engine_limits import compare_engines, render_engine_table
+from echelon.planner.plan_lines import describe_plan
 from echelon.planner.shape import build_shape
 from echelon.recipe import Recipe, engines
 from echelon.recipe.engines import ENGINES, EngineRow, Limit, find_refused
@@ -102,7 +103,7 @@ def test_native_refuses_nothing(tmp_path) -> None:
 def test_auto_chooses_from_the_strategies_of_the_engine_and_leaves_compile_off(tmp_path) -> None:
     plan = plan_of(recipe_of(tmp_path, "train.micro_batch_size=2"))
     assert (plan.strategy, plan.engine, plan.compile) == ("zero1", "toy", False)
-    assert plan.describe()[0].startswith("plan: zero1 by toy on 2 processes")
+    assert describe_plan(plan)[0].startswith("plan: zero1 by toy on 2 processes")
 
 
 def test_another_strategy_is_refused(tmp_path) -> None:

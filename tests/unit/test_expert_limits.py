@@ -4,10 +4,10 @@ import pytest
 
 from echelon.errors import EchelonError
 from echelon.hardware.accelerators import Accelerator, Cluster
+from echelon.planner.axes.table import divide_shape
 from echelon.planner.choose import resolve_plan
 from echelon.planner.memory import estimate_memory
 from echelon.planner.plan import ParallelPlan
-from echelon.planner.rank_shape import divide_shape
 from echelon.planner.shape import build_shape
 from echelon.recipe import Recipe
 from families import small_config

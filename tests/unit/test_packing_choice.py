@@ -11,6 +11,7 @@ from echelon.errors import ConfigError
 from echelon.hardware.accelerators import Cluster
 from echelon.lifecycle.setup import prepare_run
 from echelon.planner.memory import estimate_memory
+from echelon.planner.plan_lines import describe_plan
 from echelon.recipe.load import load_recipe
 from families import small_config
 from training import MACHINE
@@ -88,7 +89,7 @@ def test_preference_pairs_work_without_a_mask_and_are_counted(tmp_path):
     pairs = [f"data.train={tmp_path / 'pairs.jsonl'}", "objective.name=dpo", "train.micro_batch_size=2"]
     prepared = start(path, *pairs)
     assert prepared.plan.rows_per_sequence == 2
-    assert any("the two answers run as sequences of their own" in line for line in prepared.plan.describe())
+    assert any("the two answers run as sequences of their own" in line for line in describe_plan(prepared.plan))
     report = plan(load_recipe(path, pairs)[0], "1xH100")
     assert report.plan.rows_per_sequence == 2
     assert any("data.packing=auto: samples are not packed, because this mamba model" in line for line in report.lines)

@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from echelon.planner.pipeline_time import StageTime, bubble_seconds, round_size, shared_seconds
-from echelon.planner.stages import fits_schedule
+from echelon.planner.axes.pipeline_schedule import StageTime, bubble_seconds, fits_schedule, round_size, shared_seconds
 from test_stages import SCHEDULES, order_of
 
 
@@ -98,7 +97,7 @@ def test_ranks_that_wait_leave_their_part_of_the_cores_to_others(schedule, ranks
 def test_long_steps_go_on_as_they_began(schedule, monkeypatch):
     stages = [(2.0, 3.1, 1.7)] * 7 + [(3.3, 4.4, 3.0)]
     seconds, busiest = simulate(order_of(schedule, 4, 2, 64), stages)
-    monkeypatch.setattr("echelon.planner.pipeline_time._MOST_ACTIONS", 320)  # 5 rounds of 16
+    monkeypatch.setattr("echelon.planner.axes.pipeline_schedule._MOST_ACTIONS", 320)  # 5 rounds of 16
     found = bubble_seconds(schedule, 4, [StageTime(*each) for each in stages], 64)
     assert found == pytest.approx(seconds - busiest, rel=0.01)
 

@@ -10,6 +10,7 @@ from echelon.hardware.accelerators import ACCELERATORS, Cluster, parse_devices
 from echelon.planner.arithmetic import COMPILE_GAIN
 from echelon.planner.choose import resolve_plan
 from echelon.planner.plan import ParallelPlan, Precision
+from echelon.planner.plan_lines import describe_plan, summarize_plan
 from echelon.planner.shape import build_shape
 from echelon.recipe import AdapterConfig, BatchRampConfig, SyncConfig
 from echelon.recipe.batches import constant_batch, ramp_batch
@@ -160,9 +161,9 @@ def test_options_of_model_parallelism():
     assert plan.order == ("tp", "pp", "dp_replicate", "dp_shard", "cp")
     assert (
         "(dp_replicate 1 x dp_shard 1 x pp 2 (gpipe) x cp 2 (ulysses) x tp 2 (sequence parallel))"
-        in (plan.describe()[0])
+        in (describe_plan(plan)[0])
     )
-    assert "64 sequences = 1 data-parallel rank x" in plan.describe()[2]
+    assert "64 sequences = 1 data-parallel rank x" in describe_plan(plan)[2]
     assert ParallelPlan.from_dict(plan.to_dict()) == plan
     # A pipeline runs each layer once for each microbatch: gathering it every time would cost too much.
     assert (plan.reshard_after_forward, plan.reduce_gradients) == (False, "last")
@@ -236,7 +237,7 @@ def test_processes_that_fit_a_batch_count_those_that_share_a_sequence():
 
 def test_prefetch_is_in_the_plan_and_said():
     plan = resolve_plan(build_recipe({"dp_shard": 8, "prefetch": 3}), TINY, cpus(8))
-    assert plan.prefetch == 3 and "; 3 layers gathered ahead" in plan.describe()[0]
+    assert plan.prefetch == 3 and "; 3 layers gathered ahead" in describe_plan(plan)[0]
     assert resolve_plan(build_recipe("fsdp"), TINY, cpus(8)).prefetch is None
 
 
@@ -351,7 +352,7 @@ def kept(every=None, memory_budget=None):
 def test_layers_are_recomputed_in_part():
     plan = resolve_plan(build_recipe("ddp", **kept(every=2)), TINY, cpus(2))
     assert (plan.activation_checkpointing, plan.checkpoint_every) == ("full", 2)
-    assert "activation checkpointing of 1 in 2 layers;" in plan.describe()[0]
+    assert "activation checkpointing of 1 in 2 layers;" in describe_plan(plan)[0]
     refusal(ConfigError, "every=3 is more than the 2 layers", "use 2 or less", **kept(every=3))
     gpus = parse_devices("8xH100")
     alone = resolve_plan(build_recipe("fsdp", activation_offloading=True, **kept(every=2)), TINY, gpus)
@@ -364,7 +365,7 @@ def test_a_memory_budget_needs_the_compiler():
     for recipe in ({"compile": "auto"}, {"compile": True}):
         plan = resolve_plan(build_recipe("fsdp", **kept(memory_budget=0.5), **recipe), TINY, gpus)
         assert (plan.activation_checkpointing, plan.activation_memory_budget, plan.compile) == ("none", 0.5, True)
-        assert "within a memory budget of 0.5; compile on" in plan.describe()[0]
+        assert "within a memory budget of 0.5; compile on" in describe_plan(plan)[0]
     budget = "train.activation_checkpointing.memory_budget"
     refusal(ConfigError, f"{budget}=0.5 is kept by the compiler", "train.compile=true", compile=False, cluster=gpus,
             **kept(memory_budget=0.5))  # fmt: skip
@@ -381,14 +382,14 @@ def test_the_loading_horizon_is_in_the_plan_and_said():
     recipe = build_recipe("fsdp", activation_offloading=True, activation_loading_horizon=3)
     plan = resolve_plan(recipe, TINY, parse_devices("8xH100"))
     assert plan.activation_loading_horizon == 3
-    assert "; activations in host memory, loaded 3 layers ahead;" in plan.describe()[0]
+    assert "; activations in host memory, loaded 3 layers ahead;" in describe_plan(plan)[0]
 
 
 def test_offloaded_layers_are_compiled_only_if_they_are_checkpointed():
     plan = auto_strategy("8xH200", batch=8, micro_batch_size=1, activation_offloading=True)
     assert plan.activation_offloading and not plan.compile
     assert any("compile auto: off, the activations" in line for line in plan.why)
-    assert "activations in host memory" in plan.describe()[0]
+    assert "activations in host memory" in describe_plan(plan)[0]
     assert auto_strategy("8xH200", activation_offloading=True, activation_checkpointing="full").compile
 
 
@@ -462,7 +463,7 @@ def test_precision_and_compile():
 def test_float8_is_for_gpus_that_have_it_and_compiled_layers():
     plan = resolve_plan(build_recipe("fsdp", precision="fp8"), TINY, parse_devices("8xH100"))
     assert plan.precision == Precision(compute="bfloat16", float8=True) and plan.compile
-    assert any("bfloat16, in float8 in linear layers" in line for line in plan.describe())
+    assert any("bfloat16, in float8 in linear layers" in line for line in describe_plan(plan))
     assert ParallelPlan.from_dict(plan.to_dict()) == plan
     kahan = build_recipe("fsdp", precision="fp8", master_weights="bf16_kahan")
     precision = resolve_plan(kahan, TINY, parse_devices("8xH100")).precision
@@ -519,7 +520,7 @@ def test_plan_json_round_trips():
 
 def test_description():
     plan = ParallelPlan("zero1", dp_shard=4, micro_batch_size=2, num_microbatches=3, why=("asked for",))
-    plan_line, precision_line, batch_line, why_line = plan.describe()
+    plan_line, precision_line, batch_line, why_line = describe_plan(plan)
     assert "zero1 on 4 processes (dp_replicate 1 x dp_shard 4)" in plan_line and "last microbatch" in plan_line
     assert precision_line.startswith("precision: parameters float32, compute float32")
     assert batch_line == "batch: 24 sequences = 4 ranks x 3 microbatches x 2 sequences"
@@ -530,27 +531,27 @@ def test_a_run_prints_its_plan_in_a_few_lines():
     """Reasons of automatic choices are left out; lines that a reader should act on are not."""
     whys = ("parallel auto: ddp, it fits", "micro_batch_size auto: 8 of 8", "experts: 93% have no adapter")
     plan = ParallelPlan("ddp", dp_replicate=2, micro_batch_size=8, why=whys)
-    assert plan.describe_briefly() == [
+    assert summarize_plan(plan) == [
         "plan: ddp on 2 processes; computes in float32; compile off",
         "batch: 16 sequences = 2 ranks x 1 microbatch x 8 sequences",
         "why: experts: 93% have no adapter",
         "plan: its reasons and all settings are shown by --verbose and `echelon report`",
     ]
     alone = ParallelPlan("ddp", micro_batch_size=1, precision=Precision(compute="bfloat16"))
-    assert alone.describe_briefly() == [
+    assert summarize_plan(alone) == [
         "plan: ddp on 1 process; computes in bfloat16; compile off",
         "batch: 1 sequence = 1 rank x 1 microbatch x 1 sequence",
     ]
     divided = ParallelPlan("fsdp+tp", dp_shard=2, tp=2, precision=Precision(float8=True))
-    assert divided.describe_briefly()[0].startswith("plan: fsdp+tp on 4 processes (dp_shard 2, tp 2);")
-    assert any("in float8 in linear layers" in line for line in divided.describe_briefly())
+    assert summarize_plan(divided)[0].startswith("plan: fsdp+tp on 4 processes (dp_shard 2, tp 2);")
+    assert any("in float8 in linear layers" in line for line in summarize_plan(divided))
 
 
 def test_a_resumed_run_pads_uneven_batches():
     plan = resolve_plan(build_recipe(batch=8), TINY, cpus(3), fill=True)
     assert (plan.dp_size, plan.num_microbatches, plan.micro_batch_size, plan.num_fill) == (3, 1, 3, 1)
     assert plan.global_batch_size == 8 and ParallelPlan.from_dict(plan.to_dict()) == plan
-    assert "1 padding sequence (11.1% of the computation is wasted)" in "\n".join(plan.describe())
+    assert "1 padding sequence (11.1% of the computation is wasted)" in "\n".join(describe_plan(plan))
     # A given micro batch that does not divide is replaced by the next smaller one that does.
     plan = resolve_plan(build_recipe(batch=8, micro_batch_size=4), TINY, cpus(3), fill=True)
     assert (plan.num_microbatches, plan.micro_batch_size, plan.num_fill) == (1, 3, 1)

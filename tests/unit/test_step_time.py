@@ -10,9 +10,10 @@ from echelon.hardware.accelerators import ACCELERATORS, Cluster, parse_devices
 from echelon.hardware.instances import INSTANCES, cluster_of
 from echelon.hardware.links import LINKS, Link, Links
 from echelon.planner.collectives import Group, find_group
-from echelon.planner.payoff import describe_payoff, find_payoff, without_sync
+from echelon.planner.payoff import describe_payoff, find_payoff
 from echelon.planner.plan import ParallelPlan, Precision, SyncPlan
 from echelon.planner.rates import GPU_RATES, Rates, Software, choose_software
+from echelon.planner.replica_limits import without_sync
 from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
 

@@ -12,6 +12,7 @@ from echelon.optimizer import divide_names
 from echelon.planner.choose import resolve_plan
 from echelon.planner.memory import estimate_checkpoint, estimate_memory
 from echelon.planner.plan import ParallelPlan, SyncPlan
+from echelon.planner.plan_lines import describe_plan
 from echelon.planner.replica_costs import agreement_bytes, count_sent_bytes
 from echelon.planner.replica_limits import refuse_quorum, resize
 from echelon.planner.sent_bytes import count_step_bytes
@@ -100,7 +101,7 @@ def test_a_quorum_is_the_plan_of_ddp_and_changes_with_its_replicas():
     plan = resolve_plan(build_recipe("ddp", batch=24, sync=quorum), TINY, cpus(4))
     ddp = resolve_plan(build_recipe("ddp", batch=24), TINY, cpus(4))
     assert replace(plan, sync=SyncPlan(), why=()) == replace(ddp, why=())
-    assert not plan.lossy and "sync: quorum, the loss of a process costs one repeated step" in plan.describe()
+    assert not plan.lossy and "sync: quorum, the loss of a process costs one repeated step" in describe_plan(plan)
     assert resolve_plan(build_recipe("auto", batch=24, sync=quorum), TINY, cpus(4)).dp_replicate == 4
     assumed = {each.sync.name: estimate_memory(TINY, each, 64, "cpu").assumptions for each in (plan, ddp)}
     assert not [line for line in assumed["quorum"] if "DDP" in line or "bucket" in line]
@@ -153,10 +154,10 @@ def test_launchers_that_end_all_processes_refuse_a_quorum():
 def test_the_plan_says_what_is_lossy():
     plain = resolve_plan(build_recipe("ddp"), TINY, cpus(2))
     assert plain.sync == SyncPlan() and not plain.lossy
-    assert not [line for line in plain.describe() if line.startswith("sync")]
+    assert not [line for line in describe_plan(plain) if line.startswith("sync")]
     plan = resolve_plan(build_recipe("ddp", sync={**DILOCO, "compress": {"method": "int8"}}), TINY, cpus(4))
     assert plan.lossy and ParallelPlan.from_dict(plan.to_dict()) == plan
-    assert plan.describe()[3] == (
+    assert describe_plan(plan)[3] == (
         "sync: diloco, 2 replicas of 2 processes, every 30 steps, outer learning rate 0.7, momentum 0.9, gradients "
         "sent as int8; lossy: the losses are not those of sync.name: every_step"
     )
@@ -235,7 +236,7 @@ def test_every_process_is_a_worker_of_parameter_servers():
     plan = resolve_plan(build_recipe("ddp", batch=24, sync=SERVERS), TINY, cpus(4))
     assert (plan.num_replicas, plan.dp_replicate, plan.world_size, plan.global_batch_size) == (4, 1, 4, 24)
     assert plan.num_microbatches * plan.micro_batch_size == 6 and not plan.lossy
-    assert plan.describe()[3] == "sync: parameter_server, 4 workers, 2 servers, aggregate weighted"
+    assert describe_plan(plan)[3] == "sync: parameter_server, 4 workers, 2 servers, aggregate weighted"
     assert ParallelPlan.from_dict(plan.to_dict()) == plan
     assert resolve_plan(build_recipe("auto", batch=24, sync=SERVERS), TINY, cpus(4)).num_replicas == 4
     assert resolve_plan(build_recipe("ddp", sync={**SERVERS, "aggregate": "mean"}), TINY, cpus(4)).lossy
@@ -243,11 +244,11 @@ def test_every_process_is_a_worker_of_parameter_servers():
         resolve_plan(build_recipe("ddp", sync={**SERVERS, "max_staleness": staleness}), TINY, cpus(4))
         for staleness in (None, 1)
     )
-    assert free.lossy and "aggregate weighted, staleness of any number of steps; lossy" in free.describe()[3]
+    assert free.lossy and "aggregate weighted, staleness of any number of steps; lossy" in describe_plan(free)[3]
     assert bounded.lossy and ParallelPlan.from_dict(bounded.to_dict()) == bounded
     sync = {**SERVERS, "max_staleness": 1, "staleness_compensation": 0.04}
     compensated = resolve_plan(build_recipe("ddp", sync=sync), TINY, cpus(4))
-    assert "staleness of at most 1 step, compensated with 0.04; lossy" in compensated.describe()[3]
+    assert "staleness of at most 1 step, compensated with 0.04; lossy" in describe_plan(compensated)[3]
     assert agreement_bytes(compensated, 1000) - agreement_bytes(bounded, 1000) == 500 * 4 * 4, "what 4 workers pulled"
 
 

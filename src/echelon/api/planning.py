@@ -22,6 +22,7 @@ from echelon.planner.memory import MemoryEstimate, StoredBytes, describe_checkpo
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.payoff import describe_payoff
 from echelon.planner.plan import ParallelPlan
+from echelon.planner.plan_lines import describe_plan
 from echelon.planner.reliability import Goodput, Reliability, estimate_goodput
 from echelon.recipe import Recipe
 from echelon.supervise.launch_environment import find_cache_dir
@@ -97,7 +98,7 @@ def plan(
     note(f"cluster: {cluster.num_devices} x {cluster.accelerator.name} on {cluster.num_nodes} machine(s)")
     left = (f"left to train: {line}" for line in checked.left)
     memory = estimate_memory(shape, chosen, recipe.data.sequence_len, cluster.kind)
-    for each in (chosen.describe(), [describe_checkpoint(shape, chosen)], describe_steps(recipe, None), left):
+    for each in (describe_plan(chosen), [describe_checkpoint(shape, chosen)], describe_steps(recipe, None), left):
         for line in each:
             note(line)
     for line in _describe_memory(memory, cluster):

@@ -42,10 +42,10 @@ from echelon.optimizer import LossScale, Optimizer, Served, build_optimizer, bui
 from echelon.parallel import Parallelize, connect_stages, parallelize, shard_model, shard_stages
 from echelon.parallel.protocol import Parallel
 from echelon.parallel.step import ForwardBackward, StepSums
+from echelon.planner.axes.pipeline import predict_waiting
 from echelon.planner.memory import MemoryParts
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.shape import build_shape
-from echelon.planner.stages import predict_waiting
 from echelon.recipe import Recipe
 from echelon.recipe.synchronization import PARAMETER_SERVER
 from echelon.sync.synchronizer import Fill

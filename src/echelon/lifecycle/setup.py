@@ -26,6 +26,7 @@ from echelon.planner.measured_runs import read_history
 from echelon.planner.memory import describe_checkpoint, estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan, load_plan
+from echelon.planner.plan_lines import describe_plan, summarize_plan
 from echelon.planner.shape import build_shape
 from echelon.recipe import Recipe
 from echelon.recipe.render import find_secret_keys, render_recipe
@@ -217,7 +218,7 @@ def _describe_start(
     if opened.state == "resumed":  # recipe.yaml in the run folder has the new values now
         yield from (f"run: changed {difference}" for difference in opened.differences)
     yield from describe_commits(commits)
-    yield from plan.describe() if logger.isEnabledFor(logging.DEBUG) else plan.describe_briefly()
+    yield from describe_plan(plan) if logger.isEnabledFor(logging.DEBUG) else summarize_plan(plan)
     yield from describe_mixture(recipe, data)
     yield from describe_steps(recipe, data.train.num_samples)
     yield from _describe_longer_run(recipe, opened, data.train.num_samples)

@@ -35,8 +35,8 @@ from echelon.objectives.objective import Objective, training_sums
 from echelon.objectives.outputs import DecoderOutputs, ObjectiveModule, OutputsFn
 from echelon.parallel.protocol import DataParallel, SendsWhole
 from echelon.parallel.step import StepSums, poison_if_not_finite
+from echelon.planner.axes.pipeline_schedule import microbatches_kept, passes_deferred
 from echelon.planner.plan import ParallelPlan
-from echelon.planner.stages import microbatches_kept, passes_deferred
 
 _SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _SEVERAL: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}

@@ -5,11 +5,12 @@ of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transfor
 replaced by what these layers were measured to save (test_memory.py).
 """
 
-import math
 from dataclasses import dataclass
 
 from echelon.hardware.accelerators import DeviceKind
 from echelon.planner.adapter_plan import adapter_bytes_per_token, targeted_linears
+from echelon.planner.axes.expert import rows_per_token
+from echelon.planner.axes.table import AXES
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
 
@@ -20,11 +21,6 @@ _BLOCK_QUERIES, _BLOCKS_HELD = 256, 3
 
 # With activation offloading, in the forward pass: the layer that runs, and the one whose activations leave.
 _LAYERS_LEAVING = 2
-
-
-def part_len(plan: ParallelPlan, sequence_len: int) -> int:
-    """The tokens of a sequence that one rank computes, under context parallelism."""
-    return -(-sequence_len // plan.cp)
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ class _Kept:
 def _what_is_kept(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> _Kept:
     compute = DTYPE_BYTES[plan.precision.compute]
     mask = 1 if kind == "cuda" else compute
-    ranks = plan.tp if plan.sequence_parallel else 1
+    ranks = plan.sequence_ranks
     if plan.adapter is None:
         # autocast leaves the residual stream in fp32
         return _Kept(compute, FP32_BYTES if plan.uses_autocast else compute, mask, frozen=False, sequence_ranks=ranks)
@@ -64,17 +60,16 @@ def activation_bytes(
     """(bytes that are kept on the device for backward, additional bytes of a layer that backward recomputes, bytes
     that are kept in host memory)."""
     by = _what_is_kept(shape, plan, kind)
-    length = part_len(plan, sequence_len)
-    tokens = plan.micro_batch_size * plan.rows_per_sequence * length
-    mlp = _mlp_half_bytes(shape, by, _rows_per_token(shape, plan, kind))
+    tokens = plan.microbatch_tokens(sequence_len)
+    mlp = _mlp_half_bytes(shape, by, rows_per_token(shape, plan, kind))
     layer = mlp + _attention_half_bytes(shape, by, sequence_len, kind) + by.adapter
-    layer += _context_bytes(shape, plan, by.compute)
+    layer += _beside_bytes(shape, plan, by.compute)
     # The first layer's input needs no gradient if the embedding is frozen: its norm keeps nothing.
     num_redone = 0 if plan.activation_checkpointing == "none" else shape.num_layers // plan.checkpoint_every
     norms = 0 if by.frozen and num_redone < shape.num_layers else _norm_bytes(shape, by)
     outside = norms + by.residual * shape.hidden_size * (shape.parts.residual_dropout > 0)
     kept, redone = _kept_by_layer(shape, plan, by, layer)
-    rotary = 2 * length * shape.head_dim * by.residual if shape.num_position_parameters == 0 else 0
+    rotary = 2 * plan.part_len(sequence_len) * shape.head_dim * by.residual if shape.num_position_parameters == 0 else 0
     # Expert weights with an adapter are added up before they are used, those in 4 bits are dequantized; it is kept.
     adapter = plan.adapter
     made = by.compute * (adapter.num_adapted_experts + adapter.num_quantized_experts) if adapter is not None else 0
@@ -98,7 +93,7 @@ def deferred_bytes(shape: ModelShape, plan: ParallelPlan, sequence_len: int) -> 
     has a trained weight: of products and norms. The activations are kept as well, and are counted as such.
     """
     by = _what_is_kept(shape, plan, "cpu")
-    tokens = plan.micro_batch_size * plan.rows_per_sequence * part_len(plan, sequence_len)
+    tokens = plan.microbatch_tokens(sequence_len)
     if plan.adapter is not None:
         linears = targeted_linears(shape, plan.adapter)
         return tokens * by.compute * sum(each.count * (plan.adapter.r + each.out_features) for each in linears)
@@ -124,7 +119,7 @@ def _kept_by_layer(shape: ModelShape, plan: ParallelPlan, by: _Kept, layer: floa
         case "none" if plan.activation_memory_budget is not None or knows_compiled(shape, plan):
             most = layer
             if not shape.parts.attention_matrix:
-                most = outputs + _compiled_bytes(shape, by.compute) + _context_bytes(shape, plan, by.compute)
+                most = outputs + _compiled_bytes(shape, by.compute) + _beside_bytes(shape, plan, by.compute)
             budget = 1.0 if plan.activation_memory_budget is None else plan.activation_memory_budget
             kept = layer_input + budget * most
             redone = max(0.0, layer - kept)
@@ -167,23 +162,6 @@ def _expert_row_bytes(shape: ModelShape, by: _Kept) -> int:
     return by.residual * (inputs + shape.hidden_size + 3 * width)
 
 
-def _rows_per_token(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> int:
-    """Rows of experts that a rank computes, per token of its own: as many as a token has experts, or with expert
-    parallelism on GPUs, whose hosts do not wait for the numbers, as many as it might receive."""
-    chosen = shape.num_chosen_experts
-    if plan.ep == 1 or kind == "cpu":
-        return chosen
-    return plan.ep * min(chosen, shape.experts[0].num_experts // plan.ep)
-
-
-def dispatch_bytes(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> int:
-    """Bytes of the rows that a layer sends to experts and of those it receives, while it does."""
-    if plan.ep == plan.tp == 1:
-        return 0
-    rows = plan.micro_batch_size * plan.rows_per_sequence * sequence_len * _rows_per_token(shape, plan, kind)
-    return 2 * rows * shape.hidden_size * DTYPE_BYTES[plan.precision.compute]
-
-
 def _attention_half_bytes(shape: ModelShape, by: _Kept, sequence_len: int, kind: DeviceKind) -> float:
     """Bytes per token that the backward pass of a layer needs of its attention, norms and residuals included."""
     # If autocast casts, each projection keeps a copy of its input: q, k and v; otherwise one is shared.
@@ -219,7 +197,7 @@ def _blocks_bytes(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind
     """Scores that the backward pass of attention in blocks of queries holds at once (model/blocked_attention.py)."""
     parts = shape.parts
     is_fused = not parts.attention_matrix and not parts.attention_dropout
-    if kind != "cpu" or plan.precision.compute != "bfloat16" or plan.cp > 1 or not is_fused:
+    if kind != "cpu" or plan.precision.compute != "bfloat16" or plan.divides_sequences or not is_fused:
         return 0
     sequences = plan.micro_batch_size * plan.rows_per_sequence
     block = min(_BLOCK_QUERIES, sequence_len) * sequence_len * DTYPE_BYTES[plan.precision.compute]
@@ -245,15 +223,9 @@ def _attention_bytes(shape: ModelShape, by: _Kept, sequence_len: int, kind: Devi
     return head_norms + compute * 2 * (query + key_value) + FP32_BYTES * shape.num_heads
 
 
-def _context_bytes(shape: ModelShape, plan: ParallelPlan, compute: int) -> int:
-    """Per token of this rank: keys and values in addition to its own, under context parallelism.
-
-    `allgather` keeps those of whole sequences. `ulysses` keeps as many as before, unless their heads are repeated.
-    """
-    key_value = 2 * shape.num_kv_heads * shape.head_dim * compute
-    if plan.cp_method == "ulysses":
-        return key_value * (math.lcm(shape.num_kv_heads, plan.cp) // shape.num_kv_heads - 1)
-    return key_value * (plan.cp - 1)
+def _beside_bytes(shape: ModelShape, plan: ParallelPlan, compute: int) -> int:
+    """Per token of this rank: what a layer keeps of other ranks' keys and values."""
+    return sum(axis.kept_bytes(shape, plan, compute) for axis in AXES)
 
 
 def _norm_bytes(shape: ModelShape, by: _Kept) -> float:

@@ -9,13 +9,12 @@ from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import Cluster
 from echelon.planner.adapter_plan import build_adapter_plan, describe_reach
 from echelon.planner.arithmetic import COMPILE_GAIN, choose_compile, choose_precision, estimate_seconds
+from echelon.planner.axes.table import AXES
 from echelon.planner.engine_limits import check_engine, find_row
-from echelon.planner.expert_limits import check_expert_parallel
 from echelon.planner.fastest import choose_fastest, ranks_by_time
 from echelon.planner.kept_activations import KeptActivations, check_activations, read_activations
 from echelon.planner.layout import (
     MICRO_BATCH_TOKENS,
-    Layout,
     build_layout,
     check_batch,
     find_replica,
@@ -34,9 +33,6 @@ from echelon.planner.replica_limits import (
     join_servers,
 )
 from echelon.planner.search_space import list_divided, list_micro_batches
-from echelon.planner.sequence_limits import check_context
-from echelon.planner.stages import check_pipeline, choose_stages, describe_pipeline, pipeline_sizes
-from echelon.planner.tensor_limits import check_tensor_parallel
 from echelon.recipe.synchronization import PARAMETER_SERVER, QUORUM
 from echelon.sizes import render_bytes
 
@@ -101,7 +97,7 @@ def resolve_plan(
         plan, plan_why = _choose_strategy(request)
     else:
         plan, plan_why = _build_requested(request, _check_layout(request, recipe.parallel))
-    plan_why = [*plan_why, *describe_pipeline(shape, plan, recipe.data.sequence_len)]
+    plan_why += [line for axis in AXES for line in axis.describe(shape, plan, recipe.data.sequence_len)]
     check_compression(plan)
     check_replicas(plan)
     check_engine(recipe, plan)
@@ -159,9 +155,9 @@ def _choose_strategy(request: _Request) -> tuple[ParallelPlan, list[str]]:
 
 
 def _list_divided(request: _Request) -> Iterator[tuple[ParallelPlan, list[str]]]:
-    """The plans with `tp`, `cp` or `pp` that fit, the simplest first, each with its reasons.
+    """The plans that divide the model or sequences and fit, the simplest first, each with its reasons.
 
-    Pipelines are tried with several micro batches: smaller ones wait less.
+    Those with stages are tried with several micro batches: smaller ones wait less.
     """
     kind = request.cluster.kind
     for parallel in list_divided(request.recipe, request.shape, request.cluster):
@@ -171,14 +167,14 @@ def _list_divided(request: _Request) -> Iterator[tuple[ParallelPlan, list[str]]]
         except (ConfigError, PlanError) as error:
             logger.debug(f"plan: {error}")
             continue
-        is_one = plan.pp == 1 or request.fill
+        is_one = not plan.stages or request.fill
         for each in [plan] if is_one else list_micro_batches(variant.recipe, plan, kind):
             needs = request.estimate(each)
             if request.fits(needs):
                 yield each, _explain_micro_batch(request, each, needs)
 
 
-def _auto_layouts(request: _Request) -> Iterator[Layout]:
+def _auto_layouts(request: _Request) -> Iterator[ParallelPlan]:
     """The strategies to try, the one with the least communication first.
 
     In half precision on GPUs, ZeRO-1 replaces DDP: it casts the weights once per step instead of in every microbatch,
@@ -201,9 +197,9 @@ def _auto_layouts(request: _Request) -> Iterator[Layout]:
     return (_build_layout(request, name) for name in names)
 
 
-def _build_layout(request: _Request, parallel: "str | ParallelConfig") -> Layout:
+def _build_layout(request: _Request, parallel: "str | ParallelConfig") -> ParallelPlan:
     """The layout of every replica."""
-    layout = build_layout(parallel, request.replica, request.shape.num_layers)
+    layout = build_layout(parallel, request.replica, request.shape, request.recipe.data.sequence_len)
     if request.recipe.sync.name == QUORUM:
         return join_quorum(layout, request.recipe, request.cluster)
     if request.recipe.sync.name == PARAMETER_SERVER:
@@ -211,17 +207,15 @@ def _build_layout(request: _Request, parallel: "str | ParallelConfig") -> Layout
     return replace(layout, num_replicas=request.recipe.sync.replicas)
 
 
-def _check_layout(request: _Request, parallel: "str | ParallelConfig") -> Layout:
+def _check_layout(request: _Request, parallel: "str | ParallelConfig") -> ParallelPlan:
     """The layout of a value of `parallel`. Raises ConfigError or PlanError if the recipe or the model rules it out."""
-    layout, recipe, shape = _build_layout(request, parallel), request.recipe, request.shape
-    check_pipeline(recipe, layout)
-    check_tensor_parallel(recipe, shape, layout)
-    check_expert_parallel(recipe, shape, layout)
-    check_context(recipe, layout, shape)
+    layout = _build_layout(request, parallel)
+    for axis in AXES:
+        axis.check(request.recipe, request.shape, layout)
     return layout
 
 
-def _build_requested(request: _Request, layout: Layout) -> tuple[ParallelPlan, list[str]]:
+def _build_requested(request: _Request, layout: ParallelPlan) -> tuple[ParallelPlan, list[str]]:
     """A strategy set by the user: refused only if its states, which are exact, exceed the memory of the device."""
     plan, needs, why = _choose_micro_batch(request, layout)
     memory = request.cluster.accelerator.memory_bytes
@@ -237,7 +231,7 @@ def _build_requested(request: _Request, layout: Layout) -> tuple[ParallelPlan, l
     return plan, why
 
 
-def _check_host_memory(request: _Request, layout: Layout, needs: MemoryEstimate) -> None:
+def _check_host_memory(request: _Request, layout: ParallelPlan, needs: MemoryEstimate) -> None:
     """Raise PlanError if what is offloaded exceeds the memory of a machine."""
     there, count = request.cluster.host_memory_bytes, request.cluster.devices_per_node
     if there is None or needs.host * count <= there:
@@ -255,15 +249,15 @@ def _check_host_memory(request: _Request, layout: Layout, needs: MemoryEstimate)
     )
 
 
-def _choose_micro_batch(request: _Request, layout: Layout) -> tuple[ParallelPlan, MemoryEstimate, list[str]]:
+def _choose_micro_batch(request: _Request, layout: ParallelPlan) -> tuple[ParallelPlan, MemoryEstimate, list[str]]:
     """The plan with the largest micro batch up to the cap that fits, or with the smallest if none fits; its memory."""
     recipe, cap = request.recipe, MICRO_BATCH_TOKENS[request.cluster.kind]
     per_rank = check_batch(recipe, layout, request.num_samples, request.fill)
-    sizes = micro_batch_sizes(recipe, layout.dp_size, request.fill)
-    if layout.pp > 1:
-        sizes = pipeline_sizes(recipe, layout, sizes, request.fill)
+    sizes = micro_batch_sizes(recipe, layout.num_readers, request.fill)
+    for axis in AXES:
+        sizes = axis.micro_batch_sizes(recipe, layout, sizes, request.fill)
     automatic, length = recipe.train.micro_batch_size == "auto", recipe.data.sequence_len
-    if automatic and layout.microbatches is None:
+    if automatic and getattr(recipe.parallel, "microbatches", None) is None:
         sizes = [size for size in sizes if size * length <= cap] or sizes[-1:]
     for size in sizes:
         plan = _build_plan(request, layout, size, per_rank // size)
@@ -287,34 +281,14 @@ def _explain_micro_batch(request: _Request, plan: ParallelPlan, needs: MemoryEst
     ]
 
 
-def _build_plan(request: _Request, layout: Layout, micro_batch_size: int, num_microbatches: int) -> ParallelPlan:
-    stages: tuple[int, ...] = ()
-    if layout.schedule is not None:
-        length = request.recipe.data.sequence_len
-        stages = choose_stages(request.shape, layout.pp, layout.schedule, length, layout.stages)
-    plan = ParallelPlan(
-        strategy=layout.strategy,
+def _build_plan(request: _Request, layout: ParallelPlan, micro_batch_size: int, num_microbatches: int) -> ParallelPlan:
+    plan = replace(
+        layout,
         engine=request.recipe.engine,
-        dp_replicate=layout.dp_replicate,
-        dp_shard=layout.dp_shard,
-        reshard_after_forward=layout.reshard_after_forward,
-        reduce_gradients=layout.reduce_gradients,
-        cpu_offload=layout.cpu_offload,
-        prefetch=layout.prefetch,
-        cp=layout.cp,
-        tp=layout.tp,
-        pp=layout.pp,
-        ep=layout.ep,
-        sequence_parallel=layout.sequence_parallel,
-        cp_method=layout.cp_method,
-        schedule=layout.schedule,
-        stages=stages,
-        order=layout.order,
         micro_batch_size=micro_batch_size,
         num_microbatches=num_microbatches,
-        num_replicas=layout.num_replicas,
         sync=build_sync_plan(request.recipe.sync),
-        num_fill=layout.dp_size * num_microbatches * micro_batch_size - request.recipe.global_batch_size,
+        num_fill=layout.num_readers * num_microbatches * micro_batch_size - request.recipe.global_batch_size,
         rows_per_sequence=1 if request.shape.obeys_masks or request.recipe.objective.name != "dpo" else 2,
         activation_checkpointing=request.kept.policy,
         checkpoint_every=request.kept.every,
@@ -329,7 +303,7 @@ def _build_plan(request: _Request, layout: Layout, micro_batch_size: int, num_mi
     return replace(plan, precision=compressed_precision(request.precision, plan))
 
 
-def _needs(request: _Request, layout: Layout, plan: ParallelPlan, needs: MemoryEstimate) -> str:
+def _needs(request: _Request, layout: ParallelPlan, plan: ParallelPlan, needs: MemoryEstimate) -> str:
     limit = request.usable_bytes or 0
     return (
         f"{layout.strategy} needs {render_bytes(needs.total)} with micro batch {plan.micro_batch_size} "

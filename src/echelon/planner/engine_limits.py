@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError, PlanError
 from echelon.extensions import find_named
-from echelon.planner.degrees import join_words
+from echelon.planner.fitting_values import join_words
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.engines import ENGINES, NATIVE, EngineRow
 from echelon.recipe.yaml_text import show_value

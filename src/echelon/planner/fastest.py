@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 
 from echelon.hardware.accelerators import ACCELERATORS, Cluster
+from echelon.planner.axes.table import MODEL_AXES
+from echelon.planner.fitting_values import join_words
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.time import estimate_time
 
 _CLOSE = 0.05  # a plan that is slower by less is as fast: predictions are not more exact
-# Plans with tp, cp or pp have to be faster by more than this: they depend more on links, and on what else is divided.
+# Plans that divide the model or sequences have to be faster by more than this: they depend more on links, and on what
+# else is divided.
 _CLEARLY = 0.10
 
 
@@ -31,19 +34,21 @@ def choose_fastest(
 
     Args:
         simple: plans that divide the data, the gradients and the states alone, the simplest first.
-        divided: plans with `tp`, `cp` or `pp`, the simplest first. At least one of both kinds together.
+        divided: plans that divide the model or sequences as well, the simplest first. At least one of both kinds
+            together.
     """
     seconds = {plan: estimate_time(shape, plan, sequence_len, cluster).total for plan in (*simple, *divided)}
     table = ", ".join(f"{plan.strategy} {seconds[plan]:.3g} s" for plan in simple)
     by = f"by the predicted time of a step on {_describe_devices(cluster)}"
     others = _choose(divided, seconds) if divided else None
+    best = f"the best of {len(divided)} with {join_words([axis.name for axis in MODEL_AXES])}"
     if not simple:
         assert others is not None
-        return others, f"{_name(others)}, {seconds[others]:.3g} s, the best of {len(divided)} with tp, cp or pp, {by}"
+        return others, f"{_name(others)}, {seconds[others]:.3g} s, {best}, {by}"
     chosen = _choose(simple, seconds)
     beside = ""
     if others is not None:
-        beside = f"; the best of {len(divided)} with tp, cp or pp is {_name(others)}, {seconds[others]:.3g} s"
+        beside = f"; {best} is {_name(others)}, {seconds[others]:.3g} s"
         if (1 + _CLEARLY) * seconds[others] < seconds[chosen]:
             return others, f"{_name(others)}, {seconds[others]:.3g} s, clearly faster than {table}, {by}"
     ties = [plan.strategy for plan in simple if seconds[plan] < seconds[chosen]]

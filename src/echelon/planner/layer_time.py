@@ -61,11 +61,10 @@ class LaunchTime:
 
 def launch_time(plan: ParallelPlan, software: Software, rates: Rates) -> LaunchTime:
     """What the host of a rank launches. Full checkpointing launches forward passes twice."""
-    hook = (rates.hook if plan.dp_shard * plan.cp > 1 else rates.wrapper) if plan.uses_fully_shard else 0.0
-    layer = software.launch_seconds(rates) + (rates.dispatch if plan.tp > 1 else 0.0)
+    hook = (rates.hook if plan.num_shards > 1 else rates.wrapper) if plan.uses_fully_shard else 0.0
+    layer = software.launch_seconds(rates) + (rates.dispatch if plan.divides_matrices else 0.0)
     layer *= 1.5 if plan.activation_checkpointing == "full" else 1.0
-    stages = len(plan.stages) // plan.pp if plan.stages else 1
-    return LaunchTime(layer + hook, rates.head_launches * rates.launch, stages * hook)
+    return LaunchTime(layer + hook, rates.head_launches * rates.launch, plan.stages_per_rank * hook)
 
 
 def layer_time(
@@ -176,7 +175,7 @@ def _memory_forward(
 ) -> float:
     """Seconds of what waits for memory in a forward pass."""
     number = DTYPE_BYTES[plan.precision.compute]
-    divided = plan.tp if plan.sequence_parallel else 1
+    divided = plan.sequence_ranks
     share, width = part.expert_widths
     inner = (1 - share) * part.intermediate_size + share * part.num_chosen_experts * width
     passes = HIDDEN_PASSES * part.hidden_size / divided + INNER_PASSES * inner

@@ -11,16 +11,14 @@ from echelon.planner.activation_memory import (
     FP32_BYTES,
     activation_bytes,
     deferred_bytes,
-    dispatch_bytes,
     knows_compiled,
-    part_len,
 )
 from echelon.planner.adapter_plan import frozen_bytes, trains_head, whole_weight_bytes
+from echelon.planner.axes.axis import RankLoad
+from echelon.planner.axes.table import AXES, count_absent, keep_heaviest, rank_loads
 from echelon.planner.model_shape import ModelShape, logits_chunk_tokens
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
-from echelon.planner.rank_shape import divide_shape
 from echelon.planner.replica_costs import agreement_bytes, saved_bytes
-from echelon.planner.stages import StageLoad, keep_heaviest, stage_loads
 from echelon.recipe.engines import NATIVE
 from echelon.recipe.names import OPTIMIZER_FROM_OUTSIDE, OPTIMIZERS
 from echelon.recipe.synchronization import QUORUM
@@ -110,7 +108,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate of one rank's peak bytes, for sequences of `sequence_len` tokens on a device of this kind.
 
-    In a pipeline it is the rank that needs the most.
+    It is of the rank that needs the most.
     """
     loads = _count_loads(shape, plan, sequence_len, kind)
     return max((each.estimate() for each in loads), key=lambda each: each.total)
@@ -119,16 +117,16 @@ def estimate_memory(
 def estimate_parts(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind = "cuda") -> MemoryParts:
     """The total of `estimate_memory`, divided into parts that can be measured.
 
-    In a pipeline each part is that of the rank with the most of it.
+    Each part is that of the rank with the most of it.
     """
     parts = [astuple(each.parts()) for each in _count_loads(shape, plan, sequence_len, kind)]
     return MemoryParts(*(max(each) for each in zip(*parts, strict=True)))
 
 
 def estimate_stored(shape: ModelShape, plan: ParallelPlan) -> list[StoredBytes]:
-    """The part of `estimate_memory` that does not depend on the data, for each rank of a pipeline."""
+    """The part of `estimate_memory` that does not depend on the data, for each rank with other layers."""
     stored = []
-    for load in stage_loads(divide_shape(shape, plan), plan, hidden_bytes=0):
+    for load in rank_loads(shape, plan):
         here = replace(plan, adapter=load.adapter)
         states = _states(load.shape, here)
         device = StoredBytes(states.parameters, states.gradients, states.optimizer)
@@ -193,20 +191,22 @@ class _LoadBytes:
 
 
 def _count_loads(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> list[_LoadBytes]:
-    """The bytes of a rank of each pipeline stage, without ranks that need less than another one with equal layers."""
-    length = part_len(plan, sequence_len)
-    hidden = plan.micro_batch_size * length * shape.hidden_size * DTYPE_BYTES[plan.precision.compute]
-    loads = keep_heaviest(stage_loads(divide_shape(shape, plan), plan, hidden))
+    """The bytes of each rank with other layers, without those that need less than another one with equal layers."""
+    hidden = (
+        plan.micro_batch_size * plan.part_len(sequence_len) * shape.hidden_size * DTYPE_BYTES[plan.precision.compute]
+    )
+    loads = keep_heaviest(rank_loads(shape, plan, hidden))
     return [_count_load(each, plan, sequence_len, kind) for each in loads]
 
 
-def _count_load(load: StageLoad, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> _LoadBytes:
+def _count_load(load: RankLoad, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> _LoadBytes:
     shape = load.shape
     plan = plan if load.adapter is plan.adapter else replace(plan, adapter=load.adapter)
-    length = part_len(plan, sequence_len)
+    length, tokens = plan.part_len(sequence_len), plan.microbatch_tokens(sequence_len)
     kept, redone, moved = activation_bytes(shape, plan, sequence_len, kind)
     chunk, head = _logits(shape, plan, plan.micro_batch_size * length) if load.has_head else (0, 0)
     waits = deferred_bytes(shape, plan, sequence_len) // load.num_stages if load.num_deferred else 0
+    sending = sum(axis.buffer_bytes(shape, plan, tokens, kind) for axis in AXES)
     return _LoadBytes(
         states=_states(shape, plan),
         activations=kept * load.num_kept,
@@ -215,7 +215,7 @@ def _count_load(load: StageLoad, plan: ParallelPlan, sequence_len: int, kind: De
         chunk=chunk,
         head=head * load.num_kept,
         agreement=agreement_bytes(plan, _num_held(shape, plan)),
-        beside=_rotary_bytes(shape, length) + dispatch_bytes(shape, plan, length, kind) + load.received_bytes,
+        beside=_rotary_bytes(shape, length) + sending + load.received_bytes,
         host=moved + (sum(_shard_states(shape, plan)) if plan.cpu_offload else 0),
         assumptions=tuple(_list_assumptions(shape, plan, kind)),
     )
@@ -232,7 +232,7 @@ def _list_assumptions(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -
         yield f"the engine {plan.engine} is counted as the native one; what it copies beside that is not counted"
     if plan.compile:
         yield _COMPILED if knows_compiled(shape, plan) else _EAGER
-    if not plan.uses_fully_shard and plan.dp_replicate > 1:
+    if not plan.uses_fully_shard and plan.dp_size > 1:
         yield _COPIED if plan.sync.name == QUORUM else "DDP's gradients are views into its buckets"
     row = OPTIMIZERS.get(plan.optimizer)
     if row is None:
@@ -316,7 +316,7 @@ def _states(shape: ModelShape, plan: ParallelPlan) -> _States:
         return _States(frozen + trained * number, trained * number, moments, whole, cast=copies)
 
     # Experts of other ranks are never gathered here.
-    absent = shape.num_layer_experts - shape.num_layer_experts // plan.ep
+    absent = count_absent(shape, plan)
     layer = layer.without(absent, compute)
     # With resharding the running layer and those fetched ahead, by default one, are gathered; the rest stays gathered.
     num_gathered = min(1 + (plan.prefetch or 1), shape.num_layers) if plan.reshard_after_forward else shape.num_layers
@@ -333,7 +333,7 @@ def _shard_states(shape: ModelShape, plan: ParallelPlan) -> tuple[int, int, int]
     """Bytes of one rank's shard of (parameters, gradients, optimizer); under CPU offload they are in host memory."""
     layer, outside = _parts(shape, plan)
     frozen = shape.num_layers * layer.frozen_bytes + outside.frozen_bytes
-    ranks = plan.dp_shard * plan.cp
+    ranks = plan.num_shards
     shard = -(-_num_trained(shape, plan) // ranks) * DTYPE_BYTES[plan.precision.param]
     return shard - (-frozen // ranks), shard, -(-_optimizer_bytes(shape, plan) // ranks)
 
@@ -345,13 +345,12 @@ def estimate_checkpoint(shape: ModelShape, plan: ParallelPlan) -> int:
 
 
 def count_held(shape: ModelShape, plan: ParallelPlan) -> int:
-    """Trained parameters that one rank has; in a pipeline, those of the rank with the most."""
-    loads = stage_loads(divide_shape(shape, plan), plan, 0)
-    return max(_num_held(each.shape, replace(plan, adapter=each.adapter)) for each in loads)
+    """Trained parameters that the rank with the most has."""
+    return max(_num_held(each.shape, replace(plan, adapter=each.adapter)) for each in rank_loads(shape, plan))
 
 
 def _num_held(shape: ModelShape, plan: ParallelPlan) -> int:
-    return -(-_num_trained(shape, plan) // (plan.dp_shard * plan.cp))
+    return -(-_num_trained(shape, plan) // plan.num_shards)
 
 
 def describe_checkpoint(shape: ModelShape, plan: ParallelPlan) -> str:

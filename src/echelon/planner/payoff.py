@@ -1,12 +1,12 @@
 """At what speed of the links between replicas a way to agree makes steps shorter than `sync.name: every_step` does."""
 
 import math
-from dataclasses import replace
 
 from echelon.hardware.accelerators import Cluster
 from echelon.hardware.links import Link, Links
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan, SyncPlan
+from echelon.planner.replica_limits import without_sync
 from echelon.planner.time import estimate_time
 from echelon.recipe.synchronization import EVERY_STEP, QUORUM
 
@@ -23,7 +23,7 @@ def describe_payoff(shape: ModelShape, plan: ParallelPlan, sequence_len: int, cl
 
     Raises PlanError if the speed of the devices is unknown.
     """
-    num_copies = plan.num_replicas * plan.dp_replicate
+    num_copies = plan.num_whole_copies
     plain = plan.sync.name == QUORUM or plan.sync == SyncPlan()
     if num_copies == 1 or plain:
         return None
@@ -69,11 +69,6 @@ def find_payoff(shape: ModelShape, plan: ParallelPlan, sequence_len: int, cluste
         middle = math.sqrt(low * high)
         low, high = (middle, high) if pays(middle) else (low, middle)
     return low
-
-
-def without_sync(plan: ParallelPlan) -> ParallelPlan:
-    """The plan whose copies of the model agree with every_step instead."""
-    return replace(plan, sync=SyncPlan(), num_replicas=1, dp_replicate=plan.num_replicas * plan.dp_replicate)
 
 
 def _render(speed: float) -> str:

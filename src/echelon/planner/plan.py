@@ -4,12 +4,11 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from echelon.errors import PlanError
-from echelon.planner.degrees import AXIS_ORDER
 from echelon.recipe.engines import NATIVE
 from echelon.recipe.names import OptimizerName, SynchronizerName
 from echelon.recipe.synchronization import (
@@ -21,6 +20,7 @@ from echelon.recipe.synchronization import (
     SyncConfig,
 )
 from echelon.recipe.training import AxisName, CpMethod, PipelineSchedule
+from echelon.sizes import count_noun
 from echelon.stored import read_as
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -28,6 +28,11 @@ Rounding = Literal["nearest", "stochastic", "kahan"]
 ReduceGradients = Literal["each", "last"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 AdapterMethod = Literal["lora", "qlora", "dora"]
+
+AXIS_ORDER: tuple[AxisName, ...] = get_args(AxisName)
+"""The axes of the processes of one replica, outermost first."""
+SHARDING: tuple[AxisName, ...] = ("dp_shard", "cp")
+"""The axes whose ranks together shard the parameters of a layer."""
 
 _SHARDED = ("zero1", "zero2", "fsdp", "hsdp")
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -42,52 +47,56 @@ _STRICT = ConfigDict(extra="forbid")
 @with_config(_STRICT)
 @dataclass(frozen=True)
 class Precision:
-    """Dtype names of one policy.
-
-    param: stored parameters. compute: matrix products; if it differs from `param`, a sharded plan casts the gathered
-    parameters and any other plan runs under autocast. reduce: gradient sums between ranks. master: the weights that the
-    optimizer updates. optimizer: its moments, unless it packs them. rounding: how an update is rounded to `master`;
-    `kahan` keeps the remainder in a second number. float8: whether the linear layers of decoder layers round the inputs
-    of their products from `compute` to float8.
-    """
+    """Dtype names of one policy."""
 
     param: DtypeName = "float32"
+    """Of stored parameters."""
     compute: DtypeName = "float32"
+    """Of matrix products. If it differs from `param`, a sharded plan casts the gathered parameters and any other plan
+    runs under autocast."""
     reduce: DtypeName = "float32"
+    """Of gradient sums between ranks."""
     master: DtypeName = "float32"
+    """Of the weights that the optimizer updates."""
     optimizer: DtypeName = "float32"
+    """Of the optimizer's moments, unless it packs them."""
     rounding: Rounding = "nearest"
+    """How an update is rounded to `master`; `kahan` keeps the remainder in a second number."""
     float8: bool = False
+    """Whether the linear layers of decoder layers round the inputs of their products from `compute` to float8."""
 
 
 @with_config(_STRICT)
 @dataclass(frozen=True)
 class AdapterPlan:
-    """An adapter on frozen weights: the trained parameters, and the storage of the frozen ones.
-
-    targets: the names of the linear layers with an adapter. experts: those of the expert weights with one, in their
-    layer; num_adapted_experts of the frozen parameters are in them. num_trained_parameters: those of the adapter, the
-    rows of new tokens and the saved modules. num_frozen_parameters: the others, of which num_quantized_parameters are
-    in 4 bits, num_quantized_experts of these in experts; the rest are in the compute dtype. saved: the names of modules
-    that are trained in full; num_saved_inside of their parameters are in decoder layers, num_saved_outside are not;
-    num_looked_up of them are in look-up tables, which are not matmuls.
-    """
+    """An adapter on frozen weights: the trained parameters, and the storage of the frozen ones."""
 
     method: AdapterMethod
     r: int
     dropout: float
     targets: tuple[str, ...]
+    """Names of the linear layers with an adapter."""
     num_trained_parameters: int
+    """Those of the adapter, the rows of new tokens and the saved modules."""
     num_frozen_parameters: int
+    """All others. Those that are not in 4 bits are in the compute dtype."""
     num_quantized_parameters: int = 0
+    """Frozen parameters in 4 bits."""
     double_quant: bool = False
     saved: tuple[str, ...] = ()
+    """Names of modules that are trained in full."""
     num_saved_inside: int = 0
+    """Parameters of saved modules in decoder layers."""
     num_saved_outside: int = 0
+    """Parameters of saved modules outside of decoder layers."""
     num_looked_up: int = 0
+    """Parameters of saved modules in look-up tables, which are not matmuls."""
     experts: tuple[str, ...] = ()
+    """Names, in their layer, of the expert weights with an adapter."""
     num_adapted_experts: int = 0
+    """Frozen parameters in these expert weights."""
     num_quantized_experts: int = 0
+    """Frozen parameters in 4 bits in expert weights."""
 
     @property
     def num_trained_matmul_parameters(self) -> int:
@@ -109,10 +118,7 @@ class AdapterPlan:
 @with_config(_STRICT)
 @dataclass(frozen=True)
 class SyncPlan:
-    """How replicas agree: the section `sync` of the recipe, whose keys have the same names and meaning.
-
-    method, rank, fraction: how gradients are compressed. is_exact: whether losses are those of a single process.
-    """
+    """How replicas agree: the section `sync` of the recipe, whose keys have the same names and meaning."""
 
     name: SynchronizerName = EVERY_STEP
     every: Count = 1
@@ -120,6 +126,7 @@ class SyncPlan:
     outer_momentum: float = 0.0
     overlap: bool = False
     method: CompressMethod = "none"
+    """How gradients are compressed; `rank` and `fraction` are settings of it."""
     rank: Count = 4
     fraction: Share = 0.01
     servers: Count = 1
@@ -127,20 +134,28 @@ class SyncPlan:
     max_staleness: CountOrZero | None = 0
     staleness_compensation: float = 0.0
     is_exact: bool = True
+    """Whether losses are those of a single process."""
 
     def describe(self, num_replicas: int, replica_size: int) -> str:
         """The message about how replicas agree."""
         words = [self.name]
         if self.name == PARAMETER_SERVER:
-            words.append(f"{num_replicas} worker{'' if num_replicas == 1 else 's'}")
-            words += [f"{self.servers} server{'' if self.servers == 1 else 's'}", f"aggregate {self.aggregate}"]
+            words += [
+                count_noun(num_replicas, "worker"),
+                count_noun(self.servers, "server"),
+                f"aggregate {self.aggregate}",
+            ]
             if self.max_staleness != 0:
-                limit = "any number of" if self.max_staleness is None else f"at most {self.max_staleness}"
-                words.append(f"staleness of {limit} step{'' if self.max_staleness == 1 else 's'}")
+                limit = (
+                    "any number of steps"
+                    if self.max_staleness is None
+                    else f"at most {count_noun(self.max_staleness, 'step')}"
+                )
+                words.append(f"staleness of {limit}")
             if self.staleness_compensation:
                 words.append(f"compensated with {self.staleness_compensation:g}")
         elif num_replicas > 1:
-            words.append(f"{num_replicas} replicas of {replica_size} process{'' if replica_size == 1 else 'es'}")
+            words.append(f"{num_replicas} replicas of {count_noun(replica_size, 'process', 'es')}")
         if self.name == QUORUM:
             words.append("the loss of a process costs one repeated step")
         if self.every > 1:
@@ -163,24 +178,10 @@ class SyncPlan:
 
 
 def build_sync_plan(config: SyncConfig) -> SyncPlan:
-    """The part of a plan that the section `sync` of a recipe sets."""
-    outer = ("every", "outer_learning_rate", "outer_momentum", "overlap")
-    names = ("name", *outer, "servers", "aggregate", "max_staleness", "staleness_compensation")
-    compress = config.compress
-    return SyncPlan(
-        **{name: getattr(config, name) for name in names},
-        method=compress.method,
-        rank=compress.rank,
-        fraction=compress.fraction,
-        is_exact=config.is_exact,
-    )
-
-
-def _count(number: int, noun: str, ending: str = "s") -> str:
-    return f"{number} {noun}{'' if number == 1 else ending}"
-
-
-_ROWS = "pairs: the two answers run as sequences of their own, because no document mask keeps them apart in this model"
+    """The part of a plan that the section `sync` of a recipe sets, with the keys of its section `compress`."""
+    names = [item.name for item in fields(SyncPlan)]
+    sources = {name: config if hasattr(config, name) else config.compress for name in names}
+    return SyncPlan(**{name: getattr(source, name) for name, source in sources.items()})
 
 
 @with_config(_STRICT)
@@ -188,50 +189,65 @@ _ROWS = "pairs: the two answers run as sequences of their own, because no docume
 class ParallelPlan:
     """Degrees, batch arithmetic and policies of one run; strategies are values of it.
 
-    One global batch is num_replicas * dp_size * num_microbatches * micro_batch_size sequences, of which `num_fill` have
-    no targets: they pad a batch that the ranks of a resumed run cannot share evenly. `rows_per_sequence`: the rows that
-    a sequence takes in a forward pass, 2 for preference pairs of a model without a document mask. `why` has lines for
-    the user about automatic choices and the figures behind them. `prefetch`: the layers gathered ahead of the one that
-    runs; None for PyTorch's own order, which gathers one ahead. `order`: the axes, outermost first. `stages`: the
-    decoder layers of each pipeline stage. `checkpoint_every`: activation checkpointing is of layers whose number, from
-    1, this divides. `activation_memory_budget`: the share of the activations of compiled layers that PyTorch keeps;
-    None for all that it keeps by itself. `activation_loading_horizon`: the layers whose offloaded activations are
-    loaded ahead of the one that is differentiated. `engine`: that of the recipe, which runs the plan.
+    One global batch is num_replicas * dp_size * num_microbatches * micro_batch_size sequences.
     """
 
     strategy: str
+    """A name of `parallel`, or one made of its degrees, as `fsdp+tp`."""
     engine: str = NATIVE
+    """That of the recipe, which runs the plan."""
     dp_replicate: Count = 1
+    """Ranks with copies of the same shard of the model."""
     dp_shard: Count = 1
+    """Ranks that shard the model, its gradients and the optimizer, and read different sequences."""
     cp: Count = 1
+    """Ranks that divide each sequence."""
     tp: Count = 1
+    """Ranks that divide each matrix."""
     pp: Count = 1
+    """Ranks that divide the decoder layers."""
     ep: Count = 1
+    """Ranks that divide the experts; among those that shard."""
     num_replicas: Count = 1
+    """Replicas that agree as `sync` says."""
     sync: SyncPlan = field(default_factory=SyncPlan)
     order: tuple[AxisName, ...] = AXIS_ORDER
+    """The axes, outermost first."""
     sequence_parallel: bool = False
+    """Whether the ranks of `tp` divide norms and residuals along the sequence."""
     cp_method: CpMethod | None = None
     schedule: PipelineSchedule | None = None
     stages: tuple[Count, ...] = ()
+    """Decoder layers of each pipeline stage; empty without a pipeline. Stage s is on rank s modulo `pp`."""
     micro_batch_size: Count = 1
+    """Sequences of one microbatch on one rank."""
     num_microbatches: Count = 1
     num_fill: CountOrZero = 0
+    """Sequences without targets: they pad a batch that the ranks of a resumed run cannot share evenly."""
     rows_per_sequence: Count = 1
+    """Rows that a sequence takes in a forward pass: 2 for preference pairs of a model without a document mask."""
     reshard_after_forward: bool = False
+    """Whether gathered parameters are freed after use."""
     reduce_gradients: ReduceGradients = "last"
+    """Whether gradients are reduced after each microbatch, or once after the last."""
     cpu_offload: bool = False
+    """Whether parameters and optimizer state are in host memory."""
     prefetch: Count | None = None
+    """Layers gathered ahead of the one that runs; None for PyTorch's own order, which gathers one ahead."""
     activation_checkpointing: ActivationCheckpointing = "none"
     checkpoint_every: Count = 1
+    """Activation checkpointing is of layers whose number, from 1, this divides."""
     activation_memory_budget: Share | None = None
+    """Share of the activations of compiled layers that PyTorch keeps; None for all that it keeps by itself."""
     activation_offloading: bool = False
     activation_loading_horizon: CountOrZero = 1
+    """Layers whose offloaded activations are loaded ahead of the one that is differentiated."""
     compile: bool = False
     precision: Precision = field(default_factory=Precision)
     optimizer: OptimizerName = "adamw"
     adapter: AdapterPlan | None = None
     why: tuple[str, ...] = ()
+    """Lines for the user about automatic choices and the figures behind them."""
 
     @property
     def lossy(self) -> bool:
@@ -242,6 +258,59 @@ class ParallelPlan:
     def dp_size(self) -> int:
         """Ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def num_readers(self) -> int:
+        """Ranks of all replicas that read different sequences."""
+        return self.num_replicas * self.dp_size
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that shard the parameters of a layer."""
+        return self.dp_shard * self.cp
+
+    @property
+    def num_whole_copies(self) -> int:
+        """Copies of the weights in the whole run."""
+        return self.num_replicas * self.dp_replicate
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of the weights that agree: replicas, or without them the copies inside the only one."""
+        return self.num_replicas if self.num_replicas > 1 else self.dp_replicate
+
+    @property
+    def num_reductions(self) -> int:
+        """How often gradients are summed over ranks in a step."""
+        return self.num_microbatches if self.reduce_gradients == "each" else 1
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks that divide norms and residuals along the sequence, in addition to `cp`."""
+        return self.tp if self.sequence_parallel else 1
+
+    @property
+    def divides_matrices(self) -> bool:
+        """Whether a rank has parts of matrices, as distributed tensors."""
+        return self.tp > 1
+
+    @property
+    def divides_sequences(self) -> bool:
+        """Whether a rank attends to tokens that others compute."""
+        return self.cp > 1
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Pipeline stages of a rank; without a pipeline the whole model is one."""
+        return len(self.stages) // self.pp if self.stages else 1
+
+    def part_len(self, sequence_len: int) -> int:
+        """Tokens of a sequence that one rank computes."""
+        return -(-sequence_len // self.cp)
+
+    def microbatch_tokens(self, sequence_len: int) -> int:
+        """Tokens of a microbatch that one rank computes, in all rows of its sequences."""
+        return self.micro_batch_size * self.rows_per_sequence * self.part_len(sequence_len)
 
     @property
     def world_size(self) -> int:
@@ -261,11 +330,12 @@ class ParallelPlan:
     @property
     def global_batch_size(self) -> int:
         """Sequences of one optimizer step, without padding sequences."""
-        return self._num_fed - self.num_fill
+        return self.num_fed - self.num_fill
 
     @property
-    def _num_fed(self) -> int:
-        return self.num_replicas * self.dp_size * self.num_microbatches * self.micro_batch_size
+    def num_fed(self) -> int:
+        """Sequences of one optimizer step, with padding sequences."""
+        return self.num_readers * self.num_microbatches * self.micro_batch_size
 
     @property
     def uses_fully_shard(self) -> bool:
@@ -274,7 +344,7 @@ class ParallelPlan:
         Beside tensor and pipeline parallelism DDP does not work, so replicas are HSDP with a shard axis of 1. A
         strategy that shards uses FSDP2 on one rank as well, so that it rounds alike on any number of ranks.
         """
-        return self._shards or self.tp > 1 or self.pp > 1
+        return self.shards or self.divides_matrices or self.pp > 1
 
     def degrees(self) -> dict[str, int]:
         """The degree of each axis inside a replica."""
@@ -284,78 +354,7 @@ class ParallelPlan:
         """The degrees above 1, as in `dp_shard 8, tp 8, pp 4`; empty on one device."""
         return ", ".join(f"{axis} {degree}" for axis, degree in self.degrees().items() if degree > 1)
 
-    @property
-    def _shards(self) -> bool:
-        is_alone = self.dp_replicate == self.dp_shard == 1
-        return self.dp_shard * self.cp > 1 or self.cpu_offload or (is_alone and self.strategy in _SHARDED)
-
-    @property
-    def uses_autocast(self) -> bool:
-        """Whether the compute dtype comes from autocast over whole parameters, not from casting gathered ones."""
-        return self.precision.compute != self.precision.param and not self.uses_fully_shard
-
-    def describe(self) -> list[str]:
-        """Lines that say all: the plan, the precision policy, the batch arithmetic, and why."""
-        sharding = self._describe_sharding() if self._shards else ""
-        when = "each microbatch" if self.reduce_gradients == "each" else "the last microbatch"
-        reduction = f"; gradients reduced after {when}" if self.dp_size * self.cp > 1 else ""
-        return [
-            f"plan: {self._describe_strategy()} ({self._describe_degrees()}){sharding}{reduction}; "
-            f"activation checkpointing {self._describe_activations()}; {self._describe_compilation()}",
-            self._describe_precision(),
-            *([] if self.adapter is None else [self.adapter.describe(self.precision.compute)]),
-            *self._describe_batch(),
-            *(f"why: {line}" for line in self.why),
-        ]
-
-    def describe_briefly(self) -> list[str]:
-        """The lines of `describe` that a run prints before its first step: what it does, not why, and warnings."""
-        degrees = f" ({self.name_degrees()})" if self.num_peers > 1 else ""
-        activations = self._describe_activations()
-        saved = "" if activations == "none" else f"; activation checkpointing {activations}"
-        policy = self.precision
-        is_usual = policy.rounding == "nearest" and policy.param == "float32" and not policy.float8
-        chosen = [line for line in self.why if " auto: " in line]
-        return [
-            f"plan: {self._describe_strategy()}{degrees}; computes in {policy.compute}{saved}; "
-            f"{self._describe_compilation()}",
-            *([] if is_usual else [self._describe_precision()]),
-            *([] if self.adapter is None else [self.adapter.describe(policy.compute)]),
-            *self._describe_batch(),
-            *(f"why: {line}" for line in self.why if line not in chosen),
-            *(["plan: its reasons and all settings are shown by --verbose and `echelon report`"] if chosen else []),
-        ]
-
-    def _describe_compilation(self) -> str:
-        return f"compile {'on' if self.compile else 'off'}"
-
-    def _describe_precision(self) -> str:
-        policy = self.precision
-        rounding = "" if policy.rounding == "nearest" else f" ({policy.rounding} rounding)"
-        compute = f"{policy.compute}, in float8 in linear layers" if policy.float8 else policy.compute
-        moments = f"moments {policy.optimizer}" if self.optimizer != "adamw_8bit" else "moments in 8 bits"
-        return (
-            f"precision: parameters {policy.param}, compute {compute}, reduction {policy.reduce}, "
-            f"master weights {policy.master}{rounding}, optimizer {self.optimizer} with {moments}"
-        )
-
-    def _describe_batch(self) -> list[str]:
-        rank = "rank" if self.num_peers == 1 else "data-parallel rank"
-        share = self.num_fill / self._num_fed
-        padding = f" - {_count(self.num_fill, 'padding sequence')} ({share:.1%} of the computation is wasted)"
-        return [
-            f"batch: {_count(self.global_batch_size, 'sequence')} = {_count(self.num_replicas * self.dp_size, rank)} x "
-            f"{_count(self.num_microbatches, 'microbatch', 'es')} x {_count(self.micro_batch_size, 'sequence')}"
-            f"{padding if self.num_fill else ''}",
-            *([] if self.rows_per_sequence == 1 else [_ROWS]),
-            *([] if self.sync == SyncPlan() else [self.sync.describe(self.num_replicas, self.replica_size)]),
-        ]
-
-    def _describe_strategy(self) -> str:
-        strategy = self.strategy if self.engine == NATIVE else f"{self.strategy} by {self.engine}"
-        return f"{strategy} on {_count(self.world_size, 'process', 'es')}"
-
-    def _describe_degrees(self) -> str:
+    def show_degrees(self) -> str:
         """The degrees of data parallelism and the others above 1, with their options."""
         words = [f"dp_replicate {self.dp_replicate}", f"dp_shard {self.dp_shard}"]
         options = {
@@ -369,25 +368,16 @@ class ParallelPlan:
                 words.append(f"{name} {degree}" + ("" if option is None else f" ({option})"))
         return " x ".join(words)
 
-    def _describe_sharding(self) -> str:
-        parts = [f"; gathered parameters {'freed after use' if self.reshard_after_forward else 'kept until backward'}"]
-        if self.prefetch is not None:
-            parts.append(f"; {self.prefetch} {'layer' if self.prefetch == 1 else 'layers'} gathered ahead")
-        if self.cpu_offload:
-            parts.append("; parameters and optimizer state in host memory")
-        return "".join(parts)
+    @property
+    def shards(self) -> bool:
+        """Whether ranks have parts of parameters that they gather, or move from host memory, to use them."""
+        is_alone = self.dp_replicate == self.dp_shard == 1
+        return self.num_shards > 1 or self.cpu_offload or (is_alone and self.strategy in _SHARDED)
 
-    def _describe_activations(self) -> str:
-        words = (
-            self.activation_checkpointing if self.checkpoint_every == 1 else f"of 1 in {self.checkpoint_every} layers"
-        )
-        if self.activation_memory_budget is not None:
-            words = f"by torch.compile within a memory budget of {self.activation_memory_budget:g}"
-        if not self.activation_offloading:
-            return words
-        ahead = self.activation_loading_horizon
-        loaded = "" if ahead == 1 else f", loaded {ahead} layers ahead"
-        return f"{words}; activations in host memory{loaded}"
+    @property
+    def uses_autocast(self) -> bool:
+        """Whether the compute dtype comes from autocast over whole parameters, not from casting gathered ones."""
+        return self.precision.compute != self.precision.param and not self.uses_fully_shard
 
     def to_dict(self) -> dict[str, Any]:
         """The content of plan.json; `from_dict` returns an equal plan."""

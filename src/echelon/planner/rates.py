@@ -58,7 +58,7 @@ class Rates:
         products: FLOP/s of large matrix products by dtype, where they are measured.
         attention_rate: FLOP/s of the forward pass of attention, where it is measured.
         wrapper, hook, dispatch: seconds of the host beyond `launch`, for a layer with `fully_shard` over one rank, for
-            one that is sharded over several, and for one that is divided by tensor parallelism.
+            one that is sharded over several, and for one whose matrices are divided.
         logit_seconds: of the loss per logit, forward and backward, where it is measured.
         waits_for_host: whether the device does nothing while the host launches the next operation, as a CPU.
         sharing: processes that share a core of a CPU.
@@ -130,12 +130,12 @@ class Software:
     Attributes:
         attention: its attention kernel.
         fused: whether pointwise operations are fused, by a compiler or by kernels written for it.
-        tp_overlap: the part of tensor-parallel communication that runs beside its products.
+        tp_overlap: the part of the communication of divided matrices that runs beside their products.
         ring_attention: whether keys and values of other ranks are sent beside attention.
         recomputed_products: the part of the products that selective checkpointing computes again.
         recomputes_ends: whether full checkpointing runs a layer again to its end, as Megatron-LM does. PyTorch stops
             once it has all that the backward pass needs, before the last product of the layer and its sum over ranks.
-        divides_borders: whether stages of a pipeline send each other, under sequence parallelism, only what a rank has
+        divides_borders: whether stages send each other only a rank's part of hidden states that are divided,
             of a sequence.
     """
 

@@ -39,7 +39,7 @@ def agreement_bytes(plan: ParallelPlan, num_trained: int) -> int:
     if sync.name in APART:
         states = (sync.outer_momentum > 0) + sync.overlap + 1
         return num_trained * (DTYPE_BYTES[plan.precision.param] + states * _FP32)
-    return 2 * _FP32 * num_trained if plan.dp_replicate > 1 and sync.method in _WITH_REST else 0
+    return 2 * _FP32 * num_trained if plan.num_copies > 1 and sync.method in _WITH_REST else 0
 
 
 def saved_bytes(plan: ParallelPlan, num_trained: int, weights: int, optimizer: int) -> int:
@@ -48,7 +48,7 @@ def saved_bytes(plan: ParallelPlan, num_trained: int, weights: int, optimizer: i
     if sync.name in APART:
         states = (sync.outer_momentum > 0) + sync.overlap
         return weights + states * _FP32 * num_trained + plan.num_replicas * (weights + optimizer)
-    size = plan.num_replicas * plan.dp_replicate
+    size = plan.num_whole_copies
     has_rest = size > 1 and sync.method in _WITH_REST
     return weights + optimizer + (size * _FP32 * num_trained if has_rest else 0)
 
@@ -58,7 +58,7 @@ def describe_traffic(model: ModelShape, plan: ParallelPlan, num_trained: int) ->
 
     `num_trained`: the trained numbers that one process has.
     """
-    sync, size = plan.sync, plan.num_replicas if plan.num_replicas > 1 else plan.dp_replicate
+    sync, size = plan.sync, plan.num_copies
     if sync.name == PARAMETER_SERVER and size > 1:
         return [_describe_server(sync, num_trained, size)]
     if (sync.name not in APART and sync.method == "none") or size == 1:

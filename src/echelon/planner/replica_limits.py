@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import Cluster
-from echelon.planner.layout import Layout
-from echelon.planner.plan import ParallelPlan, Precision
+from echelon.planner.plan import ParallelPlan, Precision, SyncPlan
 from echelon.recipe.synchronization import APART, PARAMETER_SERVER, QUORUM
 
 if TYPE_CHECKING:
@@ -53,12 +52,12 @@ def check_replicas(plan: ParallelPlan) -> None:
         )
 
 
-def join_quorum(layout: Layout, recipe: "Recipe", cluster: Cluster) -> Layout:
+def join_quorum(layout: ParallelPlan, recipe: "Recipe", cluster: Cluster) -> ParallelPlan:
     """The layout of all replicas of a quorum, from that of one: they hold copies of the model, as with DDP.
 
     Raises PlanError unless each is a single process, which needs no other to hold its weights, on a CPU.
     """
-    num_replicas, size = recipe.sync.replicas, layout.dp_size * layout.num_peers
+    num_replicas, size = recipe.sync.replicas, layout.replica_size
     if cluster.kind == "cuda":
         raise PlanError(
             f"sync.name={QUORUM}: the processes of a quorum leave a group of which one was lost, which is built for "
@@ -77,7 +76,7 @@ def join_quorum(layout: Layout, recipe: "Recipe", cluster: Cluster) -> Layout:
     return replace(layout, dp_replicate=num_replicas)
 
 
-def join_servers(layout: Layout, recipe: "Recipe", cluster: Cluster) -> Layout:
+def join_servers(layout: ParallelPlan, recipe: "Recipe", cluster: Cluster) -> ParallelPlan:
     """The layout of all workers of parameter servers: each is a process with a whole copy of the model.
 
     Raises PlanError for another layout, for more servers than processes, and on GPUs.
@@ -118,3 +117,8 @@ def resize(plan: ParallelPlan, num_replicas: int) -> ParallelPlan:
     if plan.sync.name == PARAMETER_SERVER:
         return replace(plan, num_replicas=num_replicas, num_microbatches=num_microbatches, num_fill=num_fill)
     return replace(plan, dp_replicate=num_replicas, num_microbatches=num_microbatches, num_fill=num_fill)
+
+
+def without_sync(plan: ParallelPlan) -> ParallelPlan:
+    """The plan whose copies of the model agree with every_step instead."""
+    return replace(plan, sync=SyncPlan(), num_replicas=1, dp_replicate=plan.num_whole_copies)

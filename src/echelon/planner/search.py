@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import Cluster
+from echelon.planner.axes.data import STRATEGIES
 from echelon.planner.choose import MEMORY_HEADROOM, resolve_plan
 from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run
-from echelon.planner.layout import STRATEGIES
 from echelon.planner.measured_runs import NO_HISTORY, History
 from echelon.planner.memory import MemoryEstimate, estimate_memory
 from echelon.planner.model_shape import ModelShape
@@ -62,11 +62,11 @@ class RankedPlan:
         return value / share if share else math.inf
 
     def name(self) -> str:
-        """The strategy and the degrees above 1, as in `pp+fsdp+tp: dp_shard 8, tp 8, pp 4 (interleaved)`."""
+        """The strategy and the degrees above 1, and what is special about them."""
         plan = self.plan
         options: list[str] = [] if plan.schedule is None else [plan.schedule]
         options += ["ulysses"] if plan.cp_method == "ulysses" else []
-        keeps = plan.pp == 1 and plan.dp_shard * plan.cp > 1 and not plan.reshard_after_forward
+        keeps = plan.num_shards > 1 and not plan.stages and not plan.reshard_after_forward
         if keeps and plan.strategy not in STRATEGIES:
             options.append("zero2" if plan.reduce_gradients == "each" else "zero1")
         shown = f" ({', '.join(options)})" if options else ""
@@ -145,9 +145,9 @@ def search_plans(
 ) -> tuple[RankedPlan, ...]:
     """The candidates that fit in memory, best first, then the smallest of the others, so that there are at least ten.
 
-    `divide`: try `pp` and `cp`, too. `history`: measured runs of this model on these devices, which correct the time of
-    each candidate before they are ranked. Raises PlanError or ConfigError, that of the first variant, if no plan is
-    possible on these devices, and PlanError if their speed is unknown.
+    `divide`: also divide layers among stages, and long sequences. `history`: measured runs of this model on these
+    devices, which correct the time of each candidate before they are ranked. Raises PlanError or ConfigError, that of
+    the first variant, if no plan is possible on these devices, and PlanError if their speed is unknown.
     """
     memory = cluster.accelerator.memory_bytes
     usable = None if memory is None else memory * (1 - MEMORY_HEADROOM)
@@ -255,7 +255,7 @@ def forecast_float8(recipe: "Recipe", shape: ModelShape, best: RankedPlan) -> Fo
     It is corrected as the candidate is.
     """
     plan = best.plan
-    if recipe.train.precision != "auto" or not best.cluster.has_float8 or plan.tp > 1 or not plan.compile:
+    if recipe.train.precision != "auto" or not best.cluster.has_float8 or plan.divides_matrices or not plan.compile:
         return None
     if plan.adapter is not None or plan.precision.compute != "bfloat16":
         return None

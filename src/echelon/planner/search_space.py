@@ -1,40 +1,32 @@
 """What a search tries: values of `parallel`, and for each of them micro batches and ways to keep activations.
 
-Left out is what cannot be better by this planner's formulas: `gpipe` waits as long as `1f1b` and keeps more;
-`parallel.prefetch` above PyTorch's one layer takes as long and gathers more; `tp` without sequence parallelism sends as
-much and keeps more.
+Left out is what cannot be better by this planner's formulas; each axis says what it leaves out.
+`parallel.prefetch` above PyTorch's one layer takes as long and gathers more.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from math import gcd
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
 from echelon.hardware.accelerators import Cluster, DeviceKind
+from echelon.planner.axes.axis import Choices
+from echelon.planner.axes.data import list_switches
+from echelon.planner.axes.table import AXES, MODEL_AXES
 from echelon.planner.families import FAMILIES
 from echelon.planner.layout import MICRO_BATCH_TOKENS, find_replica
 from echelon.planner.model_shape import ModelShape, divisors
 from echelon.planner.plan import ParallelPlan
-from echelon.planner.stages import fits_schedule
 from echelon.recipe.engines import NATIVE
 from echelon.recipe.names import OPTIMIZERS
 from echelon.recipe.synchronization import EVERY_STEP
-from echelon.recipe.training import CpMethod, ParallelConfig, PipelineSchedule
+from echelon.recipe.training import ParallelConfig
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
 
 _LARGEST = 3  # micro batches of each layout that are tried, beside the smallest
-_LONG = 8192  # tokens of a sequence from which it may be divided among devices
-_MAX_STAGES, _MAX_CONTEXT = 16, 8
-# What a layout may do with gathered parameters and with gradients: as FSDP, ZeRO-2 and ZeRO-1 do.
-_SWITCHES: tuple[dict[str, object], ...] = (
-    {},
-    {"reshard_after_forward": False},
-    {"reshard_after_forward": False, "reduce_gradients": "last"},
-)
-_SCHEDULES: tuple[PipelineSchedule, ...] = ("1f1b", "interleaved", "zero_bubble")
 
 
 def list_layouts(recipe: "Recipe", shape: ModelShape, cluster: Cluster, divide: bool) -> Iterator[str | ParallelConfig]:
@@ -50,19 +42,29 @@ def list_layouts(recipe: "Recipe", shape: ModelShape, cluster: Cluster, divide: 
     yield from ("ddp", "zero1", "zero2", "fsdp")
     if replica.num_nodes > 1:
         yield "hsdp"
-    local, world = replica.devices_per_node, replica.num_devices
-    lengths = [each for each in divisors(world) if each <= _MAX_CONTEXT]
-    lengths = lengths if divide and recipe.data.sequence_len >= _LONG else [1]
-    stages = [each for each in divisors(world) if each <= min(_MAX_STAGES, shape.num_layers)] if divide else [1]
-    for tp, cp, pp in product(divisors(local), lengths, stages):
-        rest, left = divmod(world, tp * cp * pp)
-        if not left and (cp == 1 or recipe.data.sequence_len % (2 * cp) == 0):
-            yield from _list_mappings(recipe, shape, replica, (tp, cp, pp, rest))
+    choices = Choices(recipe, shape, replica, divide)
+    for degrees in product(*(axis.degrees(choices) for axis in MODEL_AXES)):
+        if replica.num_devices % prod(degrees) == 0:
+            base = ParallelConfig(**{axis.name: degree for axis, degree in zip(MODEL_AXES, degrees, strict=True)})
+            yield from _list_mappings(base, choices)
+
+
+def _list_mappings(base: ParallelConfig, choices: Choices) -> Iterator[ParallelConfig]:
+    """The mappings with the degrees of `base` and all that the axes try beside them."""
+    mappings = [base]
+    for axis in AXES:
+        mappings = [variant for mapping in mappings for variant in axis.variants(mapping, choices)]
+    for mapping in mappings:
+        if mapping.schedule is not None:
+            yield mapping
+        else:
+            yield from list_switches(mapping, choices.replica, _count_axes(mapping) == 0 and mapping.ep == 1)
 
 
 def list_divided(recipe: "Recipe", shape: ModelShape, cluster: Cluster) -> list[ParallelConfig]:
-    """The mappings that `parallel: auto` weighs against the named strategies: those with one or two of `tp`, `cp` and
-    `pp`, the fewest axes and the smallest degrees first. `resolve_plan` may refuse some of them.
+    """The mappings that `parallel: auto` weighs against the named strategies: those that divide the
+    model or sequences along one or two axes, the fewest axes and the smallest degrees first. `resolve_plan` may refuse
+    some of them.
 
     Offloading, ZeRO-1 and `zero_bubble` beside them are used only if a recipe says so.
     """
@@ -74,11 +76,11 @@ def list_divided(recipe: "Recipe", shape: ModelShape, cluster: Cluster) -> list[
         if isinstance(each, ParallelConfig) and _count_axes(each) in (1, 2) and not each.cpu_offload
         if each.reduce_gradients != "last" and each.schedule != "zero_bubble"
     ]
-    return sorted(found, key=lambda each: (_count_axes(each), each.tp * each.cp * each.pp))
+    return sorted(found, key=lambda each: (_count_axes(each), prod(getattr(each, axis.name) for axis in MODEL_AXES)))
 
 
 def _can_divide(recipe: "Recipe", shape: ModelShape) -> bool:
-    """Whether every part of a recipe is one that works with `tp`, `cp` and `pp`.
+    """Whether every part of a recipe is one that works with all `MODEL_AXES`.
 
     Other engines, adapters, other objectives than `causal_lm`, replicas that agree by `sync`, optimizers and models of
     the user's own and an attention that the recipe names work with some of them at most.
@@ -92,68 +94,19 @@ def _can_divide(recipe: "Recipe", shape: ModelShape) -> bool:
 
 def _count_axes(parallel: ParallelConfig) -> int:
     """Along how many axes layers, matrices or sequences are divided."""
-    return sum(degree > 1 for degree in (parallel.tp, parallel.cp, parallel.pp))
-
-
-def _list_mappings(
-    recipe: "Recipe", shape: ModelShape, replica: Cluster, degrees: tuple[int, int, int, int]
-) -> Iterator[ParallelConfig]:
-    """The mappings of (tp, cp, pp, the ranks that are left for data parallelism)."""
-    tp, cp, pp, rest = degrees
-    inside = max(1, replica.devices_per_node // tp // cp)
-    shares = {(1, rest), (rest, 1)} | ({(rest // inside, inside)} if rest % inside == 0 else set())
-    chunks = 2 * cp if cp > 1 else 1
-    sequence = True if tp > 1 and recipe.data.sequence_len // chunks % tp == 0 else None
-    for (replicate, shard), method in product(sorted(shares), _list_methods(shape, tp, cp)):
-        for experts in _list_experts(shape, shard * cp):
-            fields = {"tp": tp, "cp": cp, "pp": pp, "ep": experts, "dp_replicate": replicate, "dp_shard": shard}
-            base = ParallelConfig(**fields, sequence_parallel=sequence, cp_method=method)
-            if pp > 1:
-                yield from (base.model_copy(update={"schedule": each}) for each in _SCHEDULES)
-            else:
-                yield from _list_switches(base, replica)
-
-
-def _list_methods(shape: ModelShape, tp: int, cp: int) -> tuple[CpMethod | None, ...]:
-    """The ways to divide sequences; `ulysses` divides the heads that tensor parallelism leaves to a rank."""
-    if cp == 1:
-        return (None,)
-    return ("allgather", "ulysses") if shape.num_heads // tp % cp == 0 else ("allgather",)
-
-
-def _list_switches(base: ParallelConfig, replica: Cluster) -> Iterator[ParallelConfig]:
-    """The mapping as FSDP, ZeRO-2 and ZeRO-1, and offloaded; without those that a name stands for."""
-    assert isinstance(base.dp_shard, int)
-    shards = base.dp_shard * base.cp > 1
-    is_named = base.tp == base.cp == base.ep == 1
-    if not is_named:
-        yield from (base.model_copy(update=switch) for switch in (_SWITCHES if shards else _SWITCHES[:1]))
-    if replica.kind == "cuda" and (shards or replica.num_devices == 1):
-        yield base.model_copy(update={"cpu_offload": True})
-
-
-def _list_experts(shape: ModelShape, ranks: int) -> list[int]:
-    """Degrees of expert parallelism that divide the experts and the ranks that share them."""
-    if not shape.experts:
-        return [1]
-    return divisors(gcd(ranks, *(each.num_experts for each in shape.experts)))
+    return sum(getattr(parallel, axis.name) > 1 for axis in MODEL_AXES)
 
 
 def list_micro_batches(recipe: "Recipe", first: ParallelPlan, kind: DeviceKind) -> list[ParallelPlan]:
     """The plan with the largest micro batches and the smallest one, where the recipe leaves them to echelon."""
-    ranks = first.num_replicas * first.dp_size
-    shares = [size // ranks for size in recipe.batches.sizes]
+    shares = [size // first.num_readers for size in recipe.batches.sizes]
     cap = max(1, MICRO_BATCH_TOKENS[kind] * first.cp // recipe.data.sequence_len)
-    sizes = [size for size in divisors(gcd(*shares)) if size <= cap and _takes(first, shares, size)][::-1]
+    sizes = [size for size in divisors(gcd(*shares)) if size <= cap]
+    sizes = [size for size in sizes if all(axis.takes(first, share // size) for axis in AXES for share in shares)][::-1]
     if recipe.train.micro_batch_size != "auto" or getattr(recipe.parallel, "microbatches", None) or not sizes:
         return [first]
     chosen = dict.fromkeys((*sizes[:_LARGEST], sizes[-1]))
     return [replace(first, micro_batch_size=size, num_microbatches=max(shares) // size) for size in chosen]
-
-
-def _takes(plan: ParallelPlan, shares: Sequence[int], size: int) -> bool:
-    """Whether the schedule of a pipeline takes every step with this micro batch."""
-    return plan.schedule is None or all(fits_schedule(plan.schedule, plan.pp, share // size) for share in shares)
 
 
 def list_policies(recipe: "Recipe", plan: ParallelPlan, kind: DeviceKind) -> list[list[ParallelPlan]]:
@@ -170,7 +123,7 @@ def list_policies(recipe: "Recipe", plan: ParallelPlan, kind: DeviceKind) -> lis
         return [[plan], [full]] if plan.activation_checkpointing != "full" else [[plan]]
     some = [selective, replace(full, checkpoint_every=2)]
     last = []
-    if kind == "cuda" and plan.pp == 1 and "activation_offloading" not in train.model_fields_set:
+    if kind == "cuda" and not plan.stages and "activation_offloading" not in train.model_fields_set:
         if train.compile is not True and not plan.precision.float8:
             some.append(replace(none, activation_offloading=True, compile=False))
         last = [[replace(full, activation_offloading=True)]]

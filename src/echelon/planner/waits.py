@@ -3,8 +3,8 @@
 import math
 from statistics import NormalDist
 
+from echelon.planner.axes.table import AXES
 from echelon.planner.plan import ParallelPlan
-from echelon.planner.sent_bytes import count_reductions
 
 
 def expect_largest(count: int) -> float:
@@ -31,19 +31,9 @@ def expect_waits(plan: ParallelPlan, num_layers: int, seconds: float, jitter: fl
     """
     if not jitter:
         return {}
-    steps, passes = plan.num_microbatches, 3 if plan.activation_checkpointing == "full" else 2
-    reductions = count_reductions(plan)
-    gathers = 2 * steps if plan.reshard_after_forward else 1
-    collectives = {  # the ranks of each axis, and how often they meet
-        "dp": (plan.dp_replicate, reductions),
-        "shard": (plan.dp_shard * plan.cp, num_layers * (gathers + reductions)),
-        "tp": (plan.tp, steps * num_layers * passes * (4 if plan.sequence_parallel else 2)),
-        "cp": (plan.cp, steps * num_layers * 3),
-        "ep": (plan.ep, steps * num_layers * 4),
-        "pp": (plan.pp, 2 * steps * len(plan.stages) // plan.pp),
-    }
-    several = {axis: each for axis, each in collectives.items() if each[0] > 1}
+    meetings = {name: each for axis in AXES for name, each in axis.meetings(plan, num_layers).items()}
+    several = {name: (ranks, times) for name, (ranks, times) in meetings.items() if ranks > 1}
     total = sum(times for _, times in several.values())
     return {
-        axis: expect_wait(ranks, jitter, seconds * times / total, times) for axis, (ranks, times) in several.items()
+        name: expect_wait(ranks, jitter, seconds * times / total, times) for name, (ranks, times) in several.items()
     }

@@ -25,6 +25,11 @@ ParallelName = Literal["auto", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
 EngineName = Literal["native", "deepspeed", "horovod", "smp", "tensorflow"]
 AxisName = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
 """The axes of the processes of one replica, outermost first where a recipe says nothing else."""
+# SageMaker's placement strategies, outermost axis first: DPT and TPD, of data, pipeline and tensor parallelism.
+PLACEMENTS: dict[str, tuple[AxisName, ...]] = {
+    "cluster": ("dp_replicate", "dp_shard", "cp", "pp", "tp"),
+    "spread": ("tp", "pp", "dp_replicate", "dp_shard", "cp"),
+}
 CpMethod = Literal["allgather", "ulysses"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from echelon.errors import PlanError
 from echelon.planner.plan import ParallelPlan
+from echelon.planner.plan_lines import describe_plan
 from echelon.redaction import redact_text
 from echelon.report.advice import find_advice
 from echelon.report.blocks import (
@@ -230,7 +231,7 @@ def _samples(record: RunRecord) -> Iterator[Block]:
 
 def _plan(record: RunRecord) -> Iterator[Block]:
     try:
-        lines = ParallelPlan.from_dict(record.plan).describe()
+        lines = describe_plan(ParallelPlan.from_dict(record.plan))
     except PlanError:  # of another version of echelon
         lines = [f"{name}: {value}" for name, value in record.plan.items() if isinstance(value, str | int | float)]
     pairs = [line.partition(": ") for line in lines]

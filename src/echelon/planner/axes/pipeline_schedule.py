@@ -19,6 +19,50 @@ _PLACES = 5  # decimal places of a stage's share of the busiest rank, so that eq
 _KINDS = "FBIW"  # forward, backward, its halves: gradients of inputs, gradients of weights
 
 
+def fits_schedule(schedule: PipelineSchedule, num_ranks: int, num_microbatches: int) -> bool:
+    """Whether PyTorch's schedule takes this number of microbatches."""
+    match schedule:
+        case "gpipe":
+            return True
+        case "1f1b":
+            return num_microbatches >= num_ranks
+        case "interleaved" | "zero_bubble":
+            return num_microbatches % max(1, num_microbatches // num_ranks) == 0
+
+
+def microbatches_kept(
+    schedule: PipelineSchedule, num_ranks: int, rank: int, stages_per_rank: int, num_microbatches: int
+) -> int:
+    """Return how many microbatches each stage of a process keeps the activations of at once, at most.
+
+    Args:
+        rank: of the process in its pipeline.
+    """
+    behind = num_ranks - 1 - rank
+    match schedule:
+        case "gpipe":
+            kept = num_microbatches
+        case "1f1b":
+            kept = behind + 1
+        case "interleaved":
+            per_round = num_microbatches // max(1, num_microbatches // num_ranks)
+            kept = -(-((stages_per_rank - 1) * per_round + 2 * behind + 1) // stages_per_rank)
+        case "zero_bubble":
+            kept = num_ranks  # weights' gradients wait until the others are sent
+    return min(kept, num_microbatches)
+
+
+def passes_deferred(schedule: PipelineSchedule, rank: int, stages_per_rank: int, num_microbatches: int) -> int:
+    """Return how many backward passes of a process wait at once for the gradients of their weights.
+
+    Only `zero_bubble` computes these later than the gradients of activations: rank 0 directly after them, every
+    following rank one microbatch later than the rank before. The first stage has no gradients of activations to send.
+    """
+    if schedule != "zero_bubble" or (rank == 0 and stages_per_rank == 1):
+        return 0
+    return min(rank + 1, stages_per_rank * num_microbatches)
+
+
 @dataclass(frozen=True)
 class StageTime:
     """Seconds of one microbatch in one stage.

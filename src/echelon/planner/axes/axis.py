@@ -1,0 +1,199 @@
+"""What the planner asks of an axis of parallelism, and the inputs of the answers. The loops are over `table.py`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from echelon.errors import ConfigError
+from echelon.hardware.accelerators import Cluster, DeviceKind
+from echelon.hardware.links import Links
+from echelon.planner.layer_time import LayerTime
+from echelon.planner.model_shape import ModelShape
+from echelon.planner.plan import DTYPE_BYTES, AdapterPlan, ParallelPlan
+from echelon.planner.rates import Rates, Software
+from echelon.recipe.training import ParallelConfig
+
+if TYPE_CHECKING:
+    from echelon.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class RankLoad:
+    """What one rank has to hold: the whole model, or some of its layers."""
+
+    shape: ModelShape
+    """The model with this rank's layers alone."""
+    adapter: AdapterPlan | None
+    """The part of the plan's adapter there."""
+    num_kept: int = 1
+    """Microbatches whose activations are kept at once."""
+    num_deferred: int = 0
+    """Backward passes that wait at once for the gradients of their weights, each through one of the rank's stages."""
+    num_stages: int = 1
+    has_head: bool = True
+    """Whether the loss is computed here."""
+    received_bytes: int = 0
+    """Of the buffers for hidden states and their gradients."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The inputs of the seconds of a step."""
+
+    shape: ModelShape
+    plan: ParallelPlan
+    sequence_len: int
+    cluster: Cluster
+    software: Software
+    rates: Rates
+    part: ModelShape
+    """The part of the model that one rank stores and computes."""
+    between: Links | None = None
+    """The links between copies of the model; None for those of the cluster."""
+
+    @property
+    def tokens(self) -> int:
+        """Of one microbatch on one rank."""
+        return self.plan.microbatch_tokens(self.sequence_len)
+
+    @property
+    def hidden_bytes(self) -> float:
+        """Of the hidden states of one microbatch."""
+        return self.tokens * self.shape.hidden_size * DTYPE_BYTES[self.plan.precision.compute]
+
+    def exposed(self, communication: float, computation: float) -> float:
+        """The seconds of communication that do not run beside computation that they could overlap with."""
+        return communication - self.rates.overlap * min(communication, computation)
+
+
+@dataclass(frozen=True)
+class Sender:
+    """A rank whose sent bytes are counted."""
+
+    part: ModelShape
+    """The part of the model that one rank stores and computes, with all layers."""
+    load: RankLoad
+    rank: int
+    """Of the ranks that divide the layers."""
+    plan: ParallelPlan
+    sequence_len: int
+    kind: DeviceKind
+    tokens: int = field(init=False)
+    """Of one microbatch."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", self.plan.microbatch_tokens(self.sequence_len))
+
+    @property
+    def layers(self) -> int:
+        """Of this rank."""
+        return self.load.shape.num_layers
+
+    @property
+    def number(self) -> int:
+        """Bytes of a number of the hidden states."""
+        return DTYPE_BYTES[self.plan.precision.compute]
+
+    @property
+    def hidden(self) -> float:
+        """Bytes of the hidden states of one microbatch, whole also where ranks divide them along the sequence."""
+        return float(self.tokens * self.part.hidden_size * self.number)
+
+    @property
+    def again(self) -> float:
+        """The share of the layers whose forward pass is repeated whole."""
+        return 1 / self.plan.checkpoint_every if self.plan.activation_checkpointing == "full" else 0.0
+
+
+def ring_share(size: int) -> float:
+    """What each of `size` ranks sends in a ring, of a tensor that they have parts of."""
+    return (size - 1) / size
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a search over plans may choose from: `divide`: also layers among stages, and long sequences."""
+
+    recipe: "Recipe"
+    shape: ModelShape
+    replica: Cluster
+    divide: bool
+
+
+class Axis:
+    """An axis. Each default is the answer of an axis that is not concerned."""
+
+    name: ClassVar[str]
+    """The field of a plan, and the key of `parallel`, with its degree."""
+    options: ClassVar[tuple[str, ...]] = ()
+    """The keys of `parallel` that have an effect only with a degree above 1."""
+
+    def check_options(self, parallel: ParallelConfig, shape: ModelShape) -> None:
+        """Raise ConfigError for an option without the degree that it belongs to, or one that does not fit the model."""
+        for option in self.options:
+            value = getattr(parallel, option)
+            if value and getattr(parallel, self.name) == 1:
+                shown = list(value) if isinstance(value, tuple) else str(value).lower()
+                raise ConfigError(
+                    f"parallel.{option}={shown} has an effect only with parallel.{self.name} above 1; set {self.name}, "
+                    f"or remove {option}."
+                )
+
+    def settings(self, parallel: ParallelConfig, world: int, shape: ModelShape, sequence_len: int) -> dict[str, Any]:
+        """Return the fields of a plan for `world` processes that this axis sets.
+
+        Raises:
+            ConfigError, PlanError: the degree does not fit the model or the processes.
+        """
+        return {self.name: getattr(parallel, self.name)}
+
+    def check(self, recipe: "Recipe", shape: ModelShape, plan: ParallelPlan) -> None:
+        """Raise ConfigError or PlanError for a model or a recipe that this degree does not work with, and the fix."""
+
+    def micro_batch_sizes(self, recipe: "Recipe", plan: ParallelPlan, sizes: list[int], fill: bool) -> list[int]:
+        """Return those of the sizes, largest first, that may be chosen. `fill`: for a run that resumes."""
+        return sizes
+
+    def takes(self, plan: ParallelPlan, num_microbatches: int) -> bool:
+        """Whether a step may have this number of microbatches."""
+        return True
+
+    def describe(self, shape: ModelShape, plan: ParallelPlan, sequence_len: int) -> list[str]:
+        """Return lines for the user about what the axis costs."""
+        return []
+
+    def divide(self, shape: ModelShape, plan: ParallelPlan) -> ModelShape:
+        """Return the part of each layer, of the embedding and of the head that one rank stores and computes."""
+        return shape
+
+    def count_absent(self, shape: ModelShape, plan: ParallelPlan) -> int:
+        """Parameters of a layer of the divided shape that a rank never has, also not gathered."""
+        return 0
+
+    def kept_bytes(self, shape: ModelShape, plan: ParallelPlan, number: int) -> int:
+        """Bytes that a layer keeps for its backward pass in addition, per token, in numbers of so many bytes."""
+        return 0
+
+    def buffer_bytes(self, shape: ModelShape, plan: ParallelPlan, tokens: int, kind: DeviceKind) -> int:
+        """Bytes that a layer needs while it sends, for these tokens of a microbatch."""
+        return 0
+
+    def layer_seconds(self, step: Step, layer: LayerTime) -> float:
+        """Exposed communication of one layer and microbatch, forward and backward."""
+        return 0.0
+
+    def sent_bytes(self, sender: Sender) -> dict[str, float]:
+        """Bytes that a rank sends in a step, by the name of a report."""
+        return {}
+
+    def meetings(self, plan: ParallelPlan, num_layers: int) -> dict[str, tuple[int, int]]:
+        """The ranks that wait for each other and how often in a step, by the name of a report."""
+        return {}
+
+    def degrees(self, choices: Choices) -> list[int]:
+        """The degrees that a search tries."""
+        return [1]
+
+    def variants(self, base: ParallelConfig, choices: Choices) -> Iterator[ParallelConfig]:
+        """The mappings that a search tries of one whose degrees along the other axes are chosen."""
+        yield base

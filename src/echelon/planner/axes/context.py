@@ -1,0 +1,103 @@
+"""Context parallelism (`cp`): the ranks of a group compute parts of the same sequences."""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from echelon.errors import ConfigError, PlanError
+from echelon.planner.axes.axis import Axis, Choices, Sender, Step, ring_share
+from echelon.planner.collectives import find_group
+from echelon.planner.fitting_values import join_words
+from echelon.planner.layer_time import LayerTime
+from echelon.planner.model_shape import ModelShape, divisors
+from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
+from echelon.recipe.training import ParallelConfig
+
+if TYPE_CHECKING:
+    from echelon.recipe import Recipe
+
+_LONG = 8192  # tokens of a sequence from which a search may divide it
+_MAX_TRIED = 8
+
+
+class _Context(Axis):
+    name = "cp"
+    options = ("cp_method",)
+
+    @override
+    def settings(self, parallel: ParallelConfig, world: int, shape: ModelShape, sequence_len: int) -> dict[str, Any]:
+        return {"cp": parallel.cp, "cp_method": (parallel.cp_method or "allgather") if parallel.cp > 1 else None}
+
+    @override
+    def check(self, recipe: "Recipe", shape: ModelShape, plan: ParallelPlan) -> None:
+        if plan.cp == 1:
+            return
+        if recipe.objective.name == "dpo":
+            raise ConfigError(
+                f"parallel.cp={plan.cp} does not work with objective.name=dpo: its loss is a function of the sum over "
+                "an answer, and each process has only a part of it; use cp: 1, or objective.name=causal_lm."
+            )
+        heads = shape.num_heads
+        if plan.cp_method == "ulysses" and heads % plan.cp:
+            fits = join_words([str(degree) for degree in divisors(heads) if degree > 1] or ["1"])
+            raise PlanError(
+                f"parallel.cp={plan.cp} with cp_method=ulysses does not divide the {heads} attention heads of the "
+                f"model; use cp = {fits}, or cp_method: allgather."
+            )
+
+    @override
+    def kept_bytes(self, shape: ModelShape, plan: ParallelPlan, number: int) -> int:
+        # `allgather` keeps keys and values of whole sequences. `ulysses` keeps as many as without context parallelism,
+        # unless their heads are repeated.
+        key_value = 2 * shape.num_kv_heads * shape.head_dim * number
+        if plan.cp_method == "ulysses":
+            return key_value * (math.lcm(shape.num_kv_heads, plan.cp) // shape.num_kv_heads - 1)
+        return key_value * (plan.cp - 1)
+
+    @override
+    def layer_seconds(self, step: Step, layer: LayerTime) -> float:
+        plan, shape = step.plan, step.part
+        if plan.cp == 1:
+            return 0.0
+        group = find_group(plan, step.cluster, ("cp",))
+        width = DTYPE_BYTES[plan.precision.compute] * shape.head_dim * step.tokens
+        if plan.cp_method == "ulysses":
+            return 3 * group.all_to_all(width * (2 * shape.num_heads + 2 * shape.num_kv_heads))
+        gather = group.all_gather(2 * width * shape.num_kv_heads * plan.cp)
+        # keys and values go around beside attention
+        return step.exposed(3 * gather, layer.attention) if step.software.ring_attention else 3 * gather
+
+    @override
+    def sent_bytes(self, sender: Sender) -> dict[str, float]:
+        plan, part = sender.plan, sender.part
+        heads = 2 * part.num_kv_heads * plan.cp
+        if plan.cp_method == "ulysses":
+            heads = 2 * part.num_heads + 2 * max(part.num_kv_heads, plan.cp)
+        times = plan.num_microbatches * sender.layers * (2 + sender.again)
+        return {"cp": times * ring_share(plan.cp) * sender.tokens * heads * part.head_dim * sender.number}
+
+    @override
+    def meetings(self, plan: ParallelPlan, num_layers: int) -> dict[str, tuple[int, int]]:
+        return {"cp": (plan.cp, plan.num_microbatches * num_layers * 3)}
+
+    @override
+    def degrees(self, choices: Choices) -> list[int]:
+        length = choices.recipe.data.sequence_len
+        if not choices.divide or length < _LONG:
+            return [1]
+        counts = divisors(choices.replica.num_devices)
+        return [cp for cp in counts if cp <= _MAX_TRIED and (cp == 1 or length % (2 * cp) == 0)]
+
+    @override
+    def variants(self, base: ParallelConfig, choices: Choices) -> Iterator[ParallelConfig]:
+        if base.cp == 1:
+            yield base
+            return
+        yield base.model_copy(update={"cp_method": "allgather"})
+        if choices.shape.num_heads // base.tp % base.cp == 0:  # ulysses divides the heads of a tensor-parallel rank
+            yield base.model_copy(update={"cp_method": "ulysses"})
+
+
+CONTEXT = _Context()

@@ -1,0 +1,94 @@
+"""A plan in the words of its users."""
+
+from echelon.planner.plan import ParallelPlan, SyncPlan
+from echelon.recipe.engines import NATIVE
+from echelon.sizes import count_noun
+
+_ROWS = "pairs: the two answers run as sequences of their own, because no document mask keeps them apart in this model"
+
+
+def describe_plan(plan: ParallelPlan) -> list[str]:
+    """Lines that say all: the plan, the precision policy, the batch arithmetic, and why."""
+    sharding = _describe_sharding(plan) if plan.shards else ""
+    when = "each microbatch" if plan.reduce_gradients == "each" else "the last microbatch"
+    reduction = f"; gradients reduced after {when}" if plan.dp_size > 1 or plan.num_shards > 1 else ""
+    return [
+        f"plan: {_describe_strategy(plan)} ({plan.show_degrees()}){sharding}{reduction}; "
+        f"activation checkpointing {_describe_activations(plan)}; {_describe_compilation(plan)}",
+        _describe_precision(plan),
+        *([] if plan.adapter is None else [plan.adapter.describe(plan.precision.compute)]),
+        *_describe_batch(plan),
+        *(f"why: {line}" for line in plan.why),
+    ]
+
+
+def summarize_plan(plan: ParallelPlan) -> list[str]:
+    """The lines of `describe_plan` that a run prints before its first step: what it does, not why, and warnings."""
+    degrees = f" ({plan.name_degrees()})" if plan.num_peers > 1 else ""
+    activations = _describe_activations(plan)
+    saved = "" if activations == "none" else f"; activation checkpointing {activations}"
+    policy = plan.precision
+    is_usual = policy.rounding == "nearest" and policy.param == "float32" and not policy.float8
+    chosen = [line for line in plan.why if " auto: " in line]
+    return [
+        f"plan: {_describe_strategy(plan)}{degrees}; computes in {policy.compute}{saved}; "
+        f"{_describe_compilation(plan)}",
+        *([] if is_usual else [_describe_precision(plan)]),
+        *([] if plan.adapter is None else [plan.adapter.describe(policy.compute)]),
+        *_describe_batch(plan),
+        *(f"why: {line}" for line in plan.why if line not in chosen),
+        *(["plan: its reasons and all settings are shown by --verbose and `echelon report`"] if chosen else []),
+    ]
+
+
+def _describe_compilation(plan: ParallelPlan) -> str:
+    return f"compile {'on' if plan.compile else 'off'}"
+
+
+def _describe_precision(plan: ParallelPlan) -> str:
+    policy = plan.precision
+    rounding = "" if policy.rounding == "nearest" else f" ({policy.rounding} rounding)"
+    compute = f"{policy.compute}, in float8 in linear layers" if policy.float8 else policy.compute
+    moments = f"moments {policy.optimizer}" if plan.optimizer != "adamw_8bit" else "moments in 8 bits"
+    return (
+        f"precision: parameters {policy.param}, compute {compute}, reduction {policy.reduce}, "
+        f"master weights {policy.master}{rounding}, optimizer {plan.optimizer} with {moments}"
+    )
+
+
+def _describe_batch(plan: ParallelPlan) -> list[str]:
+    rank = "rank" if plan.num_peers == 1 else "data-parallel rank"
+    share = plan.num_fill / plan.num_fed
+    padding = f" - {count_noun(plan.num_fill, 'padding sequence')} ({share:.1%} of the computation is wasted)"
+    return [
+        f"batch: {count_noun(plan.global_batch_size, 'sequence')} = {count_noun(plan.num_readers, rank)} x "
+        f"{count_noun(plan.num_microbatches, 'microbatch', 'es')} x {count_noun(plan.micro_batch_size, 'sequence')}"
+        f"{padding if plan.num_fill else ''}",
+        *([] if plan.rows_per_sequence == 1 else [_ROWS]),
+        *([] if plan.sync == SyncPlan() else [plan.sync.describe(plan.num_replicas, plan.replica_size)]),
+    ]
+
+
+def _describe_strategy(plan: ParallelPlan) -> str:
+    strategy = plan.strategy if plan.engine == NATIVE else f"{plan.strategy} by {plan.engine}"
+    return f"{strategy} on {count_noun(plan.world_size, 'process', 'es')}"
+
+
+def _describe_sharding(plan: ParallelPlan) -> str:
+    parts = [f"; gathered parameters {'freed after use' if plan.reshard_after_forward else 'kept until backward'}"]
+    if plan.prefetch is not None:
+        parts.append(f"; {plan.prefetch} {'layer' if plan.prefetch == 1 else 'layers'} gathered ahead")
+    if plan.cpu_offload:
+        parts.append("; parameters and optimizer state in host memory")
+    return "".join(parts)
+
+
+def _describe_activations(plan: ParallelPlan) -> str:
+    words = plan.activation_checkpointing if plan.checkpoint_every == 1 else f"of 1 in {plan.checkpoint_every} layers"
+    if plan.activation_memory_budget is not None:
+        words = f"by torch.compile within a memory budget of {plan.activation_memory_budget:g}"
+    if not plan.activation_offloading:
+        return words
+    ahead = plan.activation_loading_horizon
+    loaded = "" if ahead == 1 else f", loaded {ahead} layers ahead"
+    return f"{words}; activations in host memory{loaded}"
