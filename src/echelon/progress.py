@@ -5,8 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from echelon.runs.wall_time import render_duration, render_seconds
-from echelon.sizes import render_bytes
+from echelon.sizes import render_bytes, render_duration, render_seconds
 
 
 @dataclass

@@ -1,9 +1,36 @@
-"""Sizes in bytes as text, in one system of units: B, KiB, MiB, GiB and TiB, powers of 1024.
+"""Durations and sizes as text. Sizes in bytes have one system of units: B, KiB, MiB, GiB and TiB, powers of 1024.
 
 GB stays where it is a vendor's figure: a card sold with 80 GB, a volume of 100 GB, a network of 3.2 GB/s.
 """
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def render_duration(seconds: float | None) -> str:
+    """Format seconds as 3d04h, 2h05m, 4m10s, 12s or <1s; a dash if unknown."""
+    if seconds is None:
+        return "-"
+    if 0 < seconds < 1:
+        return "<1s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02d}h"
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def render_seconds(seconds: float | None) -> str:
+    """Format a measured time with three digits: 3d04h, 4m10s, 1.24 s, 340 ms or 0.12 ms."""
+    if seconds is None:
+        return "unknown"
+    if seconds >= 60:
+        return render_duration(seconds)
+    if seconds >= 1 or seconds == 0:
+        return f"{seconds:.{2 if 0 < seconds < 9.995 else 1}f} s"
+    return f"{1000 * seconds:.{0 if seconds >= 0.1 else 1 if seconds >= 0.01 else 2}f} ms"
 
 
 def render_gib(num_bytes: float) -> str:

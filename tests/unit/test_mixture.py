@@ -6,10 +6,11 @@ import time
 import numpy as np
 import pytest
 
-from echelon.data.mixture import MixtureDataset, MixtureOrder, build_order, describe_mixture, divide_slots
+from echelon.data.mixture import MixtureDataset, MixtureOrder, build_order, divide_slots
 from echelon.data.order import Permutation, branch_seed
 from echelon.data.prepare import prepare_data
 from echelon.data.shards import TokenDataset
+from echelon.data.survey import describe_mixture
 from echelon.errors import ConfigError
 from echelon.recipe.load import load_recipe
 from mixtures import WEIGHTS, write_sources

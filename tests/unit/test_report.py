@@ -15,7 +15,7 @@ from echelon.report.numbers import pick_axis, pick_ticks, render_number, render_
 from echelon.report.page import render_page
 from echelon.report.run_record import percentile, read_record
 from echelon.report.sections import build_report, list_figures
-from echelon.runs.wall_time import render_seconds
+from echelon.sizes import render_seconds
 
 START = 1_795_437_230.0
 

@@ -19,8 +19,7 @@ from echelon.planner.reliability import Goodput, Reliability, estimate_goodput
 from echelon.planner.search import SHOWN, Goal, RankedPlan, forecast_float8, rank_plans, search_plans
 from echelon.planner.time import name_part
 from echelon.recipe import Recipe
-from echelon.runs.wall_time import render_duration
-from echelon.sizes import render_bytes
+from echelon.sizes import render_bytes, render_duration
 from echelon.supervise.launch_environment import find_cache_dir
 
 # Machines of each type that are tried, if their number is not given.

@@ -22,9 +22,9 @@ def data(
     samples: Annotated[int, typer.Option("--samples", min=0, metavar="N", help="Documents to show as text.")] = 3,
 ) -> None:
     """Show counts and lengths of the data, and first documents. Target tokens are marked."""
-    from echelon.data.mixture import build_order, describe_mixture, describe_repeats
+    from echelon.data.mixture import build_order
     from echelon.data.prepare import prepare_data
-    from echelon.data.survey import count_sources, first_documents
+    from echelon.data.survey import count_sources, describe_mixture, describe_repeats, first_documents
     from echelon.lifecycle.model_checks import find_model_fields
 
     recipe = read_recipe(recipe_path, overrides)

@@ -114,7 +114,7 @@ def describe_job(record: "JobRecord", now: "JobStatus") -> str:
     """A line about a job: its state at the target, the run's step, the cost counted by the run and by the target."""
     from echelon.lifecycle.job_checks import find_run_folder
     from echelon.runs.cost import read_spending
-    from echelon.runs.wall_time import render_duration
+    from echelon.sizes import render_duration
 
     parts: list[Any] = [record.name, record.target, now.state]
     if now.detail:

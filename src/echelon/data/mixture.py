@@ -8,7 +8,7 @@ any position of the run, so any position is computed in O(1), and no rank keeps 
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,17 +16,7 @@ import numpy.typing as npt
 from echelon.data.order import DataOrder, Permutation, SampleOrder, branch_seed
 from echelon.data.shards import Dataset, Samples
 from echelon.errors import ConfigError
-
-if TYPE_CHECKING:
-    from echelon.data.prepared import PreparedData
-    from echelon.recipe import Recipe
-
-MANY_EPOCHS = 20
-"""Conversations and other examples that are repeated more often than this are reported."""
-
-MANY_EPOCHS_OF_TEXT = 4
-"""Plain text that is repeated more often than this is reported: up to 4 epochs are nearly as good as new text
-(Muennighoff et al. 2023, https://arxiv.org/abs/2305.16264)."""
+from echelon.recipe import Recipe
 
 MIN_SLOTS = 1000
 MAX_SLOTS = 1_000_000
@@ -137,45 +127,8 @@ class MixtureDataset:
             yield from part.iter_tokens(chunk_tokens)
 
 
-def build_order(recipe: "Recipe", dataset: Dataset) -> DataOrder:
+def build_order(recipe: Recipe, dataset: Dataset) -> DataOrder:
     """Build the order in which a run of the recipe reads its training data."""
     if isinstance(dataset, MixtureDataset):
         return MixtureOrder([part.num_samples for part in dataset.parts], recipe.data.weights, recipe.run.seed)
     return SampleOrder(dataset.num_samples, recipe.run.seed)
-
-
-def describe_repeats(recipe: "Recipe", data: "PreparedData") -> list[str]:
-    """Return a line for each source that the run reads more than MANY_EPOCHS, or MANY_EPOCHS_OF_TEXT, times."""
-    order = build_order(recipe, data.train)
-    num_sequences = recipe.batches.first_sequence(recipe.num_steps(order.num_samples))
-    texts = [("data.train", order.num_samples, num_sequences)]
-    if isinstance(order, MixtureOrder):
-        names = (f"data.train ({split.name})" for split in data.manifest.train)
-        texts = list(zip(names, order.sizes, order.uses_before(num_sequences), strict=True))
-    num_steps = recipe.num_steps(order.num_samples)
-    limit = MANY_EPOCHS_OF_TEXT if data.manifest.samples is None else MANY_EPOCHS
-    return [
-        f"{name}: each token is seen about {uses / size:,.0f} times in the run's {num_steps:,} steps, so the model may "
-        f"memorize the text ({size:,} sequences): use more text, or train for fewer steps"
-        for name, size, uses in texts
-        if uses > limit * size
-    ]
-
-
-def describe_mixture(recipe: "Recipe", data: "PreparedData") -> list[str]:
-    """Return a line for each source of a mixture: its share, the size of its epoch, and its epochs in the run."""
-    order = build_order(recipe, data.train)
-    if not isinstance(order, MixtureOrder):
-        return []
-    num_sequences = recipe.batches.first_sequence(recipe.num_steps(order.num_samples))
-    weights = [Fraction(str(weight)) for weight in recipe.data.weights]
-    lines = []
-    for source, uses in enumerate(order.uses_before(num_sequences)):
-        share, asked = Fraction(order.slots[source], sum(order.slots)), weights[source] / sum(weights)
-        rounded = "" if share == asked else f" (weight {float(asked):.6%})"
-        digits = 2 if share == asked and share >= Fraction(1, 100) else 4
-        lines.append(
-            f"mixture: {data.manifest.train[source].name} {float(share):.{digits}%}{rounded}; "
-            f"{order.sizes[source]:,} sequences per epoch, {uses:,} in the run: {uses / order.sizes[source]:.2f} epochs"
-        )
-    return lines

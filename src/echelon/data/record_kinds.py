@@ -6,7 +6,7 @@ of another kind is broken.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from echelon.data.readers import field_names
 from echelon.data.readers.arrays import is_array
@@ -15,8 +15,24 @@ from echelon.errors import DataError
 from echelon.recipe.data_formats import PLAIN_FIELDS, RECORD_FORMATS, recognise_format
 from echelon.recipe.names import FORMATS
 
-if TYPE_CHECKING:
-    from echelon.data.source import Source
+
+class NamedFields(Protocol):
+    """What the recipe says of a source's records."""
+
+    @property
+    def key(self) -> str:
+        """The recipe key of the source, for messages."""
+        ...
+
+    @property
+    def format(self) -> str:
+        """The format of its files or records; `auto` if they are recognised."""
+        ...
+
+    @property
+    def fields(self) -> Mapping[str, str]:
+        """The names of the format's fields in the records."""
+        ...
 
 
 def has_records(format: str) -> bool:
@@ -24,7 +40,7 @@ def has_records(format: str) -> bool:
     return format in FORMATS and FORMATS[format].has_records
 
 
-def settle_fields(source: "Source", files: Sequence[SourceFile]) -> tuple[SourceFile, ...]:
+def settle_fields(source: NamedFields, files: Sequence[SourceFile]) -> tuple[SourceFile, ...]:
     """Set the fields to read in the files of a source.
 
     Raises DataError if the recipe names fields of an instruction format and the first record has none of them.
@@ -43,7 +59,7 @@ def has_known_fields(renames: Mapping[str, str], names: Collection[str]) -> bool
     return not known.isdisjoint(PLAIN_FIELDS) or recognise_format(known) is not None
 
 
-def _choose_fields(source: "Source", records: Sequence[SourceFile]) -> Fields | ExampleFields:
+def _choose_fields(source: NamedFields, records: Sequence[SourceFile]) -> Fields | ExampleFields:
     renames = tuple(sorted(source.fields.items()))
     is_plain = bool(renames) and all(name in PLAIN_FIELDS for name in source.fields)
     if source.format in RECORD_FORMATS and source.format != "tokens":
@@ -62,7 +78,7 @@ def _choose_fields(source: "Source", records: Sequence[SourceFile]) -> Fields | 
     return Fields(text=None) if source.format == "tokens" else EITHER_FIELD
 
 
-def _recognise(source: "Source", records: Sequence[SourceFile]) -> str | None:
+def _recognise(source: NamedFields, records: Sequence[SourceFile]) -> str | None:
     """Recognise the format of the first record. If several match, the one whose fields the recipe names."""
     names = _own_names(source.fields, _first_names(records))
     if source.format == "tokens":
@@ -82,7 +98,7 @@ def _own_names(renames: Mapping[str, str], names: Collection[str]) -> set[str]:
     return renamed | (set(names) - set(renames) - set(renames.values()))
 
 
-def _find_arrays(source: "Source", files: Sequence[SourceFile]) -> Sequence[SourceFile]:
+def _find_arrays(source: NamedFields, files: Sequence[SourceFile]) -> Sequence[SourceFile]:
     """Treat .json files as arrays of records if all files of the source contain records, else as plain text."""
     is_json = [file.format == "text" and ".json" in file.path.suffixes[-2:] for file in files]
     pairs = list(zip(files, is_json, strict=True))

@@ -1,18 +1,28 @@
-"""A summary of prepared data: counts and lengths of each source, and the first sequences as the model sees them."""
+"""A summary of prepared data: of each source, counts, lengths and epochs; the first sequences as a model sees them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
 
 from echelon.data.catalog import LENGTHS_DTYPE, TARGETS_DTYPE, SourceRecord
+from echelon.data.mixture import MixtureOrder, build_order
 from echelon.data.order import DataOrder
 from echelon.data.packing import CONTINUES
 from echelon.data.prepared import PreparedData
 from echelon.data.shards import NO_LABEL, Samples, TokenStore
+from echelon.recipe import Recipe
 
 PERCENTILES = (10, 50, 90, 99)
+
+MANY_EPOCHS = 20
+"""Conversations and other examples that are repeated more often than this are reported."""
+
+MANY_EPOCHS_OF_TEXT = 4
+"""Plain text that is repeated more often than this is reported: up to 4 epochs are nearly as good as new text
+(Muennighoff et al. 2023, https://arxiv.org/abs/2305.16264)."""
 
 _CHUNK = 2**22
 
@@ -103,3 +113,40 @@ def _split(sequence: int, samples: Samples) -> Iterator[FedDocument]:
         learned = np.concatenate([[False], asked != NO_LABEL])
         last = asked[-1:] if asked[-1] != NO_LABEL else asked[:0]
         yield FedDocument(sequence, number, np.concatenate([ids, last]), learned[: len(ids) + len(last)])
+
+
+def describe_repeats(recipe: Recipe, data: PreparedData) -> list[str]:
+    """Return a line for each source that the run reads more than MANY_EPOCHS, or MANY_EPOCHS_OF_TEXT, times."""
+    order = build_order(recipe, data.train)
+    num_sequences = recipe.batches.first_sequence(recipe.num_steps(order.num_samples))
+    texts = [("data.train", order.num_samples, num_sequences)]
+    if isinstance(order, MixtureOrder):
+        names = (f"data.train ({split.name})" for split in data.manifest.train)
+        texts = list(zip(names, order.sizes, order.uses_before(num_sequences), strict=True))
+    num_steps = recipe.num_steps(order.num_samples)
+    limit = MANY_EPOCHS_OF_TEXT if data.manifest.samples is None else MANY_EPOCHS
+    return [
+        f"{name}: each token is seen about {uses / size:,.0f} times in the run's {num_steps:,} steps, so the model may "
+        f"memorize the text ({size:,} sequences): use more text, or train for fewer steps"
+        for name, size, uses in texts
+        if uses > limit * size
+    ]
+
+
+def describe_mixture(recipe: Recipe, data: PreparedData) -> list[str]:
+    """Return a line for each source of a mixture: its share, the size of its epoch, and its epochs in the run."""
+    order = build_order(recipe, data.train)
+    if not isinstance(order, MixtureOrder):
+        return []
+    num_sequences = recipe.batches.first_sequence(recipe.num_steps(order.num_samples))
+    weights = [Fraction(str(weight)) for weight in recipe.data.weights]
+    lines = []
+    for source, uses in enumerate(order.uses_before(num_sequences)):
+        share, asked = Fraction(order.slots[source], sum(order.slots)), weights[source] / sum(weights)
+        rounded = "" if share == asked else f" (weight {float(asked):.6%})"
+        digits = 2 if share == asked and share >= Fraction(1, 100) else 4
+        lines.append(
+            f"mixture: {data.manifest.train[source].name} {float(share):.{digits}%}{rounded}; "
+            f"{order.sizes[source]:,} sequences per epoch, {uses:,} in the run: {uses / order.sizes[source]:.2f} epochs"
+        )
+    return lines

@@ -15,7 +15,7 @@ from echelon.lifecycle.model_checks import check_model
 from echelon.recipe import Recipe, SyncConfig
 from echelon.recipe.synchronization import KEPT, PARAMETER_SERVER
 from echelon.runs.run_folder import RunFolder
-from echelon.runs.wall_time import render_duration
+from echelon.sizes import render_duration
 
 logger = logging.getLogger(__name__)
 

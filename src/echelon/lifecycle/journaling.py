@@ -37,7 +37,7 @@ from echelon.reporting.recovery import RecoveryWatch
 from echelon.reporting.trackers import start_trackers
 from echelon.runs.cost import find_price_here
 from echelon.runs.run_folder import RunFolder
-from echelon.runs.wall_time import render_duration
+from echelon.sizes import render_duration
 from echelon.supervise.launch_environment import find_start, read_environment
 from echelon.training.accounting import Accounting
 from echelon.training.callbacks import Callback

@@ -107,7 +107,7 @@ def prepare_run(
     any weights are fetched, so that other machines fetch the same.
     """
     from echelon.checkpoint.remote_start import RemoteStart
-    from echelon.data.mixture import describe_repeats
+    from echelon.data.survey import describe_repeats
     from echelon.model.hub import fetch_models, find_commits, read_commits, write_commits
 
     check_extensions(recipe)
@@ -212,7 +212,7 @@ def _describe_start(
     recipe: Recipe, opened: OpenedRun, commits: Mapping[str, str], data: "PreparedData", plan: ParallelPlan
 ) -> Iterator[str]:
     """Lines about the run: hub commits, plan, data, steps and redacted secrets."""
-    from echelon.data.mixture import describe_mixture
+    from echelon.data.survey import describe_mixture
     from echelon.model.hub import describe_commits
 
     if opened.state == "resumed":  # recipe.yaml in the run folder has the new values now

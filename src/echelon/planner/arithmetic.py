@@ -9,7 +9,7 @@ from echelon.planner.engine_limits import find_row
 from echelon.planner.kept_activations import KeptActivations
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import Precision, Rounding
-from echelon.runs.wall_time import render_duration
+from echelon.sizes import render_duration
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe, TrainConfig

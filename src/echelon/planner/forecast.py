@@ -10,7 +10,7 @@ from echelon.planner.measured_runs import NO_HISTORY, UNCORRECTED, Correction, H
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.time import TimeEstimate, estimate_time, name_part
-from echelon.runs.wall_time import render_duration
+from echelon.sizes import render_duration
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe

@@ -16,8 +16,7 @@ from echelon.planner.measured_runs import read_history
 from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
-from echelon.runs.wall_time import render_duration
-from echelon.sizes import render_bytes
+from echelon.sizes import render_bytes, render_duration
 from echelon.supervise.launch_environment import find_cache_dir
 
 if TYPE_CHECKING:

@@ -94,7 +94,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _engine_can_run_it(self) -> Self:
-        if (message := next(find_refused(self), None)) is not None:
+        if (message := next(find_refused(self, self.engine), None)) is not None:
             raise ValueError(message)
         return self
 

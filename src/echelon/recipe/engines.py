@@ -5,14 +5,11 @@ To add one, write a builder and add a row here. Nothing of an engine is imported
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from echelon.extensions import EXTENSION
 from echelon.recipe.section import Section
 from echelon.recipe.yaml_text import show_value
-
-if TYPE_CHECKING:
-    from echelon.recipe.document import Recipe
 
 NATIVE = "native"
 OWN = "package.module:Name"
@@ -135,27 +132,27 @@ ENGINES: dict[str, EngineRow] = {
 """The engines by the recipe's `engine`."""
 
 
-def find_refused(recipe: "Recipe") -> Iterator[str]:
+def find_refused(recipe: Section, engine: str) -> Iterator[str]:
     """Yield a message for each key of a recipe that its engine cannot run, and for settings of another engine."""
     for name, row in ENGINES.items():
-        if row.section is not None and name != recipe.engine:
+        if row.section is not None and name != engine:
             section = getattr(recipe, row.section)
             if section != type(section)():
                 yield (
-                    f"{row.section} has settings of engine={name}, and the recipe has engine={recipe.engine}; set "
+                    f"{row.section} has settings of engine={name}, and the recipe has engine={engine}; set "
                     f"engine: {name}, or remove {row.section}."
                 )
-    for limit in ENGINES[recipe.engine].limits if recipe.engine in ENGINES else ():
+    for limit in ENGINES[engine].limits if engine in ENGINES else ():
         found, value = _find_value(recipe, limit.key)
         if found and (OWN if isinstance(value, str) and EXTENSION.fullmatch(value) else value) not in limit.values:
             possible = " or ".join(show_value(each) for each in limit.values)
             yield (
-                f"{limit.key}={show_value(value)}: engine={recipe.engine} {limit.why}; use {limit.key}={possible}, or "
+                f"{limit.key}={show_value(value)}: engine={engine} {limit.why}; use {limit.key}={possible}, or "
                 f"engine={NATIVE}."
             )
 
 
-def _find_value(recipe: "Recipe", key: str) -> tuple[bool, Any]:
+def _find_value(recipe: Section, key: str) -> tuple[bool, Any]:
     """Whether the recipe has a key, and its value."""
     value: Any = recipe
     for part in key.split("."):

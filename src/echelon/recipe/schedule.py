@@ -4,12 +4,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from echelon.recipe.batches import BatchSchedule
-
-if TYPE_CHECKING:
-    from echelon.recipe import OptimConfig
+from echelon.recipe.training import OptimConfig
 
 Schedule = Callable[[int], float]
 """Returns the learning rate of a step; steps are counted from 0."""
@@ -26,7 +23,7 @@ class _Course:
     """The end of the last step."""
 
 
-def build_schedule(config: "OptimConfig", num_steps: int, batches: BatchSchedule) -> Schedule:
+def build_schedule(config: OptimConfig, num_steps: int, batches: BatchSchedule) -> Schedule:
     """Return the function from a step to its learning rate: linear warm-up to the peak, then `config.schedule`.
 
     The position of a step is its index, or, with `schedule_unit: tokens`, the number of tokens before it. A step of the
@@ -49,7 +46,7 @@ def build_schedule(config: "OptimConfig", num_steps: int, batches: BatchSchedule
     return learning_rate
 
 
-def find_fault(config: "OptimConfig", num_steps: int, batches: BatchSchedule) -> str | None:
+def find_fault(config: OptimConfig, num_steps: int, batches: BatchSchedule) -> str | None:
     """Return an error message if the schedule does not fit a run of this length, otherwise None."""
     course = _find_course(config, num_steps, batches)
     unit, total = config.schedule_unit, course.total
@@ -69,7 +66,7 @@ def find_fault(config: "OptimConfig", num_steps: int, batches: BatchSchedule) ->
     return None
 
 
-def find_warmup(config: "OptimConfig", num_steps: int, batches: BatchSchedule) -> int:
+def find_warmup(config: OptimConfig, num_steps: int, batches: BatchSchedule) -> int:
     """Return the length of the warm-up for a run of this length, in `schedule_unit`.
 
     A fraction is rounded up, as in `transformers` (`TrainingArguments.get_warmup_steps`), but in decimal arithmetic:
@@ -81,7 +78,7 @@ def find_warmup(config: "OptimConfig", num_steps: int, batches: BatchSchedule) -
     return config.warmup_tokens if config.schedule_unit == "tokens" else config.warmup_steps
 
 
-def render_schedule(config: "OptimConfig", num_steps: int, batches: BatchSchedule) -> str:
+def render_schedule(config: OptimConfig, num_steps: int, batches: BatchSchedule) -> str:
     """Return a line for the user with the learning rate at 0, 25, 50, 75 and 100 % of the steps."""
     rate, course = build_schedule(config, num_steps, batches), _find_course(config, num_steps, batches)
     steps = sorted({round(share * (num_steps - 1)) for share in (0, 0.25, 0.5, 0.75, 1)})
@@ -92,11 +89,11 @@ def render_schedule(config: "OptimConfig", num_steps: int, batches: BatchSchedul
     return f"schedule: {config.schedule} over {num_steps:,} steps{unit}{warmup}: {rates}"
 
 
-def _place(config: "OptimConfig", batches: BatchSchedule) -> Callable[[int], int]:
+def _place(config: OptimConfig, batches: BatchSchedule) -> Callable[[int], int]:
     return batches.first_token if config.schedule_unit == "tokens" else lambda step: step
 
 
-def _find_course(config: "OptimConfig", num_steps: int, batches: BatchSchedule) -> _Course:
+def _find_course(config: OptimConfig, num_steps: int, batches: BatchSchedule) -> _Course:
     place = _place(config, batches)
     return _Course(find_warmup(config, num_steps, batches), place(num_steps - 1), place(num_steps))
 
@@ -111,31 +108,31 @@ def _progress(course: _Course) -> _Fall:
     return lambda place: min(1.0, (place - course.warmup) / span)
 
 
-def _cosine(config: "OptimConfig", course: _Course) -> _Fall:
+def _cosine(config: OptimConfig, course: _Course) -> _Fall:
     """Half a period of the cosine (Loshchilov & Hutter 2017, SGDR, equation 5, without restarts)."""
     floor, progress = config.min_learning_rate_fraction, _progress(course)
     return lambda place: floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress(place)))
 
 
-def _polynomial(config: "OptimConfig", course: _Course) -> _Fall:
+def _polynomial(config: OptimConfig, course: _Course) -> _Fall:
     """(1 - progress) to `polynomial_power`; 1 is a straight line (`get_polynomial_decay_schedule_with_warmup`)."""
     floor, progress = config.min_learning_rate_fraction, _progress(course)
     power = 1.0 if config.schedule == "linear" else config.polynomial_power
     return lambda place: floor + (1.0 - floor) * (1.0 - progress(place)) ** power
 
 
-def _constant(config: "OptimConfig", course: _Course) -> _Fall:
+def _constant(config: OptimConfig, course: _Course) -> _Fall:
     """The peak, until the end."""
     return lambda place: 1.0
 
 
-def _inverse_sqrt(config: "OptimConfig", course: _Course) -> _Fall:
+def _inverse_sqrt(config: OptimConfig, course: _Course) -> _Fall:
     """sqrt(warm-up / position), at least the minimum (Vaswani et al. 2017, section 5.3)."""
     floor = config.min_learning_rate_fraction
     return lambda place: max(floor, math.sqrt(course.warmup / place))
 
 
-def _wsd(config: "OptimConfig", course: _Course) -> _Fall:
+def _wsd(config: OptimConfig, course: _Course) -> _Fall:
     """The peak, then 1 - sqrt(progress) over the last `decay_fraction` of the run (Hägele et al. 2024)."""
     floor = config.min_learning_rate_fraction
     decay = float(Fraction(str(config.decay_fraction)) * course.total)
@@ -149,7 +146,7 @@ def _wsd(config: "OptimConfig", course: _Course) -> _Fall:
     return fall
 
 
-_FALLS: dict[str, Callable[["OptimConfig", _Course], _Fall]] = {
+_FALLS: dict[str, Callable[[OptimConfig, _Course], _Fall]] = {
     "cosine": _cosine,
     "linear": _polynomial,
     "constant": _constant,

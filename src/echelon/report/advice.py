@@ -7,8 +7,7 @@ from echelon.redaction import redact_text
 from echelon.report.nested import read_mapping, read_number, read_value
 from echelon.report.numbers import render_percent
 from echelon.report.run_record import RunRecord, percentile
-from echelon.runs.wall_time import render_seconds
-from echelon.sizes import render_bytes, render_rate
+from echelon.sizes import render_bytes, render_rate, render_seconds
 
 # Shares of the time above which a cause is worth a change.
 _DATA, _SAVING, _EVALUATING, _LOST, _MESSAGES = 0.05, 0.05, 0.10, 0.05, 0.25

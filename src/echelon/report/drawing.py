@@ -9,7 +9,7 @@ from html import escape
 from echelon.report.blocks import Bars, Curves, Form, HeatMap, Point, Series, Timeline
 from echelon.report.numbers import pick_axis, pick_ticks, render_axis, render_value
 from echelon.report.run_record import percentile
-from echelon.runs.wall_time import render_seconds
+from echelon.sizes import render_seconds
 
 _WIDTH, _HEIGHT = 1000, 300
 _NUM_COLOURS = 8

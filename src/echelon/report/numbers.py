@@ -3,8 +3,7 @@
 import math
 
 from echelon.report.blocks import Form
-from echelon.runs.wall_time import render_seconds
-from echelon.sizes import render_bytes
+from echelon.sizes import render_bytes, render_seconds
 
 UNKNOWN = "unknown"
 

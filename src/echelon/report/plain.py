@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from echelon.report.blocks import Bars, Block, Curves, HeatMap, Lines, Listing, Pairs, Report, Series, Table, Timeline
 from echelon.report.numbers import render_axis, render_value
-from echelon.runs.wall_time import render_seconds
+from echelon.sizes import render_seconds
 
 _PLOT_ROWS = 8
 _LABEL_WIDTH = 10

@@ -7,8 +7,7 @@ from echelon.report.blocks import Bars, Block, Lines, Pairs, Table
 from echelon.report.nested import read_mapping, read_number, read_value
 from echelon.report.run_record import RunRecord, percentile
 from echelon.runs.reckoning import describe_difference, list_compared
-from echelon.runs.wall_time import render_seconds
-from echelon.sizes import render_bytes
+from echelon.sizes import render_bytes, render_seconds
 
 _SMALL = 0.001  # parts of all memory below this share, planned and measured, have no row
 

@@ -10,8 +10,7 @@ from echelon.report.nested import read_mapping, read_number, read_value
 from echelon.report.numbers import render_percent
 from echelon.report.run_record import RunRecord
 from echelon.report.trace import PARTS, Collectives, Trace
-from echelon.runs.wall_time import render_seconds
-from echelon.sizes import render_bytes, render_rate
+from echelon.sizes import render_bytes, render_rate, render_seconds
 
 _NAME_WIDTH = 70
 # The speed of a machine drifts, so recorded steps are compared with so many steps before and after them.

@@ -32,8 +32,8 @@ from echelon.report.prediction_section import build_memory, build_prediction, li
 from echelon.report.profile_section import build_profile
 from echelon.report.run_record import RunRecord, percentile
 from echelon.report.throughput_section import build_throughput
-from echelon.runs.wall_time import CAUSES, render_seconds
-from echelon.sizes import render_bytes
+from echelon.runs.wall_time import CAUSES
+from echelon.sizes import render_bytes, render_seconds
 
 _BAD_EVENTS = ("failure", "restart", "bad_step", "rollback", "replicas_differ", "upload_failed", "straggler")
 # Events with a mark on the timeline, and their name there; checkpoints are shown without names.

@@ -9,7 +9,7 @@ from echelon.report.nested import read_number, read_value
 from echelon.report.numbers import render_number, render_percent
 from echelon.report.points import draw_lines, read_points
 from echelon.report.run_record import RunRecord, percentile
-from echelon.runs.wall_time import render_seconds
+from echelon.sizes import render_seconds
 
 _PERCENTILES = (("slowest 5 %", 0.05), ("median", 0.5), ("fastest 5 %", 0.95))
 # Of more ranks, the slowest are drawn; of more moments, medians of neighbours.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from echelon.recipe import BudgetConfig, Recipe
 from echelon.runs.cost import Rate, Spending, read_spending, write_spending
 from echelon.runs.run_folder import RunFolder
-from echelon.runs.wall_time import render_duration
+from echelon.sizes import render_duration
 from echelon.stopping import StopRequest
 from echelon.supervise.launch_environment import find_last_end, find_start, read_clock
 

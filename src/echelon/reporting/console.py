@@ -4,8 +4,7 @@ from dataclasses import astuple, fields
 from typing import Any
 
 from echelon.planner.memory import MemoryParts
-from echelon.runs.wall_time import render_duration
-from echelon.sizes import render_bytes, render_gib
+from echelon.sizes import render_bytes, render_duration, render_gib
 
 _SAMPLE_WIDTH = 100
 # Figures of a train row that are averaged by time, and those that are summed.

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.logs import find_bar_console
 from echelon.reporting.console import StepAverages
-from echelon.runs.wall_time import render_duration
+from echelon.sizes import render_duration
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -12,7 +12,7 @@ from echelon.errors import ConfigError, MissingSettingError, StoppedError
 from echelon.hardware.instances import Price, list_instances
 from echelon.hardware.job_machines import find_machines
 from echelon.runs.run_folder import RunFolder
-from echelon.runs.wall_time import render_duration
+from echelon.sizes import render_duration
 from echelon.stopping import LIMITS
 from echelon.stored import read_as, write_json
 

@@ -11,8 +11,7 @@ from echelon.planner.measured_runs import FEWEST_SECONDS, FEWEST_STEPS, MOST_SPR
 from echelon.planner.plan import load_plan
 from echelon.runs.cost import read_spending
 from echelon.runs.run_folder import RunFolder
-from echelon.runs.wall_time import render_seconds
-from echelon.sizes import render_bytes
+from echelon.sizes import render_bytes, render_seconds
 from echelon.stored import read_as, write_json
 
 _FIRST_STEPS = 3  # of a run, which compile and allocate

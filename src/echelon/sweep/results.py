@@ -9,7 +9,7 @@ from typing import Any
 from echelon.recipe import Recipe
 from echelon.recipe.render import render_recipe
 from echelon.recipe.yaml_text import render_inline
-from echelon.runs.wall_time import render_duration
+from echelon.sizes import render_duration
 from echelon.stored import write_json, write_text
 from echelon.sweep.measure import read_rows, training_hours
 from echelon.sweep.space import Space, Values
