@@ -46,8 +46,8 @@ ORDINARY_STEPS = 3
 class Echelon:
     """echelon's trainer, run step by step; saves on request."""
 
-    def __init__(self, trainer):
-        self.trainer = trainer
+    def __init__(self, trainer, checkpoints_dir):
+        self.trainer, self.checkpoints_dir = trainer, checkpoints_dir
         self.store = trainer.saver.store
         self.state = {"train": trainer.state.to_dict(), "sync": {}}
         self.step_number = 0
@@ -64,7 +64,7 @@ class Echelon:
         return statistics.median(self.step() for _ in range(ORDINARY_STEPS))
 
     def save(self, asynchronous):
-        self.store._asynchronous = asynchronous
+        self.store.asynchronous = asynchronous
         started = time.perf_counter()
         self.store.save(self.step_number, self.trainer.train_step.learner.engine.state_dict(), self.state)
         return time.perf_counter() - started
@@ -73,7 +73,7 @@ class Echelon:
         """(the call, the additional time of the steps until the checkpoint was published)."""
         ordinary = self.ordinary_step()
         call, began, steps = self.save(True), time.perf_counter(), []
-        while not self.store._pending.done():
+        while not self.store.is_idle:
             steps.append(self.step())
         writing = time.perf_counter() - began
         self.store.wait()
@@ -83,7 +83,7 @@ class Echelon:
         """(the call, the hashing of the same files)."""
         self.step()
         call = self.save(False)
-        [folder] = self.store._folder.glob("step-*")
+        [folder] = self.checkpoints_dir.glob("step-*")
         started = time.perf_counter()
         describe_files(folder.glob("*.distcp"))
         return call, time.perf_counter() - started
@@ -134,7 +134,7 @@ def main():
         prepared = prepare_run(recipe, False, lambda: detect_cluster(1), {})
         runtime = start_runtime()
         trainer = build_trainer(recipe, prepared.plan, prepared.folder, runtime)
-        ours = Echelon(trainer)
+        ours = Echelon(trainer, prepared.folder.checkpoints_dir)
         config = load_config(str(prepared.folder.model_dir))
         peer = build_peer(config, f"{scratch}/peer", runtime.device)
         ours.save_asynchronously(), ours.save_synchronously(), save_with_peer(peer)  # not counted

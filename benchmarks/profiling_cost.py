@@ -65,13 +65,12 @@ def counted(echelon, wanted):
         yield
         return
     read, accounting.read_own_time = accounting.read_own_time, lambda: 0.0
-    traffic._LIBRARIES.pop()._destroy()
+    traffic.stop_counting()
     try:
         yield
     finally:
         accounting.read_own_time = read
-        traffic.count_traffic.cache_clear()
-        echelon.trainer.accounting._traffic = traffic.count_traffic()
+        echelon.trainer.accounting.traffic = traffic.count_traffic()
 
 
 class Probe:

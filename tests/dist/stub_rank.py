@@ -53,7 +53,7 @@ def train(recipe, plan, folder, runtime, stop, heart, callbacks=()):
 if __name__ == "__main__":
     log_to_console()
     session.prepare_run = prepare
-    session._VISIBLE_SECONDS = 1.0
+    session.VISIBLE_SECONDS = 1.0
     sys.modules["echelon.lifecycle.conducting"] = types.SimpleNamespace(run_training=train)
     try:
         sys.exit(session.train_as_rank(RECIPE, False).code)

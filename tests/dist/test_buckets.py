@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon.parallel.data_parallel import _reduce_bucket, _Reduction
+from echelon.parallel.data_parallel import Reduction, reduce_bucket
 from echelon.reduction import Buckets, TopK
 
 pytestmark = pytest.mark.dist
@@ -50,7 +50,7 @@ def sum_in_buckets(rank, world_size):
     trained = dict(model.named_parameters())
     buckets = Buckets(Patient(trained, dist.group.WORLD, reached), "cpu")
     names = {id(each): name for name, each in trained.items()}
-    ddp.register_comm_hook(_Reduction(dist.group.WORLD, buckets, names), _reduce_bucket)
+    ddp.register_comm_hook(Reduction(dist.group.WORLD, buckets, names), reduce_bucket)
     loss_of(ddp, rank).backward()
     buckets.finish()
     plain = wide_model()

@@ -145,8 +145,8 @@ def test_counted_configs_can_be_built(family):
         "num_key_value_heads": 3, "max_position_embeddings": 40, "tie_word_embeddings": True,
         "attention_dropout": 0.25,
     }  # fmt: skip
-    assert {"model_type", *sizes} == checks._COUNTED
+    assert {"model_type", *sizes} == checks.COUNTED
     for place in range(2):
-        numbers = {name: kinds[place % len(kinds)](3) for name, kinds in checks._NUMBERS.items()}
+        numbers = {name: kinds[place % len(kinds)](3) for name, kinds in checks.NUMBERS.items()}
         model = build_on_meta(load_config({"model_type": family, **sizes, **numbers}))
         assert {name: getattr(model.config, name) for name in sizes} == sizes

@@ -7,10 +7,10 @@ import signal
 import time
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from command import assert_no_orphan, await_line, finish, read_lines, start, write_recipe
-from echelon.checkpoint.object_store import ObjectStore
 from echelon.runs.run_folder import RunFolder
 from object_server import BUCKET, ObjectServer
 from training import equal_tensors, tensors_of
@@ -28,7 +28,7 @@ def server():
     with pytest.MonkeyPatch.context() as patch:
         for key, value in server.environment.items():
             patch.setenv(key, value)
-        ObjectStore(f"s3://{BUCKET}")._system.mkdir(BUCKET)
+        fsspec.filesystem("s3").mkdir(BUCKET)
         yield server
     server.stop()
 

@@ -269,5 +269,5 @@ class RunFolderFiles:
             trainer.train_step.loader.close()
             trainer.accounting.journal.close()
             trainer.saver.store.close()
-            for group in (trainer.saver.store._group, trainer.saver.store._control):
+            for group in trainer.saver.store.groups:
                 dist.destroy_process_group(group)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from echelon.model.build import build_on_meta, load_config
-from echelon.model.liger import _compare, apply_liger, is_installed
+from echelon.model.liger import apply_liger, compare_layers, is_installed
 from families import random_batch, small_config, small_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not is_installed(), reason="liger-kernel is not installed")]
@@ -15,7 +15,9 @@ WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 1
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"])
 def test_the_kernels_agree(gpu, family):
     fields = WIDE | ({"head_dim": 64} if "head_dim" in small_config(family) else {})
-    obstacle = _compare(build_on_meta(load_config(small_config(family, **fields))), gpu.device, torch.bfloat16, 4096)
+    obstacle = compare_layers(
+        build_on_meta(load_config(small_config(family, **fields))), gpu.device, torch.bfloat16, 4096
+    )
     print(family, obstacle)
     assert obstacle is None or obstacle.startswith("a layer takes")
 

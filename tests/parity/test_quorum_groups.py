@@ -34,15 +34,15 @@ def run_replica(member, port, moment, results):
     store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=SECONDS))
     board, number = Board(store), -1
     if member == NAMES[-1] and moment == "its address is published":
-        publish = module._ViewStore.set
-        module._ViewStore.set = lambda self, key, value: die(publish(self, key, value))
+        publish = module.ViewStore.set
+        module.ViewStore.set = lambda self, key, value: die(publish(self, key, value))
     while number < 1:
         view = board.await_view(number, member)
         number = view.number
-        module._CONNECT_SECONDS = SECONDS
+        module.CONNECT_SECONDS = SECONDS
         membership = ViewMembership(board, view, member, len(NAMES))
         if number == 0 and moment == "its address is published" and member != NAMES[-1]:
-            module._CONNECT_SECONDS = 0.5  # it may have been the dead replica's part to connect
+            module.CONNECT_SECONDS = 0.5  # it may have been the dead replica's part to connect
             store.wait(["dead"])
         try:
             if number == 0 and member == NAMES[-1] and moment == "none has an address":
@@ -126,7 +126,7 @@ def join(member, port):
 
 def run_saving_replica(member, port, results):
     """In a thread the second one waits for the first, which waits for the second; the third is killed."""
-    module._CONNECT_SECONDS = SECONDS
+    module.CONNECT_SECONDS = SECONDS
     store, membership = join(member, port)
     saving = membership.new_group()
     if membership.rank == 2:
@@ -163,7 +163,7 @@ def test_a_save_that_waits_for_another_replica_ends_when_a_third_is_lost():
 def exchange_late(member, port, results):
     """Be a server whose worker pushes late, and gets a late reply; the times are longer than those of connections."""
     _, membership = join(member, port)
-    module._CONNECT_SECONDS = 2  # enough to connect on a busy machine
+    module.CONNECT_SECONDS = 2  # enough to connect on a busy machine
     group = membership.new_group("parameter servers")
     if membership.rank == 0:
         request = receive(1, 4, group)

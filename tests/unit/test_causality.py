@@ -72,10 +72,10 @@ def test_other_causal_architectures_pass(model_type, fields):
 def test_a_large_model_is_tested_with_a_small_copy():
     """Eight experts of 14336 and a width of 4096 are 46 billion parameters; the tested copy is below the limit."""
     tried = []
-    measure = causality._measure_leak
-    causality._sees_what_follows.cache_clear()
+    measure = causality.measure_leak
+    causality.sees_what_follows.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(causality, "_measure_leak", lambda *given: tried.append(given[0]) or measure(*given))
+        patch.setattr(causality, "measure_leak", lambda *given: tried.append(given[0]) or measure(*given))
         check_is_causal(load_config({"model_type": "mixtral"}))
         check_is_causal(load_config({"model_type": "mixtral"}))
         with pytest.raises(ConfigError):

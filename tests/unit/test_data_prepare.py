@@ -366,7 +366,7 @@ def test_a_full_disk_is_reported(tmp_path, monkeypatch):
 def test_processes_that_want_the_same_data_wait_for_one(tmp_path, monkeypatch):
     write_documents(tmp_path / "text", 20)
     spec = build_spec(tmp_path, tmp_path / "text")
-    write = prepare_module._write_folder
+    write = prepare_module.write_folder
     started, waiting = threading.Event(), threading.Event()
     writes = itertools.count()
 
@@ -382,7 +382,7 @@ def test_processes_that_want_the_same_data_wait_for_one(tmp_path, monkeypatch):
         return True
 
     monkeypatch.setattr(prepare_module.logger, "filters", [note_waiting])
-    monkeypatch.setattr(prepare_module, "_write_folder", slow_write)
+    monkeypatch.setattr(prepare_module, "write_folder", slow_write)
     paths: list[Path] = []
     first = threading.Thread(target=lambda: paths.append(prepare(spec).path))
     second = threading.Thread(target=lambda: paths.append(prepare(spec).path))

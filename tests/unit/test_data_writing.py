@@ -247,7 +247,7 @@ def test_the_digest_set_equals_a_python_set():
         assert digests.add(digest) == (digest not in expected)
         expected.add(digest)
     assert len(digests) == len(expected)
-    assert 16 * len(expected) * 4 / 3 < len(digests._table) < 43 * len(expected)
+    assert 16 * len(expected) * 4 / 3 < digests.num_bytes < 43 * len(expected)
 
 
 def test_the_choice_of_separator(tmp_path):
@@ -432,21 +432,21 @@ def test_an_interrupted_stream_resumes(tmp_path, monkeypatch, caplog):
     (tmp_path / "texts" / "x.jsonl").write_text("\n".join(lines))
     spec = build_spec(tmp_path, Source("data.train.0", str(tmp_path / "texts"), "hub"))
     whole = prepare(spec)
-    parse = datasets_reader._parse
+    parse = datasets_reader.parse_record
 
     def break_off(file, number, record):
         if number == 3000:
             raise ConnectionResetError("the network is gone")
         return parse(file, number, record)
 
-    monkeypatch.setattr(datasets_reader, "_parse", break_off)
+    monkeypatch.setattr(datasets_reader, "parse_record", break_off)
     spec = replace(spec, prepared_dir=tmp_path / "again")
     caplog.clear()
     with pytest.raises(
         EchelonError, match=r"cannot be read beyond record 3000 .*network is gone.*run again to continue"
     ):
         prepare(spec)
-    monkeypatch.setattr(datasets_reader, "_parse", parse)
+    monkeypatch.setattr(datasets_reader, "parse_record", parse)
     assert prepare(spec).manifest == whole.manifest
     assert any(line.startswith("tokenizing: resuming after") for line in caplog.messages)
 
@@ -456,7 +456,7 @@ def test_progress_survives_a_dead_worker_and_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "POINT_BYTES", 2**18)
     write_resumable(tmp_path)
     spec = resumable_spec(tmp_path, tmp_path / "prepared", 1)
-    take = writing.CorpusWriter._take
+    take = writing.CorpusWriter.take
 
     def fail_with(error: Exception, after: int) -> None:
         calls = []
@@ -467,7 +467,7 @@ def test_progress_survives_a_dead_worker_and_a_full_disk(tmp_path, monkeypatch):
                 raise error
             take(self, task, result)
 
-        monkeypatch.setattr(writing.CorpusWriter, "_take", take_some)
+        monkeypatch.setattr(writing.CorpusWriter, "take", take_some)
 
     fail_with(WorkerDiedError("died"), 1)
     with pytest.raises(WorkerDiedError):
@@ -479,6 +479,6 @@ def test_progress_survives_a_dead_worker_and_a_full_disk(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         prepare(spec)
     assert len(list((tmp_path / "prepared").glob("*.partial"))) == 1
-    monkeypatch.setattr(writing.CorpusWriter, "_take", take)
+    monkeypatch.setattr(writing.CorpusWriter, "take", take)
     whole = prepare(resumable_spec(tmp_path, tmp_path / "whole", 1))
     assert prepare(spec).manifest == whole.manifest

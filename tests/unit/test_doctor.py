@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.commands.doctor import _describe
+from echelon.commands.doctor import describe_links
 from echelon.doctor import machine
 from echelon.doctor.probing import Examination, Probe, probe_script, rounds
 from echelon.doctor.speed import Speed, find_slow
@@ -73,7 +73,7 @@ def test_a_plan_uses_what_the_doctor_measured_between_machines(tmp_path, togethe
     pairs = {pair: SLOW if pair == ("b", "d") else FAST for pair in PAIRS}
     measured = found(pairs=pairs, whole=Speed(0.0003, 4e8) if together else None)
     path = tmp_path / "Network.json"
-    path.write_text(json.dumps({"is_well": True, "findings": [], **_describe(measured)}))
+    path.write_text(json.dumps({"is_well": True, "findings": [], **describe_links(measured)}))
     links = parse_devices(f"32xH100@nvlink,{path}").known_links
     assert links.inside.name == "nvlink4"
     assert links.between.bandwidth == (4e8 if together else 1e7) / 8
@@ -88,7 +88,7 @@ def test_a_plan_refuses_what_the_doctor_could_not_measure(tmp_path):
     with pytest.raises(PlanError, match=r"has no measurement between machines .*give the output of `echelon doctor"):
         parse_devices(f"32xH100@nvlink,{path}")
     broken = found(pairs={**dict.fromkeys(PAIRS, FAST), ("a", "b"): "no connection"}, whole=None)
-    for content in (_describe(broken), {"is_well": True, "findings": []}, _describe(found(pairs={}))):
+    for content in (describe_links(broken), {"is_well": True, "findings": []}, describe_links(found(pairs={}))):
         path.write_text(json.dumps(content))
         with pytest.raises(PlanError, match="has no measurement between machines"):
             parse_devices(f"32xH100@nvlink,{path}")

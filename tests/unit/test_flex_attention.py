@@ -67,7 +67,7 @@ def test_documents_have_the_loss_that_eager_attention_gives_them_alone(uncompile
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_outputs_and_gradients_are_those_of_the_definition(differentiable, dtype):
-    error = find_error(flex_attention._run_flex, CPU, dtype, 16, flex_attention._attend_capped)
+    error = find_error(flex_attention.run_flex, CPU, dtype, 16, flex_attention.attend_capped)
     assert error < (1e-5 if dtype == torch.float32 else 0.02)
 
 
@@ -90,7 +90,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(differentiable, monke
         return original(module, query, key, value, None if fault == "mask" else mask, **(options | changes))
 
     monkeypatch.setattr(flex_attention, "flex_attention_forward", faulty)
-    error = find_error(flex_attention._run_flex, CPU, torch.float32, 16, flex_attention._attend_capped)
+    error = find_error(flex_attention.run_flex, CPU, torch.float32, 16, flex_attention.attend_capped)
     assert error > TOLERANCE
 
 

@@ -59,7 +59,7 @@ def test_no_timeout_with_beats_or_rests_or_after_the_end(timeouts, way) -> None:
 def pass_seconds(heart, seconds):
     """Let time pass, half a second at a time, until the limit is exceeded; return the seconds passed and the limit."""
     for tick in range(1, int(2 * seconds) + 1):
-        if (limit := heart._find_late()) is not None:
+        if (limit := heart.find_late()) is not None:
             return tick / 2, limit
     return seconds, None
 
@@ -95,9 +95,9 @@ def test_a_rank_waits_for_a_peer_that_rests(tmp_path, monkeypatch) -> None:
     """A quarter of the limit passes before a rank looks; then no time counts until its peer goes on."""
     waiting, saving = (Heartbeat(8, peers=Peers(tmp_path, rank, 2)) for rank in (0, 1))
     with saving.resting():
-        assert saving._find_late() is None
+        assert saving.find_late() is None
         assert pass_seconds(waiting, 100) == (100, None)
-    assert saving._find_late() is None and not list(tmp_path.iterdir())
+    assert saving.find_late() is None and not list(tmp_path.iterdir())
     assert pass_seconds(waiting, 100) == (6, 8)
 
 
@@ -106,7 +106,7 @@ def test_a_rank_that_others_wait_for_in_a_save_is_not_excused_by_them(tmp_path) 
     saving, late = (Heartbeat(8, peers=Peers(tmp_path, rank, 2)) for rank in (0, 1))
     for expected in ((100, None), (8.5, 8)):
         with saving.resting_together():
-            assert saving._find_late() is None
+            assert saving.find_late() is None
             if expected[1] is None:
                 with late.resting_together():
                     pass

@@ -13,7 +13,7 @@ import typer
 
 from echelon.commands.jobs import logs, status
 from echelon.commands.launch import launch
-from echelon.commands.sweep import _stops_noted
+from echelon.commands.sweep import stops_noted
 from echelon.errors import ConfigError, DataError, HubUnreachableError, LaunchError, PlanError
 from echelon.launch import packages
 from echelon.launch.job import Submitted
@@ -299,7 +299,7 @@ def test_ctrl_c_ends_only_the_following(recipe, monkeypatch, capsys):
 def test_the_second_signal_ends_a_sweep_immediately(monkeypatch, capsys):
     monkeypatch.setattr("echelon.stopping.ECHO_SECONDS", -1.0)
     stop = StopWord()
-    with pytest.raises(typer.Exit), _stops_noted(stop), suppress(LaunchError):
+    with pytest.raises(typer.Exit), stops_noted(stop), suppress(LaunchError):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
     assert stop.name == "SIGINT"

@@ -210,7 +210,7 @@ def test_they_are_for_eager_adapters(alone, monkeypatch, install, overrides, pla
         if not is_asked:
             assert line is None
         else:
-            assert line == (kernels._LIGER if expected else "kernels: PyTorch's, because they are slow")
+            assert line == (kernels.LIGER if expected else "kernels: PyTorch's, because they are slow")
 
 
 def test_without_the_package_nothing_is_said(alone, monkeypatch):  # noqa: F811

@@ -79,8 +79,8 @@ def test_at_a_time_limit_the_run_saves(here):
 def test_a_job_counts_as_running_as_soon_as_it_is_submitted(here, monkeypatch):
     """On a busy machine, Linux shows the command line of a new process as empty for a moment."""
     empty = ["", ""]
-    read = local._command_line
-    monkeypatch.setattr(local, "_command_line", lambda pid: empty.pop() if empty else read(pid))
+    read = local.read_command_line
+    monkeypatch.setattr(local, "read_command_line", lambda pid: empty.pop() if empty else read(pid))
     record = submit()
     assert LocalLauncher().status(record).state == "running"
     await_line(record, "begun")

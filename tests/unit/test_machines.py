@@ -105,7 +105,7 @@ def test_of_nearly_equal_costs_the_fewest_machines_are_taken(recipe, shape, monk
     assert (two.count, one.count) == (2, 1)
     assert choice.best is (one if one.cost <= 1.05 * two.cost else two)
     equal = [replace(each, forecast=one.forecast) for each in (two, one)]
-    assert machines._choose(equal).count == 1
+    assert machines.choose_cheapest(equal).count == 1
     # If only a type without a price fits on one machine, it is named but not chosen.
     monkeypatch.setattr(instances, "INSTANCES", {name: instances.INSTANCES[name] for name in pair[::2]})
     choice = choose_instance(zero, large)

@@ -8,6 +8,7 @@ import time
 import zipfile
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from echelon.checkpoint import object_store, upload
@@ -43,7 +44,7 @@ def server():
         for key, value in server.environment.items():
             patch.setenv(key, value)
         patch.setattr("s3fs.core.S3FileSystem.retries", 1)
-        ObjectStore(f"s3://{BUCKET}")._system.mkdir(BUCKET)
+        fsspec.filesystem("s3").mkdir(BUCKET)
         yield server
     server.stop()
 
@@ -405,7 +406,7 @@ def test_refused_addresses(address, message, tmp_path):
 def test_missing_protocols(monkeypatch):
     with pytest.raises(ConfigError, match="fsspec has no protocol nowhere"):
         ObjectStore("nowhere://bucket/run")
-    monkeypatch.setitem(object_store._EXTRAS, "oss", ("oss", "ossfs"))
+    monkeypatch.setitem(object_store.EXTRAS, "oss", ("oss", "ossfs"))
     with pytest.raises(ConfigError, match=r"requires ossfs, which is not installed; pip install 'echelon\[oss\]'"):
         ObjectStore("oss://bucket/run")
 

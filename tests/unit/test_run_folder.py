@@ -18,7 +18,7 @@ from echelon.checksums import MANIFEST
 from echelon.errors import ConfigError, DataError
 from echelon.launch.job import JobSpec
 from echelon.launch.records import write_job
-from echelon.lifecycle.setup import _describe_longer_run
+from echelon.lifecycle.setup import describe_longer_run
 from echelon.recipe import OptimConfig, Recipe
 from echelon.recipe.render import render_recipe
 from echelon.runs.environment import describe_environment
@@ -120,13 +120,13 @@ def test_a_longer_run_is_told_what_happens_to_its_learning_rate(tmp_path, schedu
     )
     folder = RunFolder(tmp_path / "run")
     (folder.checkpoints_dir / "step-00000008").mkdir(parents=True)
-    first, second = _describe_longer_run(now, OpenedRun(folder, "resumed", (), before), 100)
+    first, second = describe_longer_run(now, OpenedRun(folder, "resumed", (), before), 100)
     # Cosine over 5 steps after a warm-up of 5: cos(pi * 2 / 4) at step 8, the third; the other warm-up reaches 9/10.
     last = {"cosine": "5.00e-03", "constant": "1.00e-02"}[schedule]
     assert first.endswith(f" of the longer run: {last} at step 8, 9.00e-03 at step 9")
     assert first.startswith("schedule: the run is 20 steps long now, not 10, ")
     assert second.endswith("the warm-up was 5 steps, and is now 10")
-    assert not list(_describe_longer_run(before, OpenedRun(folder, "resumed", (), before), 100))
+    assert not list(describe_longer_run(before, OpenedRun(folder, "resumed", (), before), 100))
 
 
 def test_unreadable_recipe_of_a_run_is_refused(tmp_path):

@@ -154,11 +154,11 @@ def test_waits_for_names(monkeypatch, caplog):
     monkeypatch.setattr(container, "_LOOK_SECONDS", 0.01)
     answers = iter([False, False, True, True])
     monkeypatch.setattr(container, "_resolves", lambda name: next(answers))
-    container._await_names(["algo-1", "algo-2"])
+    container.await_names(["algo-1", "algo-2"])
     assert caplog.messages == ["container: waiting for the address of algo-1"]
     monkeypatch.setattr(container, "_resolves", lambda name: False)
     with pytest.raises(LaunchError, match="algo-3 has no address after 0 s"):
-        container._await_names(["algo-3"], 0.0)
+        container.await_names(["algo-3"], 0.0)
 
 
 def test_a_missing_channel_is_named_with_its_host(base):
@@ -206,7 +206,7 @@ def restored():
     ],
 )
 def test_how_training_ended(script, outcome, restored, capfd):
-    assert container._train(["bash", "-c", script], os.environ, lambda: None) == outcome
+    assert container.run_training(["bash", "-c", script], os.environ, lambda: None) == outcome
     assert capfd.readouterr().err.count("echelon: ") == script.count("echelon: ")
 
 

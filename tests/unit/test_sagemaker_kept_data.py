@@ -21,13 +21,13 @@ class Container:
         self.base = folder / "ml"
         self.writings = 0
         monkeypatch.setattr(kept_data, "find_large_disk", lambda base: (base / "disk", 2**40))
-        write = prepare._write_folder
+        write = prepare.write_folder
 
         def count(*arguments):
             self.writings += 1
             write(*arguments)
 
-        monkeypatch.setattr(prepare, "_write_folder", count)
+        monkeypatch.setattr(prepare, "write_folder", count)
 
     def start(self, text=TEXT):
         """Prepare the data as a training would; return the prepared folder and how often it was written."""

@@ -170,7 +170,7 @@ def test_only_the_training_gets_a_secret_and_nothing_shows_it(vault, tmp_path, m
     (base / "input" / "data" / "echelon" / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     monkeypatch.setattr(enter, "make_importable", lambda *_: None)
     monkeypatch.setattr(container, "train_command", lambda *_: [sys.executable, "-c", TRAINING, str(seen)])
-    monkeypatch.setattr(container, "_await_names", lambda hosts: None)
+    monkeypatch.setattr(container, "await_names", lambda hosts: None)
     before = {each: signal.getsignal(each) for each in enter.STOP_SIGNALS}
     try:
         assert enter.work(base) == 1

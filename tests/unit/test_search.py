@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from echelon.api.plan_pictures import draw_search, find_frontier
-from echelon.api.searching import SearchReport, _prefer_fewer_machines, search
+from echelon.api.searching import SearchReport, prefer_fewer_machines, search
 from echelon.commands.plan import plan as plan_command
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import parse_devices
@@ -293,7 +293,7 @@ def test_fewer_machines_win_unless_the_numbers_say_otherwise():
             machines="2 x ml.small",
             forecast=replace(alone.forecast, step=faster, num_machines=2, num_devices=16),
         )
-        ranked = _prefer_fewer_machines(rank_plans([alone, other], "cost"), "cost")
+        ranked = prefer_fewer_machines(rank_plans([alone, other], "cost"), "cost")
         assert ranked[0].machines == first
         text = str(SearchReport(ranked, "cost"))
         assert ("why 2 machines, where 1 x ml.large would do: " in text) == (factor == 0.8)
@@ -314,7 +314,7 @@ def test_failures_and_stragglers_count_in_the_ranking_and_in_the_limits():
     for share, first in ((0.9, "two"), (0.6, "one")):
         both = [one, replace(two, goodput=goodput(share=share))]
         for by in ("cost", "time") if share == 0.9 else ("cost",):
-            ranked = _prefer_fewer_machines(rank_plans(both, by), by)
+            ranked = prefer_fewer_machines(rank_plans(both, by), by)
             assert ranked[0].machines == first
         text = str(SearchReport(ranked, "cost"))
         assert f"{share:.1%}" in text and "% of the time is training" in text

@@ -274,7 +274,7 @@ def test_the_same_bytes_from_any_number_of_workers_and_after_a_stop(tmp_path, mo
     assert parallel.content_digest == whole.content_digest
 
     monkeypatch.setattr(writing, "POINT_BYTES", 1)
-    take, calls = writing.CorpusWriter._take, []
+    take, calls = writing.CorpusWriter.take, []
 
     def stop_at_each(self, task, result):
         calls.append(task)
@@ -282,7 +282,7 @@ def test_the_same_bytes_from_any_number_of_workers_and_after_a_stop(tmp_path, mo
             raise KeyboardInterrupt
         take(self, task, result)
 
-    monkeypatch.setattr(writing.CorpusWriter, "_take", stop_at_each)
+    monkeypatch.setattr(writing.CorpusWriter, "take", stop_at_each)
     for _attempt in range(20):
         try:
             resumed = prepare(big_spec(tmp_path, "resumed", 1))

@@ -191,7 +191,7 @@ def test_replicas_take_what_the_shards_leave(tmp_path):
 
 
 def test_the_tables_have_no_parameter_twice():
-    from echelon.recipe.smp import _FIXED, _SETTINGS
+    from echelon.recipe.smp import FIXED, SETTINGS
 
-    names = [*_FIXED, *_SETTINGS, *PARALLEL_KEYS]
+    names = [*FIXED, *SETTINGS, *PARALLEL_KEYS]
     assert len(names) == len(set(names))

@@ -10,9 +10,9 @@ from echelon.engines.engine import Finding
 from echelon.recipe import FaultConfig
 from echelon.runs.run_folder import RunFolder
 from echelon.training.bad_steps import StepJudge
-from echelon.training.diagnosis import _merge
+from echelon.training.diagnosis import merge_findings
 from echelon.training.metrics import StepMetrics
-from echelon.training.rollback import _read_suppressed, describe_stop
+from echelon.training.rollback import describe_stop, read_suppressed
 from echelon.training.state import TrainState
 
 CPU = torch.device("cpu")
@@ -95,20 +95,20 @@ def test_suppressed_steps_are_in_the_state_and_in_the_events(tmp_path):
     assert state.suppressed == (3, 7)
     assert TrainState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
     folder = RunFolder(tmp_path)
-    assert _read_suppressed(folder) == []
+    assert read_suppressed(folder) == []
     folder.rows.append_event("bad_step", step=7, action="rollback")
     folder.rows.append_event("rollback", step=4, suppressed=7)
     with folder.events_path.open("a") as file:
         file.write('{"event": "rollback", "sup')
-    assert _read_suppressed(folder) == [7]
+    assert read_suppressed(folder) == [7]
 
 
 def test_the_first_finding_over_ranks_and_microbatches():
     output, gradient = Finding(0, 9, "model.layers.1.mlp"), Finding(2, 0, "model.norm")
-    diagnosis = _merge([[(None, [1, 2]), (gradient, [3, 4])], [(output, [5, 6]), (Finding(0, 30, "x"), [7])]])
+    diagnosis = merge_findings([[(None, [1, 2]), (gradient, [3, 4])], [(output, [5, 6]), (Finding(0, 30, "x"), [7])]])
     assert (diagnosis.finding, diagnosis.ranks, diagnosis.sample_ids) == (output, (1,), (5, 6, 7))
     assert "the output of model.layers.1.mlp, only on rank 1. Samples 5, 6, 7." in diagnosis.describe()
-    nothing = _merge([[(None, list(range(20)))], [(None, [20])]])
+    nothing = merge_findings([[(None, list(range(20)))], [(None, [20])]])
     assert nothing.num_samples == 21 and nothing.sample_ids == tuple(range(16))
     assert nothing.describe().endswith(
         "all values were finite. Samples " + ", ".join(map(str, range(16))) + " and 5 more."
@@ -130,6 +130,6 @@ def test_the_message_of_a_stop_names_the_rule(norm, spike_factor, rule):
         learning_rate=1e-3, tokens=64, target_tokens=60, batch_hash="0", data_wait_seconds=0.0, memory_peak_bytes=None,
         is_bad=True, bad_in_a_row=1, stopped_by=None,
     )  # fmt: skip
-    message = describe_stop(metrics, FaultConfig(spike_factor=spike_factor), _merge([[(None, [1])]]))
+    message = describe_stop(metrics, FaultConfig(spike_factor=spike_factor), merge_findings([[(None, [1])]]))
     assert message.startswith("step 7: loss=2 and ")
     assert rule in message

@@ -13,7 +13,7 @@ from echelon.recipe.load import load_recipe
 from echelon.sweep import conduct as session
 from echelon.sweep.conduct import check_sweep
 from echelon.sweep.conductor import Ending, StopWord
-from echelon.sweep.slots import _share, share_machine
+from echelon.sweep.slots import find_share, share_machine
 from recipe_samples import SMALL
 from sweep_jobs import EVERY, RANDOM, Killed, StubLauncher, loss_of, run, values_of
 
@@ -199,9 +199,9 @@ def test_every_sampler_resumes_after_a_kill(here: Path, monkeypatch: pytest.Monk
 
 def test_slots_of_a_machine() -> None:
     cores = tuple(range(7))
-    assert [_share(cores, index, 3) for index in range(3)] == [(0, 1), (2, 3), (4, 5, 6)]
-    assert [_share((0, 1), index, 3) for index in range(3)] == [(0,), (1,), (0,)]
-    assert _share((), 0, 2) == ()
+    assert [find_share(cores, index, 3) for index in range(3)] == [(0, 1), (2, 3), (4, 5, 6)]
+    assert [find_share((0, 1), index, 3) for index in range(3)] == [(0,), (1,), (0,)]
+    assert find_share((), 0, 2) == ()
 
 
 def test_gpus_are_assigned_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,13 +91,18 @@ def test_mlflow_stores_the_run_once_however_often_it_is_opened(store, no_store):
 
 
 def test_another_key_is_another_run(store, no_store):
+    from mlflow import MlflowClient
+
     from echelon.reporting.trackers.mlflow import Mlflow
 
     recipe, run = build_run(store, "mlflow.system_metrics=false")
     tracker = Mlflow(recipe, run)
     assert tracker.open("key-2", {"train": 5}).held["train"] == 0  # the store decides, not the ledger
     tracker.finish(done=False)
-    assert tracker._client.get_run(tracker._run_id).info.status == "FAILED"
+    client = MlflowClient(f"sqlite:///{store}/runs/mlflow.db")
+    [experiment] = client.search_experiments(filter_string="name != 'Default'")
+    newest = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])[0]
+    assert newest.info.status == "FAILED"
 
 
 def test_the_tracking_uri_comes_from_recipe_environment_or_run_folder(tmp_path, monkeypatch):

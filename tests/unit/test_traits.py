@@ -140,8 +140,8 @@ def test_a_factor_that_follows_from_the_width_is_noticed():
 @pytest.mark.slow
 def test_large_models_are_tested_with_small_copies_and_once(monkeypatch):
     built = []
-    build = traits._build
-    monkeypatch.setattr(traits, "_build", lambda *given: built.append(build(*given)) or built[-1])
+    build = traits.build_copy
+    monkeypatch.setattr(traits, "build_copy", lambda *given: built.append(build(*given)) or built[-1])
     model = build_on_meta(load_config({"model_type": "mixtral", "sliding_window": 4096}))
     for _ in range(2):
         assert find_traits(model).mask == "window"

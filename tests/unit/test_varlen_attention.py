@@ -55,7 +55,7 @@ def test_starts_are_found_without_reading_the_device():
 
 
 def test_the_kernel_gets_its_arguments_as_torch_documents_them(kernel):
-    assert find_error(varlen_attention._run_kernel, CPU, torch.bfloat16, 16) < 0.02
+    assert find_error(varlen_attention.run_kernel, CPU, torch.bfloat16, 16) < 0.02
 
 
 @pytest.mark.parametrize("fault", ["starts", "window", "scale", "missing"])
@@ -70,7 +70,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(kernel, fault, monkey
         return attend_documents(*args, **(kwargs | changes))
 
     monkeypatch.setattr(varlen_attention, "varlen_attn", faulty)
-    assert find_error(varlen_attention._run_kernel, CPU, torch.bfloat16, 16) > varlen_attention.TOLERANCE
+    assert find_error(varlen_attention.run_kernel, CPU, torch.bfloat16, 16) > varlen_attention.TOLERANCE
 
 
 def test_only_gpus_have_the_kernel():

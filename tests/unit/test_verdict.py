@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from echelon.commands.evaluate import _render_lines
+from echelon.commands.evaluate import render_lines
 from echelon.report.judgement import describe_context, judge_run
 from echelon.report.run_record import read_record
 from echelon.report.sections import build_report
@@ -158,11 +158,11 @@ def test_eval_says_what_its_numbers_mean():
     assert describe_context(5.5066, 5.5065).endswith("this model has not learned from context yet.")
     assert describe_context(4.7333, 6.0).startswith("The loss is 1.27 lower than that of a model that only knows")
     values = {"loss": 5.5066, "unigram_entropy": 5.5065, "sets": {}}
-    assert [line.split(":")[0] for line in _render_lines(values)] == [
+    assert [line.split(":")[0] for line in render_lines(values)] == [
         "loss", "unigram_entropy",
         "The loss is no lower than that of a model that only knows how often each token occurs (unigram_entropy)",
     ]  # fmt: skip
-    assert list(_render_lines({"loss": 0.6, "pairs": 3})) == ["loss: 0.6000", "pairs: 3"]
+    assert list(render_lines({"loss": 0.6, "pairs": 3})) == ["loss: 0.6000", "pairs: 3"]
 
 
 def test_a_real_run_ends_with_a_verdict(tmp_path):

@@ -146,9 +146,9 @@ def test_a_stage_has_exactly_its_weights_of_the_whole_model(source, tmp_path, mo
     whole = small_model("llama", tied=True, seed=5)
     whole.save_pretrained(tmp_path)
     model, skeleton = last_stage(tmp_path)
-    made, make = [], weights._make_unit
+    made, make = [], weights.make_unit
     monkeypatch.setattr(
-        weights, "_make_unit", lambda skeleton, name, *rest: made.append(name) or make(skeleton, name, *rest)
+        weights, "make_unit", lambda skeleton, name, *rest: made.append(name) or make(skeleton, name, *rest)
     )
     if source == "seed":
         initialize_weights(model, skeleton, seed=5)

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from transformers import AutoConfig
 
-from echelon.engines.footprint import _HostAllocations
+from echelon.engines.footprint import HostAllocations
 from echelon.model.adapters import apply_adapter
 from echelon.model.build import build_on_meta
 from echelon.planner.activation_memory import deferred_bytes
@@ -47,7 +47,7 @@ def measure_deferred(model, hidden_size):
     """Bytes that the gradients of activations leave until those of the weights are computed, after a first pass."""
     for _ in range(2):
         received = torch.randn(BATCH, SEQUENCE, hidden_size, requires_grad=True)
-        allocations = _HostAllocations()
+        allocations = HostAllocations()
         with allocations:
             hidden = model(inputs_embeds=received, use_cache=False).last_hidden_state
             output = Identity.apply(hidden)

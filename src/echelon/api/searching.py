@@ -199,7 +199,7 @@ def _search_instances(
             tried += 1
             best[place] = find_best(each.cluster, each.forecast.price, each.machines, divide=True)
             first = rank_plans([first, best[place]], by)[0]
-    return _prefer_fewer_machines(rank_plans(best, by), by)
+    return prefer_fewer_machines(rank_plans(best, by), by)
 
 
 def _could_be_first(each: RankedPlan, first: RankedPlan, by: Goal) -> bool:
@@ -210,7 +210,7 @@ def _could_be_first(each: RankedPlan, first: RankedPlan, by: Goal) -> bool:
     return each.fits and _value(each, by) * (step.matmul + step.attention) / step.total < _value(first, by)
 
 
-def _prefer_fewer_machines(ranked: Sequence[RankedPlan], by: Goal) -> tuple[RankedPlan, ...]:
+def prefer_fewer_machines(ranked: Sequence[RankedPlan], by: Goal) -> tuple[RankedPlan, ...]:
     """Put the candidate with the fewest machines first among those that are nearly as good as the best one."""
     first = ranked[0]
     if by == "memory" or not first.fits:

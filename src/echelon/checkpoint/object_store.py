@@ -14,7 +14,7 @@ from echelon.redaction import redact_text
 from echelon.stored import write_text
 
 # Packages that fsspec imports for a protocol, by the extra that installs them.
-_EXTRAS = {"s3": ("s3", "s3fs"), "s3a": ("s3", "s3fs"), "gs": ("gcs", "gcsfs"), "gcs": ("gcs", "gcsfs")}
+EXTRAS = {"s3": ("s3", "s3fs"), "s3a": ("s3", "s3fs"), "gs": ("gcs", "gcsfs"), "gcs": ("gcs", "gcsfs")}
 _CHUNK_BYTES = 2**23
 _MAX_REASON = 300
 
@@ -44,7 +44,7 @@ class ObjectStore:
             # No listing cache: another process may write here too.
             self._system, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
         except ImportError:
-            extra, package = _EXTRAS.get(protocol, ("", ""))
+            extra, package = EXTRAS.get(protocol, ("", ""))
             remedy = f"pip install 'echelon[{extra}]'" if extra else "install it"
             raise ConfigError(
                 f"checkpoint.remote={url} requires {package or f'the fsspec package for {protocol}'}, which is not "

@@ -94,7 +94,8 @@ class CheckpointStore:
     ) -> None:
         self._folder = folder
         self._keep_last = keep_last
-        self._asynchronous = asynchronous
+        self.asynchronous = asynchronous
+        """Whether `save` returns before the checkpoint is written."""
         self._note = note
         self._uploads = uploads
         form = new_group or partial(dist.new_group, backend="gloo", group_desc="checkpoints")
@@ -157,7 +158,7 @@ class CheckpointStore:
         logger.debug(f"checkpoint: step {step} is copied after {time.monotonic() - began:.2f} s; writing")
         assert isinstance(written, Future)
         self._pending = self._publisher.submit(self._finish, began, written, writing, checkpoint, dict(state), keep)
-        if not self._asynchronous:
+        if not self.asynchronous:
             self.wait()
 
     def wait(self) -> bool:
@@ -181,7 +182,7 @@ class CheckpointStore:
         all-reduce of one number on the CPU finds out whether it has ended everywhere.
         """
         if self._pending is not None and self._retries.take_look(step):
-            ended = torch.tensor(int(self._pending.done()))
+            ended = torch.tensor(int(self.is_idle))
             dist.all_reduce(ended, dist.ReduceOp.MIN, group=self._control)
             if ended.item():
                 self.wait()
@@ -200,6 +201,16 @@ class CheckpointStore:
             dist.all_reduce(is_over, dist.ReduceOp.MAX, group=self._control)
         if self._uploads is not None:
             self._uploads.tell_unfinished()
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Its process groups, which `close` leaves open."""
+        return self._group, self._control
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank writes no checkpoint at this moment. Not collective."""
+        return self._pending is None or self._pending.done()
 
     @property
     def is_saving(self) -> bool:

@@ -45,7 +45,7 @@ def doctor(
     measured: dict[str, Any] = {}
     if launch.torchrun.hosts:
         found, findings = _examine_hosts(launch)
-        measured = _describe(found)
+        measured = describe_links(found)
         for finding in [] if as_json else findings:
             show(_render(finding))
     else:
@@ -109,7 +109,7 @@ def _render(finding: "Finding") -> str:
     return line if finding.is_well else f"{line}; {finding.remedy}"
 
 
-def _describe(found: "Examination") -> dict[str, Any]:
+def describe_links(found: "Examination") -> dict[str, Any]:
     """The measurements, for JSON output."""
 
     def value(speed: Any) -> Any:

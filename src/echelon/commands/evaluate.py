@@ -61,19 +61,19 @@ def evaluate(
             checkpoint=checkpoint,
             team=team,
         )
-        for line in [json.dumps(result, default=str)] if as_json else _render_lines(result):
+        for line in [json.dumps(result, default=str)] if as_json else render_lines(result):
             show(line)
 
     run_with_model(target, num_processes, work)
 
 
-def _render_lines(values: dict[str, Any], indent: str = "") -> Iterator[str]:
+def render_lines(values: dict[str, Any], indent: str = "") -> Iterator[str]:
     """A line for each value; nested mappings are indented. A single set is left out, as it equals the total."""
     for key, value in values.items():
         if isinstance(value, dict):
             if key != "sets" or len(value) > 1:
                 yield f"{indent}{key}:"
-                yield from _render_lines(value, indent + "  ")
+                yield from render_lines(value, indent + "  ")
         else:
             yield f"{indent}{key}: {_render_value(value)}"
             if key == "unigram_entropy" and None not in (value, values["loss"]):

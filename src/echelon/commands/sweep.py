@@ -56,7 +56,7 @@ def sweep(
             show(text.rstrip("\n"))
         return
     stop = StopWord()
-    with _stops_noted(stop):
+    with stops_noted(stop):
         ending, results = run_sweep(checked, slots, stop)
     if as_json:
         show(json.dumps(results))
@@ -73,7 +73,7 @@ def sweep(
 
 
 @contextmanager
-def _stops_noted(stop: "StopWord") -> Iterator[None]:
+def stops_noted(stop: "StopWord") -> Iterator[None]:
     """Store the first signal for the sweep; a second one ends it immediately and leaves its trials running."""
     from echelon.stopping import ECHO_SECONDS, STOP_SIGNALS
 

@@ -18,6 +18,11 @@ class DigestSet:
         self._table = bytearray(_FIRST_SLOTS * DIGEST_BYTES)
         self._count = 0
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of the table."""
+        return len(self._table)
+
     def __len__(self) -> int:
         """The number of digests."""
         return self._count

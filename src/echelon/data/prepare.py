@@ -188,7 +188,7 @@ def _make_folder(
         spec.prepared_dir.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_suffix(".lock")):
             if not folder.is_dir():
-                _write_folder(folder, spec, corpus, tokenizer)
+                write_folder(folder, spec, corpus, tokenizer)
     except OSError as error:
         kept = f" The progress so far is kept in {_partial(folder)}." if has_progress(_partial(folder)) else ""
         raise EchelonError(
@@ -286,7 +286,7 @@ def _locked(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def _write_folder(
+def write_folder(
     folder: Path,
     spec: PrepareSpec,
     corpus: Sequence[CorpusEntry],

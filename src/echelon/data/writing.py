@@ -94,7 +94,7 @@ class CorpusWriter:
             last_point = state.done_bytes
             with closing(tokenize_tasks(self._plan_tasks(), self._encoding, workers)) as results:
                 for task, result in results:
-                    self._take(task, result)
+                    self.take(task, result)
                     progress.add(result.num_bytes)
                     if state.done_bytes - last_point >= POINT_BYTES:
                         last_point = state.done_bytes
@@ -114,7 +114,8 @@ class CorpusWriter:
             while not entry.is_full and (task := next(tasks, None)) is not None:
                 yield task
 
-    def _take(self, task: Task, result: TokenizedTask) -> None:
+    def take(self, task: Task, result: TokenizedTask) -> None:
+        """Write the tokens of the next task."""
         self._finish_entries(task.source)
         self._open_entry(task.source)
         state, index = self._journal.state, task.source

@@ -99,6 +99,13 @@ def count_traffic() -> TrafficMeter:
 _LIBRARIES: list[Library] = []  # a library that is deleted takes its kernels with it
 
 
+def stop_counting() -> None:
+    """Take the kernels out of torch's table again. The next call of `count_traffic` counts with another meter."""
+    while _LIBRARIES:
+        _LIBRARIES.pop()._destroy()  # type: ignore[no-untyped-call]
+    count_traffic.cache_clear()
+
+
 def _build_kernel(name: str, rule: _Rule, meter: TrafficMeter) -> Callable[..., Any]:
     operator = getattr(torch.ops.c10d, name).default
     below = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)

@@ -69,7 +69,7 @@ class _DeviceAllocations:
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
-class _HostAllocations:
+class HostAllocations:
     """Adds up the allocations that torch's profiler records: the allocator of a CPU has no counters."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Footprint:
         self._device = device
         self._is_sharded = any(isinstance(each, DTensor) for each in decoder.parameters())
         self._gathered: list[int] = []
-        self._allocations: _Allocations = _DeviceAllocations(device) if device.type == "cuda" else _HostAllocations()
+        self._allocations: _Allocations = _DeviceAllocations(device) if device.type == "cuda" else HostAllocations()
 
     def __enter__(self) -> None:
         self._hooks = (

@@ -15,7 +15,7 @@ from echelon.recipe import Recipe
 
 # Tokens of the test of Liger's kernels: enough that a kernel takes longer than its launch.
 _MOST_TOKENS = 4096
-_LIGER = "kernels: Liger's for norms, rotary embeddings and MLPs, which are equal up to rounding and faster here"
+LIGER = "kernels: Liger's for norms, rotary embeddings and MLPs, which are equal up to rounding and faster here"
 _EAGER = "attention: eager, because this GPU's flex attention does not compute the model's soft-capped attention"
 _FLEX = "attention: flex attention, whose kernels cap the scores"
 
@@ -69,7 +69,7 @@ def choose_liger(
     here = find_obstacle(skeleton, device, getattr(torch, plan.precision.compute), num_tokens)
     obstacles = gather_objects(here, meshes.everyone)
     why = next((each for each in obstacles if each is not None), None)
-    return why is None, _LIGER if why is None else f"kernels: PyTorch's, because {why}"
+    return why is None, LIGER if why is None else f"kernels: PyTorch's, because {why}"
 
 
 def _agree_on_traits(skeleton: PreTrainedModel, sequence_len: int, meshes: Meshes) -> Traits:

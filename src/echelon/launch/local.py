@@ -61,7 +61,7 @@ class LocalLauncher:
                 start_new_session=True,
             )
         # `status` knows a job by its command line, which Linux shows shortly after a process has started.
-        while process.poll() is None and not _command_line(str(process.pid)):
+        while process.poll() is None and not read_command_line(str(process.pid)):
             time.sleep(0.001)
         return Submitted(str(process.pid))
 
@@ -90,10 +90,10 @@ def _lives(record: JobRecord) -> bool:
     """Whether the job's script is still running. Compares the command line, since process ids are reused."""
     with suppress(ChildProcessError):
         os.waitpid(int(record.id), os.WNOHANG)  # a child of this process would stay a zombie
-    return _script(record.folder) in _command_line(record.id)
+    return _script(record.folder) in read_command_line(record.id)
 
 
-def _command_line(pid: str) -> str:
+def read_command_line(pid: str) -> str:
     """The command line of a process; empty if there is none. Uses `ps` only without /proc (macOS)."""
     if not Path("/proc/self").exists():
         return subprocess.run(

@@ -33,11 +33,11 @@ _APART = ("kubernetes", "sagemaker")
 
 # Config fields that are checked by counting the parameters, and fields for which any positive number of the type is
 # valid. A model with only these fields can be built, so building it is not tried.
-_COUNTED = {
+COUNTED = {
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "attention_dropout",
 }  # fmt: skip
-_NUMBERS: dict[str, tuple[type, ...]] = {"rope_theta": (int, float), "rms_norm_eps": (float,)}
+NUMBERS: dict[str, tuple[type, ...]] = {"rope_theta": (int, float), "rms_norm_eps": (float,)}
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def _is_counted(recipe: Recipe, fields: dict[str, Any]) -> bool:
     if recipe.model.config is None or asks_more or fields["model_type"] not in FAMILIES:
         return False
     return all(
-        value is not None if name in _COUNTED else type(value) in _NUMBERS.get(name, ()) and value > 0
+        value is not None if name in COUNTED else type(value) in NUMBERS.get(name, ()) and value > 0
         for name, value in fields.items()
     )
 

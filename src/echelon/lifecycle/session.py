@@ -73,7 +73,7 @@ _POLL_SECONDS = 0.5
 # How long another rank of the machine may take to say why it is refused.
 _SPEAKING_SECONDS = 30.0
 # How long a shared file system may take to show another machine's files.
-_VISIBLE_SECONDS = 15.0
+VISIBLE_SECONDS = 15.0
 # How long the old rank 0 of a lost machine may survive while torchrun has already started a new one.
 _PATIENCE_SECONDS = 15.0
 _SHARED_STORE = (
@@ -444,6 +444,6 @@ def _await_rank_zero(store: "Store") -> dict[str, int]:
 
 def _await_files(folder: RunFolder, digest: int) -> None:
     """Wait a while for the file system to show rank 0's files; `load_agreed_run` raises an error if it does not."""
-    deadline = time.monotonic() + _VISIBLE_SECONDS
+    deadline = time.monotonic() + VISIBLE_SECONDS
     while digest_run(folder) != digest and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)

@@ -221,7 +221,7 @@ def _describe_start(
     yield from describe_plan(plan) if logger.isEnabledFor(logging.DEBUG) else summarize_plan(plan)
     yield from describe_mixture(recipe, data)
     yield from describe_steps(recipe, data.train.num_samples)
-    yield from _describe_longer_run(recipe, opened, data.train.num_samples)
+    yield from describe_longer_run(recipe, opened, data.train.num_samples)
     for key in find_secret_keys(recipe):
         yield f"recipe: {key} looks like a secret; the run folder and the training processes get *** instead"
 
@@ -270,7 +270,7 @@ def describe_steps(recipe: Recipe, num_samples: int | None) -> list[str]:
     return lines
 
 
-def _describe_longer_run(recipe: Recipe, opened: OpenedRun, num_samples: int) -> Iterator[str]:
+def describe_longer_run(recipe: Recipe, opened: OpenedRun, num_samples: int) -> Iterator[str]:
     """Lines about what an extension of a run does to its learning rate, and to a warm-up that is a fraction of it."""
     if opened.before is None:
         return

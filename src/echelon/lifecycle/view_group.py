@@ -23,7 +23,7 @@ _BACKEND = "gloo"
 _RECORDED = "recorded"
 _STORE_SECONDS = 60.0
 # A fifth of the time that gloo waits for a connection once all replicas have published their addresses.
-_CONNECT_SECONDS = 4.0
+CONNECT_SECONDS = 4.0
 _LOOK_SECONDS = 0.002
 # How long the keeper may take to notice a death that a replica has met as an error.
 _NOTICE_SECONDS, _SHORT_NOTICE_SECONDS = 5.0, 2.0
@@ -62,14 +62,14 @@ class ViewMembership(Membership):
         """
         number = self.view.number
         # torch does not refer to a store that is a Python object.
-        self._store = _ViewStore(PrefixStore(f"group/{number}", store), lambda: self.board.is_over(number))
-        _form(self._store, self.rank, len(self.view.members), _CONNECT_SECONDS)
+        self._store = ViewStore(PrefixStore(f"group/{number}", store), lambda: self.board.is_over(number))
+        _form(self._store, self.rank, len(self.view.members), CONNECT_SECONDS)
         _set_pg_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
         self._groups.append(cast(dist.ProcessGroup, dist.group.WORLD))
 
     @override
     def new_group(self, purpose: str = "checkpoints") -> dist.ProcessGroup:
-        timeout = timedelta(seconds=_CONNECT_SECONDS)
+        timeout = timedelta(seconds=CONNECT_SECONDS)
         group = cast(dist.ProcessGroup, dist.new_group(backend=_BACKEND, timeout=timeout, group_desc=purpose))
         _set_pg_timeout(timedelta(seconds=COLLECTIVE_SECONDS), group)
         self._groups.append(group)
@@ -135,12 +135,12 @@ class ViewMembership(Membership):
         self.board.mark(_RECORDED, str(self.view.number))
 
 
-class _ViewStore(Store):
+class ViewStore(Store):
     """A store whose waits end when a replica of a view is lost. gloo waits in it for the addresses of its peers.
 
     A published address is returned also after the loss of its replica: either all replicas of a view get all addresses,
     or none does. gloo notices at once that nobody listens at an address, and one that was to connect to this replica is
-    waited for as long as `_CONNECT_SECONDS` says.
+    waited for as long as `CONNECT_SECONDS` says.
     """
 
     def __init__(self, store: Store, is_over: Callable[[], bool]) -> None:

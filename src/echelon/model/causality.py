@@ -42,14 +42,14 @@ def check_is_causal(config: PretrainedConfig, trust_remote_code: bool = False) -
     Raises:
         ConfigError: the message names the field that would make the model causal, if there is one.
     """
-    if not _sees_what_follows(ConfigKey(config, trust_remote_code)):
+    if not sees_what_follows(ConfigKey(config, trust_remote_code)):
         return
     fix = "use a causal family, for example llama"
     for name, value in _SWITCHES:
         if getattr(config, name, value) != value:
             changed = copy.deepcopy(config)
             setattr(changed, name, value)
-            if not _sees_what_follows(ConfigKey(changed, trust_remote_code)):
+            if not sees_what_follows(ConfigKey(changed, trust_remote_code)):
                 written = json.dumps(value)
                 fix = f"set {name}: {written} in model.config (for a checkpoint, in its config.json), or {fix}"
                 break
@@ -60,7 +60,7 @@ def check_is_causal(config: PretrainedConfig, trust_remote_code: bool = False) -
 
 
 @lru_cache(maxsize=64)
-def _sees_what_follows(key: ConfigKey) -> bool:
+def sees_what_follows(key: ConfigKey) -> bool:
     """Return whether a later token changes an earlier logit; False if no copy could be run.
 
     Raises:
@@ -95,9 +95,7 @@ def _try(config: PretrainedConfig, trust_remote_code: bool) -> bool:
 
     In a mixture of experts a rounding error can change the choice of experts, but not in both precisions.
     """
-    single, double = (
-        partial(_measure_leak, config, trust_remote_code, each) for each in (torch.float32, torch.float64)
-    )
+    single, double = (partial(measure_leak, config, trust_remote_code, each) for each in (torch.float32, torch.float64))
     if single() <= _TOLERANCE:
         return False
     try:
@@ -107,7 +105,7 @@ def _try(config: PretrainedConfig, trust_remote_code: bool) -> bool:
 
 
 @torch.no_grad()
-def _measure_leak(config: PretrainedConfig, trust_remote_code: bool, dtype: torch.dtype) -> float:
+def measure_leak(config: PretrainedConfig, trust_remote_code: bool, dtype: torch.dtype) -> float:
     """Return the change of the earlier logits, as a fraction of the largest one. Keeps the global random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -44,7 +44,7 @@ def has_flex(device: torch.device, dtype: torch.dtype, config: PretrainedConfig)
     width, dropout = head_width(config), getattr(config.get_text_config(decoder=True), "attention_dropout", None)
     if device.type != "cuda" or width is None or dropout:
         return False
-    return find_error(_run_flex, device, dtype, width, _attend_capped, _STRETCH) < TOLERANCE
+    return find_error(run_flex, device, dtype, width, attend_capped, _STRETCH) < TOLERANCE
 
 
 def _attend(
@@ -58,7 +58,7 @@ def _attend(
     return output, None
 
 
-def _run_flex(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, window: int | None, scale: float) -> Tensor:
+def run_flex(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, window: int | None, scale: float) -> Tensor:
     """[batch, heads, seq, width] to [batch, seq, heads, width], with the cap of the test."""
     batch, length = query.shape[0], query.shape[2]
     documents = packed_sequence_mask_function(number_documents(starts, batch, length))
@@ -67,7 +67,7 @@ def _run_flex(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, window:
     return _attend(nn.Module(), query, key, value, mask, scaling=scale, softcap=_CAP)[0]
 
 
-def _attend_capped(
+def attend_capped(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, window: int | None, scale: float
 ) -> Tensor:
     """The definition: the softmax of cap * tanh(scores / cap), over what a query attends to."""

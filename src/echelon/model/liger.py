@@ -83,12 +83,13 @@ def find_obstacle(skeleton: PreTrainedModel, device: torch.device, dtype: torch.
         return f"Liger has no kernels for {model_type} models"
     try:
         with transformers_silenced(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            return _compare(skeleton, device, dtype, num_tokens)
+            return compare_layers(skeleton, device, dtype, num_tokens)
     except Exception as error:  # a kernel may fail on a device in any way
         return f"Liger's kernels fail here ({type(error).__name__}: {first_line(error)})"
 
 
-def _compare(skeleton: PreTrainedModel, device: torch.device, dtype: torch.dtype, num_tokens: int) -> str | None:
+def compare_layers(skeleton: PreTrainedModel, device: torch.device, dtype: torch.dtype, num_tokens: int) -> str | None:
+    """Return why a layer with the kernels differs from one without, or is no faster; None if neither holds."""
     torch.manual_seed(0)
     model = _build_layers(skeleton, device, dtype)
     width = model.get_input_embeddings().weight.shape[1]

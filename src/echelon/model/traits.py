@@ -158,7 +158,7 @@ def build_copies(
     """
     bound = _bind_spans(config, sequence_len)
     if _count_built(model_class, bound) <= SMALL_PARAMETERS:
-        return [_build(model_class, bound, attention)]
+        return [build_copy(model_class, bound, attention)]
     narrow, wide = smaller_copies(bound), itertools.islice(smaller_copies(bound, widen=2), 1, None)
     return [_build_first(model_class, each, attention) for each in (narrow, wide)]
 
@@ -207,7 +207,7 @@ def _build_first(
     for config in configs:
         try:
             if _count_built(model_class, config) <= MAX_PARAMETERS:
-                model = _build(model_class, config, attention)
+                model = build_copy(model_class, config, attention)
                 run_copy(model, random_tokens(model, 1, _LENGTH))
                 return model
         except Exception as error:  # a reduced config may break a family's own assumptions in any way
@@ -215,7 +215,7 @@ def _build_first(
     raise failure
 
 
-def _build(model_class: type[PreTrainedModel], config: PretrainedConfig, attention: str | None) -> PreTrainedModel:
+def build_copy(model_class: type[PreTrainedModel], config: PretrainedConfig, attention: str | None) -> PreTrainedModel:
     """Build a model with random weights and without dropout, fp32, on the CPU.
 
     Experts are computed token by token: in groups, the rounding of one token depends on the others.

@@ -61,7 +61,7 @@ def has_kernel(device: torch.device, dtype: torch.dtype, config: PretrainedConfi
     width = head_width(config)
     if device.type != "cuda" or dtype not in _HALVES or width is None or width > _WIDEST:
         return False
-    return find_error(_run_kernel, device, dtype, width) < TOLERANCE
+    return find_error(run_kernel, device, dtype, width) < TOLERANCE
 
 
 def head_width(config: PretrainedConfig) -> int | None:
@@ -108,7 +108,7 @@ def find_error(
     return max(errors)
 
 
-def _run_kernel(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, window: int | None, scale: float) -> Tensor:
+def run_kernel(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, window: int | None, scale: float) -> Tensor:
     """[batch, heads, seq, width] to [batch, seq, heads, width], by `varlen_attn`."""
     batch, length = query.shape[0], query.shape[2]
     queries, keys, values = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
@@ -187,7 +187,7 @@ def _attend(
         if starts is None:
             batch, length = query.shape[0], query.shape[2]
             starts = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
-        return _run_kernel(query.to(dtype), key.to(dtype), value.to(dtype), starts, sliding_window, scale), None
+        return run_kernel(query.to(dtype), key.to(dtype), value.to(dtype), starts, sliding_window, scale), None
     return _attend_masked(query, key, value, starts, sliding_window, scale, dropout), None
 
 

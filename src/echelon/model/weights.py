@@ -112,7 +112,7 @@ def _initial_tensors(skeleton: PreTrainedModel, seed: int, wanted: Collection[st
     for unit_name, module, whole in weight_groups(skeleton) if wanted else ():
         if not any(name in wanted for name, _ in _named_tensors(module, unit_name, whole)):
             continue
-        unit = _make_unit(skeleton, unit_name, module, seed)
+        unit = make_unit(skeleton, unit_name, module, seed)
         for name, tensor in _named_tensors(unit, unit_name, whole):
             if name not in wanted:
                 continue
@@ -135,7 +135,8 @@ def _owner(skeleton: PreTrainedModel, name: str) -> PreTrainedModel:
     return next(module for module in around if isinstance(module, PreTrainedModel))
 
 
-def _make_unit(skeleton: PreTrainedModel, name: str, module: nn.Module, seed: int) -> nn.Module:
+def make_unit(skeleton: PreTrainedModel, name: str, module: nn.Module, seed: int) -> nn.Module:
+    """Return a copy of a module of the skeleton with initial weights, on the CPU."""
     unit = copy.deepcopy(module).to_empty(device="cpu")
     for tensor in [*unit.parameters(), *unit.buffers()]:
         if tensor.is_floating_point():

@@ -96,7 +96,7 @@ class Alone(Undivided):
 
 
 @dataclass
-class _Reduction:
+class Reduction:
     """How DDP's hook reduces: over a group, or not at all. `names`: those of the parameters, by their ids.
 
     DDP's reducer holds it, and nothing that refers to DDP: such a cycle through C++ would never be freed.
@@ -109,7 +109,8 @@ class _Reduction:
     sends: bool = True
 
 
-def _reduce_bucket(reduction: _Reduction, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def reduce_bucket(reduction: Reduction, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Reduce a bucket of gradients: the hook of DDP. Collective."""
     if reduction.sends and reduction.buckets is None:
         return sum_gradients(reduction.group, bucket)
     if reduction.sends and reduction.buckets is not None:
@@ -143,8 +144,8 @@ class Replicated(Undivided):
         reducer = build_reducer(plan.sync, trained, meshes.loss, seed) if plan.num_replicas == 1 else None
         self._parameters = list(trained.values())
         buckets = None if reducer is None else Buckets(reducer, meshes.device_type)
-        self._reduction = _Reduction(meshes.loss, buckets, {id(each): name for name, each in trained.items()})
-        self._ddp.register_comm_hook(self._reduction, _reduce_bucket)
+        self._reduction = Reduction(meshes.loss, buckets, {id(each): name for name, each in trained.items()})
+        self._ddp.register_comm_hook(self._reduction, reduce_bucket)
         self.module: nn.Module = self._ddp
         self._autocast = autocast
         self._num_reduced = 0

@@ -164,7 +164,7 @@ def choose_instance(recipe: "Recipe", shape: ModelShape, count: int | None = Non
     fitting = [each for each in candidates if each.fits]
     priced = [each for each in fitting if each.usd_per_hour is not None]
     if priced:
-        return Choice(_choose(priced), candidates, recipe.launch.sagemaker.region)
+        return Choice(choose_cheapest(priced), candidates, recipe.launch.sagemaker.region)
     machines = f"{count} machine(s)" if count is not None else f"up to {_COUNTS[-1]} machines"
     if fitting:
         raise PlanError(
@@ -265,7 +265,7 @@ def _join(names: Iterable[str]) -> str:
     return f"{', '.join(every[:_SHOWN])}{more}"
 
 
-def _choose(priced: Sequence[Candidate]) -> Candidate:
+def choose_cheapest(priced: Sequence[Candidate]) -> Candidate:
     """The cheapest; of those that cost nearly the same, the one with the fewest machines."""
     first = min(priced, key=_rank)
     if first.cost is None:

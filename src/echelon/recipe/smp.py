@@ -22,8 +22,8 @@ _BOTH: tuple[Version, ...] = (1, 2)
 Row = Mapping[str, Any]
 """What `smp.yaml` says about a parameter."""
 
-_FIXED: Mapping[str, Row] = TABLE["fixed"]
-_SETTINGS: Mapping[str, Row] = TABLE["settings"]
+FIXED: Mapping[str, Row] = TABLE["fixed"]
+SETTINGS: Mapping[str, Row] = TABLE["settings"]
 _HORIZON = "activation_loading_horizon"
 
 
@@ -63,10 +63,10 @@ def map_smp(parameters: Any, where: str, version: Version | None = None) -> Mapp
         sources.setdefault(key, names)
 
     for name, value in parameters.items():
-        if name in _FIXED:
-            lines.append(_accept(f"{where}.{name}", _FIXED[name], value))
-        elif name in _SETTINGS:
-            for key, meaning in _read_setting(f"{where}.{name}", _SETTINGS[name], value, lines):
+        if name in FIXED:
+            lines.append(_accept(f"{where}.{name}", FIXED[name], value))
+        elif name in SETTINGS:
+            for key, meaning in _read_setting(f"{where}.{name}", SETTINGS[name], value, lines):
                 add(name, key, meaning)
         elif name == _HORIZON:
             offloads = True in (parameters.get("sm_activation_offloading"), parameters.get("offload_activations"))
@@ -112,7 +112,7 @@ def expand_smp(draft: Draft) -> list[str]:
 
 def _check_names(parameters: Mapping[str, Any], where: str, version: Version | None) -> Version:
     """The version to which all parameters belong; without any that tells, 2."""
-    known = {name: row["versions"] for rows in (_FIXED, _SETTINGS) for name, row in rows.items()}
+    known = {name: row["versions"] for rows in (FIXED, SETTINGS) for name, row in rows.items()}
     known |= {_HORIZON: _BOTH, **PARALLEL_KEYS}
     first: str | None = None
     for name in parameters:

@@ -59,7 +59,9 @@ def share_machine(count: int) -> tuple[Slot, ...]:
         )
     pins = hasattr(os, "sched_getaffinity")
     cores = tuple(sorted(os.sched_getaffinity(0))[: num_cores()]) if pins else ()
-    return tuple(Slot(index, _share(devices, index, count), _share(cores, index, count)) for index in range(count))
+    return tuple(
+        Slot(index, find_share(devices, index, count), find_share(cores, index, count)) for index in range(count)
+    )
 
 
 def _find_devices() -> tuple[str, ...]:
@@ -73,7 +75,8 @@ def _find_devices() -> tuple[str, ...]:
     return tuple(names[:count])
 
 
-def _share(items: tuple[Item, ...], index: int, count: int) -> tuple[Item, ...]:
+def find_share(items: tuple[Item, ...], index: int, count: int) -> tuple[Item, ...]:
+    """Return the items of a slot of `count`: a stretch of them, or one that slots share."""
     if len(items) < count:  # only cores: some trials share one
         return (items[index % len(items)],) if items else ()
     return items[index * len(items) // count : (index + 1) * len(items) // count]

@@ -49,7 +49,7 @@ class Accounting:
         """The rows of the last step, on every rank: the one that writes them may be lost before it has."""
         self._peak_bytes: int | None = None
         self._mark = Stamp(device)
-        self._traffic = count_traffic()
+        self.traffic = count_traffic()
         self._gpu = GpuMeter(device)
         self._measured_at, self._entered = time.perf_counter(), 0.0
 
@@ -61,7 +61,7 @@ class Accounting:
 
     def restart_clock(self) -> None:
         """Start the clock of the next step: time since the last step does not count, nor do bytes sent since then."""
-        self._traffic.take()
+        self.traffic.take()
         self._measured_at = time.perf_counter()
         self._mark = Stamp(self._device)
 
@@ -75,7 +75,7 @@ class Accounting:
         peak = peak_memory_bytes(self._device) if is_due else None
         busy = 0.0 if self._device.type == "cuda" else read_own_time() - self._entered
         wall, self._measured_at = time.perf_counter() - self._measured_at, time.perf_counter()
-        return Measured(peak, self._traffic.take(), wall, busy, self._gpu.take())
+        return Measured(peak, self.traffic.take(), wall, busy, self._gpu.take())
 
     def book(self, metrics: StepMetrics, finished: Stamp) -> float:
         """Record the next finished step; return its duration in seconds."""

@@ -61,10 +61,10 @@ def diagnose(learner: Learner, batch: StepBatch) -> Diagnosis:
     for microbatch in batch.microbatches:
         finding = learner.engine.find_nonfinite(batch.step, microbatch, num_targets, learner.objective)
         found.append((finding, microbatch.sample_ids.tolist()))
-    return _merge(gather_objects(found, learner.meshes.everyone))
+    return merge_findings(gather_objects(found, learner.meshes.everyone))
 
 
-def _merge(everyone: list[list[tuple[Finding | None, list[int]]]]) -> Diagnosis:
+def merge_findings(everyone: list[list[tuple[Finding | None, list[int]]]]) -> Diagnosis:
     """Merge the findings of all ranks and microbatches into one diagnosis."""
     entries = [(rank, finding, ids) for rank, found in enumerate(everyone) for finding, ids in found]
     findings = [(finding, rank) for rank, finding, _ in entries if finding is not None]

@@ -125,13 +125,13 @@ class Heartbeat:
 
     def _watch(self) -> None:
         while not self._ended.wait(_TICK_SECONDS):
-            if (seconds := self._find_late()) is not None:
+            if (seconds := self.find_late()) is not None:
                 faulthandler.dump_traceback(sys.stderr, all_threads=True)
                 self._on_timeout(self._what, seconds)
         if self._peers is not None:
             self._peers.show_rest(None)
 
-    def _find_late(self) -> float | None:
+    def find_late(self) -> float | None:
         """Count a tick; return the seconds that this rank, or another one, was allowed; None if there is time left."""
         peers, limit, is_resting = self._peers, self.limit, self._rests > 0
         assert limit is not None

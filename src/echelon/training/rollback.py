@@ -131,8 +131,9 @@ def find_suppressed(folder: RunFolder) -> tuple[int, ...]:
 
     Collective: rank 0 reads the file.
     """
-    return tuple(broadcast_object(_read_suppressed(folder) if dist.get_rank() == 0 else [], None))
+    return tuple(broadcast_object(read_suppressed(folder) if dist.get_rank() == 0 else [], None))
 
 
-def _read_suppressed(folder: RunFolder) -> list[int]:
+def read_suppressed(folder: RunFolder) -> list[int]:
+    """Return the steps that rollbacks have excluded, from events.jsonl. On one rank."""
     return [event["suppressed"] for event in folder.rows.read_events() if event["event"] == "rollback"]

@@ -120,7 +120,7 @@ class HubReader(SequentialReader):
             if file.rows is not None:
                 stream = stream.skip(first).take(file.rows[1] - first)
             for number, record in enumerate(stream, first):
-                found = _parse(file, number, record)
+                found = parse_record(file, number, record)
                 if found is not None:
                     used += content_bytes(found.content) if isinstance(found, Record) else 0
                     yield used, found
@@ -183,7 +183,8 @@ def _stream(name: str, revision: str | None) -> Any:
     return _import_datasets().load_dataset(*parts, revision=revision, streaming=True)
 
 
-def _parse(file: SourceFile, number: int, record: Any) -> Record | Broken | None:
+def parse_record(file: SourceFile, number: int, record: Any) -> Record | Broken | None:
+    """Return the document of a record; None if it has no text."""
     try:
         content = file.fields.pick(drop_nulls(record) if isinstance(file.fields, ExampleFields) else record)
     except BrokenRecordError as error:

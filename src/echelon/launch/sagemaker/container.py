@@ -159,7 +159,7 @@ def run(base: Path, env: Mapping[str, str]) -> Outcome:
     _check_channels(recipe, container)
     secrets = read_secrets(recipe.launch.sagemaker.secrets, _find_region(recipe, env))
     variables = {**find_asked(recipe, container), **env, **find_variables(container, env), **secrets}
-    _await_names(container.hosts)
+    await_names(container.hosts)
     # The recipe names a folder if the job brings its prepared data.
     keeper = open_kept(recipe, base) if recipe.data.prepared_dir is None else None
     folder = RunFolder(recipe.run.dir)
@@ -178,7 +178,7 @@ def run(base: Path, env: Mapping[str, str]) -> Outcome:
     argv = train_command(recipe, container.recipe_path)
     if keeper is not None:
         argv.append(f"data.prepared_dir={keeper.place}")
-    outcome = translate(_train(argv, variables, show, hide))
+    outcome = translate(run_training(argv, variables, show, hide))
     if outcome.code == DONE and container.is_first:
         outcome = _export(folder, base / "model", outcome, variables, hide)
     show(at_end=True)
@@ -267,7 +267,7 @@ def find_variables(container: Container, env: Mapping[str, str], system: Path = 
     return variables
 
 
-def _await_names(hosts: Iterable[str], patience_seconds: float = _RESOLVE_SECONDS) -> None:
+def await_names(hosts: Iterable[str], patience_seconds: float = _RESOLVE_SECONDS) -> None:
     """Wait until every host name resolves; the containers of a job start at different times."""
     deadline = time.monotonic() + patience_seconds
     for host in hosts:
@@ -299,7 +299,7 @@ def train_command(recipe: Recipe, recipe_path: Path) -> list[str]:
     return argv if processes == "auto" else [*argv, "--nproc", str(processes)]
 
 
-def _train(
+def run_training(
     argv: Sequence[str], env: Mapping[str, str], look: Callable[[], None], hide: Callable[[str], str] = str
 ) -> Outcome:
     """Run the command to its end, forward stop signals to it, and read from its stderr why it ended.
