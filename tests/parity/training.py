@@ -212,6 +212,17 @@ class Masked:
         return samples
 
 
+def with_uneven_targets(feed: Any, recipe: Any, is_wrong: bool = False) -> Feed:
+    """The same feed with uneven targets, in place of a feed of echelon's own loader; `is_wrong`: of other samples."""
+    feed.close()
+    dataset = feed.source.dataset
+    order = build_order(recipe, dataset)
+    masked = Masked(dataset, order)
+    if is_wrong:
+        order = SampleOrder(dataset.num_samples, recipe.run.seed + 1)
+    return Feed(partial(BatchLoader, masked, order, recipe.batches), feed.place)
+
+
 @contextmanager
 def masked_trainer(
     rank: int, world_size: int, path: str, plan: ParallelPlan, mutation: str = "", backend: str = "aot_eager"
@@ -222,13 +233,8 @@ def masked_trainer(
     folder = RunFolder(Path(recipe.run.dir))
     trainer = build_trainer(recipe, plan, folder, runtime, compile_backend=backend)
     if recipe.data.source is None:
-        trainer.train_step.loader.close()
-        place, dataset = trainer.train_step.loader.place, trainer.train_step.loader.source.dataset
-        order = build_order(recipe, dataset)
-        masked = Masked(dataset, order)
-        if mutation == "wrong sample" and rank == world_size - 1:
-            order = SampleOrder(dataset.num_samples, recipe.run.seed + 1)
-        trainer.train_step.loader = Feed(partial(BatchLoader, masked, order, recipe.batches), place)
+        is_wrong = mutation == "wrong sample" and rank == world_size - 1
+        trainer.train_step.loader = with_uneven_targets(trainer.train_step.loader, recipe, is_wrong)
     yield trainer
     trainer.train_step.loader.close()
     trainer.saver.store.close()
