@@ -1,18 +1,19 @@
 """Machine types of Amazon SageMaker training: devices, memory, network and, if known, price.
 
-Counts, memory, cores and network are from EC2's DescribeInstanceTypes; links between GPUs are from AWS's product pages.
-A price is for one machine on demand, and has a region, a date and a source; if it is unknown, `budget.usd_per_hour`
-sets it.
+`instances.yaml` has the figures with their sources. A price is for one machine on demand; if it is unknown,
+`budget.usd_per_hour` sets it.
 """
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from echelon.errors import ConfigError
 from echelon.hardware.accelerators import ACCELERATORS, Accelerator, Cluster
 from echelon.hardware.links import machine_links
+from echelon.recipe.yaml_text import read_table
 
 if TYPE_CHECKING:
     from echelon.recipe.launching import InstanceTypeConfig
@@ -92,133 +93,42 @@ class Instance:
         return self.gpus or max(1, self.vcpus // 2)
 
 
-_WEST = ("us-west-2", "2026-09-01", "AWS price list, Studio JupyterLab meter of the type, as quoted publicly")
-_EAST = ("us-east-1", "2026-08", "AWS price list, training rate, as quoted publicly")
-
-# In dollars per hour. If both rates were found, the training rate is used.
+_TABLE = read_table(Path(__file__).with_name("instances.yaml"))
 _PRICES: dict[str, Price] = {
-    f"ml.{name}": Price(usd, *where)
-    for where, prices in (
-        (
-            _WEST,
-            {
-                "p4d.24xlarge": 25.2513, "p5.48xlarge": 63.296, "g4dn.xlarge": 0.7364,
-                "g5.xlarge": 1.41, "g5.24xlarge": 10.18, "g5.48xlarge": 20.36,
-                "g6.xlarge": 1.127, "g6.24xlarge": 8.344, "g6.48xlarge": 16.688,
-                "g7e.2xlarge": 4.2039, "g7e.12xlarge": 10.3576, "g7e.24xlarge": 20.7152, "g7e.48xlarge": 41.4304,
-            },
-        ),
-        (
-            _EAST,
-            {
-                "g5.2xlarge": 1.515, "g5.12xlarge": 7.09, "g6.2xlarge": 1.222, "g6.12xlarge": 5.752,
-                "g6e.2xlarge": 2.80, "g6e.12xlarge": 13.12,
-            },
-        ),
-    )
-    for name, usd in prices.items()
-}  # fmt: skip
-
-# Types whose EFA supports GPU RDMA; on others libfabric's provider refuses to start if RDMA is requested.
-_RDMA = ("p4d.", "p4de.", "p5.48", "p5e.", "p5en.", "p6-", "trn1.32", "trn1n.", "trn2.")
-
-# Families without local disks.
-_NO_DISKS = ("p3", "m5", "c5")
-
-# size: GPUs, Gbit/s, EFA interfaces, cores, GiB of RAM
-_Sizes = dict[str, tuple[int, float, int, int, int]]
-
-_G5_SIZES: _Sizes = {
-    "xlarge": (1, 10, 0, 4, 16), "2xlarge": (1, 10, 0, 8, 32), "4xlarge": (1, 25, 0, 16, 64),
-    "8xlarge": (1, 25, 1, 32, 128), "16xlarge": (1, 25, 1, 64, 256), "12xlarge": (4, 40, 1, 48, 192),
-    "24xlarge": (4, 50, 1, 96, 384), "48xlarge": (8, 100, 1, 192, 768),
-}  # fmt: skip
-
-# family: accelerator, GiB of one, link of several, its GB/s, sizes
-_FAMILIES: dict[str, tuple[str, float | None, Link | None, float | None, _Sizes]] = {
-    "p3": ("V100", 16, "NVLink", 300, {
-        "2xlarge": (1, 10, 0, 8, 61), "8xlarge": (4, 10, 0, 32, 244), "16xlarge": (8, 25, 0, 64, 488),
-    }),
-    "p3dn": ("V100-32", 32, "NVLink", 300, {"24xlarge": (8, 100, 1, 96, 768)}),
-    "p4d": ("A100-40", 40, "NVSwitch", 600, {"24xlarge": (8, 400, 4, 96, 1152)}),
-    "p4de": ("A100-80", 80, "NVSwitch", 600, {"24xlarge": (8, 400, 4, 96, 1152)}),
-    "p5": ("H100", 80, "NVSwitch", 900, {"4xlarge": (1, 100, 1, 16, 256), "48xlarge": (8, 3200, 32, 192, 2048)}),
-    "p5e": ("H200", 141, "NVSwitch", 900, {"48xlarge": (8, 3200, 32, 192, 2048)}),
-    "p5en": ("H200", 141, "NVSwitch", 900, {"48xlarge": (8, 3200, 16, 192, 2048)}),
-    "p6-b200": ("B200", 179, "NVSwitch", 1800, {"48xlarge": (8, 3200, 8, 192, 2048)}),
-    "p6-b300": ("B300", 268.6, "NVSwitch", 1800, {"48xlarge": (8, 6400, 16, 192, 4096)}),
-    "g4dn": ("T4", 16, "PCIe", None, {
-        "xlarge": (1, 25, 0, 4, 16), "2xlarge": (1, 25, 0, 8, 32), "4xlarge": (1, 25, 0, 16, 64),
-        "8xlarge": (1, 50, 1, 32, 128), "12xlarge": (4, 50, 1, 48, 192), "16xlarge": (1, 50, 1, 64, 256),
-    }),
-    "g5": ("A10G", 22.4, "PCIe", None, _G5_SIZES),
-    "g6": ("L4", 22.4, "PCIe", None, _G5_SIZES),
-    "g6e": ("L40S", 44.7, "PCIe", None, {
-        "xlarge": (1, 20, 0, 4, 32), "2xlarge": (1, 20, 0, 8, 64), "4xlarge": (1, 20, 0, 16, 128),
-        "8xlarge": (1, 25, 1, 32, 256), "16xlarge": (1, 35, 1, 64, 512), "12xlarge": (4, 100, 1, 48, 384),
-        "24xlarge": (4, 200, 2, 96, 768), "48xlarge": (8, 400, 4, 192, 1536),
-    }),
-    "g7e": ("RTXPRO6000", 96, "PCIe", None, {
-        "2xlarge": (1, 50, 0, 8, 64), "4xlarge": (1, 50, 0, 16, 128), "8xlarge": (1, 100, 1, 32, 256),
-        "12xlarge": (2, 400, 1, 48, 512), "24xlarge": (4, 800, 2, 96, 1024), "48xlarge": (8, 1600, 4, 192, 2048),
-    }),
-    "m5": ("cpu", None, None, None, {
-        "large": (0, 10, 0, 2, 8), "xlarge": (0, 10, 0, 4, 16), "2xlarge": (0, 10, 0, 8, 32),
-        "4xlarge": (0, 10, 0, 16, 64), "12xlarge": (0, 12, 0, 48, 192), "24xlarge": (0, 25, 0, 96, 384),
-    }),
-    "c5": ("cpu", None, None, None, {
-        "xlarge": (0, 10, 0, 4, 8), "2xlarge": (0, 10, 0, 8, 16), "4xlarge": (0, 10, 0, 16, 32),
-        "9xlarge": (0, 12, 0, 36, 72), "18xlarge": (0, 25, 0, 72, 144),
-    }),
-}  # fmt: skip
-
-# family: GiB of one chip, and of each size the chips, Gbit/s, EFA interfaces, cores, GiB of RAM
-_TRAINIUM: dict[str, tuple[float, _Sizes]] = {
-    "trn1": (32, {"2xlarge": (1, 12.5, 0, 8, 32), "32xlarge": (16, 800, 8, 128, 512)}),
-    "trn1n": (32, {"32xlarge": (16, 1600, 16, 128, 512)}),
-    "trn2": (96, {"48xlarge": (16, 3200, 16, 192, 2048)}),
+    f"ml.{name}": Price(usd, table["region"], table["date"], table["source"])
+    for table in _TABLE["prices"]
+    for name, usd in table["usd_per_hour"].items()
 }
 
 
-def _build_instances() -> Iterator[Instance]:
-    for family, (accelerator, memory, link, speed, sizes) in _FAMILIES.items():
-        for size, (gpus, network, efa, vcpus, ram) in sizes.items():
-            name = f"ml.{family}.{size}"
-            joined = (link, speed) if gpus > 1 else (None, None)
-            rdma = f"{family}.{size}".startswith(_RDMA)
-            yield Instance(
-                name,
-                gpus,
-                ACCELERATORS[accelerator],
-                memory,
-                *joined,
-                network,
-                efa,
-                vcpus,
-                ram,
-                _PRICES.get(name),
-                rdma,
-                own_disks=family not in _NO_DISKS,
-            )
-    for family, (memory, sizes) in _TRAINIUM.items():
-        for size, (chips, network, efa, vcpus, ram) in sizes.items():
-            yield Instance(
-                f"ml.{family}.{size}",
-                gpus=0,
-                device=None,
-                gpu_memory_gib=memory,
-                link="NeuronLink" if chips > 1 else None,
-                link_gigabytes_per_s=None,
-                network_gbits=network,
-                efa_interfaces=efa,
-                vcpus=vcpus,
-                ram_gib=ram,
-                efa_rdma=f"{family}.{size}".startswith(_RDMA),
-                neuron_devices=chips,
-            )
+def _build_instance(
+    name: str, family: Mapping[str, Any], num_devices: int, network: float, efa: int, vcpus: int, ram: int
+) -> Instance:
+    """The type of a family in the table, with the figures of its size."""
+    is_trainium = "device" not in family
+    return Instance(
+        f"ml.{name}",
+        gpus=0 if is_trainium else num_devices,
+        device=None if is_trainium else ACCELERATORS[family["device"]],
+        gpu_memory_gib=family.get("gpu_memory_gib"),
+        link=family.get("link") if num_devices > 1 else None,
+        link_gigabytes_per_s=family.get("link_gigabytes_per_s") if num_devices > 1 else None,
+        network_gbits=network,
+        efa_interfaces=efa,
+        vcpus=vcpus,
+        ram_gib=ram,
+        price=_PRICES.get(f"ml.{name}"),
+        efa_rdma=name.startswith(tuple(_TABLE["rdma"])),
+        neuron_devices=num_devices if is_trainium else 0,
+        own_disks=family.get("own_disks", True),
+    )
 
 
-INSTANCES: dict[str, Instance] = {instance.name: instance for instance in _build_instances()}
+INSTANCES: dict[str, Instance] = {
+    f"ml.{name}.{size}": _build_instance(f"{name}.{size}", family["machine"], *figures)
+    for name, family in _TABLE["families"].items()
+    for size, figures in family["sizes"].items()
+}
 
 
 def find_instance(
