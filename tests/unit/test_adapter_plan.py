@@ -15,8 +15,8 @@ from echelon.planner.adapter_plan import build_adapter_plan, frozen_bytes
 from echelon.planner.memory import estimate_memory
 from echelon.planner.plan import AdapterPlan, ParallelPlan, Precision
 from echelon.planner.plan_lines import describe_plan
+from echelon.planner.replica_costs import trained_shapes
 from echelon.planner.shape import build_shape
-from echelon.planner.trained_shapes import trained_shapes
 from echelon.recipe import AdapterConfig
 from echelon.recipe.load import load_recipe
 from families import assert_same_shapes, small_config

@@ -15,7 +15,7 @@ import pytest
 from echelon.commands.plan import plan
 from echelon.errors import ConfigError
 from echelon.hardware.accelerators import parse_devices
-from echelon.hardware.calibration import (
+from echelon.hardware.calibration_store import (
     Calibration,
     calibration_path,
     describe_machine,
@@ -144,7 +144,7 @@ def test_it_is_found_again_on_this_machine_with_these_versions_only(cache, monke
     assert find_calibration(cache) is None
     path = store_calibration(cache, CALIBRATION)
     assert find_calibration(cache) == CALIBRATION
-    monkeypatch.setattr("echelon.hardware.calibration._find_version", lambda package: "another")
+    monkeypatch.setattr("echelon.hardware.calibration_store._find_version", lambda package: "another")
     assert find_calibration(cache) is None
     monkeypatch.undo()
     path.write_text(path.read_text()[:-20])

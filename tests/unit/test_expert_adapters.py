@@ -28,8 +28,8 @@ from echelon.planner.adapter_plan import build_adapter_plan, describe_reach, fro
 from echelon.planner.choose import resolve_plan
 from echelon.planner.memory import estimate_memory
 from echelon.planner.plan import ParallelPlan, Precision
+from echelon.planner.replica_costs import trained_shapes
 from echelon.planner.shape import build_shape
-from echelon.planner.trained_shapes import trained_shapes
 from echelon.recipe import AdapterConfig
 from families import assert_same_shapes, small_config, small_model
 from recipe_samples import SMALL, load_text

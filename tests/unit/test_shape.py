@@ -6,8 +6,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from echelon.errors import ConfigError
+from echelon.planner.replica_costs import trained_shapes
 from echelon.planner.shape import build_shape, resolve_vocab_size
-from echelon.planner.trained_shapes import trained_shapes
 from families import assert_same_shapes, small_config
 
 LLAMA_LIKE = {

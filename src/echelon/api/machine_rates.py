@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from echelon.errors import LaunchError
-from echelon.hardware.calibrating import measure_machine
-from echelon.hardware.calibration import Calibration, store_calibration
+from echelon.hardware.calibrate import measure_machine
+from echelon.hardware.calibration_store import Calibration, store_calibration
 from echelon.planner.measured_rates import fit_calibration
 from echelon.supervise.launch_environment import find_cache_dir
 

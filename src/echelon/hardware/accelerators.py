@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from echelon.errors import PlanError
-from echelon.hardware.calibration import Calibration
+from echelon.hardware.calibration_store import Calibration
 from echelon.hardware.links import Links, parse_links, usual_links
 
 DeviceKind = Literal["cpu", "cuda"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError
 from echelon.hardware.accelerators import Accelerator, Cluster, find_accelerator
-from echelon.hardware.calibration import CPU, Calibration, find_calibration
+from echelon.hardware.calibration_store import CPU, Calibration, find_calibration
 from echelon.hardware.cores import read_system_file
 from echelon.supervise.launch_environment import find_cache_dir, find_place, read_environment
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 
-from echelon.hardware.calibration import Calibration, describe_machine
+from echelon.hardware.calibration_store import Calibration, describe_machine
 from echelon.planner.layer_time import HIDDEN_PASSES, INNER_PASSES, product_seconds
 from echelon.planner.rates import GPU_RATES
 from echelon.planner.waits import expect_wait

@@ -14,7 +14,7 @@ from statistics import geometric_mean
 from typing import Any, Literal
 
 from echelon.hardware.accelerators import Cluster
-from echelon.hardware.calibration import describe_machine
+from echelon.hardware.calibration_store import describe_machine
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.time import TimeEstimate

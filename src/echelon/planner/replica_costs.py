@@ -1,13 +1,16 @@
-"""What replicas cost: the bytes that they send to agree, and the memory for it."""
+"""What replicas cost: the bytes that they send to agree, the tensors on which these depend, and the memory for it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from math import prod
 
-from echelon.planner.model_shape import ModelShape
-from echelon.planner.plan import DTYPE_BYTES, ParallelPlan, SyncPlan
-from echelon.planner.trained_shapes import trained_shapes
+from echelon.planner.adapter_plan import TABLES
+from echelon.planner.model_shape import LinearShape, ModelShape
+from echelon.planner.plan import DTYPE_BYTES, AdapterPlan, ParallelPlan, SyncPlan
 from echelon.recipe.synchronization import APART, PARAMETER_SERVER, QUORUM
 from echelon.sizes import render_bytes
+
+Shape = tuple[int, ...]
 
 SENT_AT_ONCE = 2**24
 """About how many numbers are sent at once: few enough to copy, and enough for links with a long latency."""
@@ -115,3 +118,54 @@ def _count_thin(shape: Sequence[int], rank: int) -> int:
     """The numbers that PowerSGD sends of a tensor."""
     thin = rank * (shape[0] + prod(shape[1:])) if len(shape) > 1 else prod(shape)
     return min(thin, prod(shape))
+
+
+@lru_cache(maxsize=16)
+def trained_shapes(model: ModelShape, adapter: AdapterPlan | None) -> tuple[Shape, ...]:
+    """The shapes of all trained tensors of the whole model.
+
+    What ModelShape does not name is taken to be vectors of the hidden size, as norms are.
+    """
+    if adapter is None:
+        matrices, total = tuple(_model_matrices(model)), model.num_parameters
+    else:
+        matrices, total = tuple(_adapter_matrices(model, adapter)), adapter.num_trained_parameters
+    vectors, rest = divmod(max(0, total - sum(map(prod, matrices))), model.hidden_size)
+    return (*matrices, *[(model.hidden_size,)] * vectors, *([(rest,)] if rest else []))
+
+
+def _model_matrices(model: ModelShape) -> Iterator[Shape]:
+    for linear in model.linears:
+        yield from [(linear.out_features, linear.in_features)] * linear.count
+    for weight in model.experts:
+        yield from [(weight.num_experts, weight.rows, weight.columns)] * weight.count
+    yield from [_table_shape(model)] * (1 if model.tied_embeddings else 2)
+    if model.num_position_parameters:
+        yield _positions_shape(model)
+
+
+def _adapter_matrices(model: ModelShape, adapter: AdapterPlan) -> Iterator[Shape]:
+    """A and B of LoRA at each target, experts of a layer in one tensor, and the modules trained in full."""
+    head = LinearShape("lm_head", model.hidden_size, model.vocab_size, 1)
+    for linear in (*model.linears, head):
+        if linear.name in adapter.targets and linear.adaptable:
+            yield from [(adapter.r, linear.in_features), (linear.out_features, adapter.r)] * linear.count
+    for weight in model.experts:
+        if weight.name in adapter.experts:
+            rank = adapter.r * weight.num_experts
+            yield from [(rank, weight.columns), (weight.rows, rank)] * weight.count
+    for linear in model.linears:
+        if linear.name in adapter.saved:
+            yield from [(linear.out_features, linear.in_features)] * linear.count
+    num_tables = sum(not names.isdisjoint(adapter.saved) for names in TABLES)
+    yield from [_table_shape(model)] * min(num_tables, 1 if model.tied_embeddings else 2)
+    if "wpe" in adapter.saved:
+        yield _positions_shape(model)
+
+
+def _table_shape(model: ModelShape) -> Shape:
+    return model.num_embedding_parameters // model.hidden_size, model.hidden_size
+
+
+def _positions_shape(model: ModelShape) -> Shape:
+    return model.num_position_parameters // model.hidden_size, model.hidden_size

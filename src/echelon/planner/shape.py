@@ -1,15 +1,15 @@
 """The shape of a Hugging Face config dict, without a model in memory.
 
 Known families are counted by formula (`families.py`), so torch is not needed; any other model type is built once on the
-meta device (`measured_shape.py`).
+meta device (`count_on_meta.py`).
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from echelon.errors import ConfigError
+from echelon.planner.count_on_meta import measure_shape
 from echelon.planner.families import FAMILIES, ConfigFields, count_shape
-from echelon.planner.measured_shape import measure_shape
 from echelon.planner.model_shape import ModelShape
 
 MAX_LAYERS = 2000

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import IO
 
 from echelon.errors import LaunchError
-from echelon.hardware.calibration import CPU
+from echelon.hardware.calibration_store import CPU
 from echelon.hardware.cores import num_cores
 from echelon.scratch import scratch_folder
 from echelon.supervise.launch_environment import read_environment, worker_environment
