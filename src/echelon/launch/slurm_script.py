@@ -3,12 +3,14 @@
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from echelon.errors import ConfigError
 from echelon.launch.job import JobSpec
 from echelon.launch.shell import join_words, prepare_lines
 from echelon.launch.slurm_step import check_option, check_step, render_task
+from echelon.recipe.yaml_text import read_table
 from echelon.supervise.launch_environment import asked_environment
 
 BATCH, ARRAY, MACHINE = "job.sbatch", "array.sbatch", "machine.sh"
@@ -36,61 +38,7 @@ _IMPOSSIBLE_OPTIONS = {
     "open-mode", "chdir", "array", "wrap", "wait", "parsable", "test-only", "help", "usage", "version", "clusters",
 }  # fmt: skip
 
-_START = f"""
-# Slurm signals this shell too when it ends the job; the shell ignores it, to write the exit code of training.
-trap : TERM INT USR1
-finish() {{
-    echo "$1" > "$job/{CODE}.new" && mv "$job/{CODE}.new" "$job/{CODE}"
-    exit "$1"
-}}
-rm -f "$job/{CODE}"
-if [ -e "$job/{CANCELLED}" ]; then finish 3; fi
-
-# SageMaker HyperPod replaces a failed machine and runs the step again.
-auto_resume=()
-if [ -d /opt/sagemaker_cluster ]; then auto_resume=(--auto-resume=1); fi
-@MEETING@
-# One task per machine, which starts the machine's processes.
-srun "${{auto_resume[@]}}" --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \\
-    @WORDS@
-code=$?
-"""
-# In the batch script, because a container has no scontrol. With a fixed number of machines `echelon train` finds the
-# rendezvous itself.
-_MEETING = """
-# The machines of an elastic job meet at the first one.
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export ECHELON_RENDEZVOUS="${ECHELON_RENDEZVOUS:-$first:$((20000 + SLURM_JOB_ID % 10000))}"
-
-"""
-_LOST = """
-# A lost machine makes srun fail; outcome.json exists if the other machines finished the run.
-if [ $code -gt 3 ] && [ -e "$run/outcome.json" ]; then code=0; fi
-"""
-_EARLY = """
-# 138 and 143: USR1 or TERM arrived before training began, so there was nothing to save.
-early=
-if [ $code -eq 138 ] || [ $code -eq 143 ]; then code=3 early=yes; fi
-"""
-_REQUEUE = f"""
-# Requeue the job if a signal stopped training after a save, not a budget or `echelon cancel`. If Slurm itself ends
-# the job (scancel, preemption), its state is no longer RUNNING, and Slurm decides whether to requeue it.
-if [ $code -eq 3 ] && [ ! -e "$job/{CANCELLED}" ] &&
-    {{ [ "$early" ] || tail -n 1 "$run/events.jsonl" | grep -q 'stopped by SIG\\(TERM\\|USR1\\)'; }} &&
-    scontrol --oneliner show job "$id" | grep -q ' JobState=RUNNING '; then
-    newest=$(find "$run/checkpoints" -maxdepth 1 -name 'step-*' 2> /dev/null | sort | tail -n 1)
-    if [ -e "$job/requeued" ] && [ "$(cat "$job/requeued")" = "$newest" ]; then
-        echo "echelon: job $id is not requeued: no new checkpoint since the last requeue; see launch.max_hours"
-    else
-        echo "$newest" > "$job/requeued"
-        echo "echelon: job $id is requeued and will resume from ${{newest:-the beginning}}"
-        scontrol requeue "$id" && exit 3
-    fi
-fi
-"""
-_END = """
-finish $code
-"""
+_PARTS: Mapping[str, str] = read_table(Path(__file__).with_name("slurm_script.yaml"))
 
 
 def render_batch(job: JobSpec) -> str:
@@ -263,10 +211,10 @@ def _body(job: JobSpec) -> str:
         "wait": 0 if elastic else _LEAVING_SECONDS,
         "no-kill": elastic,
     }
-    start = _START.replace("@WORDS@", render_task(job, options, f'bash "$job/{MACHINE}"'))
-    start = start.replace("@MEETING@\n", _MEETING if elastic else "\n")
-    parts = [start, _LOST if elastic else "", _EARLY]
-    return "".join([*parts, _REQUEUE if slurm.requeue else "", _END])
+    start = _PARTS["start"].replace("@WORDS@", render_task(job, options, f'bash "$job/{MACHINE}"'))
+    start = start.replace("@MEETING@\n", _PARTS["meeting"] if elastic else "\n")
+    later = [*(["lost"] if elastic else []), "early", *(["requeue"] if slurm.requeue else []), "end"]
+    return start + "".join(_PARTS[each] for each in later)
 
 
 def _quote(job: JobSpec, path: object) -> str:
