@@ -22,22 +22,6 @@ _LEAVING_SECONDS = 60
 # Limit of sbatch's --signal.
 _MOST_NOTICE_SECONDS = 65535
 
-# Options of sbatch that echelon sets, and the recipe key of each.
-_OWN_OPTIONS = {
-    "nodes": "launch.nodes", "time": "launch.max_hours", "signal": "fault.notice_seconds", "job-name": "run.name",
-    "partition": "launch.slurm.partition", "account": "launch.slurm.account", "qos": "launch.slurm.qos",
-    "constraint": "launch.slurm.constraint", "reservation": "launch.slurm.reservation",
-    "gpus-per-node": "launch.slurm.gpus_per_node", "cpus-per-task": "launch.slurm.cpus_per_task",
-    "mem": "launch.slurm.memory", "exclusive": "launch.slurm.exclusive",
-    "no-kill": "launch.nodes=MIN:MAX",
-    "requeue": "launch.slurm.requeue", "no-requeue": "launch.slurm.requeue",
-}  # fmt: skip
-# Options with which echelon could not find its job again, or that submit no job.
-_IMPOSSIBLE_OPTIONS = {
-    "ntasks", "ntasks-per-node", "ntasks-per-gpu", "ntasks-per-core", "ntasks-per-socket", "output", "error",
-    "open-mode", "chdir", "array", "wrap", "wait", "parsable", "test-only", "help", "usage", "version", "clusters",
-}  # fmt: skip
-
 _PARTS: Mapping[str, str] = read_table(Path(__file__).with_name("slurm_script.yaml"))
 
 
@@ -152,7 +136,7 @@ def _check_option(job: JobSpec, name: str, value: str | int | bool) -> None:
             "which runs each machine's task in one."
         )
     reason = "echelon submits one job with one task per machine and writes its output to the job's folder"
-    check_option("launch.slurm.options", name, value, _OWN_OPTIONS, _IMPOSSIBLE_OPTIONS, reason)
+    check_option("launch.slurm.options", name, value, "batch", reason)
     asks_gpus = name in ("gpus", "gpus-per-task", "gpus-per-socket") or (name == "gres" and "gpu" in str(value))
     if asks_gpus and count_gpus(job):
         raise ConfigError(

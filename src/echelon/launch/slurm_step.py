@@ -2,27 +2,19 @@
 
 import re
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 from echelon.errors import ConfigError
 from echelon.launch.job import JobSpec, list_inputs
 from echelon.recipe.launching import Options, SlurmContainerConfig
+from echelon.recipe.yaml_text import read_table
 
 _LONG_OPTION = re.compile(r"[a-z][a-z0-9-]+")
 
 _KEY = "launch.slurm"
-# Options of srun that echelon sets, and the recipe key of each.
-_OWN_OPTIONS = {
-    "nodes": "launch.nodes", "cpus-per-task": f"{_KEY}.cpus_per_task", "no-kill": "launch.nodes=MIN:MAX",
-    "container-image": f"{_KEY}.container.image", "container-mounts": f"{_KEY}.container.mounts",
-}  # fmt: skip
-# Options that conflict with one step of one task per machine, whose output is the job's.
-_IMPOSSIBLE_OPTIONS = {
-    "ntasks", "ntasks-per-node", "ntasks-per-gpu", "ntasks-per-core", "ntasks-per-socket", "kill-on-bad-exit", "wait",
-    "auto-resume", "output", "error", "input", "chdir", "pty", "multi-prog", "jobid", "test-only", "help", "usage",
-    "version", "clusters",
-}  # fmt: skip
+_OPTIONS: Mapping[str, Any] = read_table(Path(__file__).with_name("slurm_options.yaml"))
 _REASON = "echelon starts one step with one task per machine, whose output is the job's"
 _MOUNT = re.compile(r"(?P<source>(?:/|~/)[^:,]*)(?::(?P<target>/[^:,]*)(?::(?P<flags>[a-z+]+))?)?")
 
@@ -31,7 +23,7 @@ def check_step(job: JobSpec) -> None:
     """Raise ConfigError for an option that srun or the container's runtime cannot take, and for a hidden folder."""
     slurm = job.recipe.launch.slurm
     for name, value in slurm.srun_options.items():
-        check_option(f"{_KEY}.srun_options", name, value, _OWN_OPTIONS, _IMPOSSIBLE_OPTIONS, _REASON)
+        check_option(f"{_KEY}.srun_options", name, value, "step", _REASON)
         if re.match(r"(no-)?container-", name):
             raise ConfigError(
                 f"{_KEY}.srun_options.{name}={value} is an option of pyxis; set {_KEY}.container, with "
@@ -40,7 +32,7 @@ def check_step(job: JobSpec) -> None:
     if slurm.container is None:
         return
     for name, value in slurm.container.options.items():
-        check_option(f"{_KEY}.container.options", name, value, _OWN_OPTIONS, _IMPOSSIBLE_OPTIONS, _REASON)
+        check_option(f"{_KEY}.container.options", name, value, "step", _REASON)
     if not slurm.container.image.isprintable():
         raise ConfigError(f"{_KEY}.container.image={slurm.container.image!r} must be one line of printable characters.")
     for mount in slurm.container.mounts:
@@ -98,14 +90,14 @@ def check_option(
     section: str,
     name: str,
     value: str | int | bool,
-    own: Mapping[str, str],
-    impossible: Collection[str],
+    command: Literal["batch", "step"],
     reason: str,
 ) -> None:
     """Raise ConfigError for an option in this section of the recipe that a command cannot take.
 
-    `own`: the options that echelon sets, and the recipe key of each. `reason` is why the `impossible` ones are.
+    `reason` is why options are impossible, in `slurm_options.yaml`.
     """
+    own, impossible = _OPTIONS["own"][command], _OPTIONS["impossible"][command].split()
     key = f"{section}.{name}"
     if not _LONG_OPTION.fullmatch(name):
         raise ConfigError(f"{key}: {name!r} is not a long option; write it like mail-type.")

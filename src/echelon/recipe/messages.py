@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -9,28 +10,9 @@ from pydantic_core import ErrorDetails
 
 from echelon.recipe.draft import Draft
 from echelon.recipe.keys import KeyPath, dotted
-from echelon.recipe.yaml_text import show_value
+from echelon.recipe.yaml_text import read_table, show_value
 
-_RULES: Mapping[str, str] = {
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "text (quoted, if it looks like a number)",
-    "path_type": "a path",
-    "model_type": "a mapping of keys",
-    "dict_type": "a mapping of keys",
-    "tuple_type": "a list",
-    "greater_than": "more than {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
-    "less_than": "less than {lt:g}",
-    "less_than_equal": "at most {le:g}",
-    "literal_error": "{expected}",
-    "missing": "a longer list",
-    "too_short": "a list of at least {min_length}",
-    "too_long": "a list of at most {max_length}",
-    "token_count": "a whole number, or one with K, M, B or T (thousand, million, billion, trillion), such as 2B",
-}
+_RULES: Mapping[str, str] = read_table(Path(__file__).with_name("messages.yaml"))
 
 
 def explain_errors(error: ValidationError, draft: Draft) -> str:

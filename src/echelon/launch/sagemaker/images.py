@@ -1,26 +1,20 @@
 """Container images: AWS's PyTorch image in each region, and the PyTorch version in an image's tag."""
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 
 from echelon.errors import ConfigError
 from echelon.launch.sagemaker.enter import OLDEST_PYTHON
+from echelon.recipe.yaml_text import read_table
 
 # PyTorch 2.13.0, Python 3.12, CUDA 13.3, NCCL 2.30.7, EFA 1.49: AWS Deep Learning Containers, changelog of 2026-07-20.
 _GPU_TAG = "2.13-cu133-amzn2023-sagemaker"
 _CPU_TAG = "2.13-cpu-amzn2023-sagemaker"
 _REPOSITORY = "pytorch"
 
-# The account with AWS's images, in regions where it differs from most: "Available Deep Learning Containers
-# Images" of AWS's developer guide.
 _ACCOUNT = "763104351884"
-_ACCOUNTS = {
-    "af-south-1": "626614931356", "ap-east-1": "871362719292", "ap-northeast-3": "364406365360",
-    "ap-south-2": "772153158452", "ap-southeast-3": "907027046896", "ap-southeast-4": "457447274322",
-    "ca-west-1": "204538143572", "cn-north-1": "727897471807", "cn-northwest-1": "727897471807",
-    "eu-central-2": "380420809688", "eu-south-1": "692866216735", "eu-south-2": "503227376785",
-    "il-central-1": "780543022126", "me-central-1": "914824155844", "me-south-1": "217643126080",
-    "us-gov-east-1": "446045086412", "us-gov-west-1": "442386744353",
-}  # fmt: skip
+_ACCOUNTS: Mapping[str, str] = read_table(Path(__file__).with_name("image_accounts.yaml"))
 
 
 def find_image(region: str, has_gpus: bool) -> str:

@@ -5,27 +5,15 @@ from collections.abc import Mapping
 from echelon.errors import ConfigError
 from echelon.recipe.foreign.defaults import Trainer
 from echelon.recipe.foreign.ledger import Ledger
-from echelon.recipe.foreign.reading import Tool
+from echelon.recipe.foreign.reading import TABLE, Tool
 from echelon.recipe.foreign.sources import Read
 from echelon.recipe.yaml_text import show_value
 
 TRAINERS: Mapping[str, Trainer] = {"sft": "sft", "dpo": "dpo", "transformers": "transformers"}
 
-# Keys that only SFTTrainer has, and keys that DPOTrainer shares with TRL's other preference trainers.
-_SFT = (
-    "packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field", "max_seq_length",
-    "packing_strategy", "chat_template_path", "eval_packing",
-)  # fmt: skip
-_PAIRS = (
-    "beta", "max_prompt_length", "precompute_ref_log_probs", "ref_model_init_kwargs", "sync_ref_model", "rpo_alpha",
-    "reference_free", "f_divergence_type", "use_weighting", "ld_alpha",
-)  # fmt: skip
-# Keys of the scripts of TRL or the handbook, for any trainer.
-_TRL = ("use_peft", "dataset_mixture", "dataset_mixer", "dataset_train_split", "dataset_test_split", "dataset_num_proc",
-        "dataset_streaming", "max_length")  # fmt: skip
-# Keys of transformers' own scripts.
-_SCRIPTS = ("train_file", "validation_file", "block_size", "dataset_config_name", "validation_split_percentage")
-_SFT_LOSSES = ("nll", "chunked_nll", "dft")
+_SFT, _PAIRS, _TRL, _SCRIPTS, _SFT_LOSSES = (
+    tuple(TABLE["trainer_keys"][kind].split()) for kind in ("sft", "pairs", "trl", "scripts", "sft_losses")
+)
 
 
 def find_trainer(ledger: Ledger, asked: str | None) -> Trainer:

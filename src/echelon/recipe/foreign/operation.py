@@ -9,7 +9,7 @@ from typing import Any, get_args
 from echelon.recipe.aliases import read_value
 from echelon.recipe.foreign.defaults import Defaults, put_default
 from echelon.recipe.foreign.ledger import Ledger
-from echelon.recipe.foreign.reading import find_beside
+from echelon.recipe.foreign.reading import TABLE, find_beside
 from echelon.recipe.foreign.reasons import PLUGINS
 from echelon.recipe.training import ParallelName
 from echelon.recipe.yaml_text import show_value
@@ -63,11 +63,7 @@ def carry_parallel(ledger: Ledger, folder: Path) -> int | None:
     return math.prod(sizes.values()) if sizes else None
 
 
-_DIVISIONS = (
-    "tensor_parallel_size", "tp_size", "context_parallel_size", "cp_size", "sequence_parallel_degree",
-    "expert_parallel_size", "ep_size", "pp_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-)  # fmt: skip
+_DIVISIONS: tuple[str, ...] = (*TABLE["divisions"].split(), *TABLE["expert_divisions"].split())
 
 
 def _carry_divisions(ledger: Ledger) -> None:
@@ -261,18 +257,6 @@ def _carry_best(ledger: Ledger, defaults: Defaults) -> None:
     ledger.move("evaluate.early_stopping", "early_stopping_patience", "early_stopping_steps")
 
 
-# Maps a key of the file to the recipe key and the tracker that it enables.
-_TRACKER_KEYS: dict[str, tuple[str | None, str | None]] = {
-    "wandb_project": ("wandb.project", "wandb"),
-    "wandb_entity": ("wandb.entity", None),
-    "use_wandb": (None, "wandb"),
-    "use_mlflow": (None, "mlflow"),
-    "use_tensorboard": (None, "tensorboard"),
-    "mlflow_tracking_uri": ("mlflow.tracking_uri", "mlflow"),
-    "mlflow_experiment_name": ("mlflow.experiment", None),
-}
-
-
 def _carry_tracking(ledger: Ledger) -> None:
     full = ledger.find("report_to")
     value = ledger.peek("report_to")
@@ -282,7 +266,7 @@ def _carry_tracking(ledger: Ledger) -> None:
     unknown = [name for name in wanted if name not in (*_TRACKERS, "none", "all")]
     if unknown:
         ledger.lose(str(full), f"metrics go to {', '.join(_TRACKERS)}, not to {', '.join(unknown)}.")
-    for name, (key, tracker) in _TRACKER_KEYS.items():
+    for name, (key, tracker) in TABLE["trackers"].items():
         if ledger.peek(name):
             if key is None:
                 ledger.take(name)

@@ -1,7 +1,6 @@
 """Import the run length, batch size, precision, optimizer and schedule of another tool's file."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -9,32 +8,17 @@ from echelon.errors import ConfigError
 from echelon.recipe.aliases import read_value, spellings
 from echelon.recipe.foreign.defaults import Defaults, put_default
 from echelon.recipe.foreign.ledger import Ledger
-from echelon.recipe.foreign.reading import Tool
+from echelon.recipe.foreign.reading import TABLE, Tool
 from echelon.recipe.names import OPTIMIZERS
 from echelon.recipe.training import OptimConfig
 from echelon.recipe.yaml_text import show_value
 
-# Differences of optimizers that have the same name.
-_DIFFERENCES: Mapping[str, str] = {
-    "adamw_bnb_8bit": "The 8-bit moments are quantized by torchao, not by bitsandbytes.",
-    "adamw_8bit": "The 8-bit moments are quantized by torchao, not by bitsandbytes.",
-    "adamw_torch_4bit": "The moments are stored in 8 bits.",
-    "lion_8bit": "The moment is stored in 32 bits.",
-}
-# Optimizers with other names that match one of echelon's.
-_MORE_OPTIMIZERS: Mapping[str, str] = {"adamw_torch_4bit": "adamw_8bit", "adamw": "adamw"}
-# Optimizers with the same name but other updates.
-_OTHER_OPTIMIZERS: Mapping[str, str] = {
-    "adafactor": "the tool uses an absolute learning rate; echelon's is relative to the size of each parameter.",
-    "muon": "the tool scales the updates differently.",
-}
+_DIFFERENCES, _MORE_OPTIMIZERS, _OTHER_OPTIMIZERS = (
+    TABLE["optimizers"][kind] for kind in ("differences", "more", "others")
+)
 _OPTIMIZERS = tuple(OPTIMIZERS)
 _SCHEDULES: tuple[str, ...] = get_args(OptimConfig.model_fields["schedule"].annotation)
-# Parallel degrees whose processes see the same data.
-_DIVISIONS = (
-    "tensor_parallel_size", "tp_size", "context_parallel_size", "cp_size", "sequence_parallel_degree", "pp_size",
-    "tensor_model_parallel_size", "pipeline_model_parallel_size",
-)  # fmt: skip
+_DIVISIONS: tuple[str, ...] = tuple(TABLE["divisions"].split())
 
 
 @dataclass(frozen=True)
