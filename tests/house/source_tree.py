@@ -83,13 +83,13 @@ class SourceTree:
     def __iter__(self) -> Iterator[Module]:
         return iter(self.modules.values())
 
-    def imported(self, module: Module, for_types: bool = True) -> set[str]:
-        """The modules of this package that a module imports, at its top or inside functions.
+    def imported(self, module: Module, for_types: bool = True, in_functions: bool = True) -> set[str]:
+        """The modules of this package that a module imports; see `Module.imports`.
 
         `from a import b` imports the module a.b if it exists, otherwise a.
         """
         found = set[str]()
-        for each in module.imports(for_types):
+        for each in module.imports(for_types, in_functions):
             members = {name for part in each.names if (name := f"{each.source}.{part}") in self.modules}
             found |= members
             if not each.names or len(members) < len(each.names):

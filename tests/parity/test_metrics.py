@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from echelon.distributed.mesh import build_mesh
-from echelon.learn.learner import Targets
+from echelon.learn.step_targets import Targets
 from echelon.planner.plan import ParallelPlan
 from echelon.training.bad_steps import Verdict
 from echelon.training.gpu_meter import GpuLoad

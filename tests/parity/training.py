@@ -23,7 +23,7 @@ from echelon.data.shards import NO_LABEL, Samples
 from echelon.distributed.mesh import Meshes
 from echelon.distributed.runtime import Runtime
 from echelon.hardware.accelerators import Accelerator, Cluster
-from echelon.learn.learner import Targets
+from echelon.learn.step_targets import Targets
 from echelon.lifecycle.assemble import build_trainer
 from echelon.model.context_attention import divided_inputs
 from echelon.model.router import RouterLoss

@@ -3,22 +3,24 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from echelon.checkpoint.adapter_folder import AdapterContent
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import Meshes
-from echelon.model.kv_cache import Advance
-from echelon.objectives.objective import Objective
-from echelon.parallel.step import StepSums
-from echelon.planner.memory import MemoryParts
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
 from echelon.sync.synchronizer import Fill, Replica
+
+if TYPE_CHECKING:
+    from echelon.checkpoint.adapter_folder import AdapterContent
+    from echelon.model.kv_cache import Advance
+    from echelon.objectives.objective import Objective
+    from echelon.parallel.step import StepSums
+    from echelon.planner.memory import MemoryParts
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Rehearsal:
     """
 
     short: Sequence[int] = ()
-    memory: MemoryParts | None = None
+    memory: "MemoryParts | None" = None
 
 
 class Evaluation(Protocol):
@@ -90,7 +92,7 @@ class Evaluation(Protocol):
         """Return fp32 logits [batch, vocabulary] of the token after position `places` [batch] of ids [batch, seq]."""
         ...
 
-    def start_cached(self) -> Advance | None:
+    def start_cached(self) -> "Advance | None":
         """Begin rows of tokens whose keys and values are kept; None if the passes of this engine keep none."""
         ...
 
@@ -109,7 +111,7 @@ class Engine(Replica, Protocol):
         """
         ...
 
-    def rehearse(self, microbatch: Microbatch, num_microbatches: int, objective: Objective) -> Rehearsal:
+    def rehearse(self, microbatch: Microbatch, num_microbatches: int, objective: "Objective") -> Rehearsal:
         """Run a full step with copies of a microbatch without targets; the weights do not change.
 
         Called once, before the first step: buffers get the same layout in a fresh start and in a resumed one, and it is
@@ -118,8 +120,8 @@ class Engine(Replica, Protocol):
         ...
 
     def forward_backward(
-        self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective
-    ) -> StepSums:
+        self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: "Objective"
+    ) -> "StepSums":
         """Compute the gradients of sum(loss) / num_targets, including the router loss; return this rank's sums.
 
         `objective` may be another one in each step.
@@ -131,7 +133,7 @@ class Engine(Replica, Protocol):
         ...
 
     def find_nonfinite(
-        self, step: int, microbatch: Microbatch, num_targets: Tensor, objective: Objective
+        self, step: int, microbatch: Microbatch, num_targets: Tensor, objective: "Objective"
     ) -> Finding | None:
         """Rerun a microbatch of a step with every layer checked; return the first non-finite value on this rank."""
         ...
@@ -141,7 +143,7 @@ class Engine(Replica, Protocol):
         """The loss scale of the next step, a live scalar tensor on the device; None without loss scaling."""
         ...
 
-    def evaluation(self, objective: Objective) -> AbstractContextManager["Evaluation"]:
+    def evaluation(self, objective: "Objective") -> AbstractContextManager["Evaluation"]:
         """Return a scope of forward passes without gradients or dropout; gathered weights stay gathered in it."""
         ...
 
@@ -149,7 +151,7 @@ class Engine(Replica, Protocol):
         """Return lines for the user, printed at the end of a run, about what was measured in its last step."""
         ...
 
-    def describe_adapter(self) -> AdapterContent:
+    def describe_adapter(self) -> "AdapterContent":
         """Return the trained adapter, unsharded, on every rank."""
         ...
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from echelon.errors import CheckpointError, ConfigError, EchelonError, PlanError
 from echelon.hardware.detection import describe_cluster
 from echelon.learn.evaluation import EvalResult, evaluate, read_held_out, read_in_order
 from echelon.learn.micro_batch import build_rehearsed
+from echelon.learn.step_targets import Targets
 from echelon.model.adapters import find_new_tokens
 from echelon.model.build import resolve_config
 from echelon.model.hub import fetch_models, find_commits, with_copies
@@ -48,15 +49,6 @@ from echelon.recipe import Recipe
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class Targets(NamedTuple):
-    """The number of targets of a step, int64 scalars on the device. The loss is divided by `shared`."""
-
-    own: Tensor
-    """On this rank."""
-    shared: Tensor
-    """On all ranks of this replica."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from echelon.optimizer import Served
+if TYPE_CHECKING:
+    from echelon.optimizer import Served
+
 
 Fill = Callable[[Mapping[str, Tensor]], None]
 """Writes saved values into the given tensors, whole or sharded, in place, by name. Collective."""
@@ -31,7 +33,7 @@ class Replica(Protocol):
         ...
 
     @property
-    def served(self) -> Served | None:
+    def served(self) -> "Served | None":
         """What this rank owns of the weights as a parameter server; None unless the plan has such servers."""
         ...
 

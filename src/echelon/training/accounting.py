@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,13 +13,15 @@ from echelon.distributed.stamp import Stamp
 from echelon.distributed.traffic import count_traffic
 from echelon.learn.evaluation import EvalResults
 from echelon.reporting.goodput import GoodputTracker
-from echelon.reporting.journal import Journal
 from echelon.training.callbacks import Callback
 from echelon.training.gpu_meter import GpuMeter
 from echelon.training.heartbeat import Heartbeat
 from echelon.training.metrics import Measured, StepMetrics, find_message_wait, peak_memory_bytes, train_row
 from echelon.training.state import TrainState
 from echelon.training.straggler import Straggler, read_own_time
+
+if TYPE_CHECKING:
+    from echelon.reporting.journal import Journal
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ class Accounting:
         find_mfu: Callable[[float], float | None],
         goodput: GoodputTracker,
         heart: Heartbeat,
-        journal: Journal | None = None,
+        journal: "Journal | None" = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         """`find_mfu`: returns the MFU at a number of tokens per second over all ranks; None if unknown."""

@@ -1,12 +1,14 @@
 """Diagnoses a bad step: its samples, and where the first non-finite value occurred."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from echelon.data.loader import StepBatch
 from echelon.distributed.objects import gather_objects
 from echelon.engines.engine import Finding
-from echelon.learn.learner import Learner
+
+if TYPE_CHECKING:
+    from echelon.learn.learner import Learner
 
 MAX_SAMPLES = 16
 
@@ -53,7 +55,7 @@ class Diagnosis:
         }
 
 
-def diagnose(learner: Learner, batch: StepBatch) -> Diagnosis:
+def diagnose(learner: "Learner", batch: StepBatch) -> Diagnosis:
     """Rerun this rank's batch of a bad step, one microbatch at a time, with every layer checked. Collective."""
     batch = batch.to(learner.device)
     num_targets = learner.count_targets(batch).shared.clamp(min=1)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,13 +12,15 @@ from echelon.data.loader import Microbatch
 from echelon.data.prepared import ValidationSet
 from echelon.inference.sampler import PromptSampler
 from echelon.learn.evaluation import EvalResult, EvalResults
-from echelon.learn.learner import Learner
 from echelon.model.model_folder import find_stops
 from echelon.recipe.batches import Rhythm
 from echelon.stopping import StopRequest, agreed_stop
 from echelon.sync import Synchronizer
 from echelon.training.accounting import Accounting
 from echelon.training.state import TrainState
+
+if TYPE_CHECKING:
+    from echelon.learn.learner import Learner
 
 DEFAULT_BATCHES = 200
 ROUNDS_PER_LOOK = 16  # a stop request waits for at most this many microbatches
@@ -31,7 +34,7 @@ class Interrupted(Exception):
 class Evaluations:
     """When and how a run with held-out text is evaluated: the same sequences of every set each time, in order."""
 
-    learner: Learner
+    learner: "Learner"
     sync: Synchronizer
     sampler: PromptSampler | None
     accounting: Accounting
@@ -98,13 +101,13 @@ class Evaluations:
 
 
 def build_evaluations(
-    learner: Learner, sync: Synchronizer, sampler: PromptSampler | None, accounting: Accounting, stop: StopRequest
+    learner: "Learner", sync: Synchronizer, sampler: PromptSampler | None, accounting: Accounting, stop: StopRequest
 ) -> Evaluations | None:
     """Build the evaluations of a run, if there is held-out text."""
     return Evaluations(learner, sync, sampler, accounting, stop) if learner.data.validation else None
 
 
-def build_sampler(learner: Learner) -> PromptSampler | None:
+def build_sampler(learner: "Learner") -> PromptSampler | None:
     """Build the sampler that continues `evaluate.prompts` at each evaluation, if there are any."""
     wanted = learner.recipe.evaluate
     if not wanted.prompts:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from echelon.distributed.mesh import AXES, Meshes, start_all_reduce
 from echelon.distributed.stamp import Stamp
-from echelon.learn.learner import Targets
+from echelon.learn.step_targets import Targets
 from echelon.stopping import agreed_stop
 from echelon.training.bad_steps import Verdict
 from echelon.training.gpu_meter import GpuLoad

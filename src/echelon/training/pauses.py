@@ -1,15 +1,18 @@
 """Work between two steps: comparing replicas, evaluating, saving, and stopping on request."""
 
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from echelon.errors import TrainingError
-from echelon.learn.learner import Learner
 from echelon.stopping import StopRequest
 from echelon.training.accounting import Accounting
 from echelon.training.evaluations import Evaluations
 from echelon.training.replicas import compare_replicas, describe_differences
-from echelon.training.saving import Saver
 from echelon.training.state import TrainState
+
+if TYPE_CHECKING:
+    from echelon.learn.learner import Learner
+    from echelon.training.saving import Saver
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,8 @@ class Pauses:
         evaluations: None for a run without held-out text.
     """
 
-    learner: Learner
-    saver: Saver
+    learner: "Learner"
+    saver: "Saver"
     evaluations: Evaluations | None
     accounting: Accounting
     stop: StopRequest

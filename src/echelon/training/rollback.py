@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -12,9 +13,11 @@ from echelon.runs.run_folder import RunFolder
 from echelon.training.accounting import Accounting
 from echelon.training.diagnosis import Diagnosis
 from echelon.training.metrics import StepMetrics, finite
-from echelon.training.saving import Saver
 from echelon.training.state import TrainState
 from echelon.training.training_step import TrainingStep
+
+if TYPE_CHECKING:
+    from echelon.training.saving import Saver
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +36,7 @@ class Recovery:
 
     fault: FaultConfig
     train_step: TrainingStep
-    saver: Saver
+    saver: "Saver"
     accounting: Accounting
 
     def prepare(self, state: TrainState) -> None:

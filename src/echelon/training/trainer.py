@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from echelon.distributed.membership import ViewChanged
 from echelon.stopping import StopRequest
@@ -11,10 +12,12 @@ from echelon.training.metrics import PendingMetrics
 from echelon.training.pauses import Due, Pauses
 from echelon.training.profiler import Recorder
 from echelon.training.rollback import BadStep, Recovery
-from echelon.training.saving import Saver
 from echelon.training.state import TrainState
 from echelon.training.straggler import StragglerWatch
 from echelon.training.training_step import TrainingStep
+
+if TYPE_CHECKING:
+    from echelon.training.saving import Saver
 
 
 @dataclass
@@ -24,7 +27,7 @@ class Trainer:
     train_step: TrainingStep
     accounting: Accounting
     pauses: Pauses
-    saver: Saver
+    saver: "Saver"
     recovery: Recovery
     state: TrainState
     recorder: Recorder

@@ -7,11 +7,11 @@ The code of a step is in six files: this one, `learn/learner.py`, `engines/nativ
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from torch.profiler import record_function
 
 from echelon.data.feed import Feed
-from echelon.learn.learner import Learner
 from echelon.recipe.schedule import Schedule, build_schedule
 from echelon.stopping import StopRequest
 from echelon.sync import DataShare, Synchronizer
@@ -19,12 +19,15 @@ from echelon.training.bad_steps import StepJudge
 from echelon.training.diagnosis import Diagnosis, diagnose
 from echelon.training.metrics import Measured, PendingMetrics, StepRecord
 
+if TYPE_CHECKING:
+    from echelon.learn.learner import Learner
+
 
 @dataclass
 class TrainingStep:
     """Runs a step's microbatches through a learner, and applies the update unless the step is bad. Collective."""
 
-    learner: Learner
+    learner: "Learner"
     sync: Synchronizer
     judge: StepJudge
     loader: Feed

@@ -1,0 +1,50 @@
+"""How much of echelon each important module imports, directly and through others, at the top of modules."""
+
+import pytest
+from source_tree import ECHELON, SourceTree
+
+# Files and lines, at most. The first row is the loop.
+REACH = {
+    "training.trainer": (150, 22_000),
+    "engines.native": (160, 23_500),
+    "objectives.causal_lm": (70, 11_000),
+    "data.loader": (40, 6_500),
+    "planner.plan": (30, 5_000),
+    "engines.engine": (45, 7_000),
+}
+
+
+def find_reach(tree: SourceTree, start: str) -> set[str]:
+    """The modules that are loaded with a module: what they import at their top, and the packages around them."""
+    reached, waiting = set[str](), [start]
+    while waiting:
+        name = waiting.pop()
+        if name in reached:
+            continue
+        reached.add(name)
+        around = name.rpartition(".")[0]
+        waiting += [around] if around in tree.modules else []
+        waiting += tree.imported(tree.modules[name], for_types=False, in_functions=False)
+    return reached
+
+
+@pytest.mark.parametrize(("name", "limits"), REACH.items())
+def test_few_modules_are_imported(name, limits):
+    found = [ECHELON.modules[each] for each in find_reach(ECHELON, f"echelon.{name}")]
+    num_lines = sum(len(module.text.splitlines()) for module in found)
+    assert (len(found) <= limits[0]) and (num_lines <= limits[1]), f"{name}: {len(found)} files, {num_lines} lines"
+
+
+def test_what_a_module_imports_through_others_is_found(tmp_path):
+    files = {
+        "house/__init__.py": "",
+        "house/a.py": "from house.low import b\ndef f():\n    import house.late",
+        "house/low/__init__.py": "from house import e",
+        "house/low/b.py": "if TYPE_CHECKING:\n    from house.d import x\nclass C:\n    from house.c import y",
+        **dict.fromkeys((f"house/{name}.py" for name in ("c", "d", "e", "late")), "x = y = 1"),
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    found = find_reach(SourceTree(tmp_path / "house"), "house.a")
+    assert found == {"house", "house.a", "house.low", "house.low.b", "house.c", "house.e"}
