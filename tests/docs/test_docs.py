@@ -192,7 +192,7 @@ class Session:
 # Pages whose content other tests also run: only `make slow` runs these.
 SLOW_PAGES = {
     "adapters.md", "checkpoints.md", "debugging.md", "evaluation.md", "fine-tuning.md", "hub.md", "launching.md",
-    "logging.md", "optimization.md", "python.md", "schedules.md", "tracking.md",
+    "library.md", "logging.md", "optimization.md", "python.md", "schedules.md", "tracking.md",
 }  # fmt: skip
 # Pages whose commands take minutes: tests/docs/test_tutorials.py runs them.
 TUTORIALS = {"tutorial-chat.md", "tutorial-text.md"}

@@ -237,7 +237,7 @@ class Learner:
         size, padding = self.plan.micro_batch_size, choose_padding(self.plan)
         return read_held_out(dataset, count, size, self.meshes, padding)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path | str) -> None:
         """Write a checkpoint `step-N` into a folder, in the format of runs; returns when it is complete. Collective.
 
         N is `num_steps`. As in a run, the newest `checkpoint.keep_last` of the folder are kept.
@@ -245,7 +245,7 @@ class Learner:
         Raises:
             CheckpointError: it could not be written. Earlier checkpoints are unchanged.
         """
-        tensors = self.engine.state_dict()
+        folder, tensors = Path(folder), self.engine.state_dict()
         store = self._stores.get(folder)
         if store is None:
             store = self._stores[folder] = CheckpointStore(folder, self.recipe.checkpoint.keep_last, asynchronous=False)
@@ -254,7 +254,7 @@ class Learner:
         if store.is_saving:
             raise CheckpointError(f"{folder}: the checkpoint of step {self.num_steps} could not be written.")
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path | str) -> None:
         """Continue from a checkpoint, whatever plan wrote it: `folder` itself, or the newest one in it. Collective.
 
         It may be one of a run: `runs/NAME/checkpoints`.
@@ -262,7 +262,7 @@ class Learner:
         Raises:
             CheckpointError: there is none, it is damaged, or it is of another model.
         """
-        checkpoint = _agree(partial(_find_checkpoint, folder))
+        checkpoint = _agree(partial(_find_checkpoint, Path(folder)))
         self.engine.load(partial(fill_tensors, checkpoint.path, process_group=self.meshes.everyone))
         self.num_steps, self._norm = checkpoint.step, None
 
