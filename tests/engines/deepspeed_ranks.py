@@ -37,13 +37,13 @@ def measure_state(rank, world_size, path, plan):
     """The bytes of this rank's optimizer state and master weights, and those of the model's parameters."""
     with masked_trainer(rank, world_size, path, plan) as trainer:
         engine = trainer.train_step.learner.engine
-        optimizer, partitions = engine._zero.optimizer, engine._partitions
+        optimizer, partitions = engine.zero.optimizer, engine.partitions
         moments = sum(
             each.nbytes for flat in partitions.flats for each in optimizer.state[flat].values() if torch.is_tensor(each)
         )
         masters = sum(flat.nbytes for flat in partitions.flats)
-        held = sum(parameter.numel() * 4 for parameter in engine._decoder.parameters())
-        whole = sum(getattr(each, "ds_numel", each.numel()) for each in engine._decoder.parameters()) * 4
+        held = sum(parameter.numel() * 4 for parameter in engine.decoder.parameters())
+        whole = sum(getattr(each, "ds_numel", each.numel()) for each in engine.decoder.parameters()) * 4
         return {"moments": moments, "masters": masters, "held": held, "whole": whole}
 
 

@@ -71,7 +71,7 @@ def find_operations(rank: int, world_size: int, path: str, plan: ParallelPlan) -
     """The operations in the graph that adds up gradients."""
     place_rank(rank, world_size)
     with masked_trainer(rank, world_size, path, plan) as trainer:
-        graph = trainer.train_step.learner.engine._steps._add_up.get_concrete_function().graph.as_graph_def()
+        graph = trainer.train_step.learner.engine.steps.add_up.get_concrete_function().graph.as_graph_def()
     nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
     return {node.op for node in nodes}
 
@@ -80,7 +80,7 @@ def find_devices(rank: int, world_size: int, path: str, plan: ParallelPlan) -> d
     """How many bytes of weights, gradients and moments each TensorFlow device has, as the coordinator sees it."""
     place_rank(rank, world_size)
     with masked_trainer(rank, world_size, path, plan) as trainer:
-        model = trainer.train_step.learner.engine._steps._model
+        model = trainer.train_step.learner.engine.steps.model
         if model is None:
             return None
         found: dict[str, int] = {}
@@ -95,7 +95,7 @@ def stop_a_worker(rank: int, world_size: int, path: str, plan: ParallelPlan, cal
     """The seconds that 2 s of sleep take on rank 0 while it directs rank 1, which is stopped for 8 s."""
     place_rank(rank, world_size)
     with masked_trainer(rank, world_size, path, plan) as trainer:
-        model = trainer.train_step.learner.engine._steps._model
+        model = trainer.train_step.learner.engine.steps.model
         pids = gather_objects(os.getpid(), dist.group.WORLD)
         if model is None:
             return 2.0
@@ -137,7 +137,7 @@ def find_nan(rank: int, world_size: int, path: str, plan: ParallelPlan) -> tuple
         engine, microbatches = trainer.train_step.learner.engine, trainer.train_step.loader.batch(0).microbatches
         weights = {name: each.numpy() for name, each in engine.weights().items()}
         weights["model.layers.1.mlp.up_proj.weight"][0, 0] = math.nan
-        engine._steps.write(WEIGHTS, weights)
+        engine.steps.write(WEIGHTS, weights)
         sums, norm = engine.forward_backward(0, microbatches, torch.ones(()), CausalLM()), engine.clip(1.0)
         engine.step(1e-3, torch.zeros((), dtype=torch.bool))
         finding = engine.find_nonfinite(0, microbatches[0], torch.ones(()), CausalLM())

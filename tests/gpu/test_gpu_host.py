@@ -69,7 +69,7 @@ def test_a_bad_step_is_skipped_on_the_device(gpu, text, tmp_path, forbidden):
 
         def poisoned(*arguments):
             loss = forward_backward(*arguments)
-            next(trainer.train_step.learner.engine._decoder.parameters()).grad.fill_(float("inf"))
+            next(trainer.train_step.learner.engine.decoder.parameters()).grad.fill_(float("inf"))
             return loss
 
         trainer.train_step.learner.engine.forward_backward = poisoned

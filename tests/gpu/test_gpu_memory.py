@@ -111,7 +111,7 @@ def test_offloading_keeps_the_training_state_on_the_host(gpu, text, tmp_path):
             torch.cuda.synchronize()
             peaks[name] = torch.cuda.max_memory_allocated() - before
             where = {key: value.device.type for key, value in trainer.train_step.learner.engine.state_dict().items()}
-            decoder = trainer.train_step.learner.engine._decoder
+            decoder = trainer.train_step.learner.engine.decoder
             assert set(where.values()) == {"cpu" if name == "offloaded" else "cuda"}
             assert {buffer.device.type for buffer in decoder.buffers()} == {"cuda"}
             if name == "offloaded":

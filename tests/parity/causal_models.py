@@ -294,7 +294,7 @@ def load_sharded(rank: int, world_size: int, path: str, plan: ParallelPlan) -> d
     engine = build_native_engine(
         EngineSpec(recipe, config, plan, build_mesh(plan, "cpu"), torch.device("cpu"), compile_backend="eager")
     )
-    tensors = {**dict(engine._decoder.named_parameters()), **persistent_buffers(engine._decoder)}
+    tensors = {**dict(engine.decoder.named_parameters()), **persistent_buffers(engine.decoder)}
     return {
         name: np.array((each.full_tensor() if hasattr(each, "full_tensor") else each).detach())
         for name, each in tensors.items()

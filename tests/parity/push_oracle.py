@@ -16,7 +16,7 @@ def replay(rank, world_size, path, plan, workers, journals, parts, compensation=
         compensation: the factor of Zheng et al., arXiv:1609.08326.
     """
     with masked_trainer(rank, world_size, path, plan) as trainer:
-        model, rate = trainer.train_step.learner.engine._decoder, trainer.train_step.schedule
+        model, rate = trainer.train_step.learner.engine.decoder, trainer.train_step.schedule
         weights = {name: each.detach().clone() for name, each in model.named_parameters()}
         servers = [
             torch.optim.AdamW([weights[name] for name in part], betas=(0.9, 0.95), weight_decay=0.0) for part in parts
@@ -50,7 +50,7 @@ def replay(rank, world_size, path, plan, workers, journals, parts, compensation=
 
 def differentiate(trainer, view, step, share, workers, max_norm=1.0):
     """The mean gradient of a share, clipped, and the sum of its losses with the number of its targets."""
-    model, loader = trainer.train_step.learner.engine._decoder, trainer.train_step.loader
+    model, loader = trainer.train_step.learner.engine.decoder, trainer.train_step.loader
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(view[name])
@@ -73,7 +73,7 @@ def add_up(rank, world_size, path, plan, workers, compress):
         compress: of the gradients of a worker, by name, with a dict of its own: what it pushes.
     """
     with masked_trainer(rank, world_size, path, plan) as trainer:
-        model, rate = trainer.train_step.learner.engine._decoder, trainer.train_step.schedule
+        model, rate = trainer.train_step.learner.engine.decoder, trainer.train_step.schedule
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         kept, losses = [{} for _ in range(workers)], []
         for step in range(trainer.num_steps):

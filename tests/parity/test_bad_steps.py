@@ -59,7 +59,7 @@ def poison(factors):
 
     def poisoned(engine, step, *arguments):
         loss = forward_backward(engine, step, *arguments)
-        for parameter in engine._decoder.parameters():
+        for parameter in engine.decoder.parameters():
             local_part(parameter.grad).mul_(factors.get(str(step + 1), 1.0))
         return loss
 
@@ -94,7 +94,7 @@ def corrupt(number, times):
     left = [times]
 
     def corrupted(train_step, step, is_suppressed, measure):
-        weight = dict(train_step.learner.engine._decoder.named_parameters()).get(f"{CORRUPT}.weight")
+        weight = dict(train_step.learner.engine.decoder.named_parameters()).get(f"{CORRUPT}.weight")
         if step + 1 == number and left[0] and weight is not None and train_step.learner.meshes.data_rank == 0:
             left[0] -= 1
             local_part(weight.detach()).view(-1)[:1].fill_(math.nan)
@@ -157,7 +157,7 @@ def events(folder, name):
 def plain_loop(rank, world_size, path, plan, without):
     """The same training as a loop over PyTorch's own parts, on one process, these steps left out; its weights."""
     with masked_trainer(rank, world_size, path, plan) as trainer:
-        model, config = trainer.train_step.learner.engine._decoder, load_recipe(Path(path))[0].optim
+        model, config = trainer.train_step.learner.engine.decoder, load_recipe(Path(path))[0].optim
         optimizer = torch.optim.AdamW(model.parameters(), betas=config.betas, eps=config.eps, weight_decay=0.0)
         for step in range(trainer.num_steps):
             batch = trainer.train_step.loader.batch(step)

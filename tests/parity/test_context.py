@@ -168,11 +168,11 @@ def count_context(rank, world_size, path, plan):
     microbatch = Microbatch(tokens, tokens, ids, ids).cut(meshes.sequence_part)
     engine.rehearse(microbatch, 1, CausalLM())
     shapes = set()
-    for layer in find_layers(engine._decoder):
+    for layer in find_layers(engine.decoder):
         layer.register_forward_hook(lambda module, inputs, output: shapes.add(tuple(output.shape)))
     with CallCounter() as counter:
         engine.forward_backward(0, [microbatch] * plan.num_microbatches, torch.tensor(1.0), CausalLM())
-    numbers = sum(local_part(each).numel() for each in engine._decoder.parameters())
+    numbers = sum(local_part(each).numel() for each in engine.decoder.parameters())
     return dict(counter.calls), dict(counter.bytes), shapes, numbers
 
 

@@ -41,10 +41,10 @@ def observe(rank, world_size, path, precision, num_microbatches):
     hook, data_parallel.sum_gradients = data_parallel.sum_gradients, note_bucket
     device, meshes = torch.device("cpu"), build_mesh(plan, "cpu")
     engine = build_native_engine(EngineSpec(recipe, load_config(small_config("llama")), plan, meshes, device))
-    trained = list(engine._trained.values())
+    trained = list(engine.trained.values())
     for parameter in trained if num_microbatches > 1 else ():
         parameter.register_post_accumulate_grad_hook(note_gradient)
-    engine._decoder.base_model.register_forward_pre_hook(lambda *_: found.append(trained[0].grad is not None))
+    engine.decoder.base_model.register_forward_pre_hook(lambda *_: found.append(trained[0].grad is not None))
     generator = torch.Generator().manual_seed(rank)
     places = np.zeros(1, dtype=np.int64)
 

@@ -31,7 +31,7 @@ def whole_weights(rank, world_size, path, plan, family, tied):
     meshes = build_mesh(plan, "cpu")
     config = load_config(small_config(family, tied))
     engine = build_native_engine(EngineSpec(recipe, config, plan, meshes, torch.device("cpu")))
-    parameters = dict(engine._decoder.named_parameters())
+    parameters = dict(engine.decoder.named_parameters())
     return {
         name: np.array((value.full_tensor() if hasattr(value, "full_tensor") else value).detach())
         for name, value in parameters.items()
@@ -77,7 +77,7 @@ def peak_while_building(rank, world_size, path, plan, config):
     engine = build_native_engine(EngineSpec(recipe, load_config(config), plan, meshes, torch.device("cpu")))
     done.set()
     thread.join()
-    whole = sum(parameter.numel() * 4 for parameter in engine._decoder.parameters())
+    whole = sum(parameter.numel() * 4 for parameter in engine.decoder.parameters())
     return peak - before, whole
 
 

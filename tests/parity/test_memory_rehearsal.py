@@ -104,7 +104,7 @@ def train_limited(rank, world_size, path, plan, limit, num_bytes):
 
     def rehearse_limited(engine, microbatch, num_microbatches, objective):
         assert not any(each() for each in decoders), "the engine of an earlier attempt still takes memory"
-        decoders.append(weakref.ref(engine._decoder))
+        decoders.append(weakref.ref(engine.decoder))
         tried.append((len(microbatch.input_ids), num_microbatches))
         if rank != SHORT_RANK or limit is None:
             return rehearse(engine, microbatch, num_microbatches, objective)

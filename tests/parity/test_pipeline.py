@@ -193,8 +193,8 @@ def make_microbatch():
 def observe_stage(rank, world_size, path, config, plan):
     """(weights by name, elements of live parameters, calls and bytes of sends of a step, those of all-reduces)."""
     engine = build_engine_of(path, config, plan)
-    parts = [local_part(each.detach()) for each in engine._decoder.parameters()]
-    weights = {name: local_part(each.detach()).clone() for name, each in engine._decoder.named_parameters()}
+    parts = [local_part(each.detach()) for each in engine.decoder.parameters()]
+    weights = {name: local_part(each.detach()).clone() for name, each in engine.decoder.named_parameters()}
     microbatches = [make_microbatch()] * plan.num_microbatches
     engine.rehearse(microbatches[0], plan.num_microbatches, CausalLM())
     # PyTorch's schedules exchange more in their first step.
@@ -267,7 +267,7 @@ def test_a_stage_needs_the_memory_of_its_layers_and_of_the_microbatches_it_keeps
 def find_poisoned(rank, world_size, path, config, plan, poisoned):
     """Where a pass finds the first value that is not finite, after these weights were made NaN."""
     engine = build_engine_of(path, config, plan)
-    for name, each in engine._decoder.named_parameters():
+    for name, each in engine.decoder.named_parameters():
         if name in poisoned:
             local_part(each.detach()).fill_(torch.nan)
     engine.rehearse(make_microbatch(), 4, CausalLM())

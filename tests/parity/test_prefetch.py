@@ -48,8 +48,8 @@ def record_step(rank, world_size, path, plan):
     meshes = build_mesh(plan, "cpu")
     engine = build_native_engine(EngineSpec(recipe, load_config(CONFIG), plan, meshes, torch.device("cpu")))
     diary = []
-    layers = find_layers(engine._decoder)
-    units = [("rest", engine._parallel.module), *((str(place), layer) for place, layer in enumerate(layers))]
+    layers = find_layers(engine.decoder)
+    units = [("rest", engine.parallel.module), *((str(place), layer) for place, layer in enumerate(layers))]
     for name, unit in units:
         assert isinstance(unit, FSDPModule)
         unit.set_custom_all_gather(Recorded(name, diary))

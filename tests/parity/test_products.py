@@ -101,7 +101,7 @@ def observe(rank, world_size, path, config, plan):
     engine.forward_backward(0, microbatches, torch.tensor(1.0), CausalLM())
     with TrafficCounter(axes) as counter:
         engine.forward_backward(1, microbatches, torch.tensor(1.0), CausalLM())
-    elements = sum(local_part(each).numel() for each in engine._decoder.parameters())
+    elements = sum(local_part(each).numel() for each in engine.decoder.parameters())
     return dict(meshes.place), elements, counter.by_axis, memory
 
 

@@ -27,7 +27,7 @@ def train_with_flip(rank, world_size, path, plan, stop_at, flipping):
 
     def flipped(train_step, step, is_suppressed, measure):
         if step + 1 == 4 and rank == flipping:
-            weight = local_part(train_step.learner.engine._decoder.get_parameter(FLIPPED).detach())
+            weight = local_part(train_step.learner.engine.decoder.get_parameter(FLIPPED).detach())
             weight.view(torch.int32).view(-1)[:1].bitwise_xor_(torch.tensor(1, dtype=torch.int32))
         return call(train_step, step, is_suppressed, measure)
 

@@ -129,7 +129,7 @@ def read_gradients(rank, world_size, path, config, plan):
     recipe, _ = load_recipe(Path(path))
     meshes = build_mesh(plan, "cpu")
     engine = build_native_engine(EngineSpec(recipe, load_config(config), plan, meshes, torch.device("cpu")))
-    trained = engine._trained
+    trained = engine.trained
     for name, parameter in trained.items():
         drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(derive_seed(1, name)))
         write_part(parameter.detach(), 0.1 * drawn)
@@ -168,7 +168,7 @@ def count_tensor_traffic(rank, world_size, path, config, plan):
     with TrafficCounter(axes) as counter:
         engine.forward_backward(0, [microbatch], torch.tensor(1.0), CausalLM())
     sent = meter.take()
-    elements = sum(local_part(parameter).numel() for parameter in engine._decoder.parameters())
+    elements = sum(local_part(parameter).numel() for parameter in engine.decoder.parameters())
     return counter.by_axis, elements, tokens.numel(), sent
 
 

@@ -47,7 +47,7 @@ def train_rank(rank, world_size, path, plan):
     trainer.fit()
     trainer.train_step.loader.close()
     trainer.saver.store.close()
-    return settings(trainer.train_step.learner.engine._optimizer)
+    return settings(trainer.train_step.learner.engine.optimizer)
 
 
 def run_echelon(workers, row, folder, text):

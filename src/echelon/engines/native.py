@@ -86,13 +86,16 @@ class NativeEngine:
 
     def __init__(self, parts: NativeParts) -> None:
         self._parts = parts
-        self._parallel, self._decoder, self._optimizer = parts.parallel, parts.decoder, parts.optimizer
+        self.decoder = parts.decoder
+        """The transformers model that trains: this rank's layers of it, sharded in place."""
+        self.parallel, self.optimizer = parts.parallel, parts.optimizer
         self._everyone, self._stages, self._loss_scale = parts.everyone, parts.stages, parts.loss_scale
         self.served = parts.served
         self._device = next(parts.decoder.parameters()).device  # the device of the optimizer step
-        self._trained: dict[str, nn.Parameter] = {
+        self.trained: dict[str, nn.Parameter] = {
             name: parameter for name, parameter in parts.decoder.named_parameters() if parameter.requires_grad
         }
+        """The parameters that train, by name."""
         self._step = 0
         self._is_finite = torch.ones((), dtype=torch.bool)
 
@@ -106,18 +109,18 @@ class NativeEngine:
     ) -> StepSums:
         """See Engine. The loss scale divides the number of targets; it is a power of two, so this is exact."""
         self._step = step
-        self._parallel.begin_step(step)
+        self.parallel.begin_step(step)
         divisor = num_targets if self.loss_scale is None else num_targets / self.loss_scale
         sums = self._parts.forward_backward(step, microbatches, divisor, objective)
-        self._parallel.reduce()
+        self.parallel.reduce()
         return sums
 
     def clip(self, max_norm: float | None) -> Tensor:
         """See Engine."""
-        found = {name: each.grad for name, each in self._trained.items() if each.grad is not None}
+        found = {name: each.grad for name, each in self.trained.items() if each.grad is not None}
         if self._loss_scale is not None:
             self._loss_scale.unscale(local_part(gradient) for gradient in found.values())
-        elsewhere = self._parallel.counted_elsewhere
+        elsewhere = self.parallel.counted_elsewhere
         norm = global_norm([gradient for name, gradient in found.items() if name not in elsewhere], self._stages)
         self._is_finite = torch.isfinite(norm)
         if max_norm is not None:
@@ -128,36 +131,36 @@ class NativeEngine:
         """See Engine."""
         if self.served is None:  # else the server steps, when it has the gradients of others
             # With offloaded parameters the step runs on the host, which must wait for `commit`.
-            self._optimizer.step(self._step, learning_rate, commit.to(self._device))
-        self._parallel.settle(commit)
-        self._parallel.clear_gradients()
+            self.optimizer.step(self._step, learning_rate, commit.to(self._device))
+        self.parallel.settle(commit)
+        self.parallel.clear_gradients()
         if self._loss_scale is not None:
             self._loss_scale.update(self._is_finite)
 
     def discard(self) -> None:
         """See Engine."""
-        self._parallel.clear_gradients()
+        self.parallel.clear_gradients()
 
     def find_nonfinite(
         self, step: int, microbatch: Microbatch, num_targets: Tensor, objective: Objective
     ) -> Finding | None:
         """See Engine."""
-        with Probe(self._decoder, self._parallel.stage_of) as probe:
+        with Probe(self.decoder, self.parallel.stage_of) as probe:
             sums = self.forward_backward(step, [microbatch], num_targets, objective)
         finding = probe.find(sums.loss)
-        self._parallel.clear_gradients()
+        self.parallel.clear_gradients()
         return finding
 
     @contextmanager
     def evaluation(self, objective: Objective) -> Iterator["ModuleEvaluation"]:
         """See Engine."""
-        with self._parallel.evaluation() as module:
-            decoder = self._decoder if self._stages is None else None
+        with self.parallel.evaluation() as module:
+            decoder = self.decoder if self._stages is None else None
             yield ModuleEvaluation(module, objective, self._parts.padding, decoder)
 
     def describe_end(self) -> Sequence[str]:
         """See Engine."""
-        waiting = self._parallel.waiting()
+        waiting = self.parallel.waiting()
         if waiting is None:
             return ()
         measured = [each for each in gather_objects(waiting, self._everyone) if each is not None]
@@ -170,7 +173,7 @@ class NativeEngine:
         """See Engine."""
         if not has_documents:
             return self._parts.lines
-        return [describe_document_mask(find_attention(self._decoder), self._parts.traits.mask), *self._parts.lines]
+        return [describe_document_mask(find_attention(self.decoder), self._parts.traits.mask), *self._parts.lines]
 
     def rehearse(self, microbatch: Microbatch, num_microbatches: int, objective: Objective) -> Rehearsal:
         """See Engine. Of a step of many microbatches, as many are run as need the most memory.
@@ -182,18 +185,18 @@ class NativeEngine:
         """
         masked = replace(microbatch, labels=torch.full_like(microbatch.labels, IGNORE))
         one = torch.ones((), device=masked.labels.device)
-        num_rehearsals = self._parallel.num_rehearsals if num_microbatches > 1 else 1
-        has_buckets = self._parallel.num_rehearsals > 1  # DDP's, which are the gradients
+        num_rehearsals = self.parallel.num_rehearsals if num_microbatches > 1 else 1
+        has_buckets = self.parallel.num_rehearsals > 1  # DDP's, which are the gradients
         footprint = self._build_footprint(one.device)
-        num_tried = min(num_microbatches, self._parallel.num_rehearsed)
+        num_tried = min(num_microbatches, self.parallel.num_rehearsed)
         suffices = self._try_memory([masked] * num_tried, one, objective, footprint)
         everyone = gather_objects(suffices, self._everyone)
         if not all(everyone):
             return Rehearsal(short=[rank for rank, each in enumerate(everyone) if not each])
-        for parameter in self._trained.values():
+        for parameter in self.trained.values():
             if parameter.grad is None:  # HSDP has none before its all-reduce
                 parameter.grad = torch.zeros_like(parameter)
-        memory = self._find_largest(footprint.parts((each for _, each in self._optimizer.tensors()), has_buckets))
+        memory = self._find_largest(footprint.parts((each for _, each in self.optimizer.tensors()), has_buckets))
         self._rehearse_update(one.device)
         for _ in range(1, num_rehearsals):
             self.forward_backward(0, [masked], one, objective)
@@ -211,8 +214,8 @@ class NativeEngine:
         return MemoryParts(*(max(each) for each in sizes))
 
     def _build_footprint(self, device: torch.device) -> Footprint:
-        parts = find_parts(self._decoder, self._parts.traits.arithmetic)
-        return Footprint(self._decoder, self._decoder if parts is None else parts.backbone, device)
+        parts = find_parts(self.decoder, self._parts.traits.arithmetic)
+        return Footprint(self.decoder, self.decoder if parts is None else parts.backbone, device)
 
     def _rehearse_update(self, device: torch.device) -> None:
         self.clip(None)
@@ -223,7 +226,7 @@ class NativeEngine:
     ) -> bool:
         """Run microbatches without communication, and measure them; return whether the memory of this rank sufficed."""
         try:
-            with self._parallel.isolated(), footprint:
+            with self.parallel.isolated(), footprint:
                 self.forward_backward(0, microbatches, num_targets, objective)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -233,17 +236,17 @@ class NativeEngine:
 
     def weights(self) -> dict[str, Tensor]:
         """See Replica."""
-        return {name: local_part(parameter.detach()) for name, parameter in self._trained.items()}
+        return {name: local_part(parameter.detach()) for name, parameter in self.trained.items()}
 
     def gradients(self) -> dict[str, Tensor]:
         """See Replica."""
-        found = {name: parameter.grad for name, parameter in self._trained.items()}
+        found = {name: parameter.grad for name, parameter in self.trained.items()}
         return {name: local_part(gradient) for name, gradient in found.items() if gradient is not None}
 
     def describe_adapter(self) -> AdapterContent:
         """See Engine."""
-        tensors = {name: whole(parameter.detach()).cpu() for name, parameter in self._trained.items()}
-        content = describe_adapter(self._decoder, tensors, self._parts.principal or {})
+        tensors = {name: whole(parameter.detach()).cpu() for name, parameter in self.trained.items()}
+        content = describe_adapter(self.decoder, tensors, self._parts.principal or {})
         return content if self._stages is None else join_adapters(gather_objects(content, self._stages))
 
     def load(self, fill: Fill) -> None:
@@ -257,17 +260,17 @@ class NativeEngine:
         Weights that an adapter freezes are not included: they are loaded from their source again. Parameters that an
         architecture itself does not train, such as a router's expert bias, are.
         """
-        parameters = dict(self._decoder.named_parameters())
+        parameters = dict(self.decoder.named_parameters())
         has_adapter = any(plain_name(name) is None for name in parameters)
-        stored = self._trained if has_adapter else parameters
+        stored = self.trained if has_adapter else parameters
         state = {f"model.{name}": parameter.detach() for name, parameter in stored.items()}
-        for name, tensor in self._optimizer.tensors():
+        for name, tensor in self.optimizer.tensors():
             state[f"optimizer.{name}"] = tensor
         if self._loss_scale is not None:
             state |= {f"loss_scale.{key}": tensor for key, tensor in self._loss_scale.state_dict().items()}
-        state |= self._parallel.tensors()
+        state |= self.parallel.tensors()
         if not has_adapter:
-            state |= {f"model.{name}": buffer for name, buffer in persistent_buffers(self._decoder).items()}
+            state |= {f"model.{name}": buffer for name, buffer in persistent_buffers(self.decoder).items()}
         return state
 
 

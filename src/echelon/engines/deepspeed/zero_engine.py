@@ -90,8 +90,10 @@ class DeepspeedEngine(NativeEngine):
     def __init__(self, deepspeed: Any, partitions: Partitions, keys: Sequence[str], parts: NativeParts) -> None:
         """`deepspeed`: a DeepSpeedEngine. `keys`: of the optimizer's state."""
         super().__init__(parts)
-        self._zero = deepspeed
-        self._partitions = partitions
+        self.zero = deepspeed
+        """DeepSpeed's engine."""
+        self.partitions = partitions
+        """What this rank holds of weights and optimizer state."""
         self._keys = keys
         self._mesh = init_device_mesh("cpu", (dist.get_world_size(parts.everyone),))
         self._norm = torch.ones(())
@@ -103,34 +105,34 @@ class DeepspeedEngine(NativeEngine):
         """See Engine. DeepSpeed multiplies the loss by the scale, and takes it out of the gradients in its step."""
         self._step = step
         if self.loss_scale is not None:
-            self._zero.optimizer.loss_scaler.cur_scale = float(self.loss_scale)
+            self.zero.optimizer.loss_scaler.cur_scale = float(self.loss_scale)
         return self._parts.forward_backward(step, microbatches, num_targets, objective)
 
     def clip(self, max_norm: float | None) -> Tensor:
         """See Engine. The norm is echelon's own: DeepSpeed's is -1 where a gradient is not finite."""
-        parts = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in self._partitions.gradients()]
+        parts = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in self.partitions.gradients()]
         squares = torch.stack(parts).square().sum().to(self._device) if parts else torch.zeros(()).double()
         dist.all_reduce(squares, group=self._everyone)
         scaled = squares.sqrt().float()
-        self._norm, self._zero.optimizer.clip_grad = scaled, max_norm or 0.0
+        self._norm, self.zero.optimizer.clip_grad = scaled, max_norm or 0.0
         norm = scaled if self.loss_scale is None else scaled / self.loss_scale
         self._is_finite = torch.isfinite(norm)
         return norm
 
     def step(self, learning_rate: float, commit: Tensor) -> None:
         """See Engine. The host waits for `commit`."""
-        for group in self._zero.optimizer.param_groups:
+        for group in self.zero.optimizer.param_groups:
             group["lr"] = learning_rate * group["rate_factor"]
         if not bool(commit):
             self._norm = torch.full_like(self._norm, -1.0)
-        self._zero.step()
+        self.zero.step()
         if self._loss_scale is not None:
             self._loss_scale.update(self._is_finite)
 
     def discard(self) -> None:
         """See Engine."""
         self._norm = torch.full_like(self._norm, -1.0)
-        self._zero.step()
+        self.zero.step()
 
     def rehearse(self, microbatch: Microbatch, num_microbatches: int, objective: Objective) -> Rehearsal:
         """See Engine. A rank that runs out of memory ends the run: its peers wait for it inside DeepSpeed."""
@@ -145,38 +147,38 @@ class DeepspeedEngine(NativeEngine):
 
     def describe_adapter(self) -> AdapterContent:
         """See Engine."""
-        tensors = {name: self._partitions.read(each, None).cpu() for name, each in self._trained.items()}
-        return describe_adapter(self._decoder, tensors, self._parts.principal or {})
+        tensors = {name: self.partitions.read(each, None).cpu() for name, each in self.trained.items()}
+        return describe_adapter(self.decoder, tensors, self._parts.principal or {})
 
     def state_dict(self) -> dict[str, Tensor]:
         """See Engine. Copies in host memory, of which each rank has some rows: names and shapes are the native ones."""
         state: dict[str, Tensor] = {}
-        steps = count_steps(self._zero.optimizer.state[self._partitions.flats[0]])
-        for name, parameter in self._trained.items():
-            state[f"model.{name}"] = self._divide(self._partitions.read(parameter, None))
+        steps = count_steps(self.zero.optimizer.state[self.partitions.flats[0]])
+        for name, parameter in self.trained.items():
+            state[f"model.{name}"] = self._divide(self.partitions.read(parameter, None))
             for key in self._keys:
-                state[f"optimizer.{name}.{key}"] = self._divide(self._partitions.read(parameter, key))
+                state[f"optimizer.{name}.{key}"] = self._divide(self.partitions.read(parameter, key))
             if steps is not None:
                 state[f"optimizer.{name}.step"] = torch.tensor(steps)
         if self._loss_scale is not None:
             state |= {f"loss_scale.{key}": tensor for key, tensor in self._loss_scale.state_dict().items()}
-        if all(plain_name(name) is not None for name in self._trained):
-            state |= {f"model.{name}": buffer for name, buffer in persistent_buffers(self._decoder).items()}
+        if all(plain_name(name) is not None for name in self.trained):
+            state |= {f"model.{name}": buffer for name, buffer in persistent_buffers(self.decoder).items()}
         return state
 
     def load(self, fill: Fill) -> None:
         """See Engine. One parameter at a time is whole."""
         state = self.state_dict()
         fill(state)
-        for name, parameter in self._trained.items():
+        for name, parameter in self.trained.items():
             for key, stored in self._stored(name):
                 value = state[stored]
                 assert isinstance(value, DTensor)
-                self._partitions.write(parameter, key, value.full_tensor().to(self._device))
+                self.partitions.write(parameter, key, value.full_tensor().to(self._device))
             if (steps := state.get(f"optimizer.{name}.step")) is not None:
-                for flat in self._partitions.flats:
-                    set_steps(self._zero.optimizer.state[flat], float(steps))
-        self._partitions.settle()
+                for flat in self.partitions.flats:
+                    set_steps(self.zero.optimizer.state[flat], float(steps))
+        self.partitions.settle()
 
     def _stored(self, name: str) -> Iterator[tuple[str | None, str]]:
         yield None, f"model.{name}"

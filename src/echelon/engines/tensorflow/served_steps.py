@@ -37,7 +37,7 @@ class ServedModel:
         many, scalar = tf.TensorSpec([None, None, None], tf.int32), tf.TensorSpec([], tf.float32)
         signature = [many, many, scalar, tf.TensorSpec([], tf.int32)]
         self._differentiate = tf.function(self._differentiate_share, input_signature=signature)
-        self._add_up = tf.function(self._add_up_all)
+        self.add_up = tf.function(self._add_up_all)
         self._measure = tf.function(self._measure_all)
         self._scale = tf.function(self._scale_all, input_signature=[scalar])
         self._update = tf.function(self._update_all, input_signature=[scalar, scalar, scalar])
@@ -56,7 +56,7 @@ class ServedModel:
             for rank, (ids, labels) in enumerate(shares)
         ]
         self._coordinator.join()
-        self._add_up()
+        self.add_up()
         return [float(each.fetch()) for each in losses]
 
     def clear(self) -> None:
@@ -138,7 +138,7 @@ class ServedSteps:
         everyone: dist.ProcessGroup,
     ) -> None:
         """`model`: on rank 0 alone. `make_copy` makes a decoder in this process, for passes without gradients."""
-        self._library, self._model, self._everyone = library, model, everyone
+        self._library, self.model, self._everyone = library, model, everyone
         self._make_copy = make_copy
         self._rank = dist.get_rank(everyone)
 
@@ -146,27 +146,27 @@ class ServedSteps:
         """See Steps."""
         ids, labels = [each.input_ids for each in microbatches], [each.labels for each in microbatches]
         shares = gather_objects((_stack(ids, 0), _stack(labels, IGNORE)), self._everyone)
-        losses = self._tell(None if self._model is None else self._model.accumulate(shares, divisor))
+        losses = self._tell(None if self.model is None else self.model.accumulate(shares, divisor))
         return float(losses[self._rank])
 
     def clear(self) -> None:
         """See Steps."""
-        if self._model is not None:
-            self._model.clear()
+        if self.model is not None:
+            self.model.clear()
 
     def norm(self) -> float:
         """See Steps."""
-        return float(self._tell(None if self._model is None else self._model.norm()))
+        return float(self._tell(None if self.model is None else self.model.norm()))
 
     def scale(self, factor: float) -> None:
         """See Steps."""
-        if self._model is not None:
-            self._model.scale(factor)
+        if self.model is not None:
+            self.model.scale(factor)
 
     def update(self, rate: float, step: int) -> None:
         """See Steps. Returns when the servers are done, so that no process leaves before."""
-        if self._model is not None:
-            self._model.update(rate, step)
+        if self.model is not None:
+            self.model.update(rate, step)
         dist.barrier(self._everyone)
 
     def passes(self) -> Passes:
@@ -182,7 +182,7 @@ class ServedSteps:
 
     def read(self, key: str) -> dict[str, Array]:
         """See Steps."""
-        values = {} if self._model is None else self._model.decoder.read(self._model.find(key))
+        values = {} if self.model is None else self.model.decoder.read(self.model.find(key))
         shapes = self._tell({name: each.shape for name, each in values.items()})
         for name, shape in shapes.items():
             values.setdefault(name, np.empty(shape, np.float32))
@@ -191,8 +191,8 @@ class ServedSteps:
 
     def write(self, key: str, values: Mapping[str, Array]) -> None:
         """See Steps."""
-        if self._model is not None:
-            self._model.decoder.write(self._model.find(key), values)
+        if self.model is not None:
+            self.model.decoder.write(self.model.find(key), values)
 
     def _tell(self, value: Any) -> Any:
         """What rank 0 has, on every rank."""

@@ -83,7 +83,7 @@ class CopiedSteps:
         ids, scalar = tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([], tf.float32)
         signature = [ids, ids, scalar] if varies else None
         self._differentiate = tf.function(self._differentiate_all, input_signature=signature)
-        self._add_up = tf.function(self._add_up_all)
+        self.add_up = tf.function(self._add_up_all)
         self._clear = tf.function(self._clear_all)
         self._measure = tf.function(self._measure_one)
         self._scale = tf.function(self._scale_all, input_signature=[scalar])
@@ -92,7 +92,7 @@ class CopiedSteps:
     def accumulate(self, microbatches: Sequence[Microbatch], divisor: float) -> float:
         """See Steps."""
         losses = [self._add_gradients(each, divisor) for each in microbatches]
-        self._add_up()
+        self.add_up()
         return math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan
 
     def _add_gradients(self, microbatch: Microbatch, divisor: float) -> float:

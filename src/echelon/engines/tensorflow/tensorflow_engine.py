@@ -48,7 +48,8 @@ class TensorflowEngine:
 
     def __init__(self, steps: Steps, lines: Sequence[str]) -> None:
         """`lines`: the result of `describe`."""
-        self._steps = steps
+        self.steps = steps
+        """What computes the steps, on this rank or directed by it."""
         self._lines = lines
         self._num_updates = 0
 
@@ -68,9 +69,9 @@ class TensorflowEngine:
                 "engine=native."
             )
         masked = replace(microbatch, labels=torch.full_like(microbatch.labels, IGNORE))
-        self._steps.accumulate([masked], 1.0)
-        self._steps.norm()
-        self._steps.clear()
+        self.steps.accumulate([masked], 1.0)
+        self.steps.norm()
+        self.steps.clear()
         return Rehearsal()
 
     def forward_backward(
@@ -78,37 +79,37 @@ class TensorflowEngine:
     ) -> StepSums:
         """See Engine. Raises ConfigError for another objective than the cross-entropy of tokens."""
         _refuse_other_losses(objective)
-        return StepSums(torch.tensor(self._steps.accumulate(microbatches, float(num_targets))).double())
+        return StepSums(torch.tensor(self.steps.accumulate(microbatches, float(num_targets))).double())
 
     def clip(self, max_norm: float | None) -> Tensor:
         """See Replica."""
-        norm = self._steps.norm()
+        norm = self.steps.norm()
         if max_norm is not None and norm + _EPSILON > max_norm:
-            self._steps.scale(max_norm / (norm + _EPSILON))
+            self.steps.scale(max_norm / (norm + _EPSILON))
         return torch.tensor(norm)
 
     def step(self, learning_rate: float, commit: Tensor) -> None:
         """See Replica."""
         if bool(commit):
             self._num_updates += 1
-            self._steps.update(learning_rate, self._num_updates)
-        self._steps.clear()
+            self.steps.update(learning_rate, self._num_updates)
+        self.steps.clear()
 
     def discard(self) -> None:
         """See Engine."""
-        self._steps.clear()
+        self.steps.clear()
 
     def find_nonfinite(
         self, step: int, microbatch: Microbatch, num_targets: Tensor, objective: Objective
     ) -> Finding | None:
         """See Engine."""
-        return self._steps.passes().find_nonfinite(microbatch.input_ids, microbatch.labels)
+        return self.steps.passes().find_nonfinite(microbatch.input_ids, microbatch.labels)
 
     @contextmanager
     def evaluation(self, objective: Objective) -> Iterator["TensorflowEvaluation"]:
         """See Engine."""
         _refuse_other_losses(objective)
-        yield TensorflowEvaluation(self._steps.passes())
+        yield TensorflowEvaluation(self.steps.passes())
 
     def describe_end(self) -> Sequence[str]:
         """See Engine."""
@@ -120,11 +121,11 @@ class TensorflowEngine:
 
     def weights(self) -> dict[str, Tensor]:
         """Return copies of the weights: see Replica."""
-        return _as_torch(self._steps.read(WEIGHTS))
+        return _as_torch(self.steps.read(WEIGHTS))
 
     def gradients(self) -> dict[str, Tensor]:
         """Return copies of the gradients: see Replica."""
-        return _as_torch(self._steps.read(GRADIENTS))
+        return _as_torch(self.steps.read(GRADIENTS))
 
     def state_dict(self) -> dict[str, Tensor]:
         """See Engine. The names and shapes are those of the native engine with AdamW."""
@@ -132,7 +133,7 @@ class TensorflowEngine:
         state = {f"model.{name}": each for name, each in weights.items()}
         state |= {f"optimizer.{name}.step": torch.tensor(float(self._num_updates)) for name in weights}
         for key in MOMENTS:
-            state |= {f"optimizer.{name}.{key}": each for name, each in _as_torch(self._steps.read(key)).items()}
+            state |= {f"optimizer.{name}.{key}": each for name, each in _as_torch(self.steps.read(key)).items()}
         return state
 
     def load(self, fill: Fill) -> None:
@@ -150,9 +151,9 @@ class TensorflowEngine:
                 "them together; use engine=native."
             )
         [self._num_updates] = counts
-        self._steps.write(WEIGHTS, {name: state[f"model.{name}"].numpy() for name in names})
+        self.steps.write(WEIGHTS, {name: state[f"model.{name}"].numpy() for name in names})
         for key in MOMENTS:
-            self._steps.write(key, {name: state[f"optimizer.{name}.{key}"].numpy() for name in names})
+            self.steps.write(key, {name: state[f"optimizer.{name}.{key}"].numpy() for name in names})
 
 
 class TensorflowEvaluation:
