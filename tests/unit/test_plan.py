@@ -511,6 +511,7 @@ def test_plan_json_round_trips():
         ({**content, "precision": {**content["precision"], "compute": "float8"}}, "precision.compute='float8'"),
         ({**content, "precision": None}, "precision=None"),
         ({**content, "why": "because"}, "why="),
+        ({**content, "ep": 3}, r"ep=3 .*divide dp_shard \* cp = 8"),
         ({**content, "order": content["order"][1:]}, "order=.*once"),
         ({**content, "order": [*content["order"][1:], content["order"][1]]}, "order=.*once"),
     ]:

@@ -400,6 +400,8 @@ class ParallelPlan:
             raise _explain(error) from error
         if sorted(plan.order) != sorted(AXIS_ORDER):
             raise PlanError(f"plan.order={plan.order!r} is not valid: it must name each of {AXIS_ORDER} once.")
+        if plan.num_shards % plan.ep:
+            raise PlanError(f"plan.ep={plan.ep} is not valid: it must divide dp_shard * cp = {plan.num_shards}.")
         return plan
 
 
