@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from echelon.hardware.accelerators import Cluster
+from echelon.hardware.links import Links
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
 from echelon.planner.rates import Rates, Software, attention_flops, product_flops
@@ -16,6 +17,53 @@ _LOSS_PASSES = 12  # bytes per logit: written, read and its gradient written and
 # Unfused attention: passes over the scores in a forward pass: those of its two products, one written and one read, and
 # those of the fused masked softmax and of dropout with its mask, in Megatron-LM (Korthikanti et al. 2022, section 4).
 _SCORE_PASSES = (2, 4.5)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The inputs of the seconds of a step."""
+
+    shape: ModelShape
+    plan: ParallelPlan
+    sequence_len: int
+    cluster: Cluster
+    software: Software
+    rates: Rates
+    part: ModelShape
+    """The part of the model that one rank stores and computes."""
+    between: Links | None = None
+    """The links between copies of the model; None for those of the cluster."""
+
+    @property
+    def tokens(self) -> int:
+        """Of one microbatch on one rank."""
+        return self.plan.microbatch_tokens(self.sequence_len)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s of operations that wait for memory."""
+        known = self.cluster.accelerator.memory_bandwidth
+        return (self.rates.memory_bandwidth if known is None else known) * self.rates.bandwidth_share
+
+    @property
+    def flops(self) -> float:
+        """FLOP/s of large products of layers. Raises PlanError if the speed of the devices is unknown."""
+        policy = self.plan.precision
+        return product_flops(self.cluster.accelerator, policy.compute, policy.float8, self.rates)
+
+    @property
+    def wide_flops(self) -> float:
+        """FLOP/s of large products that are not in float8. Raises as `flops` does."""
+        return product_flops(self.cluster.accelerator, self.plan.precision.compute, False, self.rates)
+
+    @property
+    def hidden_bytes(self) -> float:
+        """Of the hidden states of one microbatch."""
+        return self.tokens * self.shape.hidden_size * DTYPE_BYTES[self.plan.precision.compute]
+
+    def exposed(self, communication: float, computation: float) -> float:
+        """The seconds of communication that do not run beside computation that they could overlap with."""
+        return communication - self.rates.overlap * min(communication, computation)
 
 
 @dataclass(frozen=True)
@@ -59,33 +107,24 @@ class LaunchTime:
     root: float = 0.0
 
 
-def launch_time(plan: ParallelPlan, software: Software, rates: Rates) -> LaunchTime:
+def launch_time(step: Step) -> LaunchTime:
     """What the host of a rank launches. Full checkpointing launches forward passes twice."""
+    plan, rates = step.plan, step.rates
     hook = (rates.hook if plan.num_shards > 1 else rates.wrapper) if plan.uses_fully_shard else 0.0
-    layer = software.launch_seconds(rates) + (rates.dispatch if plan.divides_matrices else 0.0)
+    layer = step.software.launch_seconds(rates) + (rates.dispatch if plan.divides_matrices else 0.0)
     layer *= 1.5 if plan.activation_checkpointing == "full" else 1.0
     return LaunchTime(layer + hook, rates.head_launches * rates.launch, plan.stages_per_rank * hook)
 
 
-def layer_time(
-    part: ModelShape,
-    plan: ParallelPlan,
-    sequence_len: int,
-    tokens: int,
-    cluster: Cluster,
-    software: Software,
-    rates: Rates,
-) -> LayerTime:
-    """Seconds of one decoder layer of a rank's part of the model, for `tokens` of sequences of this length."""
-    matmul = _matmul_forward(part, plan, tokens, cluster, rates)
-    attention_once, attention_back = _attention(part, plan, sequence_len, tokens, cluster, software, rates)
-    memory = _memory_forward(part, plan, tokens, cluster, software, rates)
+def layer_time(step: Step) -> LayerTime:
+    """Seconds of one decoder layer of a rank's part of the model."""
+    plan, matmul, memory = step.plan, _matmul_forward(step), _memory_forward(step)
+    attention_once, attention_back = _attention(step)
     backward = 2.0
     if plan.adapter is not None:  # frozen weights have no gradient of their own
         trained = plan.adapter.num_trained_matmul_parameters - plan.adapter.num_saved_outside
         backward = 1.0 + min(1.0, trained / max(1, plan.adapter.num_frozen_parameters))
-    end = 0.0 if software.recomputes_ends else _last_product(part, plan, tokens, cluster, rates)
-    repeated = _recomputed(plan, software, matmul, attention_once, memory, end)
+    repeated = _recomputed(step, matmul, attention_once, memory)
     return LayerTime(
         matmul=matmul * (1 + backward),
         attention=attention_once + attention_back,
@@ -96,25 +135,17 @@ def layer_time(
     )
 
 
-def head_time(
-    part: ModelShape, plan: ParallelPlan, tokens: int, cluster: Cluster, software: Software, rates: Rates
-) -> LayerTime:
+def head_time(step: Step) -> LayerTime:
     """Seconds of the head and the loss."""
-    compute = plan.precision.compute
-    flops = product_flops(cluster.accelerator, compute, False, rates)
-    once = product_seconds(tokens, [(part.hidden_size, part.vocab_size, 1.0)], flops, rates.small_dim)
-    passes = rates.fused if software.fused else rates.eager
-    memory = tokens * part.vocab_size * _LOSS_PASSES * passes / 2 / _bandwidth(cluster, rates)
+    part, plan, tokens, rates = step.part, step.plan, step.tokens, step.rates
+    once = product_seconds(tokens, [(part.hidden_size, part.vocab_size, 1.0)], step.wide_flops, rates.small_dim)
+    passes = rates.fused if step.software.fused else rates.eager
+    memory = tokens * part.vocab_size * _LOSS_PASSES * passes / 2 / step.bandwidth
     if rates.logit_seconds is not None:  # measured with operations that are not fused
         memory = tokens * part.vocab_size * rates.logit_seconds * passes / rates.eager
     frozen = plan.adapter is not None and not plan.adapter.num_saved_outside
     matmul = once * (2 if frozen else 3)
     return LayerTime(matmul=matmul, memory_bound=memory, forward=once + memory / 3, weights=matmul - 2 * once)
-
-
-def _bandwidth(cluster: Cluster, rates: Rates) -> float:
-    known = cluster.accelerator.memory_bandwidth
-    return (rates.memory_bandwidth if known is None else known) * rates.bandwidth_share
 
 
 def product_seconds(tokens: int, products: Sequence[tuple[int, int, float]], flops: float, small_dim: float) -> float:
@@ -128,10 +159,9 @@ def product_seconds(tokens: int, products: Sequence[tuple[int, int, float]], flo
     )
 
 
-def _matmul_forward(part: ModelShape, plan: ParallelPlan, tokens: int, cluster: Cluster, rates: Rates) -> float:
+def _matmul_forward(step: Step) -> float:
     """Seconds of the products of a forward pass."""
-    policy = plan.precision
-    flops = product_flops(cluster.accelerator, policy.compute, policy.float8, rates)
+    part = step.part
     hidden, query = part.hidden_size, part.num_heads * part.head_dim
     key_value = part.num_kv_heads * part.head_dim
     share, width = part.expert_widths
@@ -145,68 +175,52 @@ def _matmul_forward(part: ModelShape, plan: ParallelPlan, tokens: int, cluster: 
     counted = sum(times * rows * columns for rows, columns, times in products)
     active = part.num_layer_parameters - part.num_idle_parameters / part.num_layers
     other = max(1.0, active / counted) if not share else 1.0  # products that the widths do not tell of
-    return other * product_seconds(tokens, products, flops, rates.small_dim)
+    return other * product_seconds(step.tokens, products, step.flops, step.rates.small_dim)
 
 
-def _attention(
-    part: ModelShape,
-    plan: ParallelPlan,
-    sequence_len: int,
-    tokens: int,
-    cluster: Cluster,
-    software: Software,
-    rates: Rates,
-) -> tuple[float, float]:
+def _attention(step: Step) -> tuple[float, float]:
     """Seconds of (the forward, the backward pass) of attention; fused kernels skip the masked half of the scores."""
-    device, compute = cluster.accelerator, plan.precision.compute
-    scores = tokens * part.num_heads * sequence_len
+    part, compute = step.part, step.plan.precision.compute
+    scores = step.tokens * part.num_heads * step.sequence_len
     flops = 4.0 * scores * part.head_dim
-    if software.attention == "unfused":
-        rate = product_flops(device, compute, False, rates)
-        passes = scores * DTYPE_BYTES[compute] / _bandwidth(cluster, rates)
-        once = max(flops / rate, _SCORE_PASSES[0] * passes) + _SCORE_PASSES[1] * passes
+    if step.software.attention == "unfused":
+        passes = scores * DTYPE_BYTES[compute] / step.bandwidth
+        once = max(flops / step.wide_flops, _SCORE_PASSES[0] * passes) + _SCORE_PASSES[1] * passes
         return once, 2 * once
-    once = flops / 2 / attention_flops(device, compute, part.head_dim, software, rates)
-    return once, 2.5 * once / rates.attention_backward
+    once = flops / 2 / attention_flops(step.cluster.accelerator, compute, part.head_dim, step.software, step.rates)
+    return once, 2.5 * once / step.rates.attention_backward
 
 
-def _memory_forward(
-    part: ModelShape, plan: ParallelPlan, tokens: int, cluster: Cluster, software: Software, rates: Rates
-) -> float:
+def _memory_forward(step: Step) -> float:
     """Seconds of what waits for memory in a forward pass."""
-    number = DTYPE_BYTES[plan.precision.compute]
-    divided = plan.sequence_ranks
+    part, plan, rates = step.part, step.plan, step.rates
+    number, divided = DTYPE_BYTES[plan.precision.compute], plan.sequence_ranks
     share, width = part.expert_widths
     inner = (1 - share) * part.intermediate_size + share * part.num_chosen_experts * width
     passes = HIDDEN_PASSES * part.hidden_size / divided + INNER_PASSES * inner
-    num_bytes = passes * number * (rates.fused if software.fused else rates.eager)
+    num_bytes = passes * number * (rates.fused if step.software.fused else rates.eager)
     if plan.precision.float8:
         num_bytes += _FLOAT8_PASSES * (2 * part.hidden_size / divided + inner)
-    return tokens * num_bytes / _bandwidth(cluster, rates)
+    return step.tokens * num_bytes / step.bandwidth
 
 
-def _last_product(part: ModelShape, plan: ParallelPlan, tokens: int, cluster: Cluster, rates: Rates) -> float:
-    """Seconds of the forward product that ends a layer, if nothing behind it needs its result in the backward pass."""
-    share, _ = part.expert_widths
-    if part.parts.num_norms > 2 or part.parts.residual_dropout:
+def _last_product(step: Step) -> float:
+    """Seconds of the forward product that ends a layer, if nothing needs its result when the layer is recomputed."""
+    part, (share, _) = step.part, step.part.expert_widths
+    if step.software.recomputes_ends or part.parts.num_norms > 2 or part.parts.residual_dropout:
         return 0.0
-    flops = product_flops(cluster.accelerator, plan.precision.compute, plan.precision.float8, rates)
     product = (part.intermediate_size, part.hidden_size, 1 - share)
-    return product_seconds(tokens, [product], flops, rates.small_dim)
+    return product_seconds(step.tokens, [product], step.flops, step.rates.small_dim)
 
 
-def _recomputed(
-    plan: ParallelPlan, software: Software, matmul: float, attention: float, memory: float, end: float
-) -> float:
-    """Seconds of a layer's recomputation; selective checkpointing keeps what products and attention return.
-
-    end: of the product that full checkpointing leaves out.
-    """
+def _recomputed(step: Step, matmul: float, attention: float, memory: float) -> float:
+    """Seconds of a layer's recomputation; selective checkpointing keeps what products and attention return."""
+    plan = step.plan
     match plan.activation_checkpointing:
         case "full":
-            return (matmul - end + attention + memory) / plan.checkpoint_every
+            return (matmul - _last_product(step) + attention + memory) / plan.checkpoint_every
         case "selective":
-            return memory + software.recomputed_products * matmul
+            return memory + step.software.recomputed_products * matmul
         case "none" if plan.activation_memory_budget is not None:
             return (1 - plan.activation_memory_budget) * (matmul + attention + memory)
     return 0.0

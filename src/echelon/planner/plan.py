@@ -146,11 +146,8 @@ class SyncPlan:
                 f"aggregate {self.aggregate}",
             ]
             if self.max_staleness != 0:
-                limit = (
-                    "any number of steps"
-                    if self.max_staleness is None
-                    else f"at most {count_noun(self.max_staleness, 'step')}"
-                )
+                most = self.max_staleness
+                limit = "any number of steps" if most is None else f"at most {count_noun(most, 'step')}"
                 words.append(f"staleness of {limit}")
             if self.staleness_compensation:
                 words.append(f"compensated with {self.staleness_compensation:g}")

@@ -11,7 +11,6 @@ from operator import add
 
 from echelon.hardware.accelerators import Cluster
 from echelon.hardware.links import Links
-from echelon.planner.axes.axis import Step
 from echelon.planner.axes.data import count_updated, data_seconds
 from echelon.planner.axes.pipeline import (
     PIPELINE,
@@ -22,7 +21,7 @@ from echelon.planner.axes.pipeline import (
     waiting_seconds,
 )
 from echelon.planner.axes.table import LAYER_AXES, count_absent, divide_shape
-from echelon.planner.layer_time import LaunchTime, head_time, launch_time, layer_time
+from echelon.planner.layer_time import LaunchTime, Step, head_time, launch_time, layer_time
 from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
@@ -126,10 +125,10 @@ def estimate_time(
     software = software or choose_software(plan, cluster)
     rates = rates or rates_of(cluster)
     step = Step(shape, plan, sequence_len, cluster, software, rates, divide_shape(shape, plan), between)
-    launch = launch_time(plan, software, rates)
+    launch = launch_time(step)
     waited = launch if rates.waits_for_host else LaunchTime()
-    layer = layer_time(step.part, plan, sequence_len, step.tokens, cluster, software, rates).launched_in(waited.layer)
-    head = head_time(step.part, plan, step.tokens, cluster, software, rates).launched_in(waited.head)
+    layer = layer_time(step).launched_in(waited.layer)
+    head = head_time(step).launched_in(waited.head)
     sent = {axis.name: axis.layer_seconds(step, layer) for axis in LAYER_AXES}
     border, steps = border_seconds(step), plan.num_microbatches
     ends = border + waited.root

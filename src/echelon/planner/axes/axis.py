@@ -1,16 +1,14 @@
 """What the planner asks of an axis of parallelism, and the inputs of the answers. The loops are over `table.py`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from echelon.errors import ConfigError
 from echelon.hardware.accelerators import Cluster, DeviceKind
-from echelon.hardware.links import Links
-from echelon.planner.layer_time import LayerTime
+from echelon.planner.layer_time import LayerTime, Step
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import DTYPE_BYTES, AdapterPlan, ParallelPlan
-from echelon.planner.rates import Rates, Software
 from echelon.recipe.training import ParallelConfig
 
 if TYPE_CHECKING:
@@ -37,36 +35,6 @@ class RankLoad:
 
 
 @dataclass(frozen=True)
-class Step:
-    """The inputs of the seconds of a step."""
-
-    shape: ModelShape
-    plan: ParallelPlan
-    sequence_len: int
-    cluster: Cluster
-    software: Software
-    rates: Rates
-    part: ModelShape
-    """The part of the model that one rank stores and computes."""
-    between: Links | None = None
-    """The links between copies of the model; None for those of the cluster."""
-
-    @property
-    def tokens(self) -> int:
-        """Of one microbatch on one rank."""
-        return self.plan.microbatch_tokens(self.sequence_len)
-
-    @property
-    def hidden_bytes(self) -> float:
-        """Of the hidden states of one microbatch."""
-        return self.tokens * self.shape.hidden_size * DTYPE_BYTES[self.plan.precision.compute]
-
-    def exposed(self, communication: float, computation: float) -> float:
-        """The seconds of communication that do not run beside computation that they could overlap with."""
-        return communication - self.rates.overlap * min(communication, computation)
-
-
-@dataclass(frozen=True)
 class Sender:
     """A rank whose sent bytes are counted."""
 
@@ -78,11 +46,11 @@ class Sender:
     plan: ParallelPlan
     sequence_len: int
     kind: DeviceKind
-    tokens: int = field(init=False)
-    """Of one microbatch."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", self.plan.microbatch_tokens(self.sequence_len))
+    @property
+    def tokens(self) -> int:
+        """Of one microbatch."""
+        return self.plan.microbatch_tokens(self.sequence_len)
 
     @property
     def layers(self) -> int:

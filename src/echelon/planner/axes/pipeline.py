@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from echelon.errors import ConfigError, PlanError
-from echelon.planner.axes.axis import Axis, Choices, RankLoad, Sender, Step
+from echelon.planner.axes.axis import Axis, Choices, RankLoad, Sender
 from echelon.planner.axes.pipeline_schedule import (
     StageTime,
     bubble_seconds,
@@ -23,7 +23,7 @@ from echelon.planner.axes.pipeline_schedule import (
 )
 from echelon.planner.collectives import find_group
 from echelon.planner.fitting_values import join_words, nearest
-from echelon.planner.layer_time import LayerTime
+from echelon.planner.layer_time import LayerTime, Step
 from echelon.planner.model_shape import ModelShape, divisors
 from echelon.planner.plan import AdapterPlan, ParallelPlan
 from echelon.recipe.training import ParallelConfig, PipelineSchedule
