@@ -40,12 +40,8 @@ from echelon.errors import (
 )
 from echelon.hardware.gpu_check import find_compat
 from echelon.stopping import stops_told
-from echelon.supervise.launch_environment import (
-    find_place,
-    read_environment,
-    restart_in_utf8,
-    restart_with_libraries,
-)
+from echelon.supervise.launch_environment import find_place, restart_in_utf8, restart_with_libraries
+from echelon.variables import read_environment
 
 app = typer.Typer(
     name="echelon",

@@ -6,6 +6,7 @@ torch is not imported: the variables of a library must be set before that librar
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from echelon.errors import ConfigError
 
@@ -14,6 +15,15 @@ CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 HUB_PLACES = frozenset({"HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"})
 """The variables that set where files of the Hugging Face hub are stored."""
+
+GPUS_VARIABLE = "ECHELON_GPUS"
+"""Set by `echelon launch` on each machine of a job: the number of GPUs that it asked for there, and what says so.
+
+`any` instead of a number: those that the machine has.
+"""
+
+SYSTEM_VARIABLE = "ECHELON_SYSTEM_ROOT"
+"""The folder below which `/proc`, `/sys` and `/usr` of another machine are read, for tests; `/` by default."""
 
 
 @dataclass(frozen=True)
@@ -75,3 +85,51 @@ def set_default_variables(variables: Mapping[str, str]) -> None:
 def use_one_tokenizer_thread() -> None:
     """Limit `tokenizers` to one thread in this process: parallel processes use the other cores."""
     set_variables({"TOKENIZERS_PARALLELISM": "false"})
+
+
+def read_environment() -> dict[str, str]:
+    """A copy of the environment, for environment.json, which keeps only an allow-list of it."""
+    return dict(os.environ)
+
+
+def find_cache_dir() -> Path:
+    """The user's folder for what echelon measured and may measure again: ECHELON_CACHE, else that of the system."""
+    if given := os.environ.get("ECHELON_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "echelon"
+
+
+@dataclass(frozen=True)
+class AskedGpus:
+    """The GPUs that this process's job asked for on this machine; `count` None: those that it has.
+
+    `by`: the recipe key or the launcher that asked, for messages.
+    """
+
+    count: int | None
+    by: str
+
+
+def asked_environment(count: int | None, by: str) -> dict[str, str]:
+    """The variables that tell the processes of a job how many GPUs it asked for on their machine; empty for 0."""
+    return {} if count == 0 else {GPUS_VARIABLE: f"{'any' if count is None else count} {by}"}
+
+
+def find_asked_gpus(env: Mapping[str, str] | None = None) -> AskedGpus | None:
+    """The GPUs that this process's job asked for, as set by `echelon launch`, else by Slurm; None if it asked for none.
+
+    A command that a user starts outside of a job has asked for none, whatever the launch section of its recipe says.
+    """
+    env = os.environ if env is None else env
+    if (told := env.get(GPUS_VARIABLE)) is not None:
+        number, _, by = told.partition(" ")
+        count = None if number == "any" else read_int({GPUS_VARIABLE: number}, GPUS_VARIABLE, 0)
+        return None if count == 0 else AskedGpus(count, by or GPUS_VARIABLE)
+    # Slurm sets it in jobs and steps, on the machine where they run.
+    count = read_int(env, "SLURM_GPUS_ON_NODE", 0)
+    return AskedGpus(count, f"Slurm's allocation (SLURM_GPUS_ON_NODE={count})") if count else None
+
+
+def find_system_root() -> Path:
+    """The root of the system files of this machine."""
+    return Path(os.environ.get(SYSTEM_VARIABLE, "/"))

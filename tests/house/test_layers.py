@@ -14,12 +14,10 @@ MAX_TOP_MODULES = 18
 MAX_SHARED_NAMES = 6
 VAGUE = {"utils", "common", "helper", "helpers", "manager", "base", "misc"}
 
-# What one rank needs as a library, and what runs many of them. The files of APART are stored beside the library and
-# belong to operation, or to an engine of another tool.
-LIBRARY = ("distributed", "model", "data", "objectives", "optimizer", "reduction", "parallel", "sync", "checkpoint")
-LIBRARY = (*LIBRARY, "engines", "learn")
+# What runs many ranks, and the entrances to it. Everything else is the library of one rank and what it stands on. The
+# files of APART are stored beside the library and belong to operation, or to an engine of another tool.
 OPERATION = ("runs", "supervise", "lifecycle", "training", "reporting", "report", "inference", "launch", "doctor")
-OPERATION = (*OPERATION, "drill", "sweep", "api", "commands", "cli")
+OPERATION = (*OPERATION, "drill", "sweep", "api", "commands", "cli", "__init__", "__main__")
 APART = (
     *(f"checkpoint.{name}" for name in ("remote", "remote_start", "upload", "object_store", "bundle")),
     *(f"engines.{name}" for name in ("deepspeed", "tensorflow", "horovod", "horovod_ranks")),
@@ -53,11 +51,11 @@ def find_upward_imports(tree: SourceTree, layers: Mapping[str, int]) -> list[str
 
 
 def find_imports_of_operation(tree: SourceTree) -> list[str]:
-    """Imports of the run's operation by the library, also inside functions and for types."""
+    """Imports of the run's operation by the library and what it stands on, also inside functions and for types."""
     return [
         f"{module.short} imports {target.short}"
         for module in tree
-        if _is_in(module.short, LIBRARY) and not _is_in(module.short, APART)
+        if not _is_in(module.short, OPERATION) and not _is_in(module.short, APART)
         for target in (tree.modules[name] for name in sorted(tree.imported(module)))
         if _is_in(target.short, OPERATION) or _is_in(target.short, APART)
     ]

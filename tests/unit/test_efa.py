@@ -10,7 +10,7 @@ import pytest
 from echelon.doctor.machine import examine_machine
 from echelon.doctor.verdict import Finding
 from echelon.hardware.efa import explain_no_efa, find_plugin
-from echelon.supervise.launch_environment import SYSTEM_VARIABLE, read_environment
+from echelon.variables import SYSTEM_VARIABLE, read_environment
 from recipe_samples import DEMO
 
 ASKED = {"FI_PROVIDER": "efa"}

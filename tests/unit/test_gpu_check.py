@@ -22,7 +22,7 @@ from echelon.launch.sagemaker.source_bundle import zip_package
 from echelon.recipe import LaunchConfig
 from echelon.recipe.difference import blocking_differences, diff_recipes
 from echelon.recipe.load import parse_recipe
-from echelon.supervise.launch_environment import AskedGpus, asked_environment, find_asked_gpus
+from echelon.variables import AskedGpus, asked_environment, find_asked_gpus
 
 SOURCE = str(Path(echelon.__file__).parents[1])
 DRIVER = "NVRM version: NVIDIA UNIX {kind}  {version}  Release Build  (dvs-builder@U22-I3)\nGCC version: 12.3\n"

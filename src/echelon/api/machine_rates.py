@@ -6,7 +6,8 @@ from echelon.errors import LaunchError
 from echelon.hardware.calibrate import measure_machine
 from echelon.hardware.calibration_store import Calibration, store_calibration
 from echelon.planner.measured_rates import fit_calibration
-from echelon.supervise.launch_environment import find_cache_dir
+from echelon.supervise.launch_environment import worker_environment
+from echelon.variables import find_cache_dir
 
 
 def calibrate() -> tuple[Calibration, Path]:
@@ -20,7 +21,7 @@ def calibrate() -> tuple[Calibration, Path]:
     Raises:
         LaunchError: the processes that measure failed, or the file cannot be written.
     """
-    rows, device, count = measure_machine()
+    rows, device, count = measure_machine(worker_environment)
     found = fit_calibration(rows, device, count, "float32" if device == "cpu" else "bfloat16")
     try:
         return found, store_calibration(find_cache_dir(), found)

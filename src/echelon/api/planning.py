@@ -25,7 +25,7 @@ from echelon.planner.plan import ParallelPlan
 from echelon.planner.plan_lines import describe_plan
 from echelon.planner.reliability import Goodput, Reliability, estimate_goodput
 from echelon.recipe import Recipe
-from echelon.supervise.launch_environment import find_cache_dir
+from echelon.variables import find_cache_dir
 
 
 @dataclass(frozen=True)

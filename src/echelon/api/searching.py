@@ -20,7 +20,7 @@ from echelon.planner.search import SHOWN, Goal, RankedPlan, forecast_float8, ran
 from echelon.planner.time import name_part
 from echelon.recipe import Recipe
 from echelon.sizes import render_bytes, render_duration
-from echelon.supervise.launch_environment import find_cache_dir
+from echelon.variables import find_cache_dir
 
 # Machines of each type that are tried, if their number is not given.
 _COUNTS = (1, 2, 4, 8)

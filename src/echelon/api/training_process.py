@@ -40,9 +40,10 @@ from echelon.scratch import scratch_folder
 from echelon.stopping import BEFORE_TRAINING, start_watchdog, stops_told
 from echelon.stored import read_as, write_json
 from echelon.supervise.agent import worker_argv
-from echelon.supervise.launch_environment import find_log_level, keep_hub_cache_beside, launch_role, read_environment
+from echelon.supervise.launch_environment import find_log_level, keep_hub_cache_beside, launch_role
 from echelon.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Outcome
 from echelon.supervise.warm_start import workers_warmed
+from echelon.variables import read_environment
 
 # Signals that are forwarded to the run, which then saves and stops, if they would otherwise end the caller at once.
 _HANDED_ON = (signal.SIGTERM, signal.SIGUSR1)

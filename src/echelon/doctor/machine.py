@@ -20,7 +20,7 @@ from echelon.hardware.gpu_check import count_expected, count_visible, explain_mi
 from echelon.runs.environment import find_version
 from echelon.sizes import render_bytes
 from echelon.supervise.hosts import address_of
-from echelon.supervise.launch_environment import read_environment
+from echelon.variables import read_environment
 
 REQUIRED = {"torch": ">=2.11,<2.14", "transformers": ">=5.17,<6"}
 """As in pyproject.toml, which cannot be queried in a checkout that is not installed."""

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import IO
 
@@ -11,7 +12,7 @@ from echelon.errors import LaunchError
 from echelon.hardware.calibration_store import CPU
 from echelon.hardware.cores import num_cores
 from echelon.scratch import scratch_folder
-from echelon.supervise.launch_environment import read_environment, worker_environment
+from echelon.variables import read_environment
 
 Row = tuple[str, dict[str, float]]
 
@@ -19,8 +20,10 @@ _MOST_CPU_PROCESSES = 8  # as many share the memory and the links of a CPU as us
 _SECONDS = 600  # of all processes; they need less than a minute on a machine without other work
 
 
-def measure_machine() -> tuple[list[Row], str, int]:
+def measure_machine(environment: Callable[[int], Mapping[str, str]]) -> tuple[list[Row], str, int]:
     """(times of pieces of work, the name of the device, the number of GPUs or of cores).
+
+    `environment`: returns the variables of a number of workers on this machine.
 
     Raises LaunchError if the processes fail, with the end of what they wrote.
     """
@@ -28,13 +31,14 @@ def measure_machine() -> tuple[list[Row], str, int]:
 
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
-        return _run_processes(count), torch.cuda.get_device_name(0), count
-    return _run_processes(min(max(2, num_cores()), _MOST_CPU_PROCESSES)), CPU, num_cores()
+        return _run_processes(count, environment(count)), torch.cuda.get_device_name(0), count
+    count = min(max(2, num_cores()), _MOST_CPU_PROCESSES)
+    return _run_processes(count, environment(count)), CPU, num_cores()
 
 
-def _run_processes(count: int) -> list[Row]:
+def _run_processes(count: int, variables: Mapping[str, str]) -> list[Row]:
     """The rows of rank 0 of `count` processes."""
-    environment = {**read_environment(), **worker_environment(count), "OMP_NUM_THREADS": "1"}
+    environment = {**read_environment(), **variables, "OMP_NUM_THREADS": "1"}
     with scratch_folder("calibrate") as folder:
         command = [sys.executable, "-m", "echelon.hardware.timed_work", str(folder / "store")]
         with tempfile.TemporaryFile("w+") as errors:

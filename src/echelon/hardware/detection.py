@@ -17,7 +17,7 @@ from echelon.errors import ConfigError
 from echelon.hardware.accelerators import Accelerator, Cluster, find_accelerator
 from echelon.hardware.calibration_store import CPU, Calibration, find_calibration
 from echelon.hardware.cores import read_system_file
-from echelon.supervise.launch_environment import find_cache_dir, find_place, read_environment
+from echelon.variables import Place, find_cache_dir, read_environment
 
 if TYPE_CHECKING:
     import torch
@@ -45,9 +45,8 @@ def detect_cluster(num_processes: int) -> Cluster:
     return describe_cluster(num_processes, num_processes)
 
 
-def detect_launched_cluster() -> Cluster:
-    """The hardware under another launcher: machines like this one, as many as the world size needs."""
-    place = find_place()
+def detect_launched_cluster(place: Place) -> Cluster:
+    """The hardware of a job whose ranks a launcher has placed: machines like this one, as many as there are."""
     return describe_cluster(place.world_size, min(place.local_world_size, place.world_size))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from echelon.hardware.cores import read_system_file
 from echelon.hardware.gpu_check import count_installed
-from echelon.supervise.launch_environment import find_system_root
+from echelon.variables import find_system_root
 
 _NAME = "libnccl-net*.so*"
 # Where the dynamic linker looks by itself, and where AWS's installer and its images have the plugin.

@@ -13,12 +13,7 @@ from pathlib import Path
 
 from echelon.errors import ConfigError, first_line
 from echelon.hardware.cores import read_system_file
-from echelon.supervise.launch_environment import (
-    AskedGpus,
-    find_asked_gpus,
-    find_system_root,
-    read_environment,
-)
+from echelon.variables import AskedGpus, find_asked_gpus, find_system_root, read_environment
 
 _OLDEST_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 """For each major version of CUDA, the oldest driver with which its libraries work."""

@@ -23,11 +23,11 @@ from echelon.runs.reckoning import reckon, sharpen_later_plans, store_reckoning
 from echelon.runs.run_folder import RunFolder
 from echelon.sizes import render_bytes
 from echelon.stopping import StopRequest
-from echelon.supervise.launch_environment import find_cache_dir
 from echelon.training.callbacks import Callback
 from echelon.training.heartbeat import Heartbeat
 from echelon.training.state import TrainState
 from echelon.training.trainer import Trainer
+from echelon.variables import find_cache_dir
 
 logger = logging.getLogger(__name__)
 

@@ -38,13 +38,14 @@ from echelon.reporting.trackers import start_trackers
 from echelon.runs.cost import find_price_here
 from echelon.runs.run_folder import RunFolder
 from echelon.sizes import render_duration
-from echelon.supervise.launch_environment import find_start, read_environment
+from echelon.supervise.launch_environment import find_start
 from echelon.training.accounting import Accounting
 from echelon.training.callbacks import Callback
 from echelon.training.heartbeat import Heartbeat
 from echelon.training.replicas import describe_replicas
 from echelon.training.state import GoodputState, SavedState, TrainState
 from echelon.training.trainer import Trainer
+from echelon.variables import read_environment
 
 logger = logging.getLogger(__name__)
 

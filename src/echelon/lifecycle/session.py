@@ -32,7 +32,6 @@ from echelon.stopping import StopRequest
 from echelon.supervise.agent import Agent, worker_argv
 from echelon.supervise.hosts import THIS_MACHINE, HostGroup, is_coordinator
 from echelon.supervise.launch_environment import (
-    asked_environment,
     find_host_dir,
     find_host_group,
     find_place,
@@ -40,7 +39,6 @@ from echelon.supervise.launch_environment import (
     is_elastic,
     is_gpu_private,
     managed_environment,
-    read_environment,
     shares_agent_store,
     shares_files,
     torch_environment,
@@ -61,7 +59,7 @@ from echelon.supervise.restart import forget_ended
 from echelon.supervise.snapshot_memory import memory_held
 from echelon.supervise.warm_start import WarmStart
 from echelon.supervise.workers import Workers
-from echelon.variables import set_default_variables, set_variables
+from echelon.variables import asked_environment, read_environment, set_default_variables, set_variables
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -372,7 +370,7 @@ def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store") -> PreparedRun
         run = prepare_run(
             recipe,
             fresh,
-            lambda: limit_to_weakest(detect_launched_cluster(), recipe, variables),
+            lambda: limit_to_weakest(detect_launched_cluster(find_place()), recipe, variables),
             variables,
             patience,
             announce,

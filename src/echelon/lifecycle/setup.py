@@ -37,7 +37,7 @@ from echelon.runs.environment import describe_environment
 from echelon.runs.opening import OpenedRun, open_run
 from echelon.runs.run_folder import RunFolder, describe_gone
 from echelon.stored import read_as, read_bytes, write_json, write_text
-from echelon.supervise.launch_environment import find_cache_dir
+from echelon.variables import find_cache_dir
 
 if TYPE_CHECKING:
     from echelon.data.prepared import PreparedData

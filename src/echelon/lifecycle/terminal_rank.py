@@ -32,13 +32,12 @@ from echelon.supervise.launch_environment import (
     find_look,
     find_thread_count,
     rank_environment,
-    read_environment,
 )
 from echelon.supervise.outcome import DONE, FAILED, Outcome, ProcessDeath, find_cause, read_outcomes
 from echelon.supervise.restart import deaths_watched
 from echelon.supervise.warm_start import StartedWorker, WarmStart, end_workers, start_worker
 from echelon.supervise.workers import Workers
-from echelon.variables import set_variables
+from echelon.variables import read_environment, set_variables
 
 _ADDRESS = "127.0.0.1"
 _LOOK_SECONDS = 0.2

@@ -17,7 +17,7 @@ from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.sizes import render_bytes, render_duration
-from echelon.supervise.launch_environment import find_cache_dir
+from echelon.variables import find_cache_dir
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe

@@ -52,15 +52,6 @@ ADDRESS_VARIABLE = "ECHELON_ADDRESS"
 RESTART_VARIABLE = "ECHELON_RESTART"
 """Set for restarted workers: JSON with the time when the previous processes ended, and the seconds to detect it."""
 
-GPUS_VARIABLE = "ECHELON_GPUS"
-"""Set by `echelon launch` on each machine of a job: the number of GPUs that it asked for there, and what says so.
-
-`any` instead of a number: those that the machine has.
-"""
-
-SYSTEM_VARIABLE = "ECHELON_SYSTEM_ROOT"
-"""The folder below which `/proc`, `/sys` and `/usr` of another machine are read, for tests; `/` by default."""
-
 _MEMBER_VARIABLE = "ECHELON_REPLICA"
 
 TERMINAL_VARIABLE = "ECHELON_TERMINAL_RANK"
@@ -243,42 +234,6 @@ def is_gpu_private() -> bool:
     return launch_role() == "worker" and not is_managed() and "SLURM_PROCID" in os.environ
 
 
-@dataclass(frozen=True)
-class AskedGpus:
-    """The GPUs that this process's job asked for on this machine; `count` None: those that it has.
-
-    `by`: the recipe key or the launcher that asked, for messages.
-    """
-
-    count: int | None
-    by: str
-
-
-def asked_environment(count: int | None, by: str) -> dict[str, str]:
-    """The variables that tell the processes of a job how many GPUs it asked for on their machine; empty for 0."""
-    return {} if count == 0 else {GPUS_VARIABLE: f"{'any' if count is None else count} {by}"}
-
-
-def find_asked_gpus(env: Mapping[str, str] | None = None) -> AskedGpus | None:
-    """The GPUs that this process's job asked for, as set by `echelon launch`, else by Slurm; None if it asked for none.
-
-    A command that a user starts outside of a job has asked for none, whatever the launch section of its recipe says.
-    """
-    env = os.environ if env is None else env
-    if (told := env.get(GPUS_VARIABLE)) is not None:
-        number, _, by = told.partition(" ")
-        count = None if number == "any" else read_int({GPUS_VARIABLE: number}, GPUS_VARIABLE, 0)
-        return None if count == 0 else AskedGpus(count, by or GPUS_VARIABLE)
-    # Slurm sets it in jobs and steps, on the machine where they run.
-    count = read_int(env, "SLURM_GPUS_ON_NODE", 0)
-    return AskedGpus(count, f"Slurm's allocation (SLURM_GPUS_ON_NODE={count})") if count else None
-
-
-def find_system_root() -> Path:
-    """The root of the system files of this machine."""
-    return Path(os.environ.get(SYSTEM_VARIABLE, "/"))
-
-
 def find_agent_pid() -> int:
     """The id of the process that this worker must not outlive: the one set by its agent, or else its parent."""
     return read_int(os.environ, AGENT_PID_VARIABLE, os.getppid())
@@ -340,18 +295,6 @@ def find_last_end(sign_of_life: Path) -> LastEnd | None:
         is_first = find_host_dir() is not None and ended_at < _command_start()[0]
         return None if is_first else LastEnd(ended_at, None)
     return None
-
-
-def read_environment() -> dict[str, str]:
-    """A copy of the environment, for environment.json, which keeps only an allow-list of it."""
-    return dict(os.environ)
-
-
-def find_cache_dir() -> Path:
-    """The user's folder for what echelon measured and may measure again: ECHELON_CACHE, else that of the system."""
-    if given := os.environ.get("ECHELON_CACHE"):
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "echelon"
 
 
 def worker_environment(num_processes: int, deterministic: bool = False) -> dict[str, str]:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 from echelon.listening import listen_at
 from echelon.stored import write_text
 from echelon.supervise.board import Board, Change, View
-from echelon.supervise.launch_environment import read_environment, replica_environment
+from echelon.supervise.launch_environment import replica_environment
 from echelon.supervise.outcome import FAILED, ProcessDeath, describe_ending, read_outcomes
 from echelon.supervise.warm_start import StartedWorker, WarmStart, end_workers, start_worker
 from echelon.supervise.workers import Workers
+from echelon.variables import read_environment
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

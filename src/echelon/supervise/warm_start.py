@@ -24,7 +24,8 @@ from typing import Any
 from echelon.hardware.cores import num_cores
 from echelon.runs.run_folder import RunFolder
 from echelon.stored import write_text
-from echelon.supervise.launch_environment import read_environment, worker_environment
+from echelon.supervise.launch_environment import worker_environment
+from echelon.variables import read_environment
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from echelon.errors import ConfigError
 from echelon.hardware.cores import num_cores
-from echelon.supervise.launch_environment import exported, read_environment
+from echelon.supervise.launch_environment import exported
+from echelon.variables import read_environment
 
 Item = TypeVar("Item")
 

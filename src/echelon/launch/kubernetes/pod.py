@@ -11,7 +11,7 @@ from echelon.launch.job import JobSpec
 from echelon.launch.kubernetes.kinds import PORT, find_kind, rendezvous_host
 from echelon.launch.patch import merge_patch
 from echelon.launch.shell import guard_setup, join_words, needs_shell
-from echelon.supervise.launch_environment import asked_environment
+from echelon.variables import asked_environment
 
 RECIPE_MOUNT = "/etc/echelon"
 RECIPE_PATH = f"{RECIPE_MOUNT}/recipe.yaml"

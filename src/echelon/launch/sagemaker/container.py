@@ -34,15 +34,10 @@ from echelon.recipe.load import load_recipe
 from echelon.runs.run_folder import RunFolder
 from echelon.sizes import render_bytes
 from echelon.stopping import STOP_SIGNALS
-from echelon.supervise.launch_environment import (
-    asked_environment,
-    find_log_level,
-    read_environment,
-    restart_with_libraries,
-)
+from echelon.supervise.launch_environment import find_log_level, restart_with_libraries
 from echelon.supervise.nodelist import in_number_order
 from echelon.supervise.outcome import DONE, FAILED, STOPPED, Outcome
-from echelon.variables import HUB_PLACES, set_default_variables
+from echelon.variables import HUB_PLACES, asked_environment, read_environment, set_default_variables
 
 logger = logging.getLogger(__name__)
 

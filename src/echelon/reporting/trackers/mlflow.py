@@ -15,8 +15,7 @@ from echelon.recipe.render import recipe_mapping
 from echelon.redaction import redact, redact_text
 from echelon.reporting.trackers.tracker import Opened, scalars
 from echelon.runs.run_folder import RunFolder
-from echelon.supervise.launch_environment import read_environment
-from echelon.variables import set_default_variables
+from echelon.variables import read_environment, set_default_variables
 
 # Read when mlflow is imported. By default it would retry for minutes; the forwarder has its own retries.
 set_default_variables(
