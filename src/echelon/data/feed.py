@@ -104,7 +104,7 @@ class Feed(BatchSource):
         self._next_step += 1
 
 
-def find_place(recipe: Recipe, plan: ParallelPlan, meshes: Meshes) -> BatchPlace:
+def find_batch_place(recipe: Recipe, plan: ParallelPlan, meshes: Meshes) -> BatchPlace:
     """Return which sequences of every batch this rank feeds, and in which form."""
     return BatchPlace(
         plan.micro_batch_size,

@@ -19,7 +19,7 @@ from echelon.checkpoint.filling import fill_tensors
 from echelon.checkpoint.folder import Checkpoint, find_checkpoints
 from echelon.checkpoint.store import CheckpointStore
 from echelon.checksums import check_files
-from echelon.data.feed import Feed, find_place, like_source, open_feed
+from echelon.data.feed import Feed, find_batch_place, like_source, open_feed
 from echelon.data.loader import Microbatch, StepBatch, choose_padding
 from echelon.data.prepare import find_mask_obstacle, prepare_data
 from echelon.data.prepared import PreparedData
@@ -140,7 +140,7 @@ class Learner:
 
     def open_feed(self) -> Feed:
         """Open this rank's batches of the recipe's data, in the order of a run. The caller closes it."""
-        return open_feed(self.recipe, self.data, find_place(self.recipe, self.plan, self.meshes))
+        return open_feed(self.recipe, self.data, find_batch_place(self.recipe, self.plan, self.meshes))
 
     def batch(self, step: int) -> StepBatch:
         """Return this rank's part of the batch of a step, counted from 0, as `echelon train` feeds it.
@@ -304,7 +304,7 @@ def build_learner(recipe: Recipe, spec: EngineSpec, data: PreparedData) -> Learn
 
     def rehearse(engine: Engine, plan: ParallelPlan) -> Rehearsal:
         sequences = read_widest(data, plan, spec.meshes, plan.micro_batch_size).to(spec.device)
-        microbatch = like_source(sequences, recipe, data, find_place(recipe, plan, spec.meshes))
+        microbatch = like_source(sequences, recipe, data, find_batch_place(recipe, plan, spec.meshes))
         return engine.rehearse(microbatch, plan.num_microbatches, objective)
 
     engine, plan, memory = build_rehearsed(build, rehearse, recipe, spec.plan)
