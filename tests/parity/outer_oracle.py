@@ -17,7 +17,7 @@ def train_outer_oracle(rank, world_size, path, plan, replicas, every, outer_rate
     """
     with masked_trainer(rank, world_size, path, plan) as trainer:
         step_of, losses, late = trainer.train_step, [], None
-        outer = step_of.engine.decoder
+        outer = step_of.learner.engine.decoder
         models = [copy.deepcopy(outer) for _ in range(replicas)]
         inner = [torch.optim.AdamW(each.parameters(), betas=(0.9, 0.95), weight_decay=0.0) for each in models]
         optimizer = torch.optim.SGD(outer.parameters(), outer_rate, momentum, nesterov=momentum > 0)

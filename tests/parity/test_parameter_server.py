@@ -157,9 +157,9 @@ def count_bytes(rank, world_size, path, plan, steps):
         after = counted if server is None else (server.num_received, server.num_sent)
         with step_of.sync.agreed():
             pass
-        served = step_of.engine.served
+        served = step_of.learner.engine.served
         owned = 0 if served is None else sum(each.numel() for each in served.parameters.values())
-        total = sum(each.numel() for each in step_of.engine.weights().values())
+        total = sum(each.numel() for each in step_of.learner.engine.weights().values())
         return counter.bytes["allreduce_"], sent, [b - a for a, b in zip(counted, after, strict=True)], owned, total
 
 
