@@ -7,7 +7,7 @@ import torch
 
 from echelon.engines import Rehearsal
 from echelon.errors import PlanError, is_out_of_memory
-from echelon.learn.micro_batch import build_rehearsed
+from echelon.learn.micro_batch import fit_micro_batch
 from echelon.planner.memory import MemoryParts
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
@@ -44,7 +44,7 @@ def fit(largest, short=(3,), micro_batch_size="auto", plan=PLAN):
     def rehearse(engine, plan):
         return engine.rehearse(plan.micro_batch_size, plan.num_microbatches)
 
-    engine, found, memory = build_rehearsed(build, rehearse, build_recipe(micro_batch_size), plan)
+    engine, found, memory = fit_micro_batch(build, rehearse, build_recipe(micro_batch_size), plan)
     assert memory is PARTS
     assert (engine.plan.micro_batch_size, engine.plan.num_microbatches) == tried[-1]
     return found, tried

@@ -1,13 +1,10 @@
 """One rank of a model that trains under a plan: what a training script of your own calls."""
 
-import atexit
-import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,40 +12,26 @@ from torch import Tensor
 from torch.profiler import record_function
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from echelon.checkpoint.filling import fill_tensors
-from echelon.checkpoint.folder import Checkpoint, find_checkpoints
-from echelon.checkpoint.store import CheckpointStore
-from echelon.checksums import check_files
-from echelon.data.feed import Feed, find_batch_place, like_source, open_feed
+from echelon.data.feed import Feed, find_batch_place, open_feed
 from echelon.data.loader import Microbatch, StepBatch, choose_padding
-from echelon.data.prepare import find_mask_obstacle, prepare_data
 from echelon.data.prepared import PreparedData
 from echelon.data.shards import Dataset
-from echelon.distributed.mesh import Meshes, build_mesh, start_all_reduce
-from echelon.distributed.objects import broadcast_object
-from echelon.distributed.runtime import Runtime, join_group, stop_runtime
-from echelon.engines import Engine, EngineSpec, Rehearsal, build_engine
-from echelon.errors import CheckpointError, ConfigError, EchelonError, PlanError
-from echelon.hardware.detection import describe_cluster
-from echelon.learn.evaluation import EvalResult, evaluate, read_held_out, read_in_order
+from echelon.distributed.mesh import Meshes, start_all_reduce
+from echelon.engines import Engine, EngineSpec
+from echelon.errors import ConfigError
+from echelon.learn.checkpoints import Checkpoints, fill_from, find_checkpoint
+from echelon.learn.evaluation import EvalResult, evaluate, read_held_out
 from echelon.learn.micro_batch import build_rehearsed
+from echelon.learn.preparation import open_recipe
 from echelon.learn.step_targets import Targets
-from echelon.model.adapters import find_new_tokens
-from echelon.model.build import resolve_config
-from echelon.model.hub import fetch_models, find_commits, with_copies
 from echelon.objectives.loss_function import LossFn
 from echelon.objectives.objective import Objective, as_objective, build_objective
 from echelon.parallel.step import StepSums
-from echelon.planner.choose import resolve_plan
 from echelon.planner.memory import MemoryParts
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe import Recipe
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +71,10 @@ class Learner:
     """How many steps were taken, counting those before the checkpoint that was loaded."""
     _norm: Tensor | None = field(default=None, init=False)
     _feed: Feed | None = field(default=None, init=False)
-    _stores: dict[Path, CheckpointStore] = field(default_factory=dict, init=False)
+    _checkpoints: Checkpoints = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._checkpoints = Checkpoints(self.recipe.checkpoint.keep_last)
 
     @classmethod
     def build(cls, recipe: Recipe, plan: ParallelPlan | None = None) -> "Learner":
@@ -105,23 +91,8 @@ class Learner:
         Raises:
             ConfigError, PlanError, DataError: as `echelon train`, the same error on every rank.
         """
-        runtime = join_group()
-        # torch cannot form a group twice in a process, so the group stays until the process ends.
-        atexit.register(stop_runtime)
-        commits = _agree(lambda: find_commits(recipe, {}))
-        fetch_models(recipe, commits)
-        here = with_copies(recipe, commits)
-        data = prepare_data(here)  # a lock lets one process of a machine prepare, and the others wait
-        config = resolve_config(here, data.vocab_size, data.tokenizer)
-        if plan is None:
-            plan = _agree(lambda: _resolve_plan(here, build_shape(config.to_dict()), data, runtime))
-        elif plan.world_size != dist.get_world_size():
-            raise PlanError(
-                f"the plan is for {plan.world_size} processes, and this job has {dist.get_world_size()}; start as "
-                "many as the plan needs, or pass plan=None."
-            )
-        meshes = build_mesh(plan, runtime.device.type, runtime.is_one_machine)
-        return build_learner(recipe, EngineSpec(here, config, plan, meshes, runtime.device), data)
+        spec, data = open_recipe(recipe, plan)
+        return build_learner(recipe, spec, data)
 
     @cached_property
     def objective(self) -> Objective:
@@ -245,14 +216,7 @@ class Learner:
         Raises:
             CheckpointError: it could not be written. Earlier checkpoints are unchanged.
         """
-        folder, tensors = Path(folder), self.engine.state_dict()
-        store = self._stores.get(folder)
-        if store is None:
-            store = self._stores[folder] = CheckpointStore(folder, self.recipe.checkpoint.keep_last, asynchronous=False)
-            store.rehearse(tensors)
-        store.save(self.num_steps, tensors, {"train": {"step": self.num_steps}})
-        if store.is_saving:
-            raise CheckpointError(f"{folder}: the checkpoint of step {self.num_steps} could not be written.")
+        self._checkpoints.save(Path(folder), self.num_steps, self.engine.state_dict())
 
     def load(self, folder: Path | str) -> None:
         """Continue from a checkpoint, whatever plan wrote it: `folder` itself, or the newest one in it. Collective.
@@ -262,8 +226,8 @@ class Learner:
         Raises:
             CheckpointError: there is none, it is damaged, or it is of another model.
         """
-        checkpoint = _agree(partial(_find_checkpoint, Path(folder)))
-        self.engine.load(partial(fill_tensors, checkpoint.path, process_group=self.meshes.everyone))
+        checkpoint = find_checkpoint(Path(folder))
+        self.engine.load(partial(fill_from, checkpoint, self.meshes.everyone))
         self.num_steps, self._norm = checkpoint.step, None
 
     def _find_objective(self, loss: Objective | LossFn | None) -> Objective:
@@ -283,9 +247,7 @@ class Learner:
         if self._feed is not None:
             self._feed.close()
             self._feed = None
-        for store in self._stores.values():
-            store.close()
-        self._stores.clear()
+        self._checkpoints.close()
 
 
 def build_learner(recipe: Recipe, spec: EngineSpec, data: PreparedData) -> Learner:
@@ -295,58 +257,5 @@ def build_learner(recipe: Recipe, spec: EngineSpec, data: PreparedData) -> Learn
         recipe: as the user wrote it.
         spec: with this machine's copies of hub files in its recipe, which `recipe` names by their ids.
     """
-    objective = build_objective(recipe.objective)
-    new_tokens = find_new_tokens(recipe, data.tokenizer)
-    spec = replace(spec, new_token_ids=new_tokens, needs_reference=objective.needs_reference)
-
-    def build(plan: ParallelPlan) -> Engine:
-        return build_engine(replace(spec, plan=plan))
-
-    def rehearse(engine: Engine, plan: ParallelPlan) -> Rehearsal:
-        sequences = read_widest(data, plan, spec.meshes, plan.micro_batch_size).to(spec.device)
-        microbatch = like_source(sequences, recipe, data, find_batch_place(recipe, plan, spec.meshes))
-        return engine.rehearse(microbatch, plan.num_microbatches, objective)
-
-    engine, plan, memory = build_rehearsed(build, rehearse, recipe, spec.plan)
+    engine, plan, memory = build_rehearsed(recipe, spec, data)
     return Learner(recipe, plan, spec.config, spec.meshes, spec.device, engine, data, memory)
-
-
-def read_widest(data: PreparedData, plan: ParallelPlan, meshes: Meshes, num_sequences: int) -> Microbatch:
-    """Return this rank's part of the first training sequences, as wide as any microbatch of the plan."""
-    padding = replace(choose_padding(plan), is_equal=True)
-    return read_in_order(data.train, 0, num_sequences, data.train.num_samples, padding).cut(meshes.sequence_part)
-
-
-def _agree(find: Callable[[], T]) -> T:
-    """Return what rank 0 finds, on every rank. Collective. Raises its error on every rank, if it is echelon's."""
-    found: Any = None
-    if dist.get_rank() == 0:
-        try:
-            found = find()
-        except EchelonError as error:
-            found = error
-    found = broadcast_object(found, None)
-    if isinstance(found, EchelonError):
-        raise found
-    agreed: T = found
-    return agreed
-
-
-def _resolve_plan(recipe: Recipe, shape: ModelShape, data: PreparedData, runtime: Runtime) -> ParallelPlan:
-    """Return the plan of a recipe on the processes of this job."""
-    cluster = describe_cluster(runtime.world_size, runtime.local_world_size)
-    if recipe.objective.name == "dpo":
-        shape = replace(shape, obeys_masks=find_mask_obstacle(recipe) is None)
-    return resolve_plan(recipe, shape, cluster, num_samples=data.train.num_samples)
-
-
-def _find_checkpoint(folder: Path) -> Checkpoint:
-    """Return the checkpoint that a folder is, or the newest one in it, after verifying its checksums."""
-    siblings = {each.path.name: each for each in find_checkpoints(folder.parent)}
-    found = [siblings[folder.name]] if folder.name in siblings else find_checkpoints(folder)
-    if not found:
-        raise CheckpointError(
-            f"{folder} has no checkpoint (step-NNNNNNNN); give a folder that Learner.save has written."
-        )
-    check_files(found[-1].path, checksums=True)
-    return found[-1]

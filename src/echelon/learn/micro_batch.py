@@ -7,8 +7,15 @@ from dataclasses import replace
 
 import torch
 
-from echelon.engines import Engine, Rehearsal
+from echelon.data.feed import find_batch_place, like_source
+from echelon.data.loader import Microbatch, choose_padding
+from echelon.data.prepared import PreparedData
+from echelon.distributed.mesh import Meshes
+from echelon.engines import Engine, EngineSpec, Rehearsal, build_engine
 from echelon.errors import PlanError
+from echelon.learn.evaluation import read_in_order
+from echelon.model.adapters import find_new_tokens
+from echelon.objectives.objective import build_objective
 from echelon.planner.memory import MemoryParts
 from echelon.planner.model_shape import divisors
 from echelon.planner.plan import ParallelPlan
@@ -20,6 +27,31 @@ _NAMED_RANKS = 4
 
 
 def build_rehearsed(
+    recipe: Recipe, spec: EngineSpec, data: PreparedData
+) -> tuple[Engine, ParallelPlan, MemoryParts | None]:
+    """Build an engine, and rehearse a step of the recipe's objective with it: see `fit_micro_batch`. Collective."""
+    objective = build_objective(recipe.objective)
+    new_tokens = find_new_tokens(recipe, data.tokenizer)
+    spec = replace(spec, new_token_ids=new_tokens, needs_reference=objective.needs_reference)
+
+    def build(plan: ParallelPlan) -> Engine:
+        return build_engine(replace(spec, plan=plan))
+
+    def rehearse(engine: Engine, plan: ParallelPlan) -> Rehearsal:
+        sequences = read_widest(data, plan, spec.meshes, plan.micro_batch_size).to(spec.device)
+        microbatch = like_source(sequences, recipe, data, find_batch_place(recipe, plan, spec.meshes))
+        return engine.rehearse(microbatch, plan.num_microbatches, objective)
+
+    return fit_micro_batch(build, rehearse, recipe, spec.plan)
+
+
+def read_widest(data: PreparedData, plan: ParallelPlan, meshes: Meshes, num_sequences: int) -> Microbatch:
+    """Return this rank's part of the first training sequences, as wide as any microbatch of the plan."""
+    padding = replace(choose_padding(plan), is_equal=True)
+    return read_in_order(data.train, 0, num_sequences, data.train.num_samples, padding).cut(meshes.sequence_part)
+
+
+def fit_micro_batch(
     build: Callable[[ParallelPlan], Engine],
     rehearse: Callable[[Engine, ParallelPlan], Rehearsal],
     recipe: Recipe,

@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-from echelon.distributed.mesh import build_mesh
 from echelon.distributed.runtime import Runtime
 from echelon.learn.learner import Learner
-from echelon.lifecycle.journaling import open_accounting
+from echelon.lifecycle.accounts import open_accounting
 from echelon.lifecycle.run_learner import build_run_learner
 from echelon.lifecycle.saved_state import build_saver, restore
 from echelon.planner.plan import ParallelPlan
@@ -13,7 +12,6 @@ from echelon.recipe import Recipe
 from echelon.reporting.recovery import RecoveryWatch
 from echelon.runs.run_folder import RunFolder
 from echelon.stopping import StopRequest
-from echelon.sync import build_synchronizer
 from echelon.training.callbacks import Callback
 from echelon.training.evaluations import build_evaluations, build_sampler
 from echelon.training.healing import Held
@@ -41,8 +39,7 @@ def build_trainer(
     `stop` and `heart` are the stop request and the watchdog of hangs; by default there are none.
     """
     recovery = RecoveryWatch(folder) if runtime.rank == 0 else None
-    meshes = build_mesh(plan, runtime.device.type, runtime.is_one_machine)
-    learner = build_run_learner(recipe, plan, folder, runtime, meshes, compile_backend, is_first=runtime.rank == 0)
+    learner = build_run_learner(recipe, plan, folder, runtime, compile_backend, is_first=runtime.rank == 0)
     return assemble(learner, folder, runtime, recovery, stop, heart, callbacks)
 
 
@@ -62,11 +59,10 @@ def assemble(
         recovery: on rank 0, what measures a recovery.
         held: what this replica holds from an earlier view; None if it holds nothing.
     """
-    recipe, meshes = learner.recipe, learner.meshes
-    stop, heart = stop or StopRequest(), heart or Heartbeat()
-    sync = build_synchronizer(recipe.sync, learner.engine, meshes)
+    recipe, stop, heart = learner.recipe, stop or StopRequest(), heart or Heartbeat()
     # A save is tested, and the newest state is loaded, before anything of this start is written.
-    restored = restore(learner, sync, folder, runtime, held)
+    restored = restore(learner, folder, runtime, held)
+    sync = restored.contents.sync
     sampler = build_sampler(learner)
     feed = learner.open_feed()
     accounting = open_accounting(learner, feed, folder, runtime, recovery, restored, heart, callbacks, sampler)
@@ -83,7 +79,7 @@ def assemble(
         Recovery(recipe.fault, step, saver, accounting),
         restored.state,
         build_recorder(recipe.profile, folder, runtime, heart.resting),
-        build_straggler_watch(meshes, recipe.fault.on_straggler == "stop"),
+        build_straggler_watch(learner.meshes, recipe.fault.on_straggler == "stop"),
     )
     if restored.held is not None:  # a group of replicas ended before this work was done
         trainer.owes_pause, trainer.owes_save = restored.held.owes_pause, restored.held.owes_save

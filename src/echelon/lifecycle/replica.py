@@ -111,9 +111,8 @@ class Replica:
         """Build the learner, in a process group of this process alone."""
         form_alone()
         alone, runtime = resize(plan, 1), self._runtime(0, 1)
-        meshes = replace(build_mesh(alone, runtime.device.type), number=self.place.rank)
-        is_first = self.member == "0.0"
-        learner = build_run_learner(recipe, alone, self.folder, runtime, meshes, "inductor", is_first)
+        is_first, number = self.member == "0.0", self.place.rank
+        learner = build_run_learner(recipe, alone, self.folder, runtime, "inductor", is_first, number)
         leave_group()
         return learner
 

@@ -1,7 +1,9 @@
 """Builds the learner of a run on one rank, from the files of its run folder."""
 
+from dataclasses import replace
+
 from echelon.data.prepared import open_prepared
-from echelon.distributed.mesh import Meshes
+from echelon.distributed.mesh import build_mesh
 from echelon.distributed.runtime import Runtime
 from echelon.engines import EngineSpec
 from echelon.learn.learner import Learner, build_learner
@@ -19,14 +21,17 @@ def build_run_learner(
     plan: ParallelPlan,
     folder: RunFolder,
     runtime: Runtime,
-    meshes: Meshes,
     compile_backend: str,
     is_first: bool,
+    number: int = 0,
 ) -> Learner:
     """Open the data that the run was prepared with, build the engine, and rehearse a step. Collective.
 
-    `is_first`: whether this rank writes the model's folder, and the plan if the rehearsal changes it.
+    Args:
+        is_first: whether this rank writes the model's folder, and the plan if the rehearsal changes it.
+        number: that of this replica in the run, where replicas are built alone.
     """
+    meshes = replace(build_mesh(plan, runtime.device.type, runtime.is_one_machine), number=number)
     prepared, wanted = folder.text.read_prepared_path(), recipe.data
     data = open_prepared(prepared, wanted.sequence_len, wanted.document_mask, was_opened=True)
     # The hub is not asked again: the run keeps the commits of its first start.

@@ -15,7 +15,7 @@ from echelon.learn.learner import Learner
 from echelon.recipe import Recipe
 from echelon.runs.run_folder import RunFolder
 from echelon.supervise.launch_environment import find_host_dir, find_snapshot_dir, shares_files
-from echelon.sync import Synchronizer
+from echelon.sync import build_synchronizer
 from echelon.training.accounting import Accounting
 from echelon.training.bad_steps import StepJudge
 from echelon.training.contents import RunContents
@@ -71,12 +71,13 @@ class Restored:
     """What a replica has held since an earlier view of its group; None for a start of the run."""
 
 
-def restore(learner: Learner, sync: Synchronizer, folder: RunFolder, runtime: Runtime, held: Held | None) -> Restored:
+def restore(learner: Learner, folder: RunFolder, runtime: Runtime, held: Held | None) -> Restored:
     """Open the store of a run and load the newest checkpoint or snapshot, or the state of a replica. Collective.
 
     Raises CheckpointError if nothing can be saved, before a step is trained.
     """
     recipe, meshes = learner.recipe, learner.meshes
+    sync = build_synchronizer(recipe.sync, learner.engine, meshes)
     contents = RunContents(learner.engine, sync, StepJudge(recipe.fault, learner.device), meshes)
     store, snapshots = build_store(recipe, folder, meshes.membership), build_snapshots(recipe, meshes.membership)
     tensors = contents.tensors()

@@ -1,0 +1,52 @@
+"""What a learner is built from, beside its recipe: process group, hub files, data, config of the model, and plan."""
+
+import atexit
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from echelon.data.prepare import find_mask_obstacle, prepare_data
+from echelon.data.prepared import PreparedData
+from echelon.distributed.mesh import build_mesh
+from echelon.distributed.objects import agree
+from echelon.distributed.runtime import Runtime, join_group, stop_runtime
+from echelon.engines import EngineSpec
+from echelon.errors import PlanError
+from echelon.hardware.detection import describe_cluster
+from echelon.model.build import resolve_config
+from echelon.model.hub import fetch_models, find_commits, with_copies
+from echelon.planner.choose import resolve_plan
+from echelon.planner.model_shape import ModelShape
+from echelon.planner.plan import ParallelPlan
+from echelon.planner.shape import build_shape
+from echelon.recipe import Recipe
+
+
+def open_recipe(recipe: Recipe, plan: ParallelPlan | None) -> tuple[EngineSpec, PreparedData]:
+    """Join the process group, and find or prepare what the recipe names. Collective: see `Learner.build`."""
+    if not dist.is_initialized():
+        # torch cannot form a group twice in a process, so the group stays until the process ends.
+        atexit.register(stop_runtime)
+    runtime = join_group()
+    commits = agree(lambda: find_commits(recipe, {}))
+    fetch_models(recipe, commits)
+    here = with_copies(recipe, commits)
+    data = prepare_data(here)  # a lock lets one process of a machine prepare, and the others wait
+    config = resolve_config(here, data.vocab_size, data.tokenizer)
+    if plan is None:
+        plan = agree(lambda: _resolve_plan(here, build_shape(config.to_dict()), data, runtime))
+    elif plan.world_size != dist.get_world_size():
+        raise PlanError(
+            f"the plan is for {plan.world_size} processes, and this job has {dist.get_world_size()}; start as "
+            "many as the plan needs, or pass plan=None."
+        )
+    meshes = build_mesh(plan, runtime.device.type, runtime.is_one_machine)
+    return EngineSpec(here, config, plan, meshes, runtime.device), data
+
+
+def _resolve_plan(recipe: Recipe, shape: ModelShape, data: PreparedData, runtime: Runtime) -> ParallelPlan:
+    """Return the plan of a recipe on the processes of this job."""
+    cluster = describe_cluster(runtime.world_size, runtime.local_world_size)
+    if recipe.objective.name == "dpo":
+        shape = replace(shape, obeys_masks=find_mask_obstacle(recipe) is None)
+    return resolve_plan(recipe, shape, cluster, num_samples=data.train.num_samples)
