@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from echelon.api.plan_pictures import draw_search
 from echelon.api.planning import find_target
 from echelon.api.recipes import RecipeLike, load_recipe
 from echelon.errors import ConfigError, PlanError
@@ -70,6 +71,10 @@ class SearchReport:
             "float8_step_seconds": None if self.float8 is None else self.float8.step.total,
             "goodput": None if self.goodput is None else self.goodput.share,
         }
+
+    def draw(self) -> str:
+        """The picture as SVG."""
+        return draw_search(self.allowed)
 
     def __str__(self) -> str:
         return "\n".join(self.describe())

@@ -1,6 +1,8 @@
 """`echelon plan`: show how a recipe would run, here or elsewhere, and the memory, time and money it would need."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from echelon.commands import plan_options as options
 from echelon.commands.arguments import OverridesArgument, read_recipe
@@ -38,42 +40,41 @@ def plan(
     if calibrate:
         _calibrate()
         if recipe_path is None:
-            return
+            return None
     if recipe_path is None:
         raise ConfigError("a recipe is missing; write echelon plan RECIPE, or echelon plan --calibrate.")
     if accuracy:
-        from echelon.runs.reckoning import describe_accuracy
-
-        for line in describe_accuracy([recipe_path, *map(Path, overrides or [])]):
-            show(line)
-        return
-    from echelon.commands.plan_search import read_reliability, show_scaling, show_search
+        return _show_accuracy([recipe_path, *map(Path, overrides or [])])
+    from echelon.commands.plan_search import find_plans, read_reliability, show_found
 
     recipe = read_recipe(recipe_path, overrides, quiet=as_json)
-    reliability = read_reliability(mtbf_hours, restart_seconds, step_spread)
+    asked: dict[str, Any] = {
+        "devices": devices,
+        "devices_per_node": devices_per_node,
+        "instance": instance,
+        "reliability": read_reliability(mtbf_hours, restart_seconds, step_spread),
+    }
     searches = any(each is not None for each in (by, budget_usd, deadline_hours, plot)) or as_json
     if build and (searches or counts is not None):
         raise ConfigError("--build divides one plan; remove it, or the options that search plans.")
     if counts is not None:
-        show_scaling(recipe, counts, devices, devices_per_node, instance, reliability, as_json, plot)
-        return
+        from echelon.api.plan_scaling import plan_scaling
+
+        return show_found(plan_scaling(recipe, counts, **asked), as_json, plot)
+    asked["count"] = count
     if searches:
-        limits = (by, budget_usd, deadline_hours)
-        show_search(recipe, devices, devices_per_node, instance, count, *limits, reliability, as_json, plot)
-        return
+        return show_found(find_plans(recipe, asked, by, budget_usd, deadline_hours), as_json, plot)
     from echelon.api.planning import plan as plan_here
 
-    plan_here(
-        recipe,
-        devices,
-        devices_per_node=devices_per_node,
-        instance=instance,
-        count=count,
-        build=build,
-        reliability=reliability,
-        engines=engines,
-        on_line=show,
-    )
+    plan_here(recipe, **asked, build=build, engines=engines, on_line=show)
+    return None
+
+
+def _show_accuracy(runs: Sequence[Path]) -> None:
+    from echelon.runs.reckoning import describe_accuracy
+
+    for line in describe_accuracy(runs):
+        show(line)
 
 
 def _calibrate() -> None:

@@ -1,14 +1,19 @@
 """The parts of `echelon plan` that compare plans: the search, and the scaling over numbers of devices."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any
 
 from echelon.commands.terminal import show
 from echelon.errors import ConfigError
 from echelon.planner.reliability import RESTART_SECONDS, Reliability
 from echelon.recipe import Recipe
+
+if TYPE_CHECKING:
+    from echelon.api.plan_scaling import ScalingReport
+    from echelon.api.searching import SearchReport
+    from echelon.planner.search import Goal
 
 
 def read_reliability(
@@ -24,56 +29,18 @@ def read_reliability(
     return Reliability(mtbf_hours, RESTART_SECONDS if restart_seconds is None else restart_seconds, step_spread or 0.0)
 
 
-def show_search(
-    recipe: Recipe,
-    devices: str | None,
-    devices_per_node: int,
-    instance: str | None,
-    count: int | None,
-    by: Literal["time", "cost", "memory"] | None,
-    budget_usd: float | None,
-    deadline_hours: float | None,
-    reliability: Reliability | None,
-    as_json: bool,
-    plot: Path | None,
-) -> None:
-    """Search the plans of a recipe, print them and draw them."""
-    from echelon.api.plan_pictures import draw_search
+def find_plans(
+    recipe: Recipe, asked: Mapping[str, Any], by: "Goal | None", budget_usd: float | None, deadline_hours: float | None
+) -> "SearchReport":
+    """Search the plans of a recipe. `asked`: the machines and their reliability, as arguments of `search`."""
     from echelon.api.searching import search
 
-    found = search(
-        recipe,
-        devices,
-        devices_per_node=devices_per_node,
-        instance=instance,
-        count=count,
-        by=by or ("time" if deadline_hours is None else "cost"),
-        budget_usd=budget_usd,
-        deadline_hours=deadline_hours,
-        reliability=reliability,
-    )
-    for line in [json.dumps(found.to_dict(), indent=2)] if as_json else found.describe():
-        show(line)
-    if plot is not None:
-        _write_picture(plot, draw_search(found.allowed), as_json)
+    goal = by or ("time" if deadline_hours is None else "cost")
+    return search(recipe, **asked, by=goal, budget_usd=budget_usd, deadline_hours=deadline_hours)
 
 
-def show_scaling(
-    recipe: Recipe,
-    counts: Sequence[int],
-    devices: str | None,
-    devices_per_node: int,
-    instance: str | None,
-    reliability: Reliability | None,
-    as_json: bool,
-    plot: Path | None,
-) -> None:
-    """Plan a recipe for each number of devices, print the tables and draw them."""
-    from echelon.api.plan_scaling import plan_scaling
-
-    found = plan_scaling(
-        recipe, counts, devices, devices_per_node=devices_per_node, instance=instance, reliability=reliability
-    )
+def show_found(found: "SearchReport | ScalingReport", as_json: bool, plot: Path | None) -> None:
+    """Print the result of a search or of a scaling, and draw it into the file `plot`."""
     for line in [json.dumps(found.to_dict(), indent=2)] if as_json else found.describe():
         show(line)
     if plot is not None:
