@@ -70,7 +70,6 @@ def test_errors_are_told_once(folder, echelon):
     for arguments, code, message in (
         (("eval", "model", "--nproc", "2"), 2, "model is an HF folder without text; give text with --data PATH."),
         (("eval", "model", "--nproc", "0"), 2, "--nproc 0 is neither a number of processes nor auto"),
-        (("eval", "model", "--lm-eval", "arc_easy", "--nproc", "2"), 2, "--lm-eval runs in one process, not in 2"),
         ((*GENERATE, "--chat", "--nproc", "2"), 2, "--chat: the tokenizer of model has no chat template"),
     ):
         ending = echelon(*arguments)

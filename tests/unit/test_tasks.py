@@ -1,8 +1,7 @@
-"""Multiple-choice tasks: likelihoods compared with a plain loop, accuracies by hand, and lm-eval if installed."""
+"""Multiple-choice tasks: the file, and accuracies of lm-eval, if it is installed, compared with a plain loop."""
 
 import importlib.util
 import json
-import random
 
 import pytest
 import torch
@@ -10,15 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from echelon.data.tokenizer import train_tokenizer
 from echelon.errors import ConfigError
-from echelon.inference.tasks import (
-    Scored,
-    cut_left,
-    encode_pair,
-    evaluate_task,
-    read_task,
-    score_continuations,
-    standard_error,
-)
+from echelon.inference.tasks import evaluate_task, read_task
 from families import small_config
 
 TEXT = "What colour is the sky? It is blue. What colour is grass? It is green. été 東京 " * 20
@@ -67,6 +58,7 @@ def plain_scores(folder):
     return scores
 
 
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
 def test_accuracies_equal_those_of_a_plain_loop(folder, task):
     scores = plain_scores(folder)
     answers = [0, 1, 0, 1]
@@ -86,33 +78,6 @@ def test_accuracies_equal_those_of_a_plain_loop(folder, task):
         assert result[f"{name}_stderr"] == pytest.approx(float(torch.tensor(hits).double().std()) / 2)
     assert result["random"] == pytest.approx((1 / 3 + 1 / 2 + 1 / 4 + 1 / 2) / 4)
     assert (result["task"], result["examples"]) == ("colours", 4)
-
-
-def test_likelihoods_do_not_depend_on_the_batch(folder):
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    pairs = [
-        encode_pair(tokenizer, next(each[name] for name in each if name not in ("choices", "answer")), f" {choice}", "")
-        for each in EXAMPLES
-        for choice in each["choices"]
-    ]
-    together = score_continuations(model, pairs)
-    assert together == pytest.approx([score for row in plain_scores(folder) for score in row], abs=1e-4)
-
-
-def test_the_border_of_context_and_choice(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    pair = encode_pair(tokenizer, "the sky  ", " is", "")
-    assert tokenizer.decode(pair.ids) == "the sky   is"
-    assert tokenizer.decode(pair.ids[: pair.start]) == "the sky"
-    assert cut_left(Scored((1, 2, 3, 4, 5), 3), 3) == Scored((2, 3, 4, 5), 2)
-    with pytest.raises(ConfigError, match="a choice has 4 tokens, and the model has only 3 positions"):
-        cut_left(Scored((1, 2, 3, 4, 5, 6), 2), 3)
-
-
-def test_standard_errors_by_hand():
-    # mean 1/4, variance (3 * 1/16 + 9/16) / 3 = 1/4, variance of the mean 1/16.
-    assert standard_error([True, False, False, False]) == pytest.approx(0.25)
-    assert standard_error([True]) is None
 
 
 @pytest.mark.parametrize(
@@ -147,15 +112,16 @@ def test_files_without_examples_are_refused(tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-eval is installed")
-def test_without_lm_eval_the_message_names_its_extra(folder):
+def test_without_lm_eval_the_message_names_its_extra(folder, task):
     from echelon.inference.harness import evaluate_with_harness
 
-    with pytest.raises(ConfigError, match=r"pip install 'echelon\[lm-eval\]'"):
-        evaluate_with_harness(folder, ["hellaswag"])
+    for evaluate in (lambda: evaluate_with_harness(folder, ["hellaswag"]), lambda: evaluate_task(folder, task)):
+        with pytest.raises(ConfigError, match=r"pip install 'echelon\[lm-eval\]'"):
+            evaluate()
 
 
 TASK = """\
-task: colours
+task: mine
 dataset_path: json
 dataset_kwargs: {data_files: {test: %s}}
 test_split: test
@@ -168,33 +134,19 @@ metric_list: [{metric: acc}, {metric: acc_norm}, {metric: acc_bytes}]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
-def test_lm_eval_gives_the_same_results(folder, tmp_path, monkeypatch):
+def test_a_task_file_of_lm_eval_gives_the_same_results(folder, task, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     from echelon.inference.harness import evaluate_with_harness
 
-    words = TEXT.split()[:14]
-    drawn = random.Random(0)
-    more = [
-        {
-            "context": " ".join(drawn.choices(words, k=5)) + drawn.choice(["", " ", "  "]),
-            "choices": [" ".join(drawn.choices(words, k=drawn.randint(1, 4))) for _ in range(3)],
-            "answer": drawn.randrange(3),
-        }
-        for _ in range(40)
-    ]
-    examples = [
-        {"context": next(each[name] for name in each if name not in ("choices", "answer")), "choices": each["choices"],
-         "answer": each["choices"].index(each["answer"]) if isinstance(each["answer"], str) else each["answer"]}
-        for each in [*EXAMPLES, *more]
-    ]  # fmt: skip
     data = tmp_path / "mine.jsonl"
-    data.write_text("\n".join(map(json.dumps, examples)))
-    (tmp_path / "colours.yaml").write_text(TASK % data)
+    data.write_text("".join(
+        json.dumps({"context": each.context, "choices": each.choices, "answer": each.answer}) + "\n"
+        for each in read_task(task)
+    ))  # fmt: skip
+    (tmp_path / "mine.yaml").write_text(TASK % data)
     ours = evaluate_task(folder, data)
-    theirs = evaluate_with_harness(folder, ["colours"], tmp_path)["colours"]
+    theirs = evaluate_with_harness(folder, ["mine"], tmp_path)["mine"]
     for name in ("acc", "acc_norm", "acc_bytes"):
-        assert theirs[name] == pytest.approx(ours[name])
-        assert theirs[f"{name}_stderr"] == pytest.approx(ours[f"{name}_stderr"])
-    assert 0.1 < ours["acc"] < 0.9 and len({ours[name] for name in ("acc", "acc_norm", "acc_bytes")}) > 1
+        assert theirs[name] == ours[name] and theirs[f"{name}_stderr"] == ours[f"{name}_stderr"]
     with pytest.raises(ConfigError, match="lm-eval has no such task"):
         evaluate_with_harness(folder, ["no_such_task_at_all"], tmp_path)

@@ -79,7 +79,7 @@ def evaluate(
     Args:
         target: a run or its folder, or an HF model folder.
         data: text to use instead of the run's held-out text.
-        tasks: a .jsonl file with multiple-choice questions to score instead.
+        tasks: a .jsonl file with multiple-choice questions to score instead, by lm-eval.
         lm_eval: names of lm-eval tasks to run instead; `include_path`: a folder with your own task files; `limit`: the
             number of examples per task.
         checkpoint: `newest`, `best` or a step of a run; None: the newest.
@@ -102,11 +102,10 @@ def evaluate(
 
         return evaluate_task(path, Path(tasks), which, team)
     if lm_eval:
-        if team is not None and team.size > 1:
-            raise ConfigError(f"--lm-eval runs in one process, not in {team.size}; use --nproc 1, or --tasks.")
         from echelon.inference.harness import evaluate_with_harness
 
-        return evaluate_with_harness(path, lm_eval, None if include_path is None else Path(include_path), limit, which)
+        include = None if include_path is None else Path(include_path)
+        return evaluate_with_harness(path, lm_eval, include, limit, which, team)
     from echelon.inference.evaluate import evaluate_model
 
     return evaluate_model(path, None if data is None else Path(data), which, team)
