@@ -1,5 +1,7 @@
 """Packed documents do not attend to each other: the loss of each equals that of the document alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from echelon.model.build import load_config
 from echelon.model.traits import apply_plain_causal, find_traits
 from echelon.model.varlen_attention import VARLEN
 from echelon.objectives.causal_lm import CausalLM
+from echelon.objectives.objective import LogitsLoss
 from echelon.objectives.outputs import ObjectiveModule
 from echelon.parallel.activation import apply_activation_checkpointing
 from echelon.parallel.compilation import apply_compile
@@ -90,6 +93,27 @@ def test_a_document_does_not_depend_on_others_or_its_position(family):
     for row, number in found:
         expected = loss_alone(model, batch, row, number)
         assert found[row, number].item() == pytest.approx(expected.item(), rel=1e-5), (row, number)
+
+
+def weighted(logits, labels, extra):
+    weights = extra["tokens"] * extra["sequence"]
+    return (F.cross_entropy(logits, labels, ignore_index=-100, reduction="none") * weights).sum()
+
+
+def test_extra_tensors_stay_with_their_tokens_in_rows_of_their_own():
+    """A model without a document mask computes each document in a row of its own; weights are those of the tokens."""
+    model = small_model("llama").eval()
+    batch, random = packed(), torch.Generator().manual_seed(2)
+    extra = {"tokens": torch.rand(2, LENGTH, generator=random), "sequence": torch.tensor([1.0, 3.0])}
+    batch = replace(batch, document_shape=(3, 16)).with_extra(**extra)
+    traits = find_traits(model, LENGTH)
+    losses = [
+        ObjectiveModule(model, traits=each)(batch, LogitsLoss(weighted).loss_sum)
+        for each in (traits, replace(traits, mask=None))
+    ]
+    scores = ObjectiveModule(model, traits=traits)(batch, lambda outputs, _: outputs.log_probabilities(batch.labels))
+    expected = -(scores * extra["tokens"] * extra["sequence"][:, None]).sum().item()
+    assert [loss.item() for loss in losses] == pytest.approx([expected, expected], rel=1e-5)
 
 
 @pytest.mark.parametrize("family", FIELDS)
