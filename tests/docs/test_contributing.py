@@ -40,7 +40,7 @@ from echelon.recipe.load import load_recipe
 recipe, _ = load_recipe(Path("recipe.json"))
 assert sys.argv[1] in sys.modules["echelon"].__file__
 assert type(choose_rule(recipe.optim, True)).__name__ == "SignSGD"
-assert type(build_objective(recipe.objective)).__name__ == "FocalLoss"
+assert str(build_objective(recipe.objective)) == "echelon.objectives.focal:focal_loss"
 files = list_files(Source("data.train.0", "box.mbox"))
 assert files[0].format == "mail" and count_documents(files, 1000, Reading()) == 300
 """

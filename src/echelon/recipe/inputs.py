@@ -430,9 +430,11 @@ class ObjectiveConfig(Section):
     """What is minimised."""
 
     name: ObjectiveName = Field(
-        "causal_lm", description="`causal_lm` predicts the next token; `dpo` prefers chosen over rejected answers."
+        "causal_lm",
+        description="`causal_lm` predicts the next token; `dpo` prefers chosen over rejected answers. Your own is a "
+        "loss function of (logits, labels, extra), or an objective class.",
     )
-    options: Options = Field(None, description="Arguments of an objective of your own, by their names.")
+    options: Options = Field(None, description="Arguments of your own loss or objective, by their names.")
     beta: Positive = Field(0.1, description="`dpo`: how strongly the model is kept close to the reference.")
     loss: Literal["sigmoid", "ipo"] = Field("sigmoid", description="`dpo`: the loss on the margin of a pair.")
     label_smoothing: Number = Field(
