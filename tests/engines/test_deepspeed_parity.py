@@ -1,6 +1,7 @@
 """Training with DeepSpeed against the native engine: losses, norms, weights and moments, in real processes."""
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,15 @@ def test_other_rules_step_flat_partitions(native, tmp_path, text, optimizer):
     row = deepspeed_row("zero2", 2, optimizer=optimizer)
     losses, norms = difference(trained(row, tmp_path, text, steps=STEPS), native(row))
     assert losses < 2e-5 and norms < 1e-4
+
+
+@pytest.mark.slow
+def test_a_loss_function_trains_as_under_native(tmp_path, text):
+    row, loss = deepspeed_row("fsdp", 2), {"objective": {"name": "loss_functions:smoothed_with_z"}}
+    ours = trained(replace(row, changes=row.changes | loss), tmp_path / "deepspeed", text, steps=STEPS)
+    expected = trained(replace(row.reference(), changes=loss), tmp_path / "native", text, steps=STEPS)
+    losses, norms = difference(ours, expected)
+    assert losses < 1e-5 and norms < 1e-5
 
 
 @pytest.mark.parametrize("parallel", ["zero2", "fsdp"])

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from echelon.data.loader import Microbatch
+from echelon.engines.tensorflow.tensorflow_engine import TensorflowEngine
 from echelon.errors import ConfigError
 from echelon.model.parts import HeadArithmetic
 from echelon.model.traits import find_traits
@@ -268,3 +269,20 @@ def test_an_objective_is_what_has_the_members_of_one():
     for wrong in (CausalLM, 3, "causal_lm"):
         with pytest.raises(TypeError, match=r"is not a loss; use an Objective, or a function of \(logits, labels,"):
             as_objective(wrong)
+
+
+def test_tensorflow_refuses_what_it_would_not_compute():
+    """It computes the cross-entropy by itself, so another loss must not be ignored, nor that of a subclass."""
+
+    class Doubled(CausalLM):
+        def loss_sum(self, outputs, batch):
+            return 2 * super().loss_sum(outputs, batch)
+
+    engine = TensorflowEngine(steps=None, lines=())
+    for loss, name in ((z_loss, "test_loss_function:z_loss"), (Doubled(), ".*Doubled object")):
+        with pytest.raises(
+            ConfigError, match=rf"cannot run a loss in PyTorch, and the loss is {name}.*; use engine=nat"
+        ):
+            engine.forward_backward(0, [make_batch()], torch.ones(()), as_objective(loss))
+        with pytest.raises(ConfigError, match="engine=tensorflow"), engine.evaluation(as_objective(loss)):
+            pass
