@@ -13,15 +13,29 @@ if TYPE_CHECKING:
     from echelon.api.recipes import load_recipe
     from echelon.api.run import Run
     from echelon.api.training_process import train
+    from echelon.data.loader import Microbatch, StepBatch
+    from echelon.data.own_batches import build_step_batch
     from echelon.learn.learner import Learner
+    from echelon.learn.sampling import Sampling
+    from echelon.objectives.objective import Objective
+    from echelon.training.loop_run import LoopRun
 
 __version__ = "0.1.0"
 
-__all__ = ["Learner", "Run", "chat", "evaluate", "export", "generate", "load_recipe", "plan", "train"]
+__all__ = [
+    "Learner", "LoopRun", "Microbatch", "Objective", "Run", "Sampling", "StepBatch", "build_step_batch",
+    "chat", "evaluate", "export", "generate", "load_recipe", "plan", "train",
+]  # fmt: skip
 
 _PLACES = {
     "Learner": "learn.learner",
+    "LoopRun": "training.loop_run",
+    "Microbatch": "data.loader",
+    "Objective": "objectives.objective",
     "Run": "api.run",
+    "Sampling": "learn.sampling",
+    "StepBatch": "data.loader",
+    "build_step_batch": "data.own_batches",
     "chat": "api.models",
     "evaluate": "api.models",
     "export": "api.models",

@@ -12,6 +12,8 @@ pytestmark = pytest.mark.dist
 
 # A breakpoint in the third step of one rank: in its loss, its reader or its callback.
 PARTS = """
+import time
+
 import torch.distributed as dist
 
 from echelon.data.readers.record import Reader, Record, Span
@@ -41,8 +43,12 @@ class Text(Reader):
 
 
 class Diary(Callback):
+    def __init__(self, at=3, seconds=0.0):
+        self.at, self.seconds = at, seconds
+
     def on_step_end(self, row):
-        if row["step"] == 3:
+        time.sleep(self.seconds)
+        if row["step"] == self.at:
             breakpoint()
         self.row = row
 """
@@ -114,21 +120,22 @@ def test_the_other_ranks_wait_for_the_debugger_without_a_limit(echelon, folder):
 
 @pytest.mark.slow
 def test_ctrl_c_saves_quit_does_not_and_both_resume(echelon, folder):
-    terminal = train(folder, "here", "train.steps=4000", "train.log_every=1", "checkpoint.every_steps=2")
-    terminal.await_text(r"step +\d\d+/4000")
+    settings = ("train.steps=200", "train.log_every=1", "checkpoint.every_steps=2")
+    slow = "train.callbacks=[{name: 'parts:Diary', options: {at: null, seconds: 0.1}}]"
+    terminal = train(folder, "here", *settings, slow)
+    terminal.await_text(r"step +\d\d+/200")
     terminal.type("\x03")
     assert terminal.await_end() == 3
     assert terminal.shown.count("echelon: ") == 1 and "echelon: stopped by SIGINT at step " in terminal.shown
     step = RunFolder(folder / "runs" / "here").newest_step()
-    assert step >= 9
-    resume = (f"train.steps={step + 4}", "--nproc", "2", "--rank", "0", objective(0))
-    terminal = train(folder, "here", *resume)
+    stopping = f"train.callbacks=[{{name: 'parts:Diary', options: {{at: {step + 3}}}}}]"
+    terminal = train(folder, "here", *settings, stopping, "--nproc", "2", "--rank", "0")
     terminal.await_text(PROMPT)
     terminal.type("q\n")
     assert terminal.await_end() == 3
     assert "echelon: stopped by quit in the debugger; the newest checkpoint is step " in terminal.shown
-    assert echelon("train", "recipe.json", "run.name=here", f"train.steps={step + 4}").code == 0
-    assert [row[0] for row in rows(folder, "here")] == list(range(1, step + 5))
+    assert echelon("train", "recipe.json", "run.name=here", *settings).code == 0
+    assert [row[0] for row in rows(folder, "here")] == list(range(1, 201))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from echelon.data.feed import Feed, find_batch_place, open_feed
-from echelon.data.loader import Microbatch, StepBatch, choose_padding
+from echelon.data.loader import BatchPlace, Microbatch, StepBatch, choose_padding
 from echelon.data.prepared import PreparedData
 from echelon.data.shards import Dataset
 from echelon.distributed.mesh import Meshes, start_all_reduce
@@ -39,6 +39,12 @@ class CountedSums(StepSums):
     """The sums of a step on this rank, and its targets. `Learner.mean_loss` makes a loss of them."""
 
     targets: Targets
+    num_tokens: int
+    """Positions other than padding in this rank's part of the batch."""
+    num_labels: int
+    """Positions with a label in it."""
+    batch_hash: int
+    """Its term of the batch's hash."""
 
     @property
     def num_targets(self) -> Tensor:
@@ -109,9 +115,14 @@ class Learner:
         """The recipe's tokenizer."""
         return self.data.tokenizer
 
+    @cached_property
+    def place(self) -> BatchPlace:
+        """Which sequences of every batch this rank feeds, and in which form."""
+        return find_batch_place(self.recipe, self.plan, self.meshes)
+
     def open_feed(self) -> Feed:
         """Open this rank's batches of the recipe's data, in the order of a run. The caller closes it."""
-        return open_feed(self.recipe, self.data, find_batch_place(self.recipe, self.plan, self.meshes))
+        return open_feed(self.recipe, self.data, self.place)
 
     def batch(self, step: int) -> StepBatch:
         """Return this rank's part of the batch of a step, counted from 0, as `echelon train` feeds it.
@@ -152,7 +163,15 @@ class Learner:
         self._norm = None
         # A batch without any target has a loss of 0, which must not be divided by 0.
         sums = self.engine.forward_backward(number, batch.microbatches, targets.shared.clamp(min=1), objective)
-        return CountedSums(sums.loss, sums.router, sums.expert_tokens, targets=targets)
+        return CountedSums(
+            sums.loss,
+            sums.router,
+            sums.expert_tokens,
+            targets=targets,
+            num_tokens=batch.num_tokens,
+            num_labels=batch.num_labels,
+            batch_hash=batch.hash,
+        )
 
     def clip(self, max_norm: float | None = None) -> Tensor:
         """Scale the gradients to at most `max_norm`, and return their norm before that: a scalar on the device.

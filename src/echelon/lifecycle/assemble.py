@@ -1,10 +1,12 @@
 """Assembles the trainer of a run around a learner, on one rank."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from echelon.distributed.runtime import Runtime
 from echelon.learn.learner import Learner
 from echelon.lifecycle.accounts import open_accounting
+from echelon.lifecycle.extension_checks import find_loop
 from echelon.lifecycle.run_learner import build_run_learner
 from echelon.lifecycle.saved_state import build_saver, restore
 from echelon.planner.plan import ParallelPlan
@@ -16,6 +18,7 @@ from echelon.training.callbacks import Callback
 from echelon.training.evaluations import build_evaluations, build_sampler
 from echelon.training.healing import Held
 from echelon.training.heartbeat import Heartbeat
+from echelon.training.loop_run import run_loop
 from echelon.training.pauses import Pauses
 from echelon.training.profiler import build_recorder
 from echelon.training.rollback import Recovery
@@ -81,6 +84,8 @@ def assemble(
         build_recorder(recipe.profile, folder, runtime, heart.resting),
         build_straggler_watch(learner.meshes, recipe.fault.on_straggler == "stop"),
     )
+    if recipe.train.loop is not None:
+        trainer.loop = partial(run_loop, find_loop(recipe.train.loop))
     if restored.held is not None:  # a group of replicas ended before this work was done
         trainer.owes_pause, trainer.owes_save = restored.held.owes_pause, restored.held.owes_save
     return trainer

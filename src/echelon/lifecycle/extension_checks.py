@@ -1,9 +1,11 @@
 """Check the extensions that a recipe names, before anything starts."""
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from echelon.errors import ConfigError
 from echelon.extensions import check_options, find_named, is_extension
 from echelon.recipe import Recipe
 
@@ -28,6 +30,8 @@ def _list_named(recipe: Recipe) -> Iterator[Named]:
             yield Named(f"data.{part}.{index}.format", source.format, source.options)
     if recipe.data.source is not None:
         yield Named("data.source", recipe.data.source, recipe.data.options)
+    if recipe.train.loop is not None:
+        yield Named("train.loop", recipe.train.loop, None)
     for index, callback in enumerate(recipe.train.callbacks):
         yield Named(f"train.callbacks.{index}.name", callback.name, callback.options)
     for key, section in (("objective", recipe.objective), ("optim", recipe.optim), ("sync", recipe.sync)):
@@ -50,9 +54,29 @@ def check_extensions(recipe: Recipe) -> None:
     accept its options. Every training process imports it again.
     """
     for each in list_extensions(recipe):
+        if each.key == "train.loop":
+            find_loop(each.name)
+            continue
         kind, num_arguments = _find_kind(each)
         found = find_named(each.key, each.name, {}, kind)
         check_options(each.key, each.name, found, num_arguments, each.options)
+
+
+def find_loop(name: str) -> Callable[..., None]:
+    """Import the function that `train.loop` names. Raises ConfigError if it is not a function of (learner, run)."""
+    found = find_named("train.loop", name, {})
+    if not inspect.isfunction(found):
+        raise ConfigError(
+            f"train.loop={name}: it must be a function of (learner, run), but it is a {type(found).__name__}."
+        )
+    try:
+        inspect.signature(found).bind(None, None)
+    except TypeError:
+        raise ConfigError(
+            f"train.loop={name}: it must be a function of (learner, run), but it is "
+            f"{found.__name__}{inspect.signature(found)}; change its parameters."
+        ) from None
+    return found
 
 
 def _find_kind(named: Named) -> tuple[type | None, int]:

@@ -132,6 +132,22 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _own_loop_calls_the_learner(self) -> Self:
+        if self.train.loop is None:
+            return self
+        own = f"train.loop={self.train.loop}"
+        for key, value, allowed, reason in (
+            ("engine", self.engine, ("native",), "other engines run only echelon's loop"),
+            ("sync.name", self.sync.name, ("every_step",), "only echelon's loop has the steps in which replicas agree"),
+            ("fault.on_bad_step", self.fault.on_bad_step, ("stop", "skip"), "echelon cannot rewind your loop"),
+            ("fault.spike_factor", self.fault.spike_factor, (None,), "your loop applies a step before it is recorded"),
+        ):
+            if value not in allowed:
+                fix = " or ".join("null" if each is None else each for each in allowed)
+                raise ValueError(f"{key}={value} does not go with {own}: {reason}; set {key}={fix}, or remove {own}.")
+        return self
+
+    @model_validator(mode="after")
     def _replicas_are_the_snapshots(self) -> Self:
         every_steps = self.checkpoint.snapshot_every_steps
         if self.sync.name == QUORUM and every_steps is not None:

@@ -142,6 +142,11 @@ class TrainConfig(Section):
         description="Train on the CPU if a launched job sees none of the GPUs that it asked for; otherwise it is "
         "refused.",
     )
+    loop: OwnName | None = Field(
+        None,
+        description="A training loop of your own: a function of (learner, run), `package.module:function`. Absent: "
+        "echelon's.",
+    )
     callbacks: Callbacks = Field((), description="Code of your own that is told of steps, evaluations and saves.")
     log_every: Count = Field(1, description="Steps between console lines.")
     evals_per_epoch: Positive | None = Field(

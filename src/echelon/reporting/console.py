@@ -1,5 +1,6 @@
 """Console output during training: one line per logged step."""
 
+from collections.abc import Iterable
 from dataclasses import astuple, fields
 from typing import Any
 
@@ -12,11 +13,15 @@ _RATES, _TIMES = ("tokens_per_second", "mfu"), ("step_seconds", "data_wait_secon
 
 
 def render_step(
-    row: dict[str, Any], num_steps: int, remaining_seconds: float | None, expected_usd: float | None = None
+    row: dict[str, Any],
+    num_steps: int,
+    remaining_seconds: float | None,
+    expected_usd: float | None = None,
+    further: Iterable[str] = (),
 ) -> str:
     """Return the console line of a train row: step, loss, norm, rate, speed, MFU, memory, data wait, ETA, cost.
 
-    An unknown MFU is left out.
+    An unknown MFU is left out. `further`: keys of the row that are shown after the norm.
     """
     width = len(str(num_steps))
     seconds = row["step_seconds"]
@@ -25,6 +30,7 @@ def render_step(
         f"step {row['step']:>{width}}/{num_steps}",
         f"loss {_number(row['loss'], '.4f')}",
         f"grad_norm {_number(row['grad_norm'], '.3f')}",
+        *(f"{name} {_number(row[name], '.4g')}" for name in further),
         f"lr {row['learning_rate']:.2e}",
         f"tok/s {_number(row['tokens_per_second'], '.0f')}",
         *([] if row["mfu"] is None else [f"mfu {_percent(row['mfu'])}"]),

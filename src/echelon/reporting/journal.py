@@ -4,7 +4,7 @@ import io
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -68,8 +68,11 @@ class Journal:
         """Report each step to this watch."""
         self._recovery = recovery
 
-    def train(self, row: dict[str, Any]) -> None:
-        """Write the row of a training step, adding the run's cost so far."""
+    def train(self, row: dict[str, Any], further: Iterable[str] = ()) -> None:
+        """Write the row of a training step, adding the run's cost so far.
+
+        `further`: the keys of an own loop's metrics, which the console shows too.
+        """
         is_logged, expected = self._takes_line(row["step"]), None
         remaining = self._remaining(row["step"]) if is_logged or self._bar is not None else None
         if self.meter is not None:
@@ -85,7 +88,8 @@ class Journal:
         if is_logged:
             shown = self._averages.take(row) | ({} if self._shows_mfu else {"mfu": None})
             shown["cost_at_most"] = self.meter is not None and self.meter.at_most
-            logger.info(render_step(shown, self._num_steps, remaining, expected), extra=ON_PROGRESS_BAR)
+            line = render_step(shown, self._num_steps, remaining, expected, further)
+            logger.info(line, extra=ON_PROGRESS_BAR)
         if self._bar is not None:
             self._bar.step(row, remaining)
 

@@ -111,7 +111,7 @@ class Accounting:
         )
         self.latest = [row]
         if self.journal is not None:
-            self.journal.train(row)
+            self.journal.train(row, metrics.further)
             self._tell("on_step_end", row)
 
     def make_up(self, step: int, rows: Sequence[dict[str, Any]]) -> None:

@@ -3,8 +3,8 @@
 import math
 import resource
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from echelon.distributed.mesh import AXES, Meshes, start_all_reduce
 from echelon.distributed.stamp import Stamp
+from echelon.errors import TrainingError
 from echelon.learn.step_targets import Targets
 from echelon.stopping import agreed_stop
 from echelon.training.bad_steps import Verdict
@@ -43,6 +44,8 @@ class StepRecord:
     batch_hash: int
     data_wait_seconds: float
     stop_flags: list[float]
+    further: Mapping[str, Tensor] = field(default_factory=dict)
+    """Metrics of a loop's own, by name, of which the row has the mean over all ranks."""
 
     def joined_with(self, other: "StepRecord") -> "StepRecord":
         """Return the values of two shares of one step, of which `other` is the later one."""
@@ -133,6 +136,8 @@ class StepMetrics:
     """Number of consecutive bad steps up to this one, the largest of all replicas."""
     stopped_by: str | None
     """The signal or budget limit that stops the run, on any rank."""
+    further: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of a loop's own, by name: the mean over all ranks."""
 
 
 class PendingMetrics:
@@ -168,6 +173,7 @@ class PendingMetrics:
                 record.verdict.is_bad.double().reshape(1),  # bad on one rank is bad on all, or the ranks would diverge
                 (experts if meshes.counts_routers else torch.zeros_like(experts)).flatten(),
                 _to_device(own_times, device),
+                *(value.double().reshape(1) / meshes.num_devices for value in record.further.values()),
                 _place_own(record, meshes).flatten(),
             ]
         )
@@ -197,11 +203,11 @@ class PendingMetrics:
         num_replicas, num_experts = self._grid.sizes["replica"], math.prod(shape)
         last = len(sums) - 4 * num_replicas
         norm, commit, in_a_row, scale = sums[last:].view(num_replicas, 4).T
-        num_ranks = self._grid.size(AXES)
-        sizes = [last - num_experts - num_ranks, num_experts, num_ranks]
-        sums, tokens, own = torch.split(sums[:last], sizes)
+        num_ranks, num_further = self._grid.size(AXES), len(self.record.further)
+        sizes = [last - num_experts - num_ranks - num_further, num_experts, num_ranks, num_further]
+        sums, tokens, own, further = torch.split(sums[:last], sizes)
         agreed = (norm.amax(), commit.amin(), in_a_row.amax(), scale.amin(), expert_load(tokens.view(shape)))
-        self._values = _to_host(torch.cat([torch.stack(agreed), peak, own, sums]))
+        self._values = _to_host(torch.cat([torch.stack(agreed), peak, own, further, sums]))
         return self._values
 
     def read(self) -> StepMetrics:
@@ -209,7 +215,8 @@ class PendingMetrics:
         self.finished.wait()
         grad_norm, committed, in_a_row, scale, load, peak, *values = self.collect().tolist()
         num_ranks = self._grid.size(AXES)
-        own_times, sums = values[:num_ranks], values[num_ranks:]
+        own_times, values = values[:num_ranks], values[num_ranks:]
+        further, sums = values[: len(self.record.further)], values[len(self.record.further) :]
         loss_sum, router_sum, num_targets, tokens, labels, *rest, num_bad = sums
         limbs, (wait, sent, wall, utilization, watts, num_loads, *stops) = rest[:_NUM_LIMBS], rest[_NUM_LIMBS:]
         total = sum(int(limb) << (LIMB_BITS * place) for place, limb in enumerate(limbs)) % 2**64
@@ -234,6 +241,7 @@ class PendingMetrics:
             is_bad=num_bad > 0,
             bad_in_a_row=int(in_a_row),
             stopped_by=agreed_stop(stops),
+            further=dict(zip(self.record.further, further, strict=True)),
         )
 
 
@@ -292,8 +300,11 @@ def finite(value: float) -> float | None:
 
 
 def train_row(metrics: StepMetrics, **measured: Any) -> dict[str, Any]:
-    """Return a train row of metrics.jsonl with every key, null if unknown."""
-    return {
+    """Return a train row of metrics.jsonl with every key, null if unknown, and the further metrics of an own loop.
+
+    Raises TrainingError if one of these has the name of a key.
+    """
+    row = {
         "kind": "train",
         "step": metrics.step + 1,
         "tokens": measured.get("tokens"),
@@ -318,3 +329,6 @@ def train_row(metrics: StepMetrics, **measured: Any) -> dict[str, Any]:
         "router_loss": None if metrics.router_loss is None else finite(metrics.router_loss),
         "expert_load": metrics.expert_load,
     }
+    if taken := sorted(row.keys() & metrics.further.keys()):
+        raise TrainingError(f"run.record(..., {taken[0]}=...): every row has this key already; choose another name.")
+    return row | {name: finite(value) for name, value in metrics.further.items()}

@@ -1,6 +1,6 @@
 """Work between two steps: comparing replicas, evaluating, saving, and stopping on request."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
 from echelon.errors import TrainingError
@@ -26,6 +26,10 @@ class Due:
 
     def __bool__(self) -> bool:
         return self.comparison or self.evaluation or self.checkpoint or self.snapshot
+
+
+WORKS = tuple(field.name for field in fields(Due))
+"""The names of all works that may be due."""
 
 
 @dataclass

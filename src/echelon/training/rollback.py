@@ -59,10 +59,11 @@ class Recovery:
             f"(fault.max_bad_steps={self.fault.max_bad_steps})"
         )
 
-    def recover(self, metrics: StepMetrics, state: TrainState) -> TrainState:
+    def recover(self, metrics: StepMetrics, state: TrainState, is_own: bool = False) -> TrainState:
         """Return to the newest checkpoint and exclude this step, or end the run. Collective.
 
-        The weights are still those that the step ran with: the judge has applied no step since.
+        The weights are still those that the step ran with: the judge has applied no step since. `is_own`: whether a
+        loop of the user's ran the step, which cannot be run again here.
 
         Returns:
             The state to continue from.
@@ -72,7 +73,7 @@ class Recovery:
         """
         self.saver.wait()  # every rank is here, so the pending save can complete first
         goes_back = self.fault.on_bad_step == "rollback" and metrics.bad_in_a_row < self.fault.max_bad_steps
-        diagnosis = self.train_step.diagnose(metrics.step)
+        diagnosis = None if is_own else self.train_step.diagnose(metrics.step)
         self._note(metrics, "rollback" if goes_back else "stop", diagnosis)
         if not goes_back:
             raise TrainingError(describe_stop(metrics, self.fault, diagnosis))
@@ -84,6 +85,7 @@ class Recovery:
             )
         # Write the event first: a run that dies here must know that the step is excluded.
         self.accounting.event("rollback", step=checkpoint.step, suppressed=number)
+        assert diagnosis is not None, "a recipe with train.loop has no rollback"
         logger.warning(
             f"bad step {number}: {describe_numbers(metrics)}; returning to step {checkpoint.step}, and step {number} "
             f"will not be applied. {diagnosis.describe()}"
@@ -110,7 +112,7 @@ def describe_numbers(metrics: StepMetrics) -> str:
     return f"loss={metrics.loss:.6g} and gradient norm={metrics.grad_norm:.6g}"
 
 
-def describe_stop(metrics: StepMetrics, fault: FaultConfig, diagnosis: Diagnosis) -> str:
+def describe_stop(metrics: StepMetrics, fault: FaultConfig, diagnosis: Diagnosis | None) -> str:
     """Return the message for a run that ends at a bad step: the reason, the diagnosis and the fix."""
     if finite(metrics.grad_norm) is None:
         rule = "and both must be finite"
@@ -121,9 +123,10 @@ def describe_stop(metrics: StepMetrics, fault: FaultConfig, diagnosis: Diagnosis
     many = ""
     if fault.on_bad_step != "stop":
         many = f"; it is the last of {metrics.bad_in_a_row} bad steps in a row (fault.max_bad_steps)"
+    found = "" if diagnosis is None else f"{diagnosis.describe()} "
     return (
         f"step {metrics.step + 1}: {describe_numbers(metrics)}, {rule}{many}; the update was not applied, and earlier "
-        f"checkpoints are kept. {diagnosis.describe()} Lower optim.learning_rate, raise optim.warmup_steps or set "
+        f"checkpoints are kept. {found}Lower optim.learning_rate, raise optim.warmup_steps or set "
         "optim.max_grad_norm, and start again with --fresh or another run.name"
         + ("; or skip such steps with fault.on_bad_step=skip." if fault.on_bad_step == "stop" else ".")
     )

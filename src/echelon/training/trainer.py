@@ -1,15 +1,19 @@
 """The trainer: one loop for every method, strategy and engine."""
 
 from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from echelon.distributed.membership import ViewChanged
+from echelon.errors import TrainingError
 from echelon.stopping import StopRequest
 from echelon.training.accounting import Accounting
 from echelon.training.metrics import PendingMetrics
-from echelon.training.pauses import Due, Pauses
+from echelon.training.pauses import WORKS, Due, Pauses
 from echelon.training.profiler import Recorder
 from echelon.training.rollback import BadStep, Recovery
 from echelon.training.state import TrainState
@@ -17,6 +21,7 @@ from echelon.training.straggler import StragglerWatch
 from echelon.training.training_step import TrainingStep
 
 if TYPE_CHECKING:
+    from echelon.learn.learner import CountedSums
     from echelon.training.saving import Saver
 
 
@@ -38,6 +43,10 @@ class Trainer:
     """Whether the work that is due after the last step may be unfinished."""
     owes_save: bool = field(default=False, init=False)
     """Whether a checkpoint was being written when a group of replicas ended."""
+    loop: "Callable[[Trainer], None] | None" = field(default=None, init=False)
+    """The loop of `train.loop`; None for the trainer's own."""
+    _pending: deque[PendingMetrics] = field(default_factory=deque, init=False)
+    _due: Due | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.num_steps = self.train_step.num_steps
@@ -64,7 +73,7 @@ class Trainer:
                     break
                 except BadStep as bad:
                     with self.accounting.recovering():
-                        self.state = self.recovery.recover(bad.metrics, self.state)
+                        self.state = self.recovery.recover(bad.metrics, self.state, is_own=self.loop is not None)
                         self.owes_pause = self.owes_save = False
             self.saver.settle(self.state)
         finally:
@@ -78,30 +87,85 @@ class Trainer:
 
     def _train(self) -> None:
         """Train to the end, or raise BadStep at a bad step that needs recovery. Collective."""
+        self._pending.clear()
+        self._due = None
+        if self.loop is not None:
+            self.loop(self)
+            if self.num_recorded < self.num_steps and not self.stopped_early:
+                raise TrainingError(
+                    f"train.loop returned after step {self.num_recorded} of {self.num_steps}; go on to the end of "
+                    "run.steps(), or set train.steps to the number of steps that you want."
+                )
+            return
+        for step in self.steps():
+            is_suppressed = step + 1 in self.state.suppressed
+            try:
+                self._pending.append(self.train_step(step, is_suppressed, partial(self.accounting.measure, step)))
+            except ViewChanged:  # all processes have finished the steps before this one
+                self._account_all()
+                raise
+
+    def steps(self) -> Iterator[int]:
+        """Yield the index of each step to the end; after each, do what is due and not done yet. Collective.
+
+        Raises BadStep, and the errors of `fit`.
+        """
         self.accounting.begin(self.state.step)
         self._make_up()
-        pending: deque[PendingMetrics] = deque()
         for step in range(self.state.step, self.num_steps):
             if self.stopped_early:
                 break
-            is_suppressed = step + 1 in self.state.suppressed
             self.accounting.enter()
             with self.recorder.step(step):
-                try:
-                    pending.append(self.train_step(step, is_suppressed, partial(self.accounting.measure, step)))
-                except ViewChanged:  # all processes have finished the steps before this one
-                    self._account_all(pending)
-                    raise
+                yield step
+            self.expect(step, is_recorded=True)
             # The host reads metrics one or more steps late, so that it never waits for the step it has just launched.
-            if len(pending) > self.train_step.sync.lag:
-                self._account(pending.popleft())
-            self.owes_pause = True
-            due = self._agree_on_due(step + 1)
-            if due or self.stop.agreed is not None:
-                self._account_all(pending)
-                self.state = self.pauses.run(self.state, due)
-            self.owes_pause = False
-        self._account_all(pending)
+            if len(self._pending) > self.train_step.sync.lag:
+                self._account(self._pending.popleft())
+            self.do_due(step)
+            self._due = None
+        self._account_all()
+
+    @property
+    def num_recorded(self) -> int:
+        """The number of steps of the run whose metrics are there, or on their way."""
+        return self.state.step + len(self._pending)
+
+    def expect(self, step: int, is_recorded: bool) -> None:
+        """Raise TrainingError unless this step is the current one, and was recorded or not yet."""
+        current = self.num_recorded - is_recorded
+        if step != current:
+            wrong = "has no run.record yet" if is_recorded else f"is not the current one, {current}"
+            raise TrainingError(
+                f"train.loop: step {step} {wrong}; call run.record(step, sums, grad_norm) exactly once in each step of "
+                "run.steps(), before run.evaluate_if_due and run.save_if_due."
+            )
+
+    def record(
+        self,
+        step: int,
+        sums: "CountedSums",
+        grad_norm: Tensor,
+        learning_rate: float,
+        wait_seconds: float,
+        further: Mapping[str, Tensor],
+    ) -> None:
+        """Add the metrics of a step of an own loop. Collective."""
+        record = self.train_step.describe(step, sums, grad_norm, learning_rate, wait_seconds, further=further)
+        self._pending.append(PendingMetrics(record, self.train_step.learner.meshes, self.accounting.measure(step)))
+
+    def do_due(self, step: int, names: Sequence[str] = WORKS) -> None:
+        """Do those of these works that are due after a step and were not done before. Collective."""
+        self.owes_pause = True
+        due = self._agree_on_due(step + 1) if self._due is None else self._due
+        now = replace(Due(), **{name: getattr(due, name) for name in names})
+        self._due = replace(due, **dict.fromkeys(names, False))
+        if now or self.stop.agreed is not None:
+            self._account_all()
+            # A checkpoint from before an evaluation says that it is still to be done.
+            self.state = replace(self.state, owes_evaluation=self.state.owes_evaluation or self._due.evaluation)
+            self.state = self.pauses.run(self.state, now)
+        self.owes_pause = bool(self._due)
 
     def _make_up(self) -> None:
         """Do the work after the last step that an earlier start, or an earlier group, has not finished. Collective."""
@@ -116,9 +180,9 @@ class Trainer:
     def _agree_on_due(self, done: int) -> Due:
         return self.pauses.agree_on_due(done, is_last=done == self.num_steps)
 
-    def _account_all(self, pending: deque[PendingMetrics]) -> None:
-        while pending:
-            self._account(pending.popleft())
+    def _account_all(self) -> None:
+        while self._pending:
+            self._account(self._pending.popleft())
 
     def _account(self, pending: PendingMetrics) -> None:
         """Record a finished step and write its row; raise BadStep if it needs recovery. Collective."""

@@ -4,11 +4,12 @@ The code of a step is in six files: this one, `learn/learner.py`, `engines/nativ
 `objectives/objective.py` and `sync/every_step.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from torch import Tensor
 from torch.profiler import record_function
 
 from echelon.data.feed import Feed
@@ -20,7 +21,7 @@ from echelon.training.diagnosis import Diagnosis, diagnose
 from echelon.training.metrics import Measured, PendingMetrics, StepRecord
 
 if TYPE_CHECKING:
-    from echelon.learn.learner import Learner
+    from echelon.learn.learner import CountedSums, Learner
 
 
 @dataclass
@@ -98,6 +99,19 @@ class TrainingStep:
         sums = self.learner.forward_backward(batch, step=step)
         with record_function("echelon clip"):
             grad_norm = self.sync.clip(step, sums.num_targets, self.learner.recipe.optim.max_grad_norm)
+        return self.describe(step, sums, grad_norm, self.schedule(step), self.loader.wait_seconds, is_suppressed)
+
+    def describe(
+        self,
+        step: int,
+        sums: "CountedSums",
+        grad_norm: Tensor,
+        learning_rate: float,
+        wait_seconds: float,
+        is_suppressed: bool = False,
+        further: Mapping[str, Tensor] | None = None,
+    ) -> StepRecord:
+        """Judge a step, and return its values on this rank. `further`: the metrics of an own loop."""
         loss_scale = self.learner.engine.loss_scale
         loss_scale = None if loss_scale is None else loss_scale.clone()
         verdict = self.judge(grad_norm, self.sync.should_commit(grad_norm), loss_scale, is_suppressed)
@@ -110,12 +124,13 @@ class TrainingStep:
             grad_norm=grad_norm,
             verdict=verdict,
             loss_scale=loss_scale,
-            learning_rate=self.schedule(step),
-            num_tokens=batch.num_tokens,
-            num_labels=batch.num_labels,
-            batch_hash=batch.hash,
-            data_wait_seconds=self.loader.wait_seconds,
+            learning_rate=learning_rate,
+            num_tokens=sums.num_tokens,
+            num_labels=sums.num_labels,
+            batch_hash=sums.batch_hash,
+            data_wait_seconds=wait_seconds,
             stop_flags=self.stop.flags(),
+            further=further or {},
         )
 
     def diagnose(self, step: int) -> Diagnosis:
