@@ -11,11 +11,11 @@ import pytest
 
 from echelon.cli import main
 from echelon.report.comparison import build_comparison
-from echelon.report.numbers import pick_axis, pick_ticks, render_number, render_percent, render_rate
+from echelon.report.numbers import pick_axis, pick_ticks, render_number, render_percent
 from echelon.report.page import render_page
 from echelon.report.run_record import percentile, read_record
 from echelon.report.sections import build_report, list_figures
-from echelon.sizes import render_seconds
+from echelon.sizes import render_rate, render_seconds
 
 START = 1_795_437_230.0
 
