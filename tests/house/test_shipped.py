@@ -1,5 +1,6 @@
-"""Shipped recipes and sweeps load, and all tests are run."""
+"""Shipped recipes and sweeps load, files beside the modules are packaged, and all tests are run."""
 
+import tomllib
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -39,6 +40,22 @@ def test_every_recipe_loads(path):
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "sweeps").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_sweep_loads(path):
     check_sweep(path)
+
+
+def find_unpackaged(package: Path, patterns: Iterable[str]) -> list[Path]:
+    """Files of a package that are neither modules nor among its data, so that an installed echelon would lack them."""
+    packaged = {path for pattern in patterns for path in package.glob(pattern)}
+    files = (path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return [path for path in files if path.suffix != ".py" and path not in packaged]
+
+
+def test_every_file_beside_a_module_is_packaged(tmp_path):
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = settings["tool"]["setuptools"]["package-data"]["echelon"]
+    assert not find_unpackaged(ROOT / "src" / "echelon", patterns)
+    (tmp_path / "a.yaml").touch()
+    (tmp_path / "b.toml").touch()
+    assert find_unpackaged(tmp_path, patterns) == [tmp_path / "b.toml"]
 
 
 def test_every_test_file_has_a_unique_name():
