@@ -23,15 +23,17 @@ def build_run_learner(
     runtime: Runtime,
     compile_backend: str,
     is_first: bool,
-    number: int = 0,
+    number: int | None = None,
 ) -> Learner:
     """Open the data that the run was prepared with, build the engine, and rehearse a step. Collective.
 
     Args:
         is_first: whether this rank writes the model's folder, and the plan if the rehearsal changes it.
-        number: that of this replica in the run, where replicas are built alone.
+        number: that of this replica in the run, where replicas are built alone; None: that of its place in the group.
     """
-    meshes = replace(build_mesh(plan, runtime.device.type, runtime.is_one_machine), number=number)
+    meshes = build_mesh(plan, runtime.device.type, runtime.is_one_machine)
+    if number is not None:
+        meshes = replace(meshes, number=number)
     prepared, wanted = folder.text.read_prepared_path(), recipe.data
     data = open_prepared(prepared, wanted.sequence_len, wanted.document_mask, was_opened=True)
     # The hub is not asked again: the run keeps the commits of its first start.
