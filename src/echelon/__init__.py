@@ -27,6 +27,10 @@ __all__ = [
     "chat", "evaluate", "export", "generate", "load_recipe", "plan", "train",
 ]  # fmt: skip
 
+__version__ = "0.1.0"
+
+__all__ = ["Learner", "Run", "Sampling", "chat", "evaluate", "export", "generate", "load_recipe", "plan", "train"]
+
 _PLACES = {
     "Learner": "learn.learner",
     "LoopRun": "training.loop_run",

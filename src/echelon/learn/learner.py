@@ -1,7 +1,7 @@
 """One rank of a model that trains under a plan: what a training script of your own calls."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,7 +23,10 @@ from echelon.learn.checkpoints import Checkpoints, fill_from, find_checkpoint
 from echelon.learn.evaluation import EvalResult, evaluate, read_held_out
 from echelon.learn.micro_batch import build_rehearsed
 from echelon.learn.preparation import open_recipe
+from echelon.learn.rollouts import Rollouts, generate
+from echelon.learn.sampling import Sampling
 from echelon.learn.step_targets import Targets
+from echelon.model.model_folder import find_stops
 from echelon.objectives.loss_function import LossFn
 from echelon.objectives.objective import Objective, as_objective, build_objective
 from echelon.parallel.step import StepSums
@@ -211,6 +214,28 @@ class Learner:
         """
         with self.engine.evaluation(self.objective) as evaluation:
             return [evaluation.log_probabilities(each) for each in batch.to(self.device).microbatches]
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, stops: Sequence[int] | None = None
+    ) -> Rollouts:
+        """Answer prompts with the weights as they are now, `sampling.num_samples` times each. Collective.
+
+        It keeps keys and values (a KV cache), except with `pp` and under engines that have none. Weights stay sharded
+        as in a forward pass of the plan, and neither they nor the random state change. The draws depend on the prompt,
+        the number of the sample and `sampling.seed`, not on the number of ranks; give each step another seed.
+
+        Args:
+            prompts: token ids of this rank's prompts, at least one. Ranks with one `meshes.data_rank` give the same.
+            sampling: the same on every rank, without `stop`.
+            stops: token ids that end an answer; None: those of the recipe's data, else of the model's config.
+
+        Raises:
+            ConfigError: on every rank, if what one of them gives cannot be used.
+        """
+        ends = find_stops(self.config, self.data.manifest.stops) if stops is None else stops
+        place = find_batch_place(self.recipe, self.plan, self.meshes)
+        with self.engine.evaluation(self.objective) as evaluation:
+            return generate(evaluation, self.meshes, self.device, prompts, sampling, ends, place)
 
     def evaluate(self, batches: Iterable[StepBatch | Microbatch], loss: Objective | LossFn | None = None) -> EvalResult:
         """Return the mean loss of batches over all ranks, without dropout and gradient. Collective.

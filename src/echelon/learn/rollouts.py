@@ -1,0 +1,158 @@
+"""Answers of a model to prompts, and batches for training with them."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.data.loader import BatchPlace, StepBatch
+from echelon.data.own_batches import build_step_batch
+from echelon.data.shards import NO_LABEL
+from echelon.distributed.mesh import Meshes, start_all_reduce
+from echelon.distributed.objects import gather_objects
+from echelon.errors import ConfigError, DataError
+from echelon.learn.generation import Passes, continue_prompts, find_end
+from echelon.learn.sampling import Sampling, row_seed
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What a model has answered to the prompts of this rank; `Learner.generate` makes them. One entry per answer."""
+
+    prompts: Sequence[Sequence[int]]
+    """Token ids: a prompt with several samples occurs that often, next to each other."""
+    answers: Sequence[Sequence[int]]
+    """Token ids, the stop token that ended it included."""
+    log_probabilities: Sequence[Tensor]
+    """fp32 `[len(answer)]` on the CPU: of each token under the model itself, before temperature, top_k and so on."""
+    ended: Sequence[bool]
+    """Whether a stop token ended the answer, and not `Sampling.max_tokens`."""
+    place: BatchPlace
+    """Which part of a batch of all ranks these answers are."""
+    most: int
+    """The number of answers of the rank that has most. Batches are filled up to it by sequences without targets."""
+
+    def batch(self, step: int = 0, micro_batch_size: int | None = None, **extra: Sequence[Any] | Tensor) -> StepBatch:
+        """Return the answers as a batch of a step, with labels on their tokens alone.
+
+        Args:
+            micro_batch_size: sequences of one forward pass; None: as the plan says.
+            extra: what the loss needs, by name. Of each answer one value: a number, or a tensor [1, ...], for the
+                answer; or a tensor [len(answer), ...], whose values get the positions of the labels. There is always
+                `old_log_probabilities`, those of the tokens under the model that drew them.
+
+        Raises:
+            DataError: an extra has another number of values, or a sequence is longer than the recipe's.
+        """
+        count, given = len(self.answers), {"old_log_probabilities": self.log_probabilities, **extra}
+        for name, values in given.items():
+            if len(values) != count:
+                raise DataError(f"extra[{name!r}] has {len(values)} values for {count} answers; give one for each.")
+        fill = self.most - count
+        heads = [len(prompt) - 1 for prompt in self.prompts]
+        sequences = [[*prompt, *answer[:-1]] for prompt, answer in zip(self.prompts, self.answers, strict=True)]
+        labels = [[NO_LABEL] * head + list(answer) for head, answer in zip(heads, self.answers, strict=True)]
+        placed = {name: self._place(values, heads) for name, values in given.items()}
+        return build_step_batch(
+            step,
+            sequences + [[0]] * fill,
+            labels + [[NO_LABEL]] * fill,
+            self.place if micro_batch_size is None else replace(self.place, micro_batch_size=micro_batch_size),
+            {name: rows + [torch.zeros_like(rows[0][:1])] * fill for name, rows in placed.items()},
+        )
+
+    def _place(self, values: Sequence[Any] | Tensor, heads: Sequence[int]) -> list[Tensor]:
+        """Put the values of answers' tokens where their labels are; values of whole answers are [1, ...]."""
+        rows = [torch.as_tensor(value) for value in values]
+        rows = [row[None] if row.dim() == 0 else row for row in rows]
+        if [len(row) for row in rows] != [len(answer) for answer in self.answers]:
+            return rows
+        return [torch.cat([row.new_zeros(head, *row.shape[1:]), row]) for row, head in zip(rows, heads, strict=True)]
+
+
+def generate(
+    passes: Passes,
+    meshes: Meshes,
+    device: torch.device,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    stops: Sequence[int],
+    place: BatchPlace,
+) -> Rollouts:
+    """Answer prompts, `sampling.num_samples` times each. Collective: ranks may have different prompts.
+
+    The draws of an answer depend on its prompt, its number and the seed, so they are the same on any number of ranks;
+    a prompt that occurs twice has the same answers. All ranks run as many passes as the longest answer needs.
+
+    Args:
+        prompts: token ids of this rank's prompts; ranks that share a model's sequences (tp, cp, pp) give the same.
+        stops: token ids that end an answer.
+
+    Raises:
+        ConfigError: on every rank, if the prompts of any rank cannot be used, or the ranks differ in `sampling`.
+    """
+    rows = [tuple(prompt) for prompt in prompts for _ in range(sampling.num_samples)]
+    most, width = _agree(meshes, rows, sampling)
+    numbers = [number for _ in prompts for number in range(sampling.num_samples)]
+    seeds = [
+        row_seed(sampling.seed, " ".join(map(str, row)), number) for row, number in zip(rows, numbers, strict=True)
+    ]
+    fill, ends = most - len(rows), torch.tensor(stops, dtype=torch.long, device=device)
+    has_ended = torch.arange(most, device=device) >= len(rows)
+
+    def is_over(new: Tensor) -> bool:
+        has_ended.logical_or_(torch.isin(new[:, -1], ends))
+        waits = (~has_ended).any().long()
+        work = start_all_reduce(waits, meshes.loss, dist.ReduceOp.MAX)
+        if work is not None:
+            work.wait()
+        return not waits
+
+    holders = None if meshes.tp is None else meshes.tp.get_group()
+    peers = [group for group in (holders, meshes.cp) if group is not None]
+    padded, seeds = rows + [(0,)] * fill, seeds + [0] * fill
+    found = continue_prompts(passes, padded, sampling, seeds, device, is_over, peers, width)
+    tokens, scores = found.tokens[: len(rows)].tolist(), found.log_probabilities.cpu()
+    lengths = [min(len(row), find_end(row, stops) + 1) for row in tokens]
+    return Rollouts(
+        rows,
+        [tuple(row[:length]) for row, length in zip(tokens, lengths, strict=True)],
+        [row[:length] for row, length in zip(scores, lengths, strict=False)],
+        [row[length - 1] in stops for row, length in zip(tokens, lengths, strict=True)],
+        place,
+        most,
+    )
+
+
+def _agree(meshes: Meshes, rows: Sequence[Sequence[int]], sampling: Sampling) -> tuple[int, int]:
+    """Return the most rows of any rank, and the greatest length of a prompt. Collective."""
+    problem = _find_problem(rows, sampling)
+    digest = hashlib.sha256(repr(rows).encode()).hexdigest()
+    width = max((len(row) for row in rows), default=0)
+    requests = gather_objects((problem, sampling, meshes.data_rank, digest, len(rows), width), meshes.everyone)
+    digests: dict[int, str] = {}
+    for rank, (reason, theirs, data_rank, found, *_) in enumerate(requests):
+        if reason is not None:
+            raise ConfigError(f"generate, rank {rank}: {reason}")
+        if theirs != sampling:
+            raise ConfigError(f"generate, rank {rank}: its {theirs} differs from {sampling} on another; give the same.")
+        if found != digests.setdefault(data_rank, found):
+            raise ConfigError(
+                f"generate, rank {rank}: its prompts differ from those of the ranks with which it reads the same data; "
+                f"give all ranks with meshes.data_rank={data_rank} the same."
+            )
+    return max(request[4] for request in requests), max(request[5] for request in requests)
+
+
+def _find_problem(rows: Sequence[Sequence[int]], sampling: Sampling) -> str | None:
+    if not rows:
+        return "there is no prompt; give every rank at least one."
+    if not all(rows):
+        return "a prompt has no token; give at least one."
+    if sampling.stop:
+        return f"stop={sampling.stop} are texts, and answers are token ids; give their ids as `stops`."
+    return None

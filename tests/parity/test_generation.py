@@ -1,0 +1,172 @@
+"""Answers of a model while it trains: under every plan those of `transformers`, and without a trace in the training."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from echelon.errors import ConfigError
+from echelon.learn.learner import Learner
+from echelon.learn.sampling import Sampling
+from echelon.recipe.load import load_recipe
+from training import Row, prepare, with_ranks
+
+pytestmark = pytest.mark.dist
+
+PROMPTS = [list(text.encode()) for text in ("def add(", "x", "A longer prompt is", "import", "for each")]
+SAMPLED = Sampling(max_tokens=10, temperature=1.0, top_k=0, num_samples=2, seed=5)
+GREEDY = Sampling(max_tokens=12, temperature=0.0)
+STEPS = 3
+
+
+def train_and_answer(rank, world_size, path, plan, samplings):
+    """Train for a few steps, answer this rank's prompts by each sampling, and train one more step.
+
+    Returns the answers with their prompts and log-probabilities, the weights that gave them, and the last step's sums.
+    """
+    recipe, _ = load_recipe(Path(path))
+    with closing(Learner.build(recipe, plan)) as learner:
+        for step in range(STEPS):
+            take_step(learner, step)
+        weights = {name: tensor.clone() for name, tensor in learner.engine.state_dict().items() if world_size == 1}
+        torch.manual_seed(7)
+        state, found = torch.get_rng_state(), []
+        for sampling in samplings:
+            rollouts = learner.generate(PROMPTS[learner.meshes.data_rank :: learner.meshes.data_size], sampling)
+            check_batch(learner, rollouts)
+            scores = [each.tolist() for each in rollouts.log_probabilities]
+            found.append(list(zip(rollouts.prompts, rollouts.answers, scores, rollouts.ended, strict=True)))
+        assert torch.equal(torch.get_rng_state(), state)
+        return found, weights, take_step(learner, STEPS)
+
+
+def take_step(learner, step):
+    sums = learner.forward_backward(learner.batch(step))
+    norm = float(learner.clip())
+    learner.step(1e-2)
+    return norm, float(sums.loss)
+
+
+def check_batch(learner, rollouts):
+    """A batch has labels on the answers alone, and beside them the log-probabilities that the model computes."""
+    weights = [float(len(answer)) for answer in rollouts.answers]
+    batch = rollouts.batch(micro_batch_size=2, lengths=weights)
+    assert batch.num_labels == sum(weights)
+    for microbatch, now in zip(batch.microbatches, learner.log_probabilities(batch), strict=True):
+        old, is_label = microbatch.extra["old_log_probabilities"], microbatch.labels != -100
+        torch.testing.assert_close(now, old.to(now) * is_label, atol=2e-5, rtol=1e-4)
+        assert not old[~is_label].any()
+        if microbatch.part is None:
+            assert is_label.sum(1).tolist() == microbatch.extra["lengths"].flatten().tolist()
+
+
+def of_all_ranks(results, index):
+    """The answers of one sampling on all ranks, by prompt; ranks that hold a model together have the same."""
+    found = {}
+    for answers, _, _ in results:
+        for prompt, answer, scores, ended in answers[index]:
+            found.setdefault(prompt, []).append((answer, scores, ended))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(workers, text, tmp_path_factory):
+    """One process: its answers, and the model of `transformers` with its weights."""
+    row, folder = Row(), tmp_path_factory.mktemp("alone")
+    path, plan = prepare(row, folder, text, STEPS + 1)
+    results = workers.run(train_and_answer, 1, str(path), plan, [GREEDY, SAMPLED])
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**row.config())).eval()
+    weights = {name.removeprefix("model."): each for name, each in results[0][1].items() if name.startswith("model.")}
+    model.load_state_dict(weights, strict=False)
+    return results, model
+
+
+TP = {"dp_shard": 1, "tp": 2}
+ROWS = [
+    Row(),
+    with_ranks(Row("ddp"), 2, micro_batch=2),
+    with_ranks(Row("fsdp", checkpointing="full"), 2, micro_batch=2),
+    with_ranks(Row(TP), 2, micro_batch=2),
+    with_ranks(Row({"pp": 2}), 2, micro_batch=2),
+    *(
+        pytest.param(with_ranks(row, 2, micro_batch=2), marks=pytest.mark.slow)
+        for row in (
+            Row("zero1"),
+            Row(TP | {"sequence_parallel": True}),
+            Row({"dp_shard": 1, "cp": 2}),
+            Row("fsdp", compile=True),
+        )
+    ),
+    pytest.param(with_ranks(Row({"dp_shard": 2, "tp": 2}), 4, micro_batch=2), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_answers_are_those_of_transformers(workers, text, tmp_path, alone, row):
+    path, plan = prepare(row, tmp_path, text, STEPS + 1)
+    results = workers.run(train_and_answer, row.ranks, str(path), plan, [GREEDY, SAMPLED])
+    reference, model = alone
+    found = of_all_ranks(results, 0)
+    assert len(found) == len(PROMPTS)
+    for prompt, answers in found.items():
+        expected = model.generate(
+            torch.tensor([prompt]), max_new_tokens=GREEDY.max_tokens, do_sample=False, pad_token_id=0
+        )
+        for answer, scores, _ in answers:
+            assert list(prompt) + list(answer) == expected[0, : len(prompt) + len(answer)].tolist()
+            logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+            own = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+            assert scores == pytest.approx(own.tolist(), abs=1e-3)
+    drawn, drawn_alone = of_all_ranks(results, 1), of_all_ranks(reference, 1)
+    for prompt, answers in drawn.items():
+        assert {answer for answer, _, _ in answers} == {answer for answer, _, _ in drawn_alone[prompt]}
+    assert len({answer for answers in drawn.values() for answer, _, _ in answers}) == 2 * len(PROMPTS)
+
+
+DROPOUT = [
+    Row(family="gpt2", dropout=0.1),
+    with_ranks(Row("fsdp", family="gpt2", dropout=0.1), 2, micro_batch=2),
+    pytest.param(with_ranks(Row("fsdp", adapter="lora", compile=True), 2, micro_batch=2), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("row", DROPOUT, ids=str)
+def test_answers_leave_no_trace_in_the_training(workers, text, tmp_path, row):
+    path, plan = prepare(row, tmp_path, text, STEPS + 1)
+    with_answers, without = (
+        workers.run(train_and_answer, row.ranks, str(path), plan, samplings) for samplings in ([SAMPLED], [])
+    )
+    assert [each[2] for each in with_answers] == [each[2] for each in without]
+
+
+def answer_uneven(rank, world_size, path, plan):
+    """Ranks with different numbers of prompts, answers that end early, and requests that cannot be met."""
+    recipe, _ = load_recipe(Path(path))
+    with closing(Learner.build(recipe, plan)) as learner:
+        prompts = PROMPTS[:1] if rank else PROMPTS[1:]
+        free = learner.generate(prompts, GREEDY)
+        stop = free.answers[0][3]
+        stopped = learner.generate(prompts, GREEDY, stops=[stop])
+        for whole, answer, ended in zip(free.answers, stopped.answers, stopped.ended, strict=True):
+            assert answer == (whole[: whole.index(stop) + 1] if stop in whole else whole)
+            assert ended == (stop in whole)
+        batch = stopped.batch()
+        assert len(batch.microbatches) == 2 and batch.num_labels == sum(map(len, stopped.answers))
+        errors = []
+        for wrong, sampling in ((prompts if rank else [], GREEDY), (prompts, Sampling(seed=rank)), ([[]], GREEDY)):
+            with pytest.raises(ConfigError) as error:
+                learner.generate(wrong, sampling)
+            errors.append(str(error.value))
+        return errors
+
+
+def test_ranks_may_have_different_prompts(workers, text, tmp_path):
+    row = with_ranks(Row("fsdp"), 2, micro_batch=2)
+    path, plan = prepare(row, tmp_path, text, STEPS + 1)
+    results = workers.run(answer_uneven, 2, str(path), plan)
+    for errors in results:
+        assert errors[0] == "generate, rank 0: there is no prompt; give every rank at least one."
+        assert "generate, rank" in errors[1] and "seed=1" in errors[1]
+        assert errors[2] == "generate, rank 0: a prompt has no token; give at least one."
