@@ -29,7 +29,6 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-__all__ = ["Learner", "Run", "Sampling", "chat", "evaluate", "export", "generate", "load_recipe", "plan", "train"]
 
 _PLACES = {
     "Learner": "learn.learner",
