@@ -27,9 +27,6 @@ __all__ = [
     "chat", "evaluate", "export", "generate", "load_recipe", "plan", "train",
 ]  # fmt: skip
 
-__version__ = "0.1.0"
-
-
 _PLACES = {
     "Learner": "learn.learner",
     "LoopRun": "training.loop_run",
