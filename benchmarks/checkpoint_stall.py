@@ -22,14 +22,14 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from echelon.checksums import describe_files
-from echelon.distributed.runtime import stop_runtime
-from echelon.hardware.detection import detect_cluster
-from echelon.lifecycle.assemble import build_trainer
-from echelon.lifecycle.process_group import start_runtime
-from echelon.lifecycle.setup import prepare_run
-from echelon.model.build import load_config
+from echelon.ground.checksums import describe_files
+from echelon.learn.distributed.runtime import stop_runtime
+from echelon.learn.model.build import load_config
+from echelon.planner.hardware.detection import detect_cluster
 from echelon.recipe.load import load_recipe
+from echelon.run.lifecycle.assemble import build_trainer
+from echelon.run.lifecycle.process_group import start_runtime
+from echelon.run.lifecycle.setup import prepare_run
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "tinyshakespeare.yaml"
 TEXT = Path(pydoc_data.topics.__file__)  # real text that exists on every machine

@@ -28,11 +28,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon.model.build import build_on_meta, load_config
-from echelon.model.parts import find_layers
-from echelon.model.traits import apply_plain_causal, find_traits
-from echelon.model.weights import initialize_weights
-from echelon.parallel.compilation import apply_compile
+from echelon.learn.model.build import build_on_meta, load_config
+from echelon.learn.model.parts import find_layers
+from echelon.learn.model.traits import apply_plain_causal, find_traits
+from echelon.learn.model.weights import initialize_weights
+from echelon.learn.parallel.compilation import apply_compile
 
 WARMUP_STEPS = 4
 SIZES = {

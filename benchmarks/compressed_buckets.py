@@ -15,8 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from echelon.objectives.causal_lm import CausalLM
-from echelon.reduction.buckets import Buckets
+from echelon.learn.objectives.causal_lm import CausalLM
+from echelon.learn.reduction.buckets import Buckets
 from measuring import describe_machine, spread
 
 ROOT = Path(__file__).parents[1]

@@ -39,8 +39,8 @@ def measure(attention: str, compiles: bool, keeps: bool, num_steps: int) -> dict
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from echelon.hardware.heap import keep_freed_memory
-    from echelon.model.attention import PLAIN_CAUSAL
+    from echelon.learn.model.attention import PLAIN_CAUSAL
+    from echelon.planner.hardware.heap import keep_freed_memory
 
     if keeps:
         keep_freed_memory()

@@ -124,11 +124,11 @@ def choose_size(row, is_tiny):
 
 def prepare(scratch, folder, size, row):
     """Write base weights, tokenizer and text once; for a row, echelon's run and the peer's rows of the same tokens."""
-    from echelon.data.order import SampleOrder
-    from echelon.data.prepared import open_prepared
-    from echelon.hardware.detection import detect_cluster
-    from echelon.lifecycle.setup import prepare_run
+    from echelon.learn.data.order import SampleOrder
+    from echelon.learn.data.prepared import open_prepared
+    from echelon.planner.hardware.detection import detect_cluster
     from echelon.recipe.load import load_recipe
+    from echelon.run.lifecycle.setup import prepare_run
 
     folder.mkdir()
     base = write_base(scratch, size, row.precision)
@@ -164,7 +164,7 @@ def write_base(scratch, size, precision):
     """Write the initial weights of a Llama and a tokenizer; frozen weights are stored in the compute dtype."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from echelon.data.tokenizer import train_tokenizer
+    from echelon.learn.data.tokenizer import train_tokenizer
 
     base = scratch / f"base-{precision}-{size.hidden}"
     if base.exists():
@@ -251,7 +251,7 @@ def split_examples(samples):
 
 def run_echelon(run_dir, steps):
     """Run echelon's trainer in this process, as a worker does."""
-    from echelon.quiet_imports import import_bitsandbytes
+    from echelon.ground.quiet_imports import import_bitsandbytes
     from sides import EchelonTrainer
 
     import_bitsandbytes()

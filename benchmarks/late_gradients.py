@@ -16,9 +16,9 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from echelon.data.order import SampleOrder
-from echelon.data.prepare import prepare
-from echelon.data.prepare_spec import prepare_spec
+from echelon.learn.data.order import SampleOrder
+from echelon.learn.data.prepare import prepare
+from echelon.learn.data.prepare_spec import prepare_spec
 from echelon.recipe.load import load_recipe
 from measuring import describe_machine
 

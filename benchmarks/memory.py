@@ -16,18 +16,18 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 import torch
 
-from echelon.data.loader import Microbatch
-from echelon.distributed.mesh import build_mesh
-from echelon.distributed.runtime import stop_runtime
-from echelon.engines import EngineSpec
-from echelon.engines.native import NativeEngine, build_native_engine
-from echelon.lifecycle.process_group import start_runtime
-from echelon.model.build import load_config
-from echelon.objectives.causal_lm import CausalLM
+from echelon.learn.data.loader import Microbatch
+from echelon.learn.distributed.mesh import build_mesh
+from echelon.learn.distributed.runtime import stop_runtime
+from echelon.learn.engines import EngineSpec
+from echelon.learn.engines.native import NativeEngine, build_native_engine
+from echelon.learn.model.build import load_config
+from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.planner.memory import MemoryEstimate, estimate_memory
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.shape import build_shape
 from echelon.recipe import Recipe
+from echelon.run.lifecycle.process_group import start_runtime
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "parity")]
+sys.path.insert(0, str(ROOT))
 
-from causal_models import Outcome, examine, read_outcomes  # noqa: E402
-from workers import WorkerPool  # noqa: E402
+from tests.parity.causal_models import Outcome, examine, read_outcomes  # noqa: E402
+from tests.workers import WorkerPool  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "models.jsonl"
 PAGE = ROOT / "docs" / "models.md"

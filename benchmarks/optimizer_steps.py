@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from echelon.optimizer.compiled_update import CompiledUpdate
-from echelon.optimizer.slot import Slot
-from echelon.optimizer.stepper import Group, Optimizer, choose_rule, compile_rule
+from echelon.learn.optimizer.compiled_update import CompiledUpdate
+from echelon.learn.optimizer.slot import Slot
+from echelon.learn.optimizer.stepper import Group, Optimizer, choose_rule, compile_rule
 from echelon.recipe import OptimConfig
 from measuring import describe_machine, measure_copy, spread, synchronize
 

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from echelon.data.prepared import open_prepared
-from echelon.hardware.detection import detect_cluster
-from echelon.lifecycle.setup import prepare_run
-from echelon.model.build import load_config
+from echelon.learn.data.prepared import open_prepared
+from echelon.learn.model.build import load_config
+from echelon.planner.hardware.detection import detect_cluster
 from echelon.recipe.load import load_recipe
+from echelon.run.lifecycle.setup import prepare_run
 from measuring import describe_machine
 from sides import EchelonTrainer, PlainLoop
 

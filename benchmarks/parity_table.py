@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "parity")]
+sys.path.insert(0, str(ROOT))
 
-from parity_rows import COVERING, FULL, OPTIMIZERS, PRECISIONS  # noqa: E402
-from published_rows import Measured, read_measured  # noqa: E402
-from training import GLOBAL_BATCH, bounds  # noqa: E402
+from tests.parity.parity_rows import COVERING, FULL, OPTIMIZERS, PRECISIONS  # noqa: E402
+from tests.parity.published_rows import Measured, read_measured  # noqa: E402
+from tests.parity.training import GLOBAL_BATCH, bounds  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "parity-cpu.jsonl"
 PAGE = ROOT / "docs" / "parity.md"

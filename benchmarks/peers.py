@@ -126,11 +126,11 @@ class Inputs:
 
 def write_inputs(scratch, size, processes, num_steps):
     """Write the weights and the tokenizer, prepare the text, and write the rows of tokens in echelon's order."""
-    from echelon.data.order import SampleOrder
-    from echelon.data.prepared import open_prepared
-    from echelon.hardware.detection import detect_cluster
-    from echelon.lifecycle.setup import prepare_run
+    from echelon.learn.data.order import SampleOrder
+    from echelon.learn.data.prepared import open_prepared
+    from echelon.planner.hardware.detection import detect_cluster
     from echelon.recipe.load import load_recipe
+    from echelon.run.lifecycle.setup import prepare_run
 
     inputs = Inputs(scratch, size, processes, num_steps)
     write_base(scratch, size, "fp32")
@@ -262,7 +262,7 @@ def attempt(failed, side, act, *arguments):
 
 def measure_limit(inputs):
     """Tokens per second of the matmuls' rate: all processes measure at once, with a core each."""
-    from echelon.model.build import load_config
+    from echelon.learn.model.build import load_config
     from echelon.planner.shape import build_shape
 
     command = [sys.executable, __file__, "--matmul"]

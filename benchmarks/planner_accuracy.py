@@ -20,8 +20,8 @@ from pathlib import Path
 
 from echelon.planner.rates import GPU_RATES, Rates
 from echelon.planner.time import TimeEstimate, estimate_time
-from echelon.report.blocks import Series
-from echelon.report.picture import Axis, Chart, draw_picture
+from echelon.run.report.blocks import Series
+from echelon.run.report.picture import Axis, Chart, draw_picture
 from published import SOURCES, Case, Excluded, read_rows
 from published_fits import report_fits
 from published_memory import DEEPSPEED, score_memory

@@ -171,14 +171,14 @@ class Prepared:
 
 def prepare(row, scratch, folder, is_tiny):
     """Write the run folder, the token rows and the job of a side. Raises NotHere for what this version refuses."""
-    from echelon.data.prepared import open_prepared
-    from echelon.errors import ConfigError, PlanError
-    from echelon.hardware.detection import detect_cluster
-    from echelon.lifecycle.setup import prepare_run
-    from echelon.model.build import load_config
+    from echelon.ground.errors import ConfigError, PlanError
+    from echelon.learn.data.prepared import open_prepared
+    from echelon.learn.model.build import load_config
+    from echelon.planner.hardware.detection import detect_cluster
     from echelon.planner.memory import MemoryEstimate
     from echelon.planner.shape import build_shape
     from echelon.recipe.load import load_recipe
+    from echelon.run.lifecycle.setup import prepare_run
 
     folder.mkdir(parents=True)
     try:
@@ -404,7 +404,7 @@ def main():
     is_tiny = arguments.size == "tiny"
     arguments.rounds = arguments.rounds or (1 if is_tiny else 3)
     arguments.steps = arguments.steps or (2 if is_tiny else 4)
-    from echelon.hardware.detection import find_peak_flops
+    from echelon.planner.hardware.detection import find_peak_flops
 
     table = TABLES[arguments.table]
     if unknown := [name for name in arguments.rows if name not in table]:

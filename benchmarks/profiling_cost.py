@@ -20,14 +20,14 @@ from pathlib import Path
 import torch
 from torch.profiler import profile
 
-from echelon.distributed import traffic
-from echelon.hardware.detection import detect_cluster
-from echelon.hardware.heap import keep_freed_memory
-from echelon.lifecycle.setup import prepare_run
-from echelon.parallel import step
+from echelon.learn.distributed import traffic
+from echelon.learn.parallel import step
+from echelon.planner.hardware.detection import detect_cluster
+from echelon.planner.hardware.heap import keep_freed_memory
 from echelon.recipe.load import load_recipe
-from echelon.training import accounting, profiler, training_step
-from echelon.training.profiler import Recorder
+from echelon.run.lifecycle.setup import prepare_run
+from echelon.run.training import accounting, profiler, training_step
+from echelon.run.training.profiler import Recorder
 from measuring import describe_machine
 from overhead import RECIPE, SIZES
 from sides import EchelonTrainer

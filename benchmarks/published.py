@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from echelon.hardware.accelerators import ACCELERATORS, Accelerator, Cluster
-from echelon.hardware.links import Link, Links, usual_links
 from echelon.planner.axes.pipeline import balance_layers, head_cost
+from echelon.planner.hardware.accelerators import ACCELERATORS, Accelerator, Cluster
+from echelon.planner.hardware.links import Link, Links, usual_links
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import AdapterPlan, ParallelPlan, Precision
 from echelon.planner.rates import Software

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from echelon.data.loader import Microbatch
-from echelon.distributed.mesh import build_mesh
-from echelon.engines import EngineSpec
-from echelon.engines.native import build_native_engine
-from echelon.model.build import load_config
-from echelon.objectives.causal_lm import CausalLM
+from echelon.learn.data.loader import Microbatch
+from echelon.learn.distributed.mesh import build_mesh
+from echelon.learn.engines import EngineSpec
+from echelon.learn.engines.native import build_native_engine
+from echelon.learn.model.build import load_config
+from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.sent_bytes import count_step_bytes
 from echelon.planner.shape import build_shape
@@ -41,7 +41,7 @@ TOLERANCE, ROUTED_TOLERANCE = 0.02, 0.05  # of experts, which the router does no
 QUOTED = {1: "1.0", 2: "1.9", 4: "3.8", 8: "7.5"}
 # Workers are forked from a process that has imported what they need.
 WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(["echelon.engines.native", "transformers.models.llama.modeling_llama"])
+WARM.set_forkserver_preload(["echelon.learn.engines.native", "transformers.models.llama.modeling_llama"])
 
 
 def describe_model(width, layers, length, has_experts=False):

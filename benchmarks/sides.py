@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from echelon.distributed.runtime import stop_runtime
-from echelon.lifecycle.assemble import build_trainer
-from echelon.lifecycle.process_group import start_runtime
+from echelon.learn.distributed.runtime import stop_runtime
 from echelon.planner.plan import load_plan
 from echelon.recipe.load import load_recipe
-from echelon.runs.run_folder import RunFolder
-from echelon.training.pauses import Due
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.lifecycle.assemble import build_trainer
+from echelon.run.lifecycle.process_group import start_runtime
+from echelon.run.training.pauses import Due
 
 
 class EchelonTrainer:

@@ -9,10 +9,10 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from delayed_link import delayed
-from namespaces import machines
+from tests.delayed_link import delayed
+from tests.namespaces import machines
 
 PROCESSES = 2
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from echelon.objectives.causal_lm import CausalLM
+from echelon.learn.objectives.causal_lm import CausalLM
 
 ROOT = Path(__file__).parents[1]
 PROCESSES, STEPS, SECONDS, TIMES = 4, 150, 0.2, 3

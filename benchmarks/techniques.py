@@ -27,19 +27,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from echelon.data.loader import Microbatch
-from echelon.distributed.mesh import build_mesh
-from echelon.distributed.runtime import stop_runtime
-from echelon.engines import EngineSpec
-from echelon.engines.native import build_native_engine
-from echelon.hardware.accelerators import ACCELERATORS, Cluster
-from echelon.lifecycle.process_group import start_runtime
-from echelon.model.build import load_config
-from echelon.objectives.causal_lm import CausalLM
+from echelon.learn.data.loader import Microbatch
+from echelon.learn.distributed.mesh import build_mesh
+from echelon.learn.distributed.runtime import stop_runtime
+from echelon.learn.engines import EngineSpec
+from echelon.learn.engines.native import build_native_engine
+from echelon.learn.model.build import load_config
+from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.planner.choose import resolve_plan
+from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster
 from echelon.planner.memory import estimate_memory
 from echelon.planner.shape import build_shape
 from echelon.recipe import Recipe
+from echelon.run.lifecycle.process_group import start_runtime
 from measuring import NotHere, describe_machine, measure_rows, spread, synchronize
 from turns import Gate, Side, take_turns
 

@@ -42,9 +42,9 @@ def tokenize_with_datasets(corpus: Path, tokenizer_dir: Path, target: Path, work
 
 def tokenize_with_echelon(corpus: Path, tokenizer_dir: Path, target: Path, workers: int) -> int:
     """Tokenize with `prepare`; return the number of ids."""
-    from echelon.data.prepare import prepare
-    from echelon.data.prepare_spec import PrepareSpec
-    from echelon.data.source import Source
+    from echelon.learn.data.prepare import prepare
+    from echelon.learn.data.prepare_spec import PrepareSpec
+    from echelon.learn.data.source import Source
 
     spec = PrepareSpec(
         train=(Source("data.train.0", str(corpus)),),
@@ -64,7 +64,7 @@ def run_side(side: str, corpus: Path, tokenizer_dir: Path, workers: int) -> None
     import datasets
     import transformers  # noqa: F401
 
-    import echelon.data.prepare  # noqa: F401
+    import echelon.learn.data.prepare  # noqa: F401
 
     datasets.disable_progress_bars()
     target = Path(tempfile.mkdtemp(dir=corpus.parent))
@@ -87,7 +87,7 @@ def measure(side: str, corpus: Path, tokenizer_dir: Path, workers: int) -> dict[
 
 def compare(megabytes: float, workers: int, rounds: int, vocab_size: int) -> None:
     """Run both sides in turn, and print a table."""
-    from echelon.data.tokenizer import train_tokenizer
+    from echelon.learn.data.tokenizer import train_tokenizer
 
     folder = Path(tempfile.mkdtemp(prefix="tokenize-"))
     try:

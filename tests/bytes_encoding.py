@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from echelon.data.conversation import EncodedDocument
-from echelon.data.readers.record import BrokenRecordError
+from echelon.learn.data.conversation import EncodedDocument
+from echelon.learn.data.readers.record import BrokenRecordError
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from workers import WorkerPool
+from tests.workers import WorkerPool
 
 # The tests' models are so small that a second thread only waits for the first. Set before torch is imported, also for
 # the processes that tests start.

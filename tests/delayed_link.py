@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from namespaces import Machine
+from tests.namespaces import Machine
 
 _READY = "relays"
 _EVERY_PROTOCOL = 0x0003

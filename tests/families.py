@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from echelon.model.build import build_on_meta, load_config
-from echelon.model.weights import initialize_weights
+from echelon.learn.model.build import build_on_meta, load_config
+from echelon.learn.model.weights import initialize_weights
 
 COMMON = {
     "hidden_size": 64,

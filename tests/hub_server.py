@@ -295,8 +295,8 @@ def _sha(content):
 def push_model(hub, name, folder, seed=9, num_files=3, **settings):
     """Push a small Llama with a byte-level tokenizer, its weights in several files, and things nobody asked for; see
     `HubServer.push`."""
-    from echelon.data.tokenizer import train_tokenizer
-    from families import small_model
+    from echelon.learn.data.tokenizer import train_tokenizer
+    from tests.families import small_model
 
     model = small_model("llama", seed=seed, vocab_size=300)
     size = sum(each.numel() * each.element_size() for each in model.parameters())

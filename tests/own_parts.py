@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from echelon.data.readers.record import Reader, Record, Span
-from echelon.objectives.objective import Objective
-from echelon.sync.every_step import EveryStep
-from echelon.training.callbacks import Callback
+from echelon.learn.data.readers.record import Reader, Record, Span
+from echelon.learn.objectives.objective import Objective
+from echelon.learn.sync.every_step import EveryStep
+from echelon.run.training.callbacks import Callback
 
 
 @dataclass(frozen=True)

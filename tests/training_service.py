@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from object_server import ObjectServer
+from tests.object_server import ObjectServer
 
 
 @dataclass

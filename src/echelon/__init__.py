@@ -8,17 +8,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echelon.api.models import chat, evaluate, export, generate
-    from echelon.api.planning import plan
-    from echelon.api.recipes import load_recipe
-    from echelon.api.run import Run
-    from echelon.api.training_process import train
-    from echelon.data.loader import Microbatch, StepBatch
-    from echelon.data.own_batches import build_step_batch
+    from echelon.cli.api.models import chat, evaluate, export, generate
+    from echelon.cli.api.planning import plan
+    from echelon.cli.api.recipes import load_recipe
+    from echelon.cli.api.run import Run
+    from echelon.cli.api.training_process import train
+    from echelon.learn.data.loader import Microbatch, StepBatch
+    from echelon.learn.data.own_batches import build_step_batch
     from echelon.learn.learner import Learner
+    from echelon.learn.objectives.objective import Objective
     from echelon.learn.sampling import Sampling
-    from echelon.objectives.objective import Objective
-    from echelon.training.loop_run import LoopRun
+    from echelon.run.training.loop_run import LoopRun
 
 __version__ = "0.1.0"
 
@@ -32,17 +32,17 @@ _PLACES = {
     "LoopRun": "training.loop_run",
     "Microbatch": "data.loader",
     "Objective": "objectives.objective",
-    "Run": "api.run",
+    "Run": "cli.api.run",
     "Sampling": "learn.sampling",
     "StepBatch": "data.loader",
     "build_step_batch": "data.own_batches",
-    "chat": "api.models",
-    "evaluate": "api.models",
-    "export": "api.models",
-    "generate": "api.models",
-    "load_recipe": "api.recipes",
-    "plan": "api.planning",
-    "train": "api.training_process",
+    "chat": "cli.api.models",
+    "evaluate": "cli.api.models",
+    "export": "cli.api.models",
+    "generate": "cli.api.models",
+    "load_recipe": "cli.api.recipes",
+    "plan": "cli.api.planning",
+    "train": "cli.api.training_process",
 }
 
 

@@ -1,6 +1,6 @@
 """`python -m echelon` is the `echelon` command."""
 
-from echelon.cli import main
+from echelon.cli.main import main
 
 if __name__ == "__main__":
     main()

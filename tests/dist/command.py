@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from echelon.cli import main
+from echelon.cli.main import main
 
 LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MARK = "ECHELON_TEST_MARK"

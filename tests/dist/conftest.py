@@ -2,7 +2,7 @@
 
 import pytest
 
-from command import MARK, CommandLine, assert_no_orphan
+from tests.dist.command import MARK, CommandLine, assert_no_orphan
 
 
 @pytest.fixture

@@ -11,16 +11,16 @@ import sys
 import time
 from pathlib import Path
 
-from echelon.distributed.runtime import stop_runtime
-from echelon.errors import ConfigError
-from echelon.lifecycle.process_group import start_runtime, watch_starter
-from echelon.lifecycle.worker import OutcomeReport, leave, leave_after_peers, redirect_output
-from echelon.logs import log_to_console
-from echelon.runs.run_folder import RunFolder
-from echelon.supervise.agent import Agent
-from echelon.supervise.hosts import THIS_MACHINE, parse_group
-from echelon.supervise.launch_environment import managed_environment, worker_environment
-from echelon.supervise.workers import Workers
+from echelon.ground.errors import ConfigError
+from echelon.ground.hosts import THIS_MACHINE, parse_group
+from echelon.ground.launch_environment import managed_environment, worker_environment
+from echelon.ground.logs import log_to_console
+from echelon.learn.distributed.runtime import stop_runtime
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.lifecycle.process_group import start_runtime, watch_starter
+from echelon.run.lifecycle.worker import OutcomeReport, leave, leave_after_peers, redirect_output
+from echelon.run.supervise.agent import Agent
+from echelon.run.supervise.workers import Workers
 
 
 def run_parent(run_dir, count, mode, restarts, rendezvous=None):

@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from echelon.errors import ConfigError, EchelonError
-from echelon.lifecycle import session
-from echelon.lifecycle.setup import PreparedRun
-from echelon.logs import log_to_console
+from echelon.ground.errors import ConfigError, EchelonError
+from echelon.ground.logs import log_to_console
+from echelon.ground.stored import write_json, write_text
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
 from echelon.recipe.render import render_recipe
-from echelon.runs.run_folder import RunFolder
-from echelon.stored import write_json, write_text
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.lifecycle import session
+from echelon.run.lifecycle.setup import PreparedRun
 
 RECIPE = Recipe.model_validate(
     {
@@ -54,7 +54,7 @@ if __name__ == "__main__":
     log_to_console()
     session.prepare_run = prepare
     session.VISIBLE_SECONDS = 1.0
-    sys.modules["echelon.lifecycle.conducting"] = types.SimpleNamespace(run_training=train)
+    sys.modules["echelon.run.lifecycle.conducting"] = types.SimpleNamespace(run_training=train)
     try:
         sys.exit(session.train_as_rank(RECIPE, False).code)
     except EchelonError as error:

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from command import (
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import (
     assert_no_orphan,
     await_line,
     finish,
@@ -29,7 +30,6 @@ from command import (
     start,
     write_recipe,
 )
-from echelon.runs.run_folder import RunFolder
 
 pytestmark = pytest.mark.dist
 

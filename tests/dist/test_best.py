@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from command import read_lines, write_recipe
+from tests.dist.command import read_lines, write_recipe
 
 pytestmark = pytest.mark.dist
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon.parallel.data_parallel import Reduction, reduce_bucket
-from echelon.reduction import Buckets, TopK
+from echelon.learn.parallel.data_parallel import Reduction, reduce_bucket
+from echelon.learn.reduction import Buckets, TopK
 
 pytestmark = pytest.mark.dist
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from echelon.data.tokenizer import build_bytes_tokenizer
-from families import small_config
-from terminal import Terminal
+from echelon.learn.data.tokenizer import build_bytes_tokenizer
+from tests.families import small_config
+from tests.terminal import Terminal
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from command import RECIPE, write_recipe
-from echelon.lifecycle import model_checks as checks
-from echelon.model.build import build_on_meta, load_config
+from echelon.learn.model.build import build_on_meta, load_config
 from echelon.planner.families import FAMILIES
+from echelon.run.lifecycle import model_checks as checks
+from tests.dist.command import RECIPE, write_recipe
 
 pytestmark = pytest.mark.dist
 
@@ -105,7 +105,7 @@ def test_checks_that_need_the_training_machine_are_left_to_it(echelon, tmp_path)
 
 def run_without_torch(*arguments):
     """Run `echelon` in an environment where torch cannot be imported."""
-    code = "import sys; sys.modules['torch'] = None; from echelon.cli import main; main()"
+    code = "import sys; sys.modules['torch'] = None; from echelon.cli.main import main; main()"
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, env=environment

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from command import finish, read_lines, start, write_recipe
-from echelon.runs.run_folder import RunFolder
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import finish, read_lines, start, write_recipe
 
 pytestmark = [
     pytest.mark.dist,

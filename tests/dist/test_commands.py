@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from command import CommandLine, assert_no_orphan, read_lines, write_recipe
-from echelon.checkpoint.export import load_run_model
+from echelon.learn.checkpoint.export import load_run_model
 from echelon.planner.memory import MemoryParts
-from echelon.runs.run_folder import RunFolder
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import CommandLine, assert_no_orphan, read_lines, write_recipe
 
 pytestmark = pytest.mark.dist
 

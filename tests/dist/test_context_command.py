@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from command import CommandLine, assert_no_orphan, read_lines, write_recipe
+from tests.dist.command import CommandLine, assert_no_orphan, read_lines, write_recipe
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from command import await_line, finish, read_lines, start, write_recipe
-from echelon.data import writing
-from echelon.errors import EchelonError
-from echelon.hardware.detection import detect_cluster
-from echelon.lifecycle.setup import prepare_run
+from echelon.ground.errors import EchelonError
+from echelon.learn.data import writing
+from echelon.planner.hardware.detection import detect_cluster
 from echelon.recipe.load import load_recipe
-from echelon.runs.run_folder import RunFolder
-from run_folder_files import COVERED
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.lifecycle.setup import prepare_run
+from tests.dist.command import await_line, finish, read_lines, start, write_recipe
+from tests.fuzz.run_folder_files import COVERED
 
 pytestmark = pytest.mark.dist
 

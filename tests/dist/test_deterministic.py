@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from command import LAUNCHER_KEYS, finish, start, write_recipe
-from echelon.runs.run_folder import RunFolder
-from echelon.supervise.launch_environment import worker_environment
+from echelon.ground.launch_environment import worker_environment
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import LAUNCHER_KEYS, finish, start, write_recipe
 
 pytestmark = pytest.mark.dist
 
@@ -17,10 +17,10 @@ PROBE = """
 import json, os, sys
 from pathlib import Path
 import torch
-import echelon.lifecycle.conducting as conducting
-from echelon.runs.run_folder import RunFolder
-from echelon.stopping import StopRequest
-from echelon.lifecycle.worker import run_rank
+import echelon.run.lifecycle.conducting as conducting
+from echelon.run.folder.run_folder import RunFolder
+from echelon.ground.stop_request import StopRequest
+from echelon.run.lifecycle.worker import run_rank
 
 def look_around(*arguments):
     flags = [torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic]

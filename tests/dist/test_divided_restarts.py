@@ -4,7 +4,8 @@ import signal
 
 import pytest
 
-from command import (
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import (
     EXACT,
     MARK,
     CommandLine,
@@ -16,8 +17,7 @@ from command import (
     start,
     write_recipe,
 )
-from echelon.runs.run_folder import RunFolder
-from training import LOSS, NORM
+from tests.parity.training import LOSS, NORM
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

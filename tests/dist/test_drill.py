@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from command import MARK, CommandLine, assert_no_orphan, await_line, finish, start, write_recipe
-from echelon.runs.run_folder import RunFolder
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import MARK, CommandLine, assert_no_orphan, await_line, finish, start, write_recipe
 
 pytestmark = pytest.mark.dist
 

@@ -10,9 +10,9 @@ import time
 import psutil
 import pytest
 
-from command import CommandLine, assert_no_orphan, await_line, finish, read_lines, start, write_recipe
-from echelon.runs.run_folder import RunFolder
-from training import LOSS
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import CommandLine, assert_no_orphan, await_line, finish, read_lines, start, write_recipe
+from tests.parity.training import LOSS
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

@@ -5,8 +5,8 @@ import json
 import pytest
 from safetensors.torch import load_file
 
-from command import read_lines, write_recipe
-from training import LOSS, NORM
+from tests.dist.command import read_lines, write_recipe
+from tests.parity.training import LOSS, NORM
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

@@ -10,9 +10,18 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from command import MARK, assert_no_orphan, await_line, find_listeners, finish, process_of, start, write_recipe
-from echelon.runs.run_folder import RunFolder
-from hostile import hostile_pickle
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import (
+    MARK,
+    assert_no_orphan,
+    await_line,
+    find_listeners,
+    finish,
+    process_of,
+    start,
+    write_recipe,
+)
+from tests.hostile import hostile_pickle
 
 pytestmark = pytest.mark.dist
 

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from command import MARK, TEXT, CommandLine, assert_no_orphan, finish, read_lines, start
-from echelon.data.tokenizer import train_tokenizer
-from echelon.runs.run_folder import RunFolder
-from families import small_model
+from echelon.learn.data.tokenizer import train_tokenizer
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import MARK, TEXT, CommandLine, assert_no_orphan, finish, read_lines, start
+from tests.families import small_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 NOTE_OPENED = """
 import json, os, sys
 
-PASSED_OVER = ("echelon.stored", "echelon.checksums")
+PASSED_OVER = ("echelon.ground.stored", "echelon.ground.checksums")
 last, number = None, 0
 
 

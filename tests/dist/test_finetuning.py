@@ -12,13 +12,13 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from command import EXACT, await_line, finish, read_lines, start
-from echelon.checkpoint.export import load_run_model
-from echelon.data.tokenizer import train_tokenizer
-from echelon.model.adapters import merged_weight
-from echelon.runs.run_folder import RunFolder
-from echelon.sizes import render_bytes
-from training import equal_tensors, tensors_of
+from echelon.ground.sizes import render_bytes
+from echelon.learn.checkpoint.export import load_run_model
+from echelon.learn.data.tokenizer import train_tokenizer
+from echelon.learn.model.adapters import merged_weight
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import EXACT, await_line, finish, read_lines, start
+from tests.parity.training import equal_tensors, tensors_of
 
 pytestmark = pytest.mark.dist
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from command import LAUNCHER_KEYS, read_lines, write_recipe
+from tests.dist.command import LAUNCHER_KEYS, read_lines, write_recipe
 
 pytestmark = pytest.mark.dist
 

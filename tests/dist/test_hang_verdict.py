@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from echelon.supervise.hang_verdict import explain_hang, read_records
-from flight_analyser import ADDITION, analyse
+from echelon.run.supervise.hang_verdict import explain_hang, read_records
+from tests.flight_analyser import ADDITION, analyse
 
 PROGRAM = (
     f"{ADDITION}\n"
     + """
 import os, sys, time, torch, threading
 from torch.distributed.device_mesh import init_device_mesh
-from echelon.training.flight_record import write_record
+from echelon.run.training.flight_record import write_record
 
 folder, rank, fault = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 keep_dumps(folder)

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from command import EXACT, process_of, read_lines, write_recipe
-from echelon.runs.run_folder import RunFolder
-from terminal import Terminal
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import EXACT, process_of, read_lines, write_recipe
+from tests.terminal import Terminal
 
 pytestmark = pytest.mark.dist
 
@@ -16,9 +16,9 @@ import time
 
 import torch.distributed as dist
 
-from echelon.data.readers.record import Reader, Record, Span
-from echelon.objectives.causal_lm import CausalLM
-from echelon.training.callbacks import Callback
+from echelon.learn.data.readers.record import Reader, Record, Span
+from echelon.learn.objectives.causal_lm import CausalLM
+from echelon.run.training.callbacks import Callback
 
 
 class Stopping(CausalLM):

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from command import finish, read_lines, start, write_recipe
-from echelon.runs.run_folder import RunFolder
-from hub_server import HubServer, push_model
-from training import LOSS
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import finish, read_lines, start, write_recipe
+from tests.hub_server import HubServer, push_model
+from tests.parity.training import LOSS
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

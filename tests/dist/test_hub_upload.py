@@ -11,9 +11,9 @@ from huggingface_hub import snapshot_download
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from command import finish, start, write_recipe
-from echelon.checkpoint.export import load_run_model
-from hub_server import HubServer, push_model
+from echelon.learn.checkpoint.export import load_run_model
+from tests.dist.command import finish, start, write_recipe
+from tests.hub_server import HubServer, push_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

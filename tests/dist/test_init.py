@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from command import TEXT, read_lines
+from tests.dist.command import TEXT, read_lines
 
 pytestmark = pytest.mark.dist
 

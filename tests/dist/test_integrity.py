@@ -12,7 +12,11 @@ from unittest import mock
 import pytest
 import torch
 
-from command import (
+from echelon.ground.errors import CheckpointError
+from echelon.learn.checkpoint.folder import find_checkpoints
+from echelon.learn.checkpoint.store import CheckpointStore
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import (
     EXACT,
     await_line,
     finish,
@@ -21,12 +25,8 @@ from command import (
     start,
     write_recipe,
 )
-from echelon.checkpoint.folder import find_checkpoints
-from echelon.checkpoint.store import CheckpointStore
-from echelon.errors import CheckpointError
-from echelon.runs.run_folder import RunFolder
-from log_lines import LogLines
-from training import equal_tensors, tensors_of
+from tests.log_lines import LogLines
+from tests.parity.training import equal_tensors, tensors_of
 
 pytestmark = pytest.mark.dist
 

@@ -6,9 +6,9 @@ import time
 import psutil
 import pytest
 
-from command import assert_no_orphan, await_line, finish, start, write_recipe
-from echelon.runs.run_folder import RunFolder
-from echelon.supervise.snapshot_memory import PLACE
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.supervise.snapshot_memory import PLACE
+from tests.dist.command import assert_no_orphan, await_line, finish, start, write_recipe
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.skipif(not PLACE.is_dir(), reason="no /dev/shm here")]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from command import read_lines
+from tests.dist.command import read_lines
 
 pytestmark = pytest.mark.dist
 
@@ -159,21 +159,23 @@ def launched_environment(rank, world_size, port):
 
 
 def test_used_port_is_named_with_a_fix():
-    code = "from echelon.lifecycle.process_group import open_store; open_store(10)"
+    code = "from echelon.run.lifecycle.process_group import open_store; open_store(10)"
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
         env = launched_environment(0, 2, port)
         result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"echelon.errors.LaunchError: rank 0 cannot listen on 127.0.0.1:{port}")
+    assert last.startswith(f"echelon.ground.errors.LaunchError: rank 0 cannot listen on 127.0.0.1:{port}")
     assert "MASTER_PORT" in last
 
 
 def test_missing_peer_is_named_with_a_fix():
-    code = "from echelon.lifecycle.process_group import open_store; open_store(2)"
+    code = "from echelon.run.lifecycle.process_group import open_store; open_store(2)"
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     env = launched_environment(0, 2, port)
     result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"echelon.errors.LaunchError: rank 0 did not meet all 2 processes at 127.0.0.1:{port}")
+    assert last.startswith(
+        f"echelon.ground.errors.LaunchError: rank 0 did not meet all 2 processes at 127.0.0.1:{port}"
+    )

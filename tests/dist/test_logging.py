@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from command import LAUNCHER_KEYS, CommandLine, assert_no_orphan, await_line, finish, start, write_recipe
+from tests.dist.command import LAUNCHER_KEYS, CommandLine, assert_no_orphan, await_line, finish, start, write_recipe
 
 pytestmark = pytest.mark.dist
 
@@ -43,7 +43,7 @@ def test_a_quiet_run_prints_nothing_but_logs_everything(echelon, tmp_path):
     ending = echelon("train", "recipe.json", "--nproc", "2", "-q")
     assert (ending.code, ending.out, ending.err) == (0, "", "")
     log = records((tmp_path / "runs" / "tiny" / "logs" / "rank-00000.log").read_text())
-    steps = [message for _, _, name, message in log if name == "echelon.reporting.journal" and "step" in message]
+    steps = [message for _, _, name, message in log if name == "echelon.run.journal.journal" and "step" in message]
     kept = kept_console(tmp_path)
     assert [line for line in kept if STEP.match(line)] == [each for each in steps if STEP.match(each)]
     assert "run folder: runs/tiny" in kept, "what this process logged before rank 0 did"
@@ -61,7 +61,7 @@ def test_a_verbose_run_prints_time_rank_and_logger(echelon, tmp_path):
     assert {level for level, *_ in shown} == {"DEBUG", "INFO"}
     for rank in range(2):
         log = records((tmp_path / "runs" / "tiny" / "logs" / f"rank-{rank:05d}.log").read_text())
-        assert ("DEBUG", str(rank), "echelon.distributed.runtime") in {each[:3] for each in log}
+        assert ("DEBUG", str(rank), "echelon.learn.distributed.runtime") in {each[:3] for each in log}
 
 
 PATIENCE = 300  # seconds

@@ -9,15 +9,15 @@ import time
 
 import pytest
 
-from command import finish, read_lines, start, write_recipe
-from echelon.file_lock import FileLock
-from echelon.runs.run_folder import RunFolder
+from echelon.ground.file_lock import FileLock
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import finish, read_lines, start, write_recipe
 
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")]
 
 SHIM = "#include <errno.h>\nint flock(int fd, int operation) { errno = %s; return -1; }\n"
 HOLD = (
-    "import sys, time; from pathlib import Path; from echelon.file_lock import FileLock; "
+    "import sys, time; from pathlib import Path; from echelon.ground.file_lock import FileLock; "
     "lock = FileLock(Path(sys.argv[1])); print(lock.take(), lock.read_holder(), flush=True); "
     "time.sleep(float(sys.argv[2]))"
 )

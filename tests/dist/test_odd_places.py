@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from command import read_lines, write_recipe
-from echelon.checkpoint.folder import checkpoint_of
-from echelon.data.tokenizer import build_bytes_tokenizer
-from echelon.errors import ConfigError
-from echelon.runs.run_folder import RunFolder
+from echelon.ground.errors import ConfigError
+from echelon.learn.checkpoint.folder import checkpoint_of
+from echelon.learn.data.tokenizer import build_bytes_tokenizer
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import read_lines, write_recipe
 
 pytestmark = pytest.mark.dist
 
 LOCK = """
 import os, sys
 from pathlib import Path
-from echelon.errors import EchelonError
-from echelon.runs.run_folder import RunFolder
+from echelon.ground.errors import EchelonError
+from echelon.run.folder.run_folder import RunFolder
 if os.getuid() == 0:
     os.setuid(65534)
 try:

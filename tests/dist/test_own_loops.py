@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import echelon as library
-from command import EXACT, await_line, finish, read_lines, start, write_recipe
-from echelon.runs.run_folder import RunFolder
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import EXACT, await_line, finish, read_lines, start, write_recipe
 
 pytestmark = pytest.mark.dist
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from command import EXACT, read_lines, write_recipe
+from tests.dist.command import EXACT, read_lines, write_recipe
 
 pytestmark = pytest.mark.dist
 
@@ -12,7 +12,7 @@ import random
 import signal
 from pathlib import Path
 
-from echelon.data.own_batches import build_step_batch
+from echelon.learn.data.own_batches import build_step_batch
 
 
 class Counting:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from command import await_line, finish, process_of, read_lines, start, write_recipe
-from echelon.runs.run_folder import RunFolder
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import await_line, finish, process_of, read_lines, start, write_recipe
 
 pytestmark = pytest.mark.dist
 

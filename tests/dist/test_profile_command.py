@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from command import write_recipe
-from echelon.report.trace import read_traces
-from echelon.runs.run_folder import RunFolder
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.report.trace import read_traces
+from tests.dist.command import write_recipe
 
 # A step takes about half a second, so that what is between steps is a small part of it.
 WIDE = {

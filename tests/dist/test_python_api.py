@@ -13,9 +13,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import echelon
-from command import EXACT, assert_no_orphan, read_lines, write_recipe
-from echelon.errors import ConfigError, DataError, StoppedError, TrainingError
-from own_parts import write_package
+from echelon.ground.errors import ConfigError, DataError, StoppedError, TrainingError
+from tests.dist.command import EXACT, assert_no_orphan, read_lines, write_recipe
+from tests.own_parts import write_package
 
 pytestmark = pytest.mark.dist
 
@@ -80,7 +80,7 @@ SCRIPT = """
     import echelon
 
     run = echelon.train("recipe.json", nproc=2)
-    assert not {"torch", "echelon.lifecycle.session"} & set(sys.modules), "the run's process is another one"
+    assert not {"torch", "echelon.run.lifecycle.session"} & set(sys.modules), "the run's process is another one"
     numbers = echelon.evaluate(run)
     texts = echelon.generate(run, ["1 plus", "2 plus"], max_tokens=4, num_samples=2, temperature=0)
     one = echelon.generate(run, "1 plus", max_tokens=4, temperature=0)

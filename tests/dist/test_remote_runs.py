@@ -10,10 +10,10 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from command import assert_no_orphan, await_line, finish, read_lines, start, write_recipe
-from echelon.runs.run_folder import RunFolder
-from object_server import BUCKET, ObjectServer
-from training import equal_tensors, tensors_of
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import assert_no_orphan, await_line, finish, read_lines, start, write_recipe
+from tests.object_server import BUCKET, ObjectServer
+from tests.parity.training import equal_tensors, tensors_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

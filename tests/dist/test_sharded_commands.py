@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from command import LAUNCHER_KEYS, TEXT, Ending, assert_no_orphan, finish, start, write_recipe
-from echelon.data.tokenizer import build_bytes_tokenizer
+from echelon.learn.data.tokenizer import build_bytes_tokenizer
+from tests.dist.command import LAUNCHER_KEYS, TEXT, Ending, assert_no_orphan, finish, start, write_recipe
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -114,8 +114,8 @@ def test_ctrl_c_ends_all(folder):
 
 def run_capped(num_bytes, *arguments, shard_bytes=64 * 2**20):
     """Run a command whose processes may each have this much private memory; exports write small files."""
-    code = f"import sys; from echelon.checkpoint import export; export.SHARD_BYTES = {shard_bytes}; "
-    code += "from echelon.cli import main; sys.argv[0] = 'echelon'; main()"
+    code = f"import sys; from echelon.learn.checkpoint import export; export.SHARD_BYTES = {shard_bytes}; "
+    code += "from echelon.cli.main import main; sys.argv[0] = 'echelon'; main()"
     env = {key: value for key, value in os.environ.items() if key not in LAUNCHER_KEYS}
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=500,
@@ -127,9 +127,8 @@ def run_capped(num_bytes, *arguments, shard_bytes=64 * 2**20):
 
 def count_idle_bytes():
     """The private memory of a process that has imported all that these commands import."""
-    code = (
-        "import echelon.api.models, echelon.inference.evaluate, echelon.inference.generate, echelon.inference.merging"
-    )
+    names = ("cli.api.models", "tools.inference.evaluate", "tools.inference.generate", "tools.inference.merging")
+    code = "; ".join(f"import echelon.{name}" for name in names)
     code += ", peft, torch.distributed.checkpoint; print(open('/proc/self/status').read())"
     env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env).stdout

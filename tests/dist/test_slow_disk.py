@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from command import finish, read_lines, start, write_recipe
+from tests.dist.command import finish, read_lines, start, write_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -14,8 +14,8 @@ PARTS = '''
 
 import time
 
-from echelon.data.shards import TokenStore
-from echelon.objectives.causal_lm import CausalLM
+from echelon.learn.data.shards import TokenStore
+from echelon.learn.objectives.causal_lm import CausalLM
 
 READ = TokenStore.read
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from command import read_lines, write_recipe
-from training import LOSS
+from tests.dist.command import read_lines, write_recipe
+from tests.parity.training import LOSS
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

@@ -2,7 +2,9 @@
 
 import pytest
 
-from command import (
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.supervise.snapshot_memory import PLACE
+from tests.dist.command import (
     EXACT,
     CommandLine,
     assert_no_orphan,
@@ -13,9 +15,7 @@ from command import (
     start,
     write_recipe,
 )
-from echelon.runs.run_folder import RunFolder
-from echelon.supervise.snapshot_memory import PLACE
-from training import equal_tensors, tensors_of
+from tests.parity.training import equal_tensors, tensors_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(not PLACE.is_dir(), reason="no /dev/shm here")]
 

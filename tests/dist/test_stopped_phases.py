@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from command import assert_no_orphan, finish, marked_processes, start, write_recipe
-from hub_server import HubServer, push_model
+from tests.dist.command import assert_no_orphan, finish, marked_processes, start, write_recipe
+from tests.hub_server import HubServer, push_model
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from command import EXACT, assert_no_orphan, await_line, finish, process_of, read_lines, start, write_recipe
-from echelon.runs.run_folder import RunFolder
-from training import equal_tensors, tensors_of
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import EXACT, assert_no_orphan, await_line, finish, process_of, read_lines, start, write_recipe
+from tests.parity.training import equal_tensors, tensors_of
 
 pytestmark = pytest.mark.dist
 

@@ -4,7 +4,7 @@ import platform
 
 import pytest
 
-from command import finish, read_lines, start, write_recipe
+from tests.dist.command import finish, read_lines, start, write_recipe
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -15,7 +15,7 @@ import time
 
 import torch.distributed as dist
 
-from echelon.objectives.causal_lm import CausalLM
+from echelon.learn.objectives.causal_lm import CausalLM
 
 
 class Slow(CausalLM):

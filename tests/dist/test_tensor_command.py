@@ -5,8 +5,8 @@ import json
 import pytest
 from safetensors.torch import load_file
 
-from command import read_lines, write_recipe
-from families import small_config
+from tests.dist.command import read_lines, write_recipe
+from tests.families import small_config
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from command import MARK, assert_no_orphan, await_line, finish, process_of, read_lines, start, write_recipe
-from echelon.quiet_imports import garbage_kept
-from echelon.runs.run_folder import RunFolder
-from echelon.supervise.warm_start import WarmStart
+from echelon.ground.quiet_imports import garbage_kept
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.supervise.warm_start import WarmStart
+from tests.dist.command import MARK, assert_no_orphan, await_line, finish, process_of, read_lines, start, write_recipe
 
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")]
 
@@ -113,6 +113,6 @@ def test_a_restart_starts_no_interpreter(monkeypatch, tmp_path):
     trained = [pid for pid, words in started.items() if "echelon" in words]
     assert trained[0] == job.pid and len(trained) == 2, started
     imported = (tmp_path / f"imported-{job.pid}").read_text().split()
-    assert "echelon.lifecycle.session" in imported
-    assert not {"transformers.modeling_utils", "echelon.engines.engine", "torch._dynamo"} & set(imported)
+    assert "echelon.run.lifecycle.session" in imported
+    assert not {"transformers.modeling_utils", "echelon.learn.engines.engine", "torch._dynamo"} & set(imported)
     assert not {*ranks, *successors} & started.keys() and not set(ranks) & set(successors)

@@ -7,8 +7,8 @@ import urllib.request
 
 import pytest
 
-from command import await_line, finish, start, write_recipe
-from echelon.runs.run_folder import RunFolder
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import await_line, finish, start, write_recipe
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

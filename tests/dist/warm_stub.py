@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from echelon.lifecycle import warm_worker
+from echelon.run.lifecycle import warm_worker
 
 
 def main(arguments):

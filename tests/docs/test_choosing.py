@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from echelon.errors import EchelonError
-from echelon.hardware.accelerators import parse_devices
+from echelon.ground.errors import EchelonError
 from echelon.planner.choose import resolve_plan
+from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.shape import build_shape
 from echelon.recipe.load import build_recipe
 

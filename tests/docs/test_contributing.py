@@ -13,9 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DIFFS = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M | re.S)
 ADDED = {
-    "src/echelon/optimizer/sign.py",
-    "src/echelon/data/readers/mail.py",
-    "src/echelon/objectives/focal.py",
+    "src/echelon/learn/optimizer/sign.py",
+    "src/echelon/learn/data/readers/mail.py",
+    "src/echelon/learn/objectives/focal.py",
 }
 MAIL = "From a@example.com Mon Jan  1 00:00:00 2024\nSubject: {0}\n\nThe number of this message is {0}.\n\n"
 RECIPE = {
@@ -30,17 +30,17 @@ RECIPE = {
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from echelon.data.readers import count_documents
-from echelon.data.readers.record import Reading
-from echelon.data.source import Source, list_files
-from echelon.objectives.objective import build_objective
-from echelon.optimizer.stepper import choose_rule
+from echelon.learn.data.readers import count_documents
+from echelon.learn.data.readers.record import Reading
+from echelon.learn.data.source import Source, list_files
+from echelon.learn.objectives.objective import build_objective
+from echelon.learn.optimizer.stepper import choose_rule
 from echelon.recipe.load import load_recipe
 
 recipe, _ = load_recipe(Path("recipe.json"))
 assert sys.argv[1] in sys.modules["echelon"].__file__
 assert type(choose_rule(recipe.optim, True)).__name__ == "SignSGD"
-assert str(build_objective(recipe.objective)) == "echelon.objectives.focal:focal_loss"
+assert str(build_objective(recipe.objective)) == "echelon.learn.objectives.focal:focal_loss"
 files = list_files(Source("data.train.0", "box.mbox"))
 assert files[0].format == "mail" and count_documents(files, 1000, Reading()) == 300
 """

@@ -33,8 +33,9 @@ from echelon.recipe import Recipe
 from echelon.recipe.keys import recipe_keys
 from echelon.recipe.load import load_recipe
 from echelon.recipe.starter import render_starter
-from hub_server import HubServer, push_model
-from workers import WARM
+from tests.docs import layout
+from tests.hub_server import HubServer, push_model
+from tests.workers import WARM
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "echelon"
@@ -90,7 +91,7 @@ def run_command(
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = arguments
-    from echelon.cli import main
+    from echelon.cli.main import main
 
     main()
 
@@ -244,22 +245,14 @@ def test_backquoted_names_exist(page: Path) -> None:
         if match := re.fullmatch(r"((?:src|tests|recipes|docs|benchmarks)/[\w./-]+?)(?:::(\w+))?", name):
             assert (ROOT / match[1]).exists(), name
             assert match[2] is None or f"def {match[2]}(" in (ROOT / match[1]).read_text(), name
-        elif match := re.fullmatch(r"(\w+)/(?:\w+\.py)?", name):
+        elif match := re.fullmatch(r"(\w+)/(?:\w+/)*(?:\w+\.py)?", name):
             assert match[1] not in os.listdir(PACKAGE) or (PACKAGE / name).exists(), name
         elif re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", name) and name.split(".")[0] in sections:
             assert name in keys or name.endswith((".json", ".yaml", ".py", ".md", ".db")), f"{name} is not a recipe key"
 
 
-def test_the_layout_lists_all_files() -> None:
-    content = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    [layout] = re.findall(r"## Layout.*?```text\n(.*?)^```", content, re.MULTILINE | re.DOTALL)
-    listed, package = set(), ""
-    for line in layout.splitlines():
-        if match := re.match(r"((?:\w+/)+)|\w+\.py", line):
-            package = match[1] or ""
-        listed |= {package + name for name in re.findall(r"\b\w+\.py\b", line)}
-    existing = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")}
-    assert listed == {path for path in existing if not path.endswith("__.py")}
+def test_the_layout_is_that_of_the_source() -> None:
+    assert layout.PAGE.read_text(encoding="utf-8") == layout.render(), "run python -m tests.docs.layout"
 
 
 class TestTheTest:

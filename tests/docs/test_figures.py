@@ -5,20 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from echelon.hardware.accelerators import parse_devices
 from echelon.planner.choose import resolve_plan
+from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.memory import estimate_memory
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe.difference import RESUMABLE
 from echelon.recipe.load import load_recipe
-from echelon.runs.run_folder import RunFolder
-from echelon.training.metrics import StepMetrics, train_row
-from parity_rows import COVERING, FULL, OPTIMIZERS, PRECISIONS
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.training.metrics import StepMetrics, train_row
 from parity_table import RESULTS, render_page, split_rows
-from published_rows import read_measured
+from tests.parity.parity_rows import COVERING, FULL, OPTIMIZERS, PRECISIONS
+from tests.parity.published_rows import read_measured
+from tests.parity.training import HALF_LOSS, HALF_NORM, LOSS, NORM, bounds
 from traffic import expect_traffic
-from training import HALF_LOSS, HALF_NORM, LOSS, NORM, bounds
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "strategies.md").read_text(encoding="utf-8")

@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from consoles import draw_console, read_console
-from terminal import Terminal
-from test_docs import ROOT, TUTORIALS, Session
+from tests.docs.consoles import draw_console, read_console
+from tests.docs.test_docs import ROOT, TUTORIALS, Session
+from tests.terminal import Terminal
 
 PICTURES = ROOT / "docs" / "pictures"
 # For each command of a page. The trainings take one to three minutes on two idle cores.

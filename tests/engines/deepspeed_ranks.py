@@ -6,9 +6,9 @@ from unittest import mock
 
 import torch
 
-from echelon.objectives.causal_lm import CausalLM
-from echelon.parallel.step import SingleStage
-from training import masked_trainer
+from echelon.learn.objectives.causal_lm import CausalLM
+from echelon.learn.parallel.step import SingleStage
+from tests.parity.training import masked_trainer
 
 
 def train_with_nan(rank, world_size, path, plan, bad_step):

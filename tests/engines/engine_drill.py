@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from command import write_recipe
+from tests.dist.command import write_recipe
 
 FAULTS = 7
 

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from command import await_line, finish, mount, process_of, read_lines, start, write_recipe
-from echelon.runs.run_folder import RunFolder
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import await_line, finish, mount, process_of, read_lines, start, write_recipe
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.dist

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_drill import assert_every_fault_is_survived
+from tests.engines.engine_drill import assert_every_fault_is_survived
 
 pytest.importorskip("deepspeed")
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

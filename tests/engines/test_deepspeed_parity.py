@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ranks import logits_of, measure_state, train_in_fp16, train_with_nan
-from echelon.api.models import export
-from echelon.runs.run_folder import RunFolder
-from echelon.stored import write_json
-from training import Row, difference, hashes, losses_of, prepare, read_rows, tensors_of, train
-from workers import WorkerPool, run_in_new_processes
+from echelon.cli.api.models import export
+from echelon.ground.stored import write_json
+from echelon.run.folder.run_folder import RunFolder
+from tests.engines.deepspeed_ranks import logits_of, measure_state, train_in_fp16, train_with_nan
+from tests.parity.training import Row, difference, hashes, losses_of, prepare, read_rows, tensors_of, train
+from tests.workers import WorkerPool, run_in_new_processes
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.dist

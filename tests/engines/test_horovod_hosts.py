@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from command import LAUNCHER_KEYS, read_lines, write_recipe
-from echelon.runs.run_folder import RunFolder
-from namespaces import machines, namespaces_allowed
-from secure_shell import serve_ssh, ssh_missing
-from training import hashes
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import LAUNCHER_KEYS, read_lines, write_recipe
+from tests.launchers.secure_shell import serve_ssh, ssh_missing
+from tests.namespaces import machines, namespaces_allowed
+from tests.parity.training import hashes
 
 pytest.importorskip("horovod")
 WHY_NOT = namespaces_allowed() or ssh_missing()

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from command import LAUNCHER_KEYS, read_lines, write_recipe
 from echelon.planner.plan import ParallelPlan
-from engine_drill import assert_every_fault_is_survived
-from training import Row, hashes, prepare, read_rows, train_rank, with_ranks
-from workers import run_in_new_processes
+from tests.dist.command import LAUNCHER_KEYS, read_lines, write_recipe
+from tests.engines.engine_drill import assert_every_fault_is_survived
+from tests.parity.training import Row, hashes, prepare, read_rows, train_rank, with_ranks
+from tests.workers import run_in_new_processes
 
 pytest.importorskip("horovod")
 pytestmark = pytest.mark.dist

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from echelon.engines.tensorflow.backbones import FAMILIES, find_arguments
-from echelon.engines.tensorflow.decoder import Decoder
-from echelon.engines.tensorflow.library import import_tensorflow
-from echelon.errors import ConfigError
-from families import random_batch, small_config, small_model
+from echelon.foreign.tensorflow.backbones import FAMILIES, find_arguments
+from echelon.foreign.tensorflow.decoder import Decoder
+from echelon.foreign.tensorflow.library import import_tensorflow
+from echelon.ground.errors import ConfigError
+from tests.families import random_batch, small_config, small_model
 
 pytest.importorskip("keras_hub")
 LLAMA3 = {

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from command import read_lines, write_recipe
-from echelon.runs.run_folder import RunFolder
-from namespaces import machines, namespaces_allowed
-from training import hashes
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import read_lines, write_recipe
+from tests.namespaces import machines, namespaces_allowed
+from tests.parity.training import hashes
 
 pytest.importorskip("keras_hub")
 pytestmark = [

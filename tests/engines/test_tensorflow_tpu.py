@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from command import finish, start, write_recipe
+from tests.dist.command import finish, start, write_recipe
 
 pytest.importorskip("keras_hub")
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from command import await_line, finish, process_of, read_lines, start, write_recipe
-from echelon.api.models import export
-from echelon.distributed.objects import gather_objects
-from echelon.engines.tensorflow.steps import GRADIENTS, WEIGHTS
-from echelon.engines.tensorflow.update import MOMENTS
-from echelon.objectives.causal_lm import CausalLM
+from echelon.cli.api.models import export
+from echelon.foreign.tensorflow.steps import GRADIENTS, WEIGHTS
+from echelon.foreign.tensorflow.update import MOMENTS
+from echelon.learn.distributed.objects import gather_objects
+from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.planner.plan import ParallelPlan
-from echelon.runs.run_folder import RunFolder
-from training import Row, hashes, masked_trainer, prepare, read_rows, train_rank, with_ranks
-from workers import run_in_new_processes
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import await_line, finish, process_of, read_lines, start, write_recipe
+from tests.parity.training import Row, hashes, masked_trainer, prepare, read_rows, train_rank, with_ranks
+from tests.workers import run_in_new_processes
 
 pytest.importorskip("keras_hub")
 pytestmark = pytest.mark.dist

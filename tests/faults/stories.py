@@ -17,9 +17,9 @@ from pathlib import Path
 
 import psutil
 
-from command import EXACT, TEXT, finish, marked_processes, read_lines, start, write_recipe
-from echelon.runs.run_folder import RunFolder
-from training import equal_tensors, tensors_of
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import EXACT, TEXT, finish, marked_processes, read_lines, start, write_recipe
+from tests.parity.training import equal_tensors, tensors_of
 
 PHASES = ("data preparation", "start", "step", "save", "publish", "evaluation")
 # The event that begins a phase and the events that end it, the shortest phase first.

@@ -12,8 +12,8 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from command import read_lines
-from test_quorum import Job, assert_same_rows, fed, train_alone
+from tests.dist.command import read_lines
+from tests.faults.test_quorum import Job, assert_same_rows, fed, train_alone
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("marked")]
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from command import finish, start, write_recipe
+from tests.dist.command import finish, start, write_recipe
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -17,10 +17,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from echelon.checkpoint.store import CheckpointStore
-from echelon.inference import sampler
-from echelon.objectives.causal_lm import CausalLM
-from echelon.training import heartbeat
+from echelon.learn.checkpoint.store import CheckpointStore
+from echelon.run.training import prompt_sampler as sampler
+from echelon.learn.objectives.causal_lm import CausalLM
+from echelon.run.training import heartbeat
 
 heartbeat._LEAST_SECONDS, heartbeat._MULTIPLE = 2.0, 1
 

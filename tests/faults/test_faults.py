@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from stories import PHASES, STEPS, Story, Teller, assert_same, train_uninterrupted
+from tests.faults.stories import PHASES, STEPS, Story, Teller, assert_same, train_uninterrupted
 
 pytestmark = pytest.mark.dist
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from command import read_lines
-from test_quorum import Job, assert_same_rows, fed, train_alone
+from tests.dist.command import read_lines
+from tests.faults.test_quorum import Job, assert_same_rows, fed, train_alone
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.usefixtures("marked")]
 

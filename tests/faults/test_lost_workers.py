@@ -10,8 +10,8 @@ from collections import Counter
 
 import pytest
 
-from command import read_lines
-from test_quorum import (
+from tests.dist.command import read_lines
+from tests.faults.test_quorum import (
     JOINED,
     SEED,
     SERVER,

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from command import finish, start, write_recipe
-from flight_analyser import ADDITION, analyse
+from tests.dist.command import finish, start, write_recipe
+from tests.flight_analyser import ADDITION, analyse
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -21,8 +21,8 @@ import time
 
 import torch
 
-from echelon.data.loader import BatchLoader
-from echelon.objectives.causal_lm import CausalLM
+from echelon.learn.data.loader import BatchLoader
+from echelon.learn.objectives.causal_lm import CausalLM
 
 AT = 6
 keep_dumps(Path(__file__).parent)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from command import read_lines
-from test_quorum import (
+from tests.dist.command import read_lines
+from tests.faults.test_quorum import (
     JOINED,
     LOST,
     SEED,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from echelon.errors import EchelonError
+from echelon.ground.errors import EchelonError
 
 SECONDS = 30.0  # a busy machine may need many times as long as an idle one
 MEMORY_BYTES = 2**31  # in addition to the memory of the process when the limit is set

@@ -6,18 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from damage import HUGE, damage_bytes
-from echelon.hardware.accelerators import Cluster, parse_devices
-from echelon.lifecycle.model_checks import check_model
-from echelon.lifecycle.setup import describe_steps
 from echelon.planner.choose import resolve_plan
+from echelon.planner.hardware.accelerators import Cluster, parse_devices
 from echelon.planner.memory import estimate_memory
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
 from echelon.recipe.keys import recipe_keys
 from echelon.recipe.load import load_recipe
 from echelon.recipe.render import render_recipe
-from recipe_samples import SMALL
+from echelon.run.lifecycle.model_checks import check_model
+from echelon.run.lifecycle.setup import describe_steps
+from tests.fuzz.damage import HUGE, damage_bytes
+from tests.unit.recipe_samples import SMALL
 
 MIXTURE = """\
 # Several texts in shares, a ramp, a schedule in tokens.

@@ -18,34 +18,34 @@ from typing import Any
 
 import torch.distributed as dist
 
-from damage import ODD_FILES, damage_bytes, damage_gzip, damage_json, foreign_files, put_odd_file
-from echelon.checkpoint.export import export_run
-from echelon.checkpoint.folder import clear_out, list_checkpoints
-from echelon.checkpoint.remote import write_run_name
-from echelon.checkpoint.remote_start import describe_remote
-from echelon.checksums import find_faults
-from echelon.errors import ConfigError
-from echelon.inference.held_out import open_held_out
+from echelon.ground.checksums import find_faults
+from echelon.ground.errors import ConfigError
+from echelon.ground.redaction import make_printable
+from echelon.ground.stored import write_json, write_text
 from echelon.launch.job_logs import Log
-from echelon.lifecycle.assemble import build_trainer
-from echelon.lifecycle.setup import prepare_run
+from echelon.learn.checkpoint.export import export_run
+from echelon.learn.checkpoint.folder import clear_out, list_checkpoints
 from echelon.recipe.load import load_recipe
-from echelon.redaction import make_printable
-from echelon.report.comparison import build_comparison
-from echelon.report.live import read_live, shorten
-from echelon.report.page import render_page
-from echelon.report.plain import render_text
-from echelon.report.run_record import read_record
-from echelon.report.sections import build_report
-from echelon.reporting.trackers.forwarder import Ledger, MetricsForwarder
-from echelon.reporting.trackers.tracker import Opened
-from echelon.runs.cost import Spending, write_spending
-from echelon.runs.overview import describe_run, summarize_run
-from echelon.runs.run_folder import RunFolder
-from echelon.stored import write_json, write_text
-from echelon.supervise.outcome import report, write_outcome
-from log_lines import LogLines
-from stored_files import MACHINE, Parts, StoredFiles, describe_target, digest
+from echelon.run.folder.cost import Spending, write_spending
+from echelon.run.folder.overview import describe_run, summarize_run
+from echelon.run.folder.remote import write_run_name
+from echelon.run.folder.remote_start import describe_remote
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.journal.trackers.forwarder import Ledger, MetricsForwarder
+from echelon.run.journal.trackers.tracker import Opened
+from echelon.run.lifecycle.assemble import build_trainer
+from echelon.run.lifecycle.setup import prepare_run
+from echelon.run.report.comparison import build_comparison
+from echelon.run.report.live import read_live, shorten
+from echelon.run.report.page import render_page
+from echelon.run.report.plain import render_text
+from echelon.run.report.run_record import read_record
+from echelon.run.report.sections import build_report
+from echelon.run.supervise.outcome import report, write_outcome
+from echelon.tools.inference.held_out import open_held_out
+from tests.fuzz.damage import ODD_FILES, damage_bytes, damage_gzip, damage_json, foreign_files, put_odd_file
+from tests.fuzz.stored_files import MACHINE, Parts, StoredFiles, describe_target, digest
+from tests.log_lines import LogLines
 
 # Files that `stored_files` damages: those of a checkpoint and of the model.
 BIG_FILES = (

@@ -14,27 +14,27 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from command import write_recipe
-from damage import ODD_FILES, damage_bytes, damage_header, damage_json, foreign_files, put_odd_file
-from echelon.checkpoint.export import export_run
-from echelon.checkpoint.folder import find_checkpoints
-from echelon.checksums import MANIFEST, describe_files
-from echelon.data.prepared import open_prepared
-from echelon.distributed.runtime import Runtime
-from echelon.errors import EchelonError
-from echelon.hardware.accelerators import Accelerator, Cluster
-from echelon.inference.target import load_target
-from echelon.inference.team import Host, Team
-from echelon.lifecycle.assemble import build_trainer
-from echelon.lifecycle.model_checks import check_weights, find_model_fields
-from echelon.lifecycle.saved_state import load_newest
-from echelon.lifecycle.setup import prepare_run
-from echelon.model.build import build_on_meta, load_config
-from echelon.model.pretrained import PretrainedWeights
+from echelon.ground.checksums import MANIFEST, describe_files
+from echelon.ground.errors import EchelonError
+from echelon.learn.checkpoint.export import export_run
+from echelon.learn.checkpoint.folder import find_checkpoints
+from echelon.learn.data.prepared import open_prepared
+from echelon.learn.distributed.runtime import Runtime
+from echelon.learn.model.build import build_on_meta, load_config
+from echelon.learn.model.pretrained import PretrainedWeights
 from echelon.planner.choose import resolve_plan
+from echelon.planner.hardware.accelerators import Accelerator, Cluster
 from echelon.planner.shape import build_shape
 from echelon.recipe.load import load_recipe
-from log_lines import LogLines
+from echelon.run.lifecycle.assemble import build_trainer
+from echelon.run.lifecycle.model_checks import check_weights, find_model_fields
+from echelon.run.lifecycle.saved_state import load_newest
+from echelon.run.lifecycle.setup import prepare_run
+from echelon.tools.inference.target import load_target
+from echelon.tools.inference.team import Host, Team
+from tests.dist.command import write_recipe
+from tests.fuzz.damage import ODD_FILES, damage_bytes, damage_header, damage_json, foreign_files, put_odd_file
+from tests.log_lines import LogLines
 
 MACHINE = Cluster(Accelerator("test machine", 2**33, None, None, None, "-"), 1, 1, "cpu")
 Parts = dict[str, str]

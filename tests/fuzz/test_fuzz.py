@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from damage import ODD_FILES, damage_bytes, foreign_files, put_odd_file
-from echelon.checkpoint.zero_folder import read_zero_folder
+from echelon.foreign.zero_folder import read_zero_folder
 from echelon.recipe import Recipe
-from judge import Tally, limited_memory
-from recipes import CLUSTERS, base_texts, damage_text, is_valid, nothing_asked, plan_recipe, random_overrides
-from run_folder_files import SMALL_FILES, RunFolderFiles
-from stored_files import StoredFiles, digest, replaced
-from test_zero_folder import write as write_zero
+from tests.fuzz.damage import ODD_FILES, damage_bytes, foreign_files, put_odd_file
+from tests.fuzz.judge import Tally, limited_memory
+from tests.fuzz.recipes import CLUSTERS, base_texts, damage_text, is_valid, nothing_asked, plan_recipe, random_overrides
+from tests.fuzz.run_folder_files import SMALL_FILES, RunFolderFiles
+from tests.fuzz.stored_files import StoredFiles, digest, replaced
+from tests.unit.foreign.test_zero_folder import write as write_zero
 
 SEED = os.environ.get("ECHELON_FUZZ_SEED", "0")
 THOUSAND = int(os.environ.get("ECHELON_FUZZ_COUNT", "1000"))  # damages of each file

@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
-from echelon.distributed.runtime import stop_runtime
-from echelon.lifecycle.process_group import start_runtime
-from training import train
+from echelon.learn.distributed.runtime import stop_runtime
+from echelon.run.lifecycle.process_group import start_runtime
+from tests.parity.training import train
 
 
 @pytest.fixture(scope="session", autouse=True)

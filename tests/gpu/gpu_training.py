@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import echelon.parallel
-from echelon.data.feed import Feed
-from echelon.data.loader import BatchLoader
-from echelon.data.mixture import build_order
-from echelon.data.prepare import prepare_data
-from echelon.hardware.accelerators import Accelerator, Cluster
-from echelon.lifecycle.assemble import build_trainer
-from echelon.parallel.data_parallel import Replicated, autocast_scope
+import echelon.learn.parallel
+from echelon.learn.data.feed import Feed
+from echelon.learn.data.loader import BatchLoader
+from echelon.learn.data.mixture import build_order
+from echelon.learn.data.prepare import prepare_data
+from echelon.learn.parallel.data_parallel import Replicated, autocast_scope
 from echelon.planner.choose import resolve_plan
+from echelon.planner.hardware.accelerators import Accelerator, Cluster
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe.load import load_recipe
 from echelon.recipe.render import render_recipe
-from echelon.runs.run_folder import RunFolder
-from training import GLOBAL_BATCH, Masked, Row, read_rows, write_recipe
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.lifecycle.assemble import build_trainer
+from tests.parity.training import GLOBAL_BATCH, Masked, Row, read_rows, write_recipe
 
 GPU = Accelerator("test GPU", 2**36, bf16_flops=1e15, fp32_flops=5e13, memory_bandwidth=None, source="-")
 OFFLOAD = {"cpu_offload": True}
@@ -68,7 +68,7 @@ def trainer_on_gpu(case: Case, runtime: Any, folder: Path, text: Path, steps: in
     plan = case.apply(resolve_plan(recipe, shape, Cluster(GPU, 1, 1, "cuda", True), data.train.num_samples))
     with ExitStack() as stack:
         if case.around == "ddp":
-            stack.enter_context(mock.patch.object(echelon.parallel, "build_data_parallel", replicate))
+            stack.enter_context(mock.patch.object(echelon.learn.parallel, "build_data_parallel", replicate))
         trainer = build_trainer(recipe, plan, run, runtime)
         trainer.recipe, trainer.plan, trainer.run_folder = recipe, plan, run
         trainer.train_step.loader.close()

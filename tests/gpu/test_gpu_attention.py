@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from echelon.model.build import load_config
-from echelon.model.flex_attention import FLEX, has_flex
-from echelon.model.varlen_attention import VARLEN, has_kernel
-from echelon.parallel.activation import apply_activation_checkpointing
-from echelon.parallel.compilation import apply_compile
-from families import small_config, small_model
-from test_document_mask import FIELDS, LENGTHS, loss_alone, losses, packed
+from echelon.learn.model.build import load_config
+from echelon.learn.model.flex_attention import FLEX, has_flex
+from echelon.learn.model.varlen_attention import VARLEN, has_kernel
+from echelon.learn.parallel.activation import apply_activation_checkpointing
+from echelon.learn.parallel.compilation import apply_compile
+from tests.families import small_config, small_model
+from tests.unit.learn.model.test_document_mask import FIELDS, LENGTHS, loss_alone, losses, packed
 
 pytestmark = pytest.mark.gpu
 
@@ -39,8 +39,8 @@ def test_documents_have_the_loss_that_they_have_alone(gpu, family, dtype):
 
 def test_a_training_step_keeps_documents_apart_without_waiting(gpu):
     """Forward and backward of packed documents, windows included, make no call that waits for the device."""
-    from echelon.objectives.causal_lm import CausalLM
-    from echelon.objectives.outputs import ObjectiveModule
+    from echelon.learn.objectives.causal_lm import CausalLM
+    from echelon.learn.objectives.outputs import ObjectiveModule
 
     model = small_model("mistral", **FIELDS["mistral"]).to(gpu.device)
     model.set_attn_implementation(VARLEN)
@@ -65,8 +65,8 @@ def test_soft_capped_documents_have_the_loss_that_eager_attention_gives_them_alo
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager layers", "compiled layers"])
 def test_gradients_of_soft_capped_attention_are_those_of_eager_attention(gpu, compiles, checkpointing):
-    from echelon.objectives.causal_lm import CausalLM
-    from echelon.objectives.outputs import ObjectiveModule
+    from echelon.learn.objectives.causal_lm import CausalLM
+    from echelon.learn.objectives.outputs import ObjectiveModule
 
     eager, flex = (small_model("gemma2", **CAPPED).to(gpu.device) for _ in range(2))
     flex.set_attn_implementation(FLEX)

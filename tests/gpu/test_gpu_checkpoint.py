@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from echelon.checkpoint.store import CheckpointStore
-from gpu_training import OFFLOAD, Case, train_on_gpu, trainer_on_gpu
-from training import Row, check_exact_resume, difference, equal_tensors, hashes, tensors_of
+from echelon.learn.checkpoint.store import CheckpointStore
+from tests.gpu.gpu_training import OFFLOAD, Case, train_on_gpu, trainer_on_gpu
+from tests.parity.training import Row, check_exact_resume, difference, equal_tensors, hashes, tensors_of
 
 pytestmark = pytest.mark.gpu
 # Fused attention sums gradients with atomics, in varying order; eager attention is matmuls and a softmax.

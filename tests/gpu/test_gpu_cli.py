@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from training import Row, equal_tensors, read_rows, tensors_of, write_recipe
+from tests.parity.training import Row, equal_tensors, read_rows, tensors_of, write_recipe
 
 pytestmark = pytest.mark.gpu
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from echelon.distributed.runtime import use_deterministic_algorithms
-from gpu_training import Case, train_on_gpu
-from training import Row, equal_tensors, tensors_of
+from echelon.learn.distributed.runtime import use_deterministic_algorithms
+from tests.gpu.gpu_training import Case, train_on_gpu
+from tests.parity.training import Row, equal_tensors, tensors_of
 
 pytestmark = pytest.mark.gpu
 

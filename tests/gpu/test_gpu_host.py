@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
-from echelon.training.metrics import Measured
-from gpu_training import Case, model_overrides, trainer_on_gpu
-from training import Row
+from echelon.run.training.metrics import Measured
+from tests.gpu.gpu_training import Case, model_overrides, trainer_on_gpu
+from tests.parity.training import Row
 
 pytestmark = pytest.mark.gpu
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from echelon.model.build import build_on_meta, load_config
-from echelon.model.liger import apply_liger, compare_layers, is_installed
-from families import random_batch, small_config, small_model
+from echelon.learn.model.build import build_on_meta, load_config
+from echelon.learn.model.liger import apply_liger, compare_layers, is_installed
+from tests.families import random_batch, small_config, small_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not is_installed(), reason="liger-kernel is not installed")]
 

@@ -5,12 +5,12 @@ import gc
 import pytest
 import torch
 
-from echelon.model.parts import HeadArithmetic
-from echelon.objectives.loss import chunked_loss_sum
+from echelon.learn.model.parts import HeadArithmetic
+from echelon.learn.objectives.loss import chunked_loss_sum
 from echelon.planner.memory import estimate_memory
 from echelon.planner.shape import build_shape
-from gpu_training import OFFLOAD, Case, model_overrides, trainer_on_gpu
-from training import Row
+from tests.gpu.gpu_training import OFFLOAD, Case, model_overrides, trainer_on_gpu
+from tests.parity.training import Row
 
 pytestmark = pytest.mark.gpu
 

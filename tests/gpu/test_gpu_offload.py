@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from echelon.model.parts import find_layers
-from echelon.parallel.offload import apply_activation_offloading
-from families import random_batch, small_model
-from gpu_training import Case, model_overrides, train_on_gpu
-from training import Row
+from echelon.learn.model.parts import find_layers
+from echelon.learn.parallel.offload import apply_activation_offloading
+from tests.families import random_batch, small_model
+from tests.gpu.gpu_training import Case, model_overrides, train_on_gpu
+from tests.parity.training import Row
 
 pytestmark = pytest.mark.gpu
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from gpu_training import OFFLOAD, Case, train_on_gpu
-from training import Row, difference, hashes
+from tests.gpu.gpu_training import OFFLOAD, Case, train_on_gpu
+from tests.parity.training import Row, difference, hashes
 
 pytestmark = pytest.mark.gpu
 

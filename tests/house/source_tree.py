@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -100,19 +100,27 @@ class SourceTree:
 ECHELON = SourceTree(ROOT / "src" / "echelon")
 
 
-def read_layers(document: str) -> dict[str, int]:
-    """Read the table of layers in docs/architecture.md: the dotted name of each package or file, and its layer."""
-    rows = re.findall(r"^\| L(\d+) \| (.*?) \|", document, re.MULTILINE)
-    named = [(name, int(number)) for number, cell in rows for name in re.findall(r"`([\w/.]+)`", cell)]
-    assert len({name for name, _ in named}) == len(named), "a package is in two rows of the table of layers"
-    return {name.removesuffix(".py").rstrip("/").replace("/", "."): number for name, number in named}
+def read_layers(document: str) -> tuple[dict[str, int], set[str]]:
+    """Read the table of wings in docs/architecture.md: the layer of each package by its dotted name, and those that
+    import no torch."""
+    rows = re.findall(r"^\| L(\d+) \| (.*?) \| (yes|no) \|", document, re.MULTILINE)
+    named = [(name, int(number), torch) for number, cell, torch in rows for name in re.findall(r"`([\w/.]+)`", cell)]
+    dotted = [(name.removesuffix(".py").rstrip("/").replace("/", "."), layer, torch) for name, layer, torch in named]
+    assert len({name for name, *_ in dotted}) == len(dotted), "a package is in two rows of the table of wings"
+    return {name: layer for name, layer, _ in dotted}, {name for name, _, torch in dotted if torch == "no"}
 
 
-LAYERS = read_layers((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
+LAYERS, WITHOUT_TORCH = read_layers((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
 
 
-def find_layer(layers: dict[str, int], module: str) -> int | None:
-    """The layer of a module: from its own row, or from the innermost package with a row. None if there is none."""
+def find_row(layers: Mapping[str, int], module: str) -> str | None:
+    """The row of the table for a module: its own, or that of the innermost package; None: there is none."""
     parts = module.split(".")
     around = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-    return next((layers[name] for name in around if name in layers), None)
+    return next((name for name in around if name in layers), None)
+
+
+def find_layer(layers: Mapping[str, int], module: str) -> int | None:
+    """The layer of a module; None if it has no row."""
+    row = find_row(layers, module)
+    return None if row is None else layers[row]

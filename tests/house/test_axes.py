@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-from source_tree import ROOT
 
 from echelon.planner.axes.table import AXES
+from tests.house.source_tree import ROOT
 
 MOST = 5
 # The name of the degree, or of the technique.
@@ -21,7 +21,9 @@ WORDS = {
 
 def find_files(folder: Path, name: str) -> list[str]:
     """The files of a folder that name an axis, without the table of all axes."""
-    files = [path for path in sorted(folder.rglob("*.py")) if path.name != "table.py"]
+    files = [
+        path for path in sorted(folder.rglob("*.py")) if path.name != "table.py" and path.parent.name != "hardware"
+    ]
     return [path.name for path in files if re.search(WORDS[name], path.read_text(encoding="utf-8"), re.IGNORECASE)]
 
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from source_tree import ECHELON, Function, Module, SourceTree
+
+from tests.house.source_tree import ECHELON, Function, Module, SourceTree
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80

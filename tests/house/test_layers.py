@@ -1,27 +1,23 @@
 """Rules between modules: layers, imports, names. Each rule is a function that lists the violations."""
 
+import ast
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from source_tree import ECHELON, LAYERS, SourceTree, find_layer
 
-SIBLINGS = {"parallel", "sync", "checkpoint"}
+from tests.house.source_tree import ECHELON, LAYERS, WITHOUT_TORCH, SourceTree, find_layer, find_row
+
+SIBLINGS = {"learn.parallel", "learn.sync", "learn.checkpoint"}
 HEAVY = {"torch", "transformers"}
-MAX_TOP_MODULES = 18
+MAX_ROOMS = 10
 MAX_SHARED_NAMES = 6
 VAGUE = {"utils", "common", "helper", "helpers", "manager", "base", "misc"}
-
-# What runs many ranks, and the entrances to it. Everything else is the library of one rank and what it stands on. The
-# files of APART are stored beside the library and belong to operation, or to an engine of another tool.
-OPERATION = ("runs", "supervise", "lifecycle", "training", "reporting", "report", "inference", "launch", "doctor")
-OPERATION = (*OPERATION, "drill", "sweep", "api", "commands", "cli", "__init__", "__main__")
-APART = (
-    *(f"checkpoint.{name}" for name in ("remote", "remote_start", "upload", "object_store", "bundle")),
-    *(f"engines.{name}" for name in ("deepspeed", "tensorflow", "horovod", "horovod_ranks")),
-)
+# What launchers tell a process: a run's operation reads it, and hands a rank what it needs.
+OF_LAUNCHERS = {f"ground.{name}" for name in ("launch_environment", "hosts", "nodelist", "openmpi", "horovodrun")}
 
 
 def find_unplaced(tree: SourceTree, layers: Mapping[str, int]) -> list[str]:
@@ -32,8 +28,8 @@ def find_unplaced(tree: SourceTree, layers: Mapping[str, int]) -> list[str]:
     return unplaced + [f"{row} has a layer and is not there" for row in stale]
 
 
-def find_upward_imports(tree: SourceTree, layers: Mapping[str, int]) -> list[str]:
-    """Imports of a higher layer, also for types; at L3 imports of a sibling; at L0 of torch at the top of a module."""
+def find_upward_imports(tree: SourceTree, layers: Mapping[str, int], without_torch: Collection[str] = ()) -> list[str]:
+    """Imports of a higher layer, also for types; of a sibling; of torch at the top, in packages without torch."""
     found = []
     for module in tree:
         here = find_layer(layers, module.short) or 0
@@ -41,28 +37,39 @@ def find_upward_imports(tree: SourceTree, layers: Mapping[str, int]) -> list[str
             there = find_layer(layers, target.short) or 0
             if there > here:
                 found.append(f"{module.short} (L{here}) imports {target.short} (L{there})")
-            rooms = {each.short.partition(".")[0] for each in (module, target)}
+            rooms = {".".join(name.short.split(".")[:2]) for name in (module, target)}
             if len(rooms & SIBLINGS) == 2:
                 found.append(f"{module.short} imports its sibling {target.short}")
-        if here == 0:
-            outside = {each.source.partition(".")[0] for each in module.imports(for_types=False, in_functions=False)}
-            found += [f"{module.short} (L0) imports {name} at its top" for name in sorted(outside & HEAVY)]
+        if find_row(layers, module.short) in without_torch:
+            outside = {part.source.partition(".")[0] for part in module.imports(for_types=False, in_functions=False)}
+            found += [f"{module.short} imports {name} at its top" for name in sorted(outside & HEAVY)]
     return found
 
 
-def find_imports_of_operation(tree: SourceTree) -> list[str]:
-    """Imports of the run's operation by the library and what it stands on, also inside functions and for types."""
+def find_imports_of_launchers(tree: SourceTree) -> list[str]:
+    """Imports by the library of what reads the variables of launchers, also inside functions and for types."""
     return [
         f"{module.short} imports {target.short}"
         for module in tree
-        if not _is_in(module.short, OPERATION) and not _is_in(module.short, APART)
+        if module.short.startswith("learn.")
         for target in (tree.modules[name] for name in sorted(tree.imported(module)))
-        if _is_in(target.short, OPERATION) or _is_in(target.short, APART)
+        if target.short in OF_LAUNCHERS
     ]
 
 
-def _is_in(module: str, rooms: Collection[str]) -> bool:
-    return any(f"{module}.".startswith(f"{room}.") for room in rooms)
+def find_undeclared_imports(tree: SourceTree) -> list[str]:
+    """Imports of another wing that the docstring of the own wing, `May import: ...`, does not allow."""
+    found = []
+    for module in tree:
+        wing = module.short.partition(".")[0]
+        text = ast.get_docstring(tree.modules[f"{tree.package.name}.{wing}"].tree) or "" if "." in module.short else ""
+        declared = re.search(r"May import: (.*?)[.;]", " ".join(text.split()))
+        if declared is None or declared[1] == "everything":
+            continue
+        allowed = {wing, *re.findall(r"\w+", declared[1])}
+        wings = {tree.modules[name].short.partition(".")[0] for name in tree.imported(module)} - {"__init__"}
+        found += [f"{module.short} imports {name}" for name in sorted(wings - allowed)]
+    return found
 
 
 def find_cycles(tree: SourceTree) -> list[str]:
@@ -85,10 +92,10 @@ def find_imports_of_own_package(tree: SourceTree) -> list[str]:
     ]
 
 
-def find_loose_modules(tree: SourceTree) -> list[str]:
-    """The modules at the top of the package, if there are too many: related modules belong in a subpackage."""
-    top = sorted(path.name for path in tree.package.glob("*.py"))
-    return top if len(top) > MAX_TOP_MODULES else []
+def find_rooms(tree: SourceTree) -> list[str]:
+    """The folders and files at the top of the package, if there are too many."""
+    rooms = {module.short.partition(".")[0] for module in tree} - {"__init__", "__main__"}
+    return sorted(rooms) if len(rooms) > MAX_ROOMS else []
 
 
 def find_shared_names(tree: SourceTree) -> list[str]:
@@ -112,11 +119,20 @@ def test_every_file_has_one_layer():
 
 
 def test_imports_point_down():
-    assert not find_upward_imports(ECHELON, LAYERS)
+    assert not find_upward_imports(ECHELON, LAYERS, WITHOUT_TORCH)
 
 
-def test_the_library_imports_nothing_of_the_operation():
-    assert not find_imports_of_operation(ECHELON)
+def test_the_library_does_not_ask_the_launcher():
+    assert not find_imports_of_launchers(ECHELON)
+
+
+def test_every_wing_imports_what_its_docstring_says():
+    wings = {module.short.partition(".")[0] for module in ECHELON if "." in module.short}
+    told = {
+        wing for wing in wings if "May import:" in (ast.get_docstring(ECHELON.modules[f"echelon.{wing}"].tree) or "")
+    }
+    assert told == wings
+    assert not find_undeclared_imports(ECHELON)
 
 
 def test_imports_make_no_cycle():
@@ -127,8 +143,8 @@ def test_no_module_imports_its_own_package():
     assert not find_imports_of_own_package(ECHELON)
 
 
-def test_few_modules_are_at_the_top():
-    assert not find_loose_modules(ECHELON)
+def test_few_rooms_are_at_the_top():
+    assert not find_rooms(ECHELON)
 
 
 def test_few_file_names_occur_twice():
@@ -149,7 +165,7 @@ def plant(folder: Path, files: Mapping[str, str]) -> SourceTree:
     return SourceTree(folder / "house")
 
 
-PLANTED_LAYERS = {"__init__": 1, "low": 0, "low.heavy": 1, "high": 1}
+PLANTED_LAYERS = {"__init__": 1, "low": 0, "low.heavy": 1, "high": 1, "learn": 1}
 
 
 @pytest.mark.parametrize(
@@ -159,28 +175,15 @@ PLANTED_LAYERS = {"__init__": 1, "low": 0, "low.heavy": 1, "high": 1}
         ({"low/a.py": "def f():\n    from house.high import b", "high/b.py": ""}, "low.a (L0) imports high.b (L1)"),
         ({"low/a.py": "from ..high.b import c", "high/b.py": "c = 1"}, "low.a (L0) imports high.b (L1)"),
         ({"low/a.py": "from house.low.heavy import c", "low/heavy.py": "c = 1"}, "low.a (L0) imports low.heavy (L1)"),
-        ({"low/a.py": "try:\n    import torch.nn\nfinally:\n    pass"}, "low.a (L0) imports torch at its top"),
-        ({"sync/a.py": "import house.parallel.b", "parallel/b.py": ""}, "sync.a imports its sibling parallel.b"),
+        ({"low/a.py": "try:\n    import torch.nn\nfinally:\n    pass"}, "low.a imports torch at its top"),
+        (
+            {"learn/sync/a.py": "import house.learn.parallel.b", "learn/parallel/b.py": ""},
+            "learn.sync.a imports its sibling learn.parallel.b",
+        ),
     ],
 )
 def test_an_import_that_points_up_is_found(tmp_path, files, finding):
-    layers = {**PLANTED_LAYERS, "sync": 1, "parallel": 1}
-    assert find_upward_imports(plant(tmp_path, files), layers) == [finding]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "from house.runs.b import x",
-        "def f():\n    from house.runs import b",
-        "if TYPE_CHECKING:\n    from house.runs.b import x",
-    ],
-)
-def test_an_import_of_the_operation_is_found(tmp_path, line):
-    files = {"model/a.py": line, "runs/b.py": "x = 1", "engines/horovod.py": "from house.runs import b"}
-    assert find_imports_of_operation(plant(tmp_path, files)) == ["model.a imports runs.b"]
-    into_part = {"model/a.py": "from house.engines import horovod"}
-    assert find_imports_of_operation(plant(tmp_path, into_part)) == ["model.a imports engines.horovod"]
+    assert find_upward_imports(plant(tmp_path, files), PLANTED_LAYERS, {"low"}) == [finding]
 
 
 def test_allowed_imports_are_not_found(tmp_path):
@@ -190,7 +193,7 @@ def test_allowed_imports_are_not_found(tmp_path):
         "low/heavy.py": "import torch",
         "high/b.py": "from house.low import a",
     }
-    assert find_upward_imports(plant(tmp_path, files), PLANTED_LAYERS) == []
+    assert find_upward_imports(plant(tmp_path, files), PLANTED_LAYERS, {"low"}) == []
 
 
 def test_a_file_without_a_layer_and_a_row_without_a_file_are_found(tmp_path):
@@ -199,6 +202,7 @@ def test_a_file_without_a_layer_and_a_row_without_a_file_are_found(tmp_path):
         "lost has no layer",
         "lost.b has no layer",
         "high has a layer and is not there",
+        "learn has a layer and is not there",
     ]
 
 
@@ -225,10 +229,24 @@ def test_an_import_of_the_own_package_is_found(tmp_path, line):
     assert find_imports_of_own_package(SourceTree(tmp_path / "house")) == []
 
 
-def test_too_many_loose_modules_are_found(tmp_path):
-    names = [f"m{number}.py" for number in range(MAX_TOP_MODULES - 1)]
-    assert not find_loose_modules(plant(tmp_path, dict.fromkeys(names, "")))
-    assert "one_more.py" in find_loose_modules(plant(tmp_path, {"one_more.py": ""}))
+def test_too_many_rooms_are_found(tmp_path):
+    names = [f"m{number}/a.py" for number in range(MAX_ROOMS)]
+    assert not find_rooms(plant(tmp_path, dict.fromkeys(names, "")))
+    assert "one_more" in find_rooms(plant(tmp_path, {"one_more.py": ""}))
+
+
+def test_an_import_that_a_wing_does_not_declare_is_found(tmp_path):
+    tree = plant(
+        tmp_path, {"low/a.py": "from house.high import b", "high/b.py": "from house.learn import c", "learn/c.py": ""}
+    )
+    for wing, text in (("low", "May import: learn."), ("high", "May import: learn; no torch.")):
+        (tree.package / wing / "__init__.py").write_text(f'"""A wing.\n\n{text}\n"""')
+    assert find_undeclared_imports(SourceTree(tree.package)) == ["low.a imports high"]
+
+
+def test_a_library_that_asks_the_launcher_is_found(tmp_path):
+    files = {"learn/a.py": "def f():\n    from house.ground import hosts", "ground/hosts.py": ""}
+    assert find_imports_of_launchers(plant(tmp_path, files)) == ["learn.a imports ground.hosts"]
 
 
 def test_too_many_shared_names_are_found(tmp_path):

@@ -6,24 +6,18 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from source_tree import ROOT
 
-from echelon.errors import ConfigError
+from echelon.ground.errors import ConfigError
 from echelon.recipe.load import load_recipe
-from echelon.sweep.space import Space
-from echelon.sweep.sweep_file import load_sweep
+from echelon.tools.sweep.space import Space
+from echelon.tools.sweep.sweep_file import load_sweep
+from tests.house.source_tree import ROOT
 
 
 def check_sweep(path: Path) -> None:
     """Raise ConfigError for a sweep with a value that its recipe refuses."""
     sweep = load_sweep(path)
     Space(sweep, path).check(sweep.sweep.sampler == "grid")
-
-
-def find_repeated(paths: Iterable[Path]) -> list[str]:
-    """Names that occur twice: pytest imports test files by file name only."""
-    names = [path.name for path in paths if path.name != "conftest.py"]
-    return sorted({name for name in names if names.count(name) > 1})
 
 
 def find_left_out(paths: Iterable[Path], patterns: Iterable[str]) -> set[str]:
@@ -58,10 +52,6 @@ def test_every_file_beside_a_module_is_packaged(tmp_path):
     assert find_unpackaged(tmp_path, patterns) == [tmp_path / "b.toml"]
 
 
-def test_every_test_file_has_a_unique_name():
-    assert not find_repeated((ROOT / "tests").rglob("*.py"))
-
-
 def test_every_test_is_collected(pytestconfig):
     paths = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")]
     assert not find_left_out(paths, pytestconfig.getini("norecursedirs"))
@@ -78,7 +68,4 @@ def test_a_recipe_and_a_sweep_that_do_not_load_are_found(tmp_path):
 
 
 def test_tests_that_would_not_run_are_found():
-    assert find_repeated([Path("a/test_x.py"), Path("b/test_x.py"), Path("b/conftest.py"), Path("conftest.py")]) == [
-        "test_x.py"
-    ]
     assert find_left_out([Path("tests/dist/test_x.py"), Path("tests/unit/test_y.py")], ["dist", ".*"]) == {"dist"}

@@ -7,25 +7,27 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from source_tree import ECHELON, Module, SourceTree
 
 from echelon.recipe.inputs import AdapterConfig, ObjectiveConfig
 from echelon.recipe.names import OneOf
 from echelon.recipe.synchronization import SyncConfig
 from echelon.recipe.training import EngineName, OptimConfig, ParallelName
+from tests.house.source_tree import ECHELON, Module, SourceTree
 
 # The second one runs in a container, where echelon may not be importable yet.
-ENVIRONMENT_READERS = {"variables", "supervise.launch_environment", "launch.sagemaker.enter"}
+ENVIRONMENT_READERS = {"ground.variables", "ground.launch_environment", "launch.sagemaker.enter"}
 # Which read files that no stranger made: of the system, of echelon's own package, of live ranks, of this machine's
 # tools; and checkpoints, whose files are compared with their manifest first.
 UNLIMITED_READERS = {
-    "model.config", "training.waiting_peers", "training.straggler", "report.page", "report.picture", "drill.trial",
-    "stopping", "data.limits", "hardware.cores", "hardware.interfaces", "checkpoint.carrier",
-    "checkpoint.zero_folder", "checkpoint.remote", "launch.sagemaker.container",
+    "learn.model.config", "run.training.waiting_peers", "run.training.straggler", "run.report.page",
+    "run.report.picture", "tools.drill.trial",
+    "ground.stop_request", "learn.data.limits", "ground.cores", "planner.hardware.interfaces",
+    "learn.checkpoint.carrier",
+    "foreign.zero_folder", "run.folder.remote", "launch.sagemaker.container",
     "launch.sagemaker.installing", "launch.sagemaker.source_bundle", "launch.local",
 }  # fmt: skip
 # Where choices are table rows; the training loop must not know which one was made.
-NAMELESS_ROOM = "training"
+NAMELESS_ROOM = "run.training"
 
 
 def list_choices() -> set[str]:
@@ -139,7 +141,9 @@ def test_print_is_for_the_console():
 
 
 def test_commands_print_through_one_module():
-    commands = [each for each in ECHELON if each.short.startswith("commands.") and each.short != "commands.terminal"]
+    commands = [
+        each for each in ECHELON if each.short.startswith("cli.commands.") and each.short != "cli.commands.terminal"
+    ]
     assert commands and not [found for module in commands for found in find_direct_output(module)]
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from namespaces import Machine
+from tests.namespaces import Machine
 
 NOTICE_SECONDS = 120
 """From SIGTERM to SIGKILL."""

@@ -14,8 +14,8 @@ from kubernetes import client, config
 from urllib3.exceptions import HTTPError
 
 from echelon.launch.kubernetes.kinds import JobKind
-from kubernetes_schemas import find_schema, inline
-from kubernetes_server import write_kubeconfig
+from tests.unit.launch.kubernetes.kubernetes_schemas import find_schema, inline
+from tests.unit.launch.kubernetes.kubernetes_server import write_kubeconfig
 
 START_SECONDS = 120
 ADMIN, GUEST = "of-the-admin", "of-a-guest"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from namespaces import Machine
+from tests.namespaces import Machine
 
 _SSHD = "/usr/sbin/sshd"
 

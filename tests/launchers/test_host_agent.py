@@ -10,7 +10,8 @@ import time
 import pytest
 from torch.distributed import TCPStore
 
-from command import (
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import (
     assert_no_orphan,
     await_line,
     find_listeners,
@@ -20,9 +21,8 @@ from command import (
     start,
     write_recipe,
 )
-from echelon.runs.run_folder import RunFolder
-from hostile import hostile_pickle
-from training import LOSS
+from tests.hostile import hostile_pickle
+from tests.parity.training import LOSS
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

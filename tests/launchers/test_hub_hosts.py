@@ -12,11 +12,11 @@ from collections import Counter
 
 import pytest
 
-import hub_server
-from command import read_lines, write_recipe
-from echelon.runs.run_folder import RunFolder
-from namespaces import machines, namespaces_allowed
-from training import LOSS
+from echelon.run.folder.run_folder import RunFolder
+from tests import hub_server
+from tests.dist.command import read_lines, write_recipe
+from tests.namespaces import machines, namespaces_allowed
+from tests.parity.training import LOSS
 
 pytestmark = [
     pytest.mark.dist,

@@ -14,15 +14,15 @@ import yaml
 from kubernetes import client
 from kubernetes.config import kube_config
 
-from echelon.errors import LaunchError
+from echelon.ground.errors import LaunchError
 from echelon.launch.kubernetes import KubernetesLauncher
 from echelon.launch.kubernetes.kinds import KINDS, JobKind
 from echelon.launch.kubernetes.pod import RECIPE_PATH
 from echelon.launch.records import make_job, submit_job
-from echelon.runs.run_folder import RunFolder
-from kube_cluster import GUEST, missing_programs, real_cluster
-from kubernetes_jobs import NAME, make_kubernetes_job
-from recipe_samples import load_text
+from echelon.run.folder.run_folder import RunFolder
+from tests.launchers.kube_cluster import GUEST, missing_programs, real_cluster
+from tests.unit.launch.kubernetes.kubernetes_jobs import NAME, make_kubernetes_job
+from tests.unit.recipe_samples import load_text
 
 pytestmark = [
     pytest.mark.slow,

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from command import await_line, read_lines, write_recipe
-from echelon.runs.run_folder import RunFolder
-from namespaces import machines, namespaces_allowed
-from training import LOSS
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import await_line, read_lines, write_recipe
+from tests.namespaces import machines, namespaces_allowed
+from tests.parity.training import LOSS
 
 pytestmark = [
     pytest.mark.dist,

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from command import RECIPE, TEXT, finish, start, write_recipe
 from echelon.launch.kubernetes import launcher as kubernetes
 from echelon.launch.kubernetes.pod import RECIPE_PATH
 from echelon.launch.records import make_job
 from echelon.recipe.load import load_recipe
-from slurm_cluster import find_obstacle, slurm_cluster
+from tests.dist.command import RECIPE, TEXT, finish, start, write_recipe
+from tests.launchers.slurm_cluster import find_obstacle, slurm_cluster
 
 torch = pytest.importorskip("torch")
 pytestmark = [

@@ -12,8 +12,8 @@ import pytest
 
 from echelon.launch.records import submit_job
 from echelon.launch.sagemaker.launcher import SageMakerLauncher
-from object_server import ObjectServer
-from sagemaker_jobs import make_job
+from tests.object_server import ObjectServer
+from tests.unit.launch.sagemaker.sagemaker_jobs import make_job
 
 pytestmark = [
     pytest.mark.slow,

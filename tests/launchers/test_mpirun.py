@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from command import LAUNCHER_KEYS, read_lines, write_recipe
-from echelon.runs.run_folder import RunFolder
-from namespaces import machines, namespaces_allowed
-from secure_shell import serve_ssh, ssh_missing
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import LAUNCHER_KEYS, read_lines, write_recipe
+from tests.launchers.secure_shell import serve_ssh, ssh_missing
+from tests.namespaces import machines, namespaces_allowed
 
 WHY_NO_MPIRUN = None if shutil.which("mpirun") else "no mpirun here; install openmpi-bin"
 WHY_NO_MACHINES = WHY_NO_MPIRUN or namespaces_allowed() or ssh_missing()

@@ -6,14 +6,14 @@ import sys
 import psutil
 import pytest
 
-from command import await_line, finish, start, write_recipe
-from echelon.runs.run_folder import RunFolder
-from namespaces import machines, namespaces_allowed
-from secure_shell import serve_ssh, ssh_missing
-from test_lost_machines import PIPES, events, rows, start_agent
-from test_lost_machines import finish as finish_agents
-from test_ssh_hosts import keys
-from test_ssh_hosts import run as run_on
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import await_line, finish, start, write_recipe
+from tests.launchers.secure_shell import serve_ssh, ssh_missing
+from tests.launchers.test_lost_machines import PIPES, events, rows, start_agent
+from tests.launchers.test_lost_machines import finish as finish_agents
+from tests.launchers.test_ssh_hosts import keys
+from tests.launchers.test_ssh_hosts import run as run_on
+from tests.namespaces import machines, namespaces_allowed
 
 WHY_NOT = namespaces_allowed() or ssh_missing()
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]

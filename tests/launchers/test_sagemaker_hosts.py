@@ -15,12 +15,12 @@ import psutil
 import pytest
 import yaml
 
-from command import EXACT, RECIPE, TEXT, finish, start
-from containers import await_end, make_image, start_hosts, sync_to_s3
-from echelon.cli import main
-from namespaces import machines, namespaces_allowed
-from object_server import BUCKET, ObjectServer
-from training_service import TrainingServer
+from echelon.cli.main import main
+from tests.dist.command import EXACT, RECIPE, TEXT, finish, start
+from tests.launchers.containers import await_end, make_image, start_hosts, sync_to_s3
+from tests.namespaces import machines, namespaces_allowed
+from tests.object_server import BUCKET, ObjectServer
+from tests.training_service import TrainingServer
 
 boto3 = pytest.importorskip("boto3", reason="no boto3 here; pip install 'echelon[sagemaker]'")
 reason = namespaces_allowed()

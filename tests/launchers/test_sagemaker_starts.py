@@ -18,11 +18,10 @@ import psutil
 import pytest
 import yaml
 
-from containers import await_end, make_image, start_hosts, sync_to_s3
-from echelon.data.prepare import prepare_data
+from echelon.learn.data.prepare import prepare_data
 from echelon.recipe.load import load_recipe
-from namespaces import machines, namespaces_allowed
-from test_sagemaker_hosts import (  # noqa: F401 (submit is a fixture)
+from tests.launchers.containers import await_end, make_image, start_hosts, sync_to_s3
+from tests.launchers.test_sagemaker_hosts import (  # noqa: F401 (submit is a fixture)
     RECIPE,
     SECONDS,
     SETTINGS,
@@ -34,6 +33,7 @@ from test_sagemaker_hosts import (  # noqa: F401 (submit is a fixture)
     show,
     submit,
 )
+from tests.namespaces import machines, namespaces_allowed
 
 pytest.importorskip("boto3", reason="no boto3 here; pip install 'echelon[sagemaker]'")
 reason = namespaces_allowed()
@@ -49,7 +49,7 @@ VAULT = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from object_server import ObjectServer
+from tests.object_server import ObjectServer
 server = ObjectServer()
 import boto3
 client = boto3.client("secretsmanager", endpoint_url=server.environment["AWS_ENDPOINT_URL"], region_name="us-east-1")

@@ -7,10 +7,10 @@ from statistics import median
 
 import pytest
 
-from command import write_recipe
-from echelon.runs.run_folder import RunFolder
-from namespaces import machines, namespaces_allowed
-from test_lost_machines import finish, rows, start_agent
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import write_recipe
+from tests.launchers.test_lost_machines import finish, rows, start_agent
+from tests.namespaces import machines, namespaces_allowed
 
 pytestmark = [
     pytest.mark.dist,

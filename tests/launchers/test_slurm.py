@@ -18,11 +18,11 @@ import psutil
 import pytest
 import yaml
 
-from command import EXACT, RECIPE, TEXT, finish, read_lines, start
 from echelon.launch.records import make_job
 from echelon.launch.slurm import SlurmLauncher
 from echelon.recipe.load import load_recipe
-from slurm_cluster import SlurmCluster, find_obstacle, slurm_cluster
+from tests.dist.command import EXACT, RECIPE, TEXT, finish, read_lines, start
+from tests.launchers.slurm_cluster import SlurmCluster, find_obstacle, slurm_cluster
 
 pytestmark = [
     pytest.mark.slow,

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from command import await_line, read_lines, write_recipe
-from echelon.runs.run_folder import RunFolder
-from namespaces import machines, namespaces_allowed
-from secure_shell import serve_ssh, ssh_missing
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import await_line, read_lines, write_recipe
+from tests.launchers.secure_shell import serve_ssh, ssh_missing
+from tests.namespaces import machines, namespaces_allowed
 
 WHY_NOT = namespaces_allowed() or ssh_missing()
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]

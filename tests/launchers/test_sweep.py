@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from command import MARK, assert_no_orphan, finish, read_lines, start, write_recipe
+from tests.dist.command import MARK, assert_no_orphan, finish, read_lines, start, write_recipe
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

@@ -19,24 +19,24 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from echelon.checkpoint.export import export_run, load_run_model
-from echelon.data.prepare import prepare_data
-from echelon.distributed.mesh import build_mesh
-from echelon.engines import EngineSpec
-from echelon.engines.native import build_native_engine
-from echelon.errors import EchelonError
-from echelon.hardware.accelerators import Cluster
-from echelon.lifecycle.model_checks import check_model
-from echelon.model.build import build_on_meta, load_config, materialize, persistent_buffers
-from echelon.model.pretrained import PretrainedWeights
+from echelon.ground.errors import EchelonError
+from echelon.ground.stored import write_json
+from echelon.learn.checkpoint.export import export_run, load_run_model
+from echelon.learn.data.prepare import prepare_data
+from echelon.learn.distributed.mesh import build_mesh
+from echelon.learn.engines import EngineSpec
+from echelon.learn.engines.native import build_native_engine
+from echelon.learn.model.build import build_on_meta, load_config, materialize, persistent_buffers
+from echelon.learn.model.pretrained import PretrainedWeights
 from echelon.planner.choose import resolve_plan
+from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.load import load_recipe
 from echelon.recipe.render import render_recipe
-from echelon.runs.run_folder import RunFolder
-from echelon.stored import write_json
-from training import MACHINE, losses_of, read_rows, tensors_of, train_rank
-from workers import WorkerFailure, WorkerPool
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.lifecycle.model_checks import check_model
+from tests.parity.training import MACHINE, losses_of, read_rows, tensors_of, train_rank
+from tests.workers import WorkerFailure, WorkerPool
 
 RANKS = 2
 STEPS = 2
@@ -146,7 +146,7 @@ def _judge(model_type: str, workers: WorkerPool, folder: Path) -> tuple[str, str
         return "unbuilt", _one_line(error)
     except WorkerFailure as error:
         last = str(error).strip().splitlines()[-1]
-        refused = last.startswith("echelon.errors.")
+        refused = last.startswith("echelon.ground.errors.")
         return "refused" if refused else "wrong", last.partition(": ")[2] if refused else last
     except Exception as error:  # anything else that a family raises is its outcome
         return "wrong", f"{type(error).__name__}: {_one_line(error)}"

@@ -5,7 +5,7 @@ Each function takes the gradients of each worker, by name, and a dict for what i
 
 import torch
 
-from echelon.model.seeds import derive_seed
+from echelon.learn.model.seeds import derive_seed
 
 RANK, FRACTION, SEED = 2, 0.1, 5
 

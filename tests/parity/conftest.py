@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from published_rows import (
+from tests.parity.published_rows import (
     Difference,
     Measured,
     append,
@@ -15,8 +15,8 @@ from published_rows import (
     parse_part,
     read_measured,
 )
-from training import Row, train
-from workers import WorkerPool
+from tests.parity.training import Row, train
+from tests.workers import WorkerPool
 
 
 def pytest_addoption(parser):

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from echelon.distributed.replica_names import replica_name
-from echelon.sync import DataShare
+from echelon.learn.distributed.replica_names import replica_name
+from echelon.learn.sync import DataShare
 
 EVERY = 3
 

@@ -5,7 +5,7 @@ import copy
 import torch
 from torch.nn.functional import cross_entropy
 
-from training import masked_trainer
+from tests.parity.training import masked_trainer
 
 
 def train_outer_oracle(rank, world_size, path, plan, replicas, every, outer_rate, momentum, overlap=False, bad=None):

@@ -7,12 +7,12 @@ from unittest import mock
 
 import numpy as np
 
-from echelon.data.prepare import PreparedData
-from echelon.data.shards import NO_LABEL, Samples
-from echelon.lifecycle import run_learner
+from echelon.learn.data.prepare import PreparedData
+from echelon.learn.data.shards import NO_LABEL, Samples
 from echelon.planner.plan import ParallelPlan
-from training import train_rank
-from workers import WorkerPool
+from echelon.run.lifecycle import run_learner
+from tests.parity.training import train_rank
+from tests.workers import WorkerPool
 
 LENGTHS = ((7, 9, 6, 5), (10, 3, 8, 11), (6, 12))  # of a sample's documents, by its number; the rest is padding
 PROMPT = 2

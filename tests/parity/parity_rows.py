@@ -2,7 +2,7 @@
 
 import itertools
 
-from training import GLOBAL_BATCH, Row, with_ranks
+from tests.parity.training import GLOBAL_BATCH, Row, with_ranks
 
 OPTIONS = {
     "plan": [("ddp", 1), ("ddp", 2), ("ddp", 4), ("zero1", 2), ("zero1", 4), ("zero2", 2), ("zero2", 4),

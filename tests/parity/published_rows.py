@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from training import Row
+from tests.parity.training import Row
 
 ROOT = Path(__file__).parents[2]
 _TRAINED_BY = ("src/echelon/**/*.py", "tests/parity/*.py", "tests/families.py")

@@ -3,8 +3,8 @@
 import torch
 from torch.nn.functional import cross_entropy
 
-from echelon.sync.pushes import Kind
-from training import masked_trainer
+from echelon.learn.sync.pushes import Kind
+from tests.parity.training import masked_trainer
 
 
 def replay(rank, world_size, path, plan, workers, journals, parts, compensation=0.0):

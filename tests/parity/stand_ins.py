@@ -12,18 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from echelon.distributed.runtime import Runtime
-from echelon.engines import Finding, Rehearsal
-from echelon.errors import EchelonError
-from echelon.lifecycle.conducting import run_training
-from echelon.parallel.step import StepSums
+from echelon.ground.errors import EchelonError
+from echelon.ground.stop_request import STOP_SIGNALS, StopRequest
+from echelon.learn.distributed.runtime import Runtime
+from echelon.learn.engines import Finding, Rehearsal
+from echelon.learn.parallel.step import StepSums
+from echelon.learn.sync.every_step import EveryStep
 from echelon.recipe.engines import ENGINES, EngineRow
 from echelon.recipe.load import load_recipe
-from echelon.runs.run_folder import RunFolder
-from echelon.stopping import STOP_SIGNALS, StopRequest
-from echelon.sync.every_step import EveryStep
-from echelon.training.callbacks import Callback
-from echelon.training.heartbeat import Heartbeat
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.lifecycle.conducting import run_training
+from echelon.run.training.callbacks import Callback
+from echelon.run.training.heartbeat import Heartbeat
 
 ENGINES["bigram"] = EngineRow("stand_ins:Bigram")
 ENGINES["poisoned bigram"] = EngineRow("stand_ins:PoisonedBigram")

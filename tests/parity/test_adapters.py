@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from echelon.checkpoint.export import export_run, load_run_model
-from test_parity import check
-from training import Row, bounds, check_exact_resume, difference, hashes, tensors_of, train, with_ranks
+from echelon.learn.checkpoint.export import export_run, load_run_model
+from tests.parity.test_parity import check
+from tests.parity.training import Row, bounds, check_exact_resume, difference, hashes, tensors_of, train, with_ranks
 
 pytestmark = pytest.mark.dist
 

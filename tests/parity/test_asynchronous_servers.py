@@ -8,13 +8,13 @@ import time
 import pytest
 import torch
 
-from echelon.distributed.membership import close_connections
-from echelon.supervise.outcome import is_secondary
-from echelon.sync.pushes import Kind, receive
-from push_oracle import replay
-from stand_ins import train_rank_with
-from test_parameter_server import STEPS, alone, served, train_poisoned
-from training import hashes, losses_of, masked_trainer, prepare, read_rows, tensors_of, train
+from echelon.learn.distributed.membership import close_connections
+from echelon.learn.sync.pushes import Kind, receive
+from echelon.run.supervise.outcome import is_secondary
+from tests.parity.push_oracle import replay
+from tests.parity.stand_ins import train_rank_with
+from tests.parity.test_parameter_server import STEPS, alone, served, train_poisoned
+from tests.parity.training import hashes, losses_of, masked_trainer, prepare, read_rows, tensors_of, train
 
 pytestmark = pytest.mark.dist
 

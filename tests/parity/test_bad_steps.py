@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.engines.native import NativeEngine
-from echelon.errors import TrainingError
-from echelon.model.sharding import local_part
-from echelon.objectives.causal_lm import CausalLM
+from echelon.ground.errors import TrainingError
+from echelon.learn.engines.native import NativeEngine
+from echelon.learn.model.sharding import local_part
+from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.recipe.load import load_recipe
-from echelon.training.training_step import TrainingStep
-from training import (
+from echelon.run.training.training_step import TrainingStep
+from tests.parity.training import (
     LOSS,
     NORM,
     Row,

@@ -7,16 +7,16 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
-from echelon.api.planning import plan
-from echelon.distributed.mesh import build_mesh
-from echelon.engines import EngineSpec, build_engine
-from echelon.errors import ConfigError
-from echelon.lifecycle.building import build_stages
-from echelon.model.sharding import local_part
-from echelon.objectives.objective import build_objective
+from echelon.cli.api.planning import plan
+from echelon.ground.errors import ConfigError
+from echelon.learn.distributed.mesh import build_mesh
+from echelon.learn.engines import EngineSpec, build_engine
+from echelon.learn.model.sharding import local_part
+from echelon.learn.objectives.objective import build_objective
 from echelon.planner.memory import StoredBytes
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.load import build_recipe
+from echelon.run.lifecycle.building import build_stages
 
 TINY = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,

@@ -3,8 +3,8 @@
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from causal_models import examine, read_outcomes
 from model_table import PAGE, RESULTS, render_page
+from tests.parity.causal_models import examine, read_outcomes
 
 PUBLISHED = read_outcomes(RESULTS)
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
 
-from echelon.data.loader import build_microbatch
-from echelon.data.shards import Samples
-from echelon.distributed.mesh import build_mesh
-from echelon.engines import EngineSpec
-from echelon.engines.native import build_native_engine
-from echelon.model.build import load_config
-from echelon.objectives.causal_lm import CausalLM
-from echelon.parallel import compilation
+from echelon.learn.data.loader import build_microbatch
+from echelon.learn.data.shards import Samples
+from echelon.learn.distributed.mesh import build_mesh
+from echelon.learn.engines import EngineSpec
+from echelon.learn.engines.native import build_native_engine
+from echelon.learn.model.build import load_config
+from echelon.learn.objectives.causal_lm import CausalLM
+from echelon.learn.parallel import compilation
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.recipe.load import load_recipe
-from families import small_config
-from training import Row, write_recipe
+from tests.families import small_config
+from tests.parity.training import Row, write_recipe
 
 pytestmark = pytest.mark.dist
 

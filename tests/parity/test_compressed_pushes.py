@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from echelon.learn.sync.push_code import PushCode, Pusher
 from echelon.recipe.synchronization import CompressConfig
-from echelon.sync.push_code import PushCode, Pusher
-from push_oracle import add_up
-from test_parameter_server import STEPS, alone, served
-from training import check_exact_resume, losses_of, prepare, tensors_of, train
+from tests.parity.push_oracle import add_up
+from tests.parity.test_parameter_server import STEPS, alone, served
+from tests.parity.training import check_exact_resume, losses_of, prepare, tensors_of, train
 
 SHAPES = {"weight": (30, 20), "bias": (7,), "other": (300,)}
 SIZES = [600, 7, 300]

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from compression_oracle import FRACTION, ORACLES, RANK, SEED
+from echelon.learn.reduction import build_reducer
 from echelon.planner.plan import SyncPlan
 from echelon.planner.replica_costs import count_sent_bytes as expect_bytes
-from echelon.reduction import build_reducer
+from tests.parity.compression_oracle import FRACTION, ORACLES, RANK, SEED
+from tests.parity.training import EXACT, Row, equal_tensors, tensors_of, train, with_ranks
 from traffic import count_sent_bytes, read_sent_bytes
-from training import EXACT, Row, equal_tensors, tensors_of, train, with_ranks
 
 pytestmark = pytest.mark.dist
 

@@ -9,21 +9,21 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echelon.data.loader import Microbatch
-from echelon.distributed.mesh import build_mesh
-from echelon.engines import EngineSpec
-from echelon.engines.native import build_native_engine
-from echelon.model.build import load_config
-from echelon.model.parts import find_layers
-from echelon.model.sharding import local_part
-from echelon.objectives.causal_lm import CausalLM
+from echelon.learn.data.loader import Microbatch
+from echelon.learn.distributed.mesh import build_mesh
+from echelon.learn.engines import EngineSpec
+from echelon.learn.engines.native import build_native_engine
+from echelon.learn.model.build import load_config
+from echelon.learn.model.parts import find_layers
+from echelon.learn.model.sharding import local_part
+from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe.load import load_recipe
-from families import small_config
-from packed import PackedPool
-from test_parity import check
-from training import Row, bounds, check_exact_resume, difference, hashes, train, with_ranks, write_recipe
+from tests.families import small_config
+from tests.parity.packed import PackedPool
+from tests.parity.test_parity import check
+from tests.parity.training import Row, bounds, check_exact_resume, difference, hashes, train, with_ranks, write_recipe
 
 pytestmark = pytest.mark.dist
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.inference import evaluate, held_out
-from packed import PackedPool, pack
-from training import Row, bounds, difference, equal_tensors, hashes, tensors_of, train, with_ranks
+from echelon.tools.inference import evaluate, held_out
+from tests.parity.packed import PackedPool, pack
+from tests.parity.training import Row, bounds, difference, equal_tensors, hashes, tensors_of, train, with_ranks
 
 pytestmark = pytest.mark.dist
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from echelon.checkpoint.export import load_run_model
-from echelon.data.prepare import prepare_data
-from echelon.data.prepared import open_prepared
-from echelon.inference.generate import generate_samples
+from echelon.learn.checkpoint.export import load_run_model
+from echelon.learn.data.prepare import prepare_data
+from echelon.learn.data.prepared import open_prepared
 from echelon.learn.sampling import Sampling
 from echelon.recipe.load import load_recipe
 from echelon.recipe.render import render_recipe
-from echelon.runs.run_folder import RunFolder
-from training import SEQUENCE_LEN, Row, read_rows, resolve, train_rank, with_ranks, write_recipe
+from echelon.run.folder.run_folder import RunFolder
+from echelon.tools.inference.generate import generate_samples
+from tests.parity.training import SEQUENCE_LEN, Row, read_rows, resolve, train_rank, with_ranks, write_recipe
 
 pytestmark = pytest.mark.dist
 

@@ -1,6 +1,6 @@
 """Every causal model of transformers that obeys a document mask by its small copy does so in training's own forward.
 
-The models, tokens, documents and lengths are others than those of `echelon.model.traits`, and the references are those
+The models, tokens, documents and lengths are others than those of `learn/model/traits.py`, and the references are those
 of `transformers`: each document alone, and the model's own logits.
 """
 
@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from causal_models import tiny_fields
-from echelon.data.loader import Microbatch, positions_in_documents
-from echelon.model.build import load_config
-from echelon.model.router import has_experts
-from echelon.model.traits import find_traits
-from echelon.objectives.outputs import ObjectiveModule
+from echelon.learn.data.loader import Microbatch, positions_in_documents
+from echelon.learn.model.build import load_config
+from echelon.learn.model.router import has_experts
+from echelon.learn.model.traits import find_traits
+from echelon.learn.objectives.outputs import ObjectiveModule
+from tests.parity.causal_models import tiny_fields
 
 LENGTHS = ((6, 13, 10), (17, 2, 9), (12, 12, 4))
 LENGTH = 32

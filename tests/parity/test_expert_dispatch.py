@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echelon.model.build import build_on_meta, load_config
-from echelon.parallel.expert import ExpertDispatch, ExpertGroup, Share, find_experts
-from families import small_config
-from test_host_reads import HostReads
+from echelon.learn.model.build import build_on_meta, load_config
+from echelon.learn.parallel.expert import ExpertDispatch, ExpertGroup, Share, find_experts
+from tests.families import small_config
+from tests.parity.test_host_reads import HostReads
 
 pytestmark = pytest.mark.dist
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from test_parity import check
-from training import (
+from tests.parity.test_parity import check
+from tests.parity.training import (
     Row,
     bounds,
     check_exact_resume,

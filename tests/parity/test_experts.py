@@ -2,8 +2,8 @@
 
 import pytest
 
-from families import small_config
-from training import Row, bounds, difference, hashes, train, with_ranks
+from tests.families import small_config
+from tests.parity.training import Row, bounds, difference, hashes, train, with_ranks
 
 pytestmark = pytest.mark.dist
 

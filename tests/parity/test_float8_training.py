@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from training import EXACT, Row, difference, hashes, prepare, read_rows, tensors_of, train_rank, with_ranks
+from tests.parity.training import EXACT, Row, difference, hashes, prepare, read_rows, tensors_of, train_rank, with_ranks
 
 pytest.importorskip("torchao")
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

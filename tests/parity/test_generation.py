@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from echelon.errors import ConfigError
+from echelon.ground.errors import ConfigError
 from echelon.learn.learner import Learner
 from echelon.learn.sampling import Sampling
 from echelon.recipe.load import load_recipe
-from training import Row, prepare, with_ranks
+from tests.parity.training import Row, prepare, with_ranks
 
 pytestmark = pytest.mark.dist
 

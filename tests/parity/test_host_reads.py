@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echelon.distributed.runtime import Runtime
-from echelon.lifecycle.assemble import build_trainer
+from echelon.learn.distributed.runtime import Runtime
 from echelon.recipe.load import load_recipe
-from echelon.runs.run_folder import RunFolder
-from packed import packed_samples
-from training import Row, prepare, with_ranks
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.lifecycle.assemble import build_trainer
+from tests.parity.packed import packed_samples
+from tests.parity.training import Row, prepare, with_ranks
 
 pytestmark = pytest.mark.dist
 

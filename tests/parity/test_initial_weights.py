@@ -11,17 +11,17 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from echelon.distributed.mesh import build_mesh
-from echelon.engines import EngineSpec
-from echelon.engines.native import build_native_engine
-from echelon.model.build import load_config
-from echelon.model.sharding import local_part, local_places
-from echelon.model.weights import WeightPlace
-from echelon.optimizer.rounding import random_bits
+from echelon.learn.distributed.mesh import build_mesh
+from echelon.learn.engines import EngineSpec
+from echelon.learn.engines.native import build_native_engine
+from echelon.learn.model.build import load_config
+from echelon.learn.model.sharding import local_part, local_places
+from echelon.learn.model.weights import WeightPlace
+from echelon.learn.optimizer.rounding import random_bits
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.load import load_recipe
-from families import small_config, small_model
-from training import Row, resolve, with_ranks, write_recipe
+from tests.families import small_config, small_model
+from tests.parity.training import Row, resolve, with_ranks, write_recipe
 
 pytestmark = pytest.mark.dist
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.distributed.runtime import Runtime, join_group
-from workers import run_in_new_processes
+from echelon.learn.distributed.runtime import Runtime, join_group
+from tests.workers import run_in_new_processes
 
 pytestmark = pytest.mark.dist
 

@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import echelon
-from echelon.errors import CheckpointError, ConfigError, PlanError
-from echelon.objectives.dpo import DPO
+from echelon.ground.errors import CheckpointError, ConfigError, PlanError
+from echelon.learn.objectives.dpo import DPO
 from echelon.recipe.load import load_recipe
 from echelon.recipe.schedule import build_schedule
-from training import LOSS, NORM, Row, prepare, train, with_ranks, with_uneven_targets
+from tests.parity.training import LOSS, NORM, Row, prepare, train, with_ranks, with_uneven_targets
 
 pytestmark = pytest.mark.dist
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.model.parts import HeadArithmetic
-from echelon.objectives import loss_function
-from echelon.objectives.loss_function import chunked_function_sum
-from echelon.objectives.vocabulary import VocabularyShard
-from loss_functions import smoothed_with_z
-from training import Row, bounds, difference, hashes, train, with_ranks
+from echelon.learn.model.parts import HeadArithmetic
+from echelon.learn.objectives import loss_function
+from echelon.learn.objectives.loss_function import chunked_function_sum
+from echelon.learn.objectives.vocabulary import VocabularyShard
+from tests.parity.loss_functions import smoothed_with_z
+from tests.parity.training import Row, bounds, difference, hashes, train, with_ranks
 
 pytestmark = pytest.mark.dist
 

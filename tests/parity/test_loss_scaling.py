@@ -4,10 +4,10 @@ from unittest import mock
 
 import pytest
 
-import echelon.engines.native as native
-import echelon.optimizer.loss_scale as loss_scale
-from echelon.errors import TrainingError
-from training import Row, difference, hashes, read_rows, train, train_rank, with_ranks
+import echelon.learn.engines.native as native
+import echelon.learn.optimizer.loss_scale as loss_scale
+from echelon.ground.errors import TrainingError
+from tests.parity.training import Row, difference, hashes, read_rows, train, train_rank, with_ranks
 
 pytestmark = pytest.mark.dist
 

@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.data.loader import Microbatch
-from echelon.distributed.mesh import build_mesh
-from echelon.engines import EngineSpec
-from echelon.engines.native import build_native_engine
-from echelon.model.build import load_config
-from echelon.objectives.causal_lm import CausalLM
+from echelon.learn.data.loader import Microbatch
+from echelon.learn.distributed.mesh import build_mesh
+from echelon.learn.engines import EngineSpec
+from echelon.learn.engines.native import build_native_engine
+from echelon.learn.model.build import load_config
+from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.planner.memory import estimate_parts
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe.load import load_recipe
-from families import small_config
-from training import Row, write_recipe
+from tests.families import small_config
+from tests.parity.training import Row, write_recipe
 
 pytestmark = pytest.mark.dist
 

@@ -13,16 +13,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import echelon.engines.native as native
-from echelon.distributed.runtime import Runtime
-from echelon.hardware.heap import return_freed_memory
-from echelon.lifecycle.assemble import build_trainer
+import echelon.learn.engines.native as native
+from echelon.ground.stored import write_json
+from echelon.learn.distributed.runtime import Runtime
+from echelon.planner.hardware.heap import return_freed_memory
 from echelon.planner.plan import load_plan
 from echelon.recipe.load import load_recipe
-from echelon.runs.run_folder import RunFolder
-from echelon.stored import write_json
-from families import small_config
-from training import LOSS, Row, hashes, losses_of, prepare, read_rows, weight_difference
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.lifecycle.assemble import build_trainer
+from tests.families import small_config
+from tests.parity.training import LOSS, Row, hashes, losses_of, prepare, read_rows, weight_difference
 
 pytestmark = pytest.mark.dist
 

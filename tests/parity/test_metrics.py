@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from echelon.distributed.mesh import build_mesh
+from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.step_targets import Targets
 from echelon.planner.plan import ParallelPlan
-from echelon.training.bad_steps import Verdict
-from echelon.training.gpu_meter import GpuLoad
-from echelon.training.metrics import Measured, PendingMetrics, StepRecord
+from echelon.run.training.bad_steps import Verdict
+from echelon.run.training.gpu_meter import GpuLoad
+from echelon.run.training.metrics import Measured, PendingMetrics, StepRecord
 
 pytestmark = pytest.mark.dist
 

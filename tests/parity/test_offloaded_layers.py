@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-import echelon.parallel
-from echelon.data.loader import Microbatch
-from echelon.distributed.mesh import build_mesh
-from echelon.engines import EngineSpec
-from echelon.engines.native import build_native_engine
-from echelon.model.build import load_config
-from echelon.objectives.causal_lm import CausalLM
-from echelon.parallel.offload import apply_activation_offloading
+import echelon.learn.parallel
+from echelon.learn.data.loader import Microbatch
+from echelon.learn.distributed.mesh import build_mesh
+from echelon.learn.engines import EngineSpec
+from echelon.learn.engines.native import build_native_engine
+from echelon.learn.model.build import load_config
+from echelon.learn.objectives.causal_lm import CausalLM
+from echelon.learn.parallel.offload import apply_activation_offloading
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.recipe.load import load_recipe
-from families import small_config
-from late_copies import LateCopies
-from training import Row, write_recipe
+from tests.families import small_config
+from tests.late_copies import LateCopies
+from tests.parity.training import Row, write_recipe
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -34,7 +34,7 @@ def train_step(rank, world_size, path, plan):
     apply = partial(apply_activation_offloading, side=side, smallest=1)
     recipe, _ = load_recipe(Path(path))
     meshes, device = build_mesh(plan, "cpu"), torch.device("cpu")
-    with mock.patch.object(echelon.parallel, "apply_activation_offloading", apply):
+    with mock.patch.object(echelon.learn.parallel, "apply_activation_offloading", apply):
         engine = build_native_engine(EngineSpec(recipe, load_config(CONFIG), plan, meshes, device))
     tokens, places = torch.arange(32).view(2, 16) + rank, np.arange(2, dtype=np.int64)
     batch = Microbatch(tokens, tokens, places, places)

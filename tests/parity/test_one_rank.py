@@ -2,7 +2,7 @@
 
 import pytest
 
-from training import HALF_LOSS, HALF_NORM, LOSS, NORM, Row, difference, hashes, train, with_ranks
+from tests.parity.training import HALF_LOSS, HALF_NORM, LOSS, NORM, Row, difference, hashes, train, with_ranks
 
 pytestmark = pytest.mark.dist
 

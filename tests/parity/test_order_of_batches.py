@@ -5,12 +5,22 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.data.loader import BatchLoader, BatchPlace
-from echelon.data.mixture import build_order
-from echelon.data.prepare import prepare_data
+from echelon.learn.data.loader import BatchLoader, BatchPlace
+from echelon.learn.data.mixture import build_order
+from echelon.learn.data.prepare import prepare_data
 from echelon.recipe.load import load_recipe
-from mixtures import write_sources
-from training import EXACT, Row, difference, equal_tensors, hashes, tensors_of, train, with_ranks, write_recipe
+from tests.mixtures import write_sources
+from tests.parity.training import (
+    EXACT,
+    Row,
+    difference,
+    equal_tensors,
+    hashes,
+    tensors_of,
+    train,
+    with_ranks,
+    write_recipe,
+)
 
 pytestmark = pytest.mark.dist
 

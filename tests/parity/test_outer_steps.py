@@ -8,11 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outer_oracle import train_outer_oracle
-from stand_ins import train_rank_with
-from test_bad_steps import poison
-from test_compression import losses
-from training import EXACT, Row, equal_tensors, prepare, read_rows, tensors_of, train, train_rank, with_ranks
+from tests.parity.outer_oracle import train_outer_oracle
+from tests.parity.stand_ins import train_rank_with
+from tests.parity.test_bad_steps import poison
+from tests.parity.test_compression import losses
+from tests.parity.training import (
+    EXACT,
+    Row,
+    equal_tensors,
+    prepare,
+    read_rows,
+    tensors_of,
+    train,
+    train_rank,
+    with_ranks,
+)
 
 pytestmark = pytest.mark.dist
 

@@ -5,9 +5,8 @@ import sys
 import pytest
 import torch
 
-from test_bad_steps import poison
-from traffic import TrafficCounter, count_sent_bytes, read_sent_bytes
-from training import (
+from tests.parity.test_bad_steps import poison
+from tests.parity.training import (
     LOSS,
     Row,
     check_exact_resume,
@@ -22,6 +21,7 @@ from training import (
     weight_differences,
     with_ranks,
 )
+from traffic import TrafficCounter, count_sent_bytes, read_sent_bytes
 
 pytestmark = pytest.mark.dist
 

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from parity_rows import COVERING, FULL, OPTIMIZERS, PRECISIONS
-from published_rows import Difference
-from training import LOSS, Row, bounds, difference, hashes, losses_of, train, weight_difference, with_ranks
+from tests.parity.parity_rows import COVERING, FULL, OPTIMIZERS, PRECISIONS
+from tests.parity.published_rows import Difference
+from tests.parity.training import LOSS, Row, bounds, difference, hashes, losses_of, train, weight_difference, with_ranks
 
 pytestmark = pytest.mark.dist
 

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.data.loader import Microbatch
-from echelon.distributed.mesh import build_mesh
-from echelon.engines import EngineSpec
-from echelon.engines.native import build_native_engine
-from echelon.model.build import load_config
-from echelon.model.sharding import local_part
-from echelon.objectives.causal_lm import CausalLM
+from echelon.learn.data.loader import Microbatch
+from echelon.learn.distributed.mesh import build_mesh
+from echelon.learn.engines import EngineSpec
+from echelon.learn.engines.native import build_native_engine
+from echelon.learn.model.build import load_config
+from echelon.learn.model.sharding import local_part
+from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.planner.memory import estimate_parts
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe.load import load_recipe
-from families import small_config
+from tests.families import small_config
+from tests.parity.training import Row, bounds, check_exact_resume, difference, hashes, train, write_recipe
 from traffic import TrafficCounter
-from training import Row, bounds, check_exact_resume, difference, hashes, train, write_recipe
 
 pytestmark = pytest.mark.dist
 
@@ -99,7 +99,7 @@ SLOW = [
 
 @pytest.mark.parametrize("row", [*DAILY, *map(slow, SLOW)], ids=str)
 def test_a_pipeline_equals_one_process(workers, references, text, tmp_path, publish, row):
-    from test_parity import check
+    from tests.parity.test_parity import check
 
     check(workers, references, text, tmp_path, row, publish)
 
@@ -107,7 +107,7 @@ def test_a_pipeline_equals_one_process(workers, references, text, tmp_path, publ
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ON_EIGHT, ids=str)
 def test_three_axes_equal_one_process(eight_workers, references, text, tmp_path, publish, row):
-    from test_parity import check
+    from tests.parity.test_parity import check
 
     check(eight_workers, references, text, tmp_path, row, publish)
 

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from echelon.distributed.membership import ViewChanged
-from echelon.lifecycle import view_group as module
-from echelon.lifecycle.view_group import ViewMembership, leave_group
-from echelon.supervise.board import Board, View, await_true
-from echelon.sync.pushes import Kind, Request, await_message, await_reply, post, receive, reply
-from workers import WARM
+from echelon.learn.distributed.membership import ViewChanged
+from echelon.learn.sync.pushes import Kind, Request, await_message, await_reply, post, receive, reply
+from echelon.run.lifecycle import view_group as module
+from echelon.run.lifecycle.view_group import ViewMembership, leave_group
+from echelon.run.supervise.board import Board, View, await_true
+from tests.workers import WARM
 
 NAMES = ("0.0", "1.0", "2.0")
 RETURNED = "2.1"

@@ -5,8 +5,18 @@ import json
 import pytest
 import torch
 
-from echelon.training.healing import heal, hold
-from training import GLOBAL_BATCH, Row, bounds, difference, hashes, masked_trainer, prepare, read_rows, train
+from echelon.run.training.healing import heal, hold
+from tests.parity.training import (
+    GLOBAL_BATCH,
+    Row,
+    bounds,
+    difference,
+    hashes,
+    masked_trainer,
+    prepare,
+    read_rows,
+    train,
+)
 
 STEPS = 6
 RANKS = 4

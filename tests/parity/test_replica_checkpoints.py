@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from echelon.checkpoint.filling import load_alone
-from echelon.checkpoint.safety import read_metadata
-from echelon.checkpoint.store import CheckpointStore
-from echelon.distributed.mesh import build_mesh
-from echelon.distributed.replica_names import count_replicas, match_replicas, replica_name, split_replica_name
-from echelon.errors import CheckpointError
-from echelon.model.sharding import whole
+from echelon.ground.errors import CheckpointError
+from echelon.learn.checkpoint.filling import load_alone
+from echelon.learn.checkpoint.safety import read_metadata
+from echelon.learn.checkpoint.store import CheckpointStore
+from echelon.learn.distributed.mesh import build_mesh
+from echelon.learn.distributed.replica_names import count_replicas, match_replicas, replica_name, split_replica_name
+from echelon.learn.model.sharding import whole
 from echelon.planner.plan import ParallelPlan
 
 pytestmark = pytest.mark.dist

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from echelon.distributed.mesh import build_mesh
-from echelon.errors import TrainingError
-from echelon.model.sharding import local_part
+from echelon.ground.errors import TrainingError
+from echelon.learn.distributed.mesh import build_mesh
+from echelon.learn.model.sharding import local_part
 from echelon.planner.plan import ParallelPlan
-from echelon.training.replicas import Difference, compare_replicas
-from echelon.training.training_step import TrainingStep
-from training import Row, train, train_rank, with_ranks
+from echelon.run.training.replicas import Difference, compare_replicas
+from echelon.run.training.training_step import TrainingStep
+from tests.parity.training import Row, train, train_rank, with_ranks
 
 pytestmark = pytest.mark.dist
 

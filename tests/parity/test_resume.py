@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from training import Row, bounds, check_exact_resume, difference, hashes, train, with_ranks
-from workers import WorkerPool
+from tests.parity.training import Row, bounds, check_exact_resume, difference, hashes, train, with_ranks
+from tests.workers import WorkerPool
 
 pytestmark = pytest.mark.dist
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from local_sgd import EVERY, LocalSGD
-from stand_ins import train_rank_with
-from training import EXACT, Row, equal_tensors, prepare, read_rows, tensors_of, with_ranks
-from workers import WorkerFailure, WorkerPool
+from tests.parity.local_sgd import EVERY, LocalSGD
+from tests.parity.stand_ins import train_rank_with
+from tests.parity.training import EXACT, Row, equal_tensors, prepare, read_rows, tensors_of, with_ranks
+from tests.workers import WorkerFailure, WorkerPool
 
 pytestmark = pytest.mark.dist
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from echelon.distributed.traffic import Route, count_traffic
+from echelon.learn.distributed.traffic import Route, count_traffic
 
 pytestmark = pytest.mark.dist
 

@@ -8,19 +8,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from echelon.checkpoint.export import export_run, load_run_model
-from echelon.distributed.runtime import Runtime
-from echelon.inference.evaluate import evaluate_model
-from echelon.inference.generate import generate_samples
-from echelon.inference.merging import compare_merged, merge_run
-from echelon.inference.tasks import evaluate_task
-from echelon.inference.team import Host, Team, build_team
+from echelon.learn.checkpoint.export import export_run, load_run_model
+from echelon.learn.distributed.runtime import Runtime
+from echelon.learn.model.adapters import merged_weight
+from echelon.learn.model.sharding import local_part
 from echelon.learn.sampling import Sampling
-from echelon.model.adapters import merged_weight
-from echelon.model.sharding import local_part
 from echelon.planner.plan import ParallelPlan
-from test_evaluation import PROMPTS, train
-from training import Row
+from echelon.tools.inference.evaluate import evaluate_model
+from echelon.tools.inference.generate import generate_samples
+from echelon.tools.inference.merging import compare_merged, merge_run
+from echelon.tools.inference.tasks import evaluate_task
+from echelon.tools.inference.team import Host, Team, build_team
+from tests.parity.test_evaluation import PROMPTS, train
+from tests.parity.training import Row
 
 pytestmark = pytest.mark.dist
 

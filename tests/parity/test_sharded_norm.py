@@ -10,9 +10,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from echelon.distributed.mesh import build_mesh
-from echelon.model.sharding import whole
-from echelon.optimizer import clip_gradients, global_norm
+from echelon.learn.distributed.mesh import build_mesh
+from echelon.learn.model.sharding import whole
+from echelon.learn.optimizer import clip_gradients, global_norm
 from echelon.planner.plan import ParallelPlan
 
 pytestmark = pytest.mark.dist

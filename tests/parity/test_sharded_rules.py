@@ -5,12 +5,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from echelon.errors import ConfigError
-from echelon.model.sharding import local_places
-from echelon.optimizer.rounding import random_bits
-from echelon.optimizer.sharded_parameter import Layout
-from echelon.optimizer.slot import Slot
-from echelon.optimizer.stepper import Group, Optimizer, choose_rule
+from echelon.ground.errors import ConfigError
+from echelon.learn.model.sharding import local_places
+from echelon.learn.optimizer.rounding import random_bits
+from echelon.learn.optimizer.sharded_parameter import Layout
+from echelon.learn.optimizer.slot import Slot
+from echelon.learn.optimizer.stepper import Group, Optimizer, choose_rule
 from echelon.recipe import OptimConfig
 
 pytestmark = pytest.mark.dist

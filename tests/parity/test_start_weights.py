@@ -5,13 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from echelon.errors import ConfigError
-from echelon.lifecycle.model_checks import check_weights
-from echelon.model.build import load_config
+from echelon.ground.errors import ConfigError
+from echelon.learn.model.build import load_config
 from echelon.recipe.load import load_recipe
-from families import small_model
-from test_initial_weights import whole_weights
-from training import Row, resolve, tensors_of, train, with_ranks, write_recipe
+from echelon.run.lifecycle.model_checks import check_weights
+from tests.families import small_model
+from tests.parity.test_initial_weights import whole_weights
+from tests.parity.training import Row, resolve, tensors_of, train, with_ranks, write_recipe
 
 pytestmark = pytest.mark.dist
 

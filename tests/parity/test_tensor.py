@@ -9,26 +9,26 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.data.loader import Microbatch
-from echelon.distributed.mesh import build_mesh
-from echelon.distributed.traffic import count_traffic
-from echelon.engines import EngineSpec
-from echelon.engines.native import build_native_engine
-from echelon.errors import ConfigError
-from echelon.model.build import build_on_meta, load_config
-from echelon.model.seeds import derive_seed
-from echelon.model.sharding import local_part, whole, write_part
-from echelon.objectives.causal_lm import CausalLM
-from echelon.parallel.tensor import find_divided
+from echelon.ground.errors import ConfigError
+from echelon.learn.data.loader import Microbatch
+from echelon.learn.distributed.mesh import build_mesh
+from echelon.learn.distributed.traffic import count_traffic
+from echelon.learn.engines import EngineSpec
+from echelon.learn.engines.native import build_native_engine
+from echelon.learn.model.build import build_on_meta, load_config
+from echelon.learn.model.seeds import derive_seed
+from echelon.learn.model.sharding import local_part, whole, write_part
+from echelon.learn.objectives.causal_lm import CausalLM
+from echelon.learn.parallel.tensor import find_divided
 from echelon.planner.axes.table import divide_shape
 from echelon.planner.axes.tensor import count_repeated
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe.load import load_recipe
-from families import random_batch, small_config
-from test_parity import check
+from tests.families import random_batch, small_config
+from tests.parity.test_parity import check
+from tests.parity.training import LOSS, NORM, Row, check_exact_resume, difference, hashes, train, write_recipe
 from traffic import Sent, TrafficCounter, expect_tensor_traffic
-from training import LOSS, NORM, Row, check_exact_resume, difference, hashes, train, write_recipe
 
 pytestmark = pytest.mark.dist
 

@@ -8,11 +8,11 @@ import torch
 from echelon.planner.axes.table import divide_shape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
-from families import small_config
-from test_memory_parts import measure
-from test_parity import check
-from test_tensor import read_gradients
-from training import Row, bounds, check_exact_resume, difference, hashes, train, write_recipe
+from tests.families import small_config
+from tests.parity.test_memory_parts import measure
+from tests.parity.test_parity import check
+from tests.parity.test_tensor import read_gradients
+from tests.parity.training import Row, bounds, check_exact_resume, difference, hashes, train, write_recipe
 
 pytestmark = pytest.mark.dist
 

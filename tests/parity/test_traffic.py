@@ -8,17 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.data.loader import Microbatch
-from echelon.distributed.mesh import build_mesh
-from echelon.distributed.traffic import count_traffic as count_meter
-from echelon.engines import EngineSpec
-from echelon.engines.native import build_native_engine
-from echelon.model.build import load_config
-from echelon.objectives.causal_lm import CausalLM
+from echelon.learn.data.loader import Microbatch
+from echelon.learn.distributed.mesh import build_mesh
+from echelon.learn.distributed.traffic import count_traffic as count_meter
+from echelon.learn.engines import EngineSpec
+from echelon.learn.engines.native import build_native_engine
+from echelon.learn.model.build import load_config
+from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.shape import build_shape
 from echelon.recipe.load import load_recipe
-from families import small_config
+from tests.families import small_config
+from tests.parity.training import Row, write_recipe
 from traffic import (
     TrafficCounter,
     count_sent_bytes,
@@ -27,7 +28,6 @@ from traffic import (
     plan_strategies,
     read_sent_bytes,
 )
-from training import Row, write_recipe
 
 pytestmark = pytest.mark.dist
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from training import EXACT, Row, bounds, difference, equal_tensors, hashes, tensors_of, train
+from tests.parity.training import EXACT, Row, bounds, difference, equal_tensors, hashes, tensors_of, train
 
 pytestmark = pytest.mark.dist
 

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from echelon.model.sharding import whole
-from echelon.optimizer import muon, whole_matrices
-from echelon.optimizer.muon import Muon
-from echelon.optimizer.slot import Slot
-from echelon.optimizer.stepper import Group, Optimizer
-from echelon.optimizer.whole_matrices import assign_owners, plan_rounds
+from echelon.learn.model.sharding import whole
+from echelon.learn.optimizer import muon, whole_matrices
+from echelon.learn.optimizer.muon import Muon
+from echelon.learn.optimizer.slot import Slot
+from echelon.learn.optimizer.stepper import Group, Optimizer
+from echelon.learn.optimizer.whole_matrices import assign_owners, plan_rounds
 
 pytestmark = pytest.mark.dist
 

@@ -14,32 +14,32 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from echelon.data.feed import Feed
-from echelon.data.loader import BatchLoader
-from echelon.data.mixture import build_order
-from echelon.data.order import DataOrder, SampleOrder
-from echelon.data.prepare import prepare_data
-from echelon.data.shards import NO_LABEL, Samples
-from echelon.distributed.mesh import Meshes
-from echelon.distributed.runtime import Runtime
-from echelon.hardware.accelerators import Accelerator, Cluster
+from echelon.ground.stored import write_json
+from echelon.learn.data.feed import Feed
+from echelon.learn.data.loader import BatchLoader
+from echelon.learn.data.mixture import build_order
+from echelon.learn.data.order import DataOrder, SampleOrder
+from echelon.learn.data.prepare import prepare_data
+from echelon.learn.data.shards import NO_LABEL, Samples
+from echelon.learn.distributed.mesh import Meshes
+from echelon.learn.distributed.runtime import Runtime
+from echelon.learn.model.context_attention import divided_inputs
+from echelon.learn.model.router import RouterLoss
+from echelon.learn.objectives import outputs
+from echelon.learn.parallel.pipeline import Pipeline
 from echelon.learn.step_targets import Targets
-from echelon.lifecycle.assemble import build_trainer
-from echelon.model.context_attention import divided_inputs
-from echelon.model.router import RouterLoss
-from echelon.objectives import outputs
-from echelon.parallel.pipeline import Pipeline
 from echelon.planner.choose import resolve_plan
+from echelon.planner.hardware.accelerators import Accelerator, Cluster
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe import ObjectiveConfig
 from echelon.recipe.load import load_recipe
 from echelon.recipe.render import render_recipe
-from echelon.runs.run_folder import RunFolder
-from echelon.stored import write_json
-from echelon.training.trainer import Trainer
-from families import small_config
-from workers import WorkerPool
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.lifecycle.assemble import build_trainer
+from echelon.run.training.trainer import Trainer
+from tests.families import small_config
+from tests.workers import WorkerPool
 
 GLOBAL_BATCH = 8
 SEQUENCE_LEN = 32
@@ -275,7 +275,7 @@ def mutations(name: str, world_size: int) -> list[Any]:
     if name == "average again":
         from torch.distributed.fsdp import FSDPModule
 
-        import echelon.parallel.data_parallel as data
+        import echelon.learn.parallel.data_parallel as data
 
         summed = data.sum_gradients
 
@@ -290,8 +290,8 @@ def mutations(name: str, world_size: int) -> list[Any]:
             ),
         ]
     if name == "local matrices":
-        from echelon.optimizer import whole_matrices
-        from echelon.optimizer.sharded_parameter import Layout
+        from echelon.learn.optimizer import whole_matrices
+        from echelon.learn.optimizer.sharded_parameter import Layout
 
         return [
             mock.patch.object(whole_matrices, "is_divided", lambda layout: False),
@@ -299,7 +299,7 @@ def mutations(name: str, world_size: int) -> list[Any]:
             mock.patch.object(Layout, "keep_part", lambda self, whole: whole),
         ]
     if name == "local statistics":
-        from echelon.optimizer.sharded_parameter import Layout
+        from echelon.learn.optimizer.sharded_parameter import Layout
 
         return [mock.patch.object(Layout, "add_up", lambda self, partial, dim=None: partial)]
     if name == "tied gradient not summed":
@@ -312,15 +312,15 @@ def mutations(name: str, world_size: int) -> list[Any]:
     if name == "peer counted twice":
         return [mock.patch.object(Meshes, "counts_data", True)]
     if name == "gradients of experts counted twice":
-        from echelon.parallel.expert import ExpertGroup
+        from echelon.learn.parallel.expert import ExpertGroup
 
         def twice(ctx: Any, gradient: torch.Tensor) -> Any:
             group, sent, received = ctx.way
             return ExpertGroup.exchange(group, gradient, received, sent) * group.size, None, None, None
 
-        return [mock.patch("echelon.parallel.expert._Exchange.backward", twice)]
+        return [mock.patch("echelon.learn.parallel.expert._Exchange.backward", twice)]
     if name == "experts of fixed capacity":
-        from echelon.parallel import expert
+        from echelon.learn.parallel import expert
 
         class FixedCapacity(expert.ExpertGroup):
             def __init__(self, group: Any, has_fixed_capacity: bool) -> None:
@@ -328,16 +328,16 @@ def mutations(name: str, world_size: int) -> list[Any]:
 
         return [mock.patch.object(expert, "ExpertGroup", FixedCapacity)]
     if name == "plain norms of heads":
-        from echelon.parallel import tensor
+        from echelon.learn.parallel import tensor
 
         kept = {"replicated_with_grad_allreduce": lambda stream: Untouched()}
         return [mock.patch.dict(tensor.STYLES, kept)]
     if name == "router gradient counted by every rank":
-        from echelon.parallel import tensor_experts
+        from echelon.learn.parallel import tensor_experts
 
         return [mock.patch.object(tensor_experts, "_share_gradient", lambda num_ranks, router, inputs: inputs)]
     if name == "router gradient of own experts":
-        from echelon.parallel import tensor_experts
+        from echelon.learn.parallel import tensor_experts
 
         return [mock.patch.object(tensor_experts, "_add_up_gradient_of_weights", lambda mesh, experts, inputs: inputs)]
     if name == "a router loss of every rank":
@@ -407,8 +407,8 @@ def with_ranks(row: Row, ranks: int, **changes: Any) -> Row:
 
 def tensors_of(run: Path, step: int) -> dict[str, Any]:
     """Every tensor of a checkpoint, whole."""
-    from echelon.checkpoint.filling import load_alone
-    from echelon.checkpoint.safety import read_metadata
+    from echelon.learn.checkpoint.filling import load_alone
+    from echelon.learn.checkpoint.safety import read_metadata
 
     folder = run / "checkpoints" / f"step-{step:08d}"
     entries = read_metadata(folder).state_dict_metadata

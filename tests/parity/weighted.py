@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from echelon.data.loader import NO_LABEL, BatchSource
-from echelon.data.own_batches import build_step_batch
-from echelon.objectives.causal_lm import CausalLM
-from training import SEQUENCE_LEN
+from echelon.learn.data.loader import NO_LABEL, BatchSource
+from echelon.learn.data.own_batches import build_step_batch
+from echelon.learn.objectives.causal_lm import CausalLM
+from tests.parity.training import SEQUENCE_LEN
 
 
 class Weighted(BatchSource):

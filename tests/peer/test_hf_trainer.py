@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from echelon.checkpoint.adapter_folder import write_adapter
-from echelon.data.order import SampleOrder
-from echelon.data.prepare import prepare_data
-from echelon.data.prepared import open_prepared
-from echelon.distributed.runtime import Runtime
-from echelon.lifecycle.assemble import build_trainer
+from echelon.learn.checkpoint.adapter_folder import write_adapter
+from echelon.learn.data.order import SampleOrder
+from echelon.learn.data.prepare import prepare_data
+from echelon.learn.data.prepared import open_prepared
+from echelon.learn.distributed.runtime import Runtime
 from echelon.recipe.load import load_recipe
-from echelon.runs.run_folder import RunFolder
-from families import small_config, small_model
-from training import GLOBAL_BATCH, SEQUENCE_LEN, Row, read_rows, resolve, with_ranks, write_recipe
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.lifecycle.assemble import build_trainer
+from tests.families import small_config, small_model
+from tests.parity.training import GLOBAL_BATCH, SEQUENCE_LEN, Row, read_rows, resolve, with_ranks, write_recipe
 
 pytestmark = pytest.mark.dist
 

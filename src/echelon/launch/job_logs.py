@@ -6,10 +6,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from echelon.errors import ConfigError
+from echelon.ground.errors import ConfigError
+from echelon.ground.stored import open_regular, read_text
 from echelon.launch.job import JobState
-from echelon.stored import open_regular, read_text
-from echelon.supervise.outcome import DONE, STOPPED
+from echelon.run.supervise.outcome import DONE, STOPPED
 
 _LOOK_SECONDS = 0.5
 # A long log is read in parts, of which each is a list of lines; a longer line is divided.

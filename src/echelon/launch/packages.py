@@ -5,7 +5,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from echelon.errors import ConfigError
+from echelon.ground.errors import ConfigError
 from echelon.launch.sagemaker.source_bundle import EXTRAS, list_extras
 from echelon.recipe import LaunchConfig, Recipe
 from echelon.recipe.engines import ENGINES, NATIVE

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from echelon.errors import ConfigError
+from echelon.ground.errors import ConfigError
 
 # The key that identifies an entry of a list: `patchMergeKey` of core/v1, and the keys of the operators' own lists; then
 # those of SageMaker's CreateTrainingJob. Any other list is replaced.

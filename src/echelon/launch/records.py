@@ -6,14 +6,14 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from echelon.errors import ConfigError
+from echelon.ground.errors import ConfigError
+from echelon.ground.stored import read_json, write_json, write_text
 from echelon.launch.job import JobRecord, JobSpec, Launcher, Submitted
 from echelon.launch.targets import TARGETS
 from echelon.recipe import Recipe
 from echelon.recipe.render import render_recipe
-from echelon.runs.overview import RUNS, find_newest_runs
-from echelon.runs.run_folder import OWNER_ONLY
-from echelon.stored import read_json, write_json, write_text
+from echelon.run.folder.overview import RUNS, find_newest_runs
+from echelon.run.folder.run_folder import OWNER_ONLY
 
 JOBS = Path("jobs")
 

@@ -1,6 +1,6 @@
 """Refuse secrets in launched recipes: they are stored in plain text, on this machine and at the target."""
 
-from echelon.errors import ConfigError
+from echelon.ground.errors import ConfigError
 from echelon.recipe import Recipe
 from echelon.recipe.launching import Target
 from echelon.recipe.render import find_secret_keys

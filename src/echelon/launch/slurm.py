@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from echelon.errors import LaunchError
+from echelon.ground.errors import LaunchError
+from echelon.ground.stored import write_text
 from echelon.launch.job import FINAL_STATES, JobRecord, JobSpec, JobState, JobStatus, Submitted
 from echelon.launch.job_logs import Log, rarely, read_exit_code
 from echelon.launch.records import record_job, write_job
@@ -25,8 +26,7 @@ from echelon.launch.slurm_script import (
     render_machine,
 )
 from echelon.launch.slurm_step import list_hidden_inputs
-from echelon.stored import write_text
-from echelon.supervise.outcome import DONE, STOPPED
+from echelon.run.supervise.outcome import DONE, STOPPED
 
 # Slurm's job states; every other state is a failure.
 _STATES: dict[str, JobState] = {

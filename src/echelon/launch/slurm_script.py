@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from echelon.errors import ConfigError
+from echelon.ground.errors import ConfigError
+from echelon.ground.variables import asked_environment
 from echelon.launch.job import JobSpec
 from echelon.launch.shell import join_words, prepare_lines
 from echelon.launch.slurm_step import check_option, check_step, render_task
 from echelon.recipe.yaml_text import read_table
-from echelon.variables import asked_environment
 
 BATCH, ARRAY, MACHINE = "job.sbatch", "array.sbatch", "machine.sh"
 LOG, CODE, CANCELLED = "output.log", "exit_code", "cancelled"

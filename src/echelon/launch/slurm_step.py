@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from echelon.errors import ConfigError
+from echelon.ground.errors import ConfigError
 from echelon.launch.job import JobSpec, list_inputs
 from echelon.recipe.launching import Options, SlurmContainerConfig
 from echelon.recipe.yaml_text import read_table

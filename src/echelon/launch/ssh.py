@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from echelon.errors import ConfigError, LaunchError, MissingSettingError
+from echelon.ground.errors import ConfigError, LaunchError, MissingSettingError
 from echelon.recipe.launching import LaunchConfig
 
 CONNECT_SECONDS = 10

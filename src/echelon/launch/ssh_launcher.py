@@ -5,14 +5,14 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from echelon.errors import ConfigError, LaunchError
+from echelon.ground.errors import ConfigError, LaunchError
+from echelon.ground.variables import asked_environment
 from echelon.launch.job import JobRecord, JobSpec, JobStatus, Submitted
 from echelon.launch.job_logs import Log, name_ending, rarely, read_exit_code
 from echelon.launch.shell import join_words, limit_command, prepare_lines, watched_lines
 from echelon.launch.ssh import Ssh, check_hosts, find_ssh, on_each
 from echelon.recipe.launching import LaunchConfig
-from echelon.supervise.outcome import DONE, STOPPED
-from echelon.variables import asked_environment
+from echelon.run.supervise.outcome import DONE, STOPPED
 
 _LOOK_SECONDS = 1.0
 # Asking over ssh whether an agent is alive is slow, so it is rare; an agent that ended leaves a file.

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.checkpoint.filling import fill_tensors
-from echelon.checkpoint.folder import Checkpoint, find_checkpoints
-from echelon.checkpoint.store import CheckpointStore
-from echelon.checksums import check_files
-from echelon.distributed.objects import agree
-from echelon.errors import CheckpointError
+from echelon.ground.checksums import check_files
+from echelon.ground.errors import CheckpointError
+from echelon.learn.checkpoint.filling import fill_tensors
+from echelon.learn.checkpoint.folder import Checkpoint, find_checkpoints
+from echelon.learn.checkpoint.store import CheckpointStore
+from echelon.learn.distributed.objects import agree
 
 
 class Checkpoints:

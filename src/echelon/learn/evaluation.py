@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.data.loader import LONGEST, Microbatch, Padding, StepBatch, build_microbatch, set_width
-from echelon.data.shards import Dataset
-from echelon.distributed.mesh import Meshes
-from echelon.engines.engine import Evaluation
-from echelon.objectives.loss import IGNORE
-from echelon.objectives.objective import Objective
+from echelon.learn.data.loader import LONGEST, Microbatch, Padding, StepBatch, build_microbatch, set_width
+from echelon.learn.data.shards import Dataset
+from echelon.learn.distributed.mesh import Meshes
+from echelon.learn.engines.engine import Evaluation
+from echelon.learn.objectives.loss import IGNORE
+from echelon.learn.objectives.objective import Objective
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from echelon.learn.model.kv_cache import Advance
 from echelon.learn.sampling import Sampling, build_processors
-from echelon.model.kv_cache import Advance
 
 
 class Passes(Protocol):

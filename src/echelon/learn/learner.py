@@ -12,24 +12,24 @@ from torch import Tensor
 from torch.profiler import record_function
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from echelon.data.feed import Feed, find_batch_place, open_feed
-from echelon.data.loader import BatchPlace, Microbatch, StepBatch, choose_padding
-from echelon.data.prepared import PreparedData
-from echelon.data.shards import Dataset
-from echelon.distributed.mesh import Meshes, start_all_reduce
-from echelon.engines import Engine, EngineSpec
-from echelon.errors import ConfigError
+from echelon.ground.errors import ConfigError
 from echelon.learn.checkpoints import Checkpoints, fill_from, find_checkpoint
+from echelon.learn.data.feed import Feed, find_batch_place, open_feed
+from echelon.learn.data.loader import BatchPlace, Microbatch, StepBatch, choose_padding
+from echelon.learn.data.prepared import PreparedData
+from echelon.learn.data.shards import Dataset
+from echelon.learn.distributed.mesh import Meshes, start_all_reduce
+from echelon.learn.engines import Engine, EngineSpec
 from echelon.learn.evaluation import EvalResult, evaluate, read_held_out
 from echelon.learn.micro_batch import build_rehearsed
+from echelon.learn.model.model_folder import find_stops
+from echelon.learn.objectives.loss_function import LossFn
+from echelon.learn.objectives.objective import Objective, as_objective, build_objective
+from echelon.learn.parallel.step import StepSums
 from echelon.learn.preparation import open_recipe
 from echelon.learn.rollouts import Rollouts, generate
 from echelon.learn.sampling import Sampling
 from echelon.learn.step_targets import Targets
-from echelon.model.model_folder import find_stops
-from echelon.objectives.loss_function import LossFn
-from echelon.objectives.objective import Objective, as_objective, build_objective
-from echelon.parallel.step import StepSums
 from echelon.planner.memory import MemoryParts
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan

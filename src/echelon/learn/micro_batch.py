@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import torch
 
-from echelon.data.feed import find_batch_place, like_source
-from echelon.data.loader import Microbatch, choose_padding
-from echelon.data.prepared import PreparedData
-from echelon.distributed.mesh import Meshes
-from echelon.engines import Engine, EngineSpec, Rehearsal, build_engine
-from echelon.errors import PlanError
+from echelon.ground.errors import PlanError
+from echelon.learn.data.feed import find_batch_place, like_source
+from echelon.learn.data.loader import Microbatch, choose_padding
+from echelon.learn.data.prepared import PreparedData
+from echelon.learn.distributed.mesh import Meshes
+from echelon.learn.engines import Engine, EngineSpec, Rehearsal, build_engine
 from echelon.learn.evaluation import read_in_order
-from echelon.model.adapters import find_new_tokens
-from echelon.objectives.objective import build_objective
+from echelon.learn.model.adapters import find_new_tokens
+from echelon.learn.objectives.objective import build_objective
 from echelon.planner.memory import MemoryParts
 from echelon.planner.model_shape import divisors
 from echelon.planner.plan import ParallelPlan

@@ -5,17 +5,17 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from echelon.data.prepare import find_mask_obstacle, prepare_data
-from echelon.data.prepared import PreparedData
-from echelon.distributed.mesh import build_mesh
-from echelon.distributed.objects import agree
-from echelon.distributed.runtime import Runtime, join_group, stop_runtime
-from echelon.engines import EngineSpec
-from echelon.errors import PlanError
-from echelon.hardware.detection import describe_cluster
-from echelon.model.build import resolve_config
-from echelon.model.hub import fetch_models, find_commits, with_copies
+from echelon.ground.errors import PlanError
+from echelon.learn.data.prepare import find_mask_obstacle, prepare_data
+from echelon.learn.data.prepared import PreparedData
+from echelon.learn.distributed.mesh import build_mesh
+from echelon.learn.distributed.objects import agree
+from echelon.learn.distributed.runtime import Runtime, join_group, stop_runtime
+from echelon.learn.engines import EngineSpec
+from echelon.learn.model.build import resolve_config
+from echelon.learn.model.hub import fetch_models, find_commits, with_copies
 from echelon.planner.choose import resolve_plan
+from echelon.planner.hardware.detection import describe_cluster
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape

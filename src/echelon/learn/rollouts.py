@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.data.loader import BatchPlace, StepBatch
-from echelon.data.own_batches import build_step_batch
-from echelon.data.shards import NO_LABEL
-from echelon.distributed.mesh import Meshes, start_all_reduce
-from echelon.distributed.objects import gather_objects
-from echelon.errors import ConfigError, DataError
+from echelon.ground.errors import ConfigError, DataError
+from echelon.learn.data.loader import BatchPlace, StepBatch
+from echelon.learn.data.own_batches import build_step_batch
+from echelon.learn.data.shards import NO_LABEL
+from echelon.learn.distributed.mesh import Meshes, start_all_reduce
+from echelon.learn.distributed.objects import gather_objects
 from echelon.learn.generation import Passes, continue_prompts, find_end
 from echelon.learn.sampling import Sampling, row_seed
 

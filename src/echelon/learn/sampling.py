@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from echelon.errors import ConfigError
+from echelon.ground.errors import ConfigError
 
 
 @dataclass(frozen=True)

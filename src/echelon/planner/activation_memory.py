@@ -7,10 +7,10 @@ replaced by what these layers were measured to save (test_memory.py).
 
 from dataclasses import dataclass
 
-from echelon.hardware.accelerators import DeviceKind
 from echelon.planner.adapter_plan import adapter_bytes_per_token, targeted_linears
 from echelon.planner.axes.expert import rows_per_token
 from echelon.planner.axes.table import AXES
+from echelon.planner.hardware.accelerators import DeviceKind
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
 
@@ -194,7 +194,7 @@ def _half_bytes(shape: ModelShape, by: _Kept, inputs: int, num_norms: int) -> fl
 
 
 def _blocks_bytes(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> int:
-    """Scores that the backward pass of attention in blocks of queries holds at once (model/blocked_attention.py)."""
+    """Scores that the backward pass of learn/model/blocked_attention.py holds at once."""
     parts = shape.parts
     is_fused = not parts.attention_matrix and not parts.attention_dropout
     if kind != "cpu" or plan.precision.compute != "bfloat16" or plan.divides_sequences or not is_fused:

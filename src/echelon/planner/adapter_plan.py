@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from echelon.errors import ConfigError
+from echelon.ground.errors import ConfigError
 from echelon.planner.model_shape import ExpertShape, LinearShape, ModelShape
 from echelon.planner.plan import AdapterPlan
 

@@ -3,13 +3,13 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from echelon.errors import ConfigError, PlanError
-from echelon.hardware.accelerators import CPU_BF16_MARGIN, Cluster
+from echelon.ground.errors import ConfigError, PlanError
+from echelon.ground.sizes import render_duration
 from echelon.planner.engine_limits import find_row
+from echelon.planner.hardware.accelerators import CPU_BF16_MARGIN, Cluster
 from echelon.planner.kept_activations import KeptActivations
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import Precision, Rounding
-from echelon.sizes import render_duration
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe, TrainConfig

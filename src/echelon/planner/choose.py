@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from echelon.errors import ConfigError, PlanError
-from echelon.hardware.accelerators import Cluster
+from echelon.ground.errors import ConfigError, PlanError
+from echelon.ground.sizes import render_bytes
 from echelon.planner.adapter_plan import build_adapter_plan, describe_reach
 from echelon.planner.arithmetic import COMPILE_GAIN, choose_compile, choose_precision, estimate_seconds
 from echelon.planner.axes.table import AXES
 from echelon.planner.engine_limits import check_engine, find_row
 from echelon.planner.fastest import choose_fastest, ranks_by_time
+from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.kept_activations import KeptActivations, check_activations, read_activations
 from echelon.planner.layout import (
     MICRO_BATCH_TOKENS,
@@ -34,7 +35,6 @@ from echelon.planner.replica_limits import (
 )
 from echelon.planner.search_space import list_divided, list_micro_batches
 from echelon.recipe.synchronization import PARAMETER_SERVER, QUORUM
-from echelon.sizes import render_bytes
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe

@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from echelon.hardware.accelerators import Cluster
-from echelon.hardware.links import Links
+from echelon.planner.hardware.accelerators import Cluster
+from echelon.planner.hardware.links import Links
 from echelon.planner.plan import ParallelPlan
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from echelon.errors import ConfigError, PlanError
+from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.experts import find_expert_weights, find_unadaptable
 from echelon.planner.families import FAMILIES
 from echelon.planner.model_shape import ExpertShape, LayerParts, LinearShape, ModelShape

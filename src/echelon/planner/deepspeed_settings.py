@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from echelon.errors import ConfigError, PlanError
+from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.yaml_text import show_value
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from echelon.errors import ConfigError, PlanError
-from echelon.extensions import find_named
+from echelon.ground.errors import ConfigError, PlanError
+from echelon.ground.extensions import find_named
 from echelon.planner.fitting_values import join_words
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.engines import ENGINES, NATIVE, EngineRow

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
-from echelon.quiet_imports import import_bitsandbytes
+from echelon.ground.quiet_imports import import_bitsandbytes
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config keys for the number of experts
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from echelon.errors import ConfigError
+from echelon.ground.errors import ConfigError
 from echelon.planner.model_shape import LayerParts, LinearShape, ModelShape, divisors
 
 MAX_WIDTH = 10**9
@@ -91,7 +91,7 @@ def _defaults(
     }
 
 
-# The defaults of transformers 5; tests/unit/test_shape.py compares every family with the model transformers builds.
+# The defaults of transformers 5; tests/unit/planner/test_shape.py compares every family with what transformers builds.
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         _defaults(32000, 4096, 11008, 32, (32, None), None, 2048),

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from echelon.hardware.accelerators import ACCELERATORS, Cluster
 from echelon.planner.axes.table import MODEL_AXES
 from echelon.planner.fitting_values import join_words
+from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.time import estimate_time

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from echelon.errors import PlanError
-from echelon.hardware.accelerators import Cluster
+from echelon.ground.errors import PlanError
+from echelon.ground.sizes import render_duration
+from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.measured_runs import NO_HISTORY, UNCORRECTED, Correction, History
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.time import TimeEstimate, estimate_time, name_part
-from echelon.sizes import render_duration
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe

@@ -4,8 +4,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from echelon.errors import ConfigError, PlanError
-from echelon.hardware.accelerators import Cluster
+from echelon.ground.errors import ConfigError, PlanError
+from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ActivationCheckpointing
 

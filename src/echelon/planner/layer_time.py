@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from echelon.hardware.accelerators import Cluster
-from echelon.hardware.links import Links
+from echelon.planner.hardware.accelerators import Cluster
+from echelon.planner.hardware.links import Links
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
 from echelon.planner.rates import Rates, Software, attention_flops, product_flops

@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from echelon.errors import ConfigError, PlanError
-from echelon.hardware.accelerators import Cluster
-from echelon.hardware.instances import EXTRA_TYPES, Instance, cluster_of, list_instances
-from echelon.hardware.job_machines import find_machines
+from echelon.ground.errors import ConfigError, PlanError
+from echelon.ground.sizes import render_bytes, render_duration
+from echelon.ground.variables import find_cache_dir
 from echelon.planner.choose import MEMORY_HEADROOM, resolve_plan
 from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run
+from echelon.planner.hardware.accelerators import Cluster
+from echelon.planner.hardware.instances import EXTRA_TYPES, Instance, cluster_of, list_instances
+from echelon.planner.hardware.job_machines import find_machines
 from echelon.planner.measured_runs import read_history
 from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
-from echelon.sizes import render_bytes, render_duration
-from echelon.variables import find_cache_dir
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 
-from echelon.hardware.calibration_store import Calibration, describe_machine
+from echelon.planner.hardware.calibration_store import Calibration, describe_machine
 from echelon.planner.layer_time import HIDDEN_PASSES, INNER_PASSES, product_seconds
 from echelon.planner.rates import GPU_RATES
 from echelon.planner.waits import expect_wait
@@ -19,7 +19,7 @@ Row = tuple[str, Mapping[str, float]]
 
 
 def fit_calibration(rows: Sequence[Row], device: str, num_devices: int, training_dtype: str) -> Calibration:
-    """The calibration that follows from what `hardware/timed_work.py` measured.
+    """The calibration that follows from what `planner/hardware/timed_work.py` measured.
 
     Args:
         training_dtype: of the attention and the layers that were measured.

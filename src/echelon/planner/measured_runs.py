@@ -13,12 +13,12 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, Literal
 
-from echelon.hardware.accelerators import Cluster
-from echelon.hardware.calibration_store import describe_machine
+from echelon.ground.stored import read_as, write_json
+from echelon.planner.hardware.accelerators import Cluster
+from echelon.planner.hardware.calibration_store import describe_machine
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.time import TimeEstimate
-from echelon.stored import read_as, write_json
 
 FEWEST_STEPS = 20
 """Measured steps of a run that corrects others: the median of fewer moves with single slow steps."""

@@ -6,7 +6,7 @@ States are exact arithmetic. Activations are counted in activation_memory.py.
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 
-from echelon.hardware.accelerators import DeviceKind
+from echelon.ground.sizes import render_bytes
 from echelon.planner.activation_memory import (
     FP32_BYTES,
     activation_bytes,
@@ -16,13 +16,13 @@ from echelon.planner.activation_memory import (
 from echelon.planner.adapter_plan import frozen_bytes, trains_head, whole_weight_bytes
 from echelon.planner.axes.axis import RankLoad
 from echelon.planner.axes.table import AXES, count_absent, keep_heaviest, rank_loads
+from echelon.planner.hardware.accelerators import DeviceKind
 from echelon.planner.model_shape import ModelShape, logits_chunk_tokens
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
 from echelon.planner.replica_costs import agreement_bytes, saved_bytes
 from echelon.recipe.engines import NATIVE
 from echelon.recipe.names import OPTIMIZER_FROM_OUTSIDE, OPTIMIZERS
 from echelon.recipe.synchronization import QUORUM
-from echelon.sizes import render_bytes
 
 _COMPILED = "compiled layers keep what was measured on a CPU: their input, results of products and attention"
 _EAGER = "activations are those of eager execution; a compiled model needs less"

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from echelon.errors import ConfigError, PlanError
-from echelon.hardware.accelerators import Cluster
+from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.forecast import HourlyPrice
+from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.reliability import Goodput, Reliability, estimate_goodput
 from echelon.planner.search import RankedPlan, search_plans

@@ -2,8 +2,8 @@
 
 import math
 
-from echelon.hardware.accelerators import Cluster
-from echelon.hardware.links import Link, Links
+from echelon.planner.hardware.accelerators import Cluster
+from echelon.planner.hardware.links import Link, Links
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan, SyncPlan
 from echelon.planner.replica_limits import without_sync

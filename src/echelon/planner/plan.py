@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
-from echelon.errors import PlanError
+from echelon.ground.errors import PlanError
+from echelon.ground.sizes import count_noun
+from echelon.ground.stored import read_as
 from echelon.recipe.engines import NATIVE
 from echelon.recipe.names import OptimizerName, SynchronizerName
 from echelon.recipe.synchronization import (
@@ -20,8 +22,6 @@ from echelon.recipe.synchronization import (
     SyncConfig,
 )
 from echelon.recipe.training import AxisName, CpMethod, PipelineSchedule
-from echelon.sizes import count_noun
-from echelon.stored import read_as
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 Rounding = Literal["nearest", "stochastic", "kahan"]

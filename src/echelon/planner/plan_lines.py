@@ -1,8 +1,8 @@
 """A plan in the words of its users."""
 
+from echelon.ground.sizes import count_noun
 from echelon.planner.plan import ParallelPlan, SyncPlan
 from echelon.recipe.engines import NATIVE
-from echelon.sizes import count_noun
 
 _ROWS = "pairs: the two answers run as sequences of their own, because no document mask keeps them apart in this model"
 

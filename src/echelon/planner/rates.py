@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
-from echelon.errors import PlanError
-from echelon.hardware.accelerators import Accelerator, Cluster
+from echelon.ground.errors import PlanError
+from echelon.planner.hardware.accelerators import Accelerator, Cluster
 from echelon.planner.plan import ParallelPlan
 
 AttentionKernel = Literal["flash", "flash3", "cudnn", "unfused", "cpu", "cpu_blocks"]

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
 
+from echelon.ground.sizes import render_bytes
 from echelon.planner.adapter_plan import TABLES
 from echelon.planner.model_shape import LinearShape, ModelShape
 from echelon.planner.plan import DTYPE_BYTES, AdapterPlan, ParallelPlan, SyncPlan
 from echelon.recipe.synchronization import APART, PARAMETER_SERVER, QUORUM
-from echelon.sizes import render_bytes
 
 Shape = tuple[int, ...]
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from echelon.errors import ConfigError, PlanError
-from echelon.hardware.accelerators import Cluster
+from echelon.ground.errors import ConfigError, PlanError
+from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.plan import ParallelPlan, Precision, SyncPlan
 from echelon.recipe.synchronization import APART, PARAMETER_SERVER, QUORUM
 

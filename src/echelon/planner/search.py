@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from echelon.errors import ConfigError, PlanError
-from echelon.hardware.accelerators import Cluster
+from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.axes.data import STRATEGIES
 from echelon.planner.choose import MEMORY_HEADROOM, resolve_plan
 from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run
+from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.measured_runs import NO_HISTORY, History
 from echelon.planner.memory import MemoryEstimate, estimate_memory
 from echelon.planner.model_shape import ModelShape

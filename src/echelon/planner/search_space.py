@@ -10,11 +10,11 @@ from itertools import product
 from math import gcd, prod
 from typing import TYPE_CHECKING
 
-from echelon.hardware.accelerators import Cluster, DeviceKind
 from echelon.planner.axes.axis import Choices
 from echelon.planner.axes.data import list_switches
 from echelon.planner.axes.table import AXES, MODEL_AXES
 from echelon.planner.families import FAMILIES
+from echelon.planner.hardware.accelerators import Cluster, DeviceKind
 from echelon.planner.layout import MICRO_BATCH_TOKENS, find_replica
 from echelon.planner.model_shape import ModelShape, divisors
 from echelon.planner.plan import ParallelPlan

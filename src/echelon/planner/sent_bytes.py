@@ -5,9 +5,9 @@ Tests count the same bytes in real processes (tests/parity/test_traffic.py, test
 
 from collections.abc import Mapping
 
-from echelon.hardware.accelerators import DeviceKind
 from echelon.planner.axes.axis import Sender
 from echelon.planner.axes.table import AXES, divide_shape, rank_loads
+from echelon.planner.hardware.accelerators import DeviceKind
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 

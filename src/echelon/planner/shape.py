@@ -7,7 +7,7 @@ meta device (`count_on_meta.py`).
 from collections.abc import Mapping
 from typing import Any
 
-from echelon.errors import ConfigError
+from echelon.ground.errors import ConfigError
 from echelon.planner.count_on_meta import measure_shape
 from echelon.planner.families import FAMILIES, ConfigFields, count_shape
 from echelon.planner.model_shape import ModelShape

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from echelon.errors import ConfigError, PlanError
+from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.plan import ParallelPlan
 
 if TYPE_CHECKING:

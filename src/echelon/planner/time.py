@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 
-from echelon.hardware.accelerators import Cluster
-from echelon.hardware.links import Links
 from echelon.planner.axes.data import count_updated, data_seconds
 from echelon.planner.axes.pipeline import (
     PIPELINE,
@@ -21,6 +19,8 @@ from echelon.planner.axes.pipeline import (
     waiting_seconds,
 )
 from echelon.planner.axes.table import LAYER_AXES, count_absent, divide_shape
+from echelon.planner.hardware.accelerators import Cluster
+from echelon.planner.hardware.links import Links
 from echelon.planner.layer_time import LaunchTime, Step, head_time, launch_time, layer_time
 from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ModelShape

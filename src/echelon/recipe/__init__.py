@@ -1,4 +1,7 @@
-"""The recipe of a run, as a frozen value. `load`, `render` and `difference` read, write and compare recipes."""
+"""The recipe of a run, as a frozen value. `load`, `render` and `difference` read, write and compare recipes.
+
+May import: ground; no torch at the top of a module.
+"""
 
 from echelon.recipe.document import Recipe
 from echelon.recipe.inputs import (

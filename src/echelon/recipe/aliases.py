@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import ConfigError
+from echelon.ground.errors import ConfigError
 from echelon.recipe.document import Recipe
 from echelon.recipe.draft import Draft
 from echelon.recipe.keys import KeyPath, dotted, recipe_keys

@@ -5,10 +5,10 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, WithJsonSchema, model_validator
 
-from echelon.errors import ConfigError
+from echelon.ground.errors import ConfigError
+from echelon.ground.stored import read_json
 from echelon.recipe.draft import Draft
 from echelon.recipe.section import Section
-from echelon.stored import read_json
 
 DsConfig = Annotated[
     dict[str, Any], WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}], "type": "object"})

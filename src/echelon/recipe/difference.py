@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from echelon.ground.redaction import redact
 from echelon.recipe.document import Recipe
 from echelon.recipe.render import recipe_mapping
 from echelon.recipe.training import STEP_KEYS
 from echelon.recipe.yaml_text import show_value
-from echelon.redaction import redact
 
 # Keys that may change on resume. None of them changes the order of the data, and none but `sync.replicas` the result of
 # a step.

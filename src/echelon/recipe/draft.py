@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from echelon.errors import ConfigError
+from echelon.ground.errors import ConfigError
 from echelon.recipe.keys import KeyPath, dotted
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.extensions import EXTENSION
+from echelon.ground.extensions import EXTENSION
 from echelon.recipe.section import Section
 from echelon.recipe.yaml_text import show_value
 
@@ -67,7 +67,7 @@ _WHOLE_COPIES = (
 
 _ONE_MODEL = "runs the whole model on every process"
 _DEEPSPEED = EngineRow(
-    "echelon.engines.deepspeed.zero_engine:build_deepspeed_engine",
+    "echelon.foreign.deepspeed.zero_engine:build_deepspeed_engine",
     section="deepspeed",
     package="deepspeed",
     strategies=("ddp", "zero1", "zero2", "fsdp"),
@@ -93,10 +93,10 @@ _DEEPSPEED = EngineRow(
     check="echelon.planner.deepspeed_settings:check_settings",
 )
 ENGINES: dict[str, EngineRow] = {
-    NATIVE: EngineRow("echelon.engines.native:build_native_engine", purpose="PyTorch's DDP and fully_shard"),
+    NATIVE: EngineRow("echelon.learn.engines.native:build_native_engine", purpose="PyTorch's DDP and fully_shard"),
     "deepspeed": _DEEPSPEED,
     "horovod": EngineRow(
-        "echelon.engines.horovod:build_horovod_engine",
+        "echelon.foreign.horovod:build_horovod_engine",
         section="horovod",
         package="horovod",
         strategies=("ddp",),
@@ -105,7 +105,7 @@ ENGINES: dict[str, EngineRow] = {
         instead="parallel: ddp, and sync.compress.method=fp16",
     ),
     "tensorflow": EngineRow(
-        "echelon.engines.tensorflow.tensorflow_engine:build_tensorflow_engine",
+        "echelon.foreign.tensorflow.tensorflow_engine:build_tensorflow_engine",
         section="tensorflow",
         package="keras_hub",
         strategies=("ddp",),

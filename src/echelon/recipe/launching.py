@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from echelon.ground.redaction import redact, redact_text
 from echelon.recipe.section import Count, CountOrZero, Flag, Positive, Section
-from echelon.redaction import redact, redact_text
 
 Target = Literal["local", "torchrun", "slurm", "kubernetes", "sagemaker"]
 

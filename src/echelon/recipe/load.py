@@ -6,8 +6,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from echelon.errors import ConfigError
-from echelon.extensions import find_named
+from echelon.ground.errors import ConfigError
+from echelon.ground.extensions import find_named
+from echelon.ground.stored import read_text
 from echelon.recipe.aliases import ALIASES, apply_aliases, translate
 from echelon.recipe.deepspeed import read_deepspeed
 from echelon.recipe.document import Recipe
@@ -18,7 +19,6 @@ from echelon.recipe.messages import explain_errors
 from echelon.recipe.render import plain_value
 from echelon.recipe.training import BATCH_KEYS, STEP_KEYS
 from echelon.recipe.yaml_text import MAX_TEXT_BYTES, parse_yaml, shorten
-from echelon.stored import read_text
 
 COMMAND_LINE = "command line"
 
@@ -26,7 +26,7 @@ Overrides = Sequence[str] | Mapping[str, Any]
 """Overrides of keys of the file, as on the command line (`["train.steps=50"]`) or as values (`{"train.steps": 50}`)."""
 
 # Sections in the spelling of another tool, each with the function that translates it in a draft.
-DIALECTS = {"smp": "echelon.recipe.smp:expand_smp"}
+DIALECTS = {"smp": "echelon.foreign.smp:expand_smp"}
 
 # Keys that exclude each other: an override of one removes the others that the file sets.
 EXCLUSIVE_KEYS: tuple[tuple[KeyPath, ...], ...] = (

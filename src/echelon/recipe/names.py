@@ -11,7 +11,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from echelon.extensions import EXTENSION, is_extension
+from echelon.ground.extensions import EXTENSION, is_extension
 from echelon.recipe.data_formats import RECORD_FORMATS
 
 
@@ -30,12 +30,12 @@ class OptimizerRow:
 
 
 OPTIMIZERS: dict[str, OptimizerRow] = {
-    "adamw": OptimizerRow("echelon.optimizer.rules:build_adamw", moments=2),
-    "adamw_8bit": OptimizerRow("echelon.optimizer.rules:build_adamw", moments=2, packed=True),
-    "adafactor": OptimizerRow("echelon.optimizer.adafactor:build_adafactor", moments=0),
-    "lion": OptimizerRow("echelon.optimizer.rules:build_lion", moments=1),
-    "muon": OptimizerRow("echelon.optimizer.muon:build_muon", moments=1, moments_elsewhere=2),
-    "sgd": OptimizerRow("echelon.optimizer.rules:build_sgd", moments=1),
+    "adamw": OptimizerRow("echelon.learn.optimizer.rules:build_adamw", moments=2),
+    "adamw_8bit": OptimizerRow("echelon.learn.optimizer.rules:build_adamw", moments=2, packed=True),
+    "adafactor": OptimizerRow("echelon.learn.optimizer.adafactor:build_adafactor", moments=0),
+    "lion": OptimizerRow("echelon.learn.optimizer.rules:build_lion", moments=1),
+    "muon": OptimizerRow("echelon.learn.optimizer.muon:build_muon", moments=1, moments_elsewhere=2),
+    "sgd": OptimizerRow("echelon.learn.optimizer.rules:build_sgd", moments=1),
 }
 """The optimizers by `optim.name`."""
 
@@ -66,7 +66,7 @@ class FormatRow:
     has_records: bool = False
 
 
-_READERS = "echelon.data.readers"
+_READERS = "echelon.learn.data.readers"
 
 FORMATS: dict[str, FormatRow] = {
     "text": FormatRow(f"{_READERS}.text:TextReader", tuple(sorted(_TEXT_SUFFIXES.split())), compressible=True),
@@ -83,18 +83,18 @@ FORMATS: dict[str, FormatRow] = {
 """The file formats by `data.train[].format`."""
 
 OBJECTIVES: dict[str, str] = {
-    "causal_lm": "echelon.objectives.causal_lm:build_causal_lm",
-    "dpo": "echelon.objectives.dpo:build_dpo",
+    "causal_lm": "echelon.learn.objectives.causal_lm:build_causal_lm",
+    "dpo": "echelon.learn.objectives.dpo:build_dpo",
 }
 """The objectives by `objective.name`. Each builder is called with the recipe's section."""
 
 
 SYNCHRONIZERS: dict[str, str] = {
-    "every_step": "echelon.sync.every_step:EveryStep",
-    "local_sgd": "echelon.sync.outer_steps:OuterSteps",
-    "diloco": "echelon.sync.outer_steps:OuterSteps",
-    "quorum": "echelon.sync.quorum:Quorum",
-    "parameter_server": "echelon.sync.parameter_server:ParameterServer",
+    "every_step": "echelon.learn.sync.every_step:EveryStep",
+    "local_sgd": "echelon.learn.sync.outer_steps:OuterSteps",
+    "diloco": "echelon.learn.sync.outer_steps:OuterSteps",
+    "quorum": "echelon.learn.sync.quorum:Quorum",
+    "parameter_server": "echelon.learn.sync.parameter_server:ParameterServer",
 }
 """The synchronizers by `sync.name`. Each is called with the recipe's section, the replica and the meshes."""
 

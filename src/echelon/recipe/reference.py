@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from echelon.ground.stored import read_text
 from echelon.recipe.aliases import ALIASES, NO_EQUIVALENT
 from echelon.recipe.schema import recipe_json_schema
-from echelon.stored import read_text
 
 
 @dataclass(frozen=True)

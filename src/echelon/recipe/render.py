@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+from echelon.ground.redaction import find_secrets, redact
 from echelon.recipe.document import Recipe
 from echelon.recipe.keys import dotted
 from echelon.recipe.section import Section
 from echelon.recipe.yaml_text import render_yaml
-from echelon.redaction import find_secrets, redact
 
 
 def render_recipe(recipe: Recipe, hide_secrets: bool = True) -> str:

@@ -3,8 +3,8 @@
 import shlex
 from pathlib import Path
 
+from echelon.ground.stored import read_text
 from echelon.recipe.yaml_text import render_inline
-from echelon.stored import read_text
 
 
 def render_starter(name: str = "my-run", text_path: str = "text.txt", file: str = "recipe.yaml") -> str:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from echelon.extensions import is_extension
+from echelon.ground.extensions import is_extension
 from echelon.recipe.names import Options, SynchronizerName, check_has_options
 from echelon.recipe.section import Count, CountOrZero, Flag, Number, Positive, Section
 

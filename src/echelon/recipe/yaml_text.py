@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from echelon.errors import ConfigError
+from echelon.ground.errors import ConfigError
+from echelon.ground.sizes import render_bytes
+from echelon.ground.stored import read_text
 from echelon.recipe.keys import KeyPath
-from echelon.sizes import render_bytes
-from echelon.stored import read_text
 
 LONGEST_SHOWN = 80
 MAX_TEXT_BYTES = 2**20

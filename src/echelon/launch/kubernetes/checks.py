@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from pathlib import PurePosixPath
 
-from echelon.errors import ConfigError, MissingSettingError
-from echelon.hardware.gpu_check import check_image_devices
+from echelon.ground.errors import ConfigError, MissingSettingError
 from echelon.launch.job import JobSpec, list_inputs
 from echelon.launch.kubernetes.kinds import PORT, find_kind, is_elastic, longest_pod_name
 from echelon.launch.kubernetes.pod import (
@@ -18,6 +17,7 @@ from echelon.launch.kubernetes.pod import (
 )
 from echelon.launch.kubernetes.pod_fields import check_pod_fields, is_ephemeral
 from echelon.launch.records import STAMP_LENGTH
+from echelon.planner.hardware.gpu_check import check_image_devices
 from echelon.recipe.launching import KubernetesConfig, VolumeConfig
 
 _KEY = "launch.kubernetes"

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from echelon.errors import ConfigError, LaunchError
+from echelon.ground.errors import ConfigError, LaunchError
 from echelon.launch.kubernetes.kinds import JobKind
 
 _TIMEOUT_SECONDS = (10, 60)

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 
 import yaml
 
-from echelon.errors import LaunchError
+from echelon.ground.errors import LaunchError
+from echelon.ground.stored import read_text
 from echelon.launch.job import FINAL_STATES, JobRecord, JobSpec, JobStatus, Submitted
 from echelon.launch.kubernetes.checks import check_job
 from echelon.launch.kubernetes.cluster import Cluster
 from echelon.launch.kubernetes.kinds import KINDS, JobKind, find_kind
 from echelon.launch.kubernetes.manifest import render_manifest
 from echelon.launch.kubernetes.pods import PodState, judge, read_pods
-from echelon.stored import read_text
 
 _MANIFEST = "manifest.yaml"
 _LOOK_SECONDS = 2.0

@@ -6,12 +6,12 @@ import shlex
 from pathlib import PurePosixPath
 from typing import Any
 
-from echelon.hardware.instances import INSTANCES, efa_environment
+from echelon.ground.variables import asked_environment
 from echelon.launch.job import JobSpec
 from echelon.launch.kubernetes.kinds import PORT, find_kind, rendezvous_host
 from echelon.launch.patch import merge_patch
 from echelon.launch.shell import guard_setup, join_words, needs_shell
-from echelon.variables import asked_environment
+from echelon.planner.hardware.instances import INSTANCES, efa_environment
 
 RECIPE_MOUNT = "/etc/echelon"
 RECIPE_PATH = f"{RECIPE_MOUNT}/recipe.yaml"

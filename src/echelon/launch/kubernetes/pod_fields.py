@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import ConfigError
+from echelon.ground.errors import ConfigError
 from echelon.recipe.launching import KubernetesConfig, VolumeConfig
 from echelon.recipe.yaml_text import read_table
 

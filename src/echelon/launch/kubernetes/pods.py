@@ -6,7 +6,7 @@ from typing import Any
 
 from echelon.launch.job import JobState, JobStatus
 from echelon.launch.job_logs import name_ending
-from echelon.supervise.outcome import DONE, FAILED, STOPPED
+from echelon.run.supervise.outcome import DONE, FAILED, STOPPED
 
 # Normal reasons while a pod starts.
 _STARTING = ("ContainerCreating", "PodInitializing")

@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from echelon.errors import ConfigError, MissingSettingError
-from echelon.hardware.instances import cluster_of
-from echelon.hardware.job_machines import JobMachines
+from echelon.ground.errors import ConfigError, MissingSettingError
 from echelon.launch.sagemaker.source_bundle import EXTRAS
+from echelon.planner.hardware.instances import cluster_of
+from echelon.planner.hardware.job_machines import JobMachines
 from echelon.recipe import CheckpointConfig, LaunchConfig, Recipe
 from echelon.recipe.engines import ENGINES, NATIVE
 from echelon.recipe.launching import SageMakerConfig

@@ -21,23 +21,23 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from echelon.checksums import MANIFEST, list_files
-from echelon.errors import ConfigError, LaunchError
-from echelon.hardware.efa import has_efa
-from echelon.hardware.gpu_check import check_gpus, find_compat, find_needed
-from echelon.hardware.job_machines import count_asked_gpus
+from echelon.ground.checksums import MANIFEST, list_files
+from echelon.ground.errors import ConfigError, LaunchError
+from echelon.ground.launch_environment import find_log_level, restart_with_libraries
+from echelon.ground.logs import log_to_console
+from echelon.ground.nodelist import in_number_order
+from echelon.ground.sizes import render_bytes
+from echelon.ground.stop_request import STOP_SIGNALS
+from echelon.ground.variables import HUB_PLACES, asked_environment, read_environment, set_default_variables
 from echelon.launch.sagemaker.kept_data import find_large_disk, open_kept
 from echelon.launch.sagemaker.secrets_manager import hide_values, read_secrets
-from echelon.logs import log_to_console
+from echelon.planner.hardware.efa import has_efa
+from echelon.planner.hardware.gpu_check import check_gpus, find_compat, find_needed
+from echelon.planner.hardware.job_machines import count_asked_gpus
 from echelon.recipe import Recipe, RunConfig
 from echelon.recipe.load import load_recipe
-from echelon.runs.run_folder import RunFolder
-from echelon.sizes import render_bytes
-from echelon.stopping import STOP_SIGNALS
-from echelon.supervise.launch_environment import find_log_level, restart_with_libraries
-from echelon.supervise.nodelist import in_number_order
-from echelon.supervise.outcome import DONE, FAILED, STOPPED, Outcome
-from echelon.variables import HUB_PLACES, asked_environment, read_environment, set_default_variables
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.supervise.outcome import DONE, FAILED, STOPPED, Outcome
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from echelon.errors import ConfigError
+from echelon.foreign.smp import Mapped, apply_smp, map_smp
+from echelon.ground.errors import ConfigError
 from echelon.launch.sagemaker.request_patch import TABLE
 from echelon.recipe import LaunchConfig, Recipe
 from echelon.recipe.draft import Draft
 from echelon.recipe.messages import explain_errors
 from echelon.recipe.render import recipe_mapping
-from echelon.recipe.smp import Mapped, apply_smp, map_smp
 from echelon.recipe.tensorflow_config import TensorflowConfig
 
 KEY = "launch.sagemaker.distribution"

@@ -119,7 +119,7 @@ def _listen(handler: "Callable[[int, FrameType | None], None]") -> None:
 def _hide_secrets(text: str) -> str:
     """Redact secrets if echelon can be imported; anything that fails earlier has read no secret."""
     with suppress(ImportError):
-        return str(importlib.import_module("echelon.redaction").redact_text(text))
+        return str(importlib.import_module("echelon.ground.redaction").redact_text(text))
     return text
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from echelon.errors import ConfigError
+from echelon.ground.errors import ConfigError
 from echelon.launch.sagemaker.enter import OLDEST_PYTHON
 from echelon.recipe.yaml_text import read_table
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import LaunchError
+from echelon.ground.errors import LaunchError
 
 PINS = "packages.txt"
 """The file in the checkpoint folder with the versions that pip installed, `NAME==VERSION` in each line."""

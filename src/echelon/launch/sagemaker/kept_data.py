@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from echelon.checksums import list_files, remove_tree
+from echelon.ground.checksums import list_files, remove_tree
+from echelon.ground.sizes import render_bytes
+from echelon.ground.stored import read_json, write_json
 from echelon.recipe import Recipe
-from echelon.sizes import render_bytes
-from echelon.stored import read_json, write_json
 
 logger = logging.getLogger(__name__)
 

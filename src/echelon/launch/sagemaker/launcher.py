@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon.errors import MissingSettingError
+from echelon.ground.errors import MissingSettingError
 from echelon.launch.job import JobRecord, JobSpec, JobStatus, Submitted
 from echelon.launch.sagemaker.request import Submission, build_submission, find_run_uri
 from echelon.recipe.render import render_recipe
-from echelon.runs.run_folder import FILES
+from echelon.run.folder.run_folder import FILES
 
 if TYPE_CHECKING:
     from echelon.launch.sagemaker.service import Service

@@ -8,7 +8,7 @@ the job's name. The SDK: https://github.com/aws/sagemaker-python-sdk, `sagemaker
 from collections.abc import Mapping
 from typing import Any
 
-from echelon.errors import ConfigError
+from echelon.ground.errors import ConfigError
 
 
 def merge_defaults(session: Any, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echelon.hardware.gpu_check import check_image_devices
-from echelon.hardware.instances import efa_environment
-from echelon.hardware.job_machines import JobMachines, find_machines
 from echelon.launch.job import JobSpec
 from echelon.launch.sagemaker.checks import check_limits, check_settings, find_region
 from echelon.launch.sagemaker.distribution import apply_distribution
@@ -20,6 +17,9 @@ from echelon.launch.sagemaker.request_patch import apply_patch, check_registry
 from echelon.launch.sagemaker.source_bundle import ENTRY, START
 from echelon.launch.sagemaker.staging import CHECKPOINT_DIR, Channel, Staging, run_dir, stage_job
 from echelon.launch.shell import needs_shell
+from echelon.planner.hardware.gpu_check import check_image_devices
+from echelon.planner.hardware.instances import efa_environment
+from echelon.planner.hardware.job_machines import JobMachines, find_machines
 from echelon.recipe import LaunchConfig, Recipe
 from echelon.recipe.launching import FileSystemConfig
 
@@ -33,7 +33,7 @@ _NUMBER = "(-?[0-9]+(?:[.][0-9]+)?(?:e[+-]?[0-9]+)?)"
 _STEP = "step +[0-9]+/[0-9]+ .*"
 _EVALUATION = "eval at step [0-9]+: .*"
 
-# Regular expressions for the lines of reporting/console.py. An unknown value is a dash there and gives no point.
+# Regular expressions for the lines of run/journal/console.py. An unknown value is a dash there and gives no point.
 METRICS: tuple[tuple[str, str], ...] = (
     ("train:step", "step +([0-9]+)/[0-9]+ +loss "),
     ("train:loss", f"{_STEP} loss {_NUMBER}"),

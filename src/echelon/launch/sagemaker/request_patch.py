@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import ConfigError, MissingSettingError
+from echelon.ground.errors import ConfigError, MissingSettingError
 from echelon.launch.patch import merge_patch
 from echelon.launch.sagemaker.staging import CODE_CHANNEL
 from echelon.recipe.launching import SageMakerConfig

@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from echelon.errors import ConfigError, LaunchError
+from echelon.ground.errors import ConfigError, LaunchError
+from echelon.ground.redaction import HIDDEN
 from echelon.recipe.launching import SECRET_SCHEME
-from echelon.redaction import HIDDEN
 
 _KEY = "launch.sagemaker.secrets"
 _CONNECT_SECONDS, _READ_SECONDS, _ATTEMPTS = 10, 20, 3

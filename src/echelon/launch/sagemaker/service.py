@@ -12,11 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import BusyError, ConfigError, LaunchError
+from echelon.ground.errors import BusyError, ConfigError, LaunchError
 from echelon.launch.job import FINAL_STATES, JobState, JobStatus
 from echelon.launch.sagemaker.staging import Upload
-from echelon.runs.run_folder import OWNER_ONLY
-from echelon.supervise.outcome import DONE, FAILED, STOPPED
+from echelon.run.folder.run_folder import OWNER_ONLY
+from echelon.run.supervise.outcome import DONE, FAILED, STOPPED
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from echelon.checksums import MANIFEST
-from echelon.errors import ConfigError, MissingSettingError
+from echelon.ground.checksums import MANIFEST
+from echelon.ground.errors import ConfigError, MissingSettingError
 from echelon.launch.job import JobSpec
 from echelon.launch.sagemaker import source_bundle as bundle
 from echelon.launch.sagemaker import wheels

@@ -10,7 +10,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from echelon.errors import ConfigError, LaunchError
+from echelon.ground.errors import ConfigError, LaunchError
 from echelon.launch.sagemaker.installing import find_cause
 
 KEY = "launch.sagemaker.wheels"

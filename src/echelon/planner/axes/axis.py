@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from echelon.errors import ConfigError
-from echelon.hardware.accelerators import Cluster, DeviceKind
+from echelon.ground.errors import ConfigError
+from echelon.planner.hardware.accelerators import Cluster, DeviceKind
 from echelon.planner.layer_time import LayerTime, Step
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import DTYPE_BYTES, AdapterPlan, ParallelPlan

@@ -7,11 +7,11 @@ from typing import Any
 
 from typing_extensions import override
 
-from echelon.errors import ConfigError, PlanError
-from echelon.hardware.accelerators import Cluster
+from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.axes.axis import Axis, Choices, Sender, ring_share
 from echelon.planner.collectives import Group, find_group
 from echelon.planner.fitting_values import join_words, nearest
+from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.layer_time import LayerTime, Step
 from echelon.planner.model_shape import ModelShape, divisors
 from echelon.planner.plan import AXIS_ORDER, DTYPE_BYTES, SHARDING, ParallelPlan, ReduceGradients, SyncPlan

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from echelon.errors import ConfigError, PlanError
-from echelon.hardware.accelerators import DeviceKind
+from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.axes.axis import Axis, Choices, Sender, ring_share
 from echelon.planner.collectives import find_group
 from echelon.planner.fitting_values import join_words, nearest
+from echelon.planner.hardware.accelerators import DeviceKind
 from echelon.planner.layer_time import LayerTime, Step
 from echelon.planner.model_shape import ModelShape, divisors
 from echelon.planner.plan import DTYPE_BYTES, SHARDING, ParallelPlan

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from echelon.errors import ConfigError, PlanError
+from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.axes.axis import Axis, Choices, RankLoad, Sender
 from echelon.planner.axes.pipeline_schedule import (
     StageTime,

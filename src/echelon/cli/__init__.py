@@ -1,0 +1,4 @@
+"""The command line and the functions of `import echelon`.
+
+May import: everything.
+"""

@@ -1,0 +1,285 @@
+"""Evaluate, sample from and export the model of a run or of an HF model folder."""
+
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from glob import has_magic
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from echelon.ground.errors import ConfigError
+from echelon.ground.run_files import is_run, require_model
+from echelon.ground.sizes import render_bytes
+
+if TYPE_CHECKING:
+    from echelon.cli.api.run import Run
+    from echelon.tools.inference.dialogue import Dialogue
+    from echelon.tools.inference.team import Team
+
+    Target = str | Path | Run
+
+logger = logging.getLogger(__name__)
+
+# The folder in a run folder of an export that is only uploaded.
+_PUSHED = "push"
+
+Prompts = TypeVar("Prompts", str, list[str])
+
+
+def check_target(target: "Target", checkpoint: str | int | None = None) -> Path:
+    """Return the folder of a run or a model. Imports no torch, which takes seconds.
+
+    Raises ConfigError if it is neither, or a run without this checkpoint.
+    """
+    from echelon.learn.checkpoint.folder import find_checkpoint
+
+    path = Path(os.fspath(target))
+    require_model(path)
+    if is_run(path):
+        find_checkpoint(path, None if checkpoint is None else str(checkpoint))
+    return path
+
+
+def find_target(target: "Target", checkpoint: str | int | None = None) -> Path:
+    """Like `check_target`; fetches the base model of an adapter if needed."""
+    path = check_target(target, checkpoint)
+    if is_run(path):
+        from echelon.learn.checkpoint.adapted import fetch_base
+
+        fetch_base(path)
+    return path
+
+
+def check_texts(data: str | Path | None, tasks: str | Path | None) -> None:
+    """Raise ConfigError for a path that does not exist, before torch is imported."""
+    from echelon.learn.data.source import PYTHON_STDLIB
+
+    if data is not None and not Path(data).exists() and not has_magic(str(data)) and str(data) != PYTHON_STDLIB:
+        raise ConfigError(
+            f"--data {data}: no such file or folder (current folder: {Path.cwd()}); give text to evaluate on."
+        )
+    if tasks is not None and not Path(tasks).is_file():
+        raise ConfigError(f"--tasks {tasks} cannot be read: it is not a file; give a .jsonl file in UTF-8.")
+
+
+def evaluate(
+    target: "Target",
+    data: str | Path | None = None,
+    *,
+    tasks: str | Path | None = None,
+    lm_eval: Sequence[str] = (),
+    include_path: str | Path | None = None,
+    limit: int | None = None,
+    checkpoint: str | int | None = None,
+    team: "Team | None" = None,
+) -> dict[str, Any]:
+    """Compute loss, perplexity and bits per byte on held-out text, or accuracy on tasks.
+
+    Args:
+        target: a run or its folder, or an HF model folder.
+        data: text to use instead of the run's held-out text.
+        tasks: a .jsonl file with multiple-choice questions to score instead, by lm-eval.
+        lm_eval: names of lm-eval tasks to run instead; `include_path`: a folder with your own task files; `limit`: the
+            number of examples per task.
+        checkpoint: `newest`, `best` or a step of a run; None: the newest.
+        team: the processes that share the model (`tools/inference/team.py`), all of which must call; None: this one.
+
+    Returns:
+        The metrics by name, as printed by `echelon eval --json`.
+
+    Raises:
+        ConfigError, DataError or CheckpointError: an argument or file cannot be used; the message names it.
+    """
+    if sum(each is not None for each in (data, tasks, lm_eval or None)) > 1:
+        raise ConfigError("--data, --tasks and --lm-eval are separate evaluations; give only one.")
+    if not lm_eval and (include_path is not None or limit is not None):
+        raise ConfigError("--include-path and --limit require --lm-eval TASK; add it or remove them.")
+    check_texts(data, tasks)
+    path, which = find_target(target, checkpoint), None if checkpoint is None else str(checkpoint)
+    if tasks is not None:
+        from echelon.tools.inference.tasks import evaluate_task
+
+        return evaluate_task(path, Path(tasks), which, team)
+    if lm_eval:
+        from echelon.tools.inference.harness import evaluate_with_harness
+
+        include = None if include_path is None else Path(include_path)
+        return evaluate_with_harness(path, lm_eval, include, limit, which, team)
+    from echelon.tools.inference.evaluate import evaluate_model
+
+    return evaluate_model(path, None if data is None else Path(data), which, team)
+
+
+def generate(
+    target: "Target",
+    prompts: Prompts,
+    *,
+    max_tokens: int = 128,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    num_samples: int = 1,
+    stop: str | Sequence[str] = (),
+    seed: int = 0,
+    chat: bool = False,
+    system: str | None = None,
+    checkpoint: str | int | None = None,
+    batch_size: int = 8,
+) -> Prompts:
+    """Generate continuations of prompts, in this process. The returned texts include the prompts.
+
+    Args:
+        target: a run or its folder, or an HF model folder.
+        prompts: one text, or a list of texts.
+        temperature: 0 always takes the most likely token.
+        top_k: sample from this many most likely tokens; 0: from all. `top_p`: from the most likely tokens with this
+            total probability. `min_p`: exclude tokens below this fraction of the highest probability.
+        num_samples: samples per prompt; needs a list of prompts.
+        stop: one or several texts that end a sample; they are not part of it.
+        chat: prompts are user messages, and only the answers are returned; `system`: the system message. None: the one
+            the run was trained with.
+        checkpoint: `newest`, `best` or a step of a run; None: the newest.
+
+    Returns:
+        A text for one prompt; for a list, `num_samples` texts for the first prompt, then for the next, and so on.
+
+    Raises:
+        ConfigError or CheckpointError: an argument or file cannot be used; the message names it.
+    """
+    if system is not None and not chat:
+        raise ConfigError(f"system={system!r} requires chat=True; add it or remove system.")
+    if isinstance(prompts, str) and num_samples != 1:
+        raise ConfigError(f"num_samples={num_samples} requires a list of prompts; use prompts=[prompt].")
+    path, which = find_target(target, checkpoint), None if checkpoint is None else str(checkpoint)
+    from echelon.learn.sampling import Sampling
+    from echelon.tools.inference.chat import Chat
+    from echelon.tools.inference.generate import generate_samples
+
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    sampling = Sampling(max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, num_samples, stops, seed)
+    all_prompts = [prompts] if isinstance(prompts, str) else prompts
+    asked = Chat(system) if chat else None
+    texts = [each.text for each in generate_samples(path, all_prompts, sampling, which, batch_size, chat=asked)]
+    return texts[0] if isinstance(prompts, str) else texts
+
+
+def chat(
+    target: "Target",
+    *,
+    max_tokens: int = 128,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    stop: str | Sequence[str] = (),
+    seed: int = 0,
+    system: str | None = None,
+    checkpoint: str | int | None = None,
+) -> "Dialogue":
+    """Load a model for a conversation in this process. `chat(run).ask("Hello").text` is its first answer.
+
+    The arguments are those of `generate`.
+
+    Raises:
+        ConfigError or CheckpointError: an argument or file cannot be used; the message names it.
+    """
+    path = find_target(target, checkpoint)
+    from echelon.learn.sampling import Sampling
+    from echelon.tools.inference.dialogue import Dialogue
+
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    sampling = Sampling(max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop=stops, seed=seed)
+    return Dialogue(path, sampling, system, None if checkpoint is None else str(checkpoint))
+
+
+def export(
+    run: "Target",
+    out: str | Path | None = None,
+    *,
+    dtype: str | None = None,
+    checkpoint: str | int | None = None,
+    merge: bool = False,
+    nproc: int | None = None,
+    push: str | None = None,
+    private: bool = False,
+    revision: str | None = None,
+) -> Path | None:
+    """Write a checkpoint as an HF folder: safetensors, config, tokenizer; for a run with an adapter, the adapter.
+
+    Args:
+        out: the folder to write; it must be new or empty. With `push` it may be None: `push` in the run folder, which
+            is removed after the upload; what a failed upload has left there is replaced.
+        dtype: the dtype of a whole model: `fp32` (the default), `bf16` or `fp16`.
+        checkpoint: `newest`, `best` or a step; None: the newest.
+        merge: for a run with an adapter, write the merged model, and compare it with the model with adapter.
+        nproc: processes that compare the two, each with a shard of the models; None: one, or one per GPU if the model
+            does not fit on one.
+        push: the model repository of the hub to upload the folder to, NAME or OWNER/NAME, which is created if needed;
+            `private`: as a private one; `revision`: the branch to upload to.
+
+    Returns:
+        The folder; None if it was removed after the upload.
+
+    Raises:
+        ConfigError or CheckpointError: an argument or file cannot be used; the message names it.
+    """
+    if push is None:
+        if private or revision is not None:
+            raise ConfigError("--private and --revision require --push ID; add it or remove them.")
+        if out is None:
+            raise ConfigError("export needs a folder to write; give OUT, or upload with --push ID.")
+    from echelon.learn.checkpoint.folder import check_empty, require_run
+
+    require_run(check_target(run, checkpoint))
+    if out is not None:
+        check_empty(Path(out))
+    path, which = find_target(run, checkpoint), None if checkpoint is None else str(checkpoint)
+    if push is None:
+        assert out is not None
+        return _export(path, Path(out), dtype, which, merge, nproc)
+    from echelon.learn.model.hub_upload import Repository, open_repository, upload_folder
+
+    folder = path / _PUSHED if out is None else Path(out)
+    repository = open_repository(Repository(push, private, revision))
+    if out is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    url = upload_folder(_export(path, folder, dtype, which, merge, nproc), repository)
+    logger.info(f"push: {url}")
+    if out is not None:
+        return folder
+    shutil.rmtree(folder)
+    return None
+
+
+def _export(path: Path, folder: Path, dtype: str | None, which: str | None, merge: bool, nproc: int | None) -> Path:
+    from echelon.learn.checkpoint.adapted import read_run_recipe
+    from echelon.learn.checkpoint.export import export_adapter, export_run
+    from echelon.tools.inference.merging import compare_merged, merge_run
+    from echelon.tools.inference.ranks import choose_num_processes, compare_in_ranks
+
+    if merge:
+        merge_run(path, folder, dtype or "fp32", which)
+        count = nproc or choose_num_processes(path)
+        if count == 1:
+            compare_merged(path, folder, which)
+        else:
+            compare_in_ranks(path, folder, which, count)
+    elif read_run_recipe(path).adapter.is_adapter:
+        if dtype is not None:
+            raise ConfigError(
+                f"--dtype {dtype} applies to a whole model, but an adapter is written in the dtype it was trained in; "
+                "add --merge or remove --dtype."
+            )
+        num_bytes = export_adapter(path, folder, which)
+        logger.info(
+            f"export: {folder} is ready for peft's PeftModel.from_pretrained, {render_bytes(num_bytes)} of weights"
+        )
+        return folder
+    else:
+        export_run(path, folder, dtype or "fp32", which)
+    logger.info(f"export: {folder} is ready for transformers' from_pretrained")
+    return folder

@@ -1,0 +1,220 @@
+"""Plan how a recipe would run, here or on other machines, and the memory that it needs."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+
+from echelon.cli.api.recipes import RecipeLike, load_recipe
+from echelon.ground.cores import num_cores
+from echelon.ground.errors import ConfigError, PlanError
+from echelon.ground.variables import find_cache_dir
+from echelon.planner.choose import resolve_plan
+from echelon.planner.engine_limits import compare_engines
+from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run
+from echelon.planner.hardware.accelerators import Cluster, parse_devices
+from echelon.planner.hardware.detection import calibrated_cluster, detect_cluster, find_calibrated_cpu, use_calibration
+from echelon.planner.hardware.instances import find_instance
+from echelon.planner.machines import choose_instance, find_cluster
+from echelon.planner.measured_runs import read_history
+from echelon.planner.memory import MemoryEstimate, StoredBytes, describe_checkpoint, estimate_memory, estimate_stored
+from echelon.planner.model_shape import ModelShape
+from echelon.planner.payoff import describe_payoff
+from echelon.planner.plan import ParallelPlan
+from echelon.planner.plan_lines import describe_plan
+from echelon.planner.reliability import Goodput, Reliability, estimate_goodput
+from echelon.recipe import Recipe
+from echelon.run.lifecycle.building import build_stages
+from echelon.run.lifecycle.model_checks import check_model
+from echelon.run.lifecycle.setup import describe_steps
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """A plan with its memory, time, cluster and model shape. `str()` gives the output of `echelon plan`."""
+
+    plan: ParallelPlan
+    memory: MemoryEstimate
+    """Bytes of one rank, by part."""
+    cluster: Cluster
+    shape: ModelShape
+    lines: tuple[str, ...]
+    built: Mapping[int, StoredBytes] = field(default_factory=dict)
+    """With `build`: the bytes that a rank of the first and of the last pipeline stage stores, by stage from 0."""
+
+    forecast: Forecast | None = None
+    """The predicted time of a step and of the run, and its cost; None if the speed of the devices is unknown."""
+
+    goodput: Goodput | None = None
+    """With `reliability`: the part of the time that trains."""
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+def plan(
+    recipe: RecipeLike,
+    devices: str | None = None,
+    *,
+    devices_per_node: int = 8,
+    instance: str | None = None,
+    count: int | None = None,
+    build: bool = False,
+    reliability: Reliability | None = None,
+    engines: bool = False,
+    on_line: Callable[[str], None] = lambda line: None,
+) -> PlanReport:
+    """Plan how a recipe would run, and the memory, time and money it needs. Downloads no weights.
+
+    Args:
+        recipe: a Recipe, the path of its file, or a mapping.
+        devices: number and kind of the devices, for example `64xH100`; None: those of this machine.
+        devices_per_node: devices per machine, with `devices`.
+        instance: a SageMaker instance type instead, for example `ml.p5.48xlarge`; `auto` selects the cheapest.
+        count: the number of instances; None: 1, or with `auto` as few as possible.
+        build: divide the real model as planned, without devices, in a process for each stage that is built.
+        reliability: failures and stragglers, for the expected goodput.
+        engines: also what each engine would make of the recipe.
+        on_line: called with each line of the report as soon as it is known, also if the plan is then refused.
+
+    Raises:
+        ConfigError, PlanError or DataError: `train` would refuse the recipe; the message names the key.
+    """
+    _check_target(devices, instance, count)
+    recipe = load_recipe(recipe)
+    lines: list[str] = []
+
+    def note(line: str) -> None:
+        lines.append(line)
+        on_line(line)
+
+    # Packages and files of other machines cannot be checked here.
+    checked = check_model(recipe, elsewhere=devices is not None or instance is not None)
+    note(f"model: {checked.vocabulary}")
+    if checked.masks is not None:
+        note(checked.masks)
+    shape = checked.shape
+    cluster, price = find_target(recipe, shape, devices, devices_per_node, instance, count, note)
+    chosen = resolve_plan(recipe, shape, cluster)
+    note(f"cluster: {cluster.num_devices} x {cluster.accelerator.name} on {cluster.num_nodes} machine(s)")
+    left = (f"left to train: {line}" for line in checked.left)
+    memory = estimate_memory(shape, chosen, recipe.data.sequence_len, cluster.kind)
+    for each in (describe_plan(chosen), [describe_checkpoint(shape, chosen)], describe_steps(recipe, None), left):
+        for line in each:
+            note(line)
+    for line in _describe_memory(memory, cluster):
+        note(line)
+    forecast = _forecast(recipe, shape, chosen, cluster, price, note)
+    goodput = None if reliability is None else estimate_goodput(shape, chosen, cluster.num_nodes, reliability)
+    if goodput is not None and reliability is not None:
+        for line in goodput.describe(reliability):
+            note(line)
+    built = build_stages(recipe, shape, chosen) if build else {}
+    for line in _describe_built(built, estimate_stored(shape, chosen)):
+        note(line)
+    for line in compare_engines(recipe, lambda other: resolve_plan(other, shape, cluster)) if engines else ():
+        note(line)
+    return PlanReport(chosen, memory, cluster, shape, tuple(lines), built, forecast, goodput)
+
+
+def _forecast(
+    recipe: Recipe,
+    shape: ModelShape,
+    chosen: ParallelPlan,
+    cluster: Cluster,
+    price: HourlyPrice | None,
+    note: Callable[[str], None],
+) -> Forecast | None:
+    """The predicted time and cost, with its lines; None, with the reason, if the speed of the devices is unknown."""
+    try:
+        history = read_history(find_cache_dir(), shape, cluster)
+        forecast = forecast_run(recipe, shape, chosen, cluster, price, history=history)
+    except PlanError as error:
+        note(f"time: {error}")
+        return None
+    payoff = describe_payoff(shape, chosen, recipe.data.sequence_len, cluster)
+    for line in (*forecast.describe(), *([] if payoff is None else [payoff])):
+        note(line)
+    return forecast
+
+
+def _check_target(devices: str | None, instance: str | None, count: int | None) -> None:
+    if devices is not None and instance is not None:
+        raise ConfigError(f"--devices {devices} and --instance {instance} are different clusters; give only one.")
+    if count is not None and instance is None:
+        raise ConfigError(f"--count {count} requires --instance ml.TYPE; add it or remove --count.")
+
+
+def find_target(
+    recipe: Recipe,
+    shape: ModelShape,
+    devices: str | None,
+    devices_per_node: int,
+    instance: str | None,
+    count: int | None,
+    on_line: Callable[[str], None] = lambda line: None,
+) -> tuple[Cluster, HourlyPrice | None]:
+    """The cluster to plan for, as for `plan`, and the price of one of its machines, if it is known."""
+    _check_target(devices, instance, count)
+    if devices is not None:
+        return use_calibration(parse_devices(devices, devices_per_node)), None
+    if instance is not None:
+        return _find_instances(recipe, shape, instance, count, on_line)
+    return _find_here(), None
+
+
+def _find_here() -> Cluster:
+    if (known := find_calibrated_cpu()) is not None:
+        count = max(1, num_cores() // 2)
+        return calibrated_cluster(known, count, count)
+    if find_spec("torch") is None:
+        raise ConfigError(
+            "torch is not installed here, but it is needed to detect this machine's hardware; install it, or give the "
+            "devices, for example --devices 8xH100."
+        )
+    from echelon.run.lifecycle.process_group import default_num_processes
+
+    return detect_cluster(default_num_processes())
+
+
+def _find_instances(
+    recipe: Recipe, shape: ModelShape, instance: str, count: int | None, on_line: Callable[[str], None]
+) -> tuple[Cluster, HourlyPrice | None]:
+    if instance == "auto":
+        choice = choose_instance(recipe, shape, count)
+        for line in choice.describe():
+            on_line(line)
+        found, machines = choice.instance, choice.count
+    else:
+        found, machines = find_instance(instance, recipe.launch.sagemaker.extra_types), count or 1
+    price = None if found.price is None else HourlyPrice(found.price.usd_per_hour, found.price.terms)
+    if instance != "auto" and price is None:
+        on_line(f"instance: {machines} x {found.name}, price unknown; set budget.usd_per_hour")
+    elif instance != "auto" and found.price is not None:
+        total = found.price.usd_per_hour * machines
+        on_line(f"instance: {machines} x {found.name}, {found.price.describe()} each on demand, ${total:.2f}/h in all")
+    return find_cluster(recipe, found, machines), price
+
+
+def _describe_memory(estimate: MemoryEstimate, cluster: Cluster) -> Iterator[str]:
+    """Yield the estimate by part, in GiB per rank, with its assumptions."""
+    yield "memory per rank, GiB:"
+    for part in ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "total"):
+        yield f"  {part:<12} {getattr(estimate, part) / 2**30:10.3f}"
+    if cluster.accelerator.memory_bytes is not None:
+        yield f"  {'of':<12} {cluster.accelerator.memory_bytes / 2**30:10.3f}"
+    if estimate.host:
+        yield f"  in host memory: {estimate.host / 2**30:.3f}"
+    for assumption in estimate.assumptions:
+        yield f"  assumes: {assumption}"
+
+
+def _describe_built(built: Mapping[int, StoredBytes], planned: Sequence[StoredBytes]) -> Iterator[str]:
+    """Yield what was built beside the estimate, in GiB."""
+    if not built:
+        return
+    yield "built without devices, GiB of a rank between steps (in brackets as planned):"
+    for stage, found in built.items():
+        if len(planned) > 1:
+            yield f"  stage {stage + 1} of {len(planned)}"
+        for part, size in asdict(found).items():
+            yield f"  {part:<12} {size / 2**30:10.3f} ({getattr(planned[stage], part) / 2**30:.3f})"

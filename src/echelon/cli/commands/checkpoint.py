@@ -1,0 +1,81 @@
+"""`echelon checkpoint`: list, verify and prune the checkpoints of a run."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from echelon.cli.commands.terminal import show
+from echelon.cli.commands.verbosity import with_verbosity
+from echelon.ground.run_files import require_folder
+
+app = typer.Typer(help="List, verify and remove the checkpoints of a run.", no_args_is_help=True, rich_markup_mode=None)
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+
+
+@app.command("list")
+@with_verbosity
+def list_run_checkpoints(run: RunArgument) -> None:
+    """List the checkpoints of a run. Oldest first; then those in `checkpoint.remote`."""
+    require_folder(run)
+    from echelon.learn.checkpoint.folder import list_checkpoints
+    from echelon.run.folder.remote_start import describe_remote
+
+    found = list_checkpoints(run)
+    for checkpoint in found:
+        show(f"step {checkpoint.step}  {checkpoint.path}")
+    if not found:
+        show(f"checkpoint: {run} has none yet")
+    for line, _ in describe_remote(run, verify=False):
+        show(line)
+
+
+@app.command()
+@with_verbosity
+def verify(run: RunArgument) -> None:
+    """Compare every checkpoint with its checksums. Also those in `checkpoint.remote`; exit code 1 if any is damaged."""
+    require_folder(run)
+    from echelon.ground.checksums import find_faults
+    from echelon.learn.checkpoint.folder import list_checkpoints, require_run
+    from echelon.run.folder.remote_start import describe_remote
+
+    require_run(run)
+    found = list_checkpoints(run)
+    any_damaged = False
+    for checkpoint in found:
+        faults = find_faults(checkpoint.path, checksums=True)
+        if not checkpoint.path.exists():
+            continue  # a live run removed it meanwhile
+        show(f"step {checkpoint.step}  {'damaged: ' + '; '.join(faults) if faults else 'whole'}")
+        any_damaged |= bool(faults)
+    if not found:
+        show(f"checkpoint: {run} has none yet")
+    for line, is_damaged in describe_remote(run, verify=True):
+        show(line)
+        any_damaged |= is_damaged
+    if any_damaged:
+        raise typer.Exit(1)
+
+
+@app.command()
+@with_verbosity
+def prune(
+    run: RunArgument,
+    keep: Annotated[
+        int, typer.Option("--keep", metavar="N", min=1, help="Number of newest complete checkpoints to keep.")
+    ],
+) -> None:
+    """Remove all but the newest N checkpoints and the best. Damaged ones and partial files are removed too."""
+    require_folder(run)
+    from echelon.learn.checkpoint.folder import clear_out, require_run
+    from echelon.run.folder.run_folder import RunFolder
+
+    require_run(run)
+    folder = RunFolder(run)
+    folder.lock()
+    try:
+        for line in clear_out(folder.checkpoints_dir, keep):
+            show(line)
+    finally:
+        folder.unlock()

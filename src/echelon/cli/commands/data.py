@@ -1,0 +1,96 @@
+"""`echelon data`: show samples as the model will see them."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from echelon.cli.commands.arguments import OverridesArgument, RecipeArgument, read_recipe
+from echelon.cli.commands.terminal import show, show_styled
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from echelon.learn.data.survey import FedDocument, SourceCounts
+
+_BAR = 40
+
+
+def data(
+    recipe_path: RecipeArgument,
+    overrides: OverridesArgument = None,
+    samples: Annotated[int, typer.Option("--samples", min=0, metavar="N", help="Documents to show as text.")] = 3,
+) -> None:
+    """Show counts and lengths of the data, and first documents. Target tokens are marked."""
+    from echelon.learn.data.mixture import build_order
+    from echelon.learn.data.prepare import prepare_data
+    from echelon.learn.data.survey import count_sources, describe_mixture, describe_repeats, first_documents
+    from echelon.run.lifecycle.model_checks import find_model_fields
+
+    recipe = read_recipe(recipe_path, overrides)
+    prepared = prepare_data(recipe)
+    show(find_model_fields(recipe, prepared.vocab_size)[1])
+    for counts in count_sources(prepared):
+        _show_source(counts)
+    sequences = [("train", prepared.train), *((each.name, each.dataset) for each in prepared.validation)]
+    for name, dataset in sequences:
+        show(f"{name}: {dataset.num_samples:,} sequences of {recipe.data.sequence_len}")
+    for line in (*describe_mixture(recipe, prepared), *describe_repeats(recipe, prepared)):
+        show(line)
+    for document in first_documents(prepared, build_order(recipe, prepared.train), samples):
+        _show_document(document, prepared.tokenizer)
+
+
+def _show_source(counts: "SourceCounts") -> None:
+    """Show the size of a source; for whole documents also the target share and the distribution of lengths."""
+    import numpy as np
+
+    from echelon.learn.data.survey import PERCENTILES, bucket_lengths
+
+    broken = f", {counts.broken:,} broken records left out" if counts.broken else ""
+    named = f"{counts.source} ({counts.name}), {counts.stream}"
+    if counts.lengths is None or counts.learned is None:
+        show(f"{named}: {counts.documents:,} documents, {counts.tokens:,} tokens{broken}")
+        return
+    share = counts.learned / max(1, counts.tokens)
+    show(f"{named}: {counts.samples:,} samples, {counts.tokens:,} tokens, {share:.1%} of them learned{broken}")
+    if not counts.lengths.size or counts.stream != "train":
+        return
+    found = zip(PERCENTILES, np.percentile(counts.lengths, PERCENTILES, method="inverted_cdf"), strict=True)
+    quantiles = ", ".join(f"{percent} % up to {int(length):,}" for percent, length in found)
+    show(f"  tokens of a document: {quantiles}, the longest {int(counts.lengths.max()):,}")
+    buckets = bucket_lengths(counts.lengths)
+    most, width = max(count for *_, count in buckets), len(f"{buckets[-1][1]:,}")
+    for first, last, count in buckets:
+        bar = "#" * -(-_BAR * count // most)
+        show(f"  {first:>{width},} - {last:>{width},} {bar:<{_BAR}} {count:,}")
+
+
+def _show_document(document: "FedDocument", tokenizer: "PreTrainedTokenizerFast") -> None:
+    """Show a document as text; target tokens are coloured on a terminal, in [[ ]] elsewhere."""
+    place = f"--- sequence {document.sequence}, document {document.number}: {document.ids.size:,} tokens"
+    coloured = sys.stdout.isatty()
+    if document.learned[1:].all():
+        show(f"{place}, all learned but the first")
+        show(_decode(tokenizer, document.ids.tolist()))
+        return
+    show(f"{place}, {int(document.learned.sum()):,} learned ({'green' if coloured else 'in [[ ]]'})")
+    parts = []
+    for ids, learned in _runs(document):
+        part = _decode(tokenizer, ids)
+        parts.append((part if coloured or not learned else f"[[{part}]]", "green" if learned else "dim"))
+    show_styled(parts, coloured)
+
+
+def _decode(tokenizer: "PreTrainedTokenizerFast", ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _runs(document: "FedDocument") -> list[tuple[list[int], bool]]:
+    """The ids as consecutive runs, each with whether it is learned."""
+    runs: list[tuple[list[int], bool]] = []
+    for id, learned in zip(document.ids.tolist(), document.learned.tolist(), strict=True):
+        if not runs or runs[-1][1] != learned:
+            runs.append(([], learned))
+        runs[-1][0].append(id)
+    return runs

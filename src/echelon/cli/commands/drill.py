@@ -1,0 +1,86 @@
+"""`echelon drill`: inject the faults of long runs into a short run."""
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from echelon.cli.commands.arguments import NprocOption, OverridesArgument, RecipeArgument, parse_nproc, read_recipe
+from echelon.cli.commands.terminal import log_to_stderr, show
+from echelon.ground.stop_request import STOP_SIGNALS
+
+if TYPE_CHECKING:
+    from echelon.tools.drill.exercise import Finding
+
+_COLUMNS = f"{'fault':<22} {'noticed after':>13} {'recovered after':>15} {'steps lost':>10} {'starts':>6}  identical"
+
+
+def drill(
+    recipe_path: RecipeArgument,
+    overrides: OverridesArgument = None,
+    nproc: NprocOption = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each fault.")] = False,
+) -> None:
+    """Inject faults into a small version of a recipe. Reports the recovery from each; exit code 1 if one failed."""
+    from echelon.tools.drill.exercise import run_drill
+
+    if as_json:
+        log_to_stderr()
+    recipe = read_recipe(recipe_path, overrides)
+    num_processes = parse_nproc(nproc) or _choose_num_processes()
+    all_well = True
+    with _stops_noted() as asked:
+        for number, finding in enumerate(
+            run_drill(recipe, recipe_path, overrides or [], num_processes, lambda: next(iter(asked), None))
+        ):
+            if as_json:
+                show(json.dumps(asdict(finding)))
+            else:
+                show(_render(finding) if number else f"{_COLUMNS}\n{_render(finding)}")
+            all_well &= finding.identical
+    if not all_well:
+        raise typer.Exit(1)
+
+
+def _choose_num_processes() -> int:
+    """At least two on a CPU, since a single rank has no peer that could detect its faults; one per GPU."""
+    from torch.cuda import is_available
+
+    from echelon.run.lifecycle.process_group import default_num_processes
+
+    return default_num_processes() if is_available() else max(2, default_num_processes())
+
+
+@contextmanager
+def _stops_noted() -> Iterator[list[str]]:
+    """Make signals ask the drill to stop, which then ends its processes; yields the list of received signals.
+
+    Under nohup SIGHUP stays ignored.
+    """
+    asked: list[str] = []
+    numbers = [*STOP_SIGNALS, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else [])]
+    before = {each: signal.getsignal(each) for each in numbers}
+    for each in before:
+        signal.signal(each, lambda number, frame: asked.append(signal.Signals(number).name))
+    try:
+        yield asked
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _render(finding: "Finding") -> str:
+    from echelon.tools.drill.trial import Likeness
+
+    noticed, recovered = map(_seconds, (finding.noticed_seconds, finding.recovered_seconds))
+    line = f"{finding.fault:<22} {noticed:>13} {recovered:>15} {finding.lost_steps:>10} {finding.starts:>6}  "
+    yes = "yes" if finding.compared == Likeness.BITS else f"yes, {finding.compared}"
+    return line + (yes if finding.identical else f"no: {finding.trouble or 'different result'}; see {finding.folder}")
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} s"

@@ -1,0 +1,48 @@
+"""`echelon init`: write a recipe to start from."""
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from echelon.ground.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def init(
+    path: Annotated[Path, typer.Argument(metavar="[RECIPE]", help="The file to write.")] = Path("recipe.yaml"),
+    params: Annotated[
+        str | None,
+        typer.Option("--params", metavar="1.3b", help="Number of parameters; determines shape, batch and schedule."),
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option("--tokens", metavar="50b", help="Tokens to train on. Default: 20 per parameter.")
+    ] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option("--vocab-size", min=257, help="Vocabulary size, with --params or --tokens.")
+    ] = None,
+) -> None:
+    """Write a recipe to start from. By default a small one; or one for a number of parameters and tokens."""
+    from echelon.recipe.starter import render_starter
+
+    if path.exists():
+        raise ConfigError(f"{path} already exists; give another file, or remove it.")
+    if params is None and tokens is None:
+        if vocab_size is not None:
+            raise ConfigError(f"--vocab-size {vocab_size} requires --params or --tokens; add one of them.")
+        recipe, lines = render_starter(name=path.stem, file=str(path)), list[str]()
+    else:
+        from echelon.planner.scaled_recipe import parse_count, render_scaled, scale_recipe
+
+        scaled = scale_recipe(
+            None if params is None else parse_count("--params", params),
+            None if tokens is None else parse_count("--tokens", tokens),
+            vocab_size,
+        )
+        recipe, lines = render_scaled(scaled, path.stem, str(path)), [*map(str, scaled.choices), *scaled.notes]
+    path.write_text(recipe, encoding="utf-8")
+    for line in lines:
+        logger.info(line)
+    logger.info(f"wrote {path}: set data.train to your text, then run: echelon train {path}")

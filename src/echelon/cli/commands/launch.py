@@ -1,0 +1,138 @@
+"""`echelon launch`: submit a recipe to a target."""
+
+import json
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from echelon.cli.commands.arguments import OverridesArgument, RecipeArgument, parse_hosts, read_recipe
+from echelon.cli.commands.jobs import describe_job
+from echelon.cli.commands.terminal import show
+from echelon.ground.errors import ConfigError, LaunchError
+from echelon.ground.redaction import redact_text
+
+if TYPE_CHECKING:
+    from echelon.launch.job import JobRecord, JobStatus, Launcher
+    from echelon.launch.job_checks import CheckedJob
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 1.0
+
+
+def launch(
+    recipe_path: RecipeArgument,
+    overrides: OverridesArgument = None,
+    to: Annotated[
+        str | None,
+        typer.Option("--to", metavar="TARGET", help="local, torchrun, slurm, kubernetes or sagemaker."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")
+    ] = False,
+    hosts: Annotated[
+        str | None, typer.Option("--hosts", metavar="A,B", help="Machines for --to torchrun; sets launch.nodes too.")
+    ] = None,
+    nodes: Annotated[str | None, typer.Option("--nodes", metavar="N|MIN:MAX", help="Machines.")] = None,
+    instance: Annotated[
+        str | None, typer.Option("--instance", metavar="ml.TYPE|auto", help="Machines for --to sagemaker.")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Show the job's output until it ends, and exit with its exit code.")
+    ] = False,
+) -> None:
+    """Submit a recipe to a cluster or to the background. First makes all checks that are possible on this machine."""
+    from echelon.launch.job_checks import check_job, preview_job, settle_instance
+    from echelon.launch.records import make_job, submit_job
+
+    options = _read_options(to, hosts, nodes, instance)
+    recipe = read_recipe(recipe_path, [*(overrides or []), *options])
+    _check_options(recipe.launch.to, hosts, instance)
+    recipe = settle_instance(recipe)
+    job = make_job(recipe, Path.cwd())
+    checked = preview_job(job) if dry_run else check_job(job)
+    for line in checked.lines:
+        logger.info(line)
+    if dry_run:
+        _show_files(checked)
+        return
+    with _handed_over_whole(job.name):
+        record = submit_job(job, checked.launcher, checked.texts)
+        show(f"launched {record.name} as {record.id}; echelon status {record.name}, echelon logs {record.name}")
+    if follow:
+        try:
+            for line in checked.launcher.logs(record, True):
+                show(redact_text(line))
+            ended = _await_end(checked.launcher, record)
+        except KeyboardInterrupt:
+            raise LaunchError(
+                f"no longer followed; {record.name} continues, `echelon cancel {record.name}` stops it."
+            ) from None
+        show(describe_job(record, ended))
+        raise typer.Exit(1 if ended.exit_code is None else ended.exit_code)
+
+
+def _show_files(checked: "CheckedJob") -> None:
+    """Show what would be submitted. Raises ConfigError, after it, with the settings that are missing."""
+    from echelon.launch.job_checks import describe_missing
+
+    for name, text in checked.texts.items():
+        show(f"--- {name}" + (", with placeholders for what is missing" if checked.missing else ""))
+        show(text.rstrip("\n"))
+    if checked.missing:
+        raise ConfigError(describe_missing(checked.missing))
+
+
+def _read_options(to: str | None, hosts: str | None, nodes: str | None, instance: str | None) -> list[str]:
+    """The options as overrides: each is a shorthand for a recipe key."""
+    options = [] if to is None else [f"launch.to={to}"]
+    if hosts is not None:
+        options.append(parse_hosts(hosts))
+        if nodes is None:
+            options.append(f"launch.nodes={options[-1].count(',') + 1}")
+    if nodes is not None:
+        options.append(f"launch.nodes={json.dumps(nodes)}")
+    if instance is not None:
+        options.append(f"launch.sagemaker.instance_type={json.dumps(instance)}")
+    return options
+
+
+def _check_options(target: str | None, hosts: str | None, instance: str | None) -> None:
+    """Raise ConfigError for an option that has no meaning at this target."""
+    for option, given, only in (("--hosts", hosts, "torchrun"), ("--instance", instance, "sagemaker")):
+        if given is not None and target not in (only, None):
+            raise ConfigError(f"{option} {given} requires --to {only}, not {target}; remove one of them.")
+
+
+@contextmanager
+def _handed_over_whole(name: str) -> Iterator[None]:
+    """Delay a signal until the job is submitted and its record is written; a second signal takes effect immediately."""
+    asked: list[str] = []
+
+    def note(number: int, _: object) -> None:
+        asked.append(signal.Signals(number).name)
+        if len(asked) > 1:
+            raise LaunchError(f"ended immediately by {asked[-1]}; {name} may have reached its target; check there.")
+
+    before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    if asked:
+        raise LaunchError(f"stopped by {asked[0]}, but {name} was already launched; `echelon cancel {name}` ends it.")
+
+
+def _await_end(launcher: "Launcher", record: "JobRecord") -> "JobStatus":
+    from echelon.launch.job import FINAL_STATES
+
+    while (now := launcher.status(record)).state not in FINAL_STATES:
+        time.sleep(_LOOK_SECONDS)
+    return now

@@ -1,0 +1,85 @@
+"""`echelon plan`: show how a recipe would run, here or elsewhere, and the memory, time and money it would need."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from echelon.cli.commands import plan_options as options
+from echelon.cli.commands.arguments import OverridesArgument, read_recipe
+from echelon.cli.commands.terminal import show
+from echelon.ground.errors import ConfigError
+
+
+def plan(
+    recipe_path: options.PlannedRecipe = None,
+    overrides: OverridesArgument = None,
+    devices: options.Devices = None,
+    devices_per_node: options.DevicesPerNode = 8,
+    instance: options.Instance = None,
+    count: options.Count = None,
+    build: options.Build = False,
+    by: options.By = None,
+    budget_usd: options.BudgetUsd = None,
+    deadline_hours: options.DeadlineHours = None,
+    as_json: options.AsJson = False,
+    engines: options.Engines = False,
+    accuracy: options.Accuracy = False,
+    calibrate: options.Calibrate = False,
+    scaling: options.Scaling = None,
+    plot: options.Plot = None,
+    mtbf_hours: options.MtbfHours = None,
+    restart_seconds: options.RestartSeconds = None,
+    step_spread: options.StepSpread = None,
+) -> None:
+    """Show how a recipe would run, its memory, time and cost.
+
+    Also shows why a recipe is refused. Downloads no weights.
+    """
+    # First: the parser takes the next option for the value if the numbers were forgotten.
+    counts = None if scaling is None else options.parse_counts(scaling)
+    if calibrate:
+        _calibrate()
+        if recipe_path is None:
+            return None
+    if recipe_path is None:
+        raise ConfigError("a recipe is missing; write echelon plan RECIPE, or echelon plan --calibrate.")
+    if accuracy:
+        return _show_accuracy([recipe_path, *map(Path, overrides or [])])
+    from echelon.cli.commands.plan_search import find_plans, read_reliability, show_found
+
+    recipe = read_recipe(recipe_path, overrides, quiet=as_json)
+    asked: dict[str, Any] = {
+        "devices": devices,
+        "devices_per_node": devices_per_node,
+        "instance": instance,
+        "reliability": read_reliability(mtbf_hours, restart_seconds, step_spread),
+    }
+    searches = any(each is not None for each in (by, budget_usd, deadline_hours, plot)) or as_json
+    if build and (searches or counts is not None):
+        raise ConfigError("--build divides one plan; remove it, or the options that search plans.")
+    if counts is not None:
+        from echelon.cli.api.plan_scaling import plan_scaling
+
+        return show_found(plan_scaling(recipe, counts, **asked), as_json, plot)
+    asked["count"] = count
+    if searches:
+        return show_found(find_plans(recipe, asked, by, budget_usd, deadline_hours), as_json, plot)
+    from echelon.cli.api.planning import plan as plan_here
+
+    plan_here(recipe, **asked, build=build, engines=engines, on_line=show)
+    return None
+
+
+def _show_accuracy(runs: Sequence[Path]) -> None:
+    from echelon.run.folder.reckoning import describe_accuracy
+
+    for line in describe_accuracy(runs):
+        show(line)
+
+
+def _calibrate() -> None:
+    from echelon.cli.api.machine_rates import calibrate
+
+    found, path = calibrate()
+    for line in (*found.describe_rates(), f"kept in {path}"):
+        show(line)

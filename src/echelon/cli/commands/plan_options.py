@@ -1,0 +1,74 @@
+"""The options of `echelon plan`."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from echelon.ground.errors import ConfigError
+
+PlannedRecipe = Annotated[Path | None, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
+Devices = Annotated[
+    str | None, typer.Option("--devices", metavar="64xH100", help="Plan for these devices. Default: this machine.")
+]
+DevicesPerNode = Annotated[int, typer.Option("--devices-per-node", help="Number of devices per machine.")]
+Instance = Annotated[
+    str | None,
+    typer.Option("--instance", metavar="ml.TYPE|auto", help="Plan for SageMaker machines; auto: the cheapest type."),
+]
+Count = Annotated[
+    int | None,
+    typer.Option(
+        "--count", min=1, help="Number of machines, with --instance. Default: 1; with auto: as few as possible."
+    ),
+]
+Build = Annotated[
+    bool, typer.Option("--build", help="Divide the real model as planned, without devices, and count what ranks store.")
+]
+By = Annotated[
+    Literal["time", "cost", "memory"] | None,
+    typer.Option("--by", help="Search all plans that the recipe allows, and rank them by this."),
+]
+BudgetUsd = Annotated[
+    float | None, typer.Option("--budget-usd", min=0, help="Search plans whose run costs at most this.")
+]
+DeadlineHours = Annotated[
+    float | None, typer.Option("--deadline-hours", min=0, help="Search plans whose run takes at most this.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Search, and print the candidates as JSON.")]
+Engines = Annotated[bool, typer.Option("--engines", help="Also show what each engine would make of the recipe.")]
+Accuracy = Annotated[
+    bool, typer.Option("--accuracy", help="Compare runs with what was predicted: the arguments are run folders.")
+]
+Calibrate = Annotated[
+    bool, typer.Option("--calibrate", help="Measure this machine first, in under a minute; later plans use the result.")
+]
+Scaling = Annotated[
+    str | None, typer.Option("--scaling", metavar="8,16,32", help="Plan for each of these numbers of devices.")
+]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the search or the scaling into this file.")
+]
+MtbfHours = Annotated[
+    float | None, typer.Option("--mtbf-hours", help="Mean hours between failures of a machine: show the goodput.")
+]
+RestartSeconds = Annotated[
+    float | None, typer.Option("--restart-seconds", min=0, help="From a failure to the next step. Default: 300.")
+]
+StepSpread = Annotated[
+    float | None,
+    typer.Option(
+        "--step-spread", min=0, help="Standard deviation of a machine's step time over its mean: show the goodput."
+    ),
+]
+
+
+def parse_counts(text: str) -> list[int]:
+    """Parse `--scaling 8,16,32`, numbers of devices. Raises ConfigError."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) for word in words):
+        taken = f" ({text} was taken for its value)" if text.startswith("-") else ""
+        raise ConfigError(
+            f"--scaling {text} is not a list of numbers of devices{taken}; write it like --scaling 8,16,32,64."
+        )
+    return [int(word) for word in words]

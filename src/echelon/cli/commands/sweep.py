@@ -1,0 +1,105 @@
+"""`echelon sweep`: run a recipe with many values, N at a time, and rank the results."""
+
+import json
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from echelon.cli.commands.terminal import complain, log_to_stderr, show
+
+if TYPE_CHECKING:
+    from echelon.tools.sweep.conductor import StopWord
+
+logger = logging.getLogger(__name__)
+
+SweepArgument = Annotated[Path, typer.Argument(metavar="SWEEP", help="The sweep file, a YAML file.")]
+
+
+def sweep(
+    sweep_path: SweepArgument,
+    to: Annotated[
+        str | None,
+        typer.Option("--to", metavar="TARGET", help="Where trials run; sets launch.to of all trials."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the trials and the first job, and run nothing.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the content of results.json instead of a table.")
+    ] = False,
+) -> None:
+    """Search over values of recipe keys. The same command resumes a stopped or killed sweep."""
+    from echelon.launch.job_checks import check_job
+    from echelon.run.supervise.outcome import STOPPED
+    from echelon.tools.sweep.conduct import (
+        check_sweep,
+        describe_sweep,
+        first_job,
+        render_first_array,
+        run_sweep,
+        share_slots,
+    )
+    from echelon.tools.sweep.conductor import StopWord
+
+    checked = check_sweep(sweep_path, to)
+    slots = share_slots(checked)
+    if as_json:
+        log_to_stderr()
+    for line in describe_sweep(checked, slots):
+        logger.info(line)
+    job, lines = first_job(checked)
+    checked_job = check_job(job)
+    if dry_run:
+        for line in (*checked_job.lines, *lines):
+            show(line)
+        for name, text in (render_first_array(checked) or checked_job.texts).items():
+            show(f"--- {name}")
+            show(text.rstrip("\n"))
+        return
+    stop = StopWord()
+    with stops_noted(stop):
+        ending, results = run_sweep(checked, slots, stop)
+    if as_json:
+        show(json.dumps(results))
+    if ending.state == "stopped":
+        complain(ending.message)
+        raise typer.Exit(STOPPED)
+    if ending.state == "failed":
+        limit = f"sweep.max_failures={checked.sweep.sweep.max_failures}"
+        complain(f"{ending.message}; {limit} is reached; the same command continues with the next trial")
+        raise typer.Exit(1)
+    if results["best"] is None:
+        complain("no trial ended with a result; see the table above")
+        raise typer.Exit(1)
+
+
+@contextmanager
+def stops_noted(stop: "StopWord") -> Iterator[None]:
+    """Store the first signal for the sweep; a second one ends it immediately and leaves its trials running."""
+    from echelon.ground.stop_request import ECHO_SECONDS, STOP_SIGNALS
+
+    asked_at: list[float] = []
+
+    def ask(number: int, _: object) -> None:
+        now, name = time.monotonic(), signal.Signals(number).name
+        if not asked_at:
+            asked_at.append(now)
+            stop.name = name
+        elif now - asked_at[0] > ECHO_SECONDS:
+            complain(f"ended immediately by {name}; trials may still run; the same command takes them over")
+            raise typer.Exit(1)  # not a LaunchError, which the sweep would treat as a target that does not answer
+
+    before = {each: signal.getsignal(each) for each in STOP_SIGNALS}
+    for each in before:
+        signal.signal(each, ask)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -1,0 +1,154 @@
+"""The `echelon` command: registers its commands, and turns errors into a message and an exit code."""
+
+import functools
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from echelon.cli.commands.arguments import VersionOption
+from echelon.cli.commands.checkpoint import app as checkpoint_app
+from echelon.cli.commands.data import data
+from echelon.cli.commands.doctor import doctor
+from echelon.cli.commands.drill import drill
+from echelon.cli.commands.evaluate import evaluate
+from echelon.cli.commands.export import export
+from echelon.cli.commands.generate import generate
+from echelon.cli.commands.import_recipe import import_file
+from echelon.cli.commands.init import init
+from echelon.cli.commands.jobs import cancel, logs, runs, status
+from echelon.cli.commands.launch import launch
+from echelon.cli.commands.plan import plan
+from echelon.cli.commands.prepare import prepare
+from echelon.cli.commands.report import report
+from echelon.cli.commands.schema import schema
+from echelon.cli.commands.sweep import sweep
+from echelon.cli.commands.terminal import complain
+from echelon.cli.commands.train import train
+from echelon.cli.commands.verbosity import QuietOption, VerboseOption, set_verbosity, with_verbosity
+from echelon.cli.commands.watch import watch
+from echelon.ground.errors import (
+    EchelonError,
+    explain_storage_error,
+    first_line,
+    is_out_of_memory,
+    is_panic,
+    render_traceback,
+)
+from echelon.ground.launch_environment import find_place, restart_in_utf8, restart_with_libraries
+from echelon.ground.stop_request import stops_told
+from echelon.ground.variables import read_environment
+from echelon.planner.hardware.gpu_check import find_compat
+
+app = typer.Typer(
+    name="echelon",
+    help="Train language models across processes, GPUs and machines from one recipe.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "train": train,
+    "prepare": prepare,
+    "data": data,
+    "plan": plan,
+    "eval": evaluate,
+    "generate": generate,
+    "export": export,
+    "launch": launch,
+    "runs": runs,
+    "status": status,
+    "logs": logs,
+    "cancel": cancel,
+    "report": report,
+    "watch": watch,
+    "sweep": sweep,
+    "drill": drill,
+    "doctor": doctor,
+    "import": import_file,
+    "init": init,
+    "schema": schema,
+}
+_STOPPED: dict[str, tuple[signal.Signals, ...]] = {
+    **dict.fromkeys(
+        ("prepare", "data", "plan", "eval", "export", "report", "doctor", "import"), (signal.SIGTERM, signal.SIGINT)
+    ),
+    "generate": (signal.SIGTERM,),  # in a conversation Ctrl-C ends an answer
+}
+"""The commands that these signals end with a message, after cleanup. The others handle signals themselves, or write
+nothing."""
+
+
+def _stoppable(name: str, command: Callable[..., None]) -> Callable[..., None]:
+    """The command, ended by the signals of _STOPPED. A rank is not: its parent reports the stop."""
+
+    @functools.wraps(command)
+    def run(*arguments: object, **options: object) -> None:
+        from echelon.ground.launch_environment import launch_role
+
+        if launch_role() == "worker":
+            return command(*arguments, **options)
+        with stops_told(signals=_STOPPED[name]):
+            command(*arguments, **options)
+        return None
+
+    return run if name in _STOPPED else command
+
+
+for name, command in COMMANDS.items():
+    app.command(name)(with_verbosity(_stoppable(name, command)))
+app.add_typer(checkpoint_app, name="checkpoint")
+
+
+@app.callback()
+def begin(
+    version: VersionOption = False,
+    verbose: VerboseOption = False,
+    quiet: QuietOption = False,
+    local_rank: Annotated[int | None, typer.Option("--local-rank", "--local_rank", hidden=True)] = None,
+) -> None:
+    """Set up logging. `python -m torch.distributed.launch` passes `--local-rank` to each rank, in addition to
+    LOCAL_RANK; it is ignored."""
+    set_verbosity(verbose, quiet)
+
+
+def _use_compatible_libraries() -> None:
+    """Restart this program with the image's CUDA compatibility libraries if torch needs them with this driver.
+
+    A process finds libraries by the environment that it was started with. Each rank under torchrun does this itself.
+    """
+    if (compat := find_compat(read_environment())) is None:
+        return
+    if find_place().local_rank == 0:
+        typer.echo(f"hardware: {compat.line}", err=True)
+    restart_with_libraries(compat.folder)
+
+
+def main() -> None:
+    """The console script: every error becomes one message and an exit code."""
+    if sys.getfilesystemencoding() != "utf-8":  # libraries fail on paths with characters outside of the locale
+        restart_in_utf8()
+    _use_compatible_libraries()
+    try:
+        app()
+    except EchelonError as error:
+        complain(str(error))
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        complain("stopped by SIGINT")
+        sys.exit(1)
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        if storage := explain_storage_error(error, Path.cwd()):
+            complain(f"{storage}.")
+            sys.exit(1)
+        if is_out_of_memory(error):
+            complain(f"not enough memory for this command on this machine ({first_line(error)}).")
+            sys.exit(1)
+        complain(f"{type(error).__name__}: {error}; this is a bug in echelon; its traceback follows")
+        sys.stderr.write(render_traceback(error))
+        sys.exit(1)

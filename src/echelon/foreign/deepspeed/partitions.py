@@ -1,0 +1,184 @@
+"""Reads and writes what DeepSpeed's ZeRO optimizers have divided: master weights, moments, gradients.
+
+This is the one file that depends on the inside of those optimizers, so pyproject.toml admits only the versions that the
+tests of this engine have run with.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from echelon.foreign.deepspeed.flat_optimizer import FlatOptimizer
+
+
+class Partitions(Protocol):
+    """What a ZeRO optimizer has divided among all ranks. Methods with a parameter are collective, except `write`."""
+
+    @property
+    def flats(self) -> Sequence[Tensor]:
+        """The partitions of this rank that the optimizer steps, fp32."""
+        ...
+
+    def gradients(self) -> Iterator[Tensor]:
+        """Yield this rank's parts of the summed gradients, after the last microbatch."""
+        ...
+
+    def answer_norm(self, find_norm: Callable[[], Tensor]) -> None:
+        """Have `find_norm` asked for the norm in every step. If it is -1, DeepSpeed drops the gradients."""
+        ...
+
+    def link_state(self) -> None:
+        """Make the optimizer's state of each parameter known, once the partitions have it."""
+        ...
+
+    def read(self, parameter: nn.Parameter, key: str | None) -> Tensor:
+        """The whole master weight of a trained parameter, or its state of this key: fp32, on every rank."""
+        ...
+
+    def write(self, parameter: nn.Parameter, key: str | None, value: Tensor) -> None:
+        """Write this rank's part of a value as `read` returns it."""
+        ...
+
+    def settle(self) -> None:
+        """Copy the master weights to the weights of the model, after the last `write`. Collective."""
+        ...
+
+
+class WholeCopies:
+    """Stage 0: nothing is divided, and each parameter is its own partition. See Partitions."""
+
+    def __init__(self, optimizer: FlatOptimizer) -> None:
+        """`optimizer`: of the parameters themselves."""
+        self._optimizer = optimizer
+
+    @property
+    def flats(self) -> Sequence[Tensor]:
+        """See Partitions."""
+        return [each for group in self._optimizer.param_groups for each in group["params"]]
+
+    def gradients(self) -> Iterator[Tensor]:
+        """See Partitions. Every rank has all of them, and only the first one counts them in the norm."""
+        if dist.get_rank() == 0:
+            yield from (each.grad for each in self.flats if each.grad is not None)
+
+    def answer_norm(self, find_norm: Callable[[], Tensor]) -> None:
+        """See Partitions."""
+        self._optimizer.find_norm = find_norm
+
+    def link_state(self) -> None:
+        """See Partitions. The optimizer has it by parameter."""
+
+    def read(self, parameter: nn.Parameter, key: str | None) -> Tensor:
+        """See Partitions."""
+        whole: Tensor = parameter.detach() if key is None else self._optimizer.state[parameter][key]
+        return whole
+
+    def write(self, parameter: nn.Parameter, key: str | None, value: Tensor) -> None:
+        """See Partitions."""
+        self.read(parameter, key).copy_(value)
+
+    def settle(self) -> None:
+        """See Partitions. There is one copy of each weight."""
+
+
+class GradientPartitions:
+    """ZeRO-1 and ZeRO-2: the optimizer's state is divided, with `zero2` also gradients. See Partitions."""
+
+    def __init__(self, optimizer: Any) -> None:
+        """`optimizer`: a DeepSpeedZeroOptimizer."""
+        self._optimizer = optimizer
+        # It would otherwise ignore an answer of -1 in bf16.
+        optimizer.check_grad_overflow = True
+
+    @property
+    def flats(self) -> Sequence[Tensor]:
+        """See Partitions."""
+        flats: Sequence[Tensor] = self._optimizer.single_partition_of_fp32_groups
+        return flats
+
+    def gradients(self) -> Iterator[Tensor]:
+        """See Partitions."""
+        if self._optimizer.cpu_offload:
+            yield from (flat.grad for flat in self.flats if flat.grad is not None)
+        else:
+            for parts in self._optimizer.averaged_gradients.values():
+                yield from parts
+
+    def answer_norm(self, find_norm: Callable[[], Tensor]) -> None:
+        """See Partitions."""
+        self._optimizer.scaled_global_norm = lambda norm_type=2: find_norm()
+
+    def link_state(self) -> None:
+        """See Partitions."""
+        self._optimizer._lazy_init_hp_params_optimizer_state()
+
+    def read(self, parameter: nn.Parameter, key: str | None) -> Tensor:
+        """See Partitions."""
+        linked: Any = parameter
+        whole: Tensor = linked.get_full_hp_param(key)
+        return whole
+
+    def write(self, parameter: nn.Parameter, key: str | None, value: Tensor) -> None:
+        """See Partitions."""
+        linked: Any = parameter
+        linked.set_full_hp_param(value, key)
+
+    def settle(self) -> None:
+        """See Partitions."""
+        self._optimizer.update_lp_params()
+
+
+class ParameterPartitions:
+    """ZeRO-3: parameters are divided too, each by itself. See Partitions."""
+
+    def __init__(self, optimizer: Any) -> None:
+        """`optimizer`: a DeepSpeedZeroOptimizer_Stage3."""
+        self._optimizer = optimizer
+
+    @property
+    def flats(self) -> Sequence[Tensor]:
+        """See Partitions."""
+        flats: Sequence[Tensor] = self._optimizer.fp32_partitioned_groups_flat
+        return flats
+
+    def gradients(self) -> Iterator[Tensor]:
+        """See Partitions."""
+        if self._optimizer.offload_optimizer:
+            yield from (flat.grad for flat in self.flats if flat.grad is not None)
+        else:
+            for parts in self._optimizer.averaged_gradients.values():
+                yield from parts
+
+    def answer_norm(self, find_norm: Callable[[], Tensor]) -> None:
+        """See Partitions."""
+        self._optimizer._get_norm_groups = lambda: [find_norm()]
+
+    def link_state(self) -> None:
+        """See Partitions. The state of a parameter is found through its partition."""
+
+    def read(self, parameter: nn.Parameter, key: str | None) -> Tensor:
+        """See Partitions."""
+        whole: Tensor = self._optimizer.get_full_hp_param(parameter, key)
+        return whole
+
+    def write(self, parameter: nn.Parameter, key: str | None, value: Tensor) -> None:
+        """See Partitions."""
+        # DeepSpeed's own way to write a whole value fails where the ranks' parts are not equal.
+        divided: Any = parameter
+        size = divided.ds_tensor.numel()
+        start = self._optimizer._get_param_partition_rank(parameter) * size
+        part = value.flatten()[start : start + size]
+        part = torch.nn.functional.pad(part, (0, size - part.numel()))
+        self._optimizer.set_local_hp_param(part, parameter, key)
+
+    def settle(self) -> None:
+        """See Partitions."""
+        for index in range(len(self.flats)):
+            self._optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        kept = self._optimizer.persistent_parameters
+        if kept:  # small parameters are whole on every rank
+            kept[0].partition(kept, has_been_updated=False)
+            kept[0].all_gather(kept)

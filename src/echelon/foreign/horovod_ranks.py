@@ -1,0 +1,152 @@
+"""Starts Horovod in this process, over the ranks of its process group.
+
+Only `horovodrun` tells Horovod the place of a rank. Under any other launcher Horovod starts without an error with one
+process per job, and each process would train a model of its own. There the ranks tell it their place, and rank 0 runs
+the store where they meet. Written for Horovod 0.28.1.
+"""
+
+import importlib
+import platform
+import threading
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from echelon.ground.errors import ConfigError, LaunchError
+from echelon.ground.launch_environment import (
+    Rendezvous,
+    find_fusion_threshold,
+    find_place,
+    find_rendezvous,
+    find_socket_interface,
+    has_horovod_store,
+    has_mpi,
+)
+from echelon.ground.listening import is_loopback
+from echelon.ground.variables import set_variables
+from echelon.learn.distributed.objects import gather_objects
+from echelon.recipe.horovod_config import HorovodConfig
+
+DEFAULT_FUSION_MB = 128  # Horovod's own
+
+
+class _Seat(NamedTuple):
+    """Where a rank runs: its machine, and its place among the ranks there."""
+
+    machine: str
+    local_rank: int
+    local_size: int
+
+
+def import_horovod() -> Any:
+    """Return the module `horovod.torch`. Raises ConfigError if it is not installed, or built for another torch."""
+    how = "build it for this Python and this torch, as in docs/horovod.md"
+    try:
+        hvd = importlib.import_module("horovod.torch")
+    except ImportError as error:
+        raise ConfigError(f"engine=horovod: the package horovod cannot be imported ({error}); {how}.") from error
+    if not hasattr(hvd, "init"):  # the package prints the reason and can be imported all the same
+        raise ConfigError(f"engine=horovod: the installed horovod has no extension that this torch can load; {how}.")
+    return hvd
+
+
+def start_horovod(config: HorovodConfig) -> Any:
+    """Start Horovod, once in a process; return `horovod.torch`. Collective over the default process group.
+
+    Raises:
+        ConfigError: Horovod is not installed.
+        LaunchError: Horovod's ranks are not those of the process group, or cannot meet.
+    """
+    hvd = import_horovod()
+    if not hvd.is_initialized():
+        set_variables(_build_settings(config))
+        if not has_horovod_store() and not (has_mpi() and hvd.mpi_built()):
+            set_variables(_place_ranks())
+        hvd.init()
+    check_ranks(hvd.rank(), hvd.size())
+    return hvd
+
+
+def check_ranks(rank: int, size: int) -> None:
+    """Raise LaunchError unless Horovod's rank and number of ranks are those of the process group."""
+    if (rank, size) != (dist.get_rank(), dist.get_world_size()):
+        raise LaunchError(
+            f"Horovod started as rank {rank} of {size}, but this process is rank {dist.get_rank()} of the "
+            f"{dist.get_world_size()} of the job; start all processes with one launcher, and unset HOROVOD_* variables "
+            "that are left of another one."
+        )
+
+
+def find_group_bytes(config: HorovodConfig) -> int:
+    """The bytes of gradients that Horovod sums at once."""
+    if config.fusion_threshold_mb is not None:
+        return config.fusion_threshold_mb * 2**20
+    given = find_fusion_threshold()
+    return DEFAULT_FUSION_MB * 2**20 if given is None else given
+
+
+def _build_settings(config: HorovodConfig) -> dict[str, str]:
+    """The variables that Horovod reads as it starts.
+
+    Gradients of one group are summed together, and never with those of another one: which groups are ready at the same
+    moment differs from step to step, and sums depend on the position in the buffer.
+    """
+    settings = {"HOROVOD_FUSION_THRESHOLD": str(find_group_bytes(config)), "HOROVOD_DISABLE_GROUP_FUSION": "1"}
+    if config.cycle_time_ms is not None:
+        settings["HOROVOD_CYCLE_TIME"] = f"{config.cycle_time_ms:g}"
+    return settings
+
+
+def _place_ranks() -> dict[str, str]:
+    """The variables of this rank that `horovodrun` would set, with a store on rank 0. Collective."""
+    place, meeting = find_place(), find_rendezvous()
+    machine = platform.node() if meeting is None or meeting.own_address is None else meeting.own_address
+    seats = gather_objects(_Seat(machine, place.local_rank, place.local_world_size), _whole_group())
+    mine = seats[place.rank]
+    across = [rank for rank, each in enumerate(seats) if each.local_rank == mine.local_rank]
+    variables = {
+        "HOROVOD_RANK": place.rank,
+        "HOROVOD_SIZE": len(seats),
+        "HOROVOD_LOCAL_RANK": mine.local_rank,
+        "HOROVOD_LOCAL_SIZE": mine.local_size,
+        "HOROVOD_CROSS_RANK": across.index(place.rank),
+        "HOROVOD_CROSS_SIZE": len(across),
+        "HOROVOD_HOSTNAME": mine.machine,
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+    }
+    if meeting is not None:
+        endpoint = _open_store(seats, meeting) if place.rank == 0 else ("", 0)
+        host, port = gather_objects(endpoint, _whole_group())[0]
+        interface = find_socket_interface(meeting)
+        variables |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": host, "HOROVOD_GLOO_RENDEZVOUS_PORT": port}
+        variables |= {} if interface is None else {"HOROVOD_GLOO_IFACE": interface}
+    return {name: str(value) for name, value in variables.items()}
+
+
+def _open_store(seats: list[_Seat], meeting: Rendezvous) -> tuple[str, int]:
+    """Run Horovod's store on rank 0, at the address that the other ranks reach, until this process ends."""
+    from horovod.runner.common.util.hosts import SlotInfo
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+    address = meeting.own_address or meeting.address
+    if is_loopback(address) and not meeting.is_local:
+        raise LaunchError(
+            f"MASTER_ADDR={address} on rank 0 is not an address that other machines reach, and engine=horovod has to "
+            "listen there; set MASTER_ADDR to the address of rank 0's machine on every rank."
+        )
+    store = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
+    sizes = [sum(each.local_rank == seat.local_rank for each in seats) for seat in seats]
+    store.init(
+        [
+            SlotInfo(seat.machine, rank, seat.local_rank, 0, len(seats), seat.local_size, cross_size)
+            for rank, (seat, cross_size) in enumerate(zip(seats, sizes, strict=True))
+        ]
+    )
+    threading.Thread(target=store.serve_forever, name="horovod store", daemon=True).start()
+    return address, store.server_address[1]
+
+
+def _whole_group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD

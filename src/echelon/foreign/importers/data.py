@@ -1,0 +1,246 @@
+"""Import the data keys of another tool's file: sources, sequences, chat template and trained tokens."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from echelon.foreign.importers.axolotl_data import read_axolotl
+from echelon.foreign.importers.defaults import Defaults, Trainer, put_default
+from echelon.foreign.importers.factory_data import read_factory, read_factory_v1
+from echelon.foreign.importers.hf_data import read_hf
+from echelon.foreign.importers.ledger import Ledger
+from echelon.foreign.importers.reading import Tool
+from echelon.foreign.importers.sources import Read
+from echelon.recipe.aliases import spellings
+from echelon.recipe.yaml_text import show_value
+
+_PLACE_OF_DATA = "path/to/data.jsonl"
+
+
+def read_data(ledger: Ledger, tool: Tool, trainer: Trainer | None, folder: Path) -> Read:
+    """Read the data sources of a file of `tool` in the folder `folder`."""
+    match tool:
+        case "axolotl":
+            return read_axolotl(ledger)
+        case "llamafactory":
+            return read_factory(ledger, folder)
+        case "llamafactory-v1":
+            return read_factory_v1(ledger, folder)
+        case "hf":
+            return read_hf(ledger, trainer)
+
+
+def carry_data(ledger: Ledger, tool: Tool, read: Read, defaults: Defaults, dpo: bool) -> None:
+    """Import the recipe's `data`: sources, validation, sequence length, packing, chat template, trained tokens."""
+    sources = list(read.train)
+    if not sources:
+        sources = [{"path": _PLACE_OF_DATA}]
+        ledger.remark(f"the file has no data; set data.train (currently {_PLACE_OF_DATA}).")
+        ledger.reasons["data.train"] = "not in the file"
+    ledger.values["data.train"] = sources
+    _carry_validation(ledger, list(read.validation))
+    if ledger.move("data.sequence_len", "model_max_length") is None:
+        put_default(ledger, defaults, "data.sequence_len", defaults.sequence_len)
+    _carry_packing(ledger, tool, defaults, read, dpo)
+    _carry_wording(ledger, read)
+    _carry_learned(ledger, tool, defaults, read, dpo)
+    _carry_overlong(ledger, tool, defaults)
+    _carry_ends(ledger, read)
+    if ledger.peek("dataset_exact_deduplication"):
+        ledger.take("dataset_exact_deduplication")
+        ledger.put("data.deduplicate", True, "dataset_exact_deduplication: true")
+    ledger.move("data.prepare_workers")
+
+
+def _carry_validation(ledger: Ledger, validation: list[dict[str, object]]) -> None:
+    names = (*spellings("data.validation_fraction"), "validation_split_percentage")
+    full = ledger.find(*names)
+    size = ledger.number(*names)
+    if validation or "data.validation" in ledger.values:
+        ledger.values.setdefault("data.validation", validation)
+        if full is not None and size:
+            ledger.need_not(full, "the file has separate evaluation data.")
+        return
+    if "data.validation_fraction" in ledger.values:
+        return
+    if full == "validation_split_percentage" and size:
+        size = size / 100
+    if size and size >= 1:
+        assert full is not None
+        ledger.lose(
+            full,
+            "a number of held-out records is not supported; set data.validation or a fraction, "
+            "data.validation_fraction.",
+        )
+        size = None
+    if size:
+        assert full is not None
+        ledger.put("data.validation_fraction", float(size), f"{full}: {show_value(size)}")
+        ledger.differ(full, "the held-out documents are selected by a hash of each document, not by a shuffle.")
+    else:
+        ledger.put("data.validation_fraction", 0, "nothing is held out" if full is None else f"{full}")
+
+
+def _carry_packing(ledger: Ledger, tool: Tool, defaults: Defaults, read: Read, dpo: bool) -> None:
+    neat, full = ledger.take("neat_packing"), ledger.find("sample_packing", "packing")
+    value = ledger.take("sample_packing", "packing")
+    if tool == "llamafactory-v1":
+        _carry_batching(ledger)
+        return
+    default = _pretrains(ledger) or defaults.packing
+    packs = bool(neat or (default if full is None else value))
+    if any(name.startswith("pretraining_dataset.") for name in ledger.given):
+        _carry_joined(ledger, packs)
+        return
+    _refuse_padding(ledger, tool, full, is_padded=bool(read.plain) and not packs)
+    if dpo and packs:
+        ledger.put("data.packing", False, "one pair at a time")
+        return
+    ledger.put(
+        "data.packing", packs, f"the default of {defaults.name}" if full is None else f"{full}: {show_value(value)}"
+    )
+    if packs:
+        joins = tool == "llamafactory" and not neat and not _pretrains(ledger)
+        _carry_mask(ledger, tool, defaults, full or "packing", joins, bool(read.plain))
+
+
+def _pretrains(ledger: Ledger) -> bool:
+    """Whether this is a LLaMA-Factory file for pretraining."""
+    return ledger.given.get("stage") == "pt"
+
+
+def _refuse_padding(ledger: Ledger, tool: Tool, full: str | None, is_padded: bool) -> None:
+    if tool == "axolotl" and is_padded:
+        ledger.refuse(
+            full or "datasets.0.type", "Axolotl cuts each text into sequences by itself and pads them, which echelon "
+            "does not support; set sample_packing: true."
+        )  # fmt: skip
+
+
+def _carry_joined(ledger: Ledger, packs: bool) -> None:
+    """Import the packing of Axolotl's `pretraining_dataset`."""
+    apart = packs and ledger.take("pretrain_multipack_attn") is not False
+    ledger.put("data.packing", True, "pretraining_dataset: texts are joined")
+    ledger.put("data.document_mask", apart, f"sample_packing: {show_value(packs)}")
+
+
+def _carry_mask(ledger: Ledger, tool: Tool, defaults: Defaults, full: str, joins: bool, plain: bool) -> None:
+    """Set whether packed samples attend to each other. `joins`: they do in the tool."""
+    strategy = ledger.take("packing_strategy")
+    if joins:
+        ledger.put("data.document_mask", False, "packing without neat_packing")
+        ledger.differ(
+            full, "without neat_packing packed samples attend to each other: document_mask: false. Remove that key to "
+            "prevent it."
+        )  # fmt: skip
+    elif tool == "axolotl" or (tool == "hf" and defaults.name != "transformers" and strategy != "wrapped"):
+        ledger.put("data.document_mask", True, "packed samples do not attend to each other")
+        if plain:
+            ledger.differ(full, "plain texts are joined and cut at data.sequence_len, not each text by itself.")
+
+
+def _carry_batching(ledger: Ledger) -> None:
+    """Import v1's `batching_strategy`: the layout of a microbatch or, with `dynamic`, the size of a step."""
+    strategy = ledger.take("batching_strategy")
+    if strategy not in (None, "normal", "padding_free"):
+        ledger.refuse(
+            "batching_strategy", "LLaMA-Factory fills a step with samples up to a number of tokens; in echelon every "
+            "step has train.global_batch_size sequences."
+        )  # fmt: skip
+    ledger.put(
+        "data.packing", False, f"batching_strategy: {strategy}" if strategy else "the default of LLaMA-Factory v1"
+    )
+
+
+def _carry_wording(ledger: Ledger, read: Read) -> None:
+    if len(read.wordings) > 1:
+        said = ", ".join(wording.said for wording in read.wordings)
+        first = next(name for name in ledger.given if name.partition(".")[0] in ("datasets", "test_datasets"))
+        ledger.refuse(
+            first, f"a recipe has one chat template, but this file uses several: {said}; rewrite the data for one "
+            "template."
+        )  # fmt: skip
+    for wording in read.wordings[:1]:
+        if wording.template is not None:
+            ledger.put("data.chat_template", wording.template, wording.said)
+        if wording.system is not None:
+            ledger.put("data.system_prompt", wording.system, f"{wording.said}, its system message")
+    for name in ("chat_template_jinja", "chat_template"):
+        if ledger.find(name) is not None:
+            ledger.need_not(name, "the datasets have their own templates.")
+    if ledger.peek("default_system_message", "default_system", "system_prompt"):
+        ledger.move("data.system_prompt", "default_system_message", "default_system", "system_prompt")
+
+
+def _carry_learned(ledger: Ledger, tool: Tool, defaults: Defaults, read: Read, dpo: bool) -> None:
+    """Set `data.train_on`, also if the value is echelon's default: the tools differ most in this setting."""
+    whole, last = ledger.find("train_on_inputs", "train_on_prompt"), ledger.find("mask_history")
+    only_answers = ledger.find("assistant_only_loss")
+    assistant = ledger.take("assistant_only_loss")
+    if read.plain or dpo:
+        why = "all tokens of plain text are targets." if read.plain else "DPO compares the answers of a pair."
+        for name in filter(None, (whole, last)):
+            ledger.need_not(name, why)
+        return
+    if whole is not None and ledger.take(whole) is True:
+        ledger.put("data.train_on", "all", f"{whole}: true")
+        if tool == "axolotl" and any(map(_has_turns, read.train)):
+            ledger.refuse(
+                whole,
+                "Axolotl trains on the text of each turn; echelon would also train on the template's text around it.",
+            )
+    elif last is not None and ledger.take(last):
+        ledger.put("data.train_on", "last", f"{last}: true")
+    else:
+        everything = tool == "hf" and not assistant
+        default = f"the default of {'TRL' if everything else defaults.name}"
+        why = f"{only_answers}: {show_value(not everything)}" if only_answers else default
+        ledger.put("data.train_on", "all" if everything else "assistant", why)
+    _carry_completions(ledger)
+
+
+def _carry_completions(ledger: Ledger) -> None:
+    full = ledger.find("completion_only_loss")
+    if full is not None and ledger.given[full] is True:
+        ledger.need_not(full, "of a prompt-completion record, only the completion is a target.")
+    elif full is not None:
+        ledger.refuse(full, "of a prompt-completion record, echelon trains only on the completion.")
+
+
+def _has_turns(source: Mapping[str, Any]) -> bool:
+    """Whether a source contains conversations rather than single questions with answers."""
+    return source.get("format") in ("messages", "sharegpt") or bool(
+        {"messages", "conversations"} & {*source.get("fields", ())}
+    )
+
+
+def _carry_overlong(ledger: Ledger, tool: Tool, defaults: Defaults) -> None:
+    full = ledger.find("excess_length_strategy", "sample_packing_excess")
+    if full is None:
+        put_default(ledger, defaults, "data.on_overlong", defaults.on_overlong)
+        return
+    value = ledger.take(full)
+    ours = {"drop": "drop", "truncate": "cut", "raise": "refuse"}.get(str(value))
+    if ours is None:
+        ledger.refuse(full, "samples that are too long can be cut, dropped or refused: data.on_overlong.")
+    else:
+        ledger.put("data.on_overlong", ours, f"{full}: {value}")
+
+
+def _carry_ends(ledger: Ledger, read: Read) -> None:
+    """Import the tokens that end turns and texts, if the file sets any."""
+    ends = ledger.find("eot_tokens")
+    eos = ledger.find("eos_token")
+    if ends is not None and read.plain:
+        ledger.need_not(ends, "the data has no conversations.")
+    elif ends is not None:
+        ledger.put("data.eot_tokens", ledger.words(ends), f"{ends}: {show_value(ledger.given[ends])}")
+    if eos == "eos_token":  # TRL's
+        if "eos_token" in str(ledger.values.get("data.chat_template", "")):
+            ledger.refuse(eos, "the chat template uses the tokenizer's eos; write the token itself into the template.")
+        token = str(ledger.take(eos))
+        ledger.put("data.document_separator", token, f"{eos}: {token}")
+        if not read.plain:
+            ledger.put("data.eot_tokens", [token], f"{eos}: {token}")
+    elif named := ledger.given.get("special_tokens.eos_token"):
+        ledger.put("data.document_separator", str(named), f"special_tokens.eos_token: {named}")

@@ -1,0 +1,140 @@
+"""Read another tool's file as a flat mapping of its keys, and detect the tool."""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from echelon.ground.errors import ConfigError
+from echelon.ground.stored import read_bytes
+from echelon.recipe.yaml_text import parse_yaml, read_table, show_value
+
+Tool = Literal["axolotl", "hf", "llamafactory", "llamafactory-v1"]
+TOOLS: tuple[Tool, ...] = get_args(Tool)
+
+TABLE: Mapping[str, Any] = read_table(Path(__file__).with_name("tools.yaml"))
+"""What is known of each tool."""
+_GROUPS: tuple[str, ...] = tuple(TABLE["groups"].split())
+_OURS = ("run", "model", "data", "train")
+_READ = (
+    "It reads YAML and JSON of Axolotl, Hugging Face (Trainer, TRL, PEFT) and LLaMA-Factory; for other tools write a "
+    "recipe, beginning with: echelon init"
+)
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle")
+
+
+def read_foreign(path: Path) -> dict[str, Any]:
+    """Read the keys of a YAML or JSON file and flatten its groups: `lora_config: {r: 8}` becomes `lora_config.r`.
+
+    Raises ConfigError for a file that cannot be read, is a pickle, is not a mapping, is a recipe, or does not train.
+    """
+    try:
+        content = read_bytes(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}; give the YAML or JSON file of another tool."
+        ) from None
+    if path.suffix in _PICKLES or content[:1] == b"\x80" or content[:4] == b"PK\x03\x04":
+        raise ConfigError(
+            f"{path} is a Python pickle, which runs code when it is loaded; in the program that wrote it, save the "
+            "arguments as text, open('training_args.json', 'w').write(training_args.to_json_string()), and import "
+            "that file."
+        )
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text; import reads YAML and JSON.") from None
+    if path.suffix == ".toml" or _is_toml(text):
+        raise ConfigError(f"{path} is TOML, as of torchtitan, which import does not read. {_READ}")
+    given = _parse(text, path)
+    if not isinstance(given, dict) or not given:
+        raise ConfigError(f"{path} is not a mapping of keys; give the configuration file of a training tool.")
+    if all(isinstance(given.get(key), dict) for key in _OURS):
+        raise ConfigError(f"{path} is already an echelon recipe; train it with: echelon train {path}")
+    _refuse_torchtune(given, path)
+    flat = _flatten(given)
+    _check_training(flat, path)
+    return flat
+
+
+def _refuse_torchtune(given: Mapping[Any, Any], path: Path) -> None:
+    """Raise ConfigError for a file of torchtune, known by its key for the class or function that a section builds."""
+    for section, value in given.items():
+        if isinstance(value, dict) and isinstance(component := value.get("_component_"), str):
+            raise ConfigError(
+                f"{path} is a configuration of torchtune ({section}._component_: {show_value(component)}), which "
+                f"import does not read. {_READ}"
+            )
+
+
+def _is_toml(text: str) -> bool:
+    """Whether a text is TOML with keys. No mapping of YAML or JSON is."""
+    try:
+        return bool(tomllib.loads(text))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _check_training(given: Mapping[str, Any], path: Path) -> None:
+    """Raise ConfigError for a file that does not train."""
+    trains = given.get("do_train") or (given.get("stage") and not given.get("do_predict"))
+    for key, reason in TABLE["without_training"].items():
+        if given.get(key) and not trains:
+            raise ConfigError(f"{path}: {key}: {show_value(given[key])}: {reason}.")
+
+
+def _parse(text: str, path: Path) -> Any:
+    if path.suffix == ".json":
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{path} is not valid JSON: {error}.") from None
+    return parse_yaml(text, str(path))[0]
+
+
+def _read_words(key: str, value: Any) -> Any:
+    """Convert yes, no, on and off to booleans, as in YAML 1.1, which these tools use. `eval_strategy: no` stays."""
+    if isinstance(value, dict):
+        return {inner: _read_words(str(inner), item) for inner, item in value.items()}
+    if isinstance(value, list):
+        return [_read_words(key, item) for item in value]
+    is_word = not isinstance(value, str) or key.endswith("strategy") or key == "include_num_input_tokens_seen"
+    return value if is_word else {"yes": True, "on": True, "no": False, "off": False}.get(value.lower(), value)
+
+
+def _flatten(given: Mapping[Any, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in _read_words("", given).items():
+        if str(key) in _GROUPS and isinstance(value, dict):
+            flat.update({f"{key}.{inner}": item for inner, item in value.items()})
+        else:
+            flat[str(key)] = value
+    return flat
+
+
+def find_beside(folder: Path, name: str) -> Path | None:
+    """Find a relative path in the working directory, in `folder` or in the parents of `folder`; None if not found."""
+    return next(
+        (place / name for place in (Path(), folder, *folder.resolve().parents) if (place / name).exists()), None
+    )
+
+
+def detect_tool(given: Mapping[str, Any], path: Path) -> Tool:
+    """Detect the tool from the keys of a file. Raises ConfigError if the keys match no tool."""
+    names = {name.rpartition(".")[2] for name in given}
+    decisive, score = (
+        {tool: len(names & set(TABLE["tools"][tool][kind].split())) for tool in TOOLS} for kind in ("decisive", "signs")
+    )
+    if decisive["llamafactory-v1"]:  # such files also have keys of Axolotl
+        return "llamafactory-v1"
+    # The other tools also have keys of TrainingArguments, so hf is tried last.
+    own: tuple[Tool, Tool] = ("axolotl", "llamafactory")
+    for tool in sorted(own, key=lambda each: -score[each]):
+        if decisive[tool]:
+            return tool
+    if score["hf"] or decisive["hf"] or {"r", "peft_type", "target_modules"} <= names:
+        return "hf"
+    raise ConfigError(
+        f"{path}: the keys do not match any of {', '.join(TOOLS)}; name the tool, for example --from axolotl."
+    )

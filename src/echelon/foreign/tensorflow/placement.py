@@ -1,0 +1,91 @@
+"""The distribution strategies of TensorFlow, as the section `tensorflow` names them."""
+
+import json
+import socket
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from echelon.foreign.tensorflow.library import Library
+from echelon.foreign.tensorflow.tpu import find_tpu_strategy
+from echelon.ground.launch_environment import find_rendezvous
+from echelon.ground.listening import is_loopback
+from echelon.ground.variables import set_variables
+from echelon.learn.distributed.objects import gather_objects
+from echelon.recipe.tensorflow_config import TensorflowConfig
+
+
+class Placement(NamedTuple):
+    """A strategy, and the number of copies of the model that this process runs under it.
+
+    `varies`: whether its functions may take batches of any shape without being compiled again.
+    """
+
+    strategy: Any
+    num_copies: int
+    varies: bool = True
+
+
+def build_placement(library: Library, config: TensorflowConfig, everyone: dist.ProcessGroup) -> Placement:
+    """Build a strategy that copies the model; once in a process, before any other operation of TensorFlow. Collective.
+
+    Raises ConfigError for `tpu` where there is none.
+    """
+    tf = library.tf
+    if config.strategy == "tpu":
+        strategy = find_tpu_strategy(library, config.tpu)
+        return Placement(strategy, strategy.num_replicas_in_sync, varies=False)
+    if config.strategy == "mirrored":
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        devices = [tf.config.LogicalDeviceConfiguration()] * config.replicas
+        tf.config.set_logical_device_configuration(cpu, devices)
+        names = [f"CPU:{number}" for number in range(config.replicas)]
+        return Placement(tf.distribute.MirroredStrategy(names), config.replicas)
+    if dist.get_world_size(everyone) == 1:
+        return Placement(tf.distribute.get_strategy(), 1)
+    rank, workers = dist.get_rank(everyone), gather_objects(_find_address(), everyone)
+    cluster = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
+    set_variables({"TF_CONFIG": json.dumps(cluster)})
+    options = tf.distribute.experimental.CommunicationOptions(
+        implementation=tf.distribute.experimental.CommunicationImplementation.RING
+    )
+    return Placement(tf.distribute.MultiWorkerMirroredStrategy(communication_options=options), 1)
+
+
+class Cluster(NamedTuple):
+    """The servers of ParameterServerStrategy in this process, and on rank 0 what directs all of them.
+
+    `servers`: kept, because a server ends with its object. `coordinator` is a ClusterCoordinator; None on other ranks.
+    """
+
+    servers: list[Any]
+    coordinator: Any | None
+
+
+def start_cluster(library: Library, config: TensorflowConfig, everyone: dist.ProcessGroup) -> Cluster:
+    """Start a worker in every process and a parameter server in the first ones; rank 0 connects to all. Collective."""
+    tf = library.tf
+    rank = dist.get_rank(everyone)
+    addresses = gather_objects([_find_address() for _ in range(3)], everyone)
+    chief, workers, served = (list(each) for each in zip(*addresses, strict=True))
+    spec = tf.train.ClusterSpec({"chief": chief[:1], "worker": workers, "ps": served[: config.servers]})
+    jobs = ["worker", "ps"] if rank < config.servers else ["worker"]
+    servers = [tf.distribute.Server(spec, job_name=job, task_index=rank, protocol="grpc") for job in jobs]
+    dist.barrier(everyone)
+    if rank > 0:
+        return Cluster(servers, None)
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        spec, task_type="chief", task_id=0, rpc_layer="grpc"
+    )
+    strategy = tf.distribute.ParameterServerStrategy(resolver)
+    return Cluster(servers, tf.distribute.coordinator.ClusterCoordinator(strategy))
+
+
+def _find_address() -> str:
+    """An address and a free port of this process for a server of TensorFlow."""
+    meeting = find_rendezvous()
+    host = "127.0.0.1"
+    if meeting is not None and not meeting.is_local:
+        host = meeting.own_address or socket.gethostbyname(socket.gethostname())
+    with socket.create_server((host if is_loopback(host) else "", 0)) as probe:
+        return f"{host}:{probe.getsockname()[1]}"

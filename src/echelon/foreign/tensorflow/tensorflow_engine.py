@@ -1,0 +1,269 @@
+"""The Engine of TensorFlow. torch remains what holds the job together: its process group, data and checkpoints."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from echelon.foreign.tensorflow.backbones import find_arguments
+from echelon.foreign.tensorflow.decoder import Decoder
+from echelon.foreign.tensorflow.library import Library, import_tensorflow
+from echelon.foreign.tensorflow.passes import Array, Passes
+from echelon.foreign.tensorflow.placement import build_placement, start_cluster
+from echelon.foreign.tensorflow.served_steps import ServedModel, ServedSteps
+from echelon.foreign.tensorflow.steps import GRADIENTS, WEIGHTS, CopiedSteps, Steps
+from echelon.foreign.tensorflow.update import MOMENTS, AdamW, Member
+from echelon.ground.errors import ConfigError
+from echelon.learn.checkpoint.adapter_folder import AdapterContent
+from echelon.learn.checkpoint.first_weights import open_weights
+from echelon.learn.data.loader import Microbatch
+from echelon.learn.engines.engine import EngineSpec, Finding, Rehearsal
+from echelon.learn.model.build import build_on_meta, materialize
+from echelon.learn.objectives.causal_lm import CausalLM
+from echelon.learn.objectives.loss import IGNORE
+from echelon.learn.objectives.objective import Objective
+from echelon.learn.optimizer import Served
+from echelon.learn.optimizer.groups import find_members
+from echelon.learn.parallel.step import StepSums
+from echelon.learn.sync.synchronizer import Fill
+from echelon.recipe import Recipe
+from echelon.recipe.tensorflow_config import TensorflowConfig
+
+_EPSILON = 1e-6  # as in clip_gradients
+
+Started = TypeVar("Started")
+
+
+class TensorflowEngine:
+    """A backbone of keras-hub under a distribution strategy. See `Engine`."""
+
+    loss_scale: Tensor | None = None
+    served: Served | None = None
+
+    def __init__(self, steps: Steps, lines: Sequence[str]) -> None:
+        """`lines`: the result of `describe`."""
+        self.steps = steps
+        """What computes the steps, on this rank or directed by it."""
+        self._lines = lines
+        self._num_updates = 0
+
+    def describe(self, has_documents: bool) -> Sequence[str]:
+        """See Engine."""
+        return self._lines
+
+    def rehearse(self, microbatch: Microbatch, num_microbatches: int, objective: Objective) -> Rehearsal:
+        """See Engine. It also traces the functions of a step. Memory is not measured.
+
+        Raises ConfigError for sequences whose documents must not attend to each other.
+        """
+        if microbatch.documents is not None:
+            raise ConfigError(
+                "engine=tensorflow: the backbones of keras-hub cannot keep the documents of a sequence apart, and this "
+                "data has several in one; set data.packing=false for instructions, or data.document_mask=false, or use "
+                "engine=native."
+            )
+        masked = replace(microbatch, labels=torch.full_like(microbatch.labels, IGNORE))
+        self.steps.accumulate([masked], 1.0)
+        self.steps.norm()
+        self.steps.clear()
+        return Rehearsal()
+
+    def forward_backward(
+        self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective
+    ) -> StepSums:
+        """See Engine. Raises ConfigError for another objective than the cross-entropy of tokens."""
+        _refuse_other_losses(objective)
+        return StepSums(torch.tensor(self.steps.accumulate(microbatches, float(num_targets))).double())
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """See Replica."""
+        norm = self.steps.norm()
+        if max_norm is not None and norm + _EPSILON > max_norm:
+            self.steps.scale(max_norm / (norm + _EPSILON))
+        return torch.tensor(norm)
+
+    def step(self, learning_rate: float, commit: Tensor) -> None:
+        """See Replica."""
+        if bool(commit):
+            self._num_updates += 1
+            self.steps.update(learning_rate, self._num_updates)
+        self.steps.clear()
+
+    def discard(self) -> None:
+        """See Engine."""
+        self.steps.clear()
+
+    def find_nonfinite(
+        self, step: int, microbatch: Microbatch, num_targets: Tensor, objective: Objective
+    ) -> Finding | None:
+        """See Engine."""
+        return self.steps.passes().find_nonfinite(microbatch.input_ids, microbatch.labels)
+
+    @contextmanager
+    def evaluation(self, objective: Objective) -> Iterator["TensorflowEvaluation"]:
+        """See Engine."""
+        _refuse_other_losses(objective)
+        yield TensorflowEvaluation(self.steps.passes())
+
+    def describe_end(self) -> Sequence[str]:
+        """See Engine."""
+        return ()
+
+    def describe_adapter(self) -> AdapterContent:
+        """There is none: adapters are refused."""
+        raise AssertionError("engine=tensorflow trains all weights")
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return copies of the weights: see Replica."""
+        return _as_torch(self.steps.read(WEIGHTS))
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return copies of the gradients: see Replica."""
+        return _as_torch(self.steps.read(GRADIENTS))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """See Engine. The names and shapes are those of the native engine with AdamW."""
+        weights = self.weights()
+        state = {f"model.{name}": each for name, each in weights.items()}
+        state |= {f"optimizer.{name}.step": torch.tensor(float(self._num_updates)) for name in weights}
+        for key in MOMENTS:
+            state |= {f"optimizer.{name}.{key}": each for name, each in _as_torch(self.steps.read(key)).items()}
+        return state
+
+    def load(self, fill: Fill) -> None:
+        """See Engine.
+
+        Raises ConfigError for weights that were updated a different number of times, which no run of echelon has.
+        """
+        state = self.state_dict()
+        fill(state)
+        names = [key.removeprefix("model.") for key in state if key.startswith("model.")]
+        counts = {int(state[f"optimizer.{name}.step"]) for name in names}
+        if len(counts) > 1:
+            raise ConfigError(
+                f"engine=tensorflow: the checkpoint has weights with {sorted(counts)} updates, and this engine counts "
+                "them together; use engine=native."
+            )
+        [self._num_updates] = counts
+        self.steps.write(WEIGHTS, {name: state[f"model.{name}"].numpy() for name in names})
+        for key in MOMENTS:
+            self.steps.write(key, {name: state[f"optimizer.{name}.{key}"].numpy() for name in names})
+
+
+class TensorflowEvaluation:
+    """See Evaluation. Every process computes with its own copy."""
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
+
+    def sums(self, microbatch: Microbatch) -> Tensor:
+        """See Evaluation."""
+        return torch.tensor([self._passes.loss_sum(microbatch.input_ids, microbatch.labels)])
+
+    def log_probabilities(self, microbatch: Microbatch) -> Tensor:
+        """See Evaluation."""
+        return self._passes.log_probabilities(microbatch.input_ids, microbatch.labels)
+
+    def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
+        """See Evaluation."""
+        return self._passes.logits_at(input_ids, places)
+
+    def start_cached(self) -> None:
+        """See Evaluation."""
+
+
+def _refuse_other_losses(objective: Objective) -> None:
+    if type(objective) is not CausalLM:  # a subclass may have another loss
+        raise ConfigError(
+            f"engine=tensorflow computes the cross-entropy of tokens itself and cannot run a loss in PyTorch, and the "
+            f"loss is {objective}; use engine=native."
+        )
+
+
+def _as_torch(values: dict[str, Array]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(each) for name, each in values.items()}
+
+
+def build_tensorflow_engine(spec: EngineSpec) -> TensorflowEngine:
+    """Start TensorFlow's strategy, and build the model in its scope with the initial weights of native. Collective.
+
+    Raises ConfigError for a model that no backbone of keras-hub can be, and on a GPU.
+    """
+    recipe, config = spec.recipe, spec.config
+    if spec.device.type != "cpu":
+        raise ConfigError(
+            "engine=tensorflow trains on CPUs only, and this process has a GPU; use engine=native, or hide the GPUs "
+            "with CUDA_VISIBLE_DEVICES=''."
+        )
+    find_arguments(config)  # refuses a config before TensorFlow starts, which takes long
+    library = import_tensorflow()
+    skeleton = build_on_meta(config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
+    members = {each.name: Member(each.weight_decay, each.rate_factor) for each in find_members(skeleton, recipe.optim)}
+    shapes = {name: tuple(each.shape) for name, each in skeleton.named_parameters()}
+    make_decoder = partial(Decoder, library, config, shapes)
+
+    def make_optimizer(decoder: Decoder) -> AdamW:
+        return AdamW(library, decoder.variables, members, recipe.optim.betas, recipe.optim.eps)
+
+    builder = _Builder(library, recipe.tensorflow, spec.meshes.everyone, make_decoder, make_optimizer)
+    steps, line = builder.served() if recipe.tensorflow.strategy == "parameter_server" else builder.copied()
+    steps.write(WEIGHTS, _first_weights(skeleton, recipe))
+    return TensorflowEngine(steps, [f"tensorflow {library.tf.__version__}: {line}"])
+
+
+_started: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class _Builder:
+    """Builds the steps of a strategy, and a description of it. Both methods are collective over `everyone`."""
+
+    library: Library
+    config: TensorflowConfig
+    everyone: dist.ProcessGroup
+    make_decoder: Callable[[], Decoder]
+    make_optimizer: Callable[[Decoder], AdamW]
+
+    def copied(self) -> tuple[Steps, str]:
+        """For a strategy that copies the model."""
+        placement = self._start_once(build_placement)
+        with placement.strategy.scope():
+            decoder = self.make_decoder()
+            steps = CopiedSteps(self.library, placement, decoder, self.make_optimizer(decoder))
+        name = type(placement.strategy).__name__.removesuffix("V1").removesuffix("V2")
+        copies = placement.strategy.num_replicas_in_sync
+        return steps, f"{name}, {copies} cop{'y' if copies == 1 else 'ies'} of the model"
+
+    def served(self) -> tuple[Steps, str]:
+        """For ParameterServerStrategy."""
+        coordinator = self._start_once(start_cluster).coordinator
+        workers, servers = dist.get_world_size(self.everyone), self.config.servers
+        model = None
+        if coordinator is not None:
+            with coordinator.strategy.scope():
+                decoder = self.make_decoder()
+                model = ServedModel(self.library, coordinator, decoder, self.make_optimizer(decoder), workers)
+        steps = ServedSteps(self.library, model, self.make_decoder, self.everyone)
+        counts = f"{servers} server{'s' * (servers > 1)}, {workers} worker{'s' * (workers > 1)}"
+        return steps, f"ParameterServerStrategy, {counts}, synchronous steps"
+
+    def _start_once(self, start: Callable[[Library, TensorflowConfig, dist.ProcessGroup], Started]) -> Started:
+        """What the strategy has in this process: TensorFlow starts its servers and devices once."""
+        strategy = self.config.strategy
+        started: Started = _started.get(strategy) or start(self.library, self.config, self.everyone)
+        _started[strategy] = started
+        return started
+
+
+def _first_weights(skeleton: PreTrainedModel, recipe: Recipe) -> dict[str, Array]:
+    """The initial weights of the run, by name."""
+    model = build_on_meta(skeleton.config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
+    materialize(model, "cpu")
+    open_weights(skeleton, recipe)(model)
+    return {name: each.detach().numpy() for name, each in model.named_parameters()}

@@ -1,0 +1,116 @@
+"""The manifest of a folder: the size and checksum of each of its files."""
+
+import hashlib
+import shutil
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from echelon.ground.errors import CheckpointError
+from echelon.ground.stored import read_json, write_json
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+_FILES_AT_ONCE = 4
+_REMOVALS = 20
+_MARKERS = (".sagemaker-uploading", ".sagemaker-uploaded")
+
+
+def list_files(folder: Path, pattern: str = "*") -> list[Path]:
+    """Return the sorted entries of a folder without SageMaker's markers; empty if there is no folder.
+
+    While SageMaker copies a folder to S3, it puts an empty `FILE.sagemaker-uploading` or `FILE.sagemaker-uploaded`
+    beside each file. They come and go at any moment, so they must not be opened, copied or recorded.
+    """
+    return sorted(path for path in folder.glob(pattern) if not path.name.endswith(_MARKERS))
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder also while another process puts files into it or removes some, as SageMaker does (`list_files`).
+
+    Raises OSError if it cannot be removed.
+    """
+    for _ in range(_REMOVALS):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+    shutil.rmtree(folder)
+
+
+def write_manifest(folder: Path, described: Mapping[str, Any] | None = None) -> None:
+    """Write the manifest of a folder; `described` has already known entries, the other files are read."""
+    files = dict(described or {})
+    files |= describe_files(path for path in list_files(folder) if path.name not in files and path.name != MANIFEST)
+    write_json(folder / MANIFEST, {"format": FORMAT, "files": files})
+
+
+def describe_files(paths: Iterable[Path]) -> dict[str, Any]:
+    """Return the manifest entry of each file, by name: size and checksum. Reads a few files at a time."""
+    paths = sorted(paths)
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as readers:
+        digests = list(readers.map(file_digest, paths))
+    return {
+        path.name: {"bytes": path.stat().st_size, "sha256": digest} for path, digest in zip(paths, digests, strict=True)
+    }
+
+
+def check_files(folder: Path, checksums: bool = False) -> None:
+    """Compare a folder's files with its manifest: names and sizes, and with `checksums` also contents.
+
+    Raises:
+        CheckpointError: the message names the first file that is missing or differs.
+    """
+    if faults := find_faults(folder, checksums):
+        raise CheckpointError(f"{folder}: {faults[0]}.")
+
+
+def find_faults(folder: Path, checksums: bool = False, part: int = 0, parts: int = 1) -> list[str]:
+    """Return a phrase for each file of a folder that differs from its manifest; empty if it is intact.
+
+    With `checksums` all contents are read and hashed, a few files at a time; otherwise only sizes are compared. Several
+    processes can divide the files: each checks share `part` of `parts`.
+    """
+    try:
+        manifest = read_json(folder / MANIFEST)
+        if manifest["format"] != FORMAT:
+            return [f"it has format {manifest['format']!r:.40}, and this version reads format {FORMAT}"]
+        entries = sorted(_parse_entry(name, entry) for name, entry in manifest["files"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        return [f"it has no readable {MANIFEST} ({error})"]
+    return compare_files(folder, entries[part::parts], checksums)
+
+
+def compare_files(folder: Path, entries: Iterable[tuple[str, int, str]], checksums: bool) -> list[str]:
+    """Compare files with (name, size, SHA-256) entries; return a phrase for each that differs."""
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as readers:
+        found = readers.map(
+            lambda entry: _find_fault(folder / entry[0], entry[1], entry[2] if checksums else None), entries
+        )
+        return [fault for fault in found if fault is not None]
+
+
+def _parse_entry(name: str, entry: Any) -> tuple[str, int, str]:
+    if Path(name).name != name or len(name) > 255:
+        raise ValueError(f"{name[:50]!r} is not a file name")
+    return name, int(entry["bytes"]), str(entry["sha256"])
+
+
+def _find_fault(path: Path, num_bytes: int, digest: str | None) -> str | None:
+    try:
+        if not path.is_file():
+            return f"{path.name} is missing"
+        if path.stat().st_size != num_bytes:
+            return f"{path.name} has {path.stat().st_size} bytes; {num_bytes} were written"
+        if digest is not None and file_digest(path) != digest:
+            return f"the contents of {path.name} changed after it was written"
+    except OSError as error:  # a failing disk
+        return f"{path.name} cannot be read ({error.strerror or error})"
+    return None
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file's contents."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,138 @@
+"""Resolve names in a recipe: rows of a table, or extensions `package.module:Name` from outside of echelon.
+
+An extension is code that the recipe's author chose to run, as in a script. Nothing is called before it is known to be a
+class with the methods of its kind, or a function with the parameters of a loss: a name such as `os:system` in a
+stranger's run folder has no effect.
+"""
+
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from echelon.ground.errors import ConfigError, first_line
+
+EXTENSION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+"""The spelling of an extension's name."""
+
+
+def is_extension(name: str) -> bool:
+    """Whether a name in a recipe is that of an extension."""
+    return ":" in name
+
+
+def find_from_here(names: Iterable[str]) -> None:
+    """Make modules in the current folder importable if one of the names is an extension.
+
+    For commands that read the user's own recipe, before importing any extension.
+    """
+    here = str(Path.cwd())
+    if any(is_extension(name) for name in names) and here not in sys.path:
+        sys.path.append(here)
+
+
+def find_named(key: str, name: str, table: Mapping[str, str], kind: type | None = None) -> Any:
+    """Import the function or class that a recipe names.
+
+    Args:
+        key: the recipe key, for messages.
+        name: a name in the table, or `package.module:Name`.
+        table: maps names to `package.module:Name`.
+        kind: a protocol or class whose methods an extension must have; None: no check.
+
+    Raises:
+        ConfigError: the name is neither, cannot be imported, or is of another kind.
+    """
+    module, _, attribute = table.get(name, name).partition(":")
+    if name in table:
+        return getattr(import_module(module), attribute)
+    if not EXTENSION.fullmatch(name):
+        raise ConfigError(f"{key}={name}: unknown name; use {', '.join(table)}, or your own package.module:Name.")
+    found = _import_outside(key, name, module, attribute)
+    if kind is not None:
+        _check_kind(key, name, found, kind)
+    return found
+
+
+def _import_outside(key: str, name: str, module: str, attribute: str) -> Any:
+    if module == "__main__":
+        raise ConfigError(
+            f"{key}={name}: training processes cannot import what is defined in a script or notebook; move it to a "
+            f"separate file, such as my_parts.py, and use my_parts:{attribute}."
+        )
+    try:
+        imported = import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{key}={name}: {module} cannot be imported on this machine ({first_line(error)}); install its package, or "
+            "add its folder to PYTHONPATH."
+        ) from error
+    if not hasattr(imported, attribute):
+        raise ConfigError(f"{key}={name}: the module {module} has no {attribute}; correct the name.")
+    return getattr(imported, attribute)
+
+
+def _check_kind(key: str, name: str, found: Any, kind: type) -> None:
+    if not isinstance(found, type):
+        lacks = f"is a {type(found).__name__}"
+    elif missing := _missing_methods(found, kind):
+        lacks = f"has no {missing[0]}()"
+    else:
+        return
+    methods = sorted(getattr(kind, "__abstractmethods__", ())) or _public_methods(kind)
+    raise ConfigError(
+        f"{key}={name}: it must be a class with {', '.join(methods)}, like echelon's {kind.__name__}, but it {lacks}; "
+        "use such a class."
+    )
+
+
+def _missing_methods(found: type, kind: type) -> list[str]:
+    """The methods of a kind that a class does not define; a class derived from the kind inherits its defaults."""
+    if kind in found.__mro__:
+        return sorted(getattr(found, "__abstractmethods__", ()))
+    return [name for name in _public_methods(kind) if not callable(getattr(found, name, None))]
+
+
+def _public_methods(kind: type) -> list[str]:
+    return [name for name, each in vars(kind).items() if inspect.isfunction(each) and not name.startswith("_")]
+
+
+def build_named(
+    key: str,
+    name: str,
+    table: Mapping[str, str],
+    kind: type,
+    *arguments: Any,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Build what a recipe names: call it with the arguments of its kind, and the recipe's options as keywords.
+
+    Raises ConfigError like `find_named`, and for options that it does not accept.
+    """
+    found = find_named(key, name, table, kind)
+    check_options(key, name, found, len(arguments), options)
+    try:
+        return found(*arguments, **(options or {}))
+    except (TypeError, ValueError) as error:
+        if not is_extension(name):
+            raise
+        raise ConfigError(f"{key}={name}: it cannot be built: {first_line(error)}; see {_options_key(key)}.") from error
+
+
+def check_options(key: str, name: str, found: Any, num_arguments: int, options: Mapping[str, Any] | None) -> None:
+    """Raise ConfigError unless `found` can be called with this number of arguments and these options."""
+    try:
+        inspect.signature(found).bind(*[None] * num_arguments, **(options or {}))
+    except TypeError as error:
+        given = f", of which echelon passes the first {num_arguments}" if num_arguments else ""
+        raise ConfigError(
+            f"{_options_key(key)}={dict(options or {})} does not fit {name}{inspect.signature(found)}{given} "
+            f"({error}); correct the options."
+        ) from error
+
+
+def _options_key(key: str) -> str:
+    return f"{key.rpartition('.')[0]}.options"

@@ -1,0 +1,215 @@
+"""The machines of a job as each knows them before the rendezvous, and this machine's own address."""
+
+import fcntl
+import logging
+import os
+import re
+import socket
+import struct
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.ground.errors import ConfigError, LaunchError
+from echelon.ground.listening import is_loopback, listen_at
+
+logger = logging.getLogger(__name__)
+
+_NAME_SECONDS = 600.0
+_LOOK_SECONDS = 1.0
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+@dataclass(frozen=True)
+class HostGroup:
+    """`min_nodes` to `max_nodes` machines that meet at `host:port`, where one of them, the coordinator, listens.
+
+    `coordinates`: whether this machine is the coordinator; None: it is if the address is its own. `interface`: the
+    network interface to use; None: the one that reaches the coordinator. `shares_files`: whether every machine sees the
+    same run folder. `name`: this machine's name for the others; torch assigns ranks in the order of the names, else of
+    the addresses.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    host: str
+    port: int
+    coordinates: bool | None = None
+    interface: str | None = None
+    shares_files: bool = True
+    name: str | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the job has a single machine."""
+        return self.max_nodes == 1
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether machines may leave and join."""
+        return self.min_nodes < self.max_nodes
+
+    @property
+    def endpoint(self) -> str:
+        """The rendezvous endpoint in torch's format."""
+        return join_endpoint(self.host, self.port)
+
+
+THIS_MACHINE = HostGroup(1, 1, "127.0.0.1", 0)
+"""The group of a single machine."""
+
+
+def join_endpoint(host: str, port: int) -> str:
+    """HOST:PORT, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_group(nodes: str, rendezvous: str, interface: str | None = None) -> HostGroup:
+    """The group that `--nodes` and `--rendezvous` describe. Raises ConfigError."""
+    numbers = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", nodes)
+    if numbers is None or int(numbers[1]) > int(numbers[2] or numbers[1]):
+        raise ConfigError(f"--nodes {nodes} is neither a number of machines nor MIN:MAX; use --nodes 2, or 1:4.")
+    address = re.fullmatch(r"\[?([A-Za-z0-9_.:-]+?)\]?:(\d{1,5})", rendezvous)
+    if address is None or not 0 < int(address[2]) < 65536:
+        raise ConfigError(f"--rendezvous {rendezvous} is not HOST:PORT; use the first machine's, such as node-1:29400.")
+    return HostGroup(int(numbers[1]), int(numbers[2] or numbers[1]), address[1], int(address[2]), interface=interface)
+
+
+def await_name(group: HostGroup) -> None:
+    """Wait until the coordinator's name resolves. For a pod this can take minutes.
+
+    Raises LaunchError after ten minutes.
+    """
+    until = time.monotonic() + _NAME_SECONDS
+    is_logged = False
+    while True:
+        try:
+            _resolve(group)
+            return
+        except LaunchError as error:
+            if time.monotonic() > until:
+                raise
+            if not is_logged:
+                logger.info(f"{str(error).rstrip('.')}; waiting up to {_NAME_SECONDS / 60:.0f} minutes")
+            is_logged = True
+            time.sleep(_LOOK_SECONDS)
+
+
+def find_own_address(group: HostGroup) -> str:
+    """This machine's address for the others: that of the interface, else the source address of its route to the
+    coordinator.
+
+    A single machine uses loopback, which needs no name resolution or firewall rule and is not reachable from outside.
+    Raises LaunchError if the coordinator's name does not resolve, ConfigError for an unknown interface.
+    """
+    if group.is_alone:
+        return THIS_MACHINE.host
+    if group.interface is not None:
+        address = address_of(group.interface)
+        if address is None:
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            raise ConfigError(f"--interface {group.interface} has no address on this machine; it has {names}.")
+        return address
+    family, target = _resolve(group)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # no packet is sent: the kernel only chooses the route
+        try:
+            probe.connect(target)
+        except OSError as error:
+            raise LaunchError(f"this machine has no route to {group.host} ({error.strerror}).") from error
+        return str(probe.getsockname()[0])
+
+
+def find_interface(address: str) -> str | None:
+    """The interface with this address; None if it cannot be found."""
+    if is_loopback(address):
+        return "lo0" if sys.platform == "darwin" else "lo"
+    return next((name for _, name in socket.if_nameindex() if address_of(name) == address), None)
+
+
+def open_coordinator(group: HostGroup) -> socket.socket | None:
+    """The listening socket for the rendezvous store if this machine is the coordinator, else None.
+
+    Listens only at the coordinator's address. If `coordinates` is set and that address is not this machine's, or other
+    machines cannot reach it, listens at this machine's own address instead. If the port is in use, this machine is not
+    the coordinator; if `coordinates` is set, raises LaunchError.
+    """
+    if group.coordinates is False:
+        return None
+    try:
+        found = listen_at(group.host, group.port)
+        is_elsewhere = found is None and group.coordinates is True
+        # /etc/hosts may map this machine's name to a loopback address.
+        is_hidden = found is not None and group.interface is not None and is_loopback(found.getsockname()[0])
+        if found is not None and is_hidden:
+            found.close()
+        return listen_at(find_own_address(group), group.port) if is_elsewhere or is_hidden else found
+    except OSError as error:
+        if not group.coordinates:
+            return None
+        raise LaunchError(
+            f"this machine cannot listen at {group.endpoint}, the rendezvous endpoint ({error.strerror}); end the "
+            "program that uses the port, or choose another one."
+        ) from error
+
+
+def is_coordinator(group: HostGroup) -> bool:
+    """Whether this machine is the coordinator, before the machines have met.
+
+    If the group does not specify it, this is the machine with the coordinator's address, if no process listens there.
+    """
+    if group.is_alone or group.coordinates:
+        return True
+    found = open_coordinator(group)
+    if found is not None:
+        found.close()
+    return found is not None
+
+
+def limit_silence(group: HostGroup, seconds: float) -> None:
+    """Make this process's connections to the coordinator fail after this many seconds without an answer.
+
+    torch's store waits for an answer forever, and neither a broken link nor a machine without power closes connections.
+    Has no effect on systems without a list of open files in /proc.
+    """
+    for entry in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):  # not a connection, or closed meanwhile
+            copy = os.dup(int(entry.name))
+            try:
+                line = socket.socket(fileno=copy)
+            except OSError:
+                os.close(copy)
+                continue
+            with line:
+                is_tcp = line.family in (socket.AF_INET, socket.AF_INET6) and line.type == socket.SOCK_STREAM
+                if is_tcp and line.getpeername()[1] == group.port:
+                    _limit_silence(line, seconds)
+
+
+def _limit_silence(line: socket.socket, seconds: float) -> None:
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))  # for unacknowledged data
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # for an idle connection
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(seconds / 3)))
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(seconds / 3)))
+
+
+def _resolve(group: HostGroup) -> tuple[int, tuple[str, int]]:
+    try:
+        found = socket.getaddrinfo(group.host, group.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise LaunchError(f"the name {group.host} does not resolve on this machine ({error.strerror}).") from error
+    family, _, _, _, target = found[0]
+    return family, (str(target[0]), int(target[1]))
+
+
+def address_of(interface: str) -> str | None:
+    """The IPv4 address of an interface; None if it has none or cannot be queried."""
+    if not Path("/proc/net").exists():  # the ioctl number is that of Linux
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])

@@ -1,0 +1,307 @@
+"""Checks of a job before it is submitted; the result lists the checks left to its target."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from echelon.ground.errors import (
+    ConfigError,
+    DataError,
+    EchelonError,
+    HubUnreachableError,
+    MissingSettingError,
+    PlanError,
+)
+from echelon.ground.sizes import render_bytes
+from echelon.launch.job import JobSpec, Launcher
+from echelon.launch.packages import describe_packages
+from echelon.launch.sagemaker.request import find_trained_recipe
+from echelon.launch.sagemaker.staging import CHECKPOINT_DIR
+from echelon.launch.secrets import refuse_secrets
+from echelon.launch.targets import TARGETS, find_launcher
+from echelon.learn.data.corpus import list_corpus
+from echelon.learn.data.given_folder import is_given
+from echelon.learn.data.prepare import prepare_data
+from echelon.learn.data.prepare_spec import prepare_spec
+from echelon.learn.data.source import find_absent
+from echelon.learn.data.templates import load_template
+from echelon.learn.model.hub import find_commits
+from echelon.planner.arithmetic import choose_precision
+from echelon.planner.choose import resolve_plan
+from echelon.planner.hardware.accelerators import Cluster, parse_devices
+from echelon.planner.hardware.job_machines import find_machines
+from echelon.planner.machines import choose_instance, find_cluster
+from echelon.planner.memory import estimate_memory
+from echelon.planner.model_shape import ModelShape
+from echelon.planner.replica_limits import refuse_quorum
+from echelon.recipe import LaunchConfig, Recipe
+from echelon.recipe.render import plain_value, recipe_mapping
+from echelon.recipe.yaml_text import show_value
+from echelon.run.folder.cost import check_budget, describe_cost, find_price_at_target
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.lifecycle.model_checks import check_model, find_checkpoint_out_of_reach
+
+logger = logging.getLogger(__name__)
+
+# Targets that see the files of this machine.
+_SEE_FILES = ("local", "torchrun", "slurm")
+_INSTANCE_TYPE, _REGION = "launch.sagemaker.instance_type", "launch.sagemaker.region"
+
+
+@dataclass(frozen=True)
+class CheckedJob:
+    """The launcher of a job, the files that it submits, and lines for the user.
+
+    `missing`: the settings without which it cannot be submitted; the files then have placeholders in their place.
+    """
+
+    launcher: Launcher
+    texts: dict[str, str]
+    lines: tuple[str, ...]
+    missing: tuple[EchelonError, ...] = ()
+
+
+def check_job(job: JobSpec) -> CheckedJob:
+    """Run all checks that are possible on this machine; returns the job exactly as it will be submitted.
+
+    Raises ConfigError, DataError or PlanError naming the key, for missing settings all of their keys.
+    """
+    filled, lines, missing = _fill_missing(job)
+    if len(missing) == 1:
+        raise missing[0]
+    if missing:
+        raise ConfigError(describe_missing(missing, shown=False))
+    return _check_whole(filled, lines, ())
+
+
+def preview_job(job: JobSpec) -> CheckedJob:
+    """Like `check_job`, but with placeholders for settings that are missing, for a look at what would be submitted."""
+    filled, lines, missing = _fill_missing(job)
+    try:
+        return _check_whole(filled, lines, missing)
+    except EchelonError as error:
+        if not missing:
+            raise
+        raise ConfigError(describe_missing([*missing, error], shown=False)) from error
+
+
+def describe_missing(missing: Sequence[EchelonError], shown: bool = True) -> str:
+    """The missing settings in one list; `shown`: with the placeholder of each, which the user sees in its place."""
+    one = len(missing) == 1
+    lines = [f"nothing can be submitted yet; {'one setting is' if one else f'{len(missing)} settings are'} not right:"]
+    for error in missing:
+        words = str(error)
+        if shown and isinstance(error, MissingSettingError):
+            value = next(iter(error.placeholders.values()))
+            words += " Left out here." if value is None else f" Shown here as {show_value(plain_value(value))}."
+        lines.append(f"  - {words}")
+    return "\n".join(lines)
+
+
+def _fill_missing(job: JobSpec) -> tuple[JobSpec, list[str], tuple[EchelonError, ...]]:
+    """The job with placeholders for missing settings, the lines of its launcher, and an error for each setting.
+
+    Raises the error of a setting that is there and wrong, with all that are missing.
+    """
+    recipe = job.recipe
+    if recipe.launch.to is None:
+        raise ConfigError(f"launch.to is not set; add --to with one of {', '.join(TARGETS)}.")
+    refuse_secrets(recipe)
+    if recipe.launch.to != "local":
+        refuse_quorum(recipe)
+    launcher = find_launcher(recipe.launch.to)
+    spec = prepare_spec(recipe)
+    missing: list[EchelonError] = []
+    if recipe.launch.to in _SEE_FILES:
+        missing += find_absent((*spec.train, *spec.validation))
+    while True:
+        try:
+            lines = launcher.check(job)
+            if not _lacks_machines(recipe):
+                check_budget(job.recipe, find_price_at_target(job.recipe))
+            return job, lines, tuple(missing)
+        except MissingSettingError as error:
+            missing.append(error)
+            job = replace(job, recipe=_fill(job.recipe, error.placeholders))
+        except EchelonError as error:
+            if not missing:
+                raise
+            raise ConfigError(describe_missing([*missing, error], shown=False)) from error
+
+
+def _lacks_machines(recipe: Recipe) -> bool:
+    """Whether a SageMaker job has no machines yet, so that its price and its memory are unknown."""
+    settings = recipe.launch.sagemaker
+    return recipe.launch.to == "sagemaker" and settings.instance_type is None and not settings.instance_groups
+
+
+def _fill(recipe: Recipe, placeholders: Mapping[str, Any]) -> Recipe:
+    """The recipe with these values, by dotted key."""
+    plain = recipe_mapping(recipe)
+    for key, value in placeholders.items():
+        *sections, name = key.split(".")
+        place: Any = plain
+        for part in sections:
+            place = place[int(part)] if isinstance(place, list) else place.setdefault(part, {})
+        place[name] = plain_value(value)
+    return Recipe.model_validate(plain)
+
+
+def _check_whole(job: JobSpec, lines: Sequence[str], missing: tuple[EchelonError, ...]) -> CheckedJob:
+    """Check the data, the model and the plan of a job without missing settings; `lines` are its launcher's."""
+    recipe, target = job.recipe, job.recipe.launch.to
+    assert target is not None
+    notes: list[str] = []
+    if target in _SEE_FILES and not any(isinstance(error, DataError) for error in missing):
+        with _left_to_the_job(target, notes):
+            if target == "local":
+                find_commits(recipe, {})
+            spec = prepare_spec(recipe)
+            if not is_given(spec):
+                list_corpus(spec.train, spec.validation)
+    if target == "sagemaker":
+        with _left_to_the_job(target, notes):
+            _check_uploads(recipe)
+    trained = _find_trained_recipe(recipe)
+    given = {key for error in missing if isinstance(error, MissingSettingError) for key in error.placeholders}
+    machines_known = _INSTANCE_TYPE not in given
+    checked: list[str] = []
+    with _left_to_the_job(target, notes):
+        checked = _check_model(trained, find_target_cluster(trained) if machines_known else None)
+    told = [*lines, *checked, *notes, *describe_packages(trained)]
+    if machines_known:
+        told += _describe_price(job if _REGION not in given else replace(job, recipe=_fill(recipe, {_REGION: None})))
+    launcher = find_launcher(target)
+    return CheckedJob(launcher, launcher.render(job), tuple(told), missing)
+
+
+def _describe_price(job: JobSpec) -> Iterator[str]:
+    recipe, target = job.recipe, job.recipe.launch.to
+    assert target is not None
+    rate = find_price_at_target(recipe)
+    if rate is None and target != "local":
+        yield "cost: the price of these machines is unknown; set budget.usd_per_hour, the price of one machine"
+    num_steps = None if recipe.train.epochs is not None else recipe.num_steps(0)
+    yield from describe_cost(recipe, find_run_folder(target, recipe.run.dir), rate, job.nodes[1], num_steps)
+
+
+@contextmanager
+def _left_to_the_job(target: str, notes: list[str]) -> Iterator[None]:
+    """Add a note instead of an error if the hub cannot be reached from here: the job's machines may reach it."""
+    try:
+        yield
+    except HubUnreachableError as error:
+        if target == "local":
+            raise
+        notes.append(f"hub: not checked, left to the machines of the job: {error.reason}")
+
+
+def _check_uploads(recipe: Recipe) -> None:
+    """Raise DataError or ConfigError for local data files that cannot be used as the recipe says.
+
+    In the container the sources are in separate folders, so overlap of training and validation data is no longer
+    detectable there.
+    """
+    spec = prepare_spec(recipe)
+    if str(spec.prepared_dir).startswith(("s3:/", "/opt/ml/")):
+        return
+    if is_given(spec):
+        prepare_data(recipe)
+        return
+    train, validation = (
+        [each for each in sources if each.format != "hub" and not each.path.startswith(("s3://", "/opt/ml/"))]
+        for sources in (spec.train, spec.validation)
+    )
+    list_corpus(train, validation)
+    if recipe.data.chat_template is not None:
+        load_template(recipe.data.chat_template)
+
+
+def settle_instance(recipe: Recipe) -> Recipe:
+    """Replace the instance type `auto` by a concrete type and log the choice. Raises PlanError."""
+    if recipe.launch.to != "sagemaker" or recipe.launch.sagemaker.instance_type != "auto":
+        return recipe
+    if (why := find_checkpoint_out_of_reach(recipe)) is not None:
+        raise ConfigError(f"launch.sagemaker.instance_type=auto: {why}, so its size is unknown; set a type.")
+    try:
+        shape = check_model(recipe, elsewhere=True).shape
+    except HubUnreachableError as error:
+        raise ConfigError(
+            f"launch.sagemaker.instance_type=auto: the size of the model is unknown ({error.reason}); set a type."
+        ) from error
+    choice = choose_instance(recipe, shape, recipe.launch.node_range[1])
+    for line in choice.describe():
+        logger.info(line)
+    sagemaker = recipe.launch.sagemaker.model_copy(update={"instance_type": choice.instance.name})
+    return recipe.model_copy(update={"launch": recipe.launch.model_copy(update={"sagemaker": sagemaker})})
+
+
+def find_target_cluster(recipe: Recipe) -> Cluster | None:
+    """The hardware that the recipe specifies, None if it does not. Raises ConfigError if it is incomplete."""
+    launch = recipe.launch
+    if launch.to == "sagemaker":
+        machines = find_machines(launch)
+        return find_cluster(recipe, machines.weakest, machines.count)
+    if launch.accelerator is None:
+        return None
+    count = _count_devices(launch)
+    if not count:
+        raise ConfigError(
+            f"launch.accelerator={launch.accelerator}: the number per machine is unknown; set "
+            "launch.nproc_per_node, or omit launch.accelerator."
+        )
+    return parse_devices(f"{launch.node_range[1] * count}x{launch.accelerator}", count)
+
+
+def _count_devices(launch: LaunchConfig) -> int | None:
+    """The number of devices requested per machine; None if the recipe does not set it."""
+    if launch.nproc_per_node != "auto":
+        return launch.nproc_per_node
+    if launch.to == "slurm":
+        return launch.slurm.gpus_per_node
+    return launch.kubernetes.gpus_per_node if launch.to == "kubernetes" else None
+
+
+def _find_trained_recipe(recipe: Recipe) -> Recipe:
+    """The recipe as its target trains it: `launch.sagemaker.distribution` may change the plan."""
+    if recipe.launch.to != "sagemaker":
+        return recipe
+    return find_trained_recipe(recipe)
+
+
+def _check_model(recipe: Recipe, cluster: Cluster | None) -> list[str]:
+    """Lines about the checks that are left to the target, and the memory the plan needs on these machines.
+
+    Raises ConfigError, DataError or PlanError for a model that the target would refuse, or that does not fit there.
+    """
+    elsewhere = recipe.launch.to != "local"
+    if cluster is not None:
+        choose_precision(recipe, cluster)  # needs no model, which may be out of reach
+    if elsewhere and (why := find_checkpoint_out_of_reach(recipe)) is not None:
+        return [f"left to train: the model, and whether the plan fits the memory of the machines ({why})"]
+    checked = check_model(recipe, elsewhere)
+    lines = [f"left to train: {line}" for line in checked.left]
+    return lines if cluster is None else [*lines, _check_plan(recipe, checked.shape, cluster)]
+
+
+def _check_plan(recipe: Recipe, shape: ModelShape, cluster: Cluster) -> str:
+    """A line about the memory that the plan needs there. Raises PlanError if it does not fit."""
+    plan = resolve_plan(recipe, shape, cluster)
+    needed = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind).total
+    there = cluster.accelerator.memory_bytes
+    words = f"{plan.strategy} on {cluster.num_devices} x {cluster.accelerator.name} needs {render_bytes(needed)} each"
+    if there is not None and needed > there:
+        raise PlanError(
+            f"parallel={plan.strategy}: the plan needs {render_bytes(needed)} on each {cluster.accelerator.name}, "
+            f"which has {render_bytes(there)}; lower train.micro_batch_size, shard more (parallel: fsdp), set "
+            "train.activation_checkpointing: full, or use more machines."
+        )
+    return f"plan: {words}" + ("" if there is None else f" of {render_bytes(there)}")
+
+
+def find_run_folder(target: str, here: Path) -> RunFolder:
+    """The run folder at the target. In a container it differs from the one here, which a local run may use."""
+    return RunFolder(Path(CHECKPOINT_DIR) / here.name if target == "sagemaker" else here)

@@ -1,0 +1,66 @@
+"""The initial weights of a run: generated from the seed, or read from another run or an HF checkpoint."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import PreTrainedModel
+
+from echelon.ground.errors import CheckpointError
+from echelon.ground.run_files import is_run
+from echelon.learn.checkpoint.filling import load_alone
+from echelon.learn.checkpoint.folder import newest_of
+from echelon.learn.checkpoint.safety import read_metadata
+from echelon.learn.model.pretrained import PretrainedWeights
+from echelon.learn.model.weights import (
+    buffer_places,
+    find_places,
+    grown,
+    initialize_buffers,
+    initialize_weights,
+    vocabulary_names,
+)
+from echelon.recipe import Recipe
+
+Fill = Callable[[PreTrainedModel], None]
+"""Fills a materialised model; it may be sharded, quantised or have an adapter. Modules on meta are left out."""
+
+
+def open_weights(skeleton: PreTrainedModel, recipe: Recipe) -> Fill:
+    """Return the function that fills a model, or one part of it after another, with the run's initial weights.
+
+    Args:
+        skeleton: the plain model on meta, without any transform.
+        recipe: with hub ids replaced by local copies (`hub.with_copies`).
+    """
+    source, may_grow = recipe.model.checkpoint, bool(recipe.model.new_tokens)
+    if source is None:
+        return partial(initialize_weights, skeleton=skeleton, seed=recipe.run.seed)
+    if is_run(Path(source)):
+        return partial(_load_from_run, skeleton=skeleton, checkpoint=newest_of(Path(source)).path, may_grow=may_grow)
+    return PretrainedWeights(skeleton, Path(source), may_grow).fill
+
+
+@torch.no_grad()
+def _load_from_run(model: PreTrainedModel, skeleton: PreTrainedModel, checkpoint: Path, may_grow: bool) -> None:
+    """Load weights in place; those that are quantised or grown one at a time, through a full copy."""
+    initialize_buffers(model, skeleton, stored=buffer_places(model, skeleton))
+    saved, places = read_metadata(checkpoint).state_dict_metadata, find_places(model, skeleton)
+    vocabulary = vocabulary_names(skeleton)
+    direct = {f"model.{name}": place.tensor for name, place in buffer_places(model, skeleton).items()}
+    for name, parameter in skeleton.named_parameters():
+        if name not in places:
+            continue
+        place, entry = places[name], saved.get(f"model.{name}")
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"Checkpoint {checkpoint} has no model.{name}; it belongs to another model.")
+        grows = may_grow and name in vocabulary and entry.size[0] < parameter.shape[0]
+        if place.quantized is None and not grows:
+            direct[f"model.{name}"] = place.tensor.detach()
+            continue
+        held = torch.empty(entry.size if grows else parameter.shape)
+        load_alone(checkpoint, {f"model.{name}": held})
+        place.write(place.take(grown(held, parameter.shape[0]) if grows else held))
+    load_alone(checkpoint, direct)

@@ -1,0 +1,365 @@
+"""Saves, verifies and loads checkpoints, on all ranks together.
+
+A checkpoint is written to a hidden folder next to its final path. When every rank's file is complete, rank 0 adds
+`state.json` and a manifest of sizes and checksums, flushes everything to disk and renames the folder (`folder.py`).
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from echelon.ground.checksums import describe_files, find_faults, list_files
+from echelon.ground.errors import CheckpointError
+from echelon.ground.run_files import sweep_checkpoints
+from echelon.learn.checkpoint.carrier import Carrier
+from echelon.learn.checkpoint.filling import fill_tensors, find_reason
+from echelon.learn.checkpoint.folder import (
+    Checkpoint,
+    describe_newest,
+    find_checkpoints,
+    prune,
+    publish,
+)
+from echelon.learn.checkpoint.owners import find_owned
+from echelon.learn.checkpoint.rehearsal import rehearse_save
+from echelon.learn.checkpoint.retries import MAX_FAILURES, Retries
+from echelon.learn.checkpoint.stager import Stager
+from echelon.learn.distributed.objects import broadcast_object, gather_objects
+
+logger = logging.getLogger(__name__)
+
+# A verification that takes longer than this is logged.
+_LONG_SECONDS = 10.0
+# How long a failed run waits for its last upload.
+_ABANDONED_SECONDS = 3.0
+
+
+class Uploads(Protocol):
+    """Copies published checkpoints elsewhere, in the background. No method is collective."""
+
+    def offer(self, checkpoint: Checkpoint, keep: int | None = None, if_missing: bool = False) -> Collection[int]:
+        """Schedule the upload of a checkpoint; returns the steps whose checkpoints must stay until the next call.
+
+        `keep`: the step of one to keep beside the newest few. `if_missing`: only if the copy lacks the checkpoint.
+        """
+        ...
+
+    def wait(self, seconds: float) -> bool:
+        """Wait at most this long for the remaining uploads; return whether waiting is over."""
+        ...
+
+    def tell_unfinished(self) -> None:
+        """Log and record the checkpoint that will not be uploaded before this process ends, if there is one."""
+        ...
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """Ignore an event."""
+
+
+class CheckpointStore:
+    """Saves a run's checkpoints in the background, one at a time, and keeps the newest few intact ones.
+
+    Every method is collective, except `abandon` and `upload_newest`. Saves run in a thread, over a separate gloo group;
+    the tensors are copied before `save` returns. The threads agree on the result of a save, so that every rank handles
+    a failure in the same way: it is retried 10 steps later, then 100, and the third consecutive failure is an error.
+
+    `note` receives the events `save` when a save begins, `publish` when all ranks have written, `checkpoint` when it is
+    published, and `save_failed`. `uploads` is offered every checkpoint. Both are used on rank 0 only, also from the
+    thread. `carry` creates the Carrier if machines do not share `folder`; rank 0's machine then stores the checkpoints.
+    `new_group` forms a process group of all ranks over gloo; by default torch's function does.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        keep_last: int,
+        asynchronous: bool,
+        note: Callable[..., None] = _ignore,
+        uploads: Uploads | None = None,
+        carry: Callable[[dist.ProcessGroup], Carrier] | None = None,
+        new_group: Callable[[], dist.ProcessGroup] | None = None,
+    ) -> None:
+        self._folder = folder
+        self._keep_last = keep_last
+        self.asynchronous = asynchronous
+        """Whether `save` returns before the checkpoint is written."""
+        self._note = note
+        self._uploads = uploads
+        form = new_group or partial(dist.new_group, backend="gloo", group_desc="checkpoints")
+        self._group, self._control = form(), form()
+        self._carrier = None if carry is None else carry(self._group)
+        self._stager = Stager()
+        self._owned_elsewhere: set[str] = set()
+        self._publisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[str | None] | None = None
+        self._retries = Retries()
+        self._damaged: set[int] = set()
+        # Duration of the last published save that this rank knows of.
+        self.write_seconds: float | None = None
+        if self._is_publisher:
+            folder.mkdir(parents=True, exist_ok=True)
+            sweep_checkpoints(folder)
+        dist.barrier(self._group)
+
+    def rehearse(self, tensors: Mapping[str, Any], copies: int = 1) -> None:
+        """Test a save with a few bytes, and check for the space of `copies` checkpoints; leaves no files.
+
+        Also assigns tensors that several ranks hold to one of them: only this rank copies them in later saves.
+
+        Raises:
+            CheckpointError: the same on every rank; the message has the bytes needed and free if space is the reason.
+        """
+        # `numel` of a DTensor is that of the full tensor.
+        sizes = {name: copies * tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+        is_here = self._carrier is None or self._carrier.is_here
+        rehearse_save(self._folder, sizes, self._group, is_here)
+        self._owned_elsewhere = tensors.keys() - find_owned(tensors, self._group)
+
+    def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int | None = None) -> None:
+        """Save a checkpoint, and remove all but the newest few.
+
+        Args:
+            tensors: name to tensor or DTensor; nothing else. This rank copies those that `rehearse` assigned to it, and
+                those that were not rehearsed.
+            state: JSON values, the same on every rank.
+            keep: a step whose checkpoint is also kept.
+
+        Raises:
+            CheckpointError: this save, or the previous one, was the third consecutive failure.
+        """
+        self.wait()
+        if self._carrier is None and not self._folder.is_dir():  # DCP would create it again
+            raise self._save_error(f"{self._folder} no longer exists")
+        began = time.monotonic()
+        self._retries.begin(step)
+        self._tell("save", step)
+        checkpoint = Checkpoint(step, self._folder / f"step-{step:08d}")
+        writing = self._folder / f".writing-{step:08d}"
+        place = writing if self._carrier is None else self._carrier.writing(writing)
+        writer = FileSystemWriter(place, single_file_per_rank=True, sync_files=True)
+        mine = {name: tensor for name, tensor in tensors.items() if name not in self._owned_elsewhere}
+        try:
+            written = async_save(mine, storage_writer=writer, async_stager=self._stager, process_group=self._group)
+        except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
+            raise self._save_error(find_reason(error)) from error
+        logger.debug(f"checkpoint: step {step} is copied after {time.monotonic() - began:.2f} s; writing")
+        assert isinstance(written, Future)
+        self._pending = self._publisher.submit(self._finish, began, written, writing, checkpoint, dict(state), keep)
+        if not self.asynchronous:
+            self.wait()
+
+    def wait(self) -> bool:
+        """Wait until a pending save is published; return False if the newest save failed and must be retried.
+
+        Raises:
+            CheckpointError: it was the third consecutive failure.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            reason = pending.result()
+            self._retries.end(failed=reason is not None)
+            if self._retries.is_exhausted:
+                raise self._save_error(f"{reason}; it was the third consecutive failure")
+        return not self._retries.is_needed
+
+    def agree_on_retry(self, step: int) -> bool:
+        """Agree on whether a failed save must be retried after this step. Must be called after every step.
+
+        Ranks see a save end at different times. So 1, 2, 4, 8... steps after a save began, and at no other step, an
+        all-reduce of one number on the CPU finds out whether it has ended everywhere.
+        """
+        if self._pending is not None and self._retries.take_look(step):
+            ended = torch.tensor(int(self.is_idle))
+            dist.all_reduce(ended, dist.ReduceOp.MIN, group=self._control)
+            if ended.item():
+                self.wait()
+        return self._retries.is_due(step)
+
+    def close(self, time_left: Callable[[], float] = lambda: math.inf) -> None:
+        """Wait for the pending save and upload, and release the thread. No rank returns before rank 0's upload ends.
+
+        `time_left` is polled: the wait for the upload ends when it is 0 on any rank.
+        """
+        self.wait()
+        self._publisher.shutdown()
+        is_over = torch.tensor(0)
+        while not is_over:
+            is_over.fill_(time_left() <= 0 or (self._is_publisher and self._await_uploads(time_left())))
+            dist.all_reduce(is_over, dist.ReduceOp.MAX, group=self._control)
+        if self._uploads is not None:
+            self._uploads.tell_unfinished()
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Its process groups, which `close` leaves open."""
+        return self._group, self._control
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank writes no checkpoint at this moment. Not collective."""
+        return self._pending is None or self._pending.done()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether the newest save is not known to be complete."""
+        return self._pending is not None or self._retries.is_needed
+
+    def drop(self) -> None:
+        """After the process group has ended: wait until this rank's part of a pending save has. Not collective."""
+        self._publisher.shutdown()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """After a failure, wait briefly for the current upload, and log what is not uploaded. Not collective."""
+        if self._uploads is not None:
+            self._uploads.wait(_ABANDONED_SECONDS)
+            self._uploads.tell_unfinished()
+
+    def upload_newest(self, step: int, keep: int | None) -> None:
+        """On rank 0, upload the checkpoint that a start resumes from, unless the store has it. Not collective."""
+        if self._uploads is not None and step:
+            self._uploads.offer(Checkpoint(step, self._folder / f"step-{step:08d}"), keep, if_missing=True)
+
+    def _await_uploads(self, seconds: float) -> bool:
+        return self._uploads is None or self._uploads.wait(min(seconds, 1.0))
+
+    def newest(self, beyond: int = -1) -> Checkpoint | None:
+        """Return the newest intact checkpoint, the same on every rank; damaged ones are skipped with a warning.
+
+        Returns None if there is none with a step above `beyond`.
+
+        All files are read and compared with their checksums, which takes as long as reading or hashing them. The ranks
+        divide the files: under an unchanged plan, each checks as many as it wrote.
+        """
+        found = broadcast_object(find_checkpoints(self._folder) if self._is_publisher else [], self._group)
+        for checkpoint in reversed([each for each in found if each.step > beyond]):
+            began = time.monotonic()
+            shares = gather_objects(self._find_faults(checkpoint), self._group)
+            faults = list(dict.fromkeys(fault for share in shares for fault in share))
+            seconds = time.monotonic() - began
+            if seconds > _LONG_SECONDS and self._is_publisher:
+                logger.info(f"Verifying the checksums of {checkpoint.path.name} took {seconds:.0f} s.")
+            if not faults:
+                return checkpoint if self._carrier is None else self._carrier.bring(checkpoint)
+            self._damaged.add(checkpoint.step)
+            if self._is_publisher:
+                logger.warning(f"Skipping a damaged checkpoint: {checkpoint.path}: {'; '.join(faults)}.")
+        return None
+
+    def _find_faults(self, checkpoint: Checkpoint) -> list[str]:
+        """Verify this rank's share of the files; rank 0 verifies all without a shared folder."""
+        if self._carrier is None:
+            return find_faults(checkpoint.path, True, dist.get_rank(), dist.get_world_size())
+        return find_faults(checkpoint.path, True) if self._is_publisher else []
+
+    def load(self, checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> None:
+        """Fill `tensors` in place, whatever plan wrote the checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint is hostile, lacks a tensor, or has another shape.
+        """
+        fill_tensors(checkpoint.path, tensors, process_group=self._group)
+        if self._carrier is not None:
+            self._carrier.clear()
+
+    @property
+    def _is_publisher(self) -> bool:
+        return dist.get_rank() == 0
+
+    def _finish(
+        self,
+        began: float,
+        written: "Future[Any]",
+        writing: Path,
+        checkpoint: Checkpoint,
+        state: dict[str, Any],
+        keep: int | None,
+    ) -> str | None:
+        """In the thread, publish a save after all ranks have written. Returns why it failed, the same on every rank."""
+        mine = self._describe_written(written, writing)
+        logger.debug(f"checkpoint: step {checkpoint.step} is written here after {time.monotonic() - began:.2f} s")
+        reports = gather_objects(mine, self._group)
+        reason = next((each for each, _ in reports if each is not None), None)
+        if self._carrier is not None:
+            reason = self._carrier.collect(writing) if reason is None else self._carrier.discard(writing, reason)
+        if self._is_publisher:
+            if reason is None:
+                described = {name: entry for _, each in reports for name, entry in each.items()}
+                reason = self._publish(writing, checkpoint, state, described)
+            if reason is None:
+                self._conclude(checkpoint, keep, time.monotonic() - began)
+            else:
+                self._give_up(checkpoint, reason)
+        reason = gather_objects(reason, self._group)[0]  # every rank waits for all others here
+        if reason is None:
+            self.write_seconds = time.monotonic() - began
+        return reason
+
+    def _describe_written(self, written: "Future[Any]", writing: Path) -> tuple[str | None, dict[str, Any]]:
+        """Return why this rank could not write, or None, and the sizes and checksums of its files.
+
+        Each rank hashes its own files: one rank alone would take as many times longer as there are ranks.
+        """
+        try:
+            written.result()
+            mine = writing if self._carrier is None else self._carrier.writing(writing)
+            return None, describe_files(list_files(mine, f"__{dist.get_rank()}_*"))
+        except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
+            return find_reason(error), {}
+
+    def _publish(
+        self, writing: Path, checkpoint: Checkpoint, state: dict[str, Any], described: dict[str, Any]
+    ) -> str | None:
+        """On rank 0, publish the checkpoint. Returns why that failed, or None."""
+        self._tell("publish", checkpoint.step)
+        try:
+            publish(writing, checkpoint.path, state, described)
+        except Exception as error:
+            return find_reason(error)
+        return None
+
+    def _conclude(self, checkpoint: Checkpoint, keep: int | None, seconds: float) -> None:
+        """After a successful save, record the event and remove old checkpoints."""
+        self._damaged.discard(checkpoint.step)
+        uploading = () if self._uploads is None else self._uploads.offer(checkpoint, keep)
+        self._tell("checkpoint", checkpoint.step, seconds=seconds)
+        try:
+            prune(self._folder, self._keep_last, (keep, *uploading), self._damaged)
+        except OSError as error:
+            logger.warning(f"{checkpoint.path.name} is saved, but an older checkpoint could not be removed: {error}.")
+
+    def _give_up(self, checkpoint: Checkpoint, reason: str) -> None:
+        """After a failed save, remove its files, log a warning and record the event."""
+        sweep_checkpoints(self._folder)
+        count = self._retries.num_failures + 1
+        plan = "" if count == MAX_FAILURES else "; it will be retried"
+        name = checkpoint.path.name
+        logger.warning(
+            f"The checkpoint {name} could not be written: {reason} (failure {count} of {MAX_FAILURES}{plan})."
+        )
+        self._tell("save_failed", checkpoint.step, reason=reason)
+
+    def _tell(self, event: str, step: int, **fields: Any) -> None:
+        if self._is_publisher:
+            with suppress(OSError):  # the disk may be full
+                self._note(event, step=step, **fields)
+
+    def _save_error(self, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"The checkpoint step-{self._retries.began_at:08d} could not be written: {reason}. Earlier checkpoints in "
+            f"{self._folder} are unchanged, the last good one is {describe_newest(self._folder)}; free space or choose "
+            "another run.dir, and run the same command again."
+        )

@@ -1,0 +1,328 @@
+"""Parse the records of each instruction format, with one function per format.
+
+`recipe/data_formats.py` lists the fields of each format. The formats are interpreted as their origins do: Alpaca,
+ShareGPT as in LLaMA-Factory, OpenAI's chat API, and TRL for prompt-completion and preference records.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+
+from echelon.learn.data.conversation import Completion, Conversation, EncodedDocument, Preference, Text
+from echelon.learn.data.readers.record import BrokenRecordError, Example, parse_ids
+from echelon.recipe.data_formats import PROMPTS, recognise_format
+
+IGNORED_LABEL = -100
+"""The label of a token without loss, as in `transformers`."""
+
+_NO_PROMPT = (
+    f"no prompt in {', '.join(f'`{name}`' for name in PROMPTS)}, and `chosen` and `rejected` do not start with a shared"
+)
+
+_ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "bot", "chatbot", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "function_response", "ipython"), "tool"),
+}
+
+
+def parse_example(record: Example) -> Text | Preference | EncodedDocument:
+    """Parse an example of any format. Raises BrokenRecordError."""
+    format = recognise_format(record)
+    if format is None:
+        raise BrokenRecordError(f"does not have the fields of any format; its fields are {', '.join(record) or 'none'}")
+    return _PARSERS[format](record)
+
+
+def _parse_messages(record: Example) -> Conversation:
+    return _converse(record, _read_turns(record["messages"], "messages"))
+
+
+def _parse_sharegpt(record: Example) -> Conversation:
+    return _converse(record, _read_turns(record["conversations"], "conversations"))
+
+
+def _parse_alpaca(record: Example) -> Conversation:
+    """Turn the question and the answer into two turns."""
+    answer = {"role": "assistant", "content": _text(record["output"], "output")}
+    return _converse(record, [*_ask_alpaca(record), answer])
+
+
+def _ask_alpaca(record: Example) -> list[dict[str, Any]]:
+    """Return the history and the question as turns. Templates that use `instruction` and `input` find them there."""
+    instruction, given = (_text(record.get(name, ""), name) for name in ("instruction", "input"))
+    turns: list[dict[str, Any]] = []
+    history = record.get("history", [])
+    for pair in _list(history, "history"):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise BrokenRecordError("has a `history` that is not a list of [question, answer]")
+        turns.append({"role": "user", "content": _text(pair[0], "history")})
+        turns.append({"role": "assistant", "content": _text(pair[1], "history")})
+    question = {"role": "user", "content": f"{instruction}\n{given}" if given and instruction else instruction or given}
+    turns.append(
+        {**question, "instruction": instruction, "input": given} if given and "instruction" in record else question
+    )
+    return turns
+
+
+def _parse_prompt_completion(record: Example) -> Text:
+    return _parse_answer(record, record["prompt"], record["completion"], "completion")
+
+
+def _parse_preference(record: Example) -> Preference:
+    """Parse two answers, each a text, a turn or a list of turns. The prompt is a separate field or starts both answers.
+
+    The result is plain text if the answers and the prompt are texts and there is no `system` or `tools`, else turns.
+    """
+    chosen, rejected = (_as_turns(record[name]) for name in ("chosen", "rejected"))
+    if type(chosen) is not type(rejected):
+        raise BrokenRecordError(
+            "has `chosen` and `rejected` of different types; give two texts, two messages, or two lists of messages"
+        )
+    prompt = _find_prompt(record, chosen)
+    if isinstance(chosen, str) and (isinstance(prompt, list) or "system" in record or "tools" in record):
+        chosen, rejected = [{"role": "assistant", "content": chosen}], [{"role": "assistant", "content": rejected}]
+    if prompt is None and isinstance(chosen, str):
+        shared = _shared_text(chosen, rejected)
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    elif isinstance(chosen, list):
+        prompt, chosen, rejected = _split_turns(prompt, chosen, rejected)
+    return _pair(record, prompt, chosen, rejected)
+
+
+def _as_turns(value: Any) -> Any:
+    """Wrap a single turn in a list; return anything else unchanged."""
+    return [value] if isinstance(value, Mapping) else value
+
+
+def _parse_rejected_response(record: Example) -> Preference:
+    """Parse a conversation that ends with the chosen answer, and the rejected answer, in the format of ms-swift."""
+    turns, rejected = _list(record["messages"], "messages"), record["rejected_response"]
+    if not turns or _role(turns[-1]) != "assistant":
+        raise BrokenRecordError("has `messages` that do not end with an assistant turn, the chosen answer")
+    other = {"role": "assistant", "content": rejected} if isinstance(rejected, str) else rejected
+    return _pair(record, turns[:-1], turns[-1:], [other])
+
+
+def _pair(record: Example, prompt: Any, chosen: Any, rejected: Any) -> Preference:
+    if chosen == rejected:
+        raise BrokenRecordError("has the same chosen and rejected answer")
+    return Preference(
+        _parse_answer(record, prompt, chosen, "chosen"), _parse_answer(record, prompt, rejected, "rejected")
+    )
+
+
+def _find_prompt(record: Example, chosen: Any) -> str | list[Any] | None:
+    """Find the prompt of two answers: text only if `prompt` is text, else turns; None if the answers contain it."""
+    name = next((name for name in PROMPTS if name in record and record[name] != chosen), None)
+    if name is None:
+        return None
+    if name == "question":
+        return [{"role": "user", "content": _text(record[name], name)}]
+    if name in ("instruction", "input"):
+        return _ask_alpaca(record)
+    if name == "prompt" and not isinstance(record[name], Mapping):
+        return _text(record[name], name) if isinstance(record[name], str) else _list(record[name], name)
+    turns = _list(_as_turns(record[name]), name)
+    if turns and _role(turns[-1]) == "assistant":
+        raise BrokenRecordError(f"has an assistant turn at the end of the prompt `{name}`")
+    return turns
+
+
+def _role(turn: Any) -> str | None:
+    """Return the role of a turn as templates name it; None if the value is not a turn."""
+    role = turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
+    return _ROLES.get(role) if isinstance(role, str) else None
+
+
+def _shared_text(chosen: str, rejected: str) -> int:
+    """Return the length of the prompt that two texts start with: up to the last white space before they differ."""
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+    shared = "".join(character for character, _ in same)
+    if len(shared) in (len(chosen), len(rejected)) or not shared.split():
+        raise BrokenRecordError(f"has {_NO_PROMPT} one")
+    while shared and not shared[-1].isspace():
+        shared = shared[:-1]
+    return len(shared.rstrip())
+
+
+def _split_turns(
+    prompt: str | list[Any] | None, chosen: list[Any], rejected: list[Any]
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Split into the turns of the prompt and of each answer. The prompt is a separate field or part of the answers."""
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
+        shared += 1
+    turns = chosen[:shared]
+    given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+    said = [_content(turn) for turn in turns]
+    if not all(_content(turn) in said for turn in given):
+        turns = [*given, *turns]
+    if not turns:
+        raise BrokenRecordError(f"has {_NO_PROMPT} turn")
+    return turns, chosen[shared:], rejected[shared:]
+
+
+def _content(turn: Any) -> Any:
+    return turn.get("content", turn.get("value")) if isinstance(turn, Mapping) else None
+
+
+def _parse_answer(record: Example, prompt: Any, answer: Any, name: str) -> Text:
+    """Parse a prompt and an answer: two plain texts, or two lists of turns. Only the answer can have targets."""
+    if isinstance(prompt, str) and isinstance(answer, str):
+        for field in ("system", "tools"):
+            if field in record:
+                raise BrokenRecordError(f"has `{field}`, which plain text cannot contain; give lists of messages")
+        return Completion(_text(prompt, "prompt"), _text(answer, name))
+    if not isinstance(prompt, list) or not isinstance(answer, list):
+        raise BrokenRecordError(f"has `prompt` and `{name}` that are neither two texts nor two lists of messages")
+    given, turns = _read_turns(prompt, "prompt"), _read_turns(answer, name)
+    return _converse(record, [*given, *turns], answers=len(given))
+
+
+def _parse_tokens(record: Example) -> EncodedDocument:
+    """Parse token ids and labels. A token is a target if its label is the id at the same position."""
+    ids, labels = (parse_ids(record[name], name).astype(np.int64) for name in ("input_ids", "labels"))
+    if len(ids) != len(labels):
+        raise BrokenRecordError(f"has {len(ids)} `input_ids` and {len(labels)} `labels`")
+    targets = labels != IGNORED_LABEL
+    wrong = np.flatnonzero(targets & (labels != ids))
+    if len(wrong):
+        place = int(wrong[0])
+        raise BrokenRecordError(
+            f"has the label {labels[place]} at position {place}, where the id is {ids[place]}; a label must be the id "
+            f"at the same position (not shifted) or {IGNORED_LABEL}"
+        )
+    return EncodedDocument(ids, targets)
+
+
+_PARSERS: dict[str, Callable[[Example], Text | Preference | EncodedDocument]] = {
+    "messages": _parse_messages,
+    "sharegpt": _parse_sharegpt,
+    "alpaca": _parse_alpaca,
+    "prompt_completion": _parse_prompt_completion,
+    "preference": _parse_preference,
+    "rejected_response": _parse_rejected_response,
+    "tokens": _parse_tokens,
+}
+
+
+def _converse(record: Example, turns: Sequence[dict[str, Any]], answers: int = 0) -> Conversation:
+    """Build a conversation from turns, with the record's own system message and tools."""
+    turns = list(turns)
+    system = _text(record.get("system", ""), "system")
+    if system and not any(turn["role"] == "system" for turn in turns):
+        turns.insert(0, {"role": "system", "content": system})
+        answers += answers > 0
+    if not any(turn["role"] == "assistant" for turn in turns[answers:]):
+        raise BrokenRecordError("has no assistant turn, so there is nothing to train on")
+    learned = tuple(_read_flag(turn) for turn in turns)
+    messages = tuple({key: turn[key] for key in turn if key not in ("train", "weight")} for turn in turns)
+    return Conversation(messages, learned, _read_tools(record.get("tools")), answers)
+
+
+def _read_flag(turn: Mapping[str, Any]) -> bool | None:
+    """Read a turn's `train` or `weight` (0 or 1): whether it is a target. None if it has neither."""
+    flags = {name: turn[name] for name in ("train", "weight") if name in turn}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool | int | float) or flag not in (0, 1):
+            raise BrokenRecordError(
+                f"has a turn with {name}={flag!r}; use true or 1 to train on a turn, else false or 0"
+            )
+    return all(flags.values()) if flags else None
+
+
+def _read_turns(value: Any, name: str) -> list[dict[str, Any]]:
+    turns = [_read_turn(turn, name) for turn in _list(value, name)]
+    if not turns:
+        raise BrokenRecordError(f"has no turn in `{name}`")
+    return turns
+
+
+def _read_turn(turn: Any, name: str) -> dict[str, Any]:
+    """Read a turn for templates, from `role` and `content` or from `from` and `value`. Null fields are dropped."""
+    if not isinstance(turn, Mapping):
+        raise BrokenRecordError(f"has a turn in `{name}` that is not an object with a role and a text")
+    turn = {key: value for key, value in turn.items() if value is not None}
+    role, content = turn.pop("role", turn.pop("from", None)), turn.pop("content", turn.pop("value", None))
+    if not isinstance(role, str) or role not in _ROLES:
+        raise BrokenRecordError(f"has a turn with role {role!r} in `{name}`; the roles are {', '.join(_ROLES)}")
+    calls = turn.pop("tool_calls", [])
+    if role == "function_call":
+        calls, content = _read_calls_of_text(content), ""
+    if content is None and not calls:
+        raise BrokenRecordError(f"has a turn without text in `{name}`")
+    read = {"role": _ROLES[role], "content": _read_content(content or "", name), **turn}
+    if calls:
+        read["tool_calls"] = [_read_call(call) for call in _list(calls, "tool_calls")]
+    return read
+
+
+def _read_content(content: Any, name: str) -> str:
+    """Return the text of a turn; for a list of parts, their texts joined."""
+    if not isinstance(content, list):
+        return _text(content, name)
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if not isinstance(part, Mapping) or kind != "text":
+            raise BrokenRecordError(f"has a part of type {kind!r} in `{name}`; only text is supported")
+        texts.append(_text(part.get("text"), name))
+    return "".join(texts)
+
+
+def _read_calls_of_text(content: Any) -> list[Any]:
+    """Read ShareGPT's `function_call`: the JSON of one or several calls."""
+    calls = _read_json(_text(content, "function_call"), "function_call")
+    return calls if isinstance(calls, list) else [calls]
+
+
+def _read_call(call: Any) -> dict[str, Any]:
+    """Read a tool call for templates: the arguments, JSON text in OpenAI's format, become an object."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise BrokenRecordError("has a tool call without a name")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = _read_json(arguments or "{}", "arguments")
+    if not isinstance(arguments, Mapping):
+        raise BrokenRecordError(f"has a call of {function['name']} whose arguments are not a JSON object")
+    outer = call if "function" in call else {}
+    return {**outer, "type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
+
+
+def _read_tools(value: Any) -> tuple[dict[str, Any], ...]:
+    """Read tools in OpenAI's format, from a list or from the JSON text of a list."""
+    if isinstance(value, str):
+        value = _read_json(value, "tools") if value.strip() else []
+    tools = _list([] if value is None else value, "tools")
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise BrokenRecordError("has `tools` that are not a list of objects")
+    return tuple(dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in tools)
+
+
+def _read_json(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BrokenRecordError(f"has invalid JSON in `{name}` ({error})") from error
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise BrokenRecordError(f"has no list in `{name}`")
+    return value
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise BrokenRecordError(f"has no text in `{name}`")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BrokenRecordError(f"has text that is not UTF-8 in `{name}` ({error.reason})") from error
+    return value

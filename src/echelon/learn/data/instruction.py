@@ -1,0 +1,171 @@
+"""Encode examples of any instruction format as token ids with targets. Worker processes receive and run this."""
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from echelon.learn.data.conversation import Completion, Conversation, EncodedDocument, Preference, Text, check_answers
+from echelon.learn.data.examples import parse_example
+from echelon.learn.data.readers.record import BrokenRecordError, Example
+from echelon.learn.data.rendering import ChatTemplate, Rendered
+from echelon.learn.data.tokenizer import vocabulary_size
+
+
+@dataclass(frozen=True)
+class InstructionEncoding:
+    """The settings that turn examples into tokens, as plain values: picklable, and equal if the tokens are equal.
+
+    `template` None: conversations are broken records. `special_tokens`: their names in templates and their texts.
+    A prompt-completion record is not rendered by the template: the ids `before` precede it, and `stop`, a target,
+    follows it; with `needs_stop` and no `stop` such records are broken. `stops`: the ids that end an answer.
+    `eot_tokens`: the ends of turns that the recipe names, in addition to the added tokens of the vocabulary.
+    `template_name`: for messages.
+    """
+
+    tokenizer_json: str
+    special_tokens: tuple[tuple[str, str], ...]
+    template: str | None
+    train_on: str
+    system_prompt: str | None
+    before: tuple[int, ...]
+    stop: int | None
+    needs_stop: bool = True
+    stops: tuple[int, ...] = ()
+    eot_tokens: tuple[str, ...] = ()
+    template_name: str = field(default="the chat template", compare=False)
+
+    def encode(self, record: Example) -> tuple[EncodedDocument, ...]:
+        """Encode an example: one document, or the chosen and the rejected text of a preference pair.
+
+        Documents are not cut to a length, and each has at least one target. Raises BrokenRecordError.
+        """
+        example = parse_example(record)
+        check_answers(example, self.train_on)
+        if isinstance(example, Preference):
+            documents: tuple[EncodedDocument, ...] = (
+                self._encode_text(example.chosen),
+                self._encode_text(example.rejected),
+            )
+        elif isinstance(example, EncodedDocument):
+            documents = (self._check_ids(example),)
+        else:
+            documents = (self._encode_text(example),)
+        if not all(document.targets.any() for document in documents):
+            raise BrokenRecordError("has no token to train on")
+        return documents
+
+    def encode_conversation(self, conversation: Conversation) -> EncodedDocument:
+        """Render a conversation with the chat template and encode it. Raises BrokenRecordError."""
+        if self.chat_template is None:
+            raise BrokenRecordError(
+                "is a conversation, but the tokenizer has no chat template; set data.chat_template, for example to "
+                "chatml"
+            )
+        has_system = any(message["role"] == "system" for message in conversation.messages)
+        if self.system_prompt is not None and not has_system:
+            conversation = _put_system(self.system_prompt, conversation)
+        ids, targets = self._tokenize(self.chat_template.render(conversation))
+        return EncodedDocument(ids, _mask_first(targets))
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """The chat template; None if there is none."""
+        return None if self.template is None else self.template_for(self.train_on)
+
+    def template_for(self, train_on: str) -> ChatTemplate:
+        """Return the chat template with another value of `data.train_on`."""
+        tokens = dict(self.special_tokens)
+        return ChatTemplate(self.template or "", tokens, train_on, self.eot_tokens, self.template_name)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, without truncation and padding."""
+        tokenizer = Tokenizer.from_str(self.tokenizer_json)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+
+    @cached_property
+    def num_ids(self) -> int:
+        """The vocabulary size: the largest id plus one."""
+        return vocabulary_size(self.tokenizer)
+
+    @cached_property
+    def added_ids(self) -> frozenset[int]:
+        """The ids of the special and other added tokens, and of the `eot_tokens` of the recipe."""
+        added = json.loads(self.tokenizer_json)["added_tokens"]
+        named = (self.tokenizer.token_to_id(text) for _, text in self.special_tokens)
+        return frozenset(token["id"] for token in added) | {id for id in named if id is not None} | self.eot_ids
+
+    @cached_property
+    def eot_ids(self) -> frozenset[int]:
+        """The ids of `eot_tokens`."""
+        return frozenset(self.tokenizer.encode(text, add_special_tokens=False).ids[0] for text in self.eot_tokens)
+
+    def added_token(self, text: str, place: int) -> int | None:
+        """Return the id at index `place` of an encoded text (-1: the last) if it is in `added_ids`, else None."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids[place] if ids and ids[place] in self.added_ids else None
+
+    def _encode_text(self, text: Text) -> EncodedDocument:
+        return self._encode_completion(text) if isinstance(text, Completion) else self.encode_conversation(text)
+
+    def _encode_completion(self, text: Completion) -> EncodedDocument:
+        """Encode prompt and completion as one text, so that the ids match that text; no template is applied."""
+        if self.stop is None and self.needs_stop:
+            raise BrokenRecordError(
+                "has no token that ends the completion: the tokenizer has no eos; set data.document_separator to one "
+                "of its tokens (model.new_tokens adds one), or to null to train without an end token"
+            )
+        whole = text.prompt + text.completion
+        ids, targets = self._tokenize(Rendered(whole, [(len(text.prompt), len(whole))]))
+        before = () if tuple(ids[: len(self.before)].tolist()) == self.before else self.before
+        after = () if self.stop is None else (self.stop,)
+        ids = np.concatenate([np.array(each, dtype=np.int64) for each in (before, ids, after)])
+        targets = np.concatenate([np.zeros(len(before), bool), targets, np.ones(len(after), bool)])
+        return EncodedDocument(ids, _mask_first(targets))
+
+    def _tokenize(self, rendered: Rendered) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Return the ids of a text and their target mask, both `[n]`. A target token is completely inside a span.
+
+        The token that ends a turn is its last target: the white space that a template adds after it is never generated.
+        """
+        encoded = self.tokenizer.encode(rendered.text, add_special_tokens=False)
+        ids = np.array(encoded.ids, dtype=np.int64)
+        starts, stops = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2).T
+        targets = np.zeros(len(ids), dtype=bool)
+        for start, stop in rendered.spans:
+            inside = (starts >= start) & (stops <= stop)
+            if rendered.are_turns:
+                added = [place for place in np.flatnonzero(inside).tolist() if int(ids[place]) in self.added_ids]
+                if added and not rendered.text[int(stops[added[-1]]) : stop].strip():
+                    inside[added[-1] + 1 :] = False
+            targets |= inside
+        return ids, targets
+
+    def _check_ids(self, document: EncodedDocument) -> EncodedDocument:
+        """Check given ids. Raises BrokenRecordError for an id that the tokenizer does not have."""
+        wrong = document.ids[(document.ids < 0) | (document.ids >= self.num_ids)]
+        if len(wrong):
+            raise BrokenRecordError(f"has the id {wrong[0]}, but the tokenizer has the ids 0 to {self.num_ids - 1}")
+        return EncodedDocument(document.ids, _mask_first(document.targets))
+
+
+def _put_system(text: str, conversation: Conversation) -> Conversation:
+    return Conversation(
+        ({"role": "system", "content": text}, *conversation.messages),
+        (None, *conversation.learned),
+        conversation.tools,
+        conversation.answers + (conversation.answers > 0),
+    )
+
+
+def _mask_first(targets: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Remove the first token from the targets: nothing predicts it."""
+    targets = targets.copy()
+    targets[:1] = False
+    return targets

@@ -1,0 +1,186 @@
+"""Open a prepared folder as training and validation datasets."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from echelon.ground.checksums import check_files
+from echelon.ground.errors import CheckpointError, ConfigError, DataError
+from echelon.ground.stored import read_text
+from echelon.learn.data.catalog import TARGETS_DTYPE, Manifest, Split, check_shards, load_manifest
+from echelon.learn.data.mixture import MixtureDataset
+from echelon.learn.data.packing import PackedDataset
+from echelon.learn.data.shards import Dataset, TokenDataset, TokenStore, unigram_entropy
+from echelon.learn.data.tokenizer import fingerprint_json, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_MOST_COUNTED = 20_000_000  # held-out tokens that are counted at the start of a run, in a fraction of a second
+
+DocumentMask = bool | Literal["auto"]
+"""`data.document_mask`: whether documents attend only to themselves. `auto`: for samples, not for plain text."""
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """A named validation dataset. `bytes_per_token` is None if the text was given as tokens."""
+
+    name: str
+    dataset: Dataset
+    bytes_per_token: float | None
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """An open prepared folder.
+
+    `train` is a MixtureDataset if `manifest.train` has several splits, with its parts in their order. `validation` is
+    empty if nothing was held out. `apart`: documents share sequences, and none attends to another. `loaded`: the
+    tokenizer, if this process has it from the preparation.
+    """
+
+    path: Path
+    manifest: Manifest
+    train: Dataset
+    validation: tuple[ValidationSet, ...]
+    apart: bool = False
+    loaded: "PreTrainedTokenizerFast | None" = None
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        """The folder of the tokenizer, as `save_pretrained` wrote it."""
+        return self.path / "tokenizer"
+
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerFast":
+        """The tokenizer, loaded on first access unless it is there already."""
+        return load_tokenizer(str(self.tokenizer_dir)) if self.loaded is None else self.loaded
+
+    @property
+    def vocab_size(self) -> int:
+        """The vocabulary size that a model needs: the largest id of the tokenizer plus one."""
+        return self.manifest.vocab_size
+
+    @property
+    def is_packed(self) -> bool | None:
+        """Whether samples share sequences; None for plain text that is joined."""
+        return None if self.manifest.samples is None else self.manifest.samples.packing
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the tokenizer that made the tokens."""
+        return self.manifest.tokenizer_fingerprint
+
+    @property
+    def content_digest(self) -> str:
+        """A hash of the tokens and of the training and validation splits, independent of the folder's path."""
+        manifest = self.manifest
+        shards = {stream: [shard.sha256 for shard in manifest.shards(stream)] for stream in manifest.streams}
+        parts = (manifest.train, manifest.validation)
+        splits = [[[split.stream, split.start, split.stop] for split in part] for part in parts]
+        content: list[object] = [self.fingerprint, shards, splits]
+        if manifest.samples is not None:
+            content.append([shard.sha256 for _, shard in manifest.files()])
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def describe_held_out(data: PreparedData) -> dict[str, Any]:
+    """What tells whether the losses of two runs compare: the tokenizer, and the held-out text.
+
+    tokenizer: its fingerprint. held_out: a digest of the tokens. held_out_bytes: the size of the text, which does not
+    depend on the tokenizer; null if it was given as tokens. unigram_entropy: the loss of a model that only knows how
+    often each token occurs; null for samples, and for a large text, whose reading would take seconds.
+    """
+    parts = data.manifest.validation
+    files = [[shard.sha256 for shard in data.manifest.shards(each.stream)] for each in parts]
+    splits = [[shards, each.start, each.stop] for shards, each in zip(files, parts, strict=True)]
+    sizes = [each.bytes_per_token * (each.stop - each.start) for each in parts if each.bytes_per_token is not None]
+    datasets = [each.dataset for each in data.validation]
+    is_counted = data.is_packed is None and sum(each.stop - each.start for each in parts) <= _MOST_COUNTED
+    return {
+        "tokenizer": data.fingerprint,
+        "held_out": hashlib.sha256(json.dumps(splits).encode()).hexdigest()[:32] if parts else None,
+        "held_out_bytes": round(sum(sizes)) if parts and len(sizes) == len(parts) else None,
+        "unigram_entropy": unigram_entropy(datasets) if datasets and is_counted else None,
+    }
+
+
+def open_prepared(
+    path: Path,
+    sequence_len: int,
+    document_mask: DocumentMask = "auto",
+    *,
+    verify: bool = False,
+    was_opened: bool = False,
+) -> PreparedData:
+    """Open a prepared folder. Plain text is cut into samples of `sequence_len`; packs must have that length.
+
+    Raises DataError for a damaged or incompatible manifest, for a shard of the wrong size (with `verify`, also of the
+    wrong sha256), for a tokenizer that was altered or did not produce these tokens, and for packs of another length.
+    Raises ConfigError if a document mask is requested for a text without separators.
+
+    `was_opened`: another process of this start has opened the folder before. The tokenizer is then compared with its
+    checksums, but not parsed to compute its fingerprint, which takes more than half as long as loading it.
+    """
+    manifest = load_manifest(path)
+    check_shards(path, manifest, verify=verify)
+    try:
+        check_files(path / "tokenizer", checksums=True)
+        fingerprint = manifest.tokenizer_fingerprint
+        if not was_opened:
+            fingerprint = fingerprint_json(read_text(path / "tokenizer" / "tokenizer.json"))
+    except (CheckpointError, OSError, ValueError) as error:
+        raise DataError(f"the tokenizer in {path} cannot be read: {error} Delete {path} and prepare again.") from error
+    if fingerprint != manifest.tokenizer_fingerprint:
+        raise DataError(
+            f"the tokenizer in {path} did not produce the tokens there: its fingerprint is {fingerprint}, the tokens "
+            f"have {manifest.tokenizer_fingerprint}; restore the tokenizer of these tokens, or delete {path} and "
+            "prepare again."
+        )
+    rule = manifest.samples
+    if rule is None:
+        check_mask(document_mask, manifest.separator)
+    elif rule.sequence_len != sequence_len:
+        raise DataError(
+            f"{path} has samples packed into sequences of {rule.sequence_len} tokens, but data.sequence_len="
+            f"{sequence_len}; prepare again."
+        )
+    wanted = rule is not None if document_mask == "auto" else document_mask
+    apart = manifest.shares_sequences and wanted
+    cut = _Cutter(path, manifest, sequence_len, apart)
+    validation = tuple(ValidationSet(each.name, cut(each), each.bytes_per_token) for each in manifest.validation)
+    parts = [cut(split) for split in manifest.train]
+    return PreparedData(path, manifest, parts[0] if len(parts) == 1 else MixtureDataset(parts), validation, apart)
+
+
+def check_mask(document_mask: DocumentMask, separator: int | str | None) -> None:
+    """Raise ConfigError if a document mask is requested and no separator marks the ends of documents."""
+    if document_mask is True and separator is None:
+        raise ConfigError(
+            "data.document_mask=true needs a token that ends each document, but the tokenizer has no eos or "
+            "data.document_separator is null; set data.document_separator to a token of the tokenizer, or "
+            "data.document_mask to false."
+        )
+
+
+class _Cutter:
+    """Builds the dataset of a split. The files of a stream are opened once."""
+
+    def __init__(self, path: Path, manifest: Manifest, sequence_len: int, apart: bool) -> None:
+        self._path, self._manifest = path, manifest
+        self._sequence_len = sequence_len
+        self._apart = apart
+        self._tokens = {name: TokenStore(path, manifest.shards(name), manifest.dtype) for name in manifest.streams}
+        self._targets = {name: TokenStore(path, manifest.targets(name), TARGETS_DTYPE) for name in manifest.streams}
+
+    def __call__(self, split: Split) -> Dataset:
+        tokens, rule = self._tokens[split.stream], self._manifest.samples
+        if rule is None or split.packs is None:
+            separator = self._manifest.separator if self._apart else None
+            return TokenDataset([tokens], self._sequence_len, start=split.start, stop=split.stop, separator=separator)
+        targets = self._targets[split.stream]
+        return PackedDataset(self._path, tokens, targets, split.packs, rule.sequence_len, rule.padding, self._apart)

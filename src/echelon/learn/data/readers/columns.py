@@ -1,0 +1,299 @@
+"""Parquet and Arrow files. A document is a row: the text or the ids in one column, or an example in several columns.
+
+Spans are ranges of rows, planned from the files' metadata. A process that reads consecutive spans continues where it
+stopped. It keeps one batch of rows in memory, never a row group or a file.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.ground.errors import ConfigError, DataError
+from echelon.learn.data.readers.record import (
+    PIECE_BYTES,
+    Broken,
+    BrokenRecordError,
+    ExampleFields,
+    Reader,
+    Reading,
+    Record,
+    SourceFile,
+    Span,
+    broken_file,
+    parse_ids,
+)
+from echelon.recipe.data_formats import describe_formats
+
+_BATCH_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows that the file stores together (a row group or a record batch): first row, number of rows, size in bytes."""
+
+    start: int
+    num_rows: int
+    num_bytes: int
+
+
+class ColumnReader(Reader):
+    """The common part of the Parquet and Arrow readers. A position is a row number, from 0."""
+
+    @abstractmethod
+    def blocks(self, file: SourceFile) -> Iterator[Block]:
+        """Yield the blocks of a file in order. Raises pyarrow's errors for a damaged file."""
+
+    @abstractmethod
+    def batches(self, path: Path, columns: tuple[str, ...], start: int) -> Iterator[tuple[int, Any]]:
+        """Yield (first row, record batch) for the given columns, from the block that contains row `start` on."""
+
+    @abstractmethod
+    def columns(self, path: Path) -> list[str]:
+        """Return the column names."""
+
+    def cut(self, file: SourceFile, piece_bytes: int = PIECE_BYTES) -> Iterator[Span]:
+        """See Reader. Raises DataError if a needed column is missing."""
+        first, last = file.rows or (0, 2**63)
+        try:
+            if file.size and find_columns(file, self.columns(file.path)):
+                for block in self.blocks(file):
+                    yield from _cut_block(file, block, first, last, piece_bytes)
+        except damages() as error:
+            yield broken_file(file, f"is not a readable {file.format} file ({_one_line(error)})")
+
+    def read(self, span: Span, reading: Reading) -> Iterator[Record | Broken]:
+        """See Reader. After a read error, all remaining rows of the span count as broken."""
+        file = span.file
+        columns = find_columns(file, self.columns(file.path))
+        row = span.start
+        try:
+            for start, batch in _cursor.rows(self, file.path, columns, span.start, span.stop):
+                for index, found in enumerate(_parse(file, batch, start), start):
+                    row = index + 1
+                    if isinstance(found, str):
+                        yield Broken(file, index, found)
+                    elif found is not None:
+                        yield found
+        except damages() as error:
+            _cursor.close()
+            yield Broken(file, row, f"cannot be read ({_one_line(error)})", span.stop - row)
+
+    def place(self, file: SourceFile, position: int) -> str:
+        """See Reader."""
+        return f"{file.path}, row {position}"
+
+
+class ParquetReader(ColumnReader):
+    """Parquet files. A block is a row group."""
+
+    def columns(self, path: Path) -> list[str]:
+        """See ColumnReader."""
+        return list(_pyarrow_parquet().ParquetFile(path).schema_arrow.names)
+
+    def blocks(self, file: SourceFile) -> Iterator[Block]:
+        """See ColumnReader: the row groups."""
+        start = 0
+        with _pyarrow_parquet().ParquetFile(file.path) as parquet:
+            for index in range(parquet.num_row_groups):
+                group = parquet.metadata.row_group(index)
+                yield Block(start, group.num_rows, group.total_byte_size)
+                start += group.num_rows
+
+    def batches(self, path: Path, columns: tuple[str, ...], start: int) -> Iterator[tuple[int, Any]]:
+        """See ColumnReader."""
+        with _pyarrow_parquet().ParquetFile(path, memory_map=False, pre_buffer=False) as parquet:
+            row = 0
+            # One group at a time: a damaged group would otherwise lose a batch that spans several groups.
+            for index in range(parquet.num_row_groups):
+                stop = row + parquet.metadata.row_group(index).num_rows
+                if stop > start:
+                    chosen = {"row_groups": [index], "columns": list(columns), "use_threads": False}
+                    for batch in parquet.iter_batches(_BATCH_ROWS, **chosen):
+                        yield row, batch
+                        row += batch.num_rows
+                row = stop
+
+
+class ArrowReader(ColumnReader):
+    """Arrow IPC files: the file format (also Feather) and the stream format, which `save_to_disk` writes."""
+
+    def columns(self, path: Path) -> list[str]:
+        """See ColumnReader."""
+        with _open_arrow(path) as (schema, _):
+            return list(schema.names)
+
+    def blocks(self, file: SourceFile) -> Iterator[Block]:
+        """See ColumnReader: the record batches."""
+        start = 0
+        with _open_arrow(file.path) as (_, batches):
+            for batch in batches:
+                yield Block(start, batch.num_rows, batch.nbytes)
+                start += batch.num_rows
+
+    def batches(self, path: Path, columns: tuple[str, ...], start: int) -> Iterator[tuple[int, Any]]:
+        """See ColumnReader. Batches before `start` are skipped without being read, unless they are compressed."""
+        row = 0
+        with _open_arrow(path) as (_, batches):
+            for batch in batches:
+                if row + batch.num_rows > start:
+                    yield row, batch.select(list(columns))
+                row += batch.num_rows
+
+
+class _Cursor:
+    """The current position of this process in a table. Spans are in order, so each usually continues the last one."""
+
+    def __init__(self) -> None:
+        self._key: tuple[Path, tuple[str, ...]] | None = None
+        self._batches: Iterator[tuple[int, Any]] = iter(())
+        self._current: tuple[int, Any] | None = None
+
+    def rows(
+        self, reader: ColumnReader, path: Path, columns: tuple[str, ...], start: int, stop: int
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield (first row, record batch) for the rows [start, stop)."""
+        if self._key != (path, columns) or self._current is None or start < self._current[0]:
+            self._key, self._batches = (path, columns), reader.batches(path, columns, start)
+            self._current = next(self._batches, None)
+        while self._current is not None:
+            first, batch = self._current
+            if first >= stop:
+                return
+            if first + batch.num_rows > start:
+                low, high = max(start - first, 0), min(stop - first, batch.num_rows)
+                yield first + low, batch.slice(low, high - low)
+                if stop <= first + batch.num_rows:
+                    return
+            self._current = next(self._batches, None)
+
+    def close(self) -> None:
+        """Reset the position, for example after an error."""
+        self._key, self._batches, self._current = None, iter(()), None
+
+
+_cursor = _Cursor()
+
+
+def find_columns(file: SourceFile, names: list[str]) -> tuple[str, ...]:
+    """Return the columns to read. Raises DataError if a needed column is missing."""
+    columns = file.fields.columns(names)
+    if not columns:
+        raise DataError(
+            f"{file.path} has no column {file.fields}; its columns are {', '.join(names)}. Set {file.fields.fix} next "
+            f"to the path ({describe_formats()})."
+        )
+    return columns
+
+
+def _cut_block(file: SourceFile, block: Block, first: int, last: int, piece_bytes: int) -> Iterator[Span]:
+    row_bytes = max(1, block.num_bytes // max(1, block.num_rows))
+    rows = max(1, piece_bytes // row_bytes)
+    start, end = max(block.start, first), min(block.start + block.num_rows, last)
+    while start < end:
+        stop = min(start + rows, end)
+        yield Span(file, start, stop, (stop - start) * row_bytes)
+        start = stop
+
+
+def _parse(file: SourceFile, batch: Any, start: int) -> Iterator[Record | str | None]:
+    """Yield for each row its record, None if it is empty, or a description of the problem."""
+    if isinstance(file.fields, ExampleFields):
+        yield from (_parse_example(file.fields, batch.slice(row, 1), start + row) for row in range(batch.num_rows))
+        return
+    pa = _pyarrow()
+    values, column = batch.column(0), batch.schema.names[0]
+    kind = values.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        # As bytes, so that a row that is not UTF-8 is reported by itself.
+        yield from map(
+            _parse_text, values.cast(pa.large_binary() if pa.types.is_large_string(kind) else pa.binary()).to_pylist()
+        )
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        for scalar in values:
+            yield _parse_row(scalar, column)
+    else:
+        raise DataError(
+            f"{file.path}: the column `{column}` has type {kind}; it must contain text or lists of token ids."
+        )
+
+
+def _parse_example(fields: ExampleFields, row: Any, position: int) -> Record | str:
+    try:
+        return Record(fields.pick(drop_nulls(row.to_pylist()[0])), position=position)
+    except BrokenRecordError as error:
+        return str(error)
+    except UnicodeDecodeError as error:
+        return f"is not UTF-8 text ({error.reason})"
+
+
+def _parse_text(value: bytes | None) -> Record | str | None:
+    if value is None:
+        return "has no text"
+    try:
+        value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return f"is not UTF-8 text ({error.reason})"
+    return Record(value) if value else None
+
+
+def _parse_row(scalar: Any, column: str) -> Record | str | None:
+    if not scalar.is_valid:
+        return f"has no list of token ids in `{column}`"
+    try:
+        ids = parse_ids(scalar.values.to_numpy(zero_copy_only=False), column)
+    except BrokenRecordError as error:
+        return str(error)
+    return Record(ids) if ids.size else None
+
+
+def drop_nulls(value: Any) -> Any:
+    """Remove the null fields from a value. In a table, every record has all fields, also those it does not use."""
+    if isinstance(value, dict):
+        return {key: drop_nulls(each) for key, each in value.items() if each is not None}
+    is_nested = isinstance(value, list) and value and isinstance(value[0], dict | list)
+    return [drop_nulls(each) for each in value] if is_nested else value
+
+
+@contextmanager
+def _open_arrow(path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
+    """Open either IPC format: the schema and the record batches. Memory-mapped: a batch is read when accessed."""
+    pa = _pyarrow()
+    with pa.memory_map(str(path)) as source:
+        if source.read(6) == b"ARROW1":
+            reader: Any = pa.ipc.open_file(source)
+            read: Callable[[int], Any] = reader.get_batch
+            yield reader.schema, map(read, range(reader.num_record_batches))
+        else:
+            source.seek(0)
+            reader = pa.ipc.open_stream(source)
+            yield reader.schema, iter(reader)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def damages() -> tuple[type[Exception], ...]:
+    """The exceptions that pyarrow raises for a file that is damaged or in another format."""
+    return (_pyarrow().ArrowException, OSError)
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError as error:
+        raise ConfigError(
+            "parquet and arrow files require the package pyarrow; install it with pip install 'echelon[data]'."
+        ) from error
+    return pyarrow
+
+
+def _pyarrow_parquet() -> Any:
+    _pyarrow()
+    import pyarrow.parquet
+
+    return pyarrow.parquet

@@ -1,0 +1,208 @@
+"""Hugging Face datasets: folders written by `save_to_disk`, and datasets streamed from the Hub.
+
+A saved dataset is a folder of Arrow files and is read as such. A Hub dataset is streamed by one process, which
+distributes the records. Only the tokens are stored on disk.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.ground.errors import ConfigError, DataError, EchelonError
+from echelon.ground.stored import read_json
+from echelon.learn.data.readers.columns import ArrowReader, drop_nulls
+from echelon.learn.data.readers.record import (
+    EITHER_FIELD,
+    Broken,
+    BrokenRecordError,
+    ExampleFields,
+    Record,
+    SourceFile,
+    content_bytes,
+)
+from echelon.learn.data.readers.sequence import SequentialReader
+from echelon.learn.model.hub import dataset_name, find_dataset_commit
+
+_DATASET = "state.json"
+_SPLITS = "dataset_dict.json"
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """An Arrow file of a saved dataset, and the range of rows that a split selects; None for all rows."""
+
+    path: Path
+    rows: tuple[int, int] | None
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether this folder was written by `save_to_disk` of a Dataset or a DatasetDict."""
+    return (folder / _SPLITS).is_file() or ((folder / _DATASET).is_file() and (folder / "dataset_info.json").is_file())
+
+
+def list_saved_dataset(folder: Path, split: str | None, where: str) -> list[SavedFile]:
+    """List the files of a saved dataset, or of the given split, in order. `where` starts each message.
+
+    Raises DataError for a damaged folder or a split without records, ConfigError for an invalid or unknown split.
+    """
+    try:
+        files = {name: _list_files(member) for name, member in _find_members(folder).items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{where} is a damaged save_to_disk dataset ({error}); save it again.") from error
+    if split is None:
+        return [SavedFile(path, None) for path in files[_only_split(files, where)]]
+    lengths = {name: [_count_rows(path) for path in paths] for name, paths in files.items()}
+    chosen = []
+    for name, start, stop in parse_split(split, {name: sum(each) for name, each in lengths.items()}, where):
+        first = 0
+        for path, num_rows in zip(files[name], lengths[name], strict=True):
+            rows = (max(start - first, 0), min(stop - first, num_rows))
+            if rows[0] < rows[1]:
+                chosen.append(SavedFile(path, rows))
+            first += num_rows
+    if not chosen:
+        raise DataError(f"{where}, split={split} has no records.")
+    return chosen
+
+
+def _find_members(folder: Path) -> dict[str, Path]:
+    """Map each split name of a saved dataset to its folder."""
+    if (folder / _SPLITS).is_file():
+        names = read_json(folder / _SPLITS)["splits"]
+        return {name: folder / name for name in names}
+    name = read_json(folder / _DATASET).get("_split") or "train"
+    return {str(name): folder}
+
+
+def _only_split(splits: Iterable[str], where: str) -> str:
+    """Return the only split of a dataset. Raises ConfigError if there are several."""
+    first, *others = splits
+    if others:
+        raise ConfigError(f"{where} has the splits {', '.join(splits)}; select one, for example split: {first}.")
+    return first
+
+
+def parse_split(split: str, num_rows: dict[str, int], where: str) -> list[tuple[str, int, int]]:
+    """Parse the slicing syntax of `datasets` into (split, first row, end row, exclusive). Raises ConfigError."""
+    datasets = _import_datasets()
+    try:
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute(num_rows)
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(
+            f"{where}, split={split}: {' '.join(str(error).split())} The dataset has "
+            f"{', '.join(f'{name} ({rows} records)' for name, rows in num_rows.items())}; write a split as "
+            f"{next(iter(num_rows))} or {next(iter(num_rows))}[:90%]."
+        ) from error
+    ends = [num_rows[part.splitname] if part.to is None else part.to for part in parts]
+    return [(part.splitname, part.from_ or 0, end) for part, end in zip(parts, ends, strict=True)]
+
+
+def _list_files(folder: Path) -> list[Path]:
+    state = read_json(folder / _DATASET)
+    return [folder / each["filename"] for each in state["_data_files"]]
+
+
+def _count_rows(path: Path) -> int:
+    file = SourceFile(path, path.name, "arrow", path.stat().st_size, 0, required=True)
+    return sum(block.num_rows for block in ArrowReader().blocks(file))
+
+
+class HubReader(SequentialReader):
+    """A dataset streamed by `datasets.load_dataset`: a Hub dataset or a folder of data files. See `find_on_hub`."""
+
+    def walk(self, file: SourceFile) -> Iterator[tuple[int, Record | Broken]]:
+        """See SequentialReader. Raises EchelonError if the stream fails; the records read before are kept."""
+        first = file.rows[0] if file.rows else 0
+        number, used = first, 0
+        try:
+            stream = _stream(str(file.path), file.revision)[file.split]
+            if file.rows is not None:
+                stream = stream.skip(first).take(file.rows[1] - first)
+            for number, record in enumerate(stream, first):
+                found = parse_record(file, number, record)
+                if found is not None:
+                    used += content_bytes(found.content) if isinstance(found, Record) else 0
+                    yield used, found
+        except (OSError, ValueError) as error:
+            raise EchelonError(
+                f"{file.path} cannot be read beyond record {number} ({_one_line(error)}); run again to continue."
+            ) from error
+
+
+def find_on_hub(name: str, split: str | None, where: str) -> list[SourceFile]:
+    """Return a streamed dataset as files to read, one for each part of the split.
+
+    `name` is ORG/NAME or ORG/NAME/CONFIG, with `@COMMIT` or at its current commit, or a folder that `load_dataset`
+    reads. Raises DataError if it cannot be read, ConfigError for an invalid split, and the errors of
+    `hub.find_dataset_commit`.
+    """
+    folder = Path(name).expanduser()
+    revision, size, newest = None, 0, 0
+    if folder.is_dir():
+        name = str(folder.resolve())
+        size, newest = _measure_folder(folder)
+    else:
+        name, _, given = name.partition("@")
+        revision = given or find_dataset_commit(name, where)
+    try:
+        members = _stream(name, revision)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{where} with format: hub cannot be read ({_one_line(error)}); check the name.") from error
+    infos = {key: (member.info.splits or {}).get(key) for key, member in members.items()}
+    sizes = {key: info.num_bytes if info else 0 for key, info in infos.items()}
+    wanted = _only_split(members, where) if split is None else split
+    parts: list[tuple[str, tuple[int, int] | None]]
+    parts = [(wanted, None)] if wanted in members else _find_shares(wanted, infos, where)
+    return [
+        SourceFile(Path(name), name, "hub", sizes[key] or size, newest, True, EITHER_FIELD, rows, key, revision)
+        for key, rows in parts
+    ]
+
+
+def _measure_folder(folder: Path) -> tuple[int, int]:
+    """Return the total size of a folder's files in bytes, and the newest modification time in nanoseconds."""
+    files = [path.stat() for path in folder.rglob("*") if path.is_file()]
+    return sum(each.st_size for each in files), max((each.st_mtime_ns for each in files), default=0)
+
+
+def _find_shares(split: str, infos: Mapping[str, Any], where: str) -> list[tuple[str, tuple[int, int] | None]]:
+    """Resolve a slice of a streamed dataset to the records of each split. Raises ConfigError."""
+    num_rows = {key: info.num_examples if info and info.num_examples else 0 for key, info in infos.items()}
+    if "[" in split and not all(num_rows.values()):
+        raise ConfigError(
+            f"{where}, split={split}: the dataset does not give its number of records, so a slice cannot be "
+            f"streamed; select a whole split: {', '.join(infos)}."
+        )
+    return [(key, (start, stop)) for key, start, stop in parse_split(split, num_rows, where)]
+
+
+def _stream(name: str, revision: str | None) -> Any:
+    """Open the splits of a dataset for streaming, by name. No record is read yet."""
+    parts = [name] if Path(name).is_dir() else [dataset_name(name), *name.split("/")[2:]]
+    return _import_datasets().load_dataset(*parts, revision=revision, streaming=True)
+
+
+def parse_record(file: SourceFile, number: int, record: Any) -> Record | Broken | None:
+    """Return the document of a record; None if it has no text."""
+    try:
+        content = file.fields.pick(drop_nulls(record) if isinstance(file.fields, ExampleFields) else record)
+    except BrokenRecordError as error:
+        return Broken(file, number, str(error))
+    return Record(content, position=number) if len(content) else None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _import_datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            "a Hub dataset, and a split of a saved dataset, require the package datasets; install it with "
+            "pip install 'echelon[data]'."
+        ) from error
+    datasets.disable_progress_bars()
+    return datasets

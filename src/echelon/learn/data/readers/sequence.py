@@ -1,0 +1,40 @@
+"""Formats that only one process can read, in order: it reads the records and distributes them in blocks."""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+
+from echelon.learn.data.readers.record import (
+    PIECE_BYTES,
+    Broken,
+    Reader,
+    Reading,
+    Record,
+    SourceFile,
+    Span,
+    content_bytes,
+)
+
+
+class SequentialReader(Reader):
+    """A reader whose spans carry their records. The number of spans in flight bounds the memory."""
+
+    @abstractmethod
+    def walk(self, file: SourceFile) -> Iterator[tuple[int, Record | Broken]]:
+        """Yield the records of a file in order, each with the number of bytes read so far. Raises DataError."""
+
+    def cut(self, file: SourceFile, piece_bytes: int = PIECE_BYTES) -> Iterator[Span]:
+        """See Reader. A span has enough records to reach `piece_bytes`."""
+        start, found, held, consumed, used = 0, list[Record | Broken](), 0, 0, 0
+        for used, each in self.walk(file):
+            found.append(each)
+            held += content_bytes(each.content) if isinstance(each, Record) else 1
+            if held >= piece_bytes:
+                yield Span(file, start, start + len(found), used - consumed, records=tuple(found))
+                start, found, held, consumed = start + len(found), [], 0, used
+        if found:
+            yield Span(file, start, start + len(found), used - consumed, True, records=tuple(found))
+
+    def read(self, span: Span, reading: Reading) -> Iterator[Record | Broken]:
+        """See Reader."""
+        assert span.records is not None
+        return iter(span.records)

@@ -1,0 +1,188 @@
+"""The progress of writing shards, stored next to them, so that interrupted preparation resumes.
+
+progress.json is replaced at intervals, after the shards were flushed to disk. So after a kill, it describes only bytes
+that exist. Anything written later is cut off and written again, with identical content.
+"""
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from echelon.ground.stored import read_json, sync_path
+from echelon.learn.data.broken_records import RecordCounts
+from echelon.learn.data.duplicates import DigestSet
+from echelon.learn.data.oddities import CopySample
+from echelon.learn.data.readers.record import DIGEST_BYTES
+from echelon.learn.data.shards import ShardRecord
+
+PROGRESS_NAME = "progress.json"
+DIGESTS_NAME = "digests.bin"
+
+
+@dataclass
+class PartState:
+    """The progress of one part of a sink: its finished shards, and the number of tokens in the open one."""
+
+    shards: tuple[ShardRecord, ...] = ()
+    open_tokens: int = 0
+
+
+@dataclass
+class SampleCounts:
+    """The sample counts of a sink. See SampleRecord."""
+
+    samples: int = 0
+    documents_each: int = 0
+    num_overlong: int = 0
+    num_dropped: int = 0
+    lost_tokens: int = 0
+    num_unlabelled: int = 0
+
+
+@dataclass
+class SinkState:
+    """The contribution of one source to one stream so far: counts, and the files by part.
+
+    `begun`: the start of a text that forms one sample and has not ended yet; it has `begun_tokens` tokens so far.
+    """
+
+    documents: int = 0
+    text_bytes: int | None = 0
+    parts: dict[str, PartState] = field(default_factory=dict)
+    counts: SampleCounts = field(default_factory=SampleCounts)
+    begun: list[int] = field(default_factory=list)
+    begun_tokens: int = 0
+
+
+@dataclass
+class EntryState(RecordCounts):
+    """The progress of one source: its records, finished tasks, dropped copies, oddities (count and first location), and
+    its sinks. `is_full`: `max_samples` is reached."""
+
+    num_tasks: int = 0
+    is_full: bool = False
+    duplicates: int = 0
+    odd: dict[str, tuple[int, str]] = field(default_factory=dict)
+    sinks: dict[str, SinkState] = field(default_factory=dict)
+
+
+@dataclass
+class WritingState:
+    """The progress of a corpus: the bytes of the finished tasks, and the progress of each source.
+
+    `stream`: the stream of the document that the last piece belongs to; None if it is dropped. `num_digests`: the
+    number of distinct documents so far.
+    """
+
+    entries: list[EntryState]
+    done_bytes: int = 0
+    stream: str | None = None
+    num_digests: int = 0
+    copies: CopySample = field(default_factory=CopySample)
+
+    @property
+    def num_tasks(self) -> int:
+        """The finished tasks of all sources."""
+        return sum(entry.num_tasks for entry in self.entries)
+
+
+class WritingJournal:
+    """Manages progress.json and the digests of a folder that is being written. A context manager."""
+
+    def __init__(self, folder: Path, num_entries: int) -> None:
+        """Load the progress of an earlier process, and delete files that it does not list."""
+        self._folder = folder
+        fresh = WritingState([EntryState() for _ in range(num_entries)])
+        self.state = _load(folder / PROGRESS_NAME, num_entries) or fresh
+        self.digests = DigestSet()
+        known = {PROGRESS_NAME, DIGESTS_NAME} if self.is_resumed else set()
+        for index, entry in enumerate(self.state.entries):
+            for stream, sink in entry.sinks.items():
+                for name, part in sink.parts.items():
+                    known.update(shard.file for shard in part.shards)
+                    if part.open_tokens:
+                        known.add(f"{part_prefix(shard_prefix(stream, index), name)}-{len(part.shards):05d}.bin")
+        for path in folder.iterdir():
+            if path.is_file() and path.name not in known:
+                path.unlink()
+        self._stream: BinaryIO = (folder / DIGESTS_NAME).open("a+b")
+        self._stream.truncate(self.state.num_digests * DIGEST_BYTES)
+        self._stream.seek(0)
+        while digest := self._stream.read(DIGEST_BYTES):
+            self.digests.add(digest)
+
+    def __enter__(self) -> "WritingJournal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether an earlier process finished some tasks."""
+        return self.state.num_tasks > 0
+
+    def add_document(self, digest: bytes) -> bool:
+        """Record a document. Returns whether it is new."""
+        is_new = self.digests.add(digest)
+        if is_new:
+            self._stream.write(digest)
+            self.state.num_digests += 1
+        return is_new
+
+    def save(self) -> None:
+        """Save the state durably. The shards that it describes must already be on disk."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        fresh = self._folder / f"{PROGRESS_NAME}.new"
+        with fresh.open("w", encoding="utf-8") as stream:
+            json.dump(asdict(self.state), stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        fresh.replace(self._folder / PROGRESS_NAME)
+        sync_path(self._folder)
+
+    def remove(self) -> None:
+        """Remove progress and digests: the folder is complete."""
+        for name in (DIGESTS_NAME, PROGRESS_NAME):
+            (self._folder / name).unlink(missing_ok=True)
+
+
+def shard_prefix(stream: str, index: int) -> str:
+    """The file name prefix of the shards of a stream and source."""
+    return f"{stream}-{index:03d}"
+
+
+def part_prefix(prefix: str, part: str) -> str:
+    """The file name prefix of one part of a source's shards: `tokens`, `targets` or `lengths`."""
+    return prefix if part == "tokens" else f"{prefix}.{part}"
+
+
+def has_progress(folder: Path) -> bool:
+    """Whether a folder has saved progress."""
+    return (folder / PROGRESS_NAME).is_file()
+
+
+def _load(path: Path, num_entries: int) -> WritingState | None:
+    """Load the saved state; None if it is missing or invalid, in which case the work starts again."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        content: dict[str, Any] = read_json(path)
+        entries = []
+        for entry in content["entries"]:
+            sinks = {stream: _parse_sink(sink) for stream, sink in entry["sinks"].items()}
+            entries.append(EntryState(**{**entry, "sinks": sinks}))
+        if len(entries) == num_entries:
+            copies = CopySample(**content["copies"])
+            return WritingState(**{**content, "entries": entries, "copies": copies})
+    return None
+
+
+def _parse_sink(content: dict[str, Any]) -> SinkState:
+    parts = {
+        name: PartState(tuple(ShardRecord(**shard) for shard in part["shards"]), part["open_tokens"])
+        for name, part in content["parts"].items()
+    }
+    return SinkState(**{**content, "parts": parts, "counts": SampleCounts(**content["counts"])})

@@ -1,0 +1,185 @@
+"""Tokenizers: bytes, trained byte-level BPE, or any fast tokenizer that `transformers` loads.
+
+All are `transformers` tokenizers that wrap one of the `tokenizers` library, so AutoTokenizer loads a saved folder.
+`transformers` is imported only where it is used: tokenizing processes need only the JSON of the inner tokenizer.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from echelon.ground.errors import ConfigError, DataError
+from echelon.ground.stored import check_readable
+from echelon.learn.data.panics import panics_told
+from echelon.learn.data.tokenizer_training import END_OF_TEXT, byte_characters, learn_merges
+from echelon.learn.model.hub import HubModel, Part, fetch, is_hub_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+BYTES = "bytes"
+EOS = "eos"
+"""The value of `data.document_separator` for the tokenizer's own eos."""
+
+MAX_VOCAB = 2**24
+MIN_TRAINED_VOCAB = 257
+"""256 bytes and `<|endoftext|>`."""
+
+
+def build_bytes_tokenizer() -> "PreTrainedTokenizerFast":
+    """Build the tokenizer with exactly 256 ids, byte b = id b: no merges, no special tokens, no separator."""
+    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return _wrap(tokenizer)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
+    """Train byte-level BPE (GPT-2's splitting rule) with `<|endoftext|>` as end and separator of documents.
+
+    `vocab_size` counts the 256 bytes and `<|endoftext|>`; a short text may give fewer. The same texts give the same
+    tokenizer. Raises ConfigError below 257.
+    """
+    if vocab_size < MIN_TRAINED_VOCAB:
+        raise ConfigError(
+            f"tokenizer.train.vocab_size={vocab_size} is too small: it counts the 256 bytes and {END_OF_TEXT}; use "
+            f"{MIN_TRAINED_VOCAB} or more."
+        )
+    return _wrap(learn_merges(texts, vocab_size), eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+
+
+def _wrap(tokenizer: Tokenizer, **special_tokens: str) -> "PreTrainedTokenizerFast":
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, model_max_length=10**9, **special_tokens
+    )
+
+
+def load_tokenizer(
+    path_or_id: str, trust_remote_code: bool = False, key: str = "tokenizer"
+) -> "PreTrainedTokenizerFast":
+    """Load a tokenizer from a folder or from the Hub; `key` is its recipe key.
+
+    Raises DataError if it is not found, cannot be read or is not a fast tokenizer, and the errors of `hub.fetch`.
+    """
+    path = Path(path_or_id).expanduser()
+    given = f"{key}={path_or_id}"
+    if is_hub_name(path_or_id):
+        path = fetch(HubModel(path_or_id, key, Part.FILES, trust_remote_code))
+    elif not path.exists():
+        raise DataError(
+            f"{given}: no such folder (working directory {Path.cwd()}); give a folder with tokenizer.json, a Hub "
+            f"id, bytes, or {{train: {{vocab_size: 4096}}}}."
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        if path.is_dir():
+            check_readable(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+        try_tokenizer(tokenizer)
+    except DataError:
+        raise
+    except Exception as error:  # tokenizers raises plain Exception, transformers many types
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"{given} cannot be loaded from {path}: {reason} Give a folder with tokenizer.json, or a hub id."
+        ) from error
+    if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
+        raise DataError(
+            f"{given} is not a fast tokenizer (tokenizer.json), which parallel tokenization needs; convert it "
+            f"with transformers and give the saved folder."
+        )
+    return tokenizer
+
+
+def try_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Test a loaded tokenizer: some faults appear only when it is used. Raises whatever the libraries raise.
+
+    Raises ValueError for an id of MAX_VOCAB or more: `tokenizers` allocates memory for all ids below it.
+    """
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= MAX_VOCAB:
+        raise ValueError(f"it has a token with id {largest}; a vocabulary can have at most {MAX_VOCAB} ids.")
+    with panics_told(tokenizer.name_or_path, "the text 'a word'"):
+        tokenizer.decode(tokenizer.encode("a word"))
+
+
+def build_tokenizer(
+    name: str | None, checkpoint: str | None, trust_remote_code: bool = False, new_tokens: Sequence[str] = ()
+) -> "PreTrainedTokenizerFast":
+    """Build the recipe's tokenizer with its new tokens: `bytes`, a folder or Hub id, or None for the checkpoint's.
+
+    Raises ConfigError if there is neither a name nor a checkpoint.
+    """
+    if name == BYTES:
+        return add_new_tokens(build_bytes_tokenizer(), new_tokens)
+    source, key = (name, "tokenizer") if name is not None else (checkpoint, "tokenizer of model.checkpoint")
+    if source is None:
+        raise ConfigError(
+            "tokenizer is not set and there is no model.checkpoint to load one from; set tokenizer: bytes, a path or "
+            "Hub id, or {train: {vocab_size: 4096}}."
+        )
+    return add_new_tokens(load_tokenizer(source, trust_remote_code, key), new_tokens)
+
+
+def add_new_tokens(tokenizer: "PreTrainedTokenizerFast", tokens: Sequence[str]) -> "PreTrainedTokenizerFast":
+    """Add `model.new_tokens` to a tokenizer as special tokens. Tokens that it does not have get the next ids."""
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens], special_tokens=True)
+    return tokenizer
+
+
+def describe_known_tokens(tokenizer: "PreTrainedTokenizerFast", tokens: Sequence[str]) -> list[str]:
+    """Return a line about the tokens of `model.new_tokens` that a tokenizer already has."""
+    ids = {token: tokenizer.backend_tokenizer.token_to_id(token) for token in tokens}
+    known = [f"{token} (id {id})" for token, id in ids.items() if id is not None]
+    if not known:
+        return []
+    return [f"model.new_tokens: the tokenizer already has {', '.join(known)}; they are trained like new tokens"]
+
+
+def separator_id(tokenizer: "PreTrainedTokenizerFast", choice: str | None = EOS) -> int | None:
+    """Return the id that follows each document: eos, or another token by its text. None for no separator or no eos.
+
+    Raises ConfigError for a token that the tokenizer does not have; `bytes` has none.
+    """
+    if choice is None:
+        return None
+    if choice == EOS:
+        eos: int | None = tokenizer.eos_token_id
+        return eos
+    is_bytes = tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(build_bytes_tokenizer())
+    separator: int | None = None if is_bytes else tokenizer.backend_tokenizer.token_to_id(choice)
+    if separator is None:
+        known = ", ".join(str(token) for token in tokenizer.all_special_tokens) or "none"
+        raise ConfigError(
+            f"data.document_separator={choice} is not a token of the tokenizer{' bytes' if is_bytes else ''}; use eos, "
+            f"null, or one of its tokens (special tokens: {known})."
+        )
+    return separator
+
+
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """Return the vocabulary size that a model needs: the largest id of the tokenizer plus one."""
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+
+
+def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerFast") -> str:
+    """Hash everything that determines the ids: vocabulary, merges, normalizer, pre-tokenizer, added and special tokens.
+
+    A saved and reloaded tokenizer has the same hash. Truncation, padding and templates are not included.
+    """
+    return fingerprint_json(tokenizer.backend_tokenizer.to_str())
+
+
+def fingerprint_json(serialized: str) -> str:
+    """Compute `tokenizer_fingerprint` from the text of a tokenizer.json."""
+    content: dict[str, Any] = json.loads(serialized)
+    parts = {name: content.get(name) for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

@@ -1,0 +1,102 @@
+"""Exchanges between the ranks that share sequences. Gradients flow through them."""
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.learn.distributed.isolation import Isolatable
+
+
+class Peers(Protocol):
+    """The ranks that share sequences. Every method is collective among them."""
+
+    rank: int
+    size: int
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Return the tensors of all ranks, [size, *shape]. The gradient is the sum over ranks of that of this part."""
+        ...
+
+    def swap(self, parts: Tensor) -> Tensor:
+        """Send parts[i] to rank i; return the parts received, [size, ...], by their rank."""
+        ...
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """Return the sum over ranks of a tensor without gradient."""
+        ...
+
+    def isolated(self) -> AbstractContextManager[None]:
+        """Scope of exchanges that send nothing: the memory of real ones, with this rank's own values."""
+        ...
+
+
+class GroupPeers(Isolatable):
+    """The ranks of a process group. See `Peers`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._group = group
+
+    def gather(self, part: Tensor) -> Tensor:
+        """See Peers. The gradients of a part are summed in fp32."""
+        whole: Tensor = _Gather.apply(part, self)  # type: ignore[no-untyped-call]
+        return whole
+
+    def swap(self, parts: Tensor) -> Tensor:
+        """See Peers."""
+        received: Tensor = _Swap.apply(parts, self)  # type: ignore[no-untyped-call]
+        return received
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """See Peers."""
+        total = tensor.detach().clone()
+        if self._sends:
+            dist.all_reduce(total, group=self._group)
+        return total
+
+    def collect(self, part: Tensor) -> Tensor:
+        """`gather` without gradient."""
+        whole = part.new_empty(self.size, part.numel())
+        if self._sends:
+            dist.all_gather(list(whole.unbind()), part.flatten(), group=self._group)
+        else:
+            whole.copy_(part.flatten())
+        return whole.view(self.size, *part.shape)
+
+    def deliver(self, parts: Tensor) -> Tensor:
+        """`swap` without gradient."""
+        if not self._sends:
+            return parts.clone()
+        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, parts.contiguous(), group=self._group)
+        return received
+
+
+class _Gather(torch.autograd.Function):
+    """The gradient is a reduce-scatter, as an exchange and a sum: gloo's own sends twice the bytes."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, peers: GroupPeers) -> Tensor:
+        ctx.peers = peers
+        return peers.collect(part)
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:
+        received = ctx.peers.deliver(gradients)
+        return received.sum(0, dtype=torch.float32).to(received.dtype), None
+
+
+class _Swap(torch.autograd.Function):
+    """An exchange is its own inverse and transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, peers: GroupPeers) -> Tensor:
+        ctx.peers = peers
+        return peers.deliver(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.peers.deliver(gradients), None

@@ -1,0 +1,85 @@
+"""Chooses between kernels that compute the same, by tests on the devices of all ranks."""
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from echelon.learn.distributed.mesh import Meshes
+from echelon.learn.distributed.objects import broadcast_object, gather_objects
+from echelon.learn.model.flex_attention import FLEX, get_softcap, has_flex
+from echelon.learn.model.liger import find_obstacle, is_installed
+from echelon.learn.model.traits import Traits, apply_plain_causal, computes_as_eager, find_traits
+from echelon.learn.model.varlen_attention import VARLEN, has_kernel
+from echelon.planner.plan import ParallelPlan
+from echelon.recipe import Recipe
+
+# Tokens of the test of Liger's kernels: enough that a kernel takes longer than its launch.
+_MOST_TOKENS = 4096
+LIGER = "kernels: Liger's for norms, rotary embeddings and MLPs, which are equal up to rounding and faster here"
+_EAGER = "attention: eager, because this GPU's flex attention does not compute the model's soft-capped attention"
+_FLEX = "attention: flex attention, whose kernels cap the scores"
+
+
+def choose_attention_kernel(
+    skeleton: PreTrainedModel, recipe: Recipe, plan: ParallelPlan, meshes: Meshes, device: torch.device
+) -> tuple[Traits, str | None]:
+    """Choose the attention of a model on meta, unless the recipe names one, and set it. Collective.
+
+    Returns:
+        The model's traits, and a line for the user about soft-capped attention on a GPU.
+    """
+    length, dtype = recipe.data.sequence_len, getattr(torch, plan.precision.compute)
+    # Gathered keys and values need masks of a part of the queries, which the kernels below do not take.
+    is_free = recipe.model.attn_implementation is None and plan.cp_method != "allgather"
+    default = skeleton.config._attn_implementation if is_free else None
+    if default == "sdpa" and _agree(has_kernel(device, dtype, skeleton.config), meshes):
+        skeleton.set_attn_implementation(VARLEN)
+        traits = _agree_on_traits(skeleton, length, meshes)
+        if traits.mask == "lengths" and traits.skips_mask:
+            return traits, None
+        skeleton.set_attn_implementation(default)
+    has_cap = default == "eager" and get_softcap(skeleton.config) is not None
+    if has_cap and _agree(has_flex(device, dtype, skeleton.config), meshes):
+        skeleton.set_attn_implementation(FLEX)
+        traits = _agree_on_traits(skeleton, length, meshes)
+        if traits.mask is not None and _agree(computes_as_eager(skeleton, FLEX, length), meshes):
+            return traits, _FLEX
+        skeleton.set_attn_implementation(default)
+    traits = _agree_on_traits(skeleton, length, meshes)
+    apply_plain_causal(skeleton, traits)
+    return traits, _EAGER if has_cap and device.type == "cuda" else None
+
+
+def choose_liger(
+    skeleton: PreTrainedModel, recipe: Recipe, plan: ParallelPlan, meshes: Meshes, device: torch.device
+) -> tuple[bool, str | None]:
+    """Choose whether the layers of a model get Liger's kernels, which they do not yet. Collective.
+
+    They may be used for adapters on GPUs in half precision, in layers that are neither compiled nor divided, if the
+    package is installed: with frozen weights, elementwise operations are a large part of a step.
+
+    Returns:
+        Whether to call `apply_liger`, and a line for the user if there is a choice.
+    """
+    is_eager = recipe.adapter.is_adapter and not plan.compile and not recipe.train.deterministic and plan.tp == 1
+    is_half = device.type == "cuda" and plan.precision.compute != "float32"
+    if not _agree(is_eager and is_half and is_installed(), meshes):
+        return False, None
+    num_tokens = min(plan.micro_batch_size * recipe.data.sequence_len, _MOST_TOKENS)
+    here = find_obstacle(skeleton, device, getattr(torch, plan.precision.compute), num_tokens)
+    obstacles = gather_objects(here, meshes.everyone)
+    why = next((each for each in obstacles if each is not None), None)
+    return why is None, LIGER if why is None else f"kernels: PyTorch's, because {why}"
+
+
+def _agree_on_traits(skeleton: PreTrainedModel, sequence_len: int, meshes: Meshes) -> Traits:
+    """Return the traits that rank 0 finds, so that the machines of all ranks compute the same. Collective."""
+    found = find_traits(skeleton, sequence_len) if dist.get_rank(meshes.everyone) == 0 else None
+    traits = broadcast_object(found, meshes.everyone)
+    assert traits is not None
+    return traits
+
+
+def _agree(here: bool, meshes: Meshes) -> bool:
+    """Whether all ranks say yes. Collective."""
+    return all(gather_objects(here, meshes.everyone))

@@ -1,0 +1,478 @@
+"""The native Engine, built on PyTorch's DDP, `fully_shard` and fused optimizers."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from echelon.ground.errors import is_out_of_memory
+from echelon.learn.checkpoint.adapter_folder import AdapterContent, describe_adapter, join_adapters
+from echelon.learn.checkpoint.first_weights import open_weights
+from echelon.learn.data.loader import LONGEST, Microbatch, Padding, choose_padding
+from echelon.learn.distributed.objects import gather_objects
+from echelon.learn.engines.engine import EngineSpec, Finding, Rehearsal
+from echelon.learn.engines.footprint import Footprint
+from echelon.learn.engines.kernels import choose_attention_kernel, choose_liger
+from echelon.learn.engines.probe import Probe
+from echelon.learn.model.adapters import apply_adapter, initialize_adapter, plain_name
+from echelon.learn.model.attention import describe_document_mask
+from echelon.learn.model.build import build_on_meta, materialize, persistent_buffers
+from echelon.learn.model.context_attention import find_attention
+from echelon.learn.model.divided_copy import check_divides
+from echelon.learn.model.float8 import apply_float8
+from echelon.learn.model.kv_cache import Advance, KeyValueCache, can_cache
+from echelon.learn.model.liger import apply_liger
+from echelon.learn.model.parts import find_parts
+from echelon.learn.model.pissa import PrincipalParts
+from echelon.learn.model.quantization import Quantized
+from echelon.learn.model.router import choose_router_loss
+from echelon.learn.model.sharding import local_part, whole
+from echelon.learn.model.traits import Traits
+from echelon.learn.objectives.loss import IGNORE
+from echelon.learn.objectives.objective import Objective
+from echelon.learn.objectives.outputs import ObjectiveModule, OutputsFn
+from echelon.learn.optimizer import (
+    LossScale,
+    Optimizer,
+    Served,
+    build_optimizer,
+    build_served,
+    clip_gradients,
+    global_norm,
+)
+from echelon.learn.parallel import Parallelize, connect_stages, parallelize, shard_model, shard_stages
+from echelon.learn.parallel.protocol import Parallel
+from echelon.learn.parallel.step import ForwardBackward, StepSums
+from echelon.learn.sync.synchronizer import Fill
+from echelon.planner.axes.pipeline import predict_waiting
+from echelon.planner.memory import MemoryParts
+from echelon.planner.plan import ParallelPlan, Precision
+from echelon.planner.shape import build_shape
+from echelon.recipe import Recipe
+from echelon.recipe.synchronization import PARAMETER_SERVER
+
+
+@dataclass(frozen=True)
+class NativeParts:
+    """What a native engine is made of."""
+
+    parallel: Parallel
+    """The model as its ranks divide it."""
+    decoder: Any
+    """The transformers model whose parameters train, sharded in place."""
+    optimizer: Optimizer
+    forward_backward: ForwardBackward
+    """Runs the microbatches of a step, in one stage or as a pipeline."""
+    traits: Traits
+    everyone: dist.ProcessGroup
+    """All ranks."""
+    stages: dist.ProcessGroup | None = None
+    """The ranks of this rank's pipeline; None without one."""
+    loss_scale: LossScale | None = None
+    """That of fp16; None in other precisions."""
+    served: Served | None = None
+    """What this rank owns as a parameter server, with `optimizer` as its optimizer; None without servers."""
+    principal: PrincipalParts | None = None
+    """The parts of weights that PiSSA moved into the adapter; None without it."""
+    padding: Padding = LONGEST
+    """The width that forward passes need."""
+    lines: Sequence[str] = ()
+    """The lines of `Engine.describe`."""
+    waiting: float = 0.0
+    """The predicted share of a step in which pipeline stages wait."""
+
+
+class NativeEngine:
+    """One model with its data parallelism and optimizer. See `Engine`."""
+
+    def __init__(self, parts: NativeParts) -> None:
+        self._parts = parts
+        self.decoder = parts.decoder
+        """The transformers model that trains: this rank's layers of it, sharded in place."""
+        self.parallel, self.optimizer = parts.parallel, parts.optimizer
+        self._everyone, self._stages, self._loss_scale = parts.everyone, parts.stages, parts.loss_scale
+        self.served = parts.served
+        self._device = next(parts.decoder.parameters()).device  # the device of the optimizer step
+        self.trained: dict[str, nn.Parameter] = {
+            name: parameter for name, parameter in parts.decoder.named_parameters() if parameter.requires_grad
+        }
+        """The parameters that train, by name."""
+        self._step = 0
+        self._is_finite = torch.ones((), dtype=torch.bool)
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """See Engine."""
+        return None if self._loss_scale is None else self._loss_scale.value
+
+    def forward_backward(
+        self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective
+    ) -> StepSums:
+        """See Engine. The loss scale divides the number of targets; it is a power of two, so this is exact."""
+        self._step = step
+        self.parallel.begin_step(step)
+        divisor = num_targets if self.loss_scale is None else num_targets / self.loss_scale
+        sums = self._parts.forward_backward(step, microbatches, divisor, objective)
+        self.parallel.reduce()
+        return sums
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """See Engine."""
+        found = {name: each.grad for name, each in self.trained.items() if each.grad is not None}
+        if self._loss_scale is not None:
+            self._loss_scale.unscale(local_part(gradient) for gradient in found.values())
+        elsewhere = self.parallel.counted_elsewhere
+        norm = global_norm([gradient for name, gradient in found.items() if name not in elsewhere], self._stages)
+        self._is_finite = torch.isfinite(norm)
+        if max_norm is not None:
+            clip_gradients(list(found.values()), max_norm, norm)
+        return norm
+
+    def step(self, learning_rate: float, commit: Tensor) -> None:
+        """See Engine."""
+        if self.served is None:  # else the server steps, when it has the gradients of others
+            # With offloaded parameters the step runs on the host, which must wait for `commit`.
+            self.optimizer.step(self._step, learning_rate, commit.to(self._device))
+        self.parallel.settle(commit)
+        self.parallel.clear_gradients()
+        if self._loss_scale is not None:
+            self._loss_scale.update(self._is_finite)
+
+    def discard(self) -> None:
+        """See Engine."""
+        self.parallel.clear_gradients()
+
+    def find_nonfinite(
+        self, step: int, microbatch: Microbatch, num_targets: Tensor, objective: Objective
+    ) -> Finding | None:
+        """See Engine."""
+        with Probe(self.decoder, self.parallel.stage_of) as probe:
+            sums = self.forward_backward(step, [microbatch], num_targets, objective)
+        finding = probe.find(sums.loss)
+        self.parallel.clear_gradients()
+        return finding
+
+    @contextmanager
+    def evaluation(self, objective: Objective) -> Iterator["ModuleEvaluation"]:
+        """See Engine."""
+        with self.parallel.evaluation() as module:
+            decoder = self.decoder if self._stages is None else None
+            yield ModuleEvaluation(module, objective, self._parts.padding, decoder)
+
+    def describe_end(self) -> Sequence[str]:
+        """See Engine."""
+        waiting = self.parallel.waiting()
+        if waiting is None:
+            return ()
+        measured = [each for each in gather_objects(waiting, self._everyone) if each is not None]
+        return (
+            f"pipeline: the processes waited for other stages in {sum(measured) / len(measured):.1%} of the last step "
+            f"({self._parts.waiting:.1%} predicted)",
+        )
+
+    def describe(self, has_documents: bool) -> Sequence[str]:
+        """See Engine."""
+        if not has_documents:
+            return self._parts.lines
+        return [describe_document_mask(find_attention(self.decoder), self._parts.traits.mask), *self._parts.lines]
+
+    def rehearse(self, microbatch: Microbatch, num_microbatches: int, objective: Objective) -> Rehearsal:
+        """See Engine. Of a step of many microbatches, as many are run as need the most memory.
+
+        The passes send nothing, so that a rank that runs out of memory leaves no peer waiting in a collective. DDP
+        rebuilds its buckets after the first backward pass, and sums depend on the bucket layout. After a rehearsal, a
+        fresh start and a resumed one add up in the same order. A step of several microbatches is rehearsed again with
+        the new buckets: with the old ones, its first gradients would be allocated beside them.
+        """
+        masked = replace(microbatch, labels=torch.full_like(microbatch.labels, IGNORE))
+        one = torch.ones((), device=masked.labels.device)
+        num_rehearsals = self.parallel.num_rehearsals if num_microbatches > 1 else 1
+        has_buckets = self.parallel.num_rehearsals > 1  # DDP's, which are the gradients
+        footprint = self._build_footprint(one.device)
+        num_tried = min(num_microbatches, self.parallel.num_rehearsed)
+        suffices = self._try_memory([masked] * num_tried, one, objective, footprint)
+        everyone = gather_objects(suffices, self._everyone)
+        if not all(everyone):
+            return Rehearsal(short=[rank for rank, each in enumerate(everyone) if not each])
+        for parameter in self.trained.values():
+            if parameter.grad is None:  # HSDP has none before its all-reduce
+                parameter.grad = torch.zeros_like(parameter)
+        memory = self._find_largest(footprint.parts((each for _, each in self.optimizer.tensors()), has_buckets))
+        self._rehearse_update(one.device)
+        for _ in range(1, num_rehearsals):
+            self.forward_backward(0, [masked], one, objective)
+            self._rehearse_update(one.device)
+        if self._loss_scale is not None:
+            self._loss_scale.reset()
+        return Rehearsal(memory=memory)
+
+    def _find_largest(self, parts: MemoryParts | None) -> MemoryParts | None:
+        """The largest parts of all ranks; None if any rank has none."""
+        known = [each for each in gather_objects(parts, self._everyone) if each is not None]
+        if len(known) < dist.get_world_size(self._everyone):
+            return None
+        sizes = zip(*(astuple(each) for each in known), strict=True)
+        return MemoryParts(*(max(each) for each in sizes))
+
+    def _build_footprint(self, device: torch.device) -> Footprint:
+        parts = find_parts(self.decoder, self._parts.traits.arithmetic)
+        return Footprint(self.decoder, self.decoder if parts is None else parts.backbone, device)
+
+    def _rehearse_update(self, device: torch.device) -> None:
+        self.clip(None)
+        self.step(0.0, commit=torch.zeros((), dtype=torch.bool, device=device))
+
+    def _try_memory(
+        self, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective, footprint: Footprint
+    ) -> bool:
+        """Run microbatches without communication, and measure them; return whether the memory of this rank sufficed."""
+        try:
+            with self.parallel.isolated(), footprint:
+                self.forward_backward(0, microbatches, num_targets, objective)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        return True
+
+    def weights(self) -> dict[str, Tensor]:
+        """See Replica."""
+        return {name: local_part(parameter.detach()) for name, parameter in self.trained.items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """See Replica."""
+        found = {name: parameter.grad for name, parameter in self.trained.items()}
+        return {name: local_part(gradient) for name, gradient in found.items() if gradient is not None}
+
+    def describe_adapter(self) -> AdapterContent:
+        """See Engine."""
+        tensors = {name: whole(parameter.detach()).cpu() for name, parameter in self.trained.items()}
+        content = describe_adapter(self.decoder, tensors, self._parts.principal or {})
+        return content if self._stages is None else join_adapters(gather_objects(content, self._stages))
+
+    def load(self, fill: Fill) -> None:
+        """See Engine."""
+        fill(self.state_dict())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """See Engine. Names are `model.NAME`, `optimizer.NAME.KEY` for a parameter's state, `loss_scale.KEY`, and those
+        of `Parallel.tensors`.
+
+        Weights that an adapter freezes are not included: they are loaded from their source again. Parameters that an
+        architecture itself does not train, such as a router's expert bias, are.
+        """
+        parameters = dict(self.decoder.named_parameters())
+        has_adapter = any(plain_name(name) is None for name in parameters)
+        stored = self.trained if has_adapter else parameters
+        state = {f"model.{name}": parameter.detach() for name, parameter in stored.items()}
+        for name, tensor in self.optimizer.tensors():
+            state[f"optimizer.{name}"] = tensor
+        if self._loss_scale is not None:
+            state |= {f"loss_scale.{key}": tensor for key, tensor in self._loss_scale.state_dict().items()}
+        state |= self.parallel.tensors()
+        if not has_adapter:
+            state |= {f"model.{name}": buffer for name, buffer in persistent_buffers(self.decoder).items()}
+        return state
+
+
+class ModuleEvaluation:
+    """See Evaluation."""
+
+    def __init__(
+        self,
+        module: Callable[[Microbatch, OutputsFn], Tensor],
+        objective: Objective,
+        padding: Padding = LONGEST,
+        decoder: Any = None,
+    ) -> None:
+        """`padding`: the width that forward passes need. `decoder`: the model; None if some layers are elsewhere."""
+        self._module = module
+        self._objective = objective
+        self._padding = padding
+        self._decoder = decoder
+
+    def sums(self, microbatch: Microbatch) -> Tensor:
+        """See Evaluation."""
+        return self._module(microbatch, self._objective.evaluation_sums)
+
+    def log_probabilities(self, microbatch: Microbatch) -> Tensor:
+        """See Evaluation."""
+        return self._module(microbatch, lambda outputs, batch: outputs.log_probabilities(batch.labels))
+
+    def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
+        """See Evaluation."""
+        # Right padding: attention is causal, so no token sees it.
+        input_ids = nn.functional.pad(input_ids, (0, -input_ids.shape[1] % self._padding.multiple))
+        return self._module(_unlabelled(input_ids), lambda outputs, _: outputs.logits_at(places))
+
+    def start_cached(self) -> Advance | None:
+        """See Evaluation."""
+        if self._decoder is None or not can_cache(self._decoder, self._padding.multiple):
+            return None
+        cache = KeyValueCache(self._decoder, self._padding.multiple)
+
+        def advance(input_ids: Tensor, filled: Tensor) -> Tensor:
+            # Inside the forward pass of the module, which gathers the weights.
+            return self._module(_unlabelled(input_ids), lambda outputs, _: cache(input_ids, filled))
+
+        return advance
+
+
+def _unlabelled(input_ids: Tensor) -> Microbatch:
+    """A microbatch of tokens alone."""
+    ids = np.arange(len(input_ids))
+    return Microbatch(input_ids, input_ids, ids, ids)
+
+
+def store_parameters(model: nn.Module, precision: Precision) -> None:
+    """Set the plan's dtypes on the parameters of a model on meta; frozen ones use the compute dtype.
+
+    Buffers are unchanged: rotary tables need fp32.
+    """
+    for module in model.modules():
+        if isinstance(module, Quantized):
+            module.store_as(getattr(torch, precision.compute))
+    for parameter in model.parameters():
+        dtype = precision.param if parameter.requires_grad else precision.compute
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+
+
+def place_buffers(model: nn.Module, device: torch.device) -> None:
+    """Allocate buffers on the device of the forward pass: offloading keeps only parameters on the host."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device.type != device.type:
+                setattr(module, name, torch.empty_like(buffer, device=device))
+
+
+def build_reference(skeleton: PreTrainedModel, spec: EngineSpec, traits: Traits) -> ObjectiveModule:
+    """Build a frozen copy of the initial weights, sharded like the model. Collective.
+
+    Under every plan a rank keeps only its shard between forward passes: there is no backward pass to free the rest.
+    With `fully_shard` the copy is stored in the compute dtype, else in the dtype of the trained model, so that autocast
+    computes the same.
+    """
+    plan = spec.plan
+    model = copy.deepcopy(skeleton).requires_grad_(False)
+    compute = plan.precision.compute if plan.uses_fully_shard else plan.precision.param
+    store_parameters(model, replace(plan.precision, compute=compute))
+    frozen = replace(plan, reshard_after_forward=True, activation_checkpointing="none", activation_offloading=False)
+    module = shard_model(model, frozen, spec.meshes, spec.compile_backend, traits)
+    materialize(module, "cpu" if plan.cpu_offload else spec.device)
+    place_buffers(model, spec.device)
+    open_weights(skeleton, spec.recipe)(model)
+    return module.eval()
+
+
+def _build_optimizer(model: nn.Module, spec: EngineSpec) -> Optimizer:
+    """Build the optimizer of a sharded model. Collective where it is sharded.
+
+    Ranks with a copy of the model divide the work of a step only on one machine: between machines, results may take
+    longer to send than to compute. Updates are compiled where layers are, and not on the host of a GPU.
+    """
+    recipe, plan = spec.recipe, spec.plan
+    copies = spec.meshes.loss if spec.meshes.is_one_machine and not plan.uses_fully_shard else None
+    backend = spec.compile_backend if plan.compile and not plan.cpu_offload else None
+    return build_optimizer(model, recipe.optim, recipe.train.master_weights, recipe.run.seed, copies, backend)
+
+
+def _build_served(model: nn.Module, spec: EngineSpec) -> Served | None:
+    """Build what this rank owns as a parameter server; None under a plan without such servers."""
+    recipe, plan = spec.recipe, spec.plan
+    if plan.sync.name != PARAMETER_SERVER:
+        return None
+    backend = spec.compile_backend if plan.compile else None
+    master, seed, server = recipe.train.master_weights, recipe.run.seed, spec.meshes.number
+    return build_served(model, recipe.optim, master, seed, plan.sync.servers, server, backend)
+
+
+def prepare_layers(
+    skeleton: PreTrainedModel,
+    recipe: Recipe,
+    plan: ParallelPlan,
+    device_type: str,
+    uses_liger: bool,
+    new_token_ids: Sequence[int],
+) -> PreTrainedModel:
+    """Copy a model on meta, with the kernels, the adapter and the dtypes that it trains with."""
+    model = copy.deepcopy(skeleton)
+    if uses_liger:
+        apply_liger(model, device_type)
+    if recipe.adapter.is_adapter:
+        apply_adapter(model, recipe.adapter, new_token_ids)
+        if plan.tp == 1:
+            from echelon.learn.model.lora_layer import add_by_products
+
+            add_by_products(model)
+    if plan.precision.float8:
+        apply_float8(model, emulate=device_type != "cuda")
+    frozen_dtype = plan.precision.compute if recipe.adapter.is_adapter else plan.precision.param
+    store_parameters(model, replace(plan.precision, compute=frozen_dtype))
+    return model
+
+
+def build_native_engine(
+    spec: EngineSpec, parallelize: Parallelize = parallelize, description: Sequence[str] = ()
+) -> NativeEngine:
+    """Build the model on meta, shard, materialise and initialise it, and wrap it in an engine. Collective.
+
+    No rank ever holds more than its shard of the model and one full unit.
+
+    Args:
+        parallelize: builds the data parallelism.
+        description: further lines of `Engine.describe`.
+    """
+    recipe, config, plan, meshes, device = spec.recipe, spec.config, spec.plan, spec.meshes, spec.device
+    # On meta a model has shapes and no memory: everything that can be refused is refused before any is allocated.
+    skeleton = build_on_meta(config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
+    traits, attention = choose_attention_kernel(skeleton, recipe, plan, meshes, device)
+    if plan.cp_method is not None:
+        check_divides(skeleton, plan.cp_method, traits, recipe.data.sequence_len)
+    uses_liger, kernels = choose_liger(skeleton, recipe, plan, meshes, device)
+    model = prepare_layers(skeleton, recipe, plan, device.type, uses_liger, spec.new_token_ids)
+    router = choose_router_loss(skeleton, model, recipe.objective.router_loss)
+    routers = () if router.loss is None else router.loss.routers
+    stages = shard_stages(model, skeleton, plan, meshes, spec.compile_backend, traits, routers)
+    # Each rank allocates its shard alone, and fills it with its part of the weights.
+    for module in stages.modules:
+        materialize(module, "cpu" if plan.cpu_offload else device)
+    place_buffers(model, device)
+    open_weights(skeleton, recipe)(model)
+    principal = None
+    if recipe.adapter.is_adapter:
+        principal = initialize_adapter(model, recipe.adapter, recipe.run.seed)
+    # With an adapter, the model without it is the reference: no copy is needed.
+    if spec.needs_reference and not recipe.adapter.is_adapter:
+        [module] = stages.modules
+        module.refer_to(build_reference(skeleton, spec, traits))
+    for module in stages.modules:
+        module.train()
+    hidden_size = config.get_text_config(decoder=True).hidden_size
+    parallel, forward_backward = connect_stages(
+        stages, plan, meshes, hidden_size, device, recipe.run.seed, router.loss, parallelize
+    )
+    served = _build_served(model, spec)
+    return NativeEngine(
+        NativeParts(
+            parallel,
+            model,
+            _build_optimizer(model, spec) if served is None else served.optimizer,
+            forward_backward,
+            traits,
+            meshes.everyone,
+            meshes.pp,
+            LossScale(device) if plan.precision.compute == "float16" else None,
+            served,
+            principal,
+            choose_padding(plan),
+            [line for line in (attention, kernels, router.line, *description) if line is not None],
+            predict_waiting(build_shape(config.to_dict()), plan, recipe.data.sequence_len) if plan.pp > 1 else 0.0,
+        )
+    )

@@ -1,0 +1,382 @@
+"""Adapters: low-rank matrices in addition to frozen weights, in the layers and file format of PEFT.
+
+LoRA: Hu et al. 2021 (arXiv:2106.09685); rank-stabilised: Kalajdzievski 2023 (arXiv:2312.03732); DoRA: Liu et al. 2024
+(arXiv:2402.09353); PiSSA: Meng et al. 2024 (arXiv:2404.02948). PEFT injects its layers in place, so names are those of
+`transformers` with added components, which `plain_name` removes.
+"""
+
+import copy
+import difflib
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
+
+from echelon.ground.errors import ConfigError
+from echelon.ground.quiet_imports import import_bitsandbytes
+from echelon.learn.model.parts import find_layers
+from echelon.learn.model.pissa import PrincipalParts, take_principal_parts
+from echelon.learn.model.quantization import (
+    IN_4_BITS,
+    ROW_MULTIPLE,
+    QuantizedExperts,
+    QuantizedLinear,
+    quantize_experts,
+    quantize_linears,
+)
+from echelon.learn.model.seeds import derive_seed
+from echelon.learn.model.sharding import local_part, whole, write_part
+from echelon.planner.adapter_plan import select_experts
+from echelon.planner.experts import find_expert_weights, find_unadaptable
+from echelon.recipe import AdapterConfig, Recipe
+
+ADAPTER = "default"
+_INSERTED = ("token_adapter", "base_layer", IN_4_BITS)
+_ADDED = (
+    ".lora_A.", ".lora_B.", ".lora_magnitude_vector.", ".trainable_tokens_delta.", ".trainable_tokens_original.",
+    ".weight_code", ".scale_code",
+)  # fmt: skip
+
+
+def plain_name(name: str) -> str | None:
+    """Return the name of a parameter or buffer in the model without the adapter; None if the adapter added it."""
+    if any(part in name for part in _ADDED):
+        return None
+    return ".".join(part for part in name.split(".") if part not in _INSERTED)
+
+
+def apply_adapter(model: nn.Module, adapter: AdapterConfig, new_token_ids: Sequence[int] = ()) -> None:
+    """Freeze a model on meta and inject an adapter, in place; with `qlora` its linear layers are quantised to 4 bits.
+
+    Args:
+        new_token_ids: rows of the embedding, and of an untied head, that are trained in addition to the adapter.
+    """
+    import_bitsandbytes()
+    from peft import inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
+
+    saved = {id(each) for module in find_saved(model, adapter).values() for each in module.parameters()}
+    config = build_peft_config(model, adapter, new_token_ids)
+    if adapter.method == "qlora":
+        quantize_linears(find_layers(model), adapter)
+        if adapter.quantize_experts:
+            quantize_experts(model, find_layers(model), adapter)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about tied weights and the meta device, both intended
+        inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            # PEFT would cast a layer's input to A's dtype, fp32, and autocast would cast it again and keep the result
+            # for the backward pass: one copy for each layer that shares the input. DoRA computes norms in that dtype.
+            module.cast_input_dtype_enabled = adapter.method == "dora"
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(plain_name(name) is None or id(parameter) in saved)
+
+
+def build_peft_config(model: nn.Module, adapter: AdapterConfig, new_token_ids: Sequence[int] = ()) -> Any:
+    """Build PEFT's LoraConfig of an adapter, with the names of its target layers and expert weights."""
+    from peft import LoraConfig
+
+    targets = find_targets(model, adapter)
+    token_indices = None
+    if new_token_ids:
+        whole = {name.rpartition(".")[2] for name in find_saved(model, adapter)}
+        token_indices = {name: list(new_token_ids) for name in _vocabulary_modules(model) if name not in whole}
+    return LoraConfig(
+        r=adapter.r,
+        lora_alpha=adapter.alpha,
+        lora_dropout=adapter.dropout,
+        target_modules=sorted({name.rpartition(".")[2] for name in targets}),
+        target_parameters=sorted({name for name, _ in find_target_parameters(model, adapter)}) or None,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in targets.values()),
+        use_rslora=adapter.rslora,
+        use_dora=adapter.method == "dora",
+        trainable_token_indices=token_indices or None,
+        task_type="CAUSAL_LM",
+    )
+
+
+def find_saved(model: Any, adapter: AdapterConfig) -> dict[str, nn.Module]:
+    """Return the modules of `modules_to_save`, which are trained in full, by name; of tied modules both.
+
+    They are trained in place, without the frozen copy that PEFT's `ModulesToSaveWrapper` keeps. `model` has no adapter
+    yet.
+
+    Raises:
+        ConfigError: a name of `modules_to_save` does not match a leaf module with weights.
+    """
+    leaves = {name: module for name, module in model.named_modules() if _has_weights_alone(module)}
+    ends = sorted({name.rpartition(".")[2] for name in leaves})
+    for wanted in adapter.modules_to_save:
+        if wanted not in ends:
+            hint = _suggest(wanted, ends)
+            raise ConfigError(f"adapter.modules_to_save: the model has no module with weights named {wanted!r}; {hint}")
+    saved = {name: each for name, each in leaves.items() if name.rpartition(".")[2] in adapter.modules_to_save}
+    weights = {id(each) for module in saved.values() for each in module.parameters()}
+    return {name: each for name, each in leaves.items() if any(id(weight) in weights for weight in each.parameters())}
+
+
+def _has_weights_alone(module: nn.Module) -> bool:
+    """Whether a module has weights and no submodules."""
+    return bool(list(module.parameters(recurse=False))) and not list(module.children())
+
+
+def _vocabulary_modules(model: Any) -> list[str]:
+    """Return the last name component of the embedding, and of the head unless its weight is tied."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    modules = [embedding] if head is None or head.weight is embedding.weight else [embedding, head]
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(module)].rpartition(".")[2] for module in modules]
+
+
+def find_targets(model: nn.Module, adapter: AdapterConfig) -> dict[str, Any]:
+    """Return the linear layers that get an adapter, by name. `model` has no adapter yet.
+
+    Raises:
+        ConfigError: a name of `target_modules` does not match any linear layer, or only layers that cannot have an
+            adapter (`find_unadaptable`).
+    """
+    linear, left_out = _find_linears(model)
+    if adapter.target_modules == "all-linear":
+        inside = {id(module) for layer in find_layers(model) for module in layer.modules()}
+        inside -= {id(module) for module in find_saved(model, adapter).values()}
+        return {name: module for name, module in linear.items() if id(module) in inside}
+    ends = sorted({name.rpartition(".")[2] for name in linear})
+    for wanted in adapter.target_modules:
+        if wanted not in ends:
+            raise ConfigError(f"adapter.target_modules: {_explain_missing(model, wanted, ends, left_out)}")
+    return {name: module for name, module in linear.items() if name.rpartition(".")[2] in adapter.target_modules}
+
+
+def _find_linears(model: nn.Module) -> tuple[dict[str, Any], set[str]]:
+    """Return the linear layers that can have an adapter, by name, and the names of those that cannot."""
+    linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | Conv1D)}
+    left_out = find_unadaptable(model, linear) if _find_experts(model) else set()
+    return {name: each for name, each in linear.items() if name not in left_out}, left_out
+
+
+def _explain_missing(model: nn.Module, wanted: str, ends: Sequence[str], left_out: set[str]) -> str:
+    if any(name.endswith(f".{wanted}") for name in left_out):
+        return (
+            f"{wanted} of {type(model).__name__} cannot have an adapter: it is a router, or PEFT takes this name to "
+            f"mean the experts as it loads an adapter; choose from {', '.join(ends)}."
+        )
+    return f"the model has no linear layer named {wanted!r}; {_suggest(wanted, [*ends, 'all-linear'])}"
+
+
+def _find_experts(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the expert weights of a mixture, each with its name in its decoder layer."""
+    return [each for layer in find_layers(model) for each in find_expert_weights(model, layer).items()]
+
+
+def find_target_parameters(model: nn.Module, adapter: AdapterConfig) -> list[tuple[str, Tensor]]:
+    """Return the expert weights that get an adapter, each with its name in its decoder layer.
+
+    Raises:
+        ConfigError: a name of `target_parameters` does not match any.
+    """
+    weights = _find_experts(model)
+    selected = select_experts(adapter.target_parameters, [name for name, _ in weights])
+    return [(name, weight) for name, weight in weights if name in selected]
+
+
+def _suggest(wanted: str, names: Sequence[str]) -> str:
+    """Suggest the closest name, or list all names."""
+    near = difflib.get_close_matches(wanted, names, n=1)
+    return f"did you mean {near[0]}?" if near else f"choose from {', '.join(names)}."
+
+
+def check_packages(adapter: AdapterConfig) -> None:
+    """Raise ConfigError if the packages that an adapter requires are not installed."""
+    for package, extra, methods in (("peft", "peft", "lora, qlora and dora"), ("bitsandbytes", "qlora", "qlora")):
+        if adapter.method in methods and find_spec(package) is None:
+            raise ConfigError(
+                f"adapter.method={adapter.method} requires the package {package}, which is not installed; run "
+                f"pip install 'echelon[{extra}]', or use adapter.method=full."
+            )
+
+
+def check_adapter(model: nn.Module, adapter: AdapterConfig) -> None:
+    """Refuse adapter settings that the model does not support. `model` is on meta and has no adapter yet.
+
+    Raises:
+        ConfigError: the message names the key and a valid value.
+    """
+    find_saved(model, adapter)
+    targets = find_targets(model, adapter)
+    if not targets and adapter.target_modules:
+        raise ConfigError(
+            f"adapter.method={adapter.method}: the decoder layers of {type(model).__name__} have no linear layers for "
+            "an adapter; use adapter.method=full."
+        )
+    if adapter.method == "qlora":
+        _check_quantizable(model, adapter)
+    experts = dict(find_target_parameters(model, adapter))
+    ranks = {name: min(module.weight.shape) for name, module in targets.items()}
+    ranks |= {name: min(weight.shape[1:]) for name, weight in experts.items()}
+    largest, smallest = max(ranks, key=ranks.__getitem__), min(ranks, key=ranks.__getitem__)
+    if adapter.r > ranks[largest]:
+        raise ConfigError(
+            f"adapter.r={adapter.r} exceeds the rank of every target layer; the largest is {ranks[largest]}, of "
+            f"{largest}; use {ranks[largest]} or less, or adapter.method=full."
+        )
+    if adapter.init == "pissa" and adapter.r > ranks[smallest]:
+        raise ConfigError(
+            f"adapter.r={adapter.r}: adapter.init=pissa needs as many singular vectors, and {smallest} has only "
+            f"{ranks[smallest]}; use {ranks[smallest]} or less."
+        )
+
+
+def _check_quantizable(model: nn.Module, adapter: AdapterConfig) -> None:
+    linear = [module for layer in find_layers(model) for module in layer.modules() if type(module) is nn.Linear]
+    odd = [module for module in linear if module.in_features % ROW_MULTIPLE]
+    if not linear or odd:
+        what = f"a linear layer with {odd[0].in_features} input features" if odd else "no plain linear layers"
+        raise ConfigError(
+            f"adapter.method=qlora: the decoder layers of {type(model).__name__} have {what}, and 4-bit quantisation "
+            f"requires linear layers with a multiple of {ROW_MULTIPLE} input features; use adapter.method=lora."
+        )
+    if adapter.quantize_experts:
+        _check_quantizable_experts(model)
+
+
+def _check_quantizable_experts(model: nn.Module) -> None:
+    experts = [weight for _, weight in _find_experts(model)]
+    odd = [weight for weight in experts if weight.shape[-1] % ROW_MULTIPLE]
+    if not experts or odd:
+        what = f"expert weights with rows of {odd[0].shape[-1]}" if odd else "no expert weights"
+        raise ConfigError(
+            f"adapter.quantize_experts=true: the decoder layers of {type(model).__name__} have {what}, and 4-bit "
+            f"quantisation requires rows of a multiple of {ROW_MULTIPLE}; remove adapter.quantize_experts."
+        )
+
+
+@torch.no_grad()
+def initialize_adapter(
+    model: nn.Module, adapter: AdapterConfig, seed: int, frozen_dtype: torch.dtype | None = None
+) -> PrincipalParts:
+    """Initialise an adapter: the same values on any number of ranks and under any strategy. Collective.
+
+    The model's weights must be loaded. A is Kaiming-uniform with a = sqrt 5, as in PEFT, from a generator per layer; B
+    is zero, so the adapter initially adds nothing; a DoRA magnitude is the norm of the frozen weight's row.
+
+    Args:
+        frozen_dtype: dtype of the frozen weights when the adapter was trained; None for their current dtype.
+
+    Returns:
+        The initial values of a PiSSA adapter; empty for any other.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            _initialize_lora(module, derive_seed(seed, f"{name}.lora_A"))
+        elif isinstance(module, TrainableTokensLayer) and module.tied_adapter is None:
+            _initialize_tokens(module)
+    return take_principal_parts(model, frozen_dtype) if adapter.init == "pissa" else {}
+
+
+def _initialize_lora(layer: Any, seed: int) -> None:
+    a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    bound = 1 / math.sqrt(a.shape[1])
+    write_part(a, torch.empty(a.shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed)))
+    local_part(b).zero_()
+    if ADAPTER in layer.lora_magnitude_vector:
+        weight = whole(layer.get_base_layer().weight).float()
+        norms = torch.linalg.norm(weight, dim=0 if layer.fan_in_fan_out else 1)
+        write_part(layer.lora_magnitude_vector[ADAPTER].weight, norms)
+
+
+def _initialize_tokens(layer: Any) -> None:
+    rows = whole(layer.base_layer.weight)[layer.token_indices[ADAPTER]]
+    write_part(layer.trainable_tokens_delta[ADAPTER], rows)
+    write_part(layer.trainable_tokens_original[ADAPTER], rows)
+
+
+@contextmanager
+def disabled_adapter(model: nn.Module) -> Iterator[None]:
+    """Disable the adapter in this scope: the model computes as it did before training. No parameter changes."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    layers = [each for each in model.modules() if isinstance(each, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            layer._disable_adapters = was
+
+
+@torch.no_grad()
+def merged_weight(model: nn.Module, name: str) -> Tensor:
+    """Return a weight of the plain model with the adapter merged, fp32; 4-bit weights are dequantised.
+
+    A buffer is returned as it is. The model must not be sharded, and is not modified.
+
+    Args:
+        name: of the parameter in the plain model.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    path, _, leaf = name.rpartition(".")
+    module: Any = model.get_submodule(path)
+    if (wrapper := _find_wrapper(module, leaf)) is not None:
+        frozen: Tensor = getattr(module.get_base_layer(), leaf).detach().float()
+        delta: Tensor = wrapper.get_delta_weight(ADAPTER).float()
+        return frozen + delta
+    if leaf == "weight" and isinstance(module, LoraLayer):
+        return _merge_lora(module)
+    if leaf == "weight" and isinstance(module, QuantizedLinear):
+        return module.dequantize()
+    if leaf == "weight" and hasattr(module, "token_adapter"):
+        return module.weight.detach().float()  # type: ignore[no-any-return]
+    owner = module.get_base_layer() if isinstance(module, LoraLayer) else module
+    found: Any = getattr(owner, leaf)
+    if isinstance(found, QuantizedExperts):
+        return found.dequantize()
+    tensor: Tensor = found
+    return tensor.detach().float() if isinstance(tensor, nn.Parameter) else tensor
+
+
+def _find_wrapper(module: Any, leaf: str) -> Any:
+    """Return PEFT's wrapper of a parameter of the module; None if it has no adapter. The wrappers are nested."""
+    while (name := getattr(module, "parameter_name", None)) is not None:
+        if name == leaf:
+            return module
+        module = module.base_layer
+    return None
+
+
+def _merge_lora(layer: Any) -> Tensor:
+    """Merge an adapter with PEFT's own method, into an fp32 copy of the frozen layer."""
+    frozen = layer.base_layer
+    if isinstance(frozen, QuantizedLinear):
+        plain: Any = nn.Linear(frozen.in_features, frozen.out_features, bias=False, device="meta")
+        plain.weight = nn.Parameter(frozen.dequantize(), requires_grad=False)
+    else:
+        plain = copy.deepcopy(frozen).float()
+    layer.base_layer = plain
+    try:
+        layer.merge(safe_merge=True)
+    finally:
+        layer.base_layer = frozen
+        layer.merged_adapters.clear()
+    weight: Tensor = plain.weight.detach()
+    return weight
+
+
+def find_new_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids of `model.new_tokens`, whose embedding rows are trained in addition to an adapter."""
+    ids: list[int] = tokenizer.convert_tokens_to_ids(list(recipe.model.new_tokens))
+    return ids

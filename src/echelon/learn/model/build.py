@@ -1,0 +1,133 @@
+"""Builds a decoder: its config, and the model on the meta device. No weights are read or initialised here."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from echelon.ground.errors import ConfigError, EchelonError, first_line
+from echelon.ground.stored import check_readable, read_json
+from echelon.learn.model.attention import choose_attention
+from echelon.learn.model.config import build_config
+from echelon.learn.model.hub import HubModel, Part, fetch, is_hub_name
+from echelon.learn.model.model_folder import find_model_dir
+from echelon.planner.shape import check_depth, resolve_vocab_size
+from echelon.recipe import Recipe
+
+
+def load_config(source: Mapping[str, Any] | str, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The HF config of `model.config` (a mapping) or of `model.checkpoint` (a run, an HF folder or a hub id).
+
+    Raises:
+        ConfigError: the model type is unknown, or the checkpoint has no readable config.json.
+        HubUnreachableError: the checkpoint is a hub id, and the hub cannot be reached.
+    """
+    if isinstance(source, str):
+        return _read_config(source, trust_remote_code)
+    return build_config(source)
+
+
+def _read_config(source: str, trust_remote_code: bool) -> PretrainedConfig:
+    folder = Path(find_model_dir(source))
+    if is_hub_name(source):
+        folder = fetch(HubModel(source, "model.checkpoint", Part.CONFIG, trust_remote_code))
+    elif not folder.is_dir():
+        raise ConfigError(
+            f"model.checkpoint={source}: there is no such folder (current folder: {Path.cwd()}); give a folder with "
+            "config.json and safetensors, or a hub id."
+        )
+    try:
+        check_readable(folder)
+        check_depth(read_json(folder / "config.json"))
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except EchelonError:
+        raise
+    except Exception as error:  # transformers raises many types of exception on a damaged file
+        raise ConfigError(
+            f"model.checkpoint={source}: cannot read its model config ({first_line(error)}); give a folder with "
+            "config.json and safetensors, or a hub id."
+        ) from error
+    assert isinstance(config, PretrainedConfig)
+    return config
+
+
+def build_on_meta(
+    config: PretrainedConfig,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """Build the model with parameters of a dtype on the meta device: all shapes, no memory.
+
+    Raises:
+        ConfigError: `transformers` does not have the model, activation, attention or rotary embedding.
+    """
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    attention = choose_attention(config, attn_implementation)
+    if attention is not None:
+        options["attn_implementation"] = attention
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, **options)
+    except Exception as error:  # transformers raises many types of exception
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"model: transformers cannot build a {config.model_type} model from this config "
+            f"({type(error).__name__}: {reason}); correct model.config or model.attn_implementation."
+        ) from error
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def materialize(module: nn.Module, device: torch.device | str) -> None:
+    """Allocate uninitialised memory for a module on meta, in place, sharded or not. Tied parameters stay tied.
+
+    `tie_weights` of `transformers` cannot do this: it ties by module name, and an adapter replaces those modules.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    module.to_empty(device=device)
+    for first, *others in names.values():
+        for other in others:
+            path, _, leaf = other.rpartition(".")
+            setattr(module.get_submodule(path), leaf, module.get_parameter(first))
+
+
+def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return every parameter once, by its HF name; a tied weight appears under its first name."""
+    return dict(model.named_parameters())
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to a checkpoint, by name."""
+    stored = model.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in stored}
+
+
+def resolve_config(recipe: Recipe, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """Return the HF config that a run builds its model from.
+
+    The config of a checkpoint is used as it is. A config from the recipe takes the vocabulary size and special token
+    ids that it omits from the tokenizer: the family's default bos or pad id could be an ordinary token here.
+
+    Raises:
+        ConfigError: the vocabulary is smaller than the tokenizer's, or `transformers` rejects the config.
+    """
+    if recipe.model.config is None:
+        assert recipe.model.checkpoint is not None
+        config = load_config(recipe.model.checkpoint, recipe.model.trust_remote_code)
+        config.vocab_size, _ = resolve_vocab_size(
+            config.to_dict(), vocab_size, f"model.checkpoint={recipe.model.checkpoint}", bool(recipe.model.new_tokens)
+        )
+        return config
+    fields = dict(recipe.model.config)
+    fields["vocab_size"], _ = resolve_vocab_size(fields, vocab_size)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        fields.setdefault(name, getattr(tokenizer, name))
+    config = load_config(fields)
+    config.architectures = [type(build_on_meta(config)).__name__]
+    return config

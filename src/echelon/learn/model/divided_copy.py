@@ -1,0 +1,162 @@
+"""Finds whether a model can have its sequences divided, by running a small copy of it so on the CPU.
+
+Two threads take the place of two ranks: they run the parts of the same sequences, and exchange what ranks would. The
+logits must be those of whole sequences, with and without documents. State-space and recurrent layers, convolutions,
+attention that adds biases by position on its own and rotary embeddings that depend on the longest position fail this.
+"""
+
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from echelon.ground.errors import ConfigError
+from echelon.learn.model.attention import document_inputs, stand_in
+from echelon.learn.model.context_attention import BY_MASK, Context, divided_inputs, use_context
+from echelon.learn.model.small_copy import ConfigKey
+from echelon.learn.model.traits import (
+    Traits,
+    build_copies,
+    describe_error,
+    is_close,
+    pack_documents,
+    run_copy,
+    undisturbed,
+)
+from echelon.recipe.training import CpMethod
+
+_SIZE = 2
+
+
+def check_divides(model: PreTrainedModel, method: CpMethod, traits: Traits, sequence_len: int | None) -> None:
+    """Refuse a model, on meta or not, whose sequences cannot be divided by this method.
+
+    Args:
+        traits: of the model, with the attention that its config names.
+
+    Raises:
+        ConfigError: the message names the model's type, what is wrong, and what is possible.
+    """
+    attention = model.config._attn_implementation
+    if method == "allgather" and attention not in BY_MASK:
+        raise ConfigError(
+            f"parallel.cp with cp_method=allgather does not work with model.attn_implementation={attention}, which "
+            "takes no mask for a part of the queries; use cp_method: ulysses, or model.attn_implementation=sdpa."
+        )
+    name = stand_in(attention) or attention
+    obstacle = _find_obstacle(ConfigKey(model.config, type(model), name, sequence_len, method), traits)
+    if obstacle is not None:
+        raise ConfigError(
+            f"parallel.cp: this {model.config.model_type} model cannot have its sequences divided: {obstacle}; use "
+            "cp: 1, and for sequences that do not fit train.activation_checkpointing=full or train.micro_batch_size=1."
+        )
+
+
+@lru_cache(maxsize=16)
+def _find_obstacle(key: ConfigKey, traits: Traits) -> str | None:
+    """Return why sequences cannot be divided, as a clause; None if they can."""
+    model_class, attention, sequence_len, method = key.others
+    if traits.mask is None:
+        return f"it cannot keep documents apart by a mask ({traits.obstacle})"
+    if traits.mask == "positions":
+        return "it takes no mask but its own"
+    with undisturbed():
+        try:
+            small = build_copies(model_class, key.config, attention, sequence_len)[0]
+            return _compare(small, method, attention, traits)
+        except Exception as error:  # a family may fail in any way
+            return f"a small copy of it does not run so ({describe_error(error)})"
+
+
+def _compare(small: PreTrainedModel, method: CpMethod, attention: str, traits: Traits) -> str | None:
+    """Compare the logits of parts with those of whole sequences; return what differs, as a clause."""
+    packed = pack_documents(small)
+    assert traits.mask is not None
+    masks = document_inputs(small, traits.mask, packed.documents, packed.positions)
+    cases = {
+        "whole sequences": ((None, None), run_copy(small, packed.tokens)),
+        "documents": ((packed.documents, packed.positions), run_copy(small, packed.tokens, **masks)),
+    }
+    heads = getattr(small.config.get_text_config(decoder=True), "num_attention_heads", 1)
+    chosen: CpMethod = method if heads % _SIZE == 0 or attention not in BY_MASK else "allgather"
+    for name, (rows, expected) in cases.items():
+        meeting = _Meeting()
+        contexts = [Context(_ThreadPeers(rank, meeting), chosen, attention) for rank in range(_SIZE)]
+        with ThreadPoolExecutor(_SIZE) as threads:
+            run = partial(_run_part, small, traits, packed.tokens, rows, meeting)
+            found = list(threads.map(run, contexts))
+        for context, logits in zip(contexts, found, strict=True):
+            if not is_close(logits, context.part.take(expected, 1)):
+                return f"its parts do not compute what {name} do, as with recurrent layers or convolutions"
+    return None
+
+
+@torch.no_grad()
+def _run_part(
+    small: PreTrainedModel,
+    traits: Traits,
+    tokens: Tensor,
+    rows: tuple[Tensor | None, Tensor | None],
+    meeting: "_Meeting",
+    context: Context,
+) -> Tensor:
+    """Return the logits of a part, in a thread of its own. `no_grad` holds for one thread."""
+    own, part = copy.deepcopy(small), context.part
+    use_context(own, context)
+    here = part.take(tokens)
+    try:
+        return run_copy(own, here, **divided_inputs(own, context, traits, here, part, *rows))
+    except Exception:
+        meeting.leave()
+        raise
+
+
+class _Meeting:
+    """Where threads exchange tensors: each brings one, and takes those of all."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(_SIZE)
+        self._brought: dict[int, Tensor] = {}
+
+    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
+        """Return what each thread brought, by rank."""
+        self._brought[rank] = tensor
+        self._barrier.wait()
+        everything = [self._brought[each] for each in range(_SIZE)]
+        self._barrier.wait()
+        return everything
+
+    def leave(self) -> None:
+        """Let the other thread fail too, instead of waiting."""
+        self._barrier.abort()
+
+
+class _ThreadPeers:
+    """Threads in place of ranks. See `Peers`."""
+
+    size = _SIZE
+
+    def __init__(self, rank: int, meeting: _Meeting) -> None:
+        self.rank = rank
+        self._meeting = meeting
+
+    def gather(self, part: Tensor) -> Tensor:
+        """See Peers."""
+        return torch.stack(self._meeting.exchange(self.rank, part))
+
+    def swap(self, parts: Tensor) -> Tensor:
+        """See Peers."""
+        return torch.stack([each[self.rank] for each in self._meeting.exchange(self.rank, parts)])
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """See Peers."""
+        return torch.stack(self._meeting.exchange(self.rank, tensor)).sum(0)
+
+    def isolated(self) -> AbstractContextManager[None]:
+        """See Peers. Threads send nothing in any case."""
+        return nullcontext()

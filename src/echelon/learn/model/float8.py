@@ -1,0 +1,70 @@
+"""Linear layers whose matrix products are in float8, by torchao. Weights stay in the dtype in which they are stored.
+
+Inputs, weights and output gradients are scaled by the largest value of the whole tensor, at each use, and cast to e4m3
+(gradients to e5m2); the products accumulate in fp32 (Micikevicius et al. 2022, arXiv:2209.05433).
+"""
+
+from importlib.util import find_spec
+from typing import Any
+
+from torch import nn
+
+from echelon.ground.errors import ConfigError
+from echelon.learn.model.parts import find_layers
+from echelon.planner.experts import find_recorded_routers
+
+# The kernels take tiles of this many rows and columns.
+_MULTIPLE = 16
+
+
+def check_package() -> None:
+    """Raise ConfigError if torchao is not installed."""
+    if find_spec("torchao") is None:
+        raise ConfigError(
+            "train.precision=fp8 requires the package torchao, which is not installed; run pip install "
+            "'echelon[float8]', or use train.precision=bf16."
+        )
+
+
+def find_float8_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the layers that compute in float8, by name: those of the decoder layers whose sizes the kernels support.
+
+    Routers of experts are left out, because small differences in their output choose other experts. The head is left
+    out, because the loss is most sensitive to its rounding.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    inside = {id(module) for layer in find_layers(model) for module in layer.modules()}
+    linear = {name: each for name, each in model.named_modules() if type(each) is nn.Linear and id(each) in inside}
+    routers = {id(each) for router, _ in find_recorded_routers(model).values() for each in router.modules()}
+    found = {
+        name: each
+        for name, each in linear.items()
+        if id(each) not in routers and each.in_features % _MULTIPLE == each.out_features % _MULTIPLE == 0
+    }
+    if not found:
+        raise ConfigError(
+            f"train.precision=fp8: the decoder layers of {type(model).__name__} have no linear layer whose sizes are "
+            f"multiples of {_MULTIPLE}; use train.precision=bf16."
+        )
+    return found
+
+
+def apply_float8(model: nn.Module, emulate: bool) -> None:
+    """Replace linear layers of a model, on meta or not, in place; parameters and their names stay.
+
+    Args:
+        emulate: compute the products of the rounded values in the compute dtype, which runs on every device.
+
+    Raises:
+        ConfigError: no layer can compute in float8, or torchao is not installed.
+    """
+    check_package()
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    names = find_float8_layers(model)
+    options: dict[str, Any] = {"emulate": emulate}
+    convert_to_float8_training(
+        model, module_filter_fn=lambda _, name: name in names, config=Float8LinearConfig(**options)
+    )

@@ -1,0 +1,244 @@
+"""Loads an HF checkpoint folder: each rank reads its slices, and converts one group of weights at a time."""
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from echelon.ground.errors import CheckpointError, ConfigError
+from echelon.ground.sizes import render_bytes
+from echelon.ground.stored import read_json
+from echelon.learn.model.build import persistent_buffers
+from echelon.learn.model.conversion import Conversion, Shape, conversions_to_model
+from echelon.learn.model.weights import (
+    WeightPlace,
+    buffer_places,
+    grown,
+    initialize_buffers,
+    names_by_place,
+    vocabulary_names,
+)
+
+logger = logging.getLogger(__name__)
+
+_FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Tables that older releases of transformers stored; today every model computes them.
+_COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attn\.(masked_)?bias$|attention\.(masked_)?bias$|position_ids$")
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """What the header of a file says of one tensor. `dtype`: as safetensors names it."""
+
+    file: Path
+    shape: Shape
+    dtype: str
+
+
+class SafetensorsFolder:
+    """The weights of an HF checkpoint folder, read by name and slice. Only safetensors files are opened."""
+
+    def __init__(self, path: Path) -> None:
+        index = path / "model.safetensors.index.json"
+        single = path / "model.safetensors"
+        if index.is_file():
+            self._files = _read_index(index)
+        elif single.is_file():
+            with _opened(single) as file:
+                self._files = dict.fromkeys(file.keys(), single)
+        else:
+            raise ConfigError(
+                f"model.checkpoint={path}: it has no model.safetensors; echelon reads safetensors only, never pickled "
+                "weights: convert the checkpoint with `model.save_pretrained(...)` first."
+            )
+
+    def read_headers(self) -> dict[str, StoredWeight]:
+        """Return what the headers say of each tensor. Raises CheckpointError, like every method that reads."""
+        found: dict[str, StoredWeight] = {}
+        for path, names in self._by_file(self._files).items():
+            with _opened(path) as file:
+                for name in names:
+                    stored = file.get_slice(name)
+                    found[name] = StoredWeight(path, tuple(stored.get_shape()), stored.get_dtype())
+        return found
+
+    def find_dtype(self) -> torch.dtype:
+        """Return the dtype of the first weight that is stored as floating-point numbers; fp32 if there is none."""
+        found = (_FLOATING[each.dtype] for each in self.read_headers().values() if each.dtype in _FLOATING)
+        return next(found, torch.float32)
+
+    def read(self, name: str, block: tuple[slice, ...]) -> Tensor:
+        """Read one block of a tensor without reading the rest."""
+        with _opened(self._files[name]) as file:
+            tensor: Tensor = file.get_slice(name)[block] if block else file.get_tensor(name)
+            return tensor
+
+    def read_whole(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read full tensors, by name."""
+        found: dict[str, Tensor] = {}
+        for path, some in self._by_file(names).items():
+            with _opened(path) as file:
+                found |= {name: file.get_tensor(name) for name in some}
+        return found
+
+    def _by_file(self, names: Iterable[str]) -> dict[Path, list[str]]:
+        """Group the names of tensors by file."""
+        groups: dict[Path, list[str]] = {}
+        for name in names:
+            groups.setdefault(self._files[name], []).append(name)
+        return groups
+
+
+def _read_index(path: Path) -> dict[str, Path]:
+    """Return the file of each tensor; all must be in the index's folder."""
+    try:
+        files = {name: path.parent / file for name, file in read_json(path)["weight_map"].items()}
+        for file in files.values():
+            if file.parent != path.parent or file.suffix != ".safetensors" or not file.is_file():
+                raise ValueError(f"it names {str(file)[:200]!r}, which is not a safetensors file in its folder")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); download or copy the file again.") from error
+    return files
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        try:
+            opened = safe_open(path, framework="pt")
+        except MemoryError as error:  # the whole file is mapped
+            raise ValueError(f"it has {render_bytes(path.stat().st_size)}, which cannot be mapped") from error
+        with opened as file:
+            yield file
+    except (OSError, SafetensorError, ValueError, OverflowError) as error:
+        reason = str(error).strip()[:300]
+        raise CheckpointError(f"{path} cannot be read ({reason}); download or copy the file again.") from error
+
+
+class PretrainedWeights:
+    """The weights of an HF checkpoint folder, which fill a model, or one part of it after another.
+
+    Weights that are stored as the model has them are read by slices. Weights that `transformers` converts, for example
+    the experts of a layer, which are one tensor in the model, are read and converted one group at a time; of sharded
+    experts a rank reads only its own. A rank therefore needs memory for its share of the model and for one group.
+    """
+
+    def __init__(self, skeleton: PreTrainedModel, path: Path, may_grow: bool = False) -> None:
+        """Read the headers of the files, but no weight.
+
+        Args:
+            skeleton: the model on meta, without any transform.
+            may_grow: fill embedding and head rows beyond those of the files with the mean of the rows in the files.
+
+        Raises:
+            CheckpointError: the files do not belong together.
+        """
+        self._skeleton, self._path = skeleton, path
+        self._files = SafetensorsFolder(path)
+        self._stored = self._files.read_headers()
+        try:
+            conversions = conversions_to_model(skeleton, {name: each.shape for name, each in self._stored.items()})
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"model.checkpoint={path}: {error}; the files of the folder do not belong together."
+            ) from error
+        self._made_by = {name: each for each in conversions for name in each.targets}
+        self._growing = vocabulary_names(skeleton) if may_grow else set[str]()
+        used = {name for each in conversions for name in each.sources}
+        unread = persistent_buffers(skeleton).keys() - self._made_by.keys()
+        _warn_of_difference(path, skeleton, sorted(self._stored.keys() - used), sorted(unread))
+
+    @torch.no_grad()
+    def fill(self, model: PreTrainedModel) -> None:
+        """Fill this rank's part of a model, and set its buffers. Modules that are still on meta are left out.
+
+        Raises:
+            CheckpointError: a parameter of the model is missing in the folder, or has another shape.
+        """
+        matched = self._match_places(model)
+        initialize_buffers(model, self._skeleton, stored={name for _, places in matched for name in places})
+        for conversion, places in matched:
+            _fill_places(self._files, conversion, places)
+
+    def _match_places(self, model: PreTrainedModel) -> list[tuple[Conversion, dict[str, WeightPlace]]]:
+        """Return the conversions that this rank needs, each with the places it fills, by name. Reads no weight."""
+        where, made_by = f"model.checkpoint={self._path}", self._made_by
+        needed: dict[int, tuple[Conversion, dict[str, WeightPlace]]] = {}
+        for names, place in names_by_place(model, self._skeleton):
+            name = next((each for each in names if each in made_by), None)
+            if name is None:
+                raise CheckpointError(f"{where}: the weight {names[0]} is missing; the files belong to another model.")
+            conversion = made_by[name]
+            _check_shape(f"{where}: {names[0]}", conversion.targets[name], place, name in self._growing)
+            _check_floating({name: self._stored[name] for name in conversion.sources})
+            needed.setdefault(id(conversion), (conversion, {}))[1][name] = place
+        buffers = buffer_places(model, self._skeleton)
+        for name in buffers.keys() & made_by.keys():
+            _check_shape(f"{where}: {name}", made_by[name].targets[name], buffers[name], False)
+            needed.setdefault(id(made_by[name]), (made_by[name], {}))[1][name] = buffers[name]
+        return list(needed.values())
+
+
+def _check_shape(what: str, stored: Shape, place: WeightPlace, may_grow: bool) -> None:
+    grows = may_grow and stored[1:] == place.shape[1:] and stored[0] < place.shape[0]
+    if stored != place.shape and not grows:
+        raise CheckpointError(
+            f"{what} has shape {stored} in the weights and {place.shape} by config.json; the files of the folder do "
+            "not belong together."
+        )
+
+
+def _check_floating(weights: Mapping[str, StoredWeight]) -> None:
+    """Raise CheckpointError for a weight that is not stored as plain floating-point numbers."""
+    for name, weight in weights.items():
+        if weight.dtype not in _FLOATING:
+            raise CheckpointError(
+                f"{weight.file}: {name} is stored as {weight.dtype}, and only {', '.join(_FLOATING)} can be read; "
+                "convert the checkpoint, or download the file again if it is damaged."
+            )
+
+
+def _warn_of_difference(path: Path, skeleton: PreTrainedModel, unused: list[str], unread: list[str]) -> None:
+    """Warn of stored weights without a parameter, and of buffers that are not stored, unless the family expects it."""
+    ignored = [re.compile(each) for each in skeleton._keys_to_ignore_on_load_unexpected or ()]
+    unused = [name for name in unused if not any(each.search(name) for each in (*ignored, _COMPUTED))]
+    owner = type(skeleton).__name__
+    if unused:
+        logger.warning(
+            f"model.checkpoint={path}: {len(unused)} stored weights are not used, because {owner} has no such "
+            f"parameters: {', '.join(unused[:3])}{', ...' if len(unused) > 3 else ''}"
+        )
+    if unread:
+        logger.warning(
+            f"model.checkpoint={path}: {len(unread)} buffers of {owner} are not stored and keep their initial values: "
+            f"{', '.join(unread[:3])}{', ...' if len(unread) > 3 else ''}"
+        )
+
+
+def _fill_places(files: SafetensorsFolder, conversion: Conversion, places: Mapping[str, WeightPlace]) -> None:
+    """Read and convert what these places need of one conversion's sources, and write it."""
+    name, place = next(iter(places.items()))
+    block, has_shape = place.block, conversion.targets[name] == place.shape
+    if len(places) == 1 and block is not None and has_shape:
+        if conversion.only_renames:
+            place.write(files.read(conversion.sources[0], block))
+            return
+        rows = conversion.of_rows(block[0]) if block else None
+        if rows is not None:
+            if rows.sources:
+                part = rows.convert(files.read_whole(rows.sources))[name]
+                place.write(part[(slice(None), *block[1:])])
+            return
+    made = conversion.convert(files.read_whole(conversion.sources))
+    for name, place in places.items():
+        whole = made.pop(name)
+        has_shape = whole.shape == place.shape
+        place.write(place.take(whole if has_shape else grown(whole, place.shape[0])))

@@ -1,0 +1,201 @@
+"""Linear layers and experts with 4-bit weights: QLoRA's NF4 or FP4, computed by bitsandbytes.
+
+Dettmers et al. 2023 (arXiv:2305.14314). Both the packed weight and its scales are parameters, so that data parallelism
+shards and gathers them like any other. In the layer of bitsandbytes the scales are not a parameter, and stay unsharded
+on every rank.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from echelon.learn.model.parts import autocast_dtype
+from echelon.learn.model.sharding import local_part, write_part
+from echelon.planner.experts import find_expert_weights
+from echelon.recipe import AdapterConfig
+
+BLOCK = 64
+"""Number of weights that share one scale."""
+
+ROW_MULTIPLE = 8
+"""Divisor of a layer's input features: each packed row then has a whole number of fp32 elements."""
+
+NESTED_BLOCK = 256
+"""Number of scales that share one second-level scale, with `double_quant`."""
+
+IN_4_BITS = "in_4_bits"
+"""Last part of the name of 4-bit expert weights, after their name in the plain model."""
+
+
+class Quantized:
+    """A frozen weight in 4 bits, as the parameters `PACKED` and `scales` of a module.
+
+    The first is `[rows, columns / 2]` bytes with two weights each, where a row is the last dim of the weight. `scales`
+    is the bytes of one fp32 scale per block of 64; with double quantisation, the bytes of an fp32 offset, one fp32
+    scale per 256 blocks, and one byte per block. It is padded to a multiple of 4 bytes. `store_as` sets the dtype under
+    which both are stored. The buffers `weight_code` and `scale_code` are the numbers that the codes stand for; each
+    layer has its own, because a compiled graph breaks where it would build or look up a tensor.
+    """
+
+    PACKED: ClassVar[str]
+    scales: nn.Parameter
+    weight_code: Tensor
+    scale_code: Tensor
+    weight_shape: torch.Size
+    quant_type: str
+
+    @property
+    def packed(self) -> nn.Parameter:
+        """The packed weight."""
+        parameter: nn.Parameter = getattr(self, self.PACKED)
+        return parameter
+
+    def _allocate(self, shape: Sequence[int], quant_type: str, double_quant: bool) -> None:
+        """Create the parameters on meta, for a weight whose last dim is a multiple of `ROW_MULTIPLE`."""
+        assert shape[-1] % ROW_MULTIPLE == 0, f"rows of {shape[-1]} numbers"
+        self.weight_shape, self.quant_type = torch.Size(shape), quant_type
+        self._num_blocks = math.ceil(math.prod(shape) / BLOCK)
+        self._num_nested = math.ceil(self._num_blocks / NESTED_BLOCK) if double_quant else 0
+        num_bytes = 4 + 4 * self._num_nested + self._num_blocks if double_quant else 4 * self._num_blocks
+        packed = torch.empty(math.prod(shape[:-1]), shape[-1] // 2, dtype=torch.uint8, device="meta")
+        setattr(self, self.PACKED, nn.Parameter(packed, requires_grad=False))
+        scales = torch.empty(-(-num_bytes // 4) * 4, dtype=torch.uint8, device="meta")
+        self.scales = nn.Parameter(scales, requires_grad=False)
+        assert isinstance(self, nn.Module)
+        self.register_buffer("weight_code", torch.empty(16, device="meta"), persistent=False)
+        self.register_buffer("scale_code", torch.empty(256, device="meta"), persistent=False)
+
+    def store_as(self, dtype: torch.dtype) -> None:
+        """Reinterpret the bytes of the parameters as another dtype, on meta.
+
+        Use the compute dtype: data parallelism shards only floating-point parameters in torch 2.11, and casts those
+        of another dtype than the compute dtype.
+        """
+        for parameter in (self.packed, self.scales):
+            parameter.data = parameter.data.view(dtype)
+
+    @torch.no_grad()
+    def fill(self, whole: Tensor) -> None:
+        """Quantise a full weight, and keep this rank's part. Every rank computes the same values."""
+        from bitsandbytes.functional import quantize_4bit
+
+        device = local_part(self.packed).device
+        packed, state = quantize_4bit(
+            whole.to(device).contiguous(), compress_statistics=self._num_nested > 0, quant_type=self.quant_type
+        )
+        parts = [state.offset, state.state2.absmax, state.absmax] if self._num_nested else [state.absmax]
+        scales = torch.cat([part.reshape(-1).contiguous().view(torch.uint8) for part in parts])
+        scales = nn.functional.pad(scales, (0, -len(scales) % 4))
+        rows = packed.reshape(math.prod(self.weight_shape[:-1]), -1)
+        for parameter, content in ((self.packed, rows), (self.scales, scales)):
+            write_part(parameter, content.view(parameter.dtype))
+        place = device if self.weight_code.is_meta else self.weight_code.device
+        self.weight_code = state.code.to(place)
+        if self._num_nested:
+            self.scale_code = state.state2.code.to(place)
+
+    @torch.no_grad()
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the dequantised weight. Its parameters must not be sharded."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        weight: Tensor = dequantize_4bit(self._bytes(), self._state(dtype))
+        return weight
+
+    def _bytes(self) -> Tensor:
+        return self.packed.view(torch.uint8).reshape(-1, 1)
+
+    def _state(self, dtype: torch.dtype) -> Any:
+        from bitsandbytes.functional import QuantState
+
+        common = {
+            "shape": self.weight_shape,
+            "code": self.weight_code,
+            "blocksize": BLOCK,
+            "quant_type": self.quant_type,
+        }
+        scales = self.scales.view(torch.uint8)
+        if not self._num_nested:
+            return QuantState(absmax=scales.view(torch.float32), dtype=dtype, **common)
+        first = 4 + 4 * self._num_nested
+        nested = QuantState(
+            absmax=scales[4:first].view(torch.float32), blocksize=NESTED_BLOCK, code=self.scale_code,
+            dtype=torch.float32,
+        )  # fmt: skip
+        absmax, offset = scales[first : first + self._num_blocks], scales[:4].view(torch.float32)[0]
+        return QuantState(absmax=absmax, offset=offset, state2=nested, dtype=dtype, **common)
+
+
+class QuantizedLinear(Quantized, nn.Linear):
+    """A frozen 4-bit linear layer. A subclass of `nn.Linear`, so that PEFT adds an adapter to it as to any other."""
+
+    PACKED = "weight"
+
+    def __init__(self, linear: nn.Linear, quant_type: str, double_quant: bool) -> None:
+        """Create the layer on meta, from a linear layer on meta with a multiple of `ROW_MULTIPLE` input features."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._allocate((self.out_features, self.in_features), quant_type, double_quant)
+        self.bias = linear.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute `input @ weight.T + bias` in the compute dtype, with the dequantised weight."""
+        from bitsandbytes import matmul_4bit
+
+        rows = input.to(autocast_dtype(input))
+        bias = None if self.bias is None else self.bias.to(rows.dtype)
+        return matmul_4bit(rows, self._bytes().t(), self._state(rows.dtype), bias=bias)  # type: ignore[no-any-return]
+
+
+class QuantizedExperts(Quantized, nn.Module):
+    """Frozen 4-bit weights of experts. It stands where their parameter did, as a submodule of the same name.
+
+    During the forward pass of the experts, an attribute of that name is the dequantised weight.
+    """
+
+    PACKED = IN_4_BITS
+
+    def __init__(self, shape: Sequence[int], quant_type: str, double_quant: bool) -> None:
+        """Create the parameters on meta."""
+        nn.Module.__init__(self)
+        self._allocate(shape, quant_type, double_quant)
+
+
+def _show_weights(experts: nn.Module, inputs: tuple[Any, ...]) -> None:
+    for name, module in experts.named_children():
+        if isinstance(module, QuantizedExperts):
+            experts.__dict__[name] = module.dequantize(autocast_dtype(inputs[0]))  # found before the submodule
+
+
+def _hide_weights(experts: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    for name, module in experts.named_children():
+        if isinstance(module, QuantizedExperts):
+            experts.__dict__.pop(name, None)
+
+
+def quantize_linears(layers: Iterable[nn.Module], adapter: AdapterConfig) -> None:
+    """Replace the linear layers in decoder layers on meta with 4-bit ones, except `modules_to_save`."""
+    for layer in layers:
+        found = [(name, module) for name, module in layer.named_modules() if type(module) is nn.Linear]
+        for name, module in found:
+            if name.rpartition(".")[2] in adapter.modules_to_save:
+                continue
+            layer.set_submodule(name, QuantizedLinear(module, adapter.quant_type, adapter.double_quant))
+
+
+def quantize_experts(model: nn.Module, layers: Iterable[nn.Module], adapter: AdapterConfig) -> None:
+    """Replace the expert weights in decoder layers of a model on meta with 4-bit ones."""
+    for layer in layers:
+        owners: dict[int, nn.Module] = {}
+        for name, weight in find_expert_weights(model, layer).items():
+            path, _, leaf = name.rpartition(".")
+            experts = layer.get_submodule(path)
+            delattr(experts, leaf)
+            experts.add_module(leaf, QuantizedExperts(weight.shape, adapter.quant_type, adapter.double_quant))
+            owners[id(experts)] = experts
+        for experts in owners.values():
+            experts.register_forward_pre_hook(_show_weights)
+            experts.register_forward_hook(_hide_weights, always_call=True)

@@ -1,0 +1,124 @@
+"""What a run minimises: losses are summed, and divided once by the global number of terms."""
+
+import inspect
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from echelon.ground.errors import ConfigError
+from echelon.ground.extensions import build_named, check_options, find_named, is_extension
+from echelon.learn.data.loader import Microbatch
+from echelon.learn.objectives.loss import IGNORE
+from echelon.learn.objectives.loss_function import LossFn, name_of
+from echelon.learn.objectives.outputs import DecoderOutputs, OutputsFn
+from echelon.recipe import ObjectiveConfig
+from echelon.recipe.names import OBJECTIVES
+
+_KEY = "objective.name"
+_PARAMETERS = ("logits", "labels", "extra")
+
+
+class Objective(ABC):
+    """A loss that is a sum over countable terms: target tokens for language modelling, pairs for DPO.
+
+    A subclass defines `loss_sum`. The other methods hold for a sum over labelled tokens; override `count` and
+    `token_weights` together for other terms, and `measures` and `evaluation_sums` together for more metrics.
+    """
+
+    needs_reference: bool = False
+    """Whether it needs a reference model: the weights that training started from."""
+    unit: str = "target_tokens"
+    """The name of its terms in eval rows: target_tokens, or pairs."""
+    measures: tuple[str, ...] = ()
+    """The metrics that evaluation reports besides the loss: the columns of `evaluation_sums` after the first."""
+
+    def count(self, batch: Microbatch) -> Tensor:
+        """Count the terms of `loss_sum` for this microbatch on this rank: int64 scalar on the batch's device."""
+        return (batch.labels != IGNORE).sum()
+
+    def token_weights(self, batch: Microbatch) -> Tensor:
+        """Distribute the count over its tokens: weights [batch, seq], fp32, which add up to the count."""
+        return (batch.labels != IGNORE).float()
+
+    @abstractmethod
+    def loss_sum(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
+        """Return the summed loss, an fp32 scalar, connected to every trained parameter even if the count is zero."""
+
+    def evaluation_sums(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
+        """Return the summed loss and the sum of each measure over the same terms: [1 + measures], fp32."""
+        return self.loss_sum(outputs, batch).reshape(1)
+
+
+class LogitsLoss(Objective):
+    """The sum of a loss function over labelled tokens. It gets chunks of tokens, never all logits at once."""
+
+    def __init__(self, function: LossFn) -> None:
+        """`function`: see LossFn."""
+        self._function = function
+
+    def __str__(self) -> str:
+        return name_of(self._function)
+
+    def loss_sum(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
+        """Return the sum of the function over the tokens of the microbatch."""
+        return outputs.logits_loss_sum(self._function, batch.labels, batch.extra)
+
+
+def as_objective(loss: Objective | LossFn) -> Objective:
+    """Return an objective unchanged, and a function (logits, labels, extra) as the objective that sums it over tokens.
+
+    Raises TypeError for anything else, and for an object with only some members of an objective.
+    """
+    if isinstance(loss, Objective):
+        return loss
+    if isinstance(loss, type) or not callable(getattr(loss, "loss_sum", loss)):
+        raise TypeError(f"{loss!r} is not a loss; use an Objective, or a function of ({', '.join(_PARAMETERS)}).")
+    if not hasattr(loss, "loss_sum"):
+        return LogitsLoss(loss)
+    if missing := [name for name in vars(Objective) if not name.startswith("_") and not hasattr(loss, name)]:
+        raise TypeError(
+            f"{type(loss).__name__} has no {missing[0]}; derive it from "
+            "echelon.learn.objectives.objective.Objective, which "
+            "has defaults."
+        )
+    return cast(Objective, loss)
+
+
+def find_loss(name: str) -> LossFn | None:
+    """Import the loss function that `objective.name` names; None if it names anything but a function.
+
+    So a class is an objective and a function is a loss, whose parameters after the first three are options. Raises
+    ConfigError for a function with other parameters: it is never called.
+    """
+    found = find_named(_KEY, name, OBJECTIVES)
+    if not is_extension(name) or not inspect.isfunction(found):
+        return None
+    given = tuple(inspect.signature(found).parameters)
+    if given[: len(_PARAMETERS)] != _PARAMETERS:
+        raise ConfigError(
+            f"{_KEY}={name}: it is a function of ({', '.join(given)}), and a loss is a function of "
+            f"({', '.join(_PARAMETERS)}) and its options; give it these parameters, or name a class like echelon's "
+            "Objective."
+        )
+    return found
+
+
+def build_objective(config: ObjectiveConfig) -> Objective:
+    """Build the objective that the recipe names, a class or a loss function. Raises ConfigError."""
+    if (function := find_loss(config.name)) is not None:
+        check_options(_KEY, config.name, function, len(_PARAMETERS), config.options)
+        return LogitsLoss(partial(function, **(config.options or {})))
+    return as_objective(build_named(_KEY, config.name, OBJECTIVES, Objective, config, options=config.options))
+
+
+def training_sums(objective: Objective) -> OutputsFn:
+    """Return the function of a training step: the summed loss and the summed router loss, [2]."""
+
+    def compute(outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
+        loss = objective.loss_sum(outputs, batch)
+        return torch.stack([loss, outputs.router_loss_sum(objective.token_weights(batch))])
+
+    return compute

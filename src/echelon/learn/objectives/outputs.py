@@ -1,0 +1,278 @@
+"""The forward pass of a decoder as objectives use it, and the module that runs it."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from echelon.learn.data.loader import Microbatch
+from echelon.learn.model.adapters import disabled_adapter
+from echelon.learn.model.attention import document_inputs
+from echelon.learn.model.context_attention import Context, divided_inputs
+from echelon.learn.model.parts import find_parts
+from echelon.learn.model.router import RouterTap, Sequences, balance_sum, number_sequences
+from echelon.learn.model.sharding import local_part
+from echelon.learn.model.stage import Inflow, find_inlet, run_stage
+from echelon.learn.model.traits import Traits, find_traits
+from echelon.learn.objectives.document_rows import DocumentRows, lay_out_rows
+from echelon.learn.objectives.loss import (
+    IGNORE,
+    LossAndGradient,
+    chunked_log_probabilities,
+    chunked_loss_sum,
+    loss_and_gradient,
+    token_log_probabilities,
+    token_loss_sum,
+)
+from echelon.learn.objectives.loss_function import LossFn, chunked_function_sum, function_loss_sum
+from echelon.learn.objectives.vocabulary import VocabularyShard
+
+
+class DecoderOutputs:
+    """One forward pass of a decoder, run at first use, that provides losses, log-probabilities or logits.
+
+    Must be used inside the forward of the module that data parallelism wraps, where the head's weight is unsharded.
+    In a pipeline stage the pass goes on from the hidden states of the stage before, its `inflow`.
+    """
+
+    def __init__(
+        self, module: "ObjectiveModule", batch: Microbatch, inflow: Inflow | None = None, taps_routers: bool = True
+    ) -> None:
+        """`inflow`: what the stage goes on from; None for a whole model and the first stage.
+
+        `taps_routers`: whether the pass counts for the router loss, if one is trained.
+        """
+        self._module = module
+        self._model = module.model
+        self._traits = module.traits
+        self._context = module.context
+        self._vocabulary_ranks = module.vocabulary_ranks
+        self._tap = module.tap if taps_routers else None
+        self._parts = find_parts(self._model, self._traits.arithmetic)
+        self._batch = batch
+        self._inflow = inflow
+        self._router_logits: list[Tensor] = []
+
+    @cached_property
+    def _inputs(self) -> dict[str, Any]:
+        batch, inputs = self._batch, {"input_ids": self._batch.input_ids, "use_cache": False}
+        dtype = None if self._inflow is None else self._inflow.hidden.dtype
+        rows = (batch.documents, batch.position_ids, self._most_documents, dtype)
+        if self._context is not None:
+            return inputs | divided_inputs(self._model, self._context, self._traits, batch.input_ids, batch.part, *rows)
+        if self._rows is not None:
+            return inputs | {"input_ids": self._rows.spread(batch.input_ids)}
+        if batch.documents is None or batch.position_ids is None or self._traits.mask is None:
+            return inputs
+        return inputs | document_inputs(self._model, self._traits.mask, batch.documents, batch.position_ids, *rows[2:])
+
+    @property
+    def _most_documents(self) -> int | None:
+        return None if self._batch.document_shape is None else self._batch.document_shape[0]
+
+    @cached_property
+    def _rows(self) -> DocumentRows | None:
+        """The documents in rows of their own, if no mask keeps them apart; padding after them changes no document."""
+        return lay_out_rows(self._batch) if self._batch.documents is not None and self._traits.mask is None else None
+
+    @cached_property
+    def hidden(self) -> Tensor:
+        """The hidden states after the last layer that is here, [batch, seq, hidden]; after the final norm if it is."""
+        return self._collect(self._run(self._model.base_model).last_hidden_state)
+
+    @cached_property
+    def _logits(self) -> Tensor:
+        return self._collect(self._run(self._model).logits)
+
+    @property
+    def _head(self) -> tuple[Tensor, Tensor | None, VocabularyShard | None]:
+        """The weight and the bias of the head on this rank, and the part of the vocabulary that they are of."""
+        assert self._parts is not None
+        weight, bias = (
+            None if each is None else local_part(each) for each in (self._parts.head_weight, self._parts.head_bias)
+        )
+        assert weight is not None
+        if self._vocabulary_ranks is None:
+            return weight, bias, None
+        return weight, bias, VocabularyShard(len(weight) * self._vocabulary_ranks.rank(), self._vocabulary_ranks)
+
+    def _collect(self, values: Tensor) -> Tensor:
+        """Return outputs of the model, [rows, width, dim], for each position of the microbatch, [batch, seq, dim]."""
+        return values if self._rows is None else self._rows.collect(values)
+
+    @cached_property
+    def _rows_inflow(self) -> Inflow | None:
+        if self._inflow is None or self._rows is None:
+            return self._inflow
+        return Inflow(self._inflow.inlet, self._rows.spread(self._inflow.hidden))
+
+    def _run(self, module: nn.Module) -> Any:
+        context = self._context if self._batch.part is None else None
+        with nullcontext() if context is None else context.whole():
+            if self._tap is None:
+                return run_stage(module, self._rows_inflow, **self._inputs)
+            with self._tap.collecting() as self._router_logits:
+                return run_stage(module, self._rows_inflow, **self._inputs)
+
+    def router_loss_sum(self, token_weights: Tensor) -> Tensor:
+        """Return the weighted sum of the sequences' balance losses, averaged over routers: an fp32 scalar.
+
+        Must be called after the pass has run. 0 for a model without a router loss. In a stage, it is the share of the
+        routers that are there: the shares of all stages add up to the average.
+
+        Args:
+            token_weights: [batch, seq], fp32; the weight of a sequence is their sum.
+        """
+        if self._tap is None or not self._tap.routers:
+            return token_weights.new_zeros(())
+        sequences = self._number_sequences(token_weights)
+        self._tap.count_tokens(self._router_logits, sequences)
+        pairs = zip(self._router_logits, self._tap.routers, strict=True)
+        sums = torch.stack([balance_sum(logits, router, sequences) for logits, router in pairs])
+        return sums.sum() / self._tap.num_routers
+
+    def _number_sequences(self, token_weights: Tensor) -> Sequences:
+        batch = self._batch
+        filled = batch.labels != IGNORE if batch.filled is None else batch.filled
+        if self._context is not None and (part := batch.part) is not None:
+            own = None if batch.documents is None else part.take(batch.documents)
+            return number_sequences(filled, token_weights, own, filled.shape[1] * part.size, self._context.peers.add_up)
+        if (rows := self._rows) is None:
+            return number_sequences(filled, token_weights, batch.documents)
+        return number_sequences(rows.spread(filled) & rows.filled, rows.spread(token_weights) * rows.filled, None)
+
+    def token_loss_sum(self, labels: Tensor) -> Tensor:
+        """Return the sum of token cross-entropies for shifted labels [batch, seq]: an fp32 scalar."""
+        parts = self._parts
+        if parts is None:
+            return token_loss_sum(self._logits.flatten(0, -2), labels.flatten())
+        weight, bias, vocabulary = self._head
+        return chunked_loss_sum(self.hidden, labels, weight, bias, parts.arithmetic, self._module.of_chunk, vocabulary)
+
+    def logits_loss_sum(self, function: LossFn, labels: Tensor, extra: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return the sum of a loss function over the tokens of labels [batch, seq]: an fp32 scalar.
+
+        Args:
+            extra: see `Microbatch.extra`. The function gets each as [tokens, ...], repeated if it is per sequence.
+        """
+        function, parts = self._module.prepare_loss(function), self._parts
+        rows = {name: _of_tokens(value, labels) for name, value in (extra or {}).items()}
+        if parts is None:
+            return function_loss_sum(function, self._logits.flatten(0, -2), labels.flatten(), rows)
+        weight, bias, vocabulary = self._head
+        return chunked_function_sum(function, self.hidden, labels, rows, weight, bias, parts.arithmetic, vocabulary)
+
+    def log_probabilities(self, labels: Tensor) -> Tensor:
+        """Return the log-probability of each label: [batch, seq], fp32, 0 for IGNORE."""
+        parts = self._parts
+        if parts is None:
+            return token_log_probabilities(self._logits.flatten(0, -2), labels.flatten()).view_as(labels)
+        weight, bias, vocabulary = self._head
+        return chunked_log_probabilities(self.hidden, labels, weight, bias, parts.arithmetic, vocabulary)
+
+    def reference_log_probabilities(self, labels: Tensor) -> Tensor:
+        """Return the log-probabilities under the initial weights, without dropout and gradient.
+
+        Uses the frozen copy if there is one, else this model with its adapter disabled. Collective if weights are
+        sharded: they are gathered once more.
+        """
+        if (reference := self._module.reference) is not None:
+            with torch.no_grad():
+                scores: Tensor = reference(self._batch, lambda outputs, _: outputs.log_probabilities(labels))
+            return scores
+        assert self._inflow is None, "a pass without the adapter needs all layers here"
+        trains = self._model.training
+        self._model.eval()
+        try:
+            with torch.no_grad(), disabled_adapter(self._model):
+                outputs = DecoderOutputs(self._module, self._batch, taps_routers=False)
+                return outputs.log_probabilities(labels)
+        finally:
+            self._model.train(trains)
+
+    def logits_at(self, places: Tensor) -> Tensor:
+        """Return fp32 logits of the token after position `places` [batch] of each sequence: [batch, vocabulary]."""
+        rows = torch.arange(len(places), device=places.device)
+        parts = self._parts
+        if parts is None:
+            return self._logits[rows, places].float()
+        return parts.arithmetic.apply(parts.head(self.hidden[rows, places])).float()
+
+
+OutputsFn = Callable[[DecoderOutputs, Microbatch], Tensor]
+"""Computes a tensor from the outputs of a forward pass and its microbatch, for example `objective.loss_sum`."""
+
+
+class ObjectiveModule(nn.Module):
+    """A decoder whose forward returns what an `OutputsFn` computes: in training, the objective's summed loss.
+
+    Data parallelism wraps this module, so that the head and the loss run inside its hooks, which gather weights and
+    reduce gradients. The decoder's parameter names have the prefix `model.` here.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tap: RouterTap | None = None,
+        traits: Traits | None = None,
+        context: Context | None = None,
+        vocabulary_ranks: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`tap`: the router tap, if a router loss is trained. `traits`: those of the model; None finds them.
+
+        `context`: how its attention is divided, if it is; a microbatch that is not cut then runs whole on each rank.
+        `vocabulary_ranks`: the ranks that divide the head, in equal parts; None if each has all of it.
+        """
+        super().__init__()
+        self.model = model
+        self.tap = tap
+        self.context = context
+        self.traits = find_traits(model) if traits is None else traits
+        self.vocabulary_ranks = vocabulary_ranks
+        self.of_chunk: LossAndGradient = loss_and_gradient
+        """The loss and the gradient of a chunk of cross-entropy: see `chunked_loss_sum`."""
+        self.prepare_loss: Callable[[LossFn], LossFn] = _unchanged
+        """Returns a loss function as it runs: itself, or compiled."""
+        # In a tuple, so that it is not registered: a frozen reference must not be wrapped, stepped or saved with this
+        # module's parameters.
+        self._reference: tuple[ObjectiveModule | None] = (None,)
+        self._inlet = find_inlet(model)
+
+    @property
+    def reference(self) -> "ObjectiveModule | None":
+        """The frozen copy of the initial weights; None for an objective that needs none, or has an adapter to omit."""
+        return self._reference[0]
+
+    def refer_to(self, reference: "ObjectiveModule") -> None:
+        """Set a frozen copy of the initial weights as the reference of the objective."""
+        self._reference = (reference,)
+
+    def compile_loss(self, backend: str) -> None:
+        """Compile what lies between the head's logits and their gradient, and every loss function at its first use."""
+        self.of_chunk = torch.compile(loss_and_gradient, backend=backend, fullgraph=True)
+        self.prepare_loss = lru_cache(maxsize=8)(partial(torch.compile, backend=backend))
+
+    def forward(self, batch: Microbatch, compute: OutputsFn, received: Tensor | None = None) -> Tensor:
+        """Return what `compute` makes of the forward pass of one microbatch.
+
+        `compute` runs in here, where the weights are unsharded and the hooks of data parallelism see the loss.
+
+        Args:
+            received: for a later pipeline stage, the hidden states of the stage before, [batch, seq, hidden].
+        """
+        inflow = None if self._inlet is None or received is None else Inflow(self._inlet, received)
+        return compute(DecoderOutputs(self, batch, inflow), batch)
+
+
+def _of_tokens(value: Tensor, labels: Tensor) -> Tensor:
+    """Return an extra's value of each token, [tokens, ...]: that of the sequence if it has one per sequence."""
+    value = value.unsqueeze(1) if value.dim() == 1 else value
+    return value.expand(*labels.shape, *value.shape[2:]).flatten(0, 1)
+
+
+def _unchanged(function: LossFn) -> LossFn:
+    return function

@@ -1,0 +1,157 @@
+"""Applying a plan to a model: the order of the transforms, from the inside out."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from echelon.learn.distributed.mesh import Meshes
+from echelon.learn.model.context_attention import Context
+from echelon.learn.model.parts import find_layers
+from echelon.learn.model.router import Router, RouterLoss, RouterTap
+from echelon.learn.model.stage import StageRange, cut, find_ends, find_shared, own_layers, stage_ranges, view_stage
+from echelon.learn.model.traits import Traits
+from echelon.learn.objectives.outputs import ObjectiveModule
+from echelon.learn.parallel.activation import apply_activation_checkpointing
+from echelon.learn.parallel.compilation import apply_compile
+from echelon.learn.parallel.context import apply_context
+from echelon.learn.parallel.data_parallel import apply_fully_shard, autocast_scope, build_data_parallel
+from echelon.learn.parallel.expert import divide_experts, find_experts
+from echelon.learn.parallel.offload import apply_activation_offloading
+from echelon.learn.parallel.pipeline import Pipeline, StagePart
+from echelon.learn.parallel.protocol import DataParallel, Parallel
+from echelon.learn.parallel.step import ForwardBackward, SingleStage
+from echelon.learn.parallel.summed import Summed
+from echelon.learn.parallel.tensor import apply_tensor_parallel
+from echelon.planner.plan import ParallelPlan
+from echelon.recipe.synchronization import QUORUM
+
+
+def shard_model(
+    model: nn.Module,
+    plan: ParallelPlan,
+    meshes: Meshes,
+    compile_backend: str,
+    traits: Traits,
+    routers: Sequence[Router] = (),
+    context: Context | None = None,
+) -> ObjectiveModule:
+    """Divide the model, then checkpoint, compile, offload and shard each decoder layer. All of it may happen on meta.
+
+    Division comes first, of the tensors, then the experts; `shard_stages` has divided the sequence and cut the stage.
+    Checkpointing is around it, so that a compiled layer recomputes inside its own graph; offloading is around both,
+    because it takes what they keep; sharding is outermost, so that its hooks stay outside every graph. Parameter names
+    stay those of `transformers` throughout.
+
+    Args:
+        model: the whole model, or a pipeline stage of it.
+        traits: those of the model, the same on every rank.
+        routers: whose loss is trained; none for a model without one.
+        context: how its attention has been divided, if it has been.
+    """
+    if plan.tp > 1:
+        apply_tensor_parallel(model, plan, meshes)
+    if plan.ep > 1 or (plan.tp > 1 and find_experts(model)):
+        divide_experts(model, plan, meshes)
+    layers = own_layers(model)
+    tap = RouterTap(model, routers) if routers else None
+    if tap is not None:
+        tap.open_inside(layers)
+    apply_activation_checkpointing(layers, plan.activation_checkpointing, plan.checkpoint_every)
+    if plan.compile:
+        apply_compile(layers, compile_backend, plan.activation_memory_budget)
+    if plan.activation_offloading:
+        apply_activation_offloading(find_layers(model), horizon=plan.activation_loading_horizon)
+    if tap is not None:
+        tap.open_outside(layers)
+    vocabulary_ranks = None if meshes.tp is None else meshes.tp.get_group()
+    module = ObjectiveModule(model, tap, traits, context, vocabulary_ranks)
+    if plan.compile:
+        module.compile_loss(compile_backend)
+    if plan.uses_fully_shard:
+        apply_fully_shard(module, layers, plan, meshes)
+    return module
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The pipeline stages of a rank after their transforms.
+
+    Attributes:
+        places: where they are in the pipeline; empty without one.
+        modules: one for each; without a pipeline, one for the whole model.
+        shared: names of the weights that both the first and the last stage have.
+    """
+
+    places: Sequence[StageRange]
+    modules: Sequence[ObjectiveModule]
+    shared: tuple[str, ...] = ()
+
+
+def shard_stages(
+    model: PreTrainedModel,
+    skeleton: PreTrainedModel,
+    plan: ParallelPlan,
+    meshes: Meshes,
+    compile_backend: str,
+    traits: Traits,
+    routers: Sequence[Router] = (),
+) -> Stages:
+    """Remove from a model on meta what other ranks of its pipeline have, and apply `shard_model` to each stage here.
+
+    Args:
+        skeleton: the same model without any transform.
+
+    Raises:
+        ConfigError: the model cannot be cut into stages.
+    """
+    context = apply_context(model, plan, meshes)  # stages share the config that names the attention, so it is set once
+    if plan.pp == 1:
+        return Stages((), [shard_model(model, plan, meshes, compile_backend, traits, routers, context)])
+    ends = find_ends(skeleton)
+    places, shared = stage_ranges(plan.stages)[meshes.place["pp"] :: plan.pp], find_shared(model, ends)
+    cut(model, places, ends)
+    views = [view_stage(model, place, ends) for place in places]
+    modules = [shard_model(view, plan, meshes, compile_backend, traits, routers, context) for view in views]
+    return Stages(places, modules, shared)
+
+
+def parallelize(module: ObjectiveModule, plan: ParallelPlan, meshes: Meshes, seed: int) -> DataParallel:
+    """The data parallelism around a materialised model. Collective: DDP compares the replicas as it is built."""
+    if plan.sync.name == QUORUM:
+        return Summed(module, autocast_scope(plan, meshes.device_type))
+    return build_data_parallel(module, plan, meshes, seed)
+
+
+Parallelize = Callable[[ObjectiveModule, ParallelPlan, Meshes, int], DataParallel]
+"""What has the arguments and the result of `parallelize`."""
+
+
+def connect_stages(
+    stages: Stages,
+    plan: ParallelPlan,
+    meshes: Meshes,
+    hidden_size: int,
+    device: torch.device,
+    seed: int,
+    router: RouterLoss | None = None,
+    parallelize: Parallelize = parallelize,
+) -> tuple[Parallel, ForwardBackward]:
+    """Return the parallelism around materialised stages, and what runs the microbatches of a step. Collective.
+
+    Args:
+        seed: of dropout, and of random choices of `sync.compress`.
+        router: the router loss that is trained.
+        parallelize: builds the data parallelism of a stage.
+    """
+    parallels = [parallelize(module, plan, meshes, seed) for module in stages.modules]
+    strength = None if router is None else router.strength
+    if plan.pp == 1:
+        [parallel] = parallels
+        return parallel, SingleStage(parallel, seed, strength, stages.modules[0].tap)
+    assert meshes.pp is not None
+    parts = [StagePart(*part) for part in zip(stages.places, stages.modules, parallels, strict=True)]
+    pipeline = Pipeline(parts, plan, meshes.pp, hidden_size, device, seed, strength, stages.shared)
+    return pipeline, pipeline

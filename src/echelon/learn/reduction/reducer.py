@@ -1,0 +1,105 @@
+"""Sums of tensors over ranks with fewer bytes: the protocol, and what methods that send a part have in common."""
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.learn.distributed.replica_names import rank_name
+from echelon.planner.replica_costs import SENT_AT_ONCE
+
+
+class Reducer(Protocol):
+    """Sums tensors over the ranks of a group. A value that is not finite on one rank is not finite on all of them."""
+
+    def reduce(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Replace tensors by their sum over the ranks, as far as it was sent. Collective, with the same names.
+
+        `step`: its index; random choices depend on it.
+        """
+        ...
+
+    def settle(self, commit: Tensor) -> None:
+        """Keep what `reduce` has not sent for the next step where `commit` (a boolean scalar) is true.
+
+        Otherwise the step has no effect on later ones.
+        """
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the live tensors that a resumed run needs. Those that differ between ranks have the rank's name."""
+        ...
+
+
+class Feedback:
+    """Error feedback: what a rank did not send is added to its tensors of the next step.
+
+    Stich, Cordonnier & Jaggi, "Sparsified SGD with Memory" (arXiv:1809.07599); Karimireddy et al., "Error Feedback
+    Fixes SignSGD" (arXiv:1901.09847).
+    """
+
+    def __init__(self, trained: Mapping[str, Tensor]) -> None:
+        """`trained`: the tensors that will be summed, by name."""
+        self._residuals = {name: _zeros_like(tensor) for name, tensor in trained.items()}
+        self._updates: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def correct(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor with what was not sent before, in fp32: a new tensor."""
+        return tensor.detach().float() + self._residuals[name]
+
+    def keep(self, name: str, rest: Tensor) -> None:
+        """Store what this rank has not sent of a tensor, until `settle`."""
+        self.update(self._residuals[name], rest)
+
+    def update(self, state: Tensor, value: Tensor) -> None:
+        """Give a tensor of the state another value if the step is applied. The last call before `settle` counts."""
+        self._updates[id(state)] = (state, value)
+
+    def settle(self, commit: Tensor) -> None:
+        """See Reducer."""
+        for state, value in self._updates.values():
+            state.copy_(torch.where(commit, value.view_as(state), state))
+        self._updates.clear()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See Reducer."""
+        rank = dist.get_rank()
+        return {rank_name(rank, f"residual.{name}"): tensor for name, tensor in self._residuals.items()}
+
+
+def _zeros_like(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
+
+
+def gather(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the values of every rank, [ranks, ...]. Collective."""
+    everyone = values.new_empty(group.size(), *values.shape)
+    dist.all_gather(list(everyone.unbind()), values, group=group)
+    return everyone
+
+
+def divide(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors in groups of about `SENT_AT_ONCE` numbers, in the same order on every rank."""
+    bucket: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        bucket[name] = tensor
+        if sum(each.numel() for each in bucket.values()) >= SENT_AT_ONCE:
+            yield bucket
+            bucket = {}
+    if bucket:
+        yield bucket
+
+
+def flatten(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return all values as one fp32 tensor."""
+    return torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors.values()])
+
+
+def write_back(flat: Tensor, tensors: Mapping[str, Tensor]) -> None:
+    """Write the result of `flatten` to the tensors that it was made of."""
+    start = 0
+    for tensor in tensors.values():
+        tensor.copy_(flat[start : start + tensor.numel()].view_as(tensor))
+        start += tensor.numel()

@@ -1,0 +1,17 @@
+"""How replicas agree: the protocol, and the synchronizers that implement it."""
+
+from echelon.ground.extensions import build_named
+from echelon.learn.distributed.mesh import Meshes
+from echelon.learn.sync.synchronizer import DataShare, Fill, Replica, Synchronizer
+from echelon.recipe import SyncConfig
+from echelon.recipe.names import SYNCHRONIZERS
+
+__all__ = ["DataShare", "Fill", "Replica", "Synchronizer", "build_synchronizer"]
+
+
+def build_synchronizer(config: SyncConfig, replica: Replica, meshes: Meshes) -> Synchronizer:
+    """The synchronizer that the recipe names. Collective."""
+    made: Synchronizer = build_named(
+        "sync.name", config.name, SYNCHRONIZERS, Synchronizer, config, replica, meshes, options=config.options
+    )
+    return made

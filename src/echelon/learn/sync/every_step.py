@@ -1,0 +1,64 @@
+"""The synchronizer that agrees at every step: replicas are one model throughout."""
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.learn.distributed.mesh import Meshes
+from echelon.learn.sync.synchronizer import DataShare, Fill, Replica
+from echelon.recipe import SyncConfig
+
+
+class EveryStep:
+    """Gradients are reduced over all ranks at every step; a step commits when the global norm is finite.
+
+    See `Synchronizer`.
+    """
+
+    lag = 1
+
+    def __init__(self, config: SyncConfig, replica: Replica, meshes: Meshes) -> None:
+        self._replica = replica
+        self._share = DataShare(meshes.data_rank, meshes.data_size)
+
+    def shares(self, step: int) -> Iterable[DataShare]:
+        """The same at every step."""
+        return (self._share,)
+
+    def clip(self, step: int, num_targets: Tensor, max_norm: float | None) -> Tensor:
+        """See Synchronizer."""
+        return self._replica.clip(max_norm)
+
+    def should_commit(self, grad_norm: Tensor) -> Tensor:
+        """Finite on one rank is finite on all: the norm is already the global one."""
+        return torch.isfinite(grad_norm)
+
+    def apply(self, step: int, learning_rate: float, commit: Tensor) -> None:
+        """Gradients are already the sum over all ranks."""
+        self._replica.step(learning_rate, commit)
+
+    def end_step(self, step: int, is_last: bool) -> bool:
+        """Nothing to settle."""
+        return True
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """The weights are always the agreed ones."""
+        return nullcontext()
+
+    def tensors(self, engine_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """No tensors of its own."""
+        return dict(engine_state)
+
+    def load(self, engine_state: Mapping[str, Tensor], fill: Fill) -> None:
+        """No tensors of its own."""
+        fill(engine_state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """No state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """No state."""

@@ -1,0 +1,108 @@
+"""Messages between workers and parameter servers: numbers and tensors of known shapes, over gloo. Nothing is pickled.
+
+`torch.distributed.rpc` is not used: it unpickles what arrives at a port of its own. These messages take the connections
+of a process group, whose addresses and interfaces are those of the job.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS
+
+_REQUEST, _REPLY = 1, 2  # tags: both may be on their way between the same two processes
+_NUM_NUMBERS = 2
+
+
+class Kind(IntEnum):
+    """What a worker asks a server for."""
+
+    PUSH = 0
+    """Numbers: targets. With gradients. The reply is the square of the norm of the server's sum of gradients."""
+    DRAIN = 1
+    """The worker pushes nothing more. The reply is the weights after the last push of all workers."""
+    TAKE = 2
+    """The reply is the next share of the step's batch that nobody has taken, or another value of `Taken`."""
+    PULL = 3
+    """Numbers: share. The reply is the weights; where steps wait for all workers, those after the step before."""
+    UPDATE = 4
+    """Numbers: share, learning rate. With gradients, which are applied at once. The reply is one number."""
+
+    @property
+    def has_values(self) -> bool:
+        """Whether a request has gradients."""
+        return self in (Kind.PUSH, Kind.UPDATE)
+
+    @property
+    def gets_weights(self) -> bool:
+        """Whether the reply is the weights; else one number."""
+        return self in (Kind.DRAIN, Kind.PULL)
+
+
+class Taken(IntEnum):
+    """Replies to TAKE that are no share."""
+
+    NONE_LEFT = -1
+    VIEW_ENDS = -2
+    """This step, and all later ones, are for the workers of the next view."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A message to a server. `values`: what is pushed, bytes of a `PushCode`; None where the kind has none."""
+
+    kind: Kind
+    step: int = 0
+    numbers: Sequence[float] = ()
+    values: Tensor | None = None
+
+
+def post(request: Request, server: int, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Send a request without waiting for it; the result is to be waited for after the reply has come."""
+    head = torch.zeros(2 + _NUM_NUMBERS, dtype=torch.float64)
+    head[: 2 + len(request.numbers)] = torch.tensor([request.kind, request.step, *request.numbers], dtype=torch.float64)
+    parts = [head] if request.values is None else [head, request.values]
+    return [dist.isend(each, group_dst=server, group=group, tag=_REQUEST) for each in parts]  # type: ignore[misc]
+
+
+def receive(worker: int, size: int, group: dist.ProcessGroup) -> Request:
+    """Wait for the next request of a worker. `size`: how many bytes a push has."""
+    head = torch.empty(2 + _NUM_NUMBERS, dtype=torch.float64)
+    _take(head, worker, group, _REQUEST)
+    number, step, *numbers = head.tolist()
+    kind, values = Kind(int(number)), None
+    if kind.has_values:
+        values = torch.empty(size, dtype=torch.uint8)
+        _take(values, worker, group, _REQUEST)
+    return Request(kind, int(step), numbers, values)
+
+
+def reply(values: Tensor, worker: int, group: dist.ProcessGroup) -> None:
+    """Send the reply to a worker's request."""
+    await_message(dist.isend(values, group_dst=worker, group=group, tag=_REPLY))
+
+
+def await_reply(request: Request, server: int, size: int, group: dist.ProcessGroup) -> Tensor:
+    """Wait for the reply of a server. `size`: the number of its weights."""
+    values = torch.empty(size if request.kind.gets_weights else 1)
+    _take(values, server, group, _REPLY)
+    return values
+
+
+def _take(values: Tensor, source: int, group: dist.ProcessGroup, tag: int) -> None:
+    """Wait for a message, and write it into `values`."""
+    await_message(dist.irecv(values, group_src=source, group=group, tag=tag))
+
+
+def await_message(work: dist.Work | None) -> None:
+    """Wait until a message is sent or received.
+
+    Without a time of its own a message gets that of the group's connections, which is shorter than a long step.
+    """
+    assert work is not None
+    work.wait(timedelta(seconds=COLLECTIVE_SECONDS))

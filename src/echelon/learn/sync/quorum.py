@@ -1,0 +1,36 @@
+"""A quorum: as with `every_step`, and each step is applied only once all replicas of the group have finished it."""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from echelon.learn.distributed.mesh import Meshes
+from echelon.learn.sync.every_step import EveryStep
+from echelon.learn.sync.synchronizer import DataShare, Replica
+from echelon.recipe import SyncConfig
+
+
+class Quorum(EveryStep):
+    """Gradients are summed over the replicas that are there; the weights change only after a vote.
+
+    So when a replica is lost, either every other one has applied the step or none has, and all hold the same weights.
+    See `Synchronizer`.
+    """
+
+    lag = 0
+
+    def __init__(self, config: SyncConfig, replica: Replica, meshes: Meshes) -> None:
+        super().__init__(config, replica, meshes)
+        self._membership = meshes.membership
+
+    def shares(self, step: int) -> Iterable[DataShare]:
+        """The same at every step of a view. Raises ViewChanged if a replica was lost, or waits to join."""
+        if self._membership is not None:
+            self._membership.check()
+        return super().shares(step)
+
+    def apply(self, step: int, learning_rate: float, commit: Tensor) -> None:
+        """Vote, then apply the gradients. Raises ViewChanged if a replica was lost before it had voted."""
+        if self._membership is not None:
+            self._membership.vote()
+        super().apply(step, learning_rate, commit)

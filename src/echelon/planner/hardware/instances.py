@@ -1,0 +1,287 @@
+"""Machine types of Amazon SageMaker training: devices, memory, network and, if known, price.
+
+`instances.yaml` has the figures with their sources. A price is for one machine on demand; if it is unknown,
+`budget.usd_per_hour` sets it.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from echelon.ground.errors import ConfigError
+from echelon.planner.hardware.accelerators import ACCELERATORS, Accelerator, Cluster
+from echelon.planner.hardware.links import machine_links
+from echelon.recipe.yaml_text import read_table
+
+if TYPE_CHECKING:
+    from echelon.recipe.launching import InstanceTypeConfig
+
+EXTRA_TYPES = "launch.sagemaker.extra_types"
+"""The recipe key with the types that the catalogue lacks."""
+
+Link = Literal["PCIe", "NVLink", "NVSwitch", "NeuronLink"]
+
+
+@dataclass(frozen=True)
+class Price:
+    """US dollars per hour for one machine on demand; the bill depends on region and contract.
+
+    A price in the recipe has no date, and is for whatever region the job runs in.
+    """
+
+    usd_per_hour: float
+    region: str | None
+    date: str | None
+    source: str
+
+    @property
+    def terms(self) -> str:
+        """Region and date, as in `us-west-2, 2026-09-01`; the source of a price in the recipe."""
+        return self.source if self.region is None else f"{self.region}, {self.date}"
+
+    def describe(self) -> str:
+        """Format the price as `$63.296/h (us-west-2, 2026-09-01)`."""
+        return f"${self.usd_per_hour:g}/h ({self.terms})"
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One machine type. None: not present, or unknown.
+
+    Attributes:
+        name: SageMaker's name, `ml.p5.48xlarge`.
+        gpus: GPUs per machine; 0 for CPU types and Trainium.
+        device: one GPU, as in `ACCELERATORS` or described in the recipe; `cpu` for CPU types; None for Trainium.
+        gpu_memory_gib: memory of one accelerator, from EC2; plans use that of `device`, from its datasheet.
+        link: the link between the accelerators of one machine.
+        link_gigabytes_per_s: bandwidth of the link per accelerator, both directions together.
+        network_gbits: network bandwidth of one machine; for small types the burst limit.
+        efa_interfaces: network cards with EFA; 0: no EFA.
+        efa_rdma: whether EFA supports RDMA to GPU memory.
+        neuron_devices: Trainium chips.
+        own_disks: whether it has local NVMe disks, of fixed size and encrypted by the hardware; SageMaker then
+            provides no volume.
+        bf16_supported: as in `Cluster`.
+    """
+
+    name: str
+    gpus: int
+    device: Accelerator | None
+    gpu_memory_gib: float | None
+    link: Link | None
+    link_gigabytes_per_s: float | None
+    network_gbits: float
+    efa_interfaces: int
+    vcpus: int
+    ram_gib: int
+    price: Price | None = None
+    efa_rdma: bool = False
+    neuron_devices: int = 0
+    own_disks: bool = True
+    bf16_supported: bool | None = None
+
+    @property
+    def accelerator(self) -> str | None:
+        """The name of the device."""
+        return None if self.device is None else self.device.name
+
+    @property
+    def num_processes(self) -> int:
+        """The number of training processes per machine: one per GPU, else one per two cores and at least one."""
+        return self.gpus or max(1, self.vcpus // 2)
+
+
+_TABLE = read_table(Path(__file__).with_name("instances.yaml"))
+_PRICES: dict[str, Price] = {
+    f"ml.{name}": Price(usd, table["region"], table["date"], table["source"])
+    for table in _TABLE["prices"]
+    for name, usd in table["usd_per_hour"].items()
+}
+
+
+def _build_instance(
+    name: str, family: Mapping[str, Any], num_devices: int, network: float, efa: int, vcpus: int, ram: int
+) -> Instance:
+    """The type of a family in the table, with the figures of its size."""
+    is_trainium = "device" not in family
+    return Instance(
+        f"ml.{name}",
+        gpus=0 if is_trainium else num_devices,
+        device=None if is_trainium else ACCELERATORS[family["device"]],
+        gpu_memory_gib=family.get("gpu_memory_gib"),
+        link=family.get("link") if num_devices > 1 else None,
+        link_gigabytes_per_s=family.get("link_gigabytes_per_s") if num_devices > 1 else None,
+        network_gbits=network,
+        efa_interfaces=efa,
+        vcpus=vcpus,
+        ram_gib=ram,
+        price=_PRICES.get(f"ml.{name}"),
+        efa_rdma=name.startswith(tuple(_TABLE["rdma"])),
+        neuron_devices=num_devices if is_trainium else 0,
+        own_disks=family.get("own_disks", True),
+    )
+
+
+INSTANCES: dict[str, Instance] = {
+    f"ml.{name}.{size}": _build_instance(f"{name}.{size}", family["machine"], *figures)
+    for name, family in _TABLE["families"].items()
+    for size, figures in family["sizes"].items()
+}
+
+
+def find_instance(
+    name: str,
+    extra_types: "Iterable[InstanceTypeConfig]" = (),
+    key: str = "launch.sagemaker.instance_type",
+) -> Instance:
+    """The type of this name, with or without `ml.`, in the catalogue or in `launch.sagemaker.extra_types`.
+
+    `key` is the recipe key of the name. Raises ConfigError with the nearest names and how to describe a type; also for
+    a wrong description.
+    """
+    known = list_instances(extra_types)
+    wanted = f"ml.{name.strip().lower().removeprefix('ml.')}"
+    if wanted in known:
+        return known[wanted]
+    family = [each for each in known if each.startswith(f"{wanted.rpartition('.')[0]}.")]
+    hint = ", ".join(family or difflib.get_close_matches(wanted, known, n=3)) or ", ".join([*list(_PRICES)[:3], "auto"])
+    raise ConfigError(
+        f"{key}={name} is not in the catalogue of instances; use one of {hint}, or describe "
+        f"it: {EXTRA_TYPES}=[{{name: {wanted}, gpus: 8, accelerator: H200, vcpus: 192, memory_gib: 2048, "
+        "network_gbits: 3200}]."
+    )
+
+
+def list_instances(extra_types: "Iterable[InstanceTypeConfig]") -> dict[str, Instance]:
+    """The catalogue and the types described in the recipe, by name. Raises ConfigError for a wrong description."""
+    return INSTANCES | {given.name: _describe_type(f"{EXTRA_TYPES}.{i}", given) for i, given in enumerate(extra_types)}
+
+
+def _describe_type(key: str, given: "InstanceTypeConfig") -> Instance:
+    """The type that the recipe describes; of a type in the catalogue only the price may differ."""
+    name = given.name
+    price = None if given.usd_per_hour is None else Price(given.usd_per_hour, None, None, EXTRA_TYPES)
+    if name in INSTANCES:
+        known = INSTANCES[name]
+        figures = {
+            "gpus": known.gpus, "accelerator": known.accelerator, "gpu_memory_gib": known.gpu_memory_gib,
+            "vcpus": known.vcpus, "memory_gib": known.ram_gib, "network_gbits": known.network_gbits,
+            "efa_interfaces": known.efa_interfaces, "efa_rdma": known.efa_rdma, "local_disks": known.own_disks,
+        }  # fmt: skip
+        for field, figure in figures.items():
+            if getattr(given, field) not in (None, figure):
+                raise ConfigError(
+                    f"{key}.{field}={getattr(given, field)} contradicts the catalogue of instances, in which "
+                    f"{name} has {figure}; remove it."
+                )
+        return known if price is None else replace(known, price=price)
+    gpus, vcpus, memory, network = given.gpus, given.vcpus, given.memory_gib, given.network_gbits
+    if gpus is None or vcpus is None or memory is None or network is None:
+        needed = ("gpus", "vcpus", "memory_gib", "network_gbits")
+        missing = [field for field in needed if getattr(given, field) is None]
+        raise ConfigError(
+            f"{key}.{missing[0]} is missing: {name} is not in the catalogue of instances; give {', '.join(needed)}, "
+            "and with GPUs accelerator."
+        )
+    device = _describe_device(key, gpus, given)
+    return Instance(
+        name,
+        gpus,
+        device,
+        given.gpu_memory_gib,
+        link=None,
+        link_gigabytes_per_s=None,
+        network_gbits=network,
+        efa_interfaces=given.efa_interfaces or 0,
+        vcpus=vcpus,
+        ram_gib=memory,
+        price=price,
+        efa_rdma=bool(given.efa_rdma),
+        own_disks=gpus > 0 if given.local_disks is None else given.local_disks,
+        # The GPUs without bf16, V100 and T4, are in the table.
+        bf16_supported=None if device.name in ACCELERATORS else True,
+    )
+
+
+def _describe_device(key: str, gpus: int, given: "InstanceTypeConfig") -> Accelerator:
+    """The device of a described type, with the memory of its datasheet or the given one, whichever is smaller."""
+    if not gpus:
+        if given.accelerator is not None or given.gpu_memory_gib is not None:
+            raise ConfigError(f"{key}.gpus=0 contradicts accelerator and gpu_memory_gib; remove them, or correct gpus.")
+        return ACCELERATORS["cpu"]
+    if given.accelerator is None or given.accelerator.lower() == "cpu":
+        raise ConfigError(f"{key}.accelerator is missing: give the name of its GPU, such as H200.")
+    by_name = {known.lower(): each for known, each in ACCELERATORS.items()}
+    known = by_name.get(given.accelerator.lower())
+    stated = None if given.gpu_memory_gib is None else int(given.gpu_memory_gib * 2**30)
+    if known is not None:
+        assert known.memory_bytes is not None
+        return known if stated is None else replace(known, memory_bytes=min(known.memory_bytes, stated))
+    if stated is None:
+        raise ConfigError(
+            f"{key}.accelerator={given.accelerator} is not one of {', '.join(list(ACCELERATORS)[:-1])}; also give "
+            "gpu_memory_gib, the memory of one GPU."
+        )
+    return Accelerator(given.accelerator, stated, None, None, None, EXTRA_TYPES)
+
+
+def cluster_of(instance: Instance, count: int, num_processes: int | None = None) -> Cluster:
+    """The cluster of `count` such machines, with `num_processes` on each (default: the type's own number).
+
+    Raises ConfigError for Trainium, and if a machine has fewer GPUs than processes.
+    """
+    if instance.neuron_devices:
+        raise ConfigError(
+            f"launch.sagemaker.instance_type={instance.name}: echelon does not train on Trainium; the nearest GPU "
+            f"instance is {nearest_gpu_instance(instance).name}."
+        )
+    per_machine = num_processes or instance.num_processes
+    if instance.gpus and per_machine > instance.gpus:
+        raise ConfigError(
+            f"launch.nproc_per_node={per_machine} is more than the {instance.gpus} GPUs of an {instance.name}; use "
+            f"{instance.gpus} or fewer, or auto."
+        )
+    assert instance.device is not None
+    accelerator, memory = instance.device, instance.ram_gib * 2**30
+    if not instance.gpus:
+        return Cluster(
+            replace(accelerator, memory_bytes=memory // per_machine), count * per_machine, per_machine, "cpu"
+        )
+    links = machine_links(accelerator.name, instance.network_gbits, instance.efa_interfaces > 0, per_machine)
+    return Cluster(
+        accelerator,
+        count * per_machine,
+        per_machine,
+        "cuda",
+        instance.bf16_supported,
+        host_memory_bytes=memory,
+        links=links,
+    )
+
+
+def nearest_gpu_instance(trainium: Instance) -> Instance:
+    """The GPU type with the smallest sufficient total memory; among equals, the nearest network bandwidth."""
+    assert trainium.neuron_devices and trainium.gpu_memory_gib is not None
+    needed = trainium.neuron_devices * trainium.gpu_memory_gib
+    candidates = [
+        (instance.gpus * (instance.gpu_memory_gib or 0), abs(instance.network_gbits - trainium.network_gbits), instance)
+        for instance in INSTANCES.values()
+        if instance.gpus
+    ]
+    return min((each for each in candidates if each[0] >= needed), key=lambda each: each[:2])[2]
+
+
+def efa_environment(instance: Instance) -> dict[str, str]:
+    """Variables that make libfabric use EFA; empty for a type without EFA.
+
+    SageMaker's launchers set them from a list of types that lacks p5en, p6, trn2, g6, g6e, g7e and some of g5; setting
+    them twice is harmless.
+    """
+    if not instance.efa_interfaces:
+        return {}
+    variables = {"FI_PROVIDER": "efa"}
+    if instance.efa_rdma:
+        variables |= {"FI_EFA_USE_DEVICE_RDMA": "1", "RDMAV_FORK_SAFE": "1"}
+    return variables

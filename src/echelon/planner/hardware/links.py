@@ -1,0 +1,182 @@
+"""Links between devices: inside a machine and between machines, with bandwidth and latency, each with its source.
+
+Bandwidth is what collectives reach with large payloads (the bus bandwidth of nccl-tests), not the rate of the wire.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from echelon.ground.errors import PlanError
+from echelon.ground.stored import read_as
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link of one device.
+
+    Attributes:
+        bandwidth: bytes/s in one direction, of collectives.
+        latency: seconds of a collective with an empty payload: inside a machine of eight devices, the three rounds of a
+            tree; between machines of two of them.
+        gather, scatter: bytes/s of all-gathers and reduce-scatters of sharded layers, where they were measured apart.
+    """
+
+    name: str
+    bandwidth: float
+    latency: float
+    source: str
+    gather: float | None = None
+    scatter: float | None = None
+
+
+@dataclass(frozen=True)
+class _Speed:
+    """What `echelon doctor` measured of an all-reduce."""
+
+    latency_seconds: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """The part of the output of `echelon doctor --json` that is used."""
+
+    pairs: tuple[_Speed, ...]
+    together: _Speed | None
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links of every device: inside its machine, and its share of the network of its machine."""
+
+    inside: Link
+    between: Link
+    assumed: bool = False
+
+    def describe(self) -> str:
+        """One line for the user."""
+        words = " (the usual ones of this device, since none were given)" if self.assumed else ""
+        inside, between = (_render(each) for each in (self.inside, self.between))
+        return f"links: {inside} inside a machine, {between} between machines{words}"
+
+
+def _render(link: Link) -> str:
+    return f"{link.name} with {link.bandwidth / 1e9:.3g} GB/s per device"
+
+
+_NCCL = "nccl-tests, NVIDIA GTC 2024 talk S62129"
+_AWS = "nccl-tests, AWS awsome-distributed-training"
+
+
+def _link(name: str, gigabytes_per_s: float, microseconds: float, source: str) -> Link:
+    return Link(name, gigabytes_per_s * 1e9, microseconds * 1e-6, source)
+
+
+# A network is given per device of a machine with eight of them; the rates between machines are of 4 and more.
+LINKS: dict[str, Link] = {
+    link.name: link
+    for link in (
+        _link("pcie3", 11, 20, "half of PCIe 4"),
+        _link("pcie4", 24, 20, _NCCL),
+        _link("pcie5", 48, 20, _NCCL),
+        _link("nvlink2", 122, 15, _NCCL),
+        _link("nvlink3", 232, 13, _NCCL),
+        _link("nvlink4", 370, 13, _NCCL),
+        _link("nvlink5", 700, 13, "nccl-tests on 8 B200, ml-engineering (stas00)"),
+        _link("ib100", 12, 30, f"{_NCCL}: one 200 Gbit/s card per device, halved"),
+        _link("ib200", 24, 30, f"{_NCCL}: one 200 Gbit/s card per device"),
+        _link("ib400", 48, 30, f"{_NCCL}: one 400 Gbit/s card per device"),
+        _link("ib800", 96, 30, "one 800 Gbit/s card per device, twice that of 400 Gbit/s"),
+        _link("efa", 44, 70, f"{_AWS}: p5en, 370 GB/s on 16 machines with 3,200 Gbit/s each, so 370 * 15 / 127"),
+        _link("efa400", 5.1, 160, f"{_AWS}: p4de, 77 GB/s on 2 machines with 400 Gbit/s each, so 77 * 1 / 15"),
+        _link("tcp100", 1.25, 100, f"{_NCCL}: 100 Gbit/s Ethernet per machine"),
+        _link("tcp25", 0.3, 100, "a quarter of 100 Gbit/s Ethernet per machine"),
+    )
+}
+
+# The usual links of a machine with eight of a device: DGX and HGX machines, and cloud machines of the smaller devices.
+_USUAL: dict[str, tuple[str, str]] = {
+    "V100": ("nvlink2", "ib100"), "V100-32": ("nvlink2", "ib100"), "A100-40": ("nvlink3", "ib200"),
+    "A100-80": ("nvlink3", "ib200"), "H100": ("nvlink4", "ib400"), "H200": ("nvlink4", "ib400"),
+    "B200": ("nvlink5", "ib400"), "B300": ("nvlink5", "ib800"), "GB200": ("nvlink5", "ib400"),
+    "L4": ("pcie4", "tcp100"), "L40S": ("pcie4", "ib100"), "RTXPRO6000": ("pcie5", "ib200"),
+    "A10G": ("pcie4", "tcp100"), "T4": ("pcie3", "tcp100"), "RTX3090": ("pcie4", "tcp100"),
+    "RTX4090": ("pcie4", "tcp100"), "cpu": ("memory", "tcp25"),
+}  # fmt: skip
+_NVLINKS = {"V100": "nvlink2", "A100": "nvlink3", "H": "nvlink4", "B": "nvlink5", "GB": "nvlink5"}
+_MEMORY = _link("memory", 1.0, 200, "gloo between processes of one machine; `echelon plan --calibrate` measures it")
+_EFA_SHARE = 0.87  # of the rate of the network: 44 of 50 GB/s per device on a p5en
+_TCP_SHARE = 0.8
+
+
+def usual_links(device: str) -> Links:
+    """The links that machines of this device usually have; those of PCIe and 100 Gbit/s Ethernet if it is unknown."""
+    inside, between = _USUAL.get(device, ("pcie4", "tcp100"))
+    return Links(_MEMORY if inside == "memory" else LINKS[inside], LINKS[between], assumed=True)
+
+
+def parse_links(text: str, device: str, num_devices: int) -> Links:
+    """Links for a text such as `nvlink,efa`: inside a machine, then between machines; `nvlink` is that of the device.
+
+    The second may be a file with the output of `echelon doctor --json`, whose name ends in `.json`.
+
+    Args:
+        num_devices: of a machine, which share what `echelon doctor` measured between machines.
+
+    Raises:
+        PlanError: naming the known links, or what is wrong with the file.
+    """
+    usual, names = usual_links(device), [name.strip() for name in text.split(",")]
+    if len(names) > 2 or not all(names):
+        raise PlanError(f"links {text!r}: give one link inside a machine and one between machines, such as nvlink,efa.")
+    if names[0].endswith(".json"):
+        raise PlanError(f"links {text!r}: echelon doctor measures between machines; put {names[0]} second.")
+    inside = _find_link(names[0].lower(), device)
+    if len(names) == 1:
+        return Links(inside, usual.between)
+    if names[1].endswith(".json"):
+        return Links(inside, _read_measured(Path(names[1]), num_devices))
+    return Links(inside, _find_link(names[1].lower(), device))
+
+
+def _read_measured(path: Path, num_devices: int) -> Link:
+    """The share of each device in the network of its machine, by the output of `echelon doctor --json`.
+
+    Bandwidth is that of an all-reduce of all hosts; if only pairs were measured, that of the slowest one. Latency is
+    the median of the pairs. Each host had one process.
+    """
+    try:
+        measured = read_as(path, _Measured)
+        slowest = min(measured.pairs, key=lambda each: each.bytes_per_second)
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            f"links: {path} has no measurement between machines ({error}); give the output of `echelon doctor --hosts "
+            "A,B --json` without problems."
+        ) from error
+    whole = slowest if measured.together is None else measured.together
+    latency = median(each.latency_seconds for each in measured.pairs)
+    words = f"; {num_devices} devices of a machine share what one process measured" if num_devices > 1 else ""
+    return Link(path.name, whole.bytes_per_second / num_devices, latency, f"echelon doctor{words}")
+
+
+def _find_link(name: str, device: str) -> Link:
+    if name == "nvlink":
+        prefixes = [prefix for prefix in _NVLINKS if device.startswith(prefix)]
+        if prefixes:
+            return LINKS[_NVLINKS[max(prefixes, key=len)]]
+    if name not in LINKS:
+        raise PlanError(f"link {name!r} is not known for {device}; use {', '.join(LINKS)}.")
+    return LINKS[name]
+
+
+def machine_links(device: str, network_gbits: float, efa: bool, num_devices: int) -> Links:
+    """The links of a machine type of the catalogue: those that its device usually has inside, its network between.
+
+    Args:
+        num_devices: the processes of a machine, which share its network.
+    """
+    share, latency = (_EFA_SHARE, 70e-6) if efa else (_TCP_SHARE, 100e-6)
+    rate = network_gbits / 8 * share / max(1, num_devices) * 1e9
+    name = f"{'EFA' if efa else 'Ethernet'} of {network_gbits:g} Gbit/s"
+    return Links(usual_links(device).inside, Link(name, rate, latency, "the catalogue of instances"))

@@ -1,0 +1,160 @@
+"""Access to objects under an address such as s3://bucket/run, through fsspec, with one-line error messages.
+
+Credentials come from the environment or from fsspec's own configuration, and are never read here.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from echelon.ground.errors import ConfigError, EchelonError, is_disk_full
+from echelon.ground.redaction import redact_text
+from echelon.ground.stored import write_text
+
+# Packages that fsspec imports for a protocol, by the extra that installs them.
+EXTRAS = {"s3": ("s3", "s3fs"), "s3a": ("s3", "s3fs"), "gs": ("gcs", "gcsfs"), "gcs": ("gcs", "gcsfs")}
+_CHUNK_BYTES = 2**23
+_MAX_REASON = 300
+
+Kind = Literal["absent", "refused", "failed"]
+
+
+class ObjectStoreError(EchelonError):
+    """A request to an object store failed. `kind`: `absent` for a missing object, `refused` without permission."""
+
+    def __init__(self, message: str, kind: Kind) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class ObjectStore:
+    """Objects by name, a path below `url`. Every method raises ObjectStoreError, without secrets in its message."""
+
+    def __init__(self, url: str) -> None:
+        """Makes no request. Raises ConfigError for an unsupported protocol."""
+        import fsspec.core
+        from fsspec.implementations.local import LocalFileSystem
+
+        self.url = url
+        protocol = url.partition("://")[0]
+        options: dict[str, Any] = {"auto_mkdir": True} if protocol in ("file", "local") else {}
+        try:
+            # No listing cache: another process may write here too.
+            self._system, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
+        except ImportError:
+            extra, package = EXTRAS.get(protocol, ("", ""))
+            remedy = f"pip install 'echelon[{extra}]'" if extra else "install it"
+            raise ConfigError(
+                f"checkpoint.remote={url} requires {package or f'the fsspec package for {protocol}'}, which is not "
+                f"installed; {remedy}, or use another address."
+            ) from None
+        except ValueError:
+            raise ConfigError(
+                f"checkpoint.remote={url}: fsspec has no protocol {protocol}; use s3, gs, file or another of fsspec's."
+            ) from None
+        self._is_local = isinstance(self._system, LocalFileSystem)
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of an object; None if it does not exist."""
+        try:
+            with self._translated_errors():
+                content: bytes = self._system.cat_file(self._path(name))
+                return content
+        except ObjectStoreError as error:
+            if error.kind == "absent":
+                return None
+            raise
+
+    def write(self, name: str, content: bytes) -> None:
+        """Create or replace an object, UTF-8 text, atomically."""
+        with self._translated_errors():
+            if self._is_local:  # a local file is not written atomically
+                path = Path(self._path(name))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_text(path, content.decode())
+            else:
+                self._system.pipe_file(self._path(name), content)
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """Return the size in bytes of every object below a name, by its path relative to it."""
+        prefix = self._path(name)
+        with self._translated_errors():
+            found = self._system.find(prefix, detail=True)
+        return {path[len(prefix) + 1 :]: int(entry["size"]) for path, entry in found.items() if len(path) > len(prefix)}
+
+    def upload(self, path: Path, name: str) -> None:
+        """Create or replace an object from a file. The client library verifies the transfer if its protocol can."""
+        with self._translated_errors():
+            self._system.put_file(str(path), self._path(name))
+
+    def download(self, name: str, path: Path) -> None:
+        """Write an object's content to a file. OSError: the disk here is full."""
+        with self._translated_errors():
+            self._system.get_file(self._path(name), str(path))
+
+    def digest(self, name: str) -> tuple[int, str]:
+        """Read an object; return its size in bytes and its SHA-256."""
+        digest, count = hashlib.sha256(), 0
+        with self._translated_errors(), self._system.open(self._path(name), "rb", block_size=_CHUNK_BYTES) as source:
+            while chunk := source.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                count += len(chunk)
+        return count, digest.hexdigest()
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove objects; missing ones are not an error."""
+        for name in names:
+            try:
+                with self._translated_errors():
+                    self._system.rm_file(self._path(name))
+            except ObjectStoreError as error:
+                if error.kind != "absent":
+                    raise
+
+    def remove_folder(self, name: str) -> None:
+        """Remove every object below a name."""
+        self.remove(f"{name}/{each}" for each in self.sizes(name))
+        if self._is_local and (path := Path(self._path(name))).is_dir():
+            with self._translated_errors():
+                path.rmdir()
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    @contextmanager
+    def _translated_errors(self) -> Iterator[None]:
+        """Turn an error into ObjectStoreError. Client libraries have their own classes, many of them not OSError."""
+        try:
+            yield
+        except Exception as error:
+            if is_disk_full(error):
+                raise
+            # Without the cause: the library's full message may contain the request with its signature.
+            raise ObjectStoreError(describe_failure(error), _find_kind(error)) from None
+
+
+def describe_failure(error: BaseException) -> str:
+    """Describe an error of an object store or a disk in one line, without anything that looks like a secret."""
+    reason = (str(error).strip().splitlines() or [""])[0]
+    reason = redact_text(reason)[:_MAX_REASON]
+    return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+
+
+def _find_kind(error: BaseException) -> Kind:
+    if isinstance(error, FileNotFoundError):
+        return "absent"
+    return "refused" if isinstance(error, PermissionError) or "Credential" in type(error).__name__ else "failed"
+
+
+def retried(attempt: Callable[[], None], delays: Iterable[float], wait: Callable[[float], Any]) -> None:
+    """Call `attempt` until it succeeds, waiting between attempts; raise the last failure, or any refusal."""
+    for delay in delays:
+        try:
+            return attempt()
+        except ObjectStoreError as error:
+            if error.kind != "failed":
+                raise
+        wait(delay)
+    return attempt()

@@ -1,0 +1,230 @@
+"""Handles `checkpoint.remote` when a run starts: downloads newer checkpoints of the run and claims the address.
+
+This happens before any worker and process group exists, so a long download hits no timeout.
+"""
+
+import logging
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from echelon.ground.checksums import find_faults, list_files
+from echelon.ground.errors import CheckpointError, ConfigError, EchelonError, explain_storage_error
+from echelon.ground.sizes import render_bytes
+from echelon.ground.stored import sync_path
+from echelon.learn.checkpoint.folder import find_checkpoints, give_name, newest_whole
+from echelon.recipe import Recipe
+from echelon.recipe.difference import blocking_differences
+from echelon.recipe.load import load_recipe
+from echelon.recipe.render import render_recipe
+from echelon.run.folder.bundle import unpack_bundle
+from echelon.run.folder.object_store import ObjectStore, ObjectStoreError, retried
+from echelon.run.folder.remote import BUNDLE, Owner, RemoteCheckpoint, RemoteRuns, read_run_name, write_run_name
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.folder.upload import Uploader
+
+logger = logging.getLogger(__name__)
+
+_RETRY_DELAYS_SECONDS = (1.0, 4.0, 15.0)
+
+
+class RemoteStart:
+    """The steps of one start that concern `checkpoint.remote`; every method does nothing if the key is not set.
+
+    Raises ConfigError if the address belongs to another run or is unusable, EchelonError if the server fails and the
+    start depends on it. A run folder with an intact local checkpoint continues without the server.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        """Makes no request. Raises ConfigError for an unsupported protocol."""
+        self._recipe = recipe
+        url = recipe.checkpoint.remote
+        self._remote = None if url is None else RemoteRuns(ObjectStore(url))
+        self._is_down = False
+
+    def reach(self) -> None:
+        """Check that the server answers, before anything is created or moved for a new run."""
+        if self._remote is not None:
+            try:
+                self._remote.read_owner()
+            except ObjectStoreError as error:
+                raise self._refusal(error) from None
+
+    def bring_back(self, folder: RunFolder) -> None:
+        """Download the newest intact remote checkpoint to a locked run folder, if it is newer than the local ones."""
+        if self._remote is None:
+            return
+        is_new = not folder.recipe_path.exists()
+        try:
+            owner = self._remote.read_owner()
+            if owner is None:
+                return
+            if read_run_name(folder) not in ({owner.run, None} if is_new else {owner.run}):
+                raise ConfigError(
+                    f"checkpoint.remote={self._remote.url} contains checkpoints of another run than run.dir="
+                    f"{folder.path}; use a different address for each run."
+                )
+            if is_new:
+                self._refuse_other_recipe(owner)
+            self._fetch_newest(folder, owner.run, is_new)
+            write_run_name(folder, owner.run)
+        except ObjectStoreError as error:
+            self._continue_without_server(folder, error)
+
+    def claim(self, folder: RunFolder) -> None:
+        """Write the owner of the address, which also checks write access. For a run that starts."""
+        if self._remote is None:
+            return
+        run = read_run_name(folder) or f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:6]}"
+        before = None
+        try:
+            if not self._is_down:
+                before = self._remote.read_owner()
+                self._remote.claim(Owner(run, render_recipe(self._recipe), ""))
+        except ObjectStoreError as error:
+            self._continue_without_server(folder, error)
+        write_run_name(folder, run)
+        if before is not None and before.run != run:
+            logger.info(f"checkpoint: the checkpoints of the old run remain in {self._remote.url}/{before.run}")
+
+    def send_rest(self, folder: RunFolder) -> None:
+        """Upload a finished run's newest checkpoint, if an outage prevented that when it ended."""
+        newest = newest_whole(folder.checkpoints_dir)
+        if self._remote is None or self._is_down or newest is None:
+            return
+        folder.lock()
+        try:
+            if read_run_name(folder) is None:
+                self.claim(folder)
+            keep = newest.read_state()["train"].get("best_step") if self._recipe.checkpoint.keep_best else None
+            keep_last = self._recipe.checkpoint.keep_last
+            uploader = Uploader(self._remote.url, folder, keep_last, folder.rows.append_event)
+            uploader.offer(newest, keep, if_missing=True)
+            while not uploader.wait(1.0) and not uploader.is_failing:
+                pass
+            uploader.tell_unfinished()
+        finally:
+            folder.unlock()
+
+    def _continue_without_server(self, folder: RunFolder, error: ObjectStoreError) -> None:
+        """Continue from a local checkpoint. Without one, refuse: the server may have a run that would be repeated."""
+        if not folder.recipe_path.exists() or newest_whole(folder.checkpoints_dir) is None:
+            raise self._refusal(error) from None
+        self._is_down = True
+        logger.warning(
+            f"checkpoint: {self._describe(error)}; continuing from the checkpoints in {folder.path}, and uploads will "
+            "be retried"
+        )
+
+    def _refusal(self, error: ObjectStoreError) -> EchelonError:
+        description = self._describe(error)
+        if error.kind == "failed":
+            return EchelonError(f"{description}; run the same command again when the server answers.")
+        return ConfigError(
+            f"{description}; check the address, that its bucket exists, and that the credentials in the environment "
+            "allow to list, read, write and delete objects."
+        )
+
+    def _describe(self, error: ObjectStoreError) -> str:
+        return f"checkpoint.remote={self._recipe.checkpoint.remote} cannot be used ({error})"
+
+    def _refuse_other_recipe(self, owner: Owner) -> None:
+        """Apply the rule for an existing run folder to a run whose folder is not on this machine."""
+        assert self._remote is not None
+        with tempfile.TemporaryDirectory(prefix="echelon-") as scratch:
+            path = Path(scratch) / "recipe.yaml"
+            path.write_text(owner.recipe, encoding="utf-8")
+            try:
+                old, _ = load_recipe(path)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"checkpoint.remote={self._remote.url} contains a run whose recipe cannot be read ({error}); pass "
+                    "--fresh to keep it there and start a new run, or choose another address."
+                ) from error
+        if blocking := blocking_differences(old, self._recipe):
+            shown = "\n".join(f"  {each.key}: {each.old!r} -> {each.new!r}" for each in blocking)
+            raise ConfigError(
+                f"checkpoint.remote={self._remote.url} contains a run with another recipe:\n{shown}\nrestore these "
+                "keys to resume it, pass --fresh to keep it there and start a new run, or choose another address."
+            )
+
+    def _fetch_newest(self, folder: RunFolder, run: str, is_new: bool) -> None:
+        assert self._remote is not None
+        found = self._remote.find(run)
+        for checkpoint in reversed(found):
+            if not is_new and _has_whole_one(folder, checkpoint.step):
+                return
+            if self._fetch(folder, run, checkpoint):
+                return
+        if is_new and found:
+            raise CheckpointError(
+                f"All checkpoints in {self._remote.url} are damaged, and {folder.path} has none; pass --fresh to start "
+                "a new run, which keeps them there."
+            )
+
+    def _fetch(self, folder: RunFolder, run: str, checkpoint: RemoteCheckpoint) -> bool:
+        """Download a checkpoint and publish it if it is intact; return whether it is."""
+        assert self._remote is not None
+        remote, began = self._remote, time.monotonic()
+        writing = folder.checkpoints_dir / f".writing-{checkpoint.step:08d}"
+        num_bytes = sum(entry["bytes"] for entry in checkpoint.files.values())
+        faults: list[str] = []
+        if not checkpoint.faults:
+            logger.info(f"Downloading {checkpoint.name} ({render_bytes(num_bytes)}) from {remote.url}.")
+
+        def attempt() -> None:
+            shutil.rmtree(writing, ignore_errors=True)
+            faults[:] = remote.download(run, checkpoint, writing)
+
+        try:
+            retried(attempt, _RETRY_DELAYS_SECONDS, time.sleep)
+            faults = faults or find_faults(writing)
+            if faults:
+                logger.warning(f"Skipping a damaged checkpoint: {remote.url}, {checkpoint.name}: {'; '.join(faults)}.")
+                return False
+            for path in list_files(writing):
+                sync_path(path)
+            bundle = folder.path / f".{BUNDLE}.tmp"
+            (writing / BUNDLE).replace(bundle)
+            give_name(writing, folder.checkpoints_dir / checkpoint.name)
+            unpack_bundle(bundle, folder)
+            bundle.unlink()
+        except OSError as error:
+            raise EchelonError(
+                f"run.dir={folder.path}: {explain_storage_error(error, folder.path) or error}."
+            ) from error
+        finally:
+            shutil.rmtree(writing, ignore_errors=True)
+        seconds = time.monotonic() - began
+        folder.rows.append_event("download", step=checkpoint.step, seconds=seconds, bytes=num_bytes)
+        logger.info(f"Downloaded {checkpoint.name} and verified its checksums in {seconds:.1f} s.")
+        return True
+
+
+def _has_whole_one(folder: RunFolder, step: int) -> bool:
+    """Whether the run folder has an intact checkpoint of this step or later; verifies checksums unless finished."""
+    own = [each for each in find_checkpoints(folder.checkpoints_dir) if each.step >= step]
+    return any(not find_faults(each.path, checksums=not folder.is_finished()) for each in reversed(own))
+
+
+def describe_remote(run: Path, verify: bool) -> Iterator[tuple[str, bool]]:
+    """Yield a line for each remote checkpoint of a run, and whether it is damaged; `verify` checks all contents.
+
+    Yields nothing if the run has no `checkpoint.remote`. Raises ObjectStoreError.
+    """
+    folder = RunFolder(run)
+    name = read_run_name(folder)
+    url = load_recipe(folder.recipe_path)[0].checkpoint.remote if folder.recipe_path.exists() else None
+    if name is None or url is None:
+        return
+    remote = RemoteRuns(ObjectStore(url))
+    try:
+        for checkpoint in remote.find(name):
+            faults = remote.verify(name, checkpoint) if verify else []
+            state = ("damaged: " + "; ".join(faults) if faults else "whole") + "  " if verify else ""
+            yield f"step {checkpoint.step}  {state}{url}/{name}/{checkpoint.folder or checkpoint.name}", bool(faults)
+    except ObjectStoreError as error:
+        raise ObjectStoreError(f"checkpoint.remote={url} cannot be read ({error}).", error.kind) from None

@@ -1,0 +1,246 @@
+"""The run folder: the paths of its files, its state, and the lock of the process that may write to it.
+
+`recipe.yaml plan.json estimate.json environment.json data.json hub.json remote.json metrics.jsonl events.jsonl
+outcome.json spending.json checkpoints/step-00000100/ model/ export/ logs/console.log logs/rank-00000.log
+profile/step-00000020-rank-00000.json.gz trackers/mlflow.json`
+"""
+
+import os
+import re
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.ground.checksums import remove_tree
+from echelon.ground.run_files import RunFiles, list_directory, newest_step, sweep_checkpoints
+from echelon.ground.stored import read_as, read_text, write_json
+from echelon.run.folder.folder_lock import FolderLock, explain_unusable
+from echelon.run.folder.run_rows import RunRows
+from echelon.run.folder.run_text import TextRecord
+
+FILES = (
+    "recipe.yaml", "plan.json", "estimate.json", "environment.json", "data.json", "hub.json", "remote.json",
+    "metrics.jsonl", "samples.jsonl", "events.jsonl", "outcome.json", "spending.json", "report.html",
+)  # fmt: skip
+"""The files at the top of a run folder, except `.lock`."""
+
+FOLDERS = (".outcomes", "checkpoints", "export", "logs", "model", "profile", "tensorboard", "trackers", "wandb")
+"""The folders in a run folder."""
+
+STEP_MARK = "echelon step "
+"""The beginning of the name of a step in a trace; its number follows."""
+
+OWNER_ONLY = 0o700
+"""Mode of new folders with recipes, scripts or logs; existing folders keep their mode."""
+
+TEMPORARY = re.compile(r"\..+\.tmp")
+"""Names of the temporary files of `stored.write_text`."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a finished run ended, from its outcome.json."""
+
+    outcome: str
+    step: int | None = None
+
+
+class RunFolder(RunFiles):
+    """The folder of a run. The constructor does no I/O; `create()` makes the directories.
+
+    `outcomes_dir`: where ranks report how they ended, and learn about other ranks; `.outcomes` by default. On several
+    machines each agent uses its own, since only its own ranks report to it.
+    """
+
+    def __init__(self, path: Path, outcomes_dir: Path | None = None) -> None:
+        super().__init__(path)
+        self.outcomes_dir = outcomes_dir or path / ".outcomes"
+        self.rows = RunRows(path)
+        self.text = TextRecord(path, self.rows)
+        self._lock = FolderLock(path)
+
+    @property
+    def estimate_path(self) -> Path:
+        """The predicted memory of the plan, and the hardware it is for."""
+        return self.path / "estimate.json"
+
+    @property
+    def samples_path(self) -> Path:
+        """The model's continuations of `evaluate.prompts` at each evaluation."""
+        return self.rows.samples_path
+
+    @property
+    def events_path(self) -> Path:
+        """The events of the run: see docs/checkpoints.md."""
+        return self.rows.events_path
+
+    @property
+    def spending_path(self) -> Path:
+        """Time and money used by all starts of the run: see `echelon.run.folder.cost.Spending`."""
+        return self.path / "spending.json"
+
+    @property
+    def outcome_path(self) -> Path:
+        """Written when the run has finished; absent before."""
+        return self.path / "outcome.json"
+
+    @property
+    def data_path(self) -> Path:
+        """The path of the prepared text that the run reads."""
+        return self.text.path
+
+    @property
+    def remote_path(self) -> Path:
+        """The name of the run in its object store."""
+        return self.path / "remote.json"
+
+    @property
+    def export_dir(self) -> Path:
+        """Default folder of an exported model."""
+        return self.path / "export"
+
+    @property
+    def logs_dir(self) -> Path:
+        """The kept console, one log file per rank, and `parent.log` for failures of the command itself."""
+        return self.path / "logs"
+
+    @property
+    def console_path(self) -> Path:
+        """What all starts of the run have shown on the console, also if nobody saw it."""
+        return self.logs_dir / "console.log"
+
+    @property
+    def stop_path(self) -> Path:
+        """The file by which the parent asks its workers to stop."""
+        return self.outcomes_dir / "stop"
+
+    @property
+    def death_path(self) -> Path:
+        """The file by which the parent tells its workers that one of them has died."""
+        return self.outcomes_dir / "death"
+
+    @property
+    def awaited_path(self) -> Path:
+        """The file by which the parent tells replicas that it starts a lost one again, without which none may train."""
+        return self.outcomes_dir / "awaited"
+
+    def write_pid(self, rank: int) -> None:
+        """Write the pid of this rank, for the parent to watch."""
+        (self.outcomes_dir / f"pid-{rank}").write_text(str(os.getpid()), encoding="utf-8")
+
+    def read_pids(self) -> dict[int, int]:
+        """Return the pid of each rank that has written it."""
+        found = dict[str, str]()
+        for path in self.outcomes_dir.glob("pid-*"):
+            with suppress(FileNotFoundError):  # a new start removes those of the last one
+                found[path.name] = read_text(path)
+        return {int(name.removeprefix("pid-")): int(text) for name, text in found.items() if text.isdecimal()}
+
+    def tracker_path(self, name: str) -> Path:
+        """The record of what was sent to this tracker."""
+        return self.path / "trackers" / f"{name}.json"
+
+    def log_path(self, rank: int) -> Path:
+        """The file of this rank's stdout and stderr."""
+        return self.logs_dir / f"rank-{rank:05d}.log"
+
+    def trace_path(self, step: int, rank: int) -> Path:
+        """The trace of a rank that begins with this step; Perfetto opens it."""
+        return self.path / "profile" / f"step-{step:08d}-rank-{rank:05d}.json.gz"
+
+    def create(self) -> None:
+        """Create the folder, readable only by its owner, and its directories; existing ones are not changed."""
+        for directory in (self.path, self.checkpoints_dir, self.logs_dir, self.outcomes_dir):
+            try:
+                directory.mkdir(OWNER_ONLY if directory == self.path else 0o777, parents=True, exist_ok=True)
+            except OSError as error:
+                raise explain_unusable(self.path, "created", error) from error
+
+    def check_creatable(self) -> None:
+        """Raise ConfigError if the folder does not exist and cannot be created: tries it with another name."""
+        try:
+            place = next(path for path in self.path.absolute().parents if path.exists())
+            os.rmdir(tempfile.mkdtemp(prefix=".echelon-", dir=place))
+        except OSError as error:
+            raise explain_unusable(self.path, "created", error) from error
+
+    def lock(self, patience_seconds: float = 0.0) -> None:
+        """Lock the folder for this process until `unlock()` or its end. Raises ConfigError if a live run holds it.
+
+        `patience_seconds`: how long to wait for a run that is about to end.
+        """
+        self.create()
+        self._lock.acquire(patience_seconds)
+
+    def unlock(self) -> None:
+        """Release the lock, if held."""
+        self._lock.release()
+
+    def is_held(self) -> bool:
+        """Whether a live process, possibly this one, holds the lock."""
+        return self.read_holder() is not None
+
+    def read_holder(self) -> str | None:
+        """Return the live process that holds the lock, as PID on HOST; None if there is none."""
+        return self._lock.read_holder()
+
+    def newest_step(self) -> int | None:
+        """Return the step of the newest published checkpoint, by name only; None if there is none."""
+        return newest_step(self.checkpoints_dir)
+
+    def is_finished(self) -> bool:
+        """Whether the run has finished, by outcome.json."""
+        return self.outcome_path.exists()
+
+    def mark_finished(self, step: int | None = None, reason: str = "done") -> None:
+        """Record that the run reached its last step, or stopped early (`reason`: early_stop).
+
+        Must only be called by the process that holds the lock, or its rank 0.
+        """
+        write_json(self.outcome_path, {"time": time.time(), "outcome": reason, "step": step})
+
+    def remedy(self) -> str:
+        """Return how to continue a finished run, as the end of a message after "has finished"."""
+        try:
+            ending = read_as(self.outcome_path, Ending)
+        except (OSError, ValueError):
+            ending = Ending("done")
+        if ending.outcome == "early_stop":
+            at = "" if ending.step is None else f", at step {ending.step}"
+            return f" early{at}; raise evaluate.early_stopping, or set it to null, to continue"
+        return "; raise train.steps to continue"
+
+    def clear_outcomes(self, restart: bool = False) -> None:
+        """Remove the outcomes of earlier attempts before a new one; a `restart` keeps a stop request."""
+        self.outcome_path.unlink(missing_ok=True)
+        for path in list_directory(self.outcomes_dir):
+            if not (restart and path == self.stop_path):
+                if path.is_dir():
+                    remove_tree(path)
+                else:
+                    path.unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Remove incomplete files of a killed process. The caller must hold the lock, and no worker may run."""
+        leftovers = [path for path in list_directory(self.path) if TEMPORARY.fullmatch(path.name)]
+        for path in leftovers:
+            path.unlink(missing_ok=True)
+        sweep_checkpoints(self.checkpoints_dir)
+
+    def move_aside(self) -> Path:
+        """Rename the folder to NAME.old-1, or the first free number; return the new path."""
+        number = 1
+        while (target := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
+            number += 1
+        self.path.rename(target)
+        return target
+
+
+def describe_gone(path: Path) -> str:
+    """Return the message for a run whose folder was removed while it was training."""
+    return (
+        f"run.dir={path} was removed or moved during the run, so all progress since then is lost; run the same command "
+        "again to start over, or set run.dir to the folder's new path."
+    )

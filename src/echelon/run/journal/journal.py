@@ -1,0 +1,201 @@
+"""Writes metrics.jsonl, which trackers read, and the console lines of a run. Only on rank 0."""
+
+import io
+import json
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from echelon.ground.errors import is_disk_full
+from echelon.ground.logs import EMPHASIZED, ON_PROGRESS_BAR
+from echelon.ground.stored import open_to_append
+from echelon.planner.memory import MemoryParts
+from echelon.recipe.batches import BatchSchedule
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.journal.budget import CostMeter
+from echelon.run.journal.console import StepAverages, render_evaluation, render_memory, render_sample_line, render_step
+from echelon.run.journal.network import NetworkWatch
+from echelon.run.journal.progress_bar import find_progress_bar
+from echelon.run.journal.recovery import RecoveryWatch
+from echelon.run.journal.trackers import MetricsForwarder
+
+logger = logging.getLogger(__name__)
+
+# Between two console lines of steps, where the recipe asks for one in each step; longer steps have a line each.
+_LINE_SECONDS = 10.0
+
+
+class Journal:
+    """Writes a row per step, and a console line every `log_every` steps, with averages since the line before.
+
+    With `log_every` 1, the lines of short steps are _LINE_SECONDS apart, unless debug messages are logged.
+
+    On a terminal a progress bar shows the steps instead of lines; the logs have the lines.
+    `shows_mfu`: whether the console lines have the MFU.
+    """
+
+    def __init__(
+        self, folder: RunFolder, num_steps: int, log_every: int, batches: BatchSchedule, shows_mfu: bool = True
+    ) -> None:
+        self._folder = folder
+        self._file = self._open()
+        self._unwritten = b""
+        self._forwarders: list[MetricsForwarder] = []
+        self._num_steps = num_steps
+        self._log_every = log_every
+        self._batches = batches
+        self._shows_mfu = shows_mfu
+        self._averages = StepAverages()
+        self._bar = find_progress_bar(num_steps)
+        self._started: tuple[int, float] | None = None
+        self._line_at = -_LINE_SECONDS
+        self._recovery: RecoveryWatch | None = None
+        self.meter: CostMeter | None = None
+        """Counts the run's time and money, if set."""
+        self.network: NetworkWatch | None = None
+        """Counts the bytes that ranks send, if set."""
+        self.memory_lines: list[str] = []
+        """The memory by part that `memory` was given, as a table."""
+
+    def add_forwarders(self, forwarders: list[MetricsForwarder]) -> None:
+        """Let these forwarders send the rows to their trackers; `close` waits for them."""
+        self._forwarders += forwarders
+
+    def tell_recovery(self, recovery: RecoveryWatch) -> None:
+        """Report each step to this watch."""
+        self._recovery = recovery
+
+    def train(self, row: dict[str, Any], further: Iterable[str] = ()) -> None:
+        """Write the row of a training step, adding the run's cost so far.
+
+        `further`: the keys of an own loop's metrics, which the console shows too.
+        """
+        is_logged, expected = self._takes_line(row["step"]), None
+        remaining = self._remaining(row["step"]) if is_logged or self._bar is not None else None
+        if self.meter is not None:
+            self.meter.saw_step(row["step_seconds"])
+            row["cost_usd"] = self.meter.usd
+            expected = self.meter.expect_usd(remaining)
+        if self.network is not None:
+            self.network.saw_step(row["sent_bytes"])
+        self._write(row)
+        if self._recovery is not None:
+            self._recovery.stepped(row["step"])
+        self._averages.add(row)
+        if is_logged:
+            shown = self._averages.take(row) | ({} if self._shows_mfu else {"mfu": None})
+            shown["cost_at_most"] = self.meter is not None and self.meter.at_most
+            line = render_step(shown, self._num_steps, remaining, expected, further)
+            logger.info(line, extra=ON_PROGRESS_BAR)
+        if self._bar is not None:
+            self._bar.step(row, remaining)
+
+    def evaluation(self, row: dict[str, Any]) -> None:
+        """Write the row of an evaluation."""
+        self._write(row)
+        for line in render_evaluation(row):
+            logger.info(line, extra=EMPHASIZED)
+
+    def missing(self, step: int, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return those of the rows after this step that metrics.jsonl does not have."""
+        there = {(row["kind"], row["step"]) for row in self._folder.rows.rows_backwards() if row["step"] >= step}
+        return [row for row in rows if (row["kind"], row["step"]) not in there]
+
+    def note(self, event: str, step: int) -> None:
+        """Append a line to events.jsonl; errors are ignored."""
+        with suppress(OSError):
+            self.event(event, step=step)
+
+    def memory(self, step: int, planned: MemoryParts, measured: MemoryParts) -> None:
+        """Write the memory of a step, by part, to events.jsonl, and keep it for the end of the run."""
+        self.event("memory", step=step, planned=asdict(planned), measured=asdict(measured))
+        self.memory_lines = render_memory(planned, measured)
+
+    def measured(self, lines: Sequence[str]) -> None:
+        """Log what a run that reached its end has measured, after its memory, and write it to events.jsonl."""
+        for line in (*self.memory_lines, *lines):
+            logger.info(line)
+        if lines:
+            with suppress(OSError):  # the disk may be full
+                self.event("measured", lines=list(lines))
+
+    def samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
+        """Write the samples of an evaluation to samples.jsonl, and log one line for each."""
+        rows = [{"step": step, "prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+        for text in texts:
+            logger.info(render_sample_line(text))
+        try:
+            with open_to_append(self._folder.samples_path) as file:
+                file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            logger.warning(
+                f"The disk is full: the samples of step {step} were not written to {self._folder.samples_path.name}."
+            )
+
+    def event(self, event: str, **fields: Any) -> None:
+        """Append a line to events.jsonl."""
+        self._folder.rows.append_event(event, **fields)
+
+    def cut(self, step: int) -> None:
+        """Remove all rows after the step that the run has returned to."""
+        self.flush()
+        self._file.close()
+        self._folder.rows.cut_metrics(step)
+        self._file = self._open()
+        self._started = None
+        self._averages = StepAverages()
+        for forwarder in self._forwarders:
+            forwarder.reread()
+
+    def flush(self) -> None:
+        """Write rows that could not be written to a full disk. Raises OSError if they still cannot."""
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+    def close(self, done: bool = False) -> None:
+        """Remove the progress bar, and flush everything, trackers included. `done`: the run reached its last step."""
+        if self._bar is not None:
+            self._bar.stop()
+        self._file.close()
+        for forwarder in self._forwarders:
+            forwarder.close(done)
+
+    def _open(self) -> io.FileIO:
+        return open_to_append(self._folder.metrics_path)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._unwritten += (json.dumps(row) + "\n").encode()
+        try:
+            self.flush()
+        except OSError as error:
+            # A save that filled the disk frees the space and is retried: until then the rows wait here.
+            if not is_disk_full(error):
+                raise
+
+    def _takes_line(self, step: int) -> bool:
+        """Whether this step has a console line, which is then the newest one."""
+        is_end = step in (1, self._num_steps)
+        if self._log_every > 1 or logger.isEnabledFor(logging.DEBUG):
+            return is_end or step % self._log_every == 0
+        now = time.monotonic()
+        is_due = is_end or now - self._line_at >= _LINE_SECONDS
+        self._line_at = now if is_due else self._line_at
+        return is_due
+
+    def _remaining(self, step: int) -> float | None:
+        """Estimate the remaining time, from the mean time per sequence since the second step of this start.
+
+        The first step is slower, and does not count.
+        """
+        now = time.monotonic()
+        if self._started is None:
+            self._started = (step, now)
+            return None
+        first, began = self._started
+        fed = self._batches.first_sequence
+        return (now - began) / (fed(step) - fed(first)) * (fed(self._num_steps) - fed(step))

@@ -1,0 +1,73 @@
+"""Machines without a shared folder: each prepares its own data and gets the run's small files from rank 0.
+
+All of this happens before there is a process group, over the rendezvous store, so no collective can time out during
+tokenization.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from echelon.ground.errors import ConfigError, LaunchError
+from echelon.ground.logs import warnings_only
+from echelon.ground.stored import read_text, write_text
+from echelon.recipe import Recipe
+from echelon.run.folder.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+_POLL_SECONDS = 0.5
+
+
+def send_run(folder: RunFolder, store: "Store") -> None:
+    """On rank 0: publish the files that describe the run to the other machines."""
+    files = {path.name: read_text(path) for path in _files(folder) if path.exists()}
+    store.set("echelon/files", json.dumps({"files": files, "digest": folder.text.read_data_digest()}))
+
+
+def receive_run(recipe: Recipe, folder: RunFolder, store: "Store", await_word: Callable[[], bool]) -> bool:
+    """On the first rank of another machine: prepare the data here, then create the run folder like rank 0's.
+
+    `recipe` has this machine's copies of hub files. `await_word` waits for rank 0 and returns whether there is anything
+    to train, which this returns too. Raises ConfigError if this machine's data differs from rank 0's, and the errors of
+    preparing it.
+    """
+    from echelon.learn.data.prepare import prepare_data
+
+    with warnings_only("echelon.learn.data"):  # rank 0 logs it
+        data = prepare_data(recipe)
+    if not await_word():
+        return False
+    sent = json.loads(store.get("echelon/files"))
+    if data.content_digest != sent["digest"]:
+        raise ConfigError(
+            "data.train: the data on this machine differs from that on rank 0's machine; give every "
+            "machine the same files, under the same paths."
+        )
+    folder.create()
+    folder.text.write_prepared_path(data.path, data.content_digest)
+    for name, text in sent["files"].items():
+        write_text(folder.path / name, text)
+    return True
+
+
+def mark_ready(store: "Store", place: Path) -> None:
+    """On the first rank of a machine: let its other ranks continue. `place` is the folder of the machine's agent."""
+    store.set(f"echelon/ready/{place}", "1")
+
+
+def await_ready(store: "Store", place: Path) -> None:
+    """On the other ranks of a machine: wait for the first one. Raises LaunchError when rank 0 is gone."""
+    try:
+        while not store.check([f"echelon/ready/{place}"]):
+            time.sleep(_POLL_SECONDS)
+    except RuntimeError as error:
+        raise LaunchError("rank 0 ended before the run was prepared; see its message.") from error
+
+
+def _files(folder: RunFolder) -> list[Path]:
+    # The recipe comes last: a folder that has one counts as a run.
+    return [folder.environment_path, folder.estimate_path, folder.plan_path, folder.hub_path, folder.recipe_path]

@@ -1,0 +1,91 @@
+"""Assembles the trainer of a run around a learner, on one rank."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from echelon.ground.stop_request import StopRequest
+from echelon.learn.distributed.runtime import Runtime
+from echelon.learn.learner import Learner
+from echelon.planner.plan import ParallelPlan
+from echelon.recipe import Recipe
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.journal.recovery import RecoveryWatch
+from echelon.run.lifecycle.accounts import open_accounting
+from echelon.run.lifecycle.extension_checks import find_loop
+from echelon.run.lifecycle.run_learner import build_run_learner
+from echelon.run.lifecycle.saved_state import build_saver, restore
+from echelon.run.training.callbacks import Callback
+from echelon.run.training.evaluations import build_evaluations, build_sampler
+from echelon.run.training.healing import Held
+from echelon.run.training.heartbeat import Heartbeat
+from echelon.run.training.loop_run import run_loop
+from echelon.run.training.pauses import Pauses
+from echelon.run.training.profiler import build_recorder
+from echelon.run.training.rollback import Recovery
+from echelon.run.training.straggler import build_straggler_watch
+from echelon.run.training.trainer import Trainer
+from echelon.run.training.training_step import TrainingStep
+
+
+def build_trainer(
+    recipe: Recipe,
+    plan: ParallelPlan,
+    folder: RunFolder,
+    runtime: Runtime,
+    compile_backend: str = "inductor",
+    stop: StopRequest | None = None,
+    heart: Heartbeat | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Trainer:
+    """Build a trainer with everything a run needs, rehearsed and loaded, ready for `fit`. Collective.
+
+    `stop` and `heart` are the stop request and the watchdog of hangs; by default there are none.
+    """
+    recovery = RecoveryWatch(folder) if runtime.rank == 0 else None
+    learner = build_run_learner(recipe, plan, folder, runtime, compile_backend, is_first=runtime.rank == 0)
+    return assemble(learner, folder, runtime, recovery, stop, heart, callbacks)
+
+
+def assemble(
+    learner: Learner,
+    folder: RunFolder,
+    runtime: Runtime,
+    recovery: RecoveryWatch | None,
+    stop: StopRequest | None = None,
+    heart: Heartbeat | None = None,
+    callbacks: Sequence[Callback] = (),
+    held: Held | None = None,
+) -> Trainer:
+    """Build a trainer around a learner, and load the newest checkpoint, or the state of a replica. Collective.
+
+    Args:
+        recovery: on rank 0, what measures a recovery.
+        held: what this replica holds from an earlier view; None if it holds nothing.
+    """
+    recipe, stop, heart = learner.recipe, stop or StopRequest(), heart or Heartbeat()
+    # A save is tested, and the newest state is loaded, before anything of this start is written.
+    restored = restore(learner, folder, runtime, held)
+    sync = restored.contents.sync
+    sampler = build_sampler(learner)
+    feed = learner.open_feed()
+    accounting = open_accounting(learner, feed, folder, runtime, recovery, restored, heart, callbacks, sampler)
+    if restored.held is not None:
+        stop.agreed = restored.held.stopped_by
+    saver = build_saver(learner, restored, accounting)
+    step = TrainingStep(learner, sync, restored.contents.judge, feed, stop)
+    evaluations = build_evaluations(learner, sync, sampler, accounting, stop)
+    trainer = Trainer(
+        step,
+        accounting,
+        Pauses(learner, saver, evaluations, accounting, stop),
+        saver,
+        Recovery(recipe.fault, step, saver, accounting),
+        restored.state,
+        build_recorder(recipe.profile, folder, runtime, heart.resting),
+        build_straggler_watch(learner.meshes, recipe.fault.on_straggler == "stop"),
+    )
+    if recipe.train.loop is not None:
+        trainer.loop = partial(run_loop, find_loop(recipe.train.loop))
+    if restored.held is not None:  # a group of replicas ended before this work was done
+        trainer.owes_pause, trainer.owes_save = restored.held.owes_pause, restored.held.owes_save
+    return trainer

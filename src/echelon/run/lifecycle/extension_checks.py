@@ -1,0 +1,101 @@
+"""Check the extensions that a recipe names, before anything starts."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.ground.errors import ConfigError
+from echelon.ground.extensions import check_options, find_named, is_extension
+from echelon.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Named:
+    """A recipe key whose value is the name of an extension, and its options."""
+
+    key: str
+    name: str
+    options: Mapping[str, Any] | None
+
+
+def list_extensions(recipe: Recipe) -> list[Named]:
+    """Every extension, in the order of the recipe. Imports nothing."""
+    return [each for each in _list_named(recipe) if is_extension(each.name)]
+
+
+def _list_named(recipe: Recipe) -> Iterator[Named]:
+    for part, sources in (("train", recipe.data.train), ("validation", recipe.data.validation)):
+        for index, source in enumerate(sources):
+            yield Named(f"data.{part}.{index}.format", source.format, source.options)
+    if recipe.data.source is not None:
+        yield Named("data.source", recipe.data.source, recipe.data.options)
+    if recipe.train.loop is not None:
+        yield Named("train.loop", recipe.train.loop, None)
+    for index, callback in enumerate(recipe.train.callbacks):
+        yield Named(f"train.callbacks.{index}.name", callback.name, callback.options)
+    for key, section in (("objective", recipe.objective), ("optim", recipe.optim), ("sync", recipe.sync)):
+        yield Named(f"{key}.name", section.name, section.options)
+
+
+def describe_extensions(recipe: Recipe) -> list[str]:
+    """A line about each extension, for a machine that does not train itself."""
+    return [
+        f"{each.key}={each.name}: whether the package {each.name.partition(':')[0].partition('.')[0]} is installed on "
+        "every machine that trains"
+        for each in list_extensions(recipe)
+    ]
+
+
+def check_extensions(recipe: Recipe) -> None:
+    """Import the recipe's extensions and refuse those that cannot be used. Calls nothing.
+
+    Raises ConfigError, with the key, for an extension that cannot be imported here, is of another kind, or does not
+    accept its options. Every training process imports it again.
+    """
+    for each in list_extensions(recipe):
+        if each.key == "train.loop":
+            find_loop(each.name)
+            continue
+        kind, num_arguments = _find_kind(each)
+        found = find_named(each.key, each.name, {}, kind)
+        check_options(each.key, each.name, found, num_arguments, each.options)
+
+
+def find_loop(name: str) -> Callable[..., None]:
+    """Import the function that `train.loop` names. Raises ConfigError if it is not a function of (learner, run)."""
+    found = find_named("train.loop", name, {})
+    if not inspect.isfunction(found):
+        raise ConfigError(
+            f"train.loop={name}: it must be a function of (learner, run), but it is a {type(found).__name__}."
+        )
+    try:
+        inspect.signature(found).bind(None, None)
+    except TypeError:
+        raise ConfigError(
+            f"train.loop={name}: it must be a function of (learner, run), but it is "
+            f"{found.__name__}{inspect.signature(found)}; change its parameters."
+        ) from None
+    return found
+
+
+def _find_kind(named: Named) -> tuple[type | None, int]:
+    """The class whose methods an extension must have, None for a function; its number of arguments without options."""
+    from echelon.learn.data.loader import BatchSource
+    from echelon.learn.data.readers.record import Reader
+    from echelon.learn.objectives.objective import Objective, find_loss
+    from echelon.learn.optimizer.rules import Rule
+    from echelon.learn.sync.synchronizer import Synchronizer
+    from echelon.run.training.callbacks import Callback
+
+    kinds: dict[str, tuple[type, int]] = {
+        "optim": (Rule, 2),
+        "objective": (Objective, 1),
+        "sync": (Synchronizer, 3),
+        "data": (BatchSource, 3) if named.key == "data.source" else (Reader, 0),
+        "train": (Callback, 0),
+    }
+    section = named.key.partition(".")[0]
+    if section == "objective" and find_loss(named.name) is not None:
+        return None, 3  # logits, labels, extra
+    return kinds[section]

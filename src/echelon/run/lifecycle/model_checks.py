@@ -1,0 +1,414 @@
+"""Checks before any data is read or file written: one list for all commands that take a recipe.
+
+`train`, `plan`, `launch`, `drill` and `sweep` all call `check_model`. Nothing here needs torch to be installed, so that
+a recipe can be planned and launched from a machine without it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from echelon.ground.errors import ConfigError, HubUnreachableError
+from echelon.ground.run_files import is_run
+from echelon.ground.stored import read_json
+from echelon.learn.data.mixture import divide_slots
+from echelon.learn.model.model_folder import check_unquantized, find_model_dir
+from echelon.planner.families import FAMILIES
+from echelon.planner.model_shape import ModelShape
+from echelon.planner.shape import build_shape, resolve_vocab_size
+from echelon.recipe import AdapterConfig, Recipe, TrainedTokenizerConfig
+from echelon.recipe.engines import ENGINES, NATIVE
+from echelon.recipe.load import load_recipe
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.journal.trackers import check_trackers
+from echelon.run.lifecycle.extension_checks import describe_extensions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# Targets whose machines have their own folders; paths in the recipe may not exist on this machine.
+_APART = ("kubernetes", "sagemaker")
+
+# Config fields that are checked by counting the parameters, and fields for which any positive number of the type is
+# valid. A model with only these fields can be built, so building it is not tried.
+COUNTED = {
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "attention_dropout",
+}  # fmt: skip
+NUMBERS: dict[str, tuple[type, ...]] = {"rope_theta": (int, float), "rms_norm_eps": (float,)}
+
+
+@dataclass(frozen=True)
+class CheckedModel:
+    """The model of a recipe that passed all checks that are possible on this machine.
+
+    Attributes:
+        fields: the HF config fields of the model, as the recipe or its checkpoint gives them.
+        shape: of the model with its vocabulary size.
+        vocabulary: a message about the vocabulary size.
+        tokenizer: the recipe's, without its new tokens; None if its size is known without loading it, or not known
+            here.
+        obstacle: why the model cannot keep the documents of a sequence apart, as a clause; None if it can, or if that
+            is not known here.
+        masks: a message about that obstacle, if the recipe would pack documents.
+        left: the checks that are not possible on this machine, each with the reason; `train` runs them.
+    """
+
+    fields: dict[str, Any]
+    shape: ModelShape
+    vocabulary: str
+    tokenizer: "PreTrainedTokenizerFast | None" = None
+    obstacle: str | None = None
+    masks: str | None = None
+    left: tuple[str, ...] = ()
+
+
+def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -> CheckedModel:
+    """Refuse a recipe whose own keys, tokenizer or model are invalid on any cluster. Writes nothing.
+
+    Args:
+        elsewhere: another machine will train, which may have packages and files that this one lacks. Checks that need
+            them are then listed in `left`; without `elsewhere` they are errors.
+        weights: whether the weights of a local `model.checkpoint` are checked; the copy of a hub model has none yet.
+
+    Raises:
+        ConfigError, PlanError or DataError: naming the key.
+    """
+    if recipe.data.is_mixture:
+        divide_slots(recipe.data.weights)
+    _check_deterministic(recipe)
+    left = describe_extensions(recipe)
+    _check_engine_package(recipe, elsewhere, left)
+    if not elsewhere:
+        check_trackers(recipe)
+    elif recipe.track:
+        left.append(f"track: the packages and keys of {', '.join(recipe.track)}")
+    tokenizer = _load_tokenizer(recipe, elsewhere, left)
+    given = read_model_fields(recipe)
+    fields, line = size_vocabulary(recipe, given, _find_vocab_size(recipe, tokenizer))
+    shape = build_shape(fields)
+    _check_positions(recipe, shape)
+    if weights and _find_missing("transformers", "torch") is None:
+        check_weights(recipe.model.checkpoint)
+    obstacle = _check_built(recipe, fields, elsewhere, left)
+    masks = None
+    if obstacle is not None and recipe.data.packing == "auto" and recipe.data.document_mask is not False:
+        masks = f"data.packing=auto: samples are not packed, because {obstacle}"
+    shape = replace(shape, obeys_masks=obstacle is None)
+    return CheckedModel(given, shape, line, tokenizer, obstacle, masks, tuple(left))
+
+
+def check_counted(recipe: Recipe) -> None:
+    """Make the checks of a new model whose parameters are counted by formula, which needs neither torch nor a file.
+
+    Raises ConfigError or PlanError, naming the key.
+    """
+    if recipe.model.config is None or not _is_counted(recipe, dict(recipe.model.config)):
+        return
+    fields, _ = size_vocabulary(recipe, dict(recipe.model.config), _find_vocab_size(recipe, None))
+    _check_positions(recipe, build_shape(fields))
+
+
+def _check_engine_package(recipe: Recipe, elsewhere: bool, left: list[str]) -> None:
+    """Refuse an engine whose package is not installed here; add it to `left` if another machine trains."""
+    package = ENGINES[recipe.engine].package
+    if package is None or find_spec(package) is not None:
+        return
+    if not elsewhere:
+        raise ConfigError(
+            f"engine={recipe.engine} requires the package {package}, which is not installed; see docs/engines.md for "
+            f"how to install 'echelon[{recipe.engine}]', or use engine={NATIVE}."
+        )
+    left.append(f"engine: the package {package} (it is not installed here)")
+
+
+def find_checkpoint_out_of_reach(recipe: Recipe) -> str | None:
+    """Why `model.checkpoint` cannot be read here although the training machines may; None if it can be read.
+
+    Does not check hub models: reading them raises HubUnreachableError.
+    """
+    checkpoint = recipe.model.checkpoint
+    why = None if checkpoint is None else _find_out_of_reach(recipe, checkpoint)
+    return None if why is None else f"model.checkpoint={checkpoint} {why}"
+
+
+def _find_out_of_reach(recipe: Recipe, source: str) -> str | None:
+    """Like `find_checkpoint_out_of_reach`, for any folder."""
+    is_elsewhere = recipe.launch.to in _APART and source.startswith(("s3://", "/"))
+    return "is not on this machine" if is_elsewhere and not Path(source).exists() else None
+
+
+def _load_tokenizer(recipe: Recipe, elsewhere: bool, left: list[str]) -> "PreTrainedTokenizerFast | None":
+    """The recipe's tokenizer without its new tokens; None if the recipe alone determines its size.
+
+    Also None, with a line in `left`, if it cannot be loaded on this machine.
+    """
+    if _find_vocab_size(recipe, None) is not None:
+        return None
+    assert not isinstance(recipe.tokenizer, TrainedTokenizerConfig)
+    source = recipe.tokenizer or recipe.model.checkpoint
+    why = None
+    if elsewhere and source is not None:
+        why = _find_missing("transformers")
+        if why is None and (place := _find_out_of_reach(recipe, source)) is not None:
+            why = f"{source} {place}"
+    if why is None:
+        from echelon.learn.data.tokenizer import build_tokenizer
+
+        checkpoint = recipe.model.checkpoint and find_model_dir(recipe.model.checkpoint)
+        try:
+            return build_tokenizer(recipe.tokenizer, checkpoint, recipe.model.trust_remote_code)
+        except HubUnreachableError as error:
+            if not elsewhere:
+                raise
+            why = error.reason
+    left.append(f"tokenizer: whether the model's vocabulary contains its ids ({why})")
+    return None
+
+
+def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: list[str]) -> str | None:
+    """Run the checks that need the model, built on the meta device; adds those that are not possible here to `left`.
+
+    Returns why the model cannot keep the documents of a sequence apart; None if it can, or if that is not known here.
+
+    All checks of a built model belong here. Importing torch takes seconds, so it is done only when needed.
+    """
+    if _is_counted(recipe, fields):
+        return None
+    if why := _find_missing("transformers", "torch"):
+        if recipe.model.checkpoint is None and find_spec("transformers") is not None:
+            from echelon.learn.model.config import build_config
+
+            build_config(fields)
+        left += [f"{check} ({why})" for check in _list_built_checks(recipe)]
+        return None
+    from echelon.learn.model.build import parameter_names
+    from echelon.learn.model.causality import check_is_causal
+    from echelon.learn.model.divided_copy import check_divides
+    from echelon.learn.model.router import check_routers
+    from echelon.learn.model.traits import describe_obstacle, find_traits
+    from echelon.learn.optimizer import check_groups
+
+    model, config = _build_on_meta(recipe, fields, elsewhere, left)
+    check_routers(model)
+    check_is_causal(config, recipe.model.trust_remote_code)
+    traits = find_traits(model, recipe.data.sequence_len)
+    obstacle = describe_obstacle(traits, config)
+    if not isinstance(recipe.parallel, str) and recipe.parallel.cp > 1:
+        check_divides(model, recipe.parallel.cp_method or "allgather", traits, recipe.data.sequence_len)
+    _check_float8(model, recipe, elsewhere, left)
+    _check_divisible(model, recipe)
+    if not recipe.adapter.is_adapter or _try_adapter(model, recipe.adapter, elsewhere, left):
+        check_groups((name for name, each in parameter_names(model).items() if each.requires_grad), recipe.optim)
+    return obstacle
+
+
+def _build_on_meta(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: list[str]) -> tuple[Any, Any]:
+    """Build the recipe's model on meta; return it and its config."""
+    from echelon.learn.model.build import build_on_meta, load_config
+
+    attention, trusted = recipe.model.attn_implementation, recipe.model.trust_remote_code
+    config = load_config(recipe.model.checkpoint or fields, trusted)
+    try:
+        return build_on_meta(config, attention, trusted), config
+    except ConfigError as error:
+        if not elsewhere or not isinstance(error.__cause__, ImportError):
+            raise
+        left.append(f"model.attn_implementation: the package of {attention} (it is not installed here)")
+        config = load_config(recipe.model.checkpoint or fields, trusted)  # the first one was given that attention
+        return build_on_meta(config, None, trusted), config
+
+
+def _tensor_degree(recipe: Recipe) -> int:
+    return 1 if isinstance(recipe.parallel, str) else recipe.parallel.tp
+
+
+def _check_divisible(model: Any, recipe: Recipe) -> None:
+    """Refuse tensor parallelism of a model without a plan for it."""
+    if _tensor_degree(recipe) > 1:
+        from echelon.learn.parallel.tensor import find_divided
+
+        find_divided(model)
+
+
+def _check_float8(model: Any, recipe: Recipe, elsewhere: bool, left: list[str]) -> None:
+    if recipe.train.precision != "fp8":
+        return
+    from echelon.learn.model.float8 import check_package, find_float8_layers
+
+    find_float8_layers(model)
+    try:
+        check_package()
+    except ConfigError:
+        if not elsewhere:
+            raise
+        left.append("train.precision: the package torchao (it is not installed here)")
+
+
+def _try_adapter(model: Any, adapter: AdapterConfig, elsewhere: bool, left: list[str]) -> bool:
+    """Apply the adapter to the model. False: its packages are not installed here, but may be where it trains."""
+    from echelon.learn.model.adapters import apply_adapter, check_adapter, check_packages
+
+    check_adapter(model, adapter)
+    try:
+        check_packages(adapter)
+    except ConfigError:
+        if not elsewhere:
+            raise
+        left.append(f"adapter: the packages of {adapter.method}, and optim with it (they are not all here)")
+        return False
+    apply_adapter(model, adapter)
+    return True
+
+
+def _is_counted(recipe: Recipe, fields: dict[str, Any]) -> bool:
+    """Whether counting the model's parameters by formula has checked all of the recipe's model keys."""
+    asks_more = bool(recipe.model.attn_implementation or recipe.optim.learning_rate_multipliers)
+    asks_more |= recipe.adapter.is_adapter or recipe.train.precision == "fp8" or _tensor_degree(recipe) > 1
+    if recipe.model.config is None or asks_more or fields["model_type"] not in FAMILIES:
+        return False
+    return all(
+        value is not None if name in COUNTED else type(value) in NUMBERS.get(name, ()) and value > 0
+        for name, value in fields.items()
+    )
+
+
+def _list_built_checks(recipe: Recipe) -> Iterator[str]:
+    """Descriptions of the checks in `_check_built` that apply to the recipe."""
+    if recipe.model.checkpoint is not None:
+        yield "model.checkpoint: whether its weights can be read"
+    elif find_spec("transformers") is None:
+        yield "model.config: whether transformers knows these fields"
+    yield "model: whether transformers can build it, and its attention is causal"
+    if recipe.model.attn_implementation is not None:
+        yield f"model.attn_implementation: whether {recipe.model.attn_implementation} can run it"
+    if recipe.adapter.is_adapter:
+        yield f"adapter: whether the model has layers for {recipe.adapter.method}, and its packages"
+    if _tensor_degree(recipe) > 1:
+        yield "parallel.tp: whether the model can be divided"
+    if recipe.optim.learning_rate_multipliers:
+        yield "optim.learning_rate_multipliers: whether each matches a parameter"
+
+
+def _find_missing(*packages: str) -> str | None:
+    """`torch is not installed here` for the first of these packages that is not."""
+    return next((f"{package} is not installed here" for package in packages if find_spec(package) is None), None)
+
+
+def _check_deterministic(recipe: Recipe) -> None:
+    """Refuse flash attention, whose backward pass sums the gradients of a query in a varying order."""
+    attention = recipe.model.attn_implementation or ""
+    if recipe.train.deterministic and "flash" in attention:
+        raise ConfigError(
+            f"train.deterministic=true: the backward pass of model.attn_implementation={attention} does not repeat bit "
+            "for bit; use sdpa or eager, or set train.deterministic=false."
+        )
+
+
+def _check_positions(recipe: Recipe, shape: ModelShape) -> None:
+    """Refuse sequences longer than the config of a new model allows, even if rotary positions have no limit."""
+    length, positions = recipe.data.sequence_len, shape.max_positions
+    if recipe.model.config is not None and positions is not None and length > positions:
+        raise ConfigError(
+            f"data.sequence_len={length} is longer than model.config.max_position_embeddings={positions}, the limit of "
+            f"the exported model; set model.config.max_position_embeddings={length}, or use a "
+            f"data.sequence_len of {positions} or less."
+        )
+
+
+def check_weights(checkpoint: str | None) -> None:
+    """Raise unless a local `model.checkpoint` has readable weights; a hub id is checked when it is fetched."""
+    if checkpoint is None:
+        return
+    from echelon.learn.checkpoint.folder import newest_of
+    from echelon.learn.model.pretrained import SafetensorsFolder
+
+    path = Path(checkpoint)
+    if is_run(path):
+        if load_recipe(RunFolder(path).recipe_path)[0].adapter.is_adapter:
+            raise ConfigError(
+                f"model.checkpoint={checkpoint}: this run trained an adapter; write the whole model with `echelon "
+                f"export {checkpoint} OUT --merge` and give model.checkpoint=OUT."
+            )
+        newest_of(path, checksums=True)
+    elif path.is_dir():
+        SafetensorsFolder(path)
+
+
+def find_model_fields(recipe: Recipe, tokenizer_vocab_size: int | None) -> tuple[dict[str, Any], str]:
+    """The HF config fields of the recipe's model with its vocabulary size, and a line about that size.
+
+    None as the tokenizer's size means that it is not known yet: the config's own stands, or its family's default.
+    Raises ConfigError when the model's vocabulary is smaller than the tokenizer's.
+    """
+    return size_vocabulary(recipe, read_model_fields(recipe), tokenizer_vocab_size)
+
+
+def read_model_fields(recipe: Recipe) -> dict[str, Any]:
+    """The HF config fields of the recipe's model, as it or its checkpoint gives them.
+
+    Raises ConfigError for a checkpoint without a readable config, or with quantized weights.
+    """
+    if recipe.model.config is not None:
+        return dict(recipe.model.config)
+    assert recipe.model.checkpoint is not None
+    fields = _read_checkpoint_fields(recipe.model.checkpoint, recipe.model.trust_remote_code)
+    check_unquantized(recipe.model.checkpoint, fields)
+    return fields
+
+
+def size_vocabulary(
+    recipe: Recipe, fields: dict[str, Any], tokenizer_vocab_size: int | None
+) -> tuple[dict[str, Any], str]:
+    """Like `find_model_fields`, for fields that `read_model_fields` has read."""
+    if tokenizer_vocab_size is None:
+        return fields, "vocab_size: as configured; the tokenizer is unknown until the data is prepared"
+    checkpoint = recipe.model.checkpoint
+    source = "model.config" if recipe.model.config is not None else f"model.checkpoint={checkpoint}"
+    may_grow = bool(recipe.model.new_tokens) and checkpoint is not None
+    size, line = resolve_vocab_size(fields, tokenizer_vocab_size, source, may_grow)
+    return {**fields, "vocab_size": size}, line
+
+
+def _find_vocab_size(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast | None") -> int | None:
+    """The size of the loaded tokenizer, or, without one, the size that the recipe alone determines; None if unknown."""
+    if tokenizer is not None:
+        from echelon.learn.data.tokenizer import vocabulary_size
+
+        return vocabulary_size(tokenizer.backend_tokenizer)
+    if recipe.tokenizer == "bytes":
+        return 256
+    if recipe.tokenizer is None or isinstance(recipe.tokenizer, str):
+        return None
+    return recipe.tokenizer.train.vocab_size
+
+
+def _read_floats(value: Any) -> Any:
+    """Return what a config.json states, with `{"__float__": "Infinity"}` and the like as numbers."""
+    if isinstance(value, list):
+        return [_read_floats(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"} and value["__float__"] in ("NaN", "Infinity", "-Infinity"):
+        return float(value["__float__"])
+    return {name: _read_floats(each) for name, each in value.items()}
+
+
+def _read_checkpoint_fields(checkpoint: str, trust_remote_code: bool) -> dict[str, Any]:
+    """The config in a folder, unchanged; that of a hub id through transformers, which fetches only config.json."""
+    path = Path(find_model_dir(checkpoint)) / "config.json"
+    if path.is_file():
+        try:
+            fields = _read_floats(read_json(path))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"model.checkpoint={checkpoint}: {path} cannot be read ({error}); give a whole model folder."
+            ) from error
+        if not isinstance(fields, dict):
+            raise ConfigError(f"model.checkpoint={checkpoint}: {path} is not the config of a model.")
+        return fields
+    from echelon.learn.model.build import load_config
+
+    return dict(load_config(checkpoint, trust_remote_code).to_dict())

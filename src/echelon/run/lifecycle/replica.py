@@ -1,0 +1,196 @@
+"""One replica of a quorum, or one worker of parameter servers, as a process: it goes on when another one is lost.
+
+It builds its engine alone, then joins the others in a view, trains there until the view ends, and joins the next one.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from echelon.ground.errors import LaunchError, TrainingError
+from echelon.ground.stop_request import StopRequest
+from echelon.ground.variables import Place
+from echelon.learn.distributed.membership import ViewChanged
+from echelon.learn.distributed.mesh import build_mesh
+from echelon.learn.distributed.runtime import Runtime
+from echelon.learn.learner import Learner
+from echelon.planner.plan import ParallelPlan, load_plan
+from echelon.planner.replica_limits import resize
+from echelon.recipe import Recipe
+from echelon.recipe.load import load_recipe
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.journal.recovery import RecoveryWatch
+from echelon.run.lifecycle.assemble import assemble
+from echelon.run.lifecycle.conducting import conduct
+from echelon.run.lifecycle.run_learner import build_run_learner
+from echelon.run.lifecycle.view_group import ViewMembership, form_alone, join_board, leave_group
+from echelon.run.training.callbacks import build_callbacks
+from echelon.run.training.healing import Held, hold
+from echelon.run.training.heartbeat import Heartbeat
+from echelon.run.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+logger = logging.getLogger(__name__)
+
+# So many views in a row may end before a step was finished in one of them.
+_MAX_FRUITLESS_VIEWS = 20
+
+
+@dataclass
+class Replica:
+    """A replica of a run, from its start to the end of the run.
+
+    Attributes:
+        member: the name of this start.
+        build_heart: builds the watchdog of hangs of a view.
+        show: makes this process write to the user's console, as the first rank of a view does.
+    """
+
+    folder: RunFolder
+    place: Place
+    member: str
+    stop: StopRequest
+    build_heart: Callable[[Runtime], Heartbeat]
+    show: Callable[[], None]
+
+    def train(self) -> None:
+        """Train until the run has ended, in one view after the other.
+
+        Raises StoppedError when a replica was asked to stop, and the run is saved; or another error of a training.
+        """
+        recipe, plan = load_recipe(self.folder.recipe_path)[0], load_plan(self.folder.plan_path)
+        board, store = join_board()
+        learner = self._build(recipe, plan)
+        board.mark("ready", self.member)
+        held, number, num_fruitless = None, -1, 0
+        wait = Wait(self.folder, self.stop, recipe.fault.notice_seconds)
+        while True:
+            view = board.await_view(number, self.member, wait.look)
+            num_essential = recipe.sync.num_essential
+            membership = ViewMembership(board, view, self.member, self.place.world_size, num_essential)
+            number, before = view.number, held
+            is_done, held = self._train_in(store, membership, learner, held, wait)
+            leave_group()
+            if is_done:
+                return
+            num_fruitless = num_fruitless + 1 if _has_same_step(before, held) else 0
+            if num_fruitless > _MAX_FRUITLESS_VIEWS:
+                raise LaunchError(
+                    f"{num_fruitless} groups of replicas in a row ended before they had finished a step; the logs of "
+                    f"the replicas in {self.folder.logs_dir} and {self.folder.events_path} say which were lost."
+                )
+            wait.begin(self.build_heart(self._runtime(membership.rank, len(view.members))))
+            learner.engine.discard()
+
+    def _train_in(
+        self, store: "Store", membership: ViewMembership, learner: Learner, held: Held | None, wait: "Wait"
+    ) -> tuple[bool, Held | None]:
+        """Train in a view; return whether the run has ended, and what this replica holds. Collective."""
+        trainer = None
+        try:
+            trainer = self._join(store, membership, learner, held, wait)
+            conduct(trainer, learner.recipe, self.folder, self.stop, trainer.accounting.heart)
+            if membership.board.await_end(membership.view, membership.rank == 0):
+                return True, None
+        except ViewChanged:
+            pass
+        membership.end()
+        if trainer is None:
+            return False, held
+        trainer.saver.store.drop()
+        trainer.saver.snapshots.drop()
+        return False, hold(trainer)
+
+    def _build(self, recipe: Recipe, plan: ParallelPlan) -> Learner:
+        """Build the learner, in a process group of this process alone."""
+        form_alone()
+        alone, runtime = resize(plan, 1), self._runtime(0, 1)
+        is_first, number = self.member == "0.0", self.place.rank
+        learner = build_run_learner(recipe, alone, self.folder, runtime, "inductor", is_first, number)
+        leave_group()
+        return learner
+
+    def _join(
+        self, store: "Store", membership: ViewMembership, learner: Learner, held: Held | None, wait: "Wait"
+    ) -> Trainer:
+        """Form the group of a view and build the trainer in it. Collective. Raises ViewChanged if it ends meanwhile."""
+        size, recipe = len(membership.view.members), learner.recipe
+        try:
+            membership.form_group(store)
+            wait.end()
+            runtime = self._runtime(membership.rank, size)
+            plan = resize(learner.plan, size)
+            meshes = replace(build_mesh(plan, runtime.device.type), membership=membership)
+            recovery = None
+            if membership.rank == 0:
+                self.show()
+                recovery = RecoveryWatch(self.folder)
+            heart = self.build_heart(runtime)
+            callbacks = build_callbacks(recipe.train.callbacks) if membership.rank == 0 else ()
+            here = replace(learner, plan=plan, meshes=meshes)
+            trainer = assemble(here, self.folder, runtime, recovery, self.stop, heart, callbacks, held)
+            dist.barrier()
+        except BaseException as error:
+            membership.raise_change(error)
+            raise
+        finally:
+            wait.end()
+        membership.board.mark("trains", self.member)
+        return trainer
+
+    def _runtime(self, rank: int, size: int) -> Runtime:
+        place = self.place
+        return Runtime(rank, size, place.local_rank, place.local_world_size, torch.device("cpu"), "gloo")
+
+
+class Wait:
+    """The time between two views, from the end of one to the process group of the next: watched like a step."""
+
+    def __init__(self, folder: RunFolder, stop: StopRequest, notice_seconds: float) -> None:
+        """`notice_seconds`: how long after a request to stop this replica may wait, to save with the others."""
+        self._folder = folder
+        self._stop = stop
+        self._notice_seconds = notice_seconds
+        self._heart: Heartbeat | None = None
+        self._is_resting = False
+
+    def begin(self, heart: Heartbeat) -> None:
+        """Begin to wait for the next view, watched by `heart`. The first view has a limit of its own."""
+        self._heart, self._is_resting = heart, False
+        heart.beat("the wait for the other replicas")
+        heart.start()
+
+    def look(self) -> None:
+        """Do not count the time in which a lost replica starts again, without which the others may not train.
+
+        Raises TrainingError when the notice of a stop has passed.
+        """
+        if self._stop.seconds_left(self._notice_seconds) <= 0:
+            raise TrainingError(
+                f"stopped by {self._stop.name} while this replica waited for the others; the steps since the newest "
+                "checkpoint are lost; start the same command again to resume"
+            )
+        is_awaited = self._folder.awaited_path.exists()
+        if self._heart is not None and is_awaited != self._is_resting:
+            self._is_resting = is_awaited
+            if is_awaited:
+                self._heart.rest()
+            else:
+                self._heart.resume()
+
+    def end(self) -> None:
+        """End the wait."""
+        if self._heart is not None:
+            self._heart.stop()
+            self._heart = None
+
+
+def _has_same_step(before: Held | None, after: Held | None) -> bool:
+    """Whether no step was finished between two moments."""
+    return (before and before.saved.train.step) == (after and after.saved.train.step)

@@ -1,0 +1,47 @@
+"""Builds the learner of a run on one rank, from the files of its run folder."""
+
+from dataclasses import replace
+
+from echelon.learn.data.prepared import open_prepared
+from echelon.learn.distributed.mesh import build_mesh
+from echelon.learn.distributed.runtime import Runtime
+from echelon.learn.engines import EngineSpec
+from echelon.learn.learner import Learner, build_learner
+from echelon.learn.model.build import resolve_config
+from echelon.learn.model.hub import read_commits, with_copies
+from echelon.learn.model.model_folder import write_model_folder
+from echelon.planner.plan import ParallelPlan
+from echelon.recipe import Recipe
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.lifecycle.fitting import pin_plan
+
+
+def build_run_learner(
+    recipe: Recipe,
+    plan: ParallelPlan,
+    folder: RunFolder,
+    runtime: Runtime,
+    compile_backend: str,
+    is_first: bool,
+    number: int | None = None,
+) -> Learner:
+    """Open the data that the run was prepared with, build the engine, and rehearse a step. Collective.
+
+    Args:
+        is_first: whether this rank writes the model's folder, and the plan if the rehearsal changes it.
+        number: that of this replica in the run, where replicas are built alone; None: that of its place in the group.
+    """
+    meshes = build_mesh(plan, runtime.device.type, runtime.is_one_machine)
+    if number is not None:
+        meshes = replace(meshes, number=number)
+    prepared, wanted = folder.text.read_prepared_path(), recipe.data
+    data = open_prepared(prepared, wanted.sequence_len, wanted.document_mask, was_opened=True)
+    # The hub is not asked again: the run keeps the commits of its first start.
+    here = with_copies(recipe, read_commits(folder.hub_path))
+    config = resolve_config(here, data.vocab_size, data.tokenizer)
+    if is_first:
+        write_model_folder(folder.model_dir, config, data.tokenizer, data.manifest.stops)
+    learner = build_learner(recipe, EngineSpec(here, config, plan, meshes, runtime.device, compile_backend), data)
+    if is_first:
+        pin_plan(folder, plan, learner)
+    return learner

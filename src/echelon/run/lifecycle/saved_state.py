@@ -1,0 +1,118 @@
+"""Where the state of a run is saved: its checkpoints and snapshots, and the newest one of them."""
+
+import logging
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from echelon.ground.launch_environment import find_host_dir, find_snapshot_dir, shares_files
+from echelon.learn.checkpoint.carrier import Carrier
+from echelon.learn.checkpoint.snapshot import Snapshots
+from echelon.learn.checkpoint.store import CheckpointStore
+from echelon.learn.distributed.membership import Membership
+from echelon.learn.distributed.runtime import Runtime
+from echelon.learn.learner import Learner
+from echelon.learn.sync import build_synchronizer
+from echelon.recipe import Recipe
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.folder.upload import Uploader
+from echelon.run.training.accounting import Accounting
+from echelon.run.training.bad_steps import StepJudge
+from echelon.run.training.contents import RunContents
+from echelon.run.training.healing import Held, heal
+from echelon.run.training.interval import SaveInterval
+from echelon.run.training.rollback import find_suppressed
+from echelon.run.training.saving import Saver
+from echelon.run.training.state import SavedState, TrainState
+
+logger = logging.getLogger(__name__)
+
+
+def build_store(recipe: Recipe, folder: RunFolder, membership: Membership | None) -> CheckpointStore:
+    """The run's checkpoint store, which writes an event for each save and logs faults. Collective."""
+    keep_last, asynchronous = recipe.checkpoint.keep_last, recipe.checkpoint.asynchronous
+
+    uploads = None
+    if recipe.checkpoint.remote is not None and dist.get_rank() == 0:
+        uploads = Uploader(recipe.checkpoint.remote, folder, keep_last, folder.rows.append_event)
+
+    def carry(group: dist.ProcessGroup) -> Carrier:
+        # Outside the run folder, which may be copied while it is written (SageMaker), including partial files.
+        return Carrier(str(find_host_dir()), recipe.prepared_dir / ".carried", group)
+
+    return CheckpointStore(
+        folder.checkpoints_dir,
+        keep_last,
+        asynchronous,
+        folder.rows.append_event,
+        uploads,
+        None if shares_files() else carry,
+        None if membership is None else membership.new_group,
+    )
+
+
+def build_snapshots(recipe: Recipe, membership: Membership | None) -> Snapshots:
+    """The run's snapshots, if the recipe enables them. Collective."""
+    every_steps = recipe.checkpoint.snapshot_every_steps
+    return Snapshots(find_snapshot_dir(), every_steps, None if membership is None else membership.new_group)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a run goes on from, and where it is saved."""
+
+    contents: RunContents
+    store: CheckpointStore
+    snapshots: Snapshots
+    state: TrainState
+    saved: SavedState | None
+    """What was loaded; None at the first start."""
+    held: Held | None
+    """What a replica has held since an earlier view of its group; None for a start of the run."""
+
+
+def restore(learner: Learner, folder: RunFolder, runtime: Runtime, held: Held | None) -> Restored:
+    """Open the store of a run and load the newest checkpoint or snapshot, or the state of a replica. Collective.
+
+    Raises CheckpointError if nothing can be saved, before a step is trained.
+    """
+    recipe, meshes = learner.recipe, learner.meshes
+    sync = build_synchronizer(recipe.sync, learner.engine, meshes)
+    contents = RunContents(learner.engine, sync, StepJudge(recipe.fault, learner.device), meshes)
+    store, snapshots = build_store(recipe, folder, meshes.membership), build_snapshots(recipe, meshes.membership)
+    tensors = contents.tensors()
+    store.rehearse(tensors)
+    snapshots.rehearse(tensors)
+    held = None if meshes.membership is None else heal(contents, held)
+    saved = load_newest(store, snapshots, contents, runtime) if held is None else held.saved
+    state = TrainState() if saved is None else saved.train
+    state = state.judged_by(recipe.evaluate.select_by).suppressing(find_suppressed(folder))
+    return Restored(contents, store, snapshots, state, saved, held)
+
+
+def build_saver(learner: Learner, restored: Restored, accounting: Accounting) -> Saver:
+    """Build what saves the run from here on."""
+    recipe, state = learner.recipe, restored.state
+    if accounting.journal is not None and restored.held is None:
+        restored.store.upload_newest(state.step, state.best_step if recipe.checkpoint.keep_best else None)
+    interval = SaveInterval(recipe, learner.data.train.num_samples, learner.plan.world_size, state.step)
+    contents, store, snapshots = restored.contents, restored.store, restored.snapshots
+    return Saver(recipe, contents, store, snapshots, interval, accounting, learner.meshes.everyone)
+
+
+def load_newest(
+    store: CheckpointStore,
+    snapshots: Snapshots,
+    contents: RunContents,
+    runtime: Runtime,
+) -> SavedState | None:
+    """Load `contents` from the newest whole checkpoint or snapshot; returns its saved state, or None. Collective."""
+    snapshot = snapshots.newest()
+    checkpoint = store.newest(beyond=-1 if snapshot is None else snapshot.step) or snapshot
+    if checkpoint is None:
+        return None
+    saved = contents.load(checkpoint, store)
+    if runtime.rank == 0:
+        held = ", a snapshot in memory" if checkpoint == snapshot else ""
+        logger.info(f"Resuming from {checkpoint.path.name}{held}.")
+    return saved

@@ -1,0 +1,447 @@
+"""`echelon train`: as the parent of workers on this machine, or as one rank under another launcher."""
+
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from echelon.ground.errors import ConfigError, EchelonError, LaunchError
+from echelon.ground.hosts import THIS_MACHINE, HostGroup, is_coordinator
+from echelon.ground.launch_environment import (
+    find_host_dir,
+    find_host_group,
+    find_place,
+    hosted_environment,
+    is_elastic,
+    is_gpu_private,
+    managed_environment,
+    shares_agent_store,
+    shares_files,
+    torch_environment,
+    worker_environment,
+)
+from echelon.ground.logs import keep_console_in, keep_line
+from echelon.ground.run_files import is_run
+from echelon.ground.scratch import scratch_folder
+from echelon.ground.stop_request import StopRequest
+from echelon.ground.variables import asked_environment, read_environment, set_default_variables, set_variables
+from echelon.learn.distributed.runtime import use_deterministic_algorithms
+from echelon.planner.hardware.detection import detect_cluster, detect_launched_cluster
+from echelon.planner.hardware.efa import explain_no_efa
+from echelon.planner.hardware.gpu_check import check_gpus, find_needed
+from echelon.planner.machines import limit_to_weakest
+from echelon.planner.replica_limits import refuse_quorum
+from echelon.recipe import Recipe
+from echelon.recipe.synchronization import KEPT, SyncConfig
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.lifecycle.apart import await_ready, mark_ready, receive_run, send_run
+from echelon.run.lifecycle.fetching import announce_commits, await_fetched, fetch_announced
+from echelon.run.lifecycle.process_group import default_num_processes, open_store, watch_starter
+from echelon.run.lifecycle.setup import PreparedRun, digest_run, prepare_run
+from echelon.run.supervise.agent import Agent, worker_argv
+from echelon.run.supervise.outcome import (
+    DONE,
+    FAILED,
+    REFUSED,
+    STOPPED,
+    Outcome,
+    is_final,
+    is_secondary,
+    report,
+    write_outcome,
+)
+from echelon.run.supervise.restart import forget_ended
+from echelon.run.supervise.snapshot_memory import memory_held
+from echelon.run.supervise.warm_start import WarmStart
+from echelon.run.supervise.workers import Workers
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+logger = logging.getLogger(__name__)
+
+_READY_KEY = "echelon/run"
+_POLL_SECONDS = 0.5
+# How long another rank of the machine may take to say why it is refused.
+_SPEAKING_SECONDS = 30.0
+# How long a shared file system may take to show another machine's files.
+VISIBLE_SECONDS = 15.0
+# How long the old rank 0 of a lost machine may survive while torchrun has already started a new one.
+_PATIENCE_SECONDS = 15.0
+_SHARED_STORE = (
+    "torchrun: its workers share the agent's store, which keeps addresses of earlier starts, so restarts may fail; "
+    "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun"
+)
+
+
+def train_locally(
+    recipe: Recipe, num_processes: int | None, fresh: bool, warm: WarmStart | None = None, here: int | None = None
+) -> Outcome:
+    """Prepare the run here, start its workers on this machine, and wait for them; None means one per device.
+
+    `warm`: the process that forks the workers, from `workers_warmed`. `here`: the rank that runs in this process, in
+    its terminal; None: all ranks are workers.
+    """
+    _check_gpus(recipe, num_processes)
+    count = default_num_processes() if num_processes is None else num_processes
+    if here is not None:
+        _check_terminal_rank(recipe, here, count)
+    run = prepare_run(recipe, fresh, lambda: detect_cluster(count), read_environment())
+    if run is None:
+        return Outcome(DONE)
+    folder = run.folder
+    try:
+        with memory_held(recipe.checkpoint.snapshot_every_steps is not None) as memory:
+            folder.clear_outcomes()
+            argv = worker_argv("echelon.run.lifecycle.worker", str(folder.path))
+            job = _make_job(recipe, argv, count, folder, managed_environment(memory), memory)
+            job = _kept(job, recipe.sync)
+            if here is None:
+                outcome = Agent(THIS_MACHINE, warm).submit(job)
+            else:
+                from echelon.run.lifecycle.terminal_rank import TerminalRank
+
+                outcome = TerminalRank(job, here, warm).run()
+        if outcome.code == DONE or not is_run(folder.path):  # without a folder there is nothing to clean up or record
+            return outcome
+        folder.sweep()
+        return _describe_ending(folder, outcome)
+    finally:
+        folder.unlock()
+
+
+def _check_terminal_rank(recipe: Recipe, rank: int, count: int) -> None:
+    """Raise ConfigError if no rank of this job can run in a terminal, or this one is not in it."""
+    if recipe.sync.name in KEPT:
+        raise ConfigError(
+            f"--here: under sync.name={recipe.sync.name} processes are started again one by one, and a terminal stays "
+            "with one; use sync.name=every_step."
+        )
+    if rank >= count:
+        raise ConfigError(f"--rank {rank}: this job has the ranks 0 to {count - 1}; give one, or a larger --nproc.")
+
+
+def _describe_ending(folder: RunFolder, outcome: Outcome) -> Outcome:
+    """Record a failure in events.jsonl, and add to the message of a stopped run where it resumes."""
+    if outcome.code == DONE:
+        return outcome
+    stopped, budget = outcome.message.startswith("stopped by"), outcome.message.startswith("stopped by budget")
+    step = folder.newest_step()
+    with suppress(OSError):  # a full disk may be the cause
+        folder.rows.append_event(
+            "budget" if budget else "signal" if stopped else "failure",
+            step=step,
+            code=outcome.code,
+            message=outcome.message,
+        )
+    if not stopped or budget:
+        return outcome
+    if step is None:
+        return Outcome(outcome.code, f"{outcome.message}; no checkpoint was saved yet")
+    return Outcome(
+        outcome.code, f"{outcome.message}; the newest checkpoint is step {step}, and the same command resumes from it"
+    )
+
+
+def train_on_hosts(
+    recipe: Recipe, arguments: Sequence[str], group: HostGroup, num_processes: int | None, fresh: bool
+) -> tuple[Outcome, bool]:
+    """Run the agent of this machine, one of several: start its ranks with `arguments`, and wait for the end of all.
+
+    Returns how the job ended, the same on every machine, and whether this machine reports it to the user. Machines
+    without shared files have separate logs, so each reports.
+    """
+    _refuse_snapshots(recipe)
+    refuse_quorum(recipe)
+    count = _count_workers(recipe, group, num_processes)
+    agent = Agent(group)
+    if fresh and (not group.shares_files or is_coordinator(group)):
+        _move_aside(RunFolder(recipe.run.dir))
+    with scratch_folder("host") as scratch:
+        outcomes = scratch / "outcomes"
+        outcomes.mkdir()
+        folder = RunFolder(recipe.run.dir, outcomes)
+        argv = worker_argv("echelon", "train", *arguments)
+        job = _make_job(recipe, argv, count, folder, hosted_environment(outcomes, group.shares_files))
+        outcome = agent.submit(job)
+    if agent.keeps_journal and is_run(folder.path):
+        outcome = _describe_ending(folder, outcome)
+    return outcome, agent.is_coordinator or not group.shares_files
+
+
+def _count_workers(recipe: Recipe, group: HostGroup, num_processes: int | None) -> int:
+    """The number of workers of this machine, one of several; one if it lacks the GPUs that its job asked for.
+
+    That worker is refused, of which its agent tells the other machines. Raises ConfigError if there are none.
+    """
+    try:
+        _check_gpus(recipe, num_processes)
+    except ConfigError:
+        if group.is_alone:
+            raise
+        return 1
+    if not group.is_alone:
+        _warn_without_efa()
+    return default_num_processes() if num_processes is None else num_processes
+
+
+def _warn_without_efa() -> None:
+    """Say if NCCL would not use the network that this machine of several has for it."""
+    if (fault := explain_no_efa(read_environment())) is not None:
+        logger.warning(f"network: {fault}")
+
+
+def _check_gpus(recipe: Recipe, num_processes: int | None) -> None:
+    """Raise ConfigError if this machine lacks GPUs that its job asked for; the workers check it again at each start."""
+    needed = find_needed(num_processes)
+    set_variables({} if needed is None else asked_environment(needed.count, needed.by))
+    if line := check_gpus(needed, recipe.train.allow_cpu):
+        logger.warning(line)
+
+
+def _make_job(
+    recipe: Recipe,
+    argv: tuple[str, ...],
+    count: int,
+    folder: RunFolder,
+    variables: Mapping[str, str],
+    memory: Path | None = None,
+) -> Workers:
+    environment = {**worker_environment(count, recipe.train.deterministic), **variables}
+    fault = recipe.fault
+    return Workers(argv, count, folder, environment, fault.max_restarts, fault.notice_seconds, memory)
+
+
+def _kept(job: Workers, sync: SyncConfig) -> Workers:
+    """The job with what it needs so that the loss of a process does not restart the others, if its replicas can."""
+    if sync.name not in KEPT:
+        return job
+    return replace(job, min_replicas=sync.min_replicas, num_essential=sync.num_essential)
+
+
+def _move_aside(folder: RunFolder) -> None:
+    """Move the old run aside, before any machine can start a rank that would resume it."""
+    if is_run(folder.path):
+        folder.lock()
+        target = folder.move_aside()
+        folder.unlock()
+        logger.info(f"run: the old run is now in {target}")
+
+
+def _refuse_snapshots(recipe: Recipe) -> None:
+    if recipe.checkpoint.snapshot_every_steps is not None:
+        raise ConfigError(
+            f"checkpoint.snapshot_every_steps={recipe.checkpoint.snapshot_every_steps}: launchers other than "
+            "echelon's own do not keep snapshots for their ranks; remove this key, or start with echelon train only."
+        )
+
+
+def train_hosted(recipe: Recipe, place: Path) -> NoReturn:
+    """Run one rank started by echelon's agent of this machine; writes its outcome to `place` for the agent.
+
+    Exits with 0 when the job is done. Collective: every rank calls it.
+    """
+    from echelon.run.lifecycle.worker import leave, leave_after_peers, listen_for_stops
+
+    watch_starter()
+    folder = RunFolder(recipe.run.dir, place)
+    rank = find_place().rank
+    stop = listen_for_stops(folder)
+    forget_ended(folder)
+    leave_after_peers(folder)
+    try:
+        outcome = train_as_rank(recipe, False, stop)
+    except EchelonError as error:
+        outcome = Outcome(error.exit_code, str(error))
+        write_outcome(place, report(rank, error.exit_code, str(error), is_secondary(error), is_final(error)))
+    leave(0 if outcome.code == DONE else 1)
+
+
+def train_as_rank(recipe: Recipe, fresh: bool, stop: StopRequest | None = None) -> Outcome:
+    """Run one rank of a job started by torchrun, mpirun or srun, or, with `stop`, by echelon's agent of this machine.
+
+    Rank 0 prepares the run while the others poll a store for its result: no collective is active that could time out
+    during tokenization. Collective: every rank calls it.
+    """
+    _refuse_snapshots(recipe)
+    refuse_quorum(recipe)
+    if stop is None:  # echelon's agent has set them
+        set_default_variables(torch_environment(find_place().local_world_size))
+    # Imported first, so that the watchdog and the log are ready before anything slow.
+    from echelon.run.lifecycle.worker import listen_for_stops, redirect_output, run_rank
+
+    watch_starter()
+    if (refusal := _refuse_rank(recipe, stop is not None)) is not None:
+        return refusal
+    if recipe.train.deterministic:
+        use_deterministic_algorithms()
+    store = open_store()
+    rank = find_place().rank
+    folder = RunFolder(recipe.run.dir, find_host_dir())
+    with _stopped_early(folder, stop):
+        if rank == 0:
+            run = _prepare_for_all(recipe, fresh, store)
+            if isinstance(run, Outcome):
+                return run
+        elif (ending := _follow_rank_zero(recipe, folder, store)) is not None:
+            return ending
+    errors = redirect_output(folder).stderr
+    outcome = run_rank(folder, stop or listen_for_stops(folder), store)
+    if stop is not None:  # the agent reports it
+        return Outcome(outcome.code)
+    # A refusal or a stop is the same on every rank, so only rank 0 reports it.
+    if not outcome.secondary and (rank == 0 or outcome.code not in (REFUSED, STOPPED)):
+        ending = _describe_ending(folder, Outcome(outcome.code, outcome.message))
+        if ending.message:
+            line = f"echelon: {ending.message}"
+            errors.write(f"{line}\n")
+            keep_console_in(folder.console_path, rank)
+            keep_line(line)
+    errors.flush()
+    return Outcome(outcome.code)
+
+
+def _refuse_rank(recipe: Recipe, is_hosted: bool) -> Outcome | None:
+    """Raise ConfigError if this rank sees fewer GPUs than its job asked for; an Outcome ends it without a message.
+
+    `is_hosted`: an agent of echelon started it, which has said what is allowed.
+    """
+    place = find_place()
+    own = 1 if is_gpu_private() else place.local_world_size
+    try:
+        line = check_gpus(find_needed(None if is_hosted else own), recipe.train.allow_cpu)
+    except ConfigError as error:
+        if is_hosted or is_gpu_private() or place.local_rank == 0:
+            raise
+        time.sleep(_SPEAKING_SECONDS)  # a launcher ends all ranks when one exits: the first one here has the message
+        return Outcome(error.exit_code)
+    if not is_hosted and place.rank == 0:
+        if line is not None:
+            logger.warning(line)
+        if place.world_size > place.local_world_size:
+            _warn_without_efa()
+    return None
+
+
+@contextmanager
+def _stopped_early(folder: RunFolder, stop: StopRequest | None) -> Iterator[None]:
+    """End this process if it is asked to stop during the block, when there is nothing to save yet."""
+    from echelon.run.lifecycle.worker import leave
+
+    over = threading.Event()
+
+    def watch(stop: StopRequest) -> None:
+        while not over.wait(_POLL_SECONDS):
+            if stop.name is not None:
+                message = f"stopped by {stop.name} before training began"
+                write_outcome(folder.outcomes_dir, report(find_place().rank, FAILED, message, final=True))
+                leave(1)
+
+    if stop is not None:
+        threading.Thread(target=watch, args=(stop,), name="early-stop", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store") -> PreparedRun | Outcome:
+    """Rank 0: prepare the run, then report the result to the others, also after an error. An Outcome ends all ranks."""
+    word: dict[str, int] = {"code": FAILED, "digest": 0}
+    commits: dict[str, str] = {}
+
+    def announce(found: Mapping[str, str]) -> None:
+        commits.update(found)
+        announce_commits(found, store)
+
+    try:
+        if not shares_files() and not find_host_group().coordinates:  # checkpoints would be on another machine
+            raise LaunchError("rank 0 is not on the first machine of the job; start the same command again.")
+        patience = _PATIENCE_SECONDS if is_elastic() else 0.0
+        if patience and shares_agent_store():
+            logger.warning(_SHARED_STORE)
+        variables = read_environment()
+        run = prepare_run(
+            recipe,
+            fresh,
+            lambda: limit_to_weakest(detect_launched_cluster(find_place()), recipe, variables),
+            variables,
+            patience,
+            announce,
+        )
+        if commits and (code := await_fetched(store)) is not None:  # the failed rank reports the reason
+            word["code"] = code
+            return Outcome(code)
+        if run is not None and not shares_files():
+            _send_to_hosts(run, store)
+        word = {"code": DONE, "digest": digest_run(run.folder) if run else 0}
+    except EchelonError as error:
+        word["code"] = error.exit_code
+        # Reported before the others exit: a launcher ends this rank as soon as another one has exited.
+        if (place := find_host_dir()) is not None:
+            write_outcome(place, report(0, error.exit_code, str(error), final=is_final(error)))
+        else:
+            line = f"echelon: {error}"
+            print(line, file=sys.stderr, flush=True)
+            keep_line(line)
+        return Outcome(error.exit_code)
+    finally:
+        store.set(_READY_KEY, json.dumps(word))
+        if not word["digest"]:
+            # This process may host the store: give the others time to read the result.
+            time.sleep(3 * _POLL_SECONDS)
+    return Outcome(DONE) if run is None else run
+
+
+def _send_to_hosts(run: PreparedRun, store: "Store") -> None:
+    """Send the run to the machines that do not see its folder, if agents of several machines started the ranks."""
+    if (place := find_host_dir()) is not None:
+        send_run(run.folder, store)
+        mark_ready(store, place)
+
+
+def _follow_rank_zero(recipe: Recipe, folder: RunFolder, store: "Store") -> Outcome | None:
+    """Wait until this rank can train; an Outcome instead ends it."""
+    word: dict[str, int] = {}
+
+    def await_word() -> bool:
+        word.update(_await_rank_zero(store))
+        return word["code"] == DONE and word["digest"] != 0
+
+    place = None if shares_files() else find_host_dir()
+    here = fetch_announced(recipe, store, lambda: store.check([_READY_KEY]))
+    if here is not None and place is not None and find_place().local_rank == 0:
+        trains = receive_run(here, folder, store, await_word)
+        mark_ready(store, place)
+    else:
+        trains = await_word()
+        if trains and place is not None:
+            await_ready(store, place)
+    if not trains:
+        return Outcome(word["code"])
+    _await_files(folder, word["digest"])
+    return None
+
+
+def _await_rank_zero(store: "Store") -> dict[str, int]:
+    """Wait without a timeout for rank 0's result: {"code", "digest"}. Raises LaunchError when rank 0 is gone."""
+    try:
+        while not store.check([_READY_KEY]):
+            time.sleep(_POLL_SECONDS)
+        word: dict[str, int] = json.loads(store.get(_READY_KEY))
+    except RuntimeError as error:
+        raise LaunchError("rank 0 ended before the run was prepared; see its message.") from error
+    return word
+
+
+def _await_files(folder: RunFolder, digest: int) -> None:
+    """Wait a while for the file system to show rank 0's files; `load_agreed_run` raises an error if it does not."""
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    while digest_run(folder) != digest and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)

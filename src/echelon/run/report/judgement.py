@@ -1,0 +1,189 @@
+"""What a run achieved, in plain sentences: has it learned, does it overfit, was it still improving, what comes next.
+
+Each sentence follows from the losses of the run by the rules below; where they are too few, it says so.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from echelon.run.report.blocks import Point
+from echelon.run.report.nested import read_number, read_value
+from echelon.run.report.numbers import render_number, render_percent
+from echelon.run.report.points import read_points
+from echelon.run.report.run_record import RunRecord
+
+_FEWEST_STEPS, _FEWEST_EVALUATIONS = 20, 3
+# A loss must be lower by this share than that of a model without context, or than the first loss, to count as learned.
+_LEARNED = 0.02
+_RISEN = 0.01  # an evaluation loss that is higher than the lowest one by this share has risen
+_FELL = 0.005  # a loss that fell by this share in the last fifth of the steps was still falling
+_LAST = 0.2
+_DECAYED = 0.2  # a learning rate below this share of its peak
+
+
+Learning = Literal["learned", "not", "worse"]
+Fit = Literal["good", "overfitting", "unstable", "unknown"]
+
+
+@dataclass(frozen=True)
+class _Curves:
+    """Losses by step, without steps that were not applied. entropy: the loss of a model without context, if known."""
+
+    train: Sequence[Point]
+    held: Sequence[Point]
+    entropy: float | None
+
+    @property
+    def first(self) -> float:
+        return statistics.median(loss for _, loss in self.train[: self._near])
+
+    @property
+    def last(self) -> float:
+        return statistics.median(loss for _, loss in self.train[-self._near :])
+
+    @property
+    def _near(self) -> int:
+        return max(1, min(10, len(self.train) // 10))
+
+    def train_at(self, step: float) -> float:
+        """The training loss around a step."""
+        place = min(range(len(self.train)), key=lambda each: abs(self.train[each][0] - step))
+        return statistics.median(loss for _, loss in self.train[max(0, place - self._near) : place + self._near + 1])
+
+
+def judge_run(record: RunRecord) -> list[str]:
+    """Return two to four sentences about a run; none before its first step."""
+    applied = [row for row in record.train_rows if row.get("skipped") is not True]
+    entropies = [read_number(event, "unigram_entropy") for event in record.starts]
+    curves = _Curves(read_points(applied, "loss"), read_points(record.eval_rows, "loss"), (entropies or [None])[-1])
+    count = len(curves.train)
+    if not count:
+        return []
+    if count < _FEWEST_STEPS:
+        steps = "1 step has" if count == 1 else f"{count} steps have"
+        return [f"Too short to say whether the model has learned: {steps} a loss, at least {_FEWEST_STEPS} are needed."]
+    learning, learned = _judge_learning(curves)
+    fit, fitting = _judge_fitting(curves)
+    is_falling, trend = _judge_trend(curves, record)
+    shows_trend = learning == "learned" and fit in ("good", "unknown")
+    return [learned, fitting, *([trend] if shows_trend else []), _advise(record, learning, fit, is_falling)]
+
+
+def describe_context(loss: float, entropy: float) -> str:
+    """What a loss says beside the entropy of the token frequencies of the same text."""
+    other = "that of a model that only knows how often each token occurs (unigram_entropy)"
+    if loss > (1 - _LEARNED) * entropy:
+        return f"The loss is no lower than {other}: this model has not learned from context yet."
+    return f"The loss is {render_number(entropy - loss, 3)} lower than {other}: this model predicts from context."
+
+
+def _judge_learning(curves: _Curves) -> tuple[Learning, str]:
+    """Whether the model has learned. Without the entropy, the first training loss is what it is compared with."""
+    first, last = curves.first, curves.last
+    change = f"from {render_number(first)} to {render_number(last)}"
+    if last > first + _LEARNED * abs(first):
+        return "worse", f"It has not learned: the training loss rose {change}."
+    if curves.entropy is not None:
+        name, loss = ("evaluation", curves.held[-1][1]) if curves.held else ("training", last)
+        limit = f"the {render_number(curves.entropy)} of a model that only knows how often each token occurs"
+        found = f"the {name} loss is {render_number(loss)}"
+        if loss > (1 - _LEARNED) * curves.entropy:
+            return "not", f"It has not learned from context yet: {found}, not below {limit}."
+        return "learned", f"It has learned: {found}, below {limit}; training began at {render_number(first)}."
+    if last > first - _LEARNED * abs(first):
+        return "not", f"It has hardly learned: the training loss went {change}."
+    return "learned", f"It has learned: the training loss fell {change}."
+
+
+def _judge_fitting(curves: _Curves) -> tuple[Fit, str]:
+    """Whether it overfits: the evaluation loss rises while the training loss falls."""
+    held = curves.held
+    if len(held) < _FEWEST_EVALUATIONS:
+        count = ("no evaluation", "one evaluation", "two evaluations")[len(held)]
+        every = max(1, round(curves.train[-1][0] / 5))
+        need = "" if held else ", with held-out text (data.validation_fraction)"
+        return "unknown", (
+            f"Whether it overfits cannot be seen from {count}; at least {_FEWEST_EVALUATIONS} are needed, such as by "
+            f"train.eval_every={every}{need}."
+        )
+    step, best = min(held, key=lambda point: point[1])
+    last = held[-1][1]
+    if last <= best + _RISEN * abs(best):
+        return "good", "There is no sign of overfitting: the evaluation loss is at its lowest, or within 1 % of it."
+    rise = (
+        f"the evaluation loss was lowest at step {step:,.0f} ({render_number(best)}) and is {render_number(last)} now"
+    )
+    if curves.last < curves.train_at(step):
+        return "overfitting", f"It is overfitting: {rise}, while the training loss went on falling."
+    return "unstable", f"Training became unstable: {rise}, and the training loss has not fallen since then."
+
+
+def _judge_trend(curves: _Curves, record: RunRecord) -> tuple[bool, str]:
+    """Whether the loss still fell in the last fifth of the steps, by more than its noise."""
+    end = curves.train[-1][0]
+    if len(curves.held) >= _FEWEST_EVALUATIONS:
+        earlier = [point for point in curves.held if point[0] <= (1 - _LAST) * end] or [curves.held[0]]
+        (since, start), last, noise, name = earlier[-1], curves.held[-1][1], 0.0, "evaluation"
+    else:
+        size = max(4, round(_LAST * len(curves.train)))
+        early, late = curves.train[-2 * size : -size], curves.train[-size:]
+        losses = [[loss for _, loss in points] for points in (early, late)]
+        start, last = map(statistics.mean, losses)
+        noise = 2 * sum(statistics.variance(each) / size for each in losses) ** 0.5
+        since, name = late[0][0], "training"
+    share = (start - last) / (abs(start) or 1.0)
+    if share > _FELL and start - last <= noise:
+        return True, (
+            f"Whether it was still improving cannot be told: from step {since:,.0f} on, the training loss changed by "
+            "less than it goes up and down from step to step."
+        )
+    if share > _FELL:
+        return (
+            True,
+            f"It was still improving: the {name} loss fell by {render_percent(share)} from step {since:,.0f} on.",
+        )
+    return False, f"It has levelled off: the {name} loss hardly fell from step {since:,.0f} on{_blame_rate(record)}."
+
+
+def _blame_rate(record: RunRecord) -> str:
+    """The learning rate as a cause of a flat end, if it has decayed."""
+    rates = [rate for row in record.train_rows if (rate := read_number(row, "learning_rate")) is not None]
+    if not rates or rates[-1] > _DECAYED * max(rates):
+        return ""
+    return f", where the learning rate was down to {rates[-1]:.1e} of at most {max(rates):.1e}"
+
+
+def _advise(record: RunRecord, learning: Learning, fit: Fit, is_falling: bool) -> str:
+    """What to do next: the key of the recipe, or the command."""
+    if record.summary.status not in ("done", "running"):
+        return "Next: the same command goes on from the newest checkpoint."
+    if fit == "overfitting" and read_value(record.recipe, "checkpoint", "keep_best") is True:
+        return "Next: use the best weights (--checkpoint best), and train on more text or for fewer steps."
+    if fit == "overfitting":
+        return (
+            "Next: train on more text or for fewer steps. checkpoint.keep_best=true keeps the best weights, and "
+            "evaluate.early_stopping=3 ends such a run."
+        )
+    rate = read_number(record.recipe, "optim", "learning_rate")
+    if fit == "unstable" or learning == "worse":
+        lower = "a lower optim.learning_rate" if rate is None else f"optim.learning_rate={rate / 3:.1g}"
+        return f"Next: train again with {lower} and --fresh."
+    longer = _name_longer(record)
+    if learning == "not":
+        return (
+            f"Next: train for longer ({longer}), or with a higher optim.learning_rate. `echelon data RECIPE` shows "
+            "what the model reads."
+        )
+    if is_falling:
+        return f"Next: train for longer: the same command with {longer} goes on from here."
+    return "Next: more steps alone will hardly help; more text, a larger model or another optim.learning_rate may."
+
+
+def _name_longer(record: RunRecord) -> str:
+    """The override that doubles the length of a run."""
+    for name in ("steps", "tokens", "epochs"):
+        if (value := read_number(record.recipe, "train", name)) is not None:
+            return f"train.{name}={2 * value:.12g}"
+    return "a higher train.steps"

@@ -1,0 +1,148 @@
+"""The section of a report about profiled steps: where their time went, what was sent, what recording cost."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from echelon.ground.redaction import redact_text
+from echelon.ground.sizes import render_bytes, render_rate, render_seconds
+from echelon.planner.hardware.links import usual_links
+from echelon.run.report.blocks import Bars, Block, HeatMap, Lines, Table
+from echelon.run.report.nested import read_mapping, read_number, read_value
+from echelon.run.report.numbers import render_percent
+from echelon.run.report.run_record import RunRecord
+from echelon.run.report.trace import PARTS, Collectives, Trace
+
+_NAME_WIDTH = 70
+# The speed of a machine drifts, so recorded steps are compared with so many steps before and after them.
+_NEAR_STEPS = 20
+
+
+def build_profile(record: RunRecord) -> Iterator[Block]:
+    """Yield the blocks of the section; none without traces."""
+    traces = record.traces
+    if not traces:
+        return
+    steps = [step.step for step in traces[0].steps]
+    yield Bars([(f"rank {trace.rank}, mean step", list(mean_parts(trace).items())) for trace in traces], "seconds")
+    yield Table(
+        ("part of a step", *(f"rank {trace.rank}" for trace in traces)),
+        [(name, *(_show_part(trace, name) for trace in traces)) for name in PARTS],
+    )
+    hidden = [statistics.mean(step.hidden for step in trace.steps) for trace in traces]
+    yield Lines(
+        [
+            f"Communication behind computation, on average per step: {', '.join(map(render_seconds, hidden))}.",
+            *_describe_cost(record, steps),
+        ]
+    )
+    if len(traces) > 1:
+        yield HeatMap(
+            "time of a step",
+            [f"rank {trace.rank}" for trace in traces],
+            [f"step {step}" for step in steps],
+            [[_find_seconds(trace, step) for step in steps] for trace in traces],
+            "seconds",
+        )
+    yield from _list_collectives(traces[0], record)
+    yield _list_kernels(traces[0])
+
+
+def _list_kernels(trace: Trace) -> Table:
+    whole = sum(step.seconds for step in trace.steps) or 1.0
+    return Table(
+        (f"the longest kernels or operators of rank {trace.rank}", "calls", "time", "of the steps"),
+        [
+            (
+                name if len(name) <= _NAME_WIDTH else f"{name[:_NAME_WIDTH]}...",
+                f"{count:,}",
+                render_seconds(seconds),
+                render_percent(seconds / whole),
+            )
+            for name, count, seconds in trace.kernels
+        ],
+    )
+
+
+def mean_parts(trace: Trace) -> dict[str, float]:
+    """Return the seconds of each part, on average over the profiled steps of a rank."""
+    return {name: statistics.mean(step.parts[name] for step in trace.steps) for name in PARTS}
+
+
+def _show_part(trace: Trace, name: str) -> str:
+    parts = mean_parts(trace)
+    return f"{render_seconds(parts[name])} ({render_percent(parts[name] / (sum(parts.values()) or 1.0))})"
+
+
+def _find_seconds(trace: Trace, step: int) -> float | None:
+    return next((each.seconds for each in trace.steps if each.step == step), None)
+
+
+def _describe_cost(record: RunRecord, steps: Sequence[int]) -> Iterator[str]:
+    """Compare the profiled steps with those around them, by their rows."""
+    profiled = [
+        value
+        for row in record.train_rows
+        if row["step"] in steps and (value := read_number(row, "step_seconds")) is not None
+    ]
+    others = [
+        value
+        for row in record.steady_rows
+        if min(steps) - _NEAR_STEPS <= row["step"] <= max(steps) + _NEAR_STEPS
+        and (value := read_number(row, "step_seconds")) is not None
+    ]
+    if profiled and others:
+        taken, usual = statistics.median(profiled), statistics.median(others)
+        yield (
+            f"A step took {render_seconds(taken)} while it was recorded, and {render_seconds(usual)} before and after: "
+            f"recording costs {render_percent(taken / usual - 1)}."
+        )
+
+
+def _list_collectives(trace: Trace, record: RunRecord) -> Iterator[Block]:
+    if not trace.collectives:
+        return
+    count = len(trace.steps)
+    yield Table(
+        (f"collectives of rank {trace.rank}, per step", "calls", "its input", "time", "bus bandwidth", "link"),
+        [
+            (
+                each.name if each.ends is None else f"{each.name}, ranks {each.ends[0]} to {each.ends[1]}",
+                f"{each.count / count:.1f}",
+                "unknown" if each.bytes is None else render_bytes(each.bytes / count),
+                render_seconds(each.seconds / count),
+                "unknown" if each.bus_rate is None else render_rate(each.bus_rate),
+                _compare_with_link(each, record),
+            )
+            for each in trace.collectives
+        ],
+    )
+    yield Lines(
+        [
+            "The time of a collective includes waiting for the other ranks. The bus bandwidth is what each link of a "
+            "ring would carry, so that it compares with the bandwidth of the network whatever the number of ranks; "
+            "the link is the slowest one between the ranks, with the bandwidth that large collectives reach on it."
+        ]
+    )
+
+
+def _compare_with_link(sent: Collectives, record: RunRecord) -> str:
+    """Return the share that a collective used of the slowest link between its ranks."""
+    cluster = read_mapping(record.environment, "cluster")
+    count, per_machine = read_number(cluster, "num_devices"), read_number(cluster, "devices_per_node")
+    if not count or not per_machine:
+        return "unknown"
+    if count <= per_machine:
+        place = "inside"
+    elif sent.ends is None:
+        return "unknown"
+    else:
+        place = "inside" if sent.ends[0] // per_machine == sent.ends[1] // per_machine else "between"
+    name, bandwidth = read_value(cluster, "links", place, "name"), read_number(cluster, "links", place, "bandwidth")
+    if bandwidth is None and read_value(cluster, "kind") == "cuda":
+        links = usual_links(str(read_value(cluster, "accelerator", "name")))
+        link = links.inside if place == "inside" else links.between
+        name, bandwidth = link.name, link.bandwidth
+    if bandwidth is None or sent.bus_rate is None:
+        return "unknown"
+    share, of = render_percent(sent.bus_rate / bandwidth), redact_text(str(name))
+    return f"{share} of {of} ({render_rate(bandwidth)})"

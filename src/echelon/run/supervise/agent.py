@@ -1,0 +1,326 @@
+"""The agent of a machine: it starts the workers under torchrun's elastic agent, which runs inside this process.
+
+Each machine of a job has one agent; a single machine is a group of one. Within an attempt, torchrun's agents meet,
+assign the ranks, and restart all workers when a machine joins. How an attempt ended, and whether there is another one,
+is decided once for all machines (`meeting.py`): torchrun's agents know exit codes, but neither the messages of ranks
+nor that a failure would recur, and they leave no room to remove partial files between two of their own attempts.
+"""
+
+import json
+import logging
+import platform
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from echelon.ground.errors import LaunchError, first_line
+from echelon.ground.hosts import HostGroup, await_name, find_interface, find_own_address
+from echelon.ground.launch_environment import ADDRESS_VARIABLE, RESTART_VARIABLE, exported, read_clock
+from echelon.ground.logs import erase_progress_bar, keep_console_in
+from echelon.ground.run_files import is_run, newest_step
+from echelon.ground.scratch import scratch_folder
+from echelon.ground.stop_request import ECHO_SECONDS, STOP_SIGNALS, read_stop_file
+from echelon.ground.stored import write_text
+from echelon.run.folder.run_folder import describe_gone
+from echelon.run.supervise.hang_verdict import explain_hang, read_records
+from echelon.run.supervise.meeting import Decision, HostReport, Meeting
+from echelon.run.supervise.news import news_shared
+from echelon.run.supervise.outcome import (
+    FAILED,
+    STOPPED,
+    Cause,
+    Outcome,
+    ProcessDeath,
+    Weight,
+    find_cause,
+    find_silent,
+    is_peer_leaving,
+    read_outcomes,
+)
+from echelon.run.supervise.rendezvous import ALONE, TOGETHER, register_backends
+from echelon.run.supervise.replica_keeper import ReplicaKeeper
+from echelon.run.supervise.restart import Restarts, deaths_watched
+from echelon.run.supervise.warm_start import WarmStart, started_warm
+from echelon.run.supervise.workers import Workers
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+logger = logging.getLogger(__name__)
+
+# On a single machine: seconds between a signal of torchrun's agent and SIGKILL.
+_SHUTDOWN_SECONDS = 5
+_MONITOR_SECONDS = 0.2
+# The first machines of an elastic job wait this long for others.
+_LAST_CALL_SECONDS = 5
+# Cloud machines may start minutes apart.
+_JOIN_SECONDS = 1800
+# These end the job at once; STOP_SIGNALS let it save first.
+_ENDING_SIGNALS = (signal.SIGHUP, signal.SIGQUIT)
+
+
+class Agent:
+    """Starts this machine's workers, waits for them, restarts them when one fails, and ends them when stopped.
+
+    The agents of all machines end with the same outcome. The coordinator logs events of the whole job; each machine
+    logs its local events.
+    """
+
+    def __init__(self, group: HostGroup, warm: WarmStart | None = None) -> None:
+        """`warm`: the process that forks the workers; without one each starts an interpreter.
+
+        Raises LaunchError if the coordinator's name does not resolve, ConfigError for an unknown interface.
+        """
+        self._group = group
+        self._warm = warm
+        if not group.is_alone:
+            await_name(group)
+        self._address = find_own_address(group)
+        self.is_coordinator = False
+        """Whether this machine tells the user how the job ended."""
+        self.keeps_journal = False
+        """Whether this machine writes the run's events: the coordinator, or without shared files, rank 0's machine."""
+
+    def submit(self, job: Workers) -> Outcome:
+        """Run the job to its end; the outcome is the same on every machine. No worker outlives the call.
+
+        Workers inherit stdout and stderr. Raises LaunchError when the machines cannot meet, or the coordinator is lost.
+        """
+        from torch.distributed import DistError
+        from torch.distributed.elastic.multiprocessing import SignalException
+
+        _silence_torchrun()
+        with stops_forwarded(job.notice_seconds, job.folder.stop_path) as asked:
+            meeting = None
+            try:
+                meeting = Meeting(self._group, platform.node(), Restarts(job.max_restarts))
+                self.is_coordinator = meeting.coordinates
+                return self._run(job, meeting, asked)
+            except SignalException as error:
+                return Outcome(FAILED, f"stopped by {error.sigval.name}")
+            except DistError as error:
+                raise self._explain_loss(error) from error
+            finally:
+                if meeting is not None:
+                    meeting.close()
+
+    def _run(self, job: Workers, meeting: Meeting, asked: Sequence[object]) -> Outcome:
+        """Run attempts, each under a new torchrun agent, until the machines decide to end."""
+        folder = job.folder
+        announced: dict[str, str] = {}
+        while True:
+            attempt = meeting.attempt()
+            meeting.join(attempt)
+            cause, died_at = self._attempt(job, meeting, attempt, announced)
+            erase_progress_bar()
+            self.keeps_journal = meeting.coordinates if self._group.shares_files else 0 in folder.read_pids()
+            if self.keeps_journal and folder.logs_dir.is_dir():
+                keep_console_in(folder.console_path)
+            if asked:
+                meeting.watch(attempt).ask(read_stop_file(folder.stop_path) or "SIGTERM")
+            decision = meeting.await_decision(attempt, HostReport.of(meeting.host, cause, _find_newest_step(job)))
+            if meeting.host in decision.leaving:
+                return Outcome(STOPPED if cause.outcome.code == STOPPED else FAILED, cause.outcome.message)
+            if not decision.goes_on:
+                return Outcome(decision.code, decision.message)
+            if asked:  # since the decision: the next attempt stops as soon as it can
+                write_text(folder.stop_path, read_stop_file(folder.stop_path) or "SIGTERM")
+            ended_at = read_clock()
+            detection = None if died_at is None else max(0.0, time.time() - died_at)
+            self._tell_restart(job, decision, detection)
+            folder.clear_outcomes(restart=True)
+            announced = {RESTART_VARIABLE: json.dumps({"ended_at": ended_at, "detection_seconds": detection})}
+
+    def _attempt(
+        self, job: Workers, meeting: Meeting, attempt: int, announced: Mapping[str, str]
+    ) -> tuple[Cause, float | None]:
+        """Start the workers once, with all other machines; returns how they ended here, and when the first one died."""
+        folder, was_run = job.folder, is_run(job.folder.path)
+        variables = {**network_variables(self._address), **job.env, **announced}
+        # A single machine has no other to inform, and its workers handle a stop during startup themselves.
+        news: AbstractContextManager[None] = (
+            nullcontext() if self._group.is_alone else news_shared(meeting.watch(attempt), folder)
+        )
+        with exported(variables), news:
+            if job.min_replicas is not None:
+                deaths = ReplicaKeeper(job, self._warm).run()
+                died_at = min((each.time for each in deaths), default=None)
+            else:
+                with deaths_watched(folder, job.num_processes) as death:
+                    deaths = self._run_torchrun(job, self._settings(job, meeting, attempt))
+                died_at = death.died_at
+        silent = find_silent(folder.outcomes_dir)
+        cause = find_cause(read_outcomes(folder.outcomes_dir), deaths, folder.logs_dir, silent)
+        if cause.weight is Weight.DEATH and (verdict := explain_hang(read_records(folder.outcomes_dir), silent)):
+            outcome = replace(cause.outcome, message=f"{cause.outcome.message}; {verdict}")
+            cause = replace(cause, outcome=outcome)
+        if not folder.outcomes_dir.exists() or (was_run and not is_run(folder.path)):  # with the ranks' reports
+            cause = Cause(Outcome(FAILED, describe_gone(folder.path), final=True), Weight.CAUSE, time.time())
+        elif deaths and cause.weight is Weight.NOTHING:
+            cause = replace(cause, outcome=Outcome(FAILED, "its peers were lost"), weight=Weight.ECHO)
+        elif self._group.is_alone and is_peer_leaving(folder.outcomes_dir):  # not because a machine joins or leaves
+            cause = replace(cause, outcome=replace(cause.outcome, final=True))
+        return cause, died_at
+
+    def _settings(self, job: Workers, meeting: Meeting, attempt: int) -> dict[str, Any]:
+        """The rendezvous settings in torchrun's LaunchConfig."""
+        group = self._group
+        settings = {"min_nodes": group.min_nodes, "max_nodes": group.max_nodes, "run_id": f"echelon-{attempt}"}
+        if group.is_alone:
+            return settings | {"rdzv_backend": ALONE, "shutdown_timeout": _SHUTDOWN_SECONDS}
+        return settings | {
+            "rdzv_backend": TOGETHER,
+            "rdzv_endpoint": meeting.endpoint,
+            "rdzv_configs": {"is_host": 0, "last_call_timeout": _LAST_CALL_SECONDS, "join_timeout": _JOIN_SECONDS},
+            "local_addr": group.name or self._address,
+            # Workers that are stopped because a machine joins must save.
+            "shutdown_timeout": max(1, int(job.notice_seconds)),
+        }
+
+    def _run_torchrun(self, job: Workers, settings: Mapping[str, Any]) -> list[ProcessDeath]:
+        """Run torchrun's agent for one attempt; returns the processes with a non-zero exit code."""
+        # torch is imported only here, so that `echelon --help` is fast.
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import (
+            RendezvousClosedError,
+            RendezvousConnectionError,
+            RendezvousError,
+            RendezvousStateError,
+        )
+        from torch.distributed.launcher.api import elastic_launch
+
+        register_backends()
+        entrypoint, *arguments = job.argv
+        with scratch_folder("agent") as scratch:
+            try:
+                with started_warm(self._warm):
+                    elastic_launch(_build_config(job, scratch, settings), entrypoint)(*arguments)
+            except ChildFailedError as error:
+                failures = error.failures.items()
+                return [ProcessDeath(rank, each.pid, each.exitcode, each.timestamp) for rank, each in failures]
+            except RendezvousClosedError:
+                pass  # the attempt ended before this machine took part in it
+            except RendezvousConnectionError as error:
+                raise self._explain_loss(error.__cause__ or error) from error
+            except RendezvousStateError as error:
+                raise LaunchError(f"{error}, and start the same command again.") from error
+            except RendezvousError as error:
+                raise LaunchError(
+                    f"the rendezvous at {self._group.endpoint} failed: {error}; start the same command on "
+                    f"{self._group.min_nodes} machines."
+                ) from error
+        return []
+
+    def _explain_loss(self, error: BaseException) -> LaunchError:
+        return LaunchError(
+            f"the coordinator at {self._group.endpoint} is gone or unreachable "
+            f"({first_line(error)}); start the same command again on the remaining machines to resume "
+            "the run."
+        )
+
+    def _tell_restart(self, job: Workers, decision: Decision, detection: float | None) -> None:
+        """Log the restart, and write its events on the machine that keeps the journal."""
+        if not decision.message:  # machines left or joined
+            return
+        if self.keeps_journal:
+            job.folder.sweep()
+            with suppress(OSError):  # the disk may be full
+                job.folder.rows.append_event("failure", step=decision.step, code=FAILED, message=decision.message)
+                number = decision.restarts
+                job.folder.rows.append_event("restart", step=decision.step, number=number, detection_seconds=detection)
+        if self.is_coordinator:
+            where = "" if self._group.is_alone else ", on all machines"
+            start = "from the beginning" if decision.step is None else f"from step {decision.step}"
+            logger.warning(f"failure: {decision.message}")
+            logger.warning(f"restart {decision.restarts} of {job.max_restarts}{where}: {start}")
+
+
+def network_variables(address: str) -> dict[str, str]:
+    """The network variables of the workers of this machine, which has this address; a single machine uses loopback."""
+    interface = find_interface(address)
+    names = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    # The store of torchrun's agent listens on every interface, and would give restarted workers stale addresses.
+    return {ADDRESS_VARIABLE: address, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **names}
+
+
+def _find_newest_step(job: Workers) -> int | None:
+    """The newest step of the checkpoints on disk and the snapshots in memory."""
+    held = None if job.memory is None else newest_step(job.memory)
+    return max((step for step in (job.folder.newest_step(), held) if step is not None), default=None)
+
+
+def _build_config(job: Workers, scratch: Path, settings: Mapping[str, Any]) -> "LaunchConfig":
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    config: dict[str, Any] = {
+        "nproc_per_node": job.num_processes,
+        "logs_specs": DefaultLogsSpecs(log_dir=str(scratch)),
+        "role": "echelon",
+        "max_restarts": 0,
+        "monitor_interval": _MONITOR_SECONDS,
+        # Under nohup SIGHUP is ignored, and the job outlives its terminal.
+        "signals_to_handle": ",".join(
+            each.name for each in _ENDING_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN
+        ),
+        **settings,
+    }
+    known = {field.name for field in fields(LaunchConfig)}
+    return LaunchConfig(**{key: value for key, value in config.items() if key in known})
+
+
+def _silence_torchrun() -> None:
+    """Silence torchrun's loggers, which repeat the outcome's message as warnings and errors."""
+    import torch.distributed.elastic.agent.server.local_elastic_agent
+    import torch.distributed.elastic.rendezvous.dynamic_rendezvous  # noqa: F401
+
+    prefixes = ("torch.distributed.elastic", "torch.distributed.launcher")
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(prefixes):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+
+@contextmanager
+def stops_forwarded(notice_seconds: float, stop_file: Path) -> Iterator[Sequence[object]]:
+    """The first signal asks the workers to save and stop; a second one, or the end of the notice, ends the agent.
+
+    Yields a sequence that is non-empty once a signal has arrived. Afterwards restores the earlier handlers, including
+    those that torchrun's agent has replaced.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    asked: list[tuple[str, float]] = []
+
+    def stop(number: int, _: object) -> None:
+        name, now = signal.Signals(number).name, time.monotonic()
+        if not asked:
+            asked.append((name, now))
+            with suppress(OSError):  # the disk may be full
+                if notice_seconds > 0:
+                    write_text(stop_file, name)
+                    signal.setitimer(signal.ITIMER_REAL, notice_seconds)
+                    return
+        elif number != signal.SIGALRM and now - asked[0][1] < ECHO_SECONDS:
+            return
+        raise SignalException("stopped", signal.Signals[asked[0][0]])
+
+    mine = (*STOP_SIGNALS, signal.SIGALRM)
+    before = {each: signal.getsignal(each) for each in (*mine, *_ENDING_SIGNALS)}
+    for each in mine:
+        signal.signal(each, stop)
+    try:
+        yield asked
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def worker_argv(module: str, *arguments: str) -> tuple[str, ...]:
+    """The command that runs a module with this Python."""
+    return (sys.executable, "-m", module, *arguments)

@@ -1,0 +1,391 @@
+"""Agreement between the agents of a job, through a key-value store that one of them, the coordinator, hosts.
+
+Every attempt to train has a number. Each machine reports when it joins an attempt and how the attempt ended there. The
+coordinator then decides for all, so all machines do the same. Machines send heartbeats; a machine without heartbeats is
+lost. A single machine uses a store within its own process.
+"""
+
+import json
+import logging
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import Protocol, cast
+
+from echelon.ground.errors import LaunchError
+from echelon.ground.hosts import HostGroup, join_endpoint, limit_silence, open_coordinator
+from echelon.ground.listening import answers_as_store, is_loopback
+from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Cause, Outcome, Weight
+from echelon.run.supervise.restart import Restarts
+
+logger = logging.getLogger(__name__)
+
+LOST_SECONDS = 15.0
+"""A machine without a heartbeat for this long is lost."""
+
+_BEAT_SECONDS = 1.0
+_LOOK_SECONDS = 0.2
+_JOIN_SECONDS = 600.0
+# Timeout of one request to the store.
+_PATIENCE = timedelta(seconds=5)
+# A stop of the whole job reaches its machines at slightly different times.
+_ASKING_SECONDS = 1.5
+
+
+class _Store(Protocol):
+    """The part of torch's TCPStore that is used here; its type stubs are incomplete."""
+
+    def add(self, key: str, amount: int) -> int: ...
+    def append(self, key: str, value: str) -> None: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def clone(self) -> "_Store": ...
+    def get(self, key: str) -> bytes: ...
+    def set(self, key: str, value: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """How an attempt ended on one machine: the cause according to its ranks, and the newest checkpoint it sees."""
+
+    host: str
+    code: int
+    message: str
+    final: bool
+    weight: int
+    time: float
+    step: int | None
+
+    @staticmethod
+    def of(host: str, cause: Cause, step: int | None) -> "HostReport":
+        """The report of a machine."""
+        outcome = cause.outcome
+        return HostReport(host, outcome.code, outcome.message, outcome.final, int(cause.weight), cause.time, step)
+
+    @property
+    def outcome(self) -> Outcome:
+        """How the machine's ranks ended."""
+        return Outcome(self.code, self.message, self.final)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all machines do after an attempt: start another one, or end with this outcome.
+
+    `restarts`: the number of restarts after failures so far, including this one. `leaving`: machines that were asked to
+    stop and end, while the others continue.
+    """
+
+    goes_on: bool
+    code: int
+    message: str
+    restarts: int
+    step: int | None = None
+    leaving: tuple[str, ...] = ()
+
+
+def decide(
+    reports: Mapping[str, HostReport | None], asked: frozenset[str], group: HostGroup, restarts: Restarts
+) -> Decision:
+    """The coordinator's decision; a machine without a report is lost.
+
+    The cause of the end is the report with the smallest weight, and of those the earliest.
+    """
+    tally = _Tally.of(reports, asked)
+    first = tally.first
+    ending = tally.find_ending(group)
+    if ending is None and (asked or (first is not None and first.code == STOPPED)):
+        # Machines leave or join: the others have saved and continue.
+        return Decision(True, FAILED, "", restarts.done, tally.step, tuple(sorted(asked)))
+    if ending is None:
+        failure = tally.describe_failure()
+        ending = failure if tally.num_staying < group.min_nodes else restarts.refuse(failure, tally.step)
+        if ending is None:
+            return Decision(True, FAILED, failure.message, restarts.done, tally.step)
+    return Decision(False, ending.code, ending.message, restarts.done, tally.step)
+
+
+@dataclass(frozen=True)
+class _Tally:
+    """The reports of an attempt, the likely cause first; the machines that are lost, or were asked to stop."""
+
+    reports: tuple[HostReport, ...]
+    lost: tuple[str, ...]
+    asked: frozenset[str]
+
+    @staticmethod
+    def of(reports: Mapping[str, HostReport | None], asked: frozenset[str]) -> "_Tally":
+        received = sorted(
+            (each for each in reports.values() if each is not None), key=lambda each: (each.weight, each.time)
+        )
+        return _Tally(tuple(received), tuple(host for host, report in reports.items() if report is None), asked)
+
+    @property
+    def first(self) -> HostReport | None:
+        return self.reports[0] if self.reports else None
+
+    @property
+    def step(self) -> int | None:
+        return max((each.step for each in self.reports if each.step is not None), default=None)
+
+    @property
+    def num_staying(self) -> int:
+        return len(self.reports) - len(self.asked - set(self.lost))
+
+    def find_ending(self, group: HostGroup) -> Outcome | None:
+        """How the job ends even if restarts are left; None if it may continue."""
+        first = self.first
+        if first is not None and (first.code == REFUSED or (first.code == DONE and not self.lost)):
+            return first.outcome
+        if self.asked and not (group.is_elastic and self.num_staying >= group.min_nodes):
+            stopped = next((each for each in self.reports if each.code == STOPPED), first)
+            return Outcome(FAILED, "stopped by a signal") if stopped is None else stopped.outcome
+        if first is not None and first.code == STOPPED:
+            # torchrun's agents stop their workers when a machine joins.
+            is_membership = not group.is_alone and first.message.startswith("stopped by SIG")
+            return None if is_membership else first.outcome
+        return None
+
+    def describe_failure(self) -> Outcome:
+        """What failed, with the machines that stopped responding, since those can cause a hang."""
+        if self.first is None:
+            return Outcome(FAILED, "every machine was lost")
+        failure = self.first.outcome
+        if not self.lost:
+            return failure
+        num_hosts = len(self.reports) + len(self.lost)
+        silence = f"{len(self.lost)} of {num_hosts} machines stopped responding: {', '.join(self.lost)}"
+        if self.first.weight == Weight.CAUSE:
+            return replace(failure, message=f"{failure.message}; {silence}")
+        return Outcome(FAILED, silence)
+
+
+class Meeting:
+    """This machine's connection to the others. Every agent of a job creates one, for use by its main thread.
+
+    A single machine uses a store within this process. Methods raise torch's DistError when the coordinator is gone.
+    """
+
+    def __init__(self, group: HostGroup, name: str, restarts: Restarts) -> None:
+        """`name` is this machine's name in messages. Waits until the coordinator listens, or raises LaunchError."""
+        self._group = group
+        self._restarts = restarts
+        self.host = f"{name} ({uuid.uuid4().hex[:6]})"
+        listener = None if group.is_alone else open_coordinator(group)
+        self.coordinates = group.is_alone or listener is not None
+        self.endpoint = group.endpoint if listener is None else join_endpoint(*listener.getsockname()[:2])
+        """The endpoint at which this machine reaches the store."""
+        if listener is not None:
+            _warn_of_loopback(group, listener.getsockname()[0])
+            self._store = _host_store(listener)
+        else:
+            self._store = _open_own_store() if group.is_alone else _find_store(group)
+        self._beats: dict[str, tuple[bytes, float]] = {}
+        self._complete_at: float | None = None
+        self._over = threading.Event()
+        threading.Thread(target=self._beat, args=(self._store.clone(),), name="beat", daemon=True).start()
+
+    def attempt(self) -> int:
+        """The number of the current or next attempt."""
+        return self._store.add("attempt", 0)
+
+    def join(self, attempt: int) -> None:
+        """Announce that this machine takes part."""
+        logger.debug(f"attempt {attempt}: {self.host} takes part, store at {self.endpoint}")
+        self._store.append(f"{attempt}/hosts", self.host + "\n")
+
+    def await_decision(self, attempt: int, mine: HostReport) -> Decision:
+        """Report how the attempt ended here, wait until it has ended everywhere; returns what all machines do next."""
+        self._store.set(f"{attempt}/report/{self.host}", json.dumps(asdict(mine)))
+        key = f"{attempt}/decision"
+        while not self._store.check([key]):
+            if not (self.coordinates and self._decide(attempt, key)):
+                time.sleep(_LOOK_SECONDS)
+        fields = json.loads(self._store.get(key))
+        logger.debug(f"attempt {attempt}: decided {fields}")
+        if not self.coordinates:
+            self._store.append(f"{attempt}/read", self.host + "\n")
+        elif not fields["goes_on"]:
+            self._await_readers(attempt)
+        return Decision(**{**fields, "leaving": tuple(fields["leaving"])})
+
+    def watch(self, attempt: int) -> "Watch":
+        """The view of the store for a second thread."""
+        return Watch(self._store.clone(), attempt, self._group, self.host, self.coordinates, self._silent)
+
+    def close(self) -> None:
+        """Send no more heartbeats."""
+        self._over.set()
+
+    def _decide(self, attempt: int, key: str) -> bool:
+        """Decide for all machines under this key of the store, if the attempt has ended everywhere."""
+        reports = self._collect(attempt)
+        if reports is None:
+            return False
+        asked = self._find_asked(list(reports))
+        # If the coordinator leaves, the store is lost, so all machines must leave.
+        leaving = frozenset(reports if self.host in asked else asked)
+        decision = decide(reports, leaving, self._group, self._restarts)
+        if decision.goes_on:
+            self._store.add("attempt", 1)
+        self._store.set(key, json.dumps(asdict(decision)))
+        return True
+
+    def _collect(self, attempt: int) -> dict[str, HostReport | None] | None:
+        """The reports of all machines that joined, None for lost ones; None while one is still running."""
+        hosts = _lines(self._store, f"{attempt}/hosts")
+        reports: dict[str, HostReport | None] = {}
+        for host in hosts:
+            key = f"{attempt}/report/{host}"
+            if self._store.check([key]):
+                reports[host] = HostReport(**json.loads(self._store.get(key)))
+            elif self._silent(self._store, host):
+                reports[host] = None
+            else:
+                return None
+        now = time.monotonic()
+        self._complete_at = now if self._complete_at is None else self._complete_at
+        num_asked = len(self._find_asked(hosts))
+        if 0 < num_asked < len(hosts) and now - self._complete_at < _ASKING_SECONDS:
+            return None
+        self._complete_at = None
+        return reports
+
+    def _find_asked(self, hosts: list[str]) -> list[str]:
+        asked = set(_lines(self._store, "asked"))
+        return [host for host in hosts if host in asked]
+
+    def _silent(self, store: "_Store", host: str) -> bool:
+        """Whether a machine has stopped sending heartbeats, measured by this machine's clock."""
+        key = f"beat/{host}"
+        now = time.monotonic()
+        beat = store.get(key) if store.check([key]) else b""
+        before = self._beats.get(host)
+        if before is None or before[0] != beat:
+            self._beats[host] = (beat, now)
+            return False
+        return now - before[1] > LOST_SECONDS
+
+    def _await_readers(self, attempt: int) -> None:
+        """Wait until the others have read the decision, since the store ends with this process."""
+        deadline = time.monotonic() + LOST_SECONDS
+        others = set(_lines(self._store, f"{attempt}/hosts")) - {self.host}
+        while not others <= set(_lines(self._store, f"{attempt}/read")) and time.monotonic() < deadline:
+            others -= {host for host in others if self._silent(self._store, host)}
+            time.sleep(_LOOK_SECONDS)
+
+    def _beat(self, store: "_Store") -> None:
+        count = 0
+        with suppress(RuntimeError):  # the coordinator is gone; the next user of the store reports it
+            while not self._over.is_set():
+                store.set(f"beat/{self.host}", str(count := count + 1))
+                if not self.coordinates:  # every time, since torch opens new connections
+                    limit_silence(self._group, LOST_SECONDS)
+                self._over.wait(_BEAT_SECONDS)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """The part of a meeting used by a second thread during an attempt: sends and receives stops and deaths."""
+
+    store: "_Store"
+    attempt: int
+    group: HostGroup
+    host: str
+    coordinates: bool
+    silent: Callable[["_Store", str], bool]
+
+    def ask(self, name: str) -> None:
+        """Tell the others that this machine was asked to stop, by this signal."""
+        self.store.append("asked", self.host + "\n")
+        self.store.set("asked/name", name)
+
+    def asked(self) -> str | None:
+        """The signal that asked the whole job to stop; None in an elastic job, whose machines stop individually."""
+        is_all = not self.group.is_elastic and self.store.check(["asked/name"])
+        return self.store.get("asked/name").decode() if is_all else None
+
+    def count_missing(self) -> int:
+        """How many machines the attempt still needs to join."""
+        return max(0, self.group.min_nodes - len(self._hosts()))
+
+    def tell_death(self) -> None:
+        """Tell the others that this attempt has lost a rank."""
+        self.store.set(f"{self.attempt}/death", self.host)
+
+    def has_death(self) -> bool:
+        """Whether a machine has lost a rank, or is itself lost."""
+        key = f"{self.attempt}/death"
+        is_looking = self.coordinates and not self.store.check([key])
+        if is_looking and any(self.silent(self.store, host) for host in self._hosts()):
+            self.tell_death()
+        return self.store.check([key])
+
+    def _hosts(self) -> list[str]:
+        return _lines(self.store, f"{self.attempt}/hosts")
+
+
+def _lines(store: "_Store", key: str) -> list[str]:
+    return list(dict.fromkeys(store.get(key).decode().split("\n")[:-1])) if store.check([key]) else []
+
+
+def _warn_of_loopback(group: HostGroup, address: str) -> None:
+    if group.max_nodes > 1 and is_loopback(address) and group.host not in (address, "localhost"):
+        logger.warning(
+            f"{group.host} resolves to {address} here, which other machines cannot reach; remove that line from "
+            "/etc/hosts, or name the network interface (--interface)"
+        )
+
+
+def _host_store(listener: socket.socket) -> "_Store":
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    host, port = listener.getsockname()[:2]
+    store = TCPStore(
+        host, port, is_master=True, timeout=_PATIENCE, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return cast(_Store, store)
+
+
+def _open_own_store() -> "_Store":
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+    return cast(_Store, HashStore())
+
+
+def _find_store(group: HostGroup) -> "_Store":
+    """Connect to the coordinator's store once it listens. Raises LaunchError if none does, or another program does."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    deadline = time.monotonic() + _JOIN_SECONDS
+    strange_since: float | None = None
+    is_logged = False
+    while True:
+        asked_at = time.monotonic()
+        try:
+            with socket.create_connection((group.host, group.port), _PATIENCE.total_seconds()) as line:
+                if answers_as_store(line):
+                    return cast(_Store, TCPStore(group.host, group.port, timeout=_PATIENCE, wait_for_workers=False))
+            # It may also be a coordinator that is shutting down.
+            strange_since = strange_since or asked_at
+            if time.monotonic() - strange_since >= _PATIENCE.total_seconds():
+                raise LaunchError(
+                    f"another program listens at the rendezvous endpoint {group.endpoint}; end it, or choose another "
+                    "port."
+                )
+        except OSError as error:
+            if asked_at > deadline:
+                reason = error.strerror or str(error)
+                raise LaunchError(
+                    f"no agent listens at the rendezvous endpoint {group.endpoint} ({reason}); choose another port, "
+                    "or start the same command on that machine too."
+                ) from error
+            strange_since = None
+            if not is_logged:
+                is_logged = True
+                logger.info(f"waiting for the coordinator at {group.endpoint}")
+        time.sleep(_LOOK_SECONDS)

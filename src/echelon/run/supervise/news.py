@@ -1,0 +1,86 @@
+"""Share stops and deaths between machines while the workers run."""
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from echelon.ground.stop_request import read_stop_file
+from echelon.ground.stored import write_text
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.supervise.meeting import Watch
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.2
+# Between two log lines about machines that have not joined yet.
+_WAITING_SECONDS = 20.0
+
+
+@contextmanager
+def news_shared(watch: Watch, folder: RunFolder) -> Iterator[None]:
+    """Share stops and deaths with the other machines of an attempt during the block.
+
+    A lost coordinator counts as a death: the workers leave, and the main thread's next use of the store fails.
+    """
+    news = _News(watch, folder)
+    thread = threading.Thread(target=news.share, name="news", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        news.over.set()
+        thread.join()
+
+
+class _News:
+    def __init__(self, watch: Watch, folder: RunFolder) -> None:
+        self.over = threading.Event()
+        self._watch = watch
+        self._folder = folder
+        self._next_line_at = time.monotonic() + _WAITING_SECONDS
+
+    def share(self) -> None:
+        """Poll the folder and the store until the attempt is over. Forwards each stop and each death once."""
+        is_stop_known = is_death_known = False
+        try:
+            while not self.over.wait(_LOOK_SECONDS):
+                self._log_missing()
+                is_stop_known = is_stop_known or self._share_stop()
+                is_death_known = is_death_known or self._share_death()
+        except RuntimeError:
+            with suppress(OSError):
+                write_text(self._folder.death_path, "the coordinator is lost\n")
+
+    def _log_missing(self) -> None:
+        is_late = self._watch.coordinates and time.monotonic() > self._next_line_at
+        if is_late and (missing := self._watch.count_missing()):
+            needed = self._watch.group.min_nodes
+            logger.info(f"waiting for machines: {needed - missing} of {needed} have joined")
+            self._next_line_at += _WAITING_SECONDS
+
+    def _share_stop(self) -> bool:
+        if (name := read_stop_file(self._folder.stop_path)) is not None:
+            self._watch.ask(name)
+        elif (name := self._watch.asked()) is not None:
+            write_text(self._folder.stop_path, name)
+            if not self._folder.read_pids():
+                os.kill(os.getpid(), signal.Signals[name])  # the main thread is waiting for machines
+                time.sleep(_LOOK_SECONDS)
+        else:
+            return False
+        if not self._folder.read_pids():  # there is no rank yet that could save
+            os.kill(os.getpid(), signal.SIGALRM)  # `stops_forwarded` treats it as the end of the notice
+        return True
+
+    def _share_death(self) -> bool:
+        if self._folder.death_path.exists():
+            self._watch.tell_death()
+        elif self._watch.has_death():
+            write_text(self._folder.death_path, "another machine has lost a rank\n")
+        else:
+            return False
+        return True

@@ -1,0 +1,29 @@
+"""The worker processes that an agent starts on its machine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from echelon.run.folder.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Workers:
+    """`num_processes` copies of `argv`, which differ in RANK and the other variables of torchrun.
+
+    `max_restarts`: how often all of them are restarted after a failure. `notice_seconds`: how long they may take to
+    save when they are asked to stop; 0: they are ended immediately. `memory`: an in-memory folder for snapshots, from
+    which restarted workers resume. `min_replicas`: the workers are replicas, of which at least so many train, and the
+    others go on without a lost one; None: they are ranks that need each other. `num_essential`: the first so many
+    replicas are parameter servers, which the others need.
+    """
+
+    argv: tuple[str, ...]
+    num_processes: int
+    folder: RunFolder
+    env: Mapping[str, str] = field(default_factory=dict)
+    max_restarts: int = 0
+    notice_seconds: float = 0.0
+    memory: Path | None = None
+    min_replicas: int | None = None
+    num_essential: int = 0

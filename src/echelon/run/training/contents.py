@@ -1,0 +1,59 @@
+"""The content of a run's checkpoint, and how it is loaded."""
+
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from echelon.learn.checkpoint.folder import Checkpoint
+from echelon.learn.checkpoint.store import CheckpointStore
+from echelon.learn.distributed.mesh import Meshes
+from echelon.learn.distributed.objects import gather_objects
+from echelon.learn.engines import Engine
+from echelon.learn.sync import Synchronizer
+from echelon.run.journal.goodput import GoodputTracker
+from echelon.run.training.bad_steps import StepJudge
+from echelon.run.training.state import SavedState, TrainState
+
+
+@dataclass(frozen=True)
+class RunContents:
+    """The parts of a run that are saved in a checkpoint, other than counters. Every method is collective."""
+
+    engine: Engine
+    sync: Synchronizer
+    judge: StepJudge
+    meshes: Meshes
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every tensor of a checkpoint: the engine's and the synchronizer's."""
+        return self.sync.tensors(self.engine.state_dict())
+
+    def describe(self, state: TrainState, goodput: GoodputTracker) -> dict[str, Any]:
+        """Return the content that is not a tensor, as JSON values."""
+        return {
+            "train": state.to_dict(),
+            "sync": self.sync.state_dict(),
+            "judges": self._gather_judges(),
+            "goodput": goodput.state_dict(),
+        }
+
+    def load(self, checkpoint: Checkpoint, store: CheckpointStore) -> SavedState:
+        """Load a checkpoint into every part; return its content that is not a tensor.
+
+        Raises:
+            CheckpointError: it is hostile, or does not belong to this run. The run cannot continue after this.
+        """
+        saved = SavedState.from_dict(checkpoint.read_state())
+        fill = partial(store.load, checkpoint)
+        self.sync.load_state_dict(saved.sync)
+        self.engine.load(lambda tensors: self.sync.load(tensors, fill))
+        judges = saved.judges
+        self.judge.load_state_dict(asdict(judges[self.meshes.place["replica"] % len(judges)]))
+        return saved
+
+    def _gather_judges(self) -> list[dict[str, Any]]:
+        """Return the state of each replica's judge. Collective."""
+        own = self.judge.state_dict()
+        return [own] if self.meshes.outer is None else gather_objects(own, self.meshes.outer)

@@ -1,0 +1,66 @@
+"""Samples `evaluate.prompts` during training, on all ranks, because each may hold only a shard of the model."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from echelon.learn.data.panics import panics_told
+from echelon.learn.engines.engine import Evaluation
+from echelon.learn.generation import continue_prompts, find_end
+from echelon.learn.sampling import Sampling, row_seed
+from echelon.run.training.evaluation_checks import encode_prompts
+
+
+class PromptSampler:
+    """Continues the same prompts with the same random draws at every evaluation.
+
+    The draws equal those of `echelon generate` with default settings and the run's seed. Each token is a forward pass,
+    also after all samples have ended: every rank runs the same passes.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[str],
+        max_tokens: int,
+        tokenizer: PreTrainedTokenizerBase,
+        stops: Sequence[int],
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        """`stops`: token ids that end a sample."""
+        self.prompts = tuple(prompts)
+        self._tokenizer = tokenizer
+        self._stops = frozenset(stops)
+        self._ids = encode_prompts(prompts, tokenizer)
+        self._max_tokens = max_tokens
+        self._seed = seed
+        self._device = device
+
+    def describe(self) -> str:
+        """Describe the cost in one line."""
+        return (
+            f"samples: {len(self.prompts)} prompts, {self._max_tokens} tokens each: {self._max_tokens} forward passes "
+            "per evaluation"
+        )
+
+    def run(self, evaluation: Evaluation, beat: Callable[[], None] = lambda: None) -> list[str]:
+        """Return the prompts with their continuations. Collective: all ranks run the same passes and draws.
+
+        `beat` is called before each forward pass.
+        """
+        seeds = [row_seed(self._seed, prompt, 0) for prompt in self.prompts]
+        sampling = Sampling(self._max_tokens)
+
+        def go_on(_: Tensor) -> bool:
+            beat()
+            return False
+
+        beat()
+        new = continue_prompts(evaluation, self._ids, sampling, seeds, self._device, go_on).tokens.tolist()
+        return [self._decode(ids + row[: find_end(row, self._stops)]) for ids, row in zip(self._ids, new, strict=True)]
+
+    def _decode(self, ids: list[int]) -> str:
+        with panics_told(self._tokenizer.name_or_path, "a sample of evaluate.prompts"):
+            return str(self._tokenizer.decode(ids, skip_special_tokens=True))

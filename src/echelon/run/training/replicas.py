@@ -1,0 +1,184 @@
+"""Checks that all replicas have the same weights, to detect silent faults such as bad memory."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from echelon.learn.distributed.mesh import EXPERT_AXES, Grid, Meshes
+from echelon.learn.distributed.objects import gather_objects
+from echelon.learn.model.sharding import local_part
+from echelon.planner.plan import ParallelPlan
+
+# Ranks that differ only along these axes belong to the same replica and pipeline stage.
+_COPYING_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 2**22  # numbers hashed at once: a 64-bit copy of a full parameter would need much memory
+# The constants and shifts of SplitMix64 (Steele, Lea & Flood 2014), as signed words.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Ranks whose weights differ from their replicas.
+
+    Attributes:
+        ranks: the ranks that differ from the majority; all of them if there is no majority.
+        replicas: the ranks that should have equal weights.
+        parameter: the first parameter that differs.
+        num_parameters: the number of parameters that differ.
+    """
+
+    ranks: tuple[int, ...]
+    replicas: tuple[int, ...]
+    parameter: str
+    num_parameters: int
+
+    def describe(self) -> str:
+        """Return a clause for a message."""
+        others = [rank for rank in self.replicas if rank not in self.ranks]
+        who = f"rank {_listed(self.ranks)} {'has' if len(self.ranks) == 1 else 'have'}"
+        than = f"other weights than rank {_listed(others)}" if others else "different weights"
+        return (
+            f"{who} {than}, and all must be equal: {self.num_parameters} tensors differ, the first is {self.parameter}"
+        )
+
+
+def describe_replicas(plan: ParallelPlan) -> str:
+    """Return a line for the start of a run: what `fault.verify_replicas_every` compares under a plan."""
+    if plan.dp_replicate == 1:
+        if plan.tp > 1:
+            return f"replicas: the {plan.tp} copies of weights that tensor parallelism does not divide are compared"
+        return "replicas: under this plan each weight is on one rank only, so there is nothing to compare"
+    return f"replicas: {plan.dp_replicate} copies of each weight are compared"
+
+
+def compare_replicas(tensors: Mapping[str, Tensor], meshes: Meshes) -> list[Difference]:
+    """Compare all copies of each weight; return the differences, the same on every rank. Collective.
+
+    Copies are along dp_replicate, and along every other axis that does not shard the tensor. Each rank sends two
+    numbers per tensor.
+
+    Args:
+        tensors: the engine's tensors, of which those named `model.NAME` are compared.
+    """
+    weights = {name.removeprefix("model."): each for name, each in tensors.items() if name.startswith("model.")}
+    names = list(weights)
+    found = list(_find_differing(_gather_digests(list(weights.values()), meshes), meshes.grid))
+    if not found:
+        return []
+    all_names = gather_objects(names, meshes.everyone)  # other pipeline stages have other names
+    return [
+        Difference(odd, copies, all_names[copies[0]][differing[0]], len(differing)) for odd, copies, differing in found
+    ]
+
+
+def _find_differing(
+    digests: list[list[tuple[int, int]]], grid: Grid
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], list[int]]]:
+    """Yield (ranks that differ, ranks that should be equal, indices of the differing tensors).
+
+    Args:
+        digests: for each rank, the result of `_gather_digests`.
+    """
+    for code in sorted({code for each in digests for code, _ in each} - {0}):
+        for copies in grid.peers(_decode(code)):
+            places = [place for place, (each, _) in enumerate(digests[copies[0]]) if each == code]
+            hashes = {rank: tuple(digests[rank][place][1] for place in places) for rank in copies}
+            odd = find_odd_ranks(hashes)
+            if odd:
+                columns = zip(places, zip(*hashes.values(), strict=True), strict=True)
+                yield odd, tuple(copies), [place for place, column in columns if len(set(column)) > 1]
+
+
+def _gather_digests(weights: list[Tensor], meshes: Meshes) -> list[list[tuple[int, int]]]:
+    """Return, for each rank and tensor, the axes along which it has copies, encoded as a number, and its hash.
+
+    Code 0 means no copies; it also pads pipeline stages with fewer tensors than others.
+    """
+    device = torch.device("cpu" if dist.get_backend(meshes.everyone) == "gloo" else meshes.device_type)
+    count = torch.tensor(len(weights), device=device)
+    dist.all_reduce(count, dist.ReduceOp.MAX, group=meshes.everyone)
+    mine = torch.zeros(int(count), 2, dtype=torch.int64, device=device)
+    for place, weight in enumerate(weights):
+        code = _encode(copied_axes(weight, meshes.grid))
+        if code:
+            mine[place, 0] = code
+            mine[place, 1] = hash_bits(local_part(weight))
+    everyone = [torch.empty_like(mine) for _ in range(meshes.num_devices)]
+    dist.all_gather(everyone, mine, group=meshes.everyone)
+    return [[(code, digest) for code, digest in each.tolist()] for each in everyone]
+
+
+def copied_axes(weight: Tensor, grid: Grid) -> tuple[str, ...]:
+    """Return the axes of size above 1 along which the ranks of a replica and stage have the same part of a tensor."""
+    divided: set[str] = set()
+    if isinstance(weight, DTensor):
+        for name, placement in zip(weight.device_mesh.mesh_dim_names or (), weight.placements, strict=True):
+            if not placement.is_replicate():
+                divided.update(EXPERT_AXES[name])
+    return tuple(axis for axis in _COPYING_AXES if grid.sizes[axis] > 1 and axis not in divided)
+
+
+def _encode(axes: tuple[str, ...]) -> int:
+    """Encode axes as a number, one bit per axis."""
+    return sum(1 << _COPYING_AXES.index(axis) for axis in axes)
+
+
+def _decode(code: int) -> tuple[str, ...]:
+    return tuple(axis for place, axis in enumerate(_COPYING_AXES) if code >> place & 1)
+
+
+def describe_differences(differences: list[Difference], step: int) -> str:
+    """Return the message for a run that ends after this step because replicas differ."""
+    return (
+        f"after step {step}: {'; '.join(each.describe() for each in differences)}. Nothing was saved since the "
+        "replicas were last equal. Check that machine for bad memory or another hardware fault; run the same command "
+        "again to resume from the newest checkpoint."
+    )
+
+
+@torch.no_grad()
+def hash_bits(tensor: Tensor) -> Tensor:
+    """Hash a tensor's bits and their positions to 64 bits: an int64 scalar on its device. No synchronization.
+
+    The sum, modulo 2^64, of SplitMix64's finalizer of each element's bits and position. For a fixed position the
+    finalizer is a bijection, so a change of a single element is always detected; for other changes the probability of
+    an equal hash is about 2^-64. It detects mistakes and broken memory, not attacks.
+    """
+    words = tensor.detach().contiguous().flatten().view(_WORDS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for first in range(0, len(words), _CHUNK):
+        chunk = words[first : first + _CHUNK].to(torch.int64)
+        mixed = chunk ^ (torch.arange(first + 1, first + 1 + len(chunk), device=tensor.device) * _GOLDEN)
+        mixed = (mixed ^ _shifted(mixed, 30)) * _FIRST
+        mixed = (mixed ^ _shifted(mixed, 27)) * _SECOND
+        total += (mixed ^ _shifted(mixed, 31)).sum()
+    return total
+
+
+def _shifted(words: Tensor, places: int) -> Tensor:
+    """Logical right shift: torch's shift of signed integers is arithmetic."""
+    return torch.bitwise_and(words >> places, 2 ** (64 - places) - 1)
+
+
+def find_odd_ranks(hashes: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the ranks whose hashes differ from the majority; all if there is no majority, none if all are equal.
+
+    Args:
+        hashes: by rank, for ranks that should have equal hashes.
+    """
+    counts = Counter(hashes.values())
+    if len(counts) == 1:
+        return ()
+    usual, count = counts.most_common(1)[0]
+    return tuple(rank for rank, each in hashes.items() if each != usual or 2 * count <= len(hashes))
+
+
+def _listed(ranks: tuple[int, ...] | list[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,106 @@
+"""Finds a rank that is persistently slower than others, from the time that each needs for its own part of a step."""
+
+import platform
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.ground.stop_request import STRAGGLER
+from echelon.learn.distributed.mesh import Meshes
+from echelon.learn.distributed.objects import gather_objects
+
+# A rank is slow if, in so many windows in a row, the median of its own time over the steps of the window is above that
+# of its peers by a share of it, and by a share of the step.
+_WINDOW_STEPS = 25
+_NUM_WINDOWS = 2
+_SLOWER = 1.25
+_SHARE_OF_STEP = 0.10
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
+
+
+def read_own_time() -> float:
+    """Return the seconds in which the calling thread has worked or waited for a core, but not for other ranks.
+
+    Without a GPU that is a rank's own part of a step. Linux counts it for each thread, in nanoseconds
+    (Documentation/scheduler/sched-stats.rst); elsewhere only the work is known.
+    """
+    try:
+        worked, waited, _ = _SCHEDSTAT.read_bytes().split()
+    except (OSError, ValueError):
+        return time.thread_time()
+    return (int(worked) + int(waited)) / 1e9
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A slow rank: its own seconds per step, those of its peers, medians. `step`: the one after which it was found."""
+
+    step: int
+    rank: int
+    host: str
+    own_seconds: float
+    peer_seconds: float
+    step_seconds: float
+
+    def describe(self) -> str:
+        """Return a sentence about it."""
+        factor = "" if self.peer_seconds <= 0 else f", {self.own_seconds / self.peer_seconds:.2f} times those of others"
+        return (
+            f"rank {self.rank} on {self.host} is slow: over the last {_NUM_WINDOWS * _WINDOW_STEPS} steps it needed "
+            f"{1e3 * self.own_seconds:.1f} ms for its own part of a step{factor}; the other ranks wait for it"
+        )
+
+
+def build_straggler_watch(meshes: Meshes, stops: bool) -> "StragglerWatch":
+    """Build the watch of this rank. Collective: hosts are gathered."""
+    hosts = gather_objects(platform.node(), meshes.everyone)
+    return StragglerWatch(hosts, [meshes.grid.place(rank)["pp"] for rank in range(meshes.num_devices)], stops)
+
+
+class StragglerWatch:
+    """Compares the ranks' own times of each step. Every rank has the same numbers, and reaches the same result."""
+
+    def __init__(self, hosts: Sequence[str], stages: Sequence[int], stops: bool = False) -> None:
+        """By rank: its host, and the stage of its pipeline, which is compared only with itself.
+
+        `stops`: whether the run ends when a rank is found.
+        """
+        self._hosts = hosts
+        self._stages = stages
+        self._stops = stops
+        self._window: deque[tuple[Sequence[float], float]] = deque(maxlen=_WINDOW_STEPS)
+        self._in_a_row = [0] * len(hosts)
+        self.medians: list[float] | None = None
+        """The own seconds of each rank, medians over the window that the last step completed; None if it did not.
+
+        Also None with one rank.
+        """
+
+    @property
+    def stop_cause(self) -> str | None:
+        """The cause of a stop if a rank is found; None if the run goes on."""
+        return STRAGGLER if self._stops else None
+
+    def saw_step(self, step: int, own_seconds: Sequence[float], step_seconds: float) -> list[Straggler]:
+        """Count a step with the own times of all ranks; return those that are found slow after this one."""
+        self._window.append((own_seconds, step_seconds))
+        self.medians = None
+        if len(self._window) < _WINDOW_STEPS:
+            return []
+        own = [statistics.median(times) for times in zip(*(each for each, _ in self._window), strict=True)]
+        whole = statistics.median(seconds for _, seconds in self._window)
+        self._window.clear()
+        self.medians = own if len(own) > 1 else None
+        found = []
+        for rank, seconds in enumerate(own):
+            peers = [own[other] for other, stage in enumerate(self._stages) if stage == self._stages[rank]]
+            peers.remove(seconds)
+            usual = statistics.median(peers) if peers else seconds
+            is_slow = seconds >= _SLOWER * usual and seconds - usual >= _SHARE_OF_STEP * whole
+            self._in_a_row[rank] = self._in_a_row[rank] + 1 if is_slow else 0
+            if self._in_a_row[rank] == _NUM_WINDOWS:
+                found.append(Straggler(step, rank, self._hosts[rank], seconds, usual, whole))
+        return found

@@ -1,0 +1,199 @@
+"""The trainer: one loop for every method, strategy and engine."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from echelon.ground.errors import TrainingError
+from echelon.ground.stop_request import StopRequest
+from echelon.learn.distributed.membership import ViewChanged
+from echelon.run.training.accounting import Accounting
+from echelon.run.training.metrics import PendingMetrics
+from echelon.run.training.pauses import WORKS, Due, Pauses
+from echelon.run.training.profiler import Recorder
+from echelon.run.training.rollback import BadStep, Recovery
+from echelon.run.training.state import TrainState
+from echelon.run.training.straggler import StragglerWatch
+from echelon.run.training.training_step import TrainingStep
+
+if TYPE_CHECKING:
+    from echelon.learn.learner import CountedSums
+    from echelon.run.training.saving import Saver
+
+
+@dataclass
+class Trainer:
+    """Runs the steps, and the work that is due between them. Every rank must call its methods in the same order."""
+
+    train_step: TrainingStep
+    accounting: Accounting
+    pauses: Pauses
+    saver: "Saver"
+    recovery: Recovery
+    state: TrainState
+    recorder: Recorder
+    stragglers: StragglerWatch
+    num_steps: int = field(init=False)
+    """After how many steps it ends: the run's number, unless a caller shortens it."""
+    owes_pause: bool = field(default=False, init=False)
+    """Whether the work that is due after the last step may be unfinished."""
+    owes_save: bool = field(default=False, init=False)
+    """Whether a checkpoint was being written when a group of replicas ended."""
+    loop: "Callable[[Trainer], None] | None" = field(default=None, init=False)
+    """The loop of `train.loop`; None for the trainer's own."""
+    _pending: deque[PendingMetrics] = field(default_factory=deque, init=False)
+    _due: Due | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.num_steps = self.train_step.num_steps
+
+    @property
+    def stop(self) -> StopRequest:
+        """The request to stop that this rank listens to."""
+        return self.train_step.stop
+
+    def fit(self) -> TrainState:
+        """Train to the last step, or until `evaluate.early_stopping` ends the run. Collective.
+
+        Raises:
+            TrainingError: a step was bad, was not applied, and the recipe stops there; or replicas differ.
+            CheckpointError: a checkpoint could not be written three times in a row.
+            StoppedError: a rank received a stop request, or a budget is reached; all ranks have saved the same step.
+        """
+        self.accounting.tell_start(self.state.step)
+        try:
+            self.recovery.prepare(self.state)
+            while True:
+                try:
+                    self._train()
+                    break
+                except BadStep as bad:
+                    with self.accounting.recovering():
+                        self.state = self.recovery.recover(bad.metrics, self.state, is_own=self.loop is not None)
+                        self.owes_pause = self.owes_save = False
+            self.saver.settle(self.state)
+        finally:
+            self.accounting.tell_end()
+        return self.state
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether the loss has not improved for `evaluate.early_stopping` evaluations."""
+        return self.pauses.stops_early(self.state)
+
+    def _train(self) -> None:
+        """Train to the end, or raise BadStep at a bad step that needs recovery. Collective."""
+        self._pending.clear()
+        self._due = None
+        if self.loop is not None:
+            self.loop(self)
+            if self.num_recorded < self.num_steps and not self.stopped_early:
+                raise TrainingError(
+                    f"train.loop returned after step {self.num_recorded} of {self.num_steps}; go on to the end of "
+                    "run.steps(), or set train.steps to the number of steps that you want."
+                )
+            return
+        for step in self.steps():
+            is_suppressed = step + 1 in self.state.suppressed
+            try:
+                self._pending.append(self.train_step(step, is_suppressed, partial(self.accounting.measure, step)))
+            except ViewChanged:  # all processes have finished the steps before this one
+                self._account_all()
+                raise
+
+    def steps(self) -> Iterator[int]:
+        """Yield the index of each step to the end; after each, do what is due and not done yet. Collective.
+
+        Raises BadStep, and the errors of `fit`.
+        """
+        self.accounting.begin(self.state.step)
+        self._make_up()
+        for step in range(self.state.step, self.num_steps):
+            if self.stopped_early:
+                break
+            self.accounting.enter()
+            with self.recorder.step(step):
+                yield step
+            self.expect(step, is_recorded=True)
+            # The host reads metrics one or more steps late, so that it never waits for the step it has just launched.
+            if len(self._pending) > self.train_step.sync.lag:
+                self._account(self._pending.popleft())
+            self.do_due(step)
+            self._due = None
+        self._account_all()
+
+    @property
+    def num_recorded(self) -> int:
+        """The number of steps of the run whose metrics are there, or on their way."""
+        return self.state.step + len(self._pending)
+
+    def expect(self, step: int, is_recorded: bool) -> None:
+        """Raise TrainingError unless this step is the current one, and was recorded or not yet."""
+        current = self.num_recorded - is_recorded
+        if step != current:
+            wrong = "has no run.record yet" if is_recorded else f"is not the current one, {current}"
+            raise TrainingError(
+                f"train.loop: step {step} {wrong}; call run.record(step, sums, grad_norm) exactly once in each step of "
+                "run.steps(), before run.evaluate_if_due and run.save_if_due."
+            )
+
+    def record(
+        self,
+        step: int,
+        sums: "CountedSums",
+        grad_norm: Tensor,
+        learning_rate: float,
+        wait_seconds: float,
+        further: Mapping[str, Tensor],
+    ) -> None:
+        """Add the metrics of a step of an own loop. Collective."""
+        record = self.train_step.describe(step, sums, grad_norm, learning_rate, wait_seconds, further=further)
+        self._pending.append(PendingMetrics(record, self.train_step.learner.meshes, self.accounting.measure(step)))
+
+    def do_due(self, step: int, names: Sequence[str] = WORKS) -> None:
+        """Do those of these works that are due after a step and were not done before. Collective."""
+        self.owes_pause = True
+        due = self._agree_on_due(step + 1) if self._due is None else self._due
+        now = replace(Due(), **{name: getattr(due, name) for name in names})
+        self._due = replace(due, **dict.fromkeys(names, False))
+        if now or self.stop.agreed is not None:
+            self._account_all()
+            # A checkpoint from before an evaluation says that it is still to be done.
+            self.state = replace(self.state, owes_evaluation=self.state.owes_evaluation or self._due.evaluation)
+            self.state = self.pauses.run(self.state, now)
+        self.owes_pause = bool(self._due)
+
+    def _make_up(self) -> None:
+        """Do the work after the last step that an earlier start, or an earlier group, has not finished. Collective."""
+        due = Due(checkpoint=self.owes_save)
+        if self.state.owes_evaluation or self.owes_pause or self.stop.agreed is not None:
+            agreed = self._agree_on_due(self.state.step)
+            due = replace(agreed, checkpoint=agreed.checkpoint or self.owes_save)
+        if due or self.stop.agreed is not None:
+            self.state = self.pauses.run(self.state, due)
+        self.owes_pause = self.owes_save = False
+
+    def _agree_on_due(self, done: int) -> Due:
+        return self.pauses.agree_on_due(done, is_last=done == self.num_steps)
+
+    def _account_all(self) -> None:
+        while self._pending:
+            self._account(self._pending.popleft())
+
+    def _account(self, pending: PendingMetrics) -> None:
+        """Record a finished step and write its row; raise BadStep if it needs recovery. Collective."""
+        metrics = pending.read()
+        seconds = self.accounting.book(metrics, pending.finished)
+        self.saver.saw_step(seconds)
+        self.state = self.state.advanced(metrics.tokens, metrics.target_tokens)
+        self.stop.agreed = self.stop.agreed or metrics.stopped_by
+        for slow in self.stragglers.saw_step(self.state.step, metrics.own_seconds, metrics.wall_seconds):
+            self.accounting.straggler(slow)
+            self.stop.agreed = self.stop.agreed or self.stragglers.stop_cause
+        self.accounting.write(metrics, seconds, self.state, self.stragglers.medians)
+        if metrics.is_bad:
+            self.recovery.pass_over(metrics, self.state)

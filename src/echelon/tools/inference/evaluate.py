@@ -1,0 +1,136 @@
+"""Loss on held-out text: during training on all ranks, and by `echelon eval` for a run or an HF folder."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from echelon.ground.errors import ConfigError
+from echelon.ground.run_files import is_model_folder
+from echelon.ground.scratch import scratch_folder
+from echelon.ground.stored import read_json
+from echelon.learn.checkpoint.adapted import read_run_recipe
+from echelon.learn.checkpoint.export import TRAINING
+from echelon.learn.data.loader import Microbatch
+from echelon.learn.data.prepared import ValidationSet
+from echelon.learn.data.shards import unigram_entropy
+from echelon.learn.evaluation import EvalResult, EvalResults, build_result, count_labels, read_in_order
+from echelon.learn.model.traits import find_traits
+from echelon.learn.objectives.causal_lm import CausalLM
+from echelon.learn.objectives.objective import Objective, build_objective
+from echelon.learn.objectives.outputs import ObjectiveModule
+from echelon.tools.inference.held_out import open_held_out, prepare_given
+from echelon.tools.inference.target import find_device, load_first_weights, load_target
+from echelon.tools.inference.team import Host, Team
+
+EVAL_TOKENS = {"cuda": 8192, "cpu": 2048}  # tokens per forward pass of `echelon eval`
+
+
+def evaluate_model(
+    target: Path, data: Path | None = None, checkpoint: str | None = None, team: Team | None = None
+) -> dict[str, Any]:
+    """Evaluate a checkpoint of a run, or an HF folder. Collective; the result is the same in every process.
+
+    Args:
+        target: a run folder or an HF folder.
+        data: text to evaluate on; None for all validation sets of a run.
+        checkpoint: newest, best or a step of a run; None for the newest.
+        team: the processes that share the model and the text; None for this one alone.
+
+    Returns:
+        loss (nats per token), perplexity, bits_per_byte, unigram_entropy (the loss of a model that only knows token
+        frequencies, on the same text), tokens, data, sequence_len (tokens per sequence), all over all sets together;
+        and sets: the same metrics for each named set. For preference pairs: loss, reward_accuracy and reward_margin per
+        pair, pairs and tokens.
+
+    Raises:
+        ConfigError: an HF folder without `data`, or a run without held-out text.
+    """
+    if data is None and is_model_folder(target):
+        raise ConfigError(f"{target} is an HF folder without text; give text with --data PATH.")
+    team = team or Team(find_device())
+    host, reference = Host(team), Host(team)
+    model, tokenizer = load_target(target, host, checkpoint)
+    sequence_len = _find_window(target, model)
+    objective: Objective = CausalLM()
+    with ExitStack() as stack:
+        if data is None:
+            sets, source = open_held_out(target), "held-out text of the run"
+            objective = build_objective(read_run_recipe(target).objective)
+        else:
+            scratch = stack.enter_context(scratch_folder("eval"))
+            given, pairs = prepare_given(target, data, model, tokenizer, sequence_len, scratch)
+            sets, source = [given], str(data)
+            objective = build_objective(read_run_recipe(target).objective) if pairs else objective
+        traits = find_traits(model, sequence_len)
+        module = ObjectiveModule(model, traits=traits).eval()
+        if objective.needs_reference and not read_run_recipe(target).adapter.is_adapter:
+            module.refer_to(ObjectiveModule(load_first_weights(target, reference), traits=traits).eval())
+        batch = EVAL_TOKENS[team.device.type] // sequence_len
+
+        def add_up(microbatch: Microbatch) -> Tensor:
+            sums: Tensor = host.run(lambda: reference.run(lambda: module(microbatch, objective.evaluation_sums)))
+            return sums
+
+        results = EvalResults({each.name: _evaluate_set(add_up, objective, each, batch, team) for each in sets})
+        entropy = unigram_entropy([each.dataset for each in sets])
+        entropies = {each.name: unigram_entropy([each.dataset]) for each in sets}
+    return {
+        **_render(results.whole, entropy),
+        "data": source,
+        "sequence_len": sequence_len,
+        "sets": {name: _render(result, entropies[name]) for name, result in results.sets.items()},
+    }
+
+
+def _render(result: EvalResult, entropy: float) -> dict[str, Any]:
+    if result.num_pairs is not None:
+        return {
+            "loss": result.loss,
+            "reward_accuracy": result.reward_accuracy,
+            "reward_margin": result.reward_margin,
+            "pairs": result.num_pairs,
+            "tokens": result.num_targets,
+        }
+    return {
+        "loss": result.loss,
+        "perplexity": result.perplexity,
+        "bits_per_byte": result.bits_per_byte,
+        "unigram_entropy": entropy,
+        "tokens": result.num_targets,
+    }
+
+
+def _evaluate_set(
+    add_up: Callable[[Microbatch], Tensor], objective: Objective, given: ValidationSet, batch: int, team: Team
+) -> EvalResult:
+    """Evaluate a set, divided over the team: every process has the same number of microbatches of `batch` sequences.
+
+    The size of a microbatch does not depend on the number of processes: rounding depends on it.
+    """
+    sums = torch.zeros(3 + len(objective.measures), dtype=torch.float64, device=team.device)
+    num_samples = given.dataset.num_samples
+    batch = max(1, min(batch, num_samples))
+    for first in range(0, num_samples, batch * team.size):
+        start = first + team.rank * batch
+        microbatch = read_in_order(given.dataset, start, batch, num_samples).to(team.device)
+        sums[:2] += count_labels(objective, microbatch)
+        sums[2:] += add_up(microbatch)
+    return build_result(objective, team.add_up(sums).tolist(), given.bytes_per_token)
+
+
+def _find_window(target: Path, model: PreTrainedModel) -> int:
+    """Return the tokens per sequence: as in training, if the run or exported folder records it."""
+    if not is_model_folder(target):
+        return read_run_recipe(target).data.sequence_len
+    try:
+        length = read_json(target / TRAINING)["sequence_len"]
+    except (OSError, ValueError, KeyError, TypeError):
+        length = None  # another tool wrote this folder
+    if isinstance(length, int) and length > 0:
+        return length
+    return min(1024, getattr(model.config, "max_position_embeddings", 1024))

@@ -1,0 +1,250 @@
+"""Sampling from a run or an HF folder, for one or more prompts, in batches or as a stream."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from echelon.ground.errors import ConfigError
+from echelon.learn.data.panics import panics_told, shorten
+from echelon.learn.generation import continue_prompts, find_end
+from echelon.learn.model.kv_cache import Advance, KeyValueCache, can_cache
+from echelon.learn.sampling import Sampling, row_seed
+from echelon.tools.inference.chat import Chat
+from echelon.tools.inference.target import find_device, load_target, load_target_tokenizer
+from echelon.tools.inference.team import Host, Team
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # a decoder's output for a character with missing bytes
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One continuation. `text` starts with the prompt, except in a chat; `ended_by` is length, eos or stop."""
+
+    prompt: str
+    text: str
+    sample: int
+    ended_by: str
+
+
+def render_sample(record: dict[str, Any], sample: Sample) -> str:
+    """Return a sample as one line of JSON, with the other fields of its prompt's record."""
+    row = {**record, "text": sample.text, "sample": sample.sample, "ended_by": sample.ended_by}
+    return json.dumps(row)
+
+
+def generate_samples(
+    target: Path,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    checkpoint: str | None = None,
+    batch_size: int = 8,
+    write: Callable[[str], None] | None = None,
+    chat: Chat | None = None,
+    team: Team | None = None,
+) -> Iterator[Sample]:
+    """Continue prompts, `sampling.num_samples` times each, in order. Collective: all processes yield the same samples.
+
+    A sample depends on its prompt, its number and the seed, not on the other prompts: every row of a batch has its own
+    random generator. (Rounding differs between batches, which may decide a near tie.)
+
+    Args:
+        checkpoint: newest, best or a step of a run; None for the newest.
+        batch_size: samples generated at a time.
+        write: receives the text as it is generated, prompt first; samples are then generated one at a time.
+        chat: prompts are user messages, and the text of a sample is only the answer.
+        team: the processes that share the model and decode the same tokens in step; None for this one alone.
+
+    Raises:
+        ConfigError: a prompt has no token or is too long for the model, or there is no template for a chat.
+    """
+    team = team or Team(find_device())
+    host = Host(team)
+    # Check prompts before loading the model, which may take long.
+    tokenizer = load_target_tokenizer(target, checkpoint)
+    encode = partial(_encode, tokenizer) if chat is None else partial(chat.encode, target, tokenizer)
+    rows = [Row(prompt, number, encode(prompt)) for prompt in prompts for number in range(sampling.num_samples)]
+    model, tokenizer = load_target(target, host, checkpoint)
+    _check_positions(model, rows, sampling.max_tokens)
+    size = batch_size if write is None else 1
+    for start in range(0, len(rows), size):
+        batch = rows[start : start + size]
+        if write is not None and chat is None:
+            write(_decode(tokenizer, batch[0].ids))
+        work = partial(continue_rows, model, tokenizer, batch, sampling, write, with_prompt=chat is None, team=team)
+        yield from host.run(work)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prompt, its ids, and the number of the sample, which with the prompt decides the random draws."""
+
+    prompt: str
+    number: int
+    ids: list[int]
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    with panics_told(tokenizer.name_or_path, f"--prompt {shorten(prompt)}"):
+        ids: list[int] = tokenizer(prompt)["input_ids"]
+    if not ids:
+        raise ConfigError(f"--prompt {prompt!r} contains no token; give at least one.")
+    return ids
+
+
+def _check_positions(model: PreTrainedModel, rows: Sequence[Row], max_tokens: int) -> None:
+    """Refuse samples longer than a table of learned positions; rotary embeddings have no such limit."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    words = model.get_input_embeddings()
+    learned = any(isinstance(module, nn.Embedding) and module is not words for module in model.modules())
+    longest = max(len(row.ids) for row in rows)
+    if learned and limit is not None and longest + max_tokens > limit:
+        raise ConfigError(
+            f"--max-tokens {max_tokens}: with a prompt of {longest} tokens this exceeds the {limit} positions of the "
+            f"model; use --max-tokens {max(1, limit - longest)} or less, or a shorter prompt."
+        )
+
+
+class _WholeModel:
+    """The passes of a model that is not in training. See Passes."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
+        """See Passes."""
+        logits: Tensor = self._model(input_ids=input_ids, use_cache=False).logits
+        return logits[torch.arange(len(places), device=places.device), places].float()
+
+    def start_cached(self) -> Advance | None:
+        """See Passes."""
+        return KeyValueCache(self._model) if can_cache(self._model) else None
+
+
+@torch.no_grad()
+def continue_rows(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    sampling: Sampling,
+    write: Callable[[str], None] | None,
+    with_prompt: bool,
+    team: Team | None = None,
+) -> list[Sample]:
+    """Continue the rows of one batch, each by one sample.
+
+    Args:
+        write: receives the text of the continuation as it is generated; for a single row only.
+        with_prompt: the text of a sample starts with its prompt.
+    """
+    eos = _eos_ids(model, tokenizer)
+    decoders = [_Decoder(tokenizer, row.ids) for row in rows]
+    stream = None if write is None else TextStream(decoders[0], sampling.stop, write)
+
+    def is_over(new: Tensor) -> bool:
+        texts = new.tolist()
+        if stream is not None:
+            stream.put(texts[0][-1])
+        return all(
+            find_end(tokens, eos) < len(tokens) or any(stop in decoder(tokens) for stop in sampling.stop)
+            for decoder, tokens in zip(decoders, texts, strict=True)
+        )
+
+    ids, seeds = [row.ids for row in rows], [row_seed(sampling.seed, row.prompt, row.number) for row in rows]
+    peers = [None] if team is not None and team.size > 1 else []
+    found = continue_prompts(_WholeModel(model), ids, sampling, seeds, model.device, is_over, peers)
+    if stream is not None:
+        stream.end()
+    return [
+        _finish(row, decoder, new, eos, sampling.stop, with_prompt)
+        for row, decoder, new in zip(rows, decoders, found.tokens.tolist(), strict=True)
+    ]
+
+
+def _finish(
+    row: Row, decoder: "_Decoder", new: list[int], eos: list[int], stop: Sequence[str], with_prompt: bool
+) -> Sample:
+    """Build the sample from the new ids of a row, up to where it ended."""
+    end = find_end(new, eos)
+    text = decoder(new[:end])
+    kept = cut_at_stop(text, stop)
+    ended_by = "stop" if len(kept) < len(text) else "eos" if end < len(new) else "length"
+    return Sample(row.prompt, decoder.head + kept if with_prompt else kept, row.number, ended_by)
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids that end a text: those of generation_config.json, else the tokenizer's. Raises ConfigError."""
+    given = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if given is None:
+        return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids = given if isinstance(given, list) else [given]
+    size = model.config.get_text_config(decoder=True).vocab_size
+    if not all(type(each) is int and 0 <= each < size for each in ids):
+        raise ConfigError(
+            f"{Path(model.config.name_or_path) / 'generation_config.json'}: eos_token_id={str(given)[:100]} must be "
+            f"one id of the model's vocabulary (0 to {size - 1}), or a list of them; correct it, or remove the file."
+        )
+    return ids
+
+
+class _Decoder:
+    """Decodes a continuation, together with its prompt: some tokenizers drop the leading space of a text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._prompt_ids = prompt_ids
+        self.head = _decode(tokenizer, prompt_ids)
+
+    def __call__(self, new_ids: list[int]) -> str:
+        """Return the text of the continuation."""
+        return _decode(self._tokenizer, self._prompt_ids + new_ids)[len(self.head) :]
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    with panics_told(tokenizer.name_or_path, f"the ids {ids[-3:]} and those before"):
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """Return the text before the first stop string."""
+    return text[: min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))]
+
+
+class TextStream:
+    """Streams text token by token; holds back incomplete characters, and the possible start of a stop string."""
+
+    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str], write: Callable[[str], None]) -> None:
+        self._decode = decode
+        self._stop = stop
+        self._write = write
+        self._ids: list[int] = []
+        self._written = 0
+
+    def put(self, token: int) -> None:
+        """Receive the next token."""
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        whole = cut_at_stop(text, self._stop)
+        self._advance(whole if len(whole) < len(text) else self._settled(text))
+
+    def end(self) -> None:
+        """Write the text that was held back."""
+        self._advance(cut_at_stop(self._decode(self._ids), self._stop))
+
+    def _settled(self, text: str) -> str:
+        text = text.rstrip(_INCOMPLETE)
+        for length in range(max((len(each) for each in self._stop), default=0), 0, -1):
+            if any(each.startswith(text[-length:]) for each in self._stop if len(text) >= length):
+                return text[:-length]
+        return text
+
+    def _advance(self, text: str) -> None:
+        if len(text) > self._written:
+            self._write(text[self._written :])
+            self._written = len(text)

@@ -1,0 +1,113 @@
+"""The text for `echelon eval`: a run's held-out text, or text that the user gives, read like the run's own."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from echelon.ground.errors import ConfigError, DataError
+from echelon.ground.logs import warnings_only
+from echelon.ground.run_files import is_run
+from echelon.learn.checkpoint.adapted import read_run_recipe
+from echelon.learn.data.preflight import InstructionOptions
+from echelon.learn.data.prepare import prepare
+from echelon.learn.data.prepare_spec import PrepareSpec, prepare_spec
+from echelon.learn.data.prepared import PreparedData, ValidationSet, open_prepared
+from echelon.learn.data.readers.record import ExampleFields
+from echelon.learn.data.source import Source, list_files
+from echelon.learn.model.traits import describe_obstacle, find_traits
+from echelon.recipe import Recipe
+from echelon.recipe.data_formats import PAIR_FORMATS
+from echelon.run.folder.run_folder import RunFolder
+
+
+def open_run_text(run: Path) -> PreparedData:
+    """Open the prepared text of a run. Raises DataError if it is no longer available."""
+    data = read_run_recipe(run).data
+    return open_prepared(RunFolder(run).text.read_prepared_path(), data.sequence_len, data.document_mask)
+
+
+def open_held_out(run: Path) -> Sequence[ValidationSet]:
+    """Open a run's validation sets. Raises ConfigError if it has none."""
+    prepared = open_run_text(run)
+    if not prepared.validation:
+        raise ConfigError(f"{run} has no held-out text (data.validation_fraction is 0); give text with --data PATH.")
+    return prepared.validation
+
+
+def prepare_given(
+    target: Path, path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, scratch: Path
+) -> tuple[ValidationSet, bool]:
+    """Prepare the user's text in sequences like those of the run; for an HF folder, with a recipe's defaults.
+
+    Conversations are rendered with the tokenizer's template, which is the run's.
+
+    Args:
+        target: the run folder or HF folder of the model.
+        length: tokens per sequence.
+        scratch: folder for the prepared tokens.
+
+    Returns:
+        The set, and whether it consists of preference pairs.
+
+    Raises:
+        ConfigError: preference pairs for a model not trained on them, conversations without a template, or packed
+            documents that the model cannot keep apart.
+        DataError: the text cannot be used.
+    """
+    recipe = read_run_recipe(target) if is_run(target) else None
+    source = _find_source(path, recipe)
+    formats = {file.fields.format for file in list_files(source) if isinstance(file.fields, ExampleFields)}
+    pairs = not PAIR_FORMATS.isdisjoint(formats)
+    if pairs and (recipe is None or recipe.objective.name != "dpo"):
+        raise ConfigError(
+            f"--data {path} contains preference pairs (chosen, rejected), which only a run with objective.name=dpo can "
+            "be evaluated on; give text or conversations."
+        )
+    tokenizer.save_pretrained(scratch / "tokenizer")
+    spec = PrepareSpec(
+        train=(source,),
+        validation=(),
+        validation_fraction=0.0,
+        tokenizer=str(scratch / "tokenizer"),
+        checkpoint=None,
+        prepared_dir=scratch / "prepared",
+        sequence_len=length,
+        tokenizer_name=str(target),
+    )
+    spec = spec if recipe is None else _as_own(spec, recipe, formats)
+    with warnings_only("echelon.learn.data"):  # this text is neither trained on nor kept
+        prepared = prepare(spec, find_obstacle=lambda: describe_obstacle(find_traits(model, length), model.config))
+    [record] = prepared.manifest.streams["train"]
+    density = None if record.text_bytes is None else record.text_bytes / max(1, record.tokens)
+    return ValidationSet(path.name or str(path), prepared.train, density), pairs
+
+
+def _find_source(path: Path, recipe: Recipe | None) -> Source:
+    """Return the source of the text; it uses the field names of the run's sources if they agree and fit the text."""
+    plain = Source("--data", str(path))
+    namings = {tuple(sorted(each.fields.items())) for each in recipe.data.train} if recipe is not None else set()
+    if len(namings) == 1 and (named := replace(plain, fields=dict(namings.pop()))).fields:
+        with suppress(ConfigError, DataError):  # then the default field names of the formats are used
+            if any(isinstance(file.fields, ExampleFields) for file in list_files(named)):
+                return named
+    return plain
+
+
+def _as_own(spec: PrepareSpec, recipe: Recipe, formats: set[str]) -> PrepareSpec:
+    """Apply the sequence settings of a run's recipe; those for conversations only if the text has any."""
+    own = prepare_spec(recipe)
+    instruction = InstructionOptions(separator=own.separator)
+    if formats:
+        instruction = replace(own.instruction, chat_template=None, preferences=not PAIR_FORMATS.isdisjoint(formats))
+    return replace(
+        spec,
+        separator=own.separator,
+        packing=own.packing,
+        document_mask=own.document_mask,
+        on_overlong=own.on_overlong,
+        max_broken_fraction=own.max_broken_fraction,
+        instruction=instruction,
+    )

@@ -1,0 +1,152 @@
+"""Loads the target of `eval` and `generate`: a checkpoint of a run, or an HF folder; whole, or a shard of it."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from echelon.ground.errors import ConfigError, EchelonError
+from echelon.ground.run_files import is_model_folder, require_model
+from echelon.ground.stored import check_readable, read_json
+from echelon.learn.checkpoint.adapted import (
+    AdaptedRun,
+    open_first_weights,
+    read_generation_config,
+    read_run_recipe,
+    run_skeleton,
+    with_generation_config,
+)
+from echelon.learn.checkpoint.export import load_run_model
+from echelon.learn.checkpoint.folder import checkpoint_of
+from echelon.learn.data.tokenizer import try_tokenizer
+from echelon.learn.model.attention import choose_attention
+from echelon.learn.model.build import build_on_meta, materialize
+from echelon.learn.model.causality import check_is_causal
+from echelon.learn.model.model_folder import run_model_dir
+from echelon.learn.model.pretrained import PretrainedWeights, SafetensorsFolder
+from echelon.planner.shape import check_depth
+from echelon.tools.inference.team import Host
+
+# Only local files are read: no request to the hub, and no code of the folder is run.
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}
+
+
+def find_device(num_bytes: int = 0) -> torch.device:
+    """Return the first GPU if it has this much free memory, else the CPU."""
+    if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > num_bytes:
+        return torch.device("cuda")
+    return torch.device("cpu")
+
+
+def load_target(
+    target: Path, host: Host, checkpoint: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the model, in evaluation mode, and its tokenizer. Collective.
+
+    Args:
+        host: shards the model over its team, and runs work on it.
+        checkpoint: newest, best or a step of a run; None for the newest.
+
+    Raises:
+        ConfigError: the path is neither a run nor an HF folder, or the run has no such checkpoint.
+    """
+    tokenizer = load_target_tokenizer(target, checkpoint)
+    device = host.team.device
+    if not is_model_folder(target):
+        return load_run_model(target, device, checkpoint, host.adopt), tokenizer
+    logging.disable_progress_bar()
+    with _explained(target):
+        check_readable(target)
+        check_depth(read_json(target / "config.json"))
+        read_generation_config(target)
+        config = AutoConfig.from_pretrained(target, **_LOCAL)
+        check_is_causal(config)
+        if host.team.size > 1:
+            return _load_shard(target, config, host), tokenizer
+        model, report = AutoModelForCausalLM.from_pretrained(
+            target, config=config, dtype="auto", use_safetensors=True, output_loading_info=True,
+            attn_implementation=choose_attention(config, None), **_LOCAL,
+        )  # fmt: skip
+        if report["missing_keys"]:  # transformers would initialise them randomly
+            raise ValueError(f"its files lack the weight {min(report['missing_keys'])}")
+    return model.to(device).eval(), tokenizer
+
+
+def _load_shard(target: Path, config: PretrainedConfig, host: Host) -> PreTrainedModel:
+    """Load this process's shard of an HF folder, in the dtypes that `from_pretrained` chooses with dtype="auto"."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(f"{target} has quantized weights, which cannot be sharded; use --nproc 1.")
+    dtype = config.dtype or SafetensorsFolder(target).find_dtype()
+    skeleton = with_generation_config(build_on_meta(config, dtype=dtype), target)
+    in_fp32 = skeleton._get_dtype_plan(dtype)
+    for name, parameter in skeleton.named_parameters():
+        if not in_fp32.keys().isdisjoint(name.split(".")):
+            parameter.data = parameter.data.float()
+    model = copy.deepcopy(skeleton)
+    host.adopt(model)
+    materialize(model, host.team.device)
+    PretrainedWeights(skeleton, target).fill(model)
+    return model.eval()
+
+
+def load_target_tokenizer(target: Path, checkpoint: str | None = None) -> PreTrainedTokenizerBase:
+    """Load only the tokenizer, which is fast. Raises ConfigError like `load_target`."""
+    if is_model_folder(target):
+        if checkpoint is not None:
+            raise ConfigError(
+                f"--checkpoint {checkpoint}: {target} is an HF folder and has no checkpoints; remove --checkpoint."
+            )
+        with _explained(target):
+            check_readable(target)
+            tokenizer = AutoTokenizer.from_pretrained(target, **_LOCAL)
+            try_tokenizer(tokenizer)
+        return tokenizer
+    require_model(target)
+    checkpoint_of(target, checkpoint)
+    return AutoTokenizer.from_pretrained(run_model_dir(target), **_LOCAL)
+
+
+def load_first_weights(run: Path, host: Host) -> PreTrainedModel:
+    """Load a run's initial model, in evaluation mode: initialised from the seed, or from `model.checkpoint`."""
+    skeleton = run_skeleton(run)
+    model = copy.deepcopy(skeleton)
+    host.adopt(model)
+    materialize(model, host.team.device)
+    open_first_weights(skeleton, run)(model)
+    return model.eval()
+
+
+def count_bytes(target: Path) -> int:
+    """Return the bytes of a target's weights in memory, without loading them. Raises the errors of `load_target`."""
+    if is_model_folder(target):
+        return sum(path.stat().st_size for path in target.glob("*.safetensors"))
+    load_target_tokenizer(target)
+    is_adapter = read_run_recipe(target).adapter.is_adapter
+    model = AdaptedRun(target, None, torch.device("meta")).model if is_adapter else run_skeleton(target)
+    return sum(each.nbytes for each in model.parameters())
+
+
+@contextmanager
+def _explained(target: Path) -> Iterator[None]:
+    """Turn errors of `transformers` about an incomplete folder into one line."""
+    try:
+        yield
+    except EchelonError:
+        raise
+    except Exception as error:  # transformers raises many types of exception on a damaged file
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"{target} cannot be loaded: {reason}; give a complete HF model folder with config.json, *.safetensors and "
+            "the tokenizer's files, as written by `echelon export`."
+        ) from error

@@ -1,0 +1,139 @@
+"""The results of a sweep: a table, results.json, results.csv, and the best recipe."""
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.ground.sizes import render_duration
+from echelon.ground.stored import write_json, write_text
+from echelon.recipe import Recipe
+from echelon.recipe.render import render_recipe
+from echelon.recipe.yaml_text import render_inline
+from echelon.tools.sweep.measure import read_rows, training_hours
+from echelon.tools.sweep.space import Space, Values
+from echelon.tools.sweep.study import MESSAGE, SweepStudy
+from echelon.tools.sweep.sweep_file import Sweep
+from echelon.tools.sweep.sweep_folder import SweepFolder
+
+_STATES = {"COMPLETE": "done", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "unfinished", "WAITING": "unfinished"}
+_LONGEST_MESSAGE = 60
+
+
+@dataclass(frozen=True)
+class Result:
+    """One trial. `rank` is 1 for the best completed trial, None for others. `hours` is the total time of its steps."""
+
+    rank: int | None
+    trial: int
+    state: str
+    value: float | None
+    values: Values
+    hours: float
+    message: str
+    run: str
+
+
+def list_results(sweep: Sweep, space: Space, study: SweepStudy, folder: SweepFolder) -> list[Result]:
+    """All trials: the completed ones, best first, then the others by number."""
+    sign = 1 if sweep.sweep.better == "minimize" else -1
+    trials = sorted(
+        study.trials(), key=lambda each: (each.state.name != "COMPLETE", sign * (each.value or 0.0), each.number)
+    )
+    labels = {each.key: {each.label(value): value for value in each.choices} for each in space.dimensions}
+    results = []
+    for place, each in enumerate(trials):
+        run = folder.trial_dir(each.number)
+        done = each.state.name == "COMPLETE"
+        values = {key: labels[key].get(each.params[key], each.params[key]) for key in labels if key in each.params}
+        value = each.value if done else max(each.intermediate_values.items(), default=(0, None))[1]
+        results.append(
+            Result(
+                place + 1 if done else None,
+                each.number,
+                _STATES[each.state.name],
+                value,
+                values,
+                training_hours(read_rows(run)),
+                each.user_attrs.get(MESSAGE, ""),
+                str(run),
+            )
+        )
+    return results
+
+
+def results_mapping(sweep: Sweep, results: Sequence[Result]) -> dict[str, Any]:
+    """The contents of results.json."""
+    best = next((each.trial for each in results if each.rank == 1), None)
+    return {
+        "sweep": sweep.sweep.name,
+        "metric": sweep.sweep.metric,
+        "direction": sweep.sweep.better,
+        "best": best,
+        "trials": [
+            {
+                "rank": each.rank, "trial": each.trial, "state": each.state, "value": each.value,
+                "parameters": each.values, "hours": each.hours, "message": each.message, "run": each.run,
+            }
+            for each in results
+        ],
+    }  # fmt: skip
+
+
+def write_results(sweep: Sweep, results: Sequence[Result], folder: SweepFolder) -> None:
+    """Replace results.json and results.csv."""
+    write_json(folder.path / "results.json", results_mapping(sweep, results))
+    keys = list(sweep.search)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["rank", "trial", "state", sweep.sweep.metric, "hours", *keys, "message", "run"])
+    for each in results:
+        shown = [_cell(each.values.get(key)) for key in keys]
+        writer.writerow(
+            [_cell(each.rank), each.trial, each.state, _cell(each.value), each.hours, *shown, each.message, each.run]
+        )
+    write_text(folder.path / "results.csv", text.getvalue())
+
+
+def write_best(sweep: Sweep, best: Result, recipe: Recipe, folder: SweepFolder) -> None:
+    """Write the recipe of the best trial, with a comment about its origin."""
+    lines = (
+        f"# The best of the sweep {sweep.sweep.name}: trial {best.trial}, {sweep.sweep.metric} {best.value:.6g}",
+        *(f"#   {key}: {_cell(value)}" for key, value in best.values.items()),
+    )
+    write_text(folder.best_path, "\n".join(lines) + "\n\n" + render_recipe(recipe))
+
+
+def render_table(sweep: Sweep, results: Sequence[Result]) -> list[str]:
+    """The trials as a table for the console, each with its message, shortened, at the end."""
+    keys = list(sweep.search)
+    head = ["rank", "trial", *keys, sweep.sweep.metric, "state", "time"]
+    rows = [
+        [
+            "-" if each.rank is None else str(each.rank),
+            str(each.trial),
+            *(_short(each.values.get(key)) for key in keys),
+            "-" if each.value is None else f"{each.value:.6g}",
+            each.state,
+            render_duration(3600 * each.hours),
+        ]
+        for each in results
+    ]
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
+    messages = ["", *(each.message for each in results)]
+    return [line if not message else f"{line}  {_cut(message)}" for line, message in zip(lines, messages, strict=True)]
+
+
+def _cut(message: str) -> str:
+    return message if len(message) <= _LONGEST_MESSAGE else message[: _LONGEST_MESSAGE - 3] + "..."
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else _cell(value)
+
+
+def _cell(value: Any) -> str:
+    """A value as inline YAML; empty for None."""
+    return "" if value is None else value if isinstance(value, str) else render_inline(value)

@@ -1,0 +1,316 @@
+"""The manifests, compared with golden files byte for byte and with the published schemas."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from kubernetes import client
+
+from echelon.ground.errors import ConfigError
+from echelon.launch.kubernetes import KubernetesLauncher, manifest
+from echelon.launch.kubernetes.checks import read_quantity
+from echelon.launch.kubernetes.pod import build_env
+from echelon.launch.kubernetes.pod_fields import FIELDS
+from echelon.launch.patch import merge_patch
+from echelon.launch.secrets import refuse_secrets
+from echelon.recipe.load import load_recipe
+from tests.unit.launch.kubernetes.kubernetes_jobs import NAME, make_kubernetes_job
+from tests.unit.launch.kubernetes.kubernetes_schemas import list_faults
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+PLACES = (
+    "launch.kubernetes.node_selector={sagemaker.amazonaws.com/node-health-status: Schedulable}",
+    "launch.kubernetes.tolerations=[{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]",
+    "launch.kubernetes.service_account=trainer",
+    "launch.kubernetes.image_pull_secrets=[registry]",
+    "launch.kubernetes.queue=research",
+)
+AMOUNTS = ("launch.kubernetes.cpu='90'", "launch.kubernetes.memory=1000Gi", "launch.kubernetes.efa_per_node=32")
+SECURITY = (
+    "launch.kubernetes.labels={team: vision, example.com/cost: 'a_1'}",
+    "launch.kubernetes.annotations={example.com/note: 'any text, {x}'}",
+    "launch.kubernetes.security_context={runAsUser: 1000, fsGroup: 1000, seccompProfile: {type: RuntimeDefault}}",
+    "launch.kubernetes.container_security_context={capabilities: {add: [IPC_LOCK]}}",
+    "launch.kubernetes.affinity={nodeAffinity: {requiredDuringSchedulingIgnoredDuringExecution: {nodeSelectorTerms: "
+    "[{matchExpressions: [{key: gpu, operator: In, values: [h100]}]}]}}, podAntiAffinity: "
+    "{preferredDuringSchedulingIgnoredDuringExecution: [{weight: 5, podAffinityTerm: {topologyKey: rack, "
+    "labelSelector: {matchLabels: {team: vision}}}}]}}",
+    "launch.kubernetes.resources={rdma/hca: 8, example.com/disk: 10Gi}",
+    "launch.kubernetes.volumes=[{mount: /data, claim: team-data, sub_path: me}, {mount: /fast, "
+    "source: {emptyDir: {}}}, {mount: /nfs, source: {nfs: {server: files, path: /export}}, read_only: true}]",
+)
+PODS = (
+    "launch.kubernetes.priority_class=high", "launch.kubernetes.scheduler=volcano",
+    "launch.kubernetes.host_network=true", "launch.kubernetes.image_pull_policy=Always",
+    "launch.kubernetes.ttl_seconds=3600",
+)  # fmt: skip
+SIDECAR = (
+    "launch.kubernetes.pod_patch={metadata: {annotations: {sidecar.istio.io/inject: 'false'}}, spec: "
+    "{runtimeClassName: nvidia, terminationGracePeriodSeconds: null, containers: [{name: CONTAINER, "
+    "env: [{name: NCCL_DEBUG, value: INFO}], volumeMounts: [{mountPath: /dev/shm, $patch: delete}]}, "
+    "{name: exporter, image: registry.example/exporter:1}], "
+    "volumes: [{name: shared-memory, emptyDir: {sizeLimit: 64Gi}}]}}"
+)
+CASES = {
+    "pytorchjob": ("launch.nodes=2", "launch.max_hours=1.5", "launch.kubernetes.env_from_secrets=[hub]",
+                   *PLACES, *AMOUNTS),
+    "pytorchjob-elastic": ("launch.nodes='1:4'", "launch.nproc_per_node=2", "launch.kubernetes.gpus_per_node=0",
+                           "launch.setup=[\"export A='it''s'\", 'echo \"$HOME\" $(id -u)']",
+                           "launch.env={QUOTE: \"it's $(HOME) $5\", LINES: \"a\\nb\"}",
+                           "launch.kubernetes.volumes=[{mount: /data, host_path: /mnt/data}, "
+                           "{mount: /keys, secret_name: hub}]"),
+    "trainjob": ("launch.nodes=4", "launch.max_hours=2", "launch.kubernetes.kind=trainjob",
+                 "launch.kubernetes.workdir='/data/my work'", "fault.notice_seconds=100", *PLACES, *AMOUNTS),
+    "hyperpod": ("launch.nodes=2", "launch.max_hours=2", "launch.kubernetes.kind=hyperpod",
+                 "fault.max_restarts=5", *PLACES[1:], *AMOUNTS),
+    "pytorchjob-one": ("fault.max_restarts=0",),
+    "pytorchjob-options": (
+        "launch.nodes=2", *SECURITY, *PODS, SIDECAR.replace("CONTAINER", "pytorch"),
+        "launch.kubernetes.patch={metadata: {annotations: {a: b}}, spec: {runPolicy: {suspend: true, cleanPodPolicy: "
+        "null}}}",
+    ),
+    "trainjob-options": (
+        "launch.kubernetes.kind=trainjob", *SECURITY,
+        "launch.kubernetes.pod_patch={spec: {volumes: [{name: recipe, $patch: delete}]}}",
+        "launch.kubernetes.patch={spec: {managedBy: kueue.x-k8s.io/multikueue}}",
+    ),
+    "hyperpod-options": (
+        "launch.kubernetes.kind=hyperpod", *SECURITY, *PODS, SIDECAR.replace("CONTAINER", "pytorch-job-container"),
+        "launch.kubernetes.patch={spec: {replicaSpecs: [{name: pod, spares: 1}]}}",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("selector", "given"),
+    [
+        ("{node.kubernetes.io/instance-type: p5.48xlarge}", {"FI_EFA_USE_DEVICE_RDMA": "1", "RDMAV_FORK_SAFE": "1"}),
+        ("{node.kubernetes.io/instance-type: ml.g6e.48xlarge}", {}),
+        ("{}", {}),
+    ],
+)
+def test_pods_with_efa_have_its_variables(tmp_path, selector, given):
+    settings = ("launch.nodes=2", "launch.kubernetes.efa_per_node=32", f"launch.kubernetes.node_selector={selector}")
+    job = make_kubernetes_job(tmp_path, *settings)
+    names = {"FI_PROVIDER", "FI_EFA_USE_DEVICE_RDMA", "RDMAV_FORK_SAFE"}
+    found = {each["name"]: each["value"] for each in build_env(job) if each["name"] in names}
+    assert found == {"FI_PROVIDER": "efa", **given}
+    assert any(line.startswith("EFA: the image must have libfabric") for line in KubernetesLauncher().check(job))
+    own = build_env(make_kubernetes_job(tmp_path, *settings, "launch.env={FI_PROVIDER: tcp}"))
+    assert [each["value"] for each in own if each["name"] == "FI_PROVIDER"] == ["tcp"]
+    without = build_env(make_kubernetes_job(tmp_path, "launch.kubernetes.efa_per_node=0"))
+    assert not names & {each["name"] for each in without}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_manifest_equals_the_golden_file(case, tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "render_recipe", lambda recipe: "run: {name: small}\nseed: 'no'\n")
+    job = make_kubernetes_job(tmp_path, *CASES[case])
+    launcher = KubernetesLauncher()
+    launcher.check(job)
+    text = launcher.render(job)["manifest.yaml"]
+    assert text == (GOLDEN / f"kubernetes-{case}.yaml").read_text()
+    config_map, body = yaml.safe_load_all(text)
+    assert list_faults(config_map) == list_faults(body) == []
+    assert config_map["data"]["recipe.yaml"] == "run: {name: small}\nseed: 'no'\n"
+
+
+def test_a_field_outside_the_schema_is_detected(tmp_path):
+    _, body = yaml.safe_load_all(KubernetesLauncher().render(make_kubernetes_job(tmp_path))["manifest.yaml"])
+    body["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]["volumeMount"] = []
+    body["spec"]["runPolicy"]["backoffLimit"] = "7"
+    assert len(list_faults(body)) == 2
+
+
+def test_the_recipe_is_sent_unchanged(tmp_path):
+    job = make_kubernetes_job(tmp_path, 'launch.env={A: "1e3 \'no\' \\"$(X)\\"\\n #"}', "launch.nodes='1:2'")
+    config_map, _ = yaml.safe_load_all(KubernetesLauncher().render(job)["manifest.yaml"])
+    path = tmp_path / "arrived.yaml"
+    path.write_text(config_map["data"]["recipe.yaml"])
+    assert load_recipe(path)[0] == job.recipe
+
+
+def expand(text: str) -> str:
+    """Expand `$` in a command as a kubelet does when no variable is defined: `$$` means `$`."""
+    out, rest = "", text
+    while rest:
+        if rest.startswith("$$"):
+            out, rest = out + "$", rest[2:]
+        else:
+            out, rest = out + rest[0], rest[1:]
+    return out
+
+
+def test_values_survive_kubernetes_and_the_shell(tmp_path):
+    value = 'it\'s "$(HOME)" $5 $$ \\ \n end'
+    setup = f"export V={shlex.quote(value)}"
+    job = make_kubernetes_job(tmp_path, "launch.python=/bin/echo")
+    launch = job.recipe.launch.model_copy(update={"setup": (setup, 'printf %s "$V"; exit 0'), "env": {"V": value}})
+    object.__setattr__(job, "recipe", job.recipe.model_copy(update={"launch": launch}))
+    _, body = yaml.safe_load_all(KubernetesLauncher().render(job)["manifest.yaml"])
+    container = body["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]
+    assert expand({each["name"]: each["value"] for each in container["env"]}["V"]) == value
+    shell = subprocess.run([expand(word) for word in container["command"]], capture_output=True, text=True, check=True)
+    assert shell.stdout == value
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("launch.kubernetes.image=null", "image is not set"),
+        ("launch.kubernetes.image='a b'", "image='a b' is not an image name"),
+        ("launch.kubernetes.volumes=[]", "volumes is empty"),
+        ("run.dir=/scratch/run", "run.dir=/scratch/run is /scratch/run in the pods, which is not on a writable volume"),
+        ("launch.kubernetes.workdir=/elsewhere", "run.dir=runs/small is /elsewhere/runs/small in the pods"),
+        ("launch.kubernetes.workdir=data", "workdir=data is not absolute"),
+        ("run.dir=../../etc/run", "is not on a writable volume"),
+        ("launch.kubernetes.volumes=[{mount: /data, claim: d, read_only: true}]", "not on a writable volume"),
+        ("data.train.0.path=/home/me/text.txt", "data.train.0.path=/home/me/text.txt is"),
+        ("tokenizer=/models/small", "tokenizer=/models/small is /models/small in the pods"),
+        ("launch.kubernetes.volumes=[{mount: /dev/shm, claim: d}]", "/dev/shm is already in use"),
+        ("launch.kubernetes.volumes=[{mount: /d, claim: d}, {mount: /d/, claim: e}]", "/d is already in use"),
+        ("launch.kubernetes.volumes=[{mount: /d, claim: Data}]", "volumes='Data' is not a valid Kubernetes name"),
+        ("launch.kubernetes.namespace=a.b", "namespace='a.b' is not a valid Kubernetes name"),
+        ("launch.kubernetes.memory=200GB", "memory='200GB' is not a quantity"),
+        ("launch.kubernetes.memory=16Gi", "shared_memory=16Gi is part of memory=16Gi"),
+        ("launch.kubernetes.gpus_per_node=4", "gpus_per_node=4: each of the launch.nproc_per_node=8"),
+        ("launch.nproc_per_node=auto", "gpus_per_node is not set"),
+        ("launch.kubernetes.image=team/pytorch:2.13-cpu", "is an image for CPUs by its name, but each pod has 8 GPUs"),
+        ("launch.kubernetes.node_selector={a b: c}", "node_selector.a b='c' is not a valid label"),
+        ("launch.kubernetes.tolerations=[{keys: a}]", "keys is not a field of a toleration"),
+        ("launch.kubernetes.runtime=mine", "only a TrainJob has a runtime"),
+        (
+            "launch.kubernetes.affinity={nodeAfinity: {}}",
+            "nodeAfinity is not a field of affinity; did you mean nodeAff",
+        ),
+        ("launch.kubernetes.security_context={capabilities: {}}", "capabilities is not a field of security_context"),
+        ("launch.kubernetes.container_security_context={fsGroup: 1}", "fsGroup is not a field of"),
+        (
+            "launch.kubernetes.volumes=[{mount: /d, source: {nsf: {}}}]",
+            "nsf is not a field of volumes.source; did you mean nfs?",
+        ),
+        ("launch.kubernetes.volumes=[{mount: /data, source: {emptyDir: {}}}]", "not on a writable volume"),
+        ("launch.kubernetes.labels={a b: c}", "labels.a b='c' is not a valid label"),
+        ("launch.kubernetes.labels={app.kubernetes.io/name: x}", "labels.app.kubernetes.io/name is set by echelon"),
+        ("launch.kubernetes.labels={kueue.x-k8s.io/queue-name: x}", "set by echelon from launch.kubernetes.queue"),
+        ("launch.kubernetes.annotations={a/b/c: x}", "annotations: 'a/b/c' is not a valid name"),
+        ("launch.kubernetes.priority_class=High", "priority_class='High' is not a valid Kubernetes name"),
+        ("launch.kubernetes.resources={nvidia.com/gpu: 1}", "set launch.kubernetes.gpus_per_node instead"),
+        ("launch.kubernetes.resources={rdma/hca: 1GB}", "resources.rdma/hca='1GB' is not a positive quantity"),
+        ("launch.kubernetes.resources={nvidia.com/mig-3g.40gb: 1}", "already requests 8 nvidia.com/gpu per pod"),
+        ("launch.kubernetes.patch={status: {}}", "patch.status: a patch has metadata and spec"),
+        ("launch.kubernetes.pod_patch={runtimeClassName: x}", "put runtimeClassName below one of them"),
+        (
+            "launch.kubernetes.patch={metadata: {name: x}}",
+            "patch.metadata.name=x: echelon could not find the job again",
+        ),
+    ],
+)
+def test_invalid_jobs_are_refused(override, said, tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        KubernetesLauncher().check(make_kubernetes_job(tmp_path, override))
+
+
+def test_a_mig_device_is_requested_alone(tmp_path):
+    job = make_kubernetes_job(
+        tmp_path, "launch.nproc_per_node=1", "launch.kubernetes.gpus_per_node=0",
+        "launch.kubernetes.resources={nvidia.com/mig-3g.40gb: 1}",
+    )  # fmt: skip
+    KubernetesLauncher().check(job)
+    _, body = yaml.safe_load_all(KubernetesLauncher().render(job)["manifest.yaml"])
+    container = body["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]
+    assert container["resources"]["limits"] == container["resources"]["requests"] == {"nvidia.com/mig-3g.40gb": "1"}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_the_fields_of_pods_are_those_of_the_official_client(name):
+    models = {"affinity": "V1Affinity", "security_context": "V1PodSecurityContext", "volumes.source": "V1Volume",
+              "container_security_context": "V1SecurityContext", "tolerations": "V1Toleration"}  # fmt: skip
+    known = set(getattr(client, models[name]).attribute_map.values()) - (
+        {"name"} if name == "volumes.source" else set()
+    )
+    assert set(FIELDS[name]) == known
+
+
+@pytest.mark.parametrize(
+    ("value", "patch", "merged"),
+    [
+        ({"a": {"b": 1, "c": 2}}, {"a": {"c": None, "d": {"e": None, "f": 3}}}, {"a": {"b": 1, "d": {"f": 3}}}),
+        ({"a": [1, 2]}, {"a": [3]}, {"a": [3]}),
+        ({"tolerations": [{"key": "a"}]}, {"tolerations": [{"key": "b"}]}, {"tolerations": [{"key": "b"}]}),
+        ({"env": [{"name": "A", "value": "1"}, {"name": "B"}]}, {"env": [{"name": "C"}, {"name": "A", "value": "2"}]},
+         {"env": [{"name": "A", "value": "2"}, {"name": "B"}, {"name": "C"}]}),
+        ({"volumes": [{"name": "a"}, {"name": "b"}]}, {"volumes": [{"name": "a", "$patch": "delete"}]},
+         {"volumes": [{"name": "b"}]}),
+    ],
+)  # fmt: skip
+def test_patches_are_merged_as_by_kubectl(value, patch, merged):
+    before = repr(value)
+    assert merge_patch(value, patch, "launch.kubernetes.patch") == merged
+    assert repr(value) == before
+
+
+def test_an_entry_of_a_patch_needs_its_name(tmp_path):
+    job = make_kubernetes_job(tmp_path, "launch.kubernetes.pod_patch={spec: {containers: [{image: x}]}}")
+    with pytest.raises(ConfigError, match=r"pod_patch\.spec\.containers: the entry .* has no name"):
+        KubernetesLauncher().render(job)
+
+
+def test_a_secret_in_a_patch_is_refused(tmp_path):
+    patch = (
+        "launch.kubernetes.pod_patch={spec: {containers: [{name: pytorch, env: [{name: MY_TOKEN, value: a-word}]}]}}"
+    )
+    with pytest.raises(
+        ConfigError, match=r"pod_patch\.spec\.containers\.0\.env\.0\.value looks like a secret"
+    ) as refused:
+        refuse_secrets(make_kubernetes_job(tmp_path, patch).recipe)
+    assert "a-word" not in str(refused.value)
+    reference = patch.replace("value: a-word", "valueFrom: {secretKeyRef: {name: hub, key: token}}")
+    refuse_secrets(make_kubernetes_job(tmp_path, reference).recipe)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        *[(("launch.kubernetes.kind=trainjob", each), "a TrainJob has no field for it") for each in PODS],
+        (("launch.kubernetes.kind=trainjob", "launch.nodes='1:2'"), "a TrainJob has a fixed number of pods"),
+        (("launch.kubernetes.kind=hyperpod", "launch.nodes='1:2'"), "a HyperPodPyTorchJob has a fixed number"),
+        (("launch.kubernetes.kind=trainjob", "launch.kubernetes.env_from_secrets=[a]"), "whole Secrets"),
+        (
+            ("launch.kubernetes.kind=hyperpod", "launch.nproc_per_node=auto", "launch.kubernetes.gpus_per_node=0"),
+            "needs the number of processes per pod",
+        ),
+    ],
+)
+def test_settings_that_a_kind_does_not_support_are_refused(overrides, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        KubernetesLauncher().check(make_kubernetes_job(tmp_path, *overrides))
+
+
+def test_names_leave_space_for_the_suffixes_of_operators(tmp_path):
+    job = make_kubernetes_job(tmp_path, "launch.nodes=11", "run.name=x")
+    for length, fits in ((63 - len("-worker-10"), True), (64 - len("-worker-10"), False)):
+        object.__setattr__(job, "name", "a" * length)
+        if fits:
+            KubernetesLauncher().check(job)
+        else:
+            with pytest.raises(ConfigError, match="use a name of at most 37 characters"):
+                KubernetesLauncher().check(job)
+
+
+def test_amounts_are_read_as_kubernetes_does():
+    assert read_quantity("1Ki") == 1024
+    assert read_quantity("1.5Gi") == 1610612736
+    assert read_quantity("1k") == 1000
+    assert read_quantity("500m") == read_quantity("0.5")
+    assert read_quantity("1K") is read_quantity("-1") is read_quantity("") is None
+
+
+def test_messages_explain_defaults(tmp_path):
+    lines = KubernetesLauncher().check(make_kubernetes_job(tmp_path, "launch.kubernetes.kind=trainjob"))
+    assert lines[0] == "run folder: /data/runs/small in the pods"
+    assert "fault.max_restarts" in lines[1]
+    assert NAME not in "".join(lines)

@@ -1,0 +1,212 @@
+"""Packages in a container: what is missing, and how the real pip installs it, from an index or from wheels."""
+
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from echelon.ground.errors import LaunchError
+from echelon.launch.sagemaker import installing
+from echelon.launch.sagemaker.source_bundle import CORE, EXTRAS, HELPFUL
+
+SOURCE = str(Path(installing.__file__).parents[3])
+INSTALL = """
+import os, sys
+from pathlib import Path
+from echelon.launch.sagemaker.installing import install_missing
+install_missing(Path(sys.argv[1]), Path(sys.argv[2]), os.environ)
+"""
+
+
+def build_wheel(folder, name, version, needs=(), tag="py3-none-any"):
+    """Write a wheel of an empty package."""
+    folder.mkdir(parents=True, exist_ok=True)
+    info = f"{name}-{version}.dist-info"
+    lines = [
+        "Metadata-Version: 2.1",
+        f"Name: {name}",
+        f"Version: {version}",
+        *(f"Requires-Dist: {each}" for each in needs),
+    ]
+    with zipfile.ZipFile(folder / f"{name}-{version}-{tag}.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", f"version = {version!r}\n")
+        wheel.writestr(f"{info}/METADATA", "\n".join(lines) + "\n")
+        wheel.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
+        wheel.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+
+
+class Container:
+    """Starts of one container image: each has its own packages, and all have the same checkpoint folder."""
+
+    def __init__(self, place):
+        self.place = place
+        self.channel = place / "data" / "echelon"
+        self.channel.mkdir(parents=True)
+        self.checkpoints = place / "checkpoints"
+        self.starts = 0
+        self.env = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+        # What pip's own files on this machine say is no part of the test.
+        self.env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0", "PIP_NO_CACHE_DIR": "1"}
+
+    def start(self, requirements, **variables):
+        """Install the requirements in a new container; return the code, the log and the versions of the packages."""
+        self.starts += 1
+        site = self.place / f"site-{self.starts}"
+        (self.channel / "requirements.txt").write_text(requirements)
+        env = self.env | {"PIP_TARGET": str(site), "PYTHONPATH": f"{SOURCE}{os.pathsep}{site}"} | variables
+        argv = [sys.executable, "-c", INSTALL, str(self.channel), str(self.checkpoints)]
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, check=False)
+        found = (path.name.removesuffix(".dist-info") for path in site.glob("*.dist-info"))
+        return done.returncode, done.stderr, dict(each.split("-") for each in found)
+
+
+@pytest.fixture
+def started(tmp_path):
+    return Container(tmp_path)
+
+
+@pytest.fixture
+def index(tmp_path):
+    """A package index over HTTP: the folder `wheels`, with a page for each package."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path / "index")))
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    yield {"PIP_INDEX_URL": f"http://127.0.0.1:{server.server_port}/"}
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("installed", ["2.0", "0.9.1", "5.20.1", "3.17", "99.1", "0.19.9"])
+def test_what_is_missing_is_what_packaging_says(installed, monkeypatch):
+    """All requirements that echelon sends, against the reference implementation."""
+    monkeypatch.setattr(installing, "find_installed", lambda name: installed)
+    lines = list(dict.fromkeys([*CORE, *HELPFUL, *(name for names in EXTRAS.values() for name in names)]))
+    lines += ["one>=1; sys_platform == 'win32'", "two<2; python_version >= '3.9' and sys_platform != 'win32'"]
+    lines += ["three>=90; python_version < '3.2'", "four==2; platform_system == 'Linux'"]
+    wanted = [Requirement(line) for line in lines]
+    apply = [each for each in wanted if each.marker is None or each.marker.evaluate()]
+    wrong = {str(each) for each in apply if not each.specifier.contains(installed, prereleases=True)}
+    assert {str(Requirement(line)) for line in installing.find_missing(lines)} == wrong
+
+
+def test_what_only_pip_understands_is_left_to_pip(monkeypatch):
+    here = {"torch": "2.11.0a0+nv25", "pyyaml": "6.0.2", "numpy": "2.0"}
+    monkeypatch.setattr(installing, "find_installed", lambda name: here.get(name.lower()))
+    lines = ["# needed", "", "--extra-index-url https://example.org", "torch>=2.11,<2.14", "PyYAML>=6", "numpy==2.0.0"]
+    assert installing.find_missing([*lines, "torch; sys_platform == 'linux'"]) == []
+    more = ["numpy<2", "fsspec[s3]>=2024.6", "numpy @ https://example.org/numpy.whl", "jax>=1; extra == 'x'"]
+    assert installing.find_missing([*lines, *more]) == more
+    assert installing.find_missing(lines, {"numpy": "1.9", "other": "3"}) == ["numpy==2.0.0"]
+
+
+def test_without_missing_packages_neither_pip_nor_network_is_used(started, tmp_path):
+    (tmp_path / "broken" / "pip").mkdir(parents=True)
+    (tmp_path / "broken" / "pip" / "__main__.py").write_text("raise SystemExit('pip was called')")
+    lines = "".join(f"{line}\n" for line in (*CORE, "# Training can do without these:", *HELPFUL))
+    path = f"{tmp_path / 'broken'}{os.pathsep}{SOURCE}"
+    assert started.start(lines, PYTHONPATH=path, PIP_INDEX_URL="http://127.0.0.1:9/") == (0, "", {})
+    assert not started.checkpoints.exists()
+
+
+def test_a_restart_installs_the_versions_of_the_first_start(started, index, tmp_path):
+    def publish(version):
+        for name, needs in (("gadget", ["part"]), ("part", [])):
+            build_wheel(tmp_path / "index" / name, name, version, needs)
+
+    publish("1.0")
+    code, log, packages = started.start("gadget>=1,<2\n", **index)
+    assert (code, packages) == (0, {"gadget": "1.0", "part": "1.0"}), log
+    assert "echelon: pip install gadget>=1,<2\n" in log and "echelon: installed gadget 1.0, part 1.0\n" in log
+    kept = (started.checkpoints / "packages.txt").read_text().splitlines()
+    assert kept[1:] == [f"# Python 3.{sys.version_info[1]}", "gadget==1.0", "part==1.0"]
+
+    publish("1.1")
+    code, log, packages = started.start("gadget>=1,<2\n", **index)
+    assert (code, packages) == (0, {"gadget": "1.0", "part": "1.0"}), log
+    assert "pip install gadget>=1,<2, with the versions of the last start (in packages.txt)" in log
+
+    for path in (tmp_path / "index").rglob("*-1.0-*"):
+        path.unlink()
+    code, log, packages = started.start("gadget>=1,<2\n", **index)
+    assert (code, packages) == (0, {"gadget": "1.1", "part": "1.1"}), log
+    assert "the versions of the last start cannot be installed, so pip chooses others: " in log
+    assert "gadget==1.1\npart==1.1\n" in (started.checkpoints / "packages.txt").read_text()
+
+
+def test_a_file_of_versions_adds_no_package_and_no_option(started, index, tmp_path):
+    for name in ("gadget", "intruder"):
+        build_wheel(tmp_path / "index" / name, name, "1.0")
+    started.checkpoints.mkdir()
+    lines = [
+        f"# Python 3.{sys.version_info[1]}",
+        "intruder==1.0",
+        "--index-url http://127.0.0.1:9/",
+        "gadget==1.0 -e .",
+    ]
+    (started.checkpoints / "packages.txt").write_text("\n".join(lines))
+    code, log, packages = started.start("gadget>=1\n", **index)
+    assert (code, packages) == (0, {"gadget": "1.0"}), log
+
+
+def test_wheels_of_the_job_need_no_index(started):
+    build_wheel(started.place / "data" / "wheels" / "mine", "part", "1.0")
+    build_wheel(started.place, "gadget", "1.0", ["part"])
+    with zipfile.ZipFile(started.place / "data" / "wheels" / "wheels.zip", "w") as archive:
+        archive.write(started.place / "gadget-1.0-py3-none-any.whl", "gadget-1.0-py3-none-any.whl")
+    closed = {"PIP_INDEX_URL": "http://127.0.0.1:9/"}
+    code, log, packages = started.start("--no-index\ngadget>=1\n", **closed)
+    assert (code, packages) == (0, {"gadget": "1.0", "part": "1.0"}), log
+    code, log, packages = started.start("--no-index\ngadget>=2\n", **closed)
+    assert code == 1 and packages == {}
+    assert "pip could not install gadget>=2: " in log and "add them to launch.sagemaker.wheels" in log
+
+
+def test_optional_packages_end_no_job(started, index, tmp_path):
+    build_wheel(tmp_path / "index" / "gadget", "gadget", "1.0")
+    lines = "gadget>=1\n# Training can do without these:\nno-such-meter>=1\n"
+    code, log, packages = started.start(lines, **index)
+    assert (code, packages) == (0, {"gadget": "1.0"}), log
+    assert "no-such-meter>=1 cannot be installed, and training goes on without: " in log
+
+
+@pytest.fixture
+def channel(tmp_path):
+    (tmp_path / "data" / "echelon").mkdir(parents=True)
+    (tmp_path / "data" / "echelon" / "requirements.txt").write_text("no-such-package>=1\n")
+    return tmp_path / "data" / "echelon"
+
+
+def test_an_image_without_pip_is_named(channel, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(installing.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(LaunchError) as refused:
+        installing.install_missing(channel, tmp_path, {})
+    assert str(refused.value) == (
+        "this container lacks no-such-package>=1, and its image has no pip; set launch.sagemaker.image to an image "
+        "that has them, or has pip."
+    )
+    (channel / "requirements.txt").write_text(f"{installing.OPTIONAL}\nno-such-package>=1\n")
+    installing.install_missing(channel, tmp_path, {})
+    assert "no-such-package>=1 cannot be installed, and training goes on without" in capfd.readouterr().err
+
+
+def test_an_index_without_a_connection_is_named_with_the_ways(channel, tmp_path):
+    env = os.environ | {"PIP_INDEX_URL": "http://me:word@127.0.0.1:9/simple"}
+    with pytest.raises(LaunchError) as refused:
+        installing.install_missing(channel, tmp_path, env)
+    message = str(refused.value)
+    assert "this container lacks no-such-package>=1, and pip cannot reach a package index (NewConn" in message
+    assert "launch.sagemaker.wheels=download" in message and "NAT gateway" in message and "word" not in message
+    (channel / "requirements.txt").write_text("--no-index\nno-such-package>=1\n")
+    with pytest.raises(LaunchError, match=r"there is no wheel in the channel wheels; check launch.sagemaker.wheels"):
+        installing.install_missing(channel, tmp_path, env)

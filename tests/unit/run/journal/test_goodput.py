@@ -1,0 +1,92 @@
+"""Goodput, with a fake clock, through a kill, a stop and a rollback."""
+
+import json
+import time
+
+import pytest
+
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.journal import goodput
+from echelon.run.journal.goodput import GoodputTracker
+from echelon.run.lifecycle import journaling
+from echelon.run.training.state import GoodputState, SavedState, TrainState
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    class Clock:
+        now = 1000.0
+
+    made = Clock()
+    monkeypatch.setattr(goodput, "read_clock", lambda: made.now)
+    return made
+
+
+def spend(tracker: GoodputTracker, clock, cause: str, seconds: float) -> None:
+    with tracker.spending(cause):
+        clock.now += seconds
+
+
+def only(tracker: GoodputTracker) -> dict[str, float]:
+    tracker.turn("training")
+    return {cause: seconds for cause, seconds in tracker.seconds.items() if seconds}
+
+
+def test_every_second_has_one_cause(clock) -> None:
+    tracker = GoodputTracker(began=990.0)
+    tracker.turn("training")
+    clock.now += 60
+    spend(tracker, clock, "evaluating", 7)
+    spend(tracker, clock, "saving", 3)
+    tracker.move("training", "data", 4)
+    tracker.move("training", "skipped", 6)
+    assert only(tracker) == {"starting": 10, "training": 50, "data": 4, "skipped": 6, "evaluating": 7, "saving": 3}
+    assert tracker.describe() == (
+        "useful time (goodput) 62.5 %: 50s of 1m20s in steps that count; 12.5 % starting; 8.8 % evaluating; "
+        "7.5 % in steps that were not applied; 5.0 % waiting for data; 3.8 % waiting for a save"
+    )
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_gap_after_a_checkpoint(clock, asked: bool) -> None:
+    """Saved at 1100, trained until 1130, dead until 1150, then 10 s to start."""
+    first = GoodputTracker(began=1000.0)
+    first.turn("training")
+    clock.now = 1100.0
+    if asked:
+        first.stop()
+    saved = GoodputState(**first.state_dict())
+    clock.now = 1160.0
+    second = GoodputTracker(began=1150.0)
+    second.resume(saved, last_sign=0.0 if asked else 1130.0)
+    expected = {"training": 100, "starting": 10, **({"stopped": 50} if asked else {"redone": 30, "down": 20})}
+    assert only(second) == expected
+    wall = 110 if asked else 160
+    assert second.describe().startswith(f"useful time (goodput) {100 * 100 / wall:.1f} %: 1m40s of ")
+
+
+def test_a_rollback_repeats_work(clock) -> None:
+    tracker = GoodputTracker()
+    tracker.turn("training")
+    clock.now += 100
+    saved = tracker.state_dict()["seconds"]
+    clock.now += 40
+    spend(tracker, clock, "evaluating", 5)
+    tracker.move("training", "skipped", 2)
+    tracker.go_back(saved)
+    assert only(tracker) == {"training": 100, "redone": 45}
+
+
+@pytest.mark.parametrize("end", ["done", "early_stop", None])
+def test_the_pause_before_a_finished_run_is_extended_is_not_a_loss(tmp_path, monkeypatch, end) -> None:
+    """Saved 100 s before the end of the run, or of its process, which was an hour ago."""
+    now = time.time()
+    folder = RunFolder(tmp_path)
+    events = [("start", now - 4000), *([] if end is None else [(end, now - 3600)])]
+    lines = [json.dumps({"event": event, "time": when, "step": 0}) for event, when in events]
+    folder.events_path.write_text("".join(f"{line}\n" for line in lines))
+    monkeypatch.setattr(journaling, "find_start", lambda until: now)
+    saved = SavedState(TrainState(step=3), goodput=GoodputState({"training": 200.0}, now - 3700, stopped=False))
+    spent = only(journaling.open_goodput(folder, saved))
+    assert spent["down" if end is None else "stopped"] == pytest.approx(3700, abs=1)
+    assert ("stopped" if end is None else "down") not in spent

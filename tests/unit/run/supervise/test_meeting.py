@@ -1,0 +1,191 @@
+"""The common decision of all machines after an attempt, for reports of each kind, compared with decisions by hand."""
+
+import logging
+import socket
+
+import pytest
+
+from echelon.ground import hosts
+from echelon.ground.errors import ConfigError, LaunchError
+from echelon.ground.hosts import (
+    THIS_MACHINE,
+    HostGroup,
+    await_name,
+    find_interface,
+    find_own_address,
+    is_coordinator,
+    limit_silence,
+    parse_group,
+)
+from echelon.ground.launch_environment import find_host_group, launch_role
+from echelon.run.supervise.meeting import HostReport, decide
+from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Weight
+from echelon.run.supervise.restart import Restarts
+
+BAD = [("0", "a:1"), ("4:2", "a:1"), ("two", "a:1"), ("2", "a"), ("2", "a:99999"), ("2", "a b:1")]
+FIXED, ELASTIC = HostGroup(2, 2, "a", 29400), HostGroup(1, 2, "a", 29400)
+
+
+def told(host, code, message="", weight=Weight.CAUSE, time=0.0, step=None, final=False):
+    return HostReport(host, code, message, final, int(weight), time, step)
+
+
+def decided(*reports, asked=(), group=FIXED, restarts=3):
+    by_host = {
+        each if isinstance(each, str) else each.host: None if isinstance(each, str) else each for each in reports
+    }
+    return decide(by_host, frozenset(asked), group, Restarts(restarts))
+
+
+def test_all_done_is_done():
+    ending = decided(told("a", DONE, weight=Weight.NOTHING), told("b", DONE, weight=Weight.NOTHING))
+    assert (ending.goes_on, ending.code) == (False, DONE)
+
+
+def test_a_failure_restarts_all_from_the_newest_checkpoint_of_any_machine():
+    echo = told("a", FAILED, "connection reset", Weight.ECHO, time=1.0, step=None)
+    cause = told("b", FAILED, "rank 1 was killed", Weight.CAUSE, time=2.0, step=40)
+    ending = decided(echo, cause)
+    assert (ending.goes_on, ending.message, ending.restarts, ending.step) == (True, "rank 1 was killed", 1, 40)
+
+
+@pytest.mark.parametrize(
+    ("cause", "code"),
+    [
+        (told("b", REFUSED, "data.train: no such file"), REFUSED),
+        (told("b", FAILED, "the loss is not finite", final=True), FAILED),
+        (told("b", STOPPED, "stopped by budget.max_hours=2 at step 5"), STOPPED),
+    ],
+)
+def test_a_recurring_failure_ends_all(cause, code):
+    ending = decided(told("a", FAILED, "connection reset", Weight.ECHO), cause)
+    assert (ending.goes_on, ending.code, ending.message) == (False, code, cause.message)
+
+
+def test_a_hang_with_a_lost_machine_names_the_machine():
+    ending = decided(told("a", FAILED, "step 61 did not end within 5 s"), "b (1f)", restarts=0)
+    assert ending.message == "step 61 did not end within 5 s; 1 of 2 machines stopped responding: b (1f)"
+
+
+def test_connections_to_the_coordinator_break_when_it_is_silent():
+    """Other open sockets, such as a socket pair without a port, are unaffected."""
+    pair = socket.socketpair()
+    with (
+        pair[0],
+        pair[1],
+        socket.create_server(("127.0.0.1", 0)) as coordinator,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
+        lines = [socket.create_connection(each.getsockname()) for each in (coordinator, other)]
+        limit_silence(HostGroup(1, 2, "127.0.0.1", coordinator.getsockname()[1]), 15)
+        limits = [line.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for line in lines]
+        alive = [line.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for line in lines]
+        for line in lines:
+            line.send(b"still usable")
+            line.close()
+    assert limits == [15_000, 0] and alive == [1, 0]
+
+
+def test_restarts_end():
+    failure = told("b", FAILED, "rank 1 was killed")
+    ending = decided(told("a", FAILED, "", Weight.ECHO), failure, restarts=0)
+    assert (ending.goes_on, ending.code, ending.message) == (False, FAILED, "rank 1 was killed")
+
+
+def test_stopping_one_machine_stops_a_fixed_job_but_not_an_elastic_one():
+    saved = [told(host, STOPPED, "stopped by SIGTERM at step 5") for host in "ab"]
+    ending = decided(*saved, asked="b")
+    assert (ending.goes_on, ending.code) == (False, STOPPED)
+    ending = decided(*saved, asked="b", group=ELASTIC)
+    assert (ending.goes_on, ending.leaving, ending.restarts) == (True, ("b",), 0)
+    ending = decided(*saved, asked="ab", group=ELASTIC)
+    assert (ending.goes_on, ending.code) == (False, STOPPED)
+
+
+def test_a_save_without_a_request_means_a_new_machine():
+    """torchrun's agents end ranks by SIGTERM when a new machine joins."""
+    ending = decided(*(told(host, STOPPED, "stopped by SIGTERM at step 5") for host in "ab"), group=ELASTIC)
+    assert (ending.goes_on, ending.restarts, ending.message) == (True, 0, "")
+
+
+def test_a_single_machine_ends_when_a_rank_was_stopped():
+    """No machine can join, so a user has sent the rank a signal."""
+    stopped = told("a", STOPPED, "stopped by SIGTERM at step 5", step=5)
+    ending = decided(stopped, group=THIS_MACHINE)
+    assert (ending.goes_on, ending.code, ending.message) == (False, STOPPED, stopped.message)
+    assert decided(told("a", FAILED, "rank 0 was killed"), group=THIS_MACHINE).goes_on
+
+
+def test_a_lost_machine_shrinks_an_elastic_job_and_ends_a_fixed_one():
+    echo = told("a", FAILED, "connection reset", Weight.ECHO, step=40)
+    ending = decided(echo, "b", group=ELASTIC)
+    assert (ending.goes_on, ending.step) == (True, 40)
+    assert ending.message == "1 of 2 machines stopped responding: b"
+    ending = decided(echo, "b")
+    assert (ending.goes_on, ending.code, ending.message) == (False, FAILED, "1 of 2 machines stopped responding: b")
+
+
+def test_the_rendezvous_address():
+    assert parse_group("2", "node-1:29400") == HostGroup(2, 2, "node-1", 29400)
+    assert parse_group("1:4", "[::1]:29400", "eth0") == HostGroup(1, 4, "::1", 29400, interface="eth0")
+    assert parse_group("1", "[::1]:29400").endpoint == "[::1]:29400"
+    for nodes, rendezvous in BAD:
+        with pytest.raises(ConfigError, match=r"^--(nodes|rendezvous) "):
+            parse_group(nodes, rendezvous)
+
+
+def test_addresses_of_this_machine_and_listeners():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        group = parse_group("2", f"127.0.0.1:{server.getsockname()[1]}")
+        assert not is_coordinator(group)
+    assert is_coordinator(group)
+    assert not is_coordinator(parse_group("2", "192.0.2.1:29400"))  # from a network reserved for documentation
+    assert find_own_address(group) == "127.0.0.1"
+    assert find_interface("127.0.0.1") in ("lo", None)
+    with pytest.raises(ConfigError, match="--interface nothere0 has no address"):
+        find_own_address(parse_group("2", "127.0.0.1:29400", "nothere0"))
+
+
+def test_the_group_from_slurm():
+    env = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "3", "SLURM_STEP_NUM_NODES": "3", "SLURM_JOB_ID": "123456"}
+    env |= {"SLURM_STEP_NODELIST": "gpu[07-08],login", "SLURM_PROCID": "1"}
+    assert launch_role(env) == "agent"
+    assert find_host_group(env) == HostGroup(3, 3, "gpu07", 23456, coordinates=False)
+    assert find_host_group(env | {"SLURM_PROCID": "0", "ECHELON_RENDEZVOUS": "10.0.0.1:5000"}) == HostGroup(
+        3, 3, "10.0.0.1", 5000, coordinates=True
+    )
+
+
+def test_the_group_from_sagemaker():
+    """algo-10 is sorted after algo-2."""
+    env = {"SM_HOSTS": '["algo-10", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "SM_NETWORK_INTERFACE_NAME": "eth0"}
+    assert launch_role(env) == "agent"
+    group = find_host_group(env)
+    assert group == HostGroup(
+        2, 2, "algo-2", 7777, coordinates=True, interface="eth0", shares_files=False, name="algo-2"
+    )
+    assert find_host_group({"SM_CURRENT_HOST": "algo-1"}).shares_files
+
+
+def test_a_name_that_resolves_later_is_waited_for(monkeypatch, caplog):
+    """A pod's name resolves when the pod has its address."""
+    caplog.set_level(logging.INFO, "echelon")
+    known, asked = socket.getaddrinfo, []
+
+    def resolve(host, *rest, **options):
+        asked.append(host)
+        if len(asked) < 3:
+            raise socket.gaierror(-2, "Name or service not known")
+        return known("127.0.0.1", *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(hosts, "_LOOK_SECONDS", 0.0)
+    await_name(parse_group("2", "small-worker-0:29400"))
+    assert asked == ["small-worker-0"] * 3
+    assert caplog.messages == [
+        "the name small-worker-0 does not resolve on this machine (Name or service not known); waiting up to 10 minutes"
+    ]
+    asked.clear()
+    monkeypatch.setattr(hosts, "_NAME_SECONDS", -1.0)
+    with pytest.raises(LaunchError, match="does not resolve"):
+        await_name(parse_group("2", "small-worker-0:29400"))

@@ -1,0 +1,90 @@
+"""The rule by which a rank counts as persistently slow, on times written by hand."""
+
+import threading
+import time
+
+import pytest
+
+from echelon.ground.stop_request import STRAGGLER
+from echelon.run.training.straggler import StragglerWatch, read_own_time
+
+HOSTS = ["one", "one", "two", "two"]
+
+
+def watch(steps, stages=(0, 0, 0, 0), seconds=2.0):
+    """What is found in steps with these own times of four ranks."""
+    watching = StragglerWatch(HOSTS, stages)
+    return [found for step, own in enumerate(steps, start=1) for found in watching.saw_step(step, own, seconds)]
+
+
+def test_a_rank_that_is_slow_in_two_windows_is_named_once():
+    [found] = watch([[1.0, 1.1, 1.5, 0.9]] * 200)
+    assert (found.step, found.rank, found.host) == (50, 2, "two")
+    assert (found.own_seconds, found.peer_seconds, found.step_seconds) == (1.5, 1.0, 2.0)
+    assert found.describe() == (
+        "rank 2 on two is slow: over the last 50 steps it needed 1500.0 ms for its own part of a step, 1.50 times "
+        "those of others; the other ranks wait for it"
+    )
+
+
+def test_it_is_named_again_if_it_has_recovered():
+    slow, even = [[1.0, 1.0, 1.0, 2.0]] * 50, [[1.0] * 4] * 25
+    assert [found.step for found in watch(slow + even + slow)] == [50, 125]
+
+
+def test_the_slow_one_of_two_ranks_is_named():
+    watching = StragglerWatch(["one", "two"], [0, 0])
+    found = [each for step in range(1, 51) for each in watching.saw_step(step, [1.0, 1.5], 2.0)]
+    assert [(each.rank, each.peer_seconds) for each in found] == [(1, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "more"),
+    [
+        ([[1.0, 1.0, 1.2, 1.0]] * 200, {}),
+        ([[0.010, 0.010, 0.015, 0.010]] * 200, {}),  # of a step of 2 s
+        ([[1.0] * 4, [1.0, 1.0, 9.0, 1.0]] * 100, {}),  # the median of every second window
+        (([[1.0, 1.0, 9.0, 1.0]] * 25 + [[1.0] * 4] * 25) * 4, {}),
+        ([[1.0, 1.0, 1.6, 1.6]] * 200, {"stages": (0, 0, 1, 1)}),
+    ],
+    ids=["a little slower", "of little weight", "in some steps", "in some windows", "another stage"],
+)
+def test_nothing_else_is_named(steps, more):
+    assert watch(steps, **more) == []
+
+
+def test_waiting_for_data_counts_where_the_others_have_none():
+    [found] = watch([[0.0, 0.5, 0.0, 0.0]] * 50)
+    assert found.rank == 1 and "times those" not in found.describe()
+
+
+def test_a_stage_with_one_rank_is_compared_with_none():
+    assert watch([[1.0, 5.0, 1.0, 1.0]] * 100, stages=(0, 1, 2, 2)) == []
+
+
+def test_the_run_ends_if_it_should():
+    assert StragglerWatch(HOSTS, [0] * 4).stop_cause is None
+    assert StragglerWatch(HOSTS, [0] * 4, stops=True).stop_cause == STRAGGLER
+
+
+def test_own_time_is_that_of_this_thread_without_its_waits():
+    began = read_own_time()
+    time.sleep(0.2)
+    slept = read_own_time() - began
+    busy = threading.Thread(target=lambda: sum(range(3_000_000)))
+    busy.start()
+    busy.join()
+    others = read_own_time() - began - slept
+    cpu = time.thread_time()
+    while time.thread_time() - cpu < 0.1:
+        pass
+    worked = read_own_time() - began - slept - others
+    assert slept < 0.1 <= worked
+
+
+def test_the_times_of_a_window_are_reported_with_its_last_step():
+    watching, found = StragglerWatch(["one", "two"], [0, 0]), {}
+    for step in range(1, 51):
+        watching.saw_step(step, [1.0, float(step)], 2.0)
+        found[step] = watching.medians
+    assert {step: each for step, each in found.items() if each is not None} == {25: [1.0, 13.0], 50: [1.0, 38.0]}
