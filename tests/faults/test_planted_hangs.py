@@ -78,7 +78,7 @@ def hang(folder, how, parallel):
 
 PLANS = {"ddp": "ddp", "fsdp": "fsdp", "pp": {"pp": 2}}
 IN_GROUP = r"all_reduce \d+ of group everyone \(ranks 0, 1\)"
-PIPELINE = r"rank 0 waits for a message at echelon/parallel/pipeline.py:\d+"
+PIPELINE = r"rank 0 waits for a message at echelon/learn/parallel/pipeline.py:\d+"
 EXPECTED = {
     "sleep": rf"rank 1 never entered {IN_GROUP}; it is at \S*hanging_parts.py:\d+ \(sleep\)",
     "leave": rf"rank 1 exited with code 0 before the run had ended; .*; rank 0 waits for it in {IN_GROUP}, at ",
@@ -87,18 +87,18 @@ EXPECTED = {
     "shape": r"collective \d+ of group everyone is all_reduce of sizes \[\[\]\] on rank 0, but all_reduce of sizes "
     r"\[\[3\]\] on rank 1",
     "suspend": rf"and rank 1 does not answer; rank 0 waits for it in {IN_GROUP}, at ",
-    "data": rf"rank 1 never entered {IN_GROUP}; it is at echelon/data/feed.py:\d+ \(batch\)",
+    "data": rf"rank 1 never entered {IN_GROUP}; it is at echelon/learn/data/feed.py:\d+ \(batch\)",
 }
 # Stages exchange messages, which gloo does not record: the code of each rank tells who waits for whom.
 OF_STAGES = {
     "sleep": rf"rank 1 does not wait for others: it is at \S*hanging_parts.py:\d+ \(sleep\); {PIPELINE}",
     "leave": rf"rank 1 exited with code 0 before the run had ended; .*; {PIPELINE}",
     "other": r"rank 0 never entered all_gather \d+ of group everyone \(ranks 0, 1\); it waits for a message at "
-    r"echelon/parallel/pipeline.py:\d+ \(\w+\); rank 1 is at \S*hanging_parts.py:\d+ \(other\)",
+    r"echelon/learn/parallel/pipeline.py:\d+ \(\w+\); rank 1 is at \S*hanging_parts.py:\d+ \(other\)",
     "shape": r"rank 0 never entered all_reduce \d+ of group everyone \(ranks 0, 1\); it waits for a message at "
-    r"echelon/parallel/pipeline.py:\d+ \(\w+\); rank 1 is at \S*hanging_parts.py:\d+ \(shape\)",
+    r"echelon/learn/parallel/pipeline.py:\d+ \(\w+\); rank 1 is at \S*hanging_parts.py:\d+ \(shape\)",
     "suspend": rf"and rank 1 does not answer; {PIPELINE}",
-    "data": rf"rank 1 does not wait for others: it is at echelon/data/feed.py:\d+ \(batch\); {PIPELINE}",
+    "data": rf"rank 1 does not wait for others: it is at echelon/learn/data/feed.py:\d+ \(batch\); {PIPELINE}",
 }
 
 

@@ -75,5 +75,5 @@ def _find_place(frame: FrameType | None) -> str:
         if (path.startswith(_LIBRARIES) and "echelon" not in Path(path).parts) or path.startswith("<"):
             frame = frame.f_back
             continue
-        return f"{'/'.join(Path(path).parts[-3:])}:{frame.f_lineno} ({frame.f_code.co_name})"
+        return f"{'/'.join(Path(path).parts[-4:])}:{frame.f_lineno} ({frame.f_code.co_name})"
     return "an unknown place"
