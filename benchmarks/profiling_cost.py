@@ -26,7 +26,8 @@ from echelon.planner.hardware.detection import detect_cluster
 from echelon.planner.hardware.heap import keep_freed_memory
 from echelon.recipe.load import load_recipe
 from echelon.run.lifecycle.setup import prepare_run
-from echelon.run.training import accounting, profiler, training_step
+from echelon.run.training import profiler, training_step
+from echelon.run.training import run_log as accounting
 from echelon.run.training.profiler import Recorder
 from measuring import describe_machine
 from overhead import RECIPE, SIZES

@@ -2,7 +2,7 @@
 
 Started in the network namespace of the switch, which needs no `netem` in the kernel:
 
-    python delayed_link.py FIRST SECOND SECONDS
+    python tests/delayed_link.py FIRST SECOND SECONDS
 """
 
 import select
@@ -13,8 +13,10 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from tests.namespaces import Machine
+if TYPE_CHECKING:  # the relay runs this file alone
+    from tests.namespaces import Machine
 
 _READY = "relays"
 _EVERY_PROTOCOL = 0x0003
@@ -23,7 +25,7 @@ _MOST_BYTES, _BUFFER_BYTES, _AT_ONCE = 2**17, 2**24, 64
 
 
 @contextmanager
-def delayed(first: Machine, second: Machine, seconds: float) -> Iterator[None]:
+def delayed(first: "Machine", second: "Machine", seconds: float) -> Iterator[None]:
     """Scope in which each packet between two machines arrives `seconds` later; a round trip takes twice as long.
 
     The two are disconnected from the others.

@@ -23,7 +23,7 @@ WARM: Any = multiprocessing.get_context("forkserver")
 """Forks processes that have imported what training, and the commands in tests/docs, import."""
 WARM.set_forkserver_preload(
     [
-        "echelon.cli.main", "echelon.run.lifecycle.conducting", "echelon.tools.inference.evaluate",
+        "echelon.cli.main", "echelon.run.lifecycle.rank_run", "echelon.tools.inference.evaluate",
         "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
         "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama",
     ]

@@ -29,13 +29,13 @@ __all__ = [
 
 _PLACES = {
     "Learner": "learn.learner",
-    "LoopRun": "training.loop_run",
-    "Microbatch": "data.loader",
-    "Objective": "objectives.objective",
+    "LoopRun": "run.training.loop_run",
+    "Microbatch": "learn.data.loader",
+    "Objective": "learn.objectives.objective",
     "Run": "cli.api.run",
     "Sampling": "learn.sampling",
-    "StepBatch": "data.loader",
-    "build_step_batch": "data.own_batches",
+    "StepBatch": "learn.data.loader",
+    "build_step_batch": "learn.data.own_batches",
     "chat": "cli.api.models",
     "evaluate": "cli.api.models",
     "export": "cli.api.models",

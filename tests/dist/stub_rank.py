@@ -54,7 +54,7 @@ if __name__ == "__main__":
     log_to_console()
     session.prepare_run = prepare
     session.VISIBLE_SECONDS = 1.0
-    sys.modules["echelon.run.lifecycle.conducting"] = types.SimpleNamespace(run_training=train)
+    sys.modules["echelon.run.lifecycle.rank_run"] = types.SimpleNamespace(run_training=train)
     try:
         sys.exit(session.train_as_rank(RECIPE, False).code)
     except EchelonError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from echelon.ground.errors import EchelonError
-from echelon.learn.data import writing
+from echelon.learn.data import corpus_writer as writing
 from echelon.planner.hardware.detection import detect_cluster
 from echelon.recipe.load import load_recipe
 from echelon.run.folder.run_folder import RunFolder

@@ -17,7 +17,7 @@ PROBE = """
 import json, os, sys
 from pathlib import Path
 import torch
-import echelon.run.lifecycle.conducting as conducting
+import echelon.run.lifecycle.rank_run as conducting
 from echelon.run.folder.run_folder import RunFolder
 from echelon.ground.stop_request import StopRequest
 from echelon.run.lifecycle.worker import run_rank

@@ -111,7 +111,7 @@ def test_other_rules_step_flat_partitions(native, tmp_path, text, optimizer):
 
 @pytest.mark.slow
 def test_a_loss_function_trains_as_under_native(tmp_path, text):
-    row, loss = deepspeed_row("fsdp", 2), {"objective": {"name": "loss_functions:smoothed_with_z"}}
+    row, loss = deepspeed_row("fsdp", 2), {"objective": {"name": "tests.parity.loss_functions:smoothed_with_z"}}
     ours = trained(replace(row, changes=row.changes | loss), tmp_path / "deepspeed", text, steps=STEPS)
     expected = trained(replace(row.reference(), changes=loss), tmp_path / "native", text, steps=STEPS)
     losses, norms = difference(ours, expected)

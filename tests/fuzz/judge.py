@@ -43,7 +43,8 @@ def run_in_little_memory(code: str, *arguments: object, more_bytes: int) -> "sub
 
     `code` defines `work(arguments)`. A process that has freed memory before could use that again.
     """
-    limited = f"{code}\nimport sys, judge\nwith judge.limited_memory({more_bytes}):\n    work(sys.argv[1:])\n"
+    imports = "import sys\nfrom tests.fuzz import judge"
+    limited = f"{code}\n{imports}\nwith judge.limited_memory({more_bytes}):\n    work(sys.argv[1:])\n"
     return subprocess.run(
         [sys.executable, "-c", limited, *map(str, arguments)],
         capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

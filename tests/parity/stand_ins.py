@@ -21,12 +21,12 @@ from echelon.learn.sync.every_step import EveryStep
 from echelon.recipe.engines import ENGINES, EngineRow
 from echelon.recipe.load import load_recipe
 from echelon.run.folder.run_folder import RunFolder
-from echelon.run.lifecycle.conducting import run_training
+from echelon.run.lifecycle.rank_run import run_training
 from echelon.run.training.callbacks import Callback
 from echelon.run.training.heartbeat import Heartbeat
 
-ENGINES["bigram"] = EngineRow("stand_ins:Bigram")
-ENGINES["poisoned bigram"] = EngineRow("stand_ins:PoisonedBigram")
+ENGINES["bigram"] = EngineRow("tests.parity.stand_ins:Bigram")
+ENGINES["poisoned bigram"] = EngineRow("tests.parity.stand_ins:PoisonedBigram")
 
 
 class Bigram:

@@ -16,7 +16,7 @@ from echelon.learn.objectives.objective import build_objective
 from echelon.planner.memory import StoredBytes
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.load import build_recipe
-from echelon.run.lifecycle.building import build_stages
+from echelon.run.lifecycle.plan_build import build_stages
 
 TINY = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,

@@ -16,7 +16,7 @@ from tests.parity.training import Row, bounds, difference, hashes, train, with_r
 
 pytestmark = pytest.mark.dist
 
-LOSS = {"objective": {"name": "loss_functions:smoothed_with_z", "options": {"weight": 0.02}}}
+LOSS = {"objective": {"name": "tests.parity.loss_functions:smoothed_with_z", "options": {"weight": 0.02}}}
 
 ROWS = [
     Row({"tp": 2}, ranks=2, family="gemma2", tied=True),

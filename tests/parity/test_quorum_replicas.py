@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from echelon.run.training.healing import heal, hold
+from echelon.run.training.replica_state import heal, hold
 from tests.parity.training import (
     GLOBAL_BATCH,
     Row,

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from echelon.ground.errors import CheckpointError
-from echelon.learn.checkpoint.filling import load_alone
+from echelon.learn.checkpoint.fill import load_alone
 from echelon.learn.checkpoint.safety import read_metadata
 from echelon.learn.checkpoint.store import CheckpointStore
 from echelon.learn.distributed.mesh import build_mesh

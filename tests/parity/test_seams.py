@@ -18,7 +18,7 @@ from tests.workers import WorkerFailure, WorkerPool
 pytestmark = pytest.mark.dist
 
 STEPS = 8
-EVERY_STEP, COUNTING = "every_step", "stand_ins:Counting"
+EVERY_STEP, COUNTING = "every_step", "tests.parity.stand_ins:Counting"
 
 
 def prepared(row, folder, text, replicas=1):
@@ -126,7 +126,7 @@ def every_step(workers, text, tmp_path_factory):
 @pytest.mark.parametrize("sync", ["Hesitant", "Late"])
 def test_a_repeated_step_and_late_metrics_change_nothing(workers, text, tmp_path, every_step, sync):
     run = prepared(with_ranks(Row("ddp", changes=SPIKES), 2), tmp_path, text)
-    errors, diary = train_with(workers, run, sync=f"stand_ins:{sync}")
+    errors, diary = train_with(workers, run, sync=f"tests.parity.stand_ins:{sync}")
     assert errors == [None, None]
     assert [line[1] for line in diary if line[0] == "step"] == list(range(1, STEPS + 1))
     assert trained(tmp_path) == trained(every_step)
@@ -136,7 +136,7 @@ def test_a_repeated_step_and_late_metrics_change_nothing(workers, text, tmp_path
         assert (ours["judges"], ours["train"]) == (theirs["judges"], theirs["train"])
 
 
-LOCAL_SGD = "local_sgd:LocalSGD"
+LOCAL_SGD = "tests.parity.local_sgd:LocalSGD"
 APART = with_ranks(Row("ddp", changes={"checkpoint": {"every_steps": 4, "async": False}}), 2)
 
 

@@ -16,7 +16,7 @@ from echelon.learn.sampling import Sampling
 from echelon.planner.plan import ParallelPlan
 from echelon.tools.inference.evaluate import evaluate_model
 from echelon.tools.inference.generate import generate_samples
-from echelon.tools.inference.merging import compare_merged, merge_run
+from echelon.tools.inference.merge import compare_merged, merge_run
 from echelon.tools.inference.tasks import evaluate_task
 from echelon.tools.inference.team import Host, Team, build_team
 from tests.parity.test_evaluation import PROMPTS, train

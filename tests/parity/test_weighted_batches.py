@@ -7,7 +7,10 @@ from tests.parity.training import EXACT, Row, bounds, difference, equal_tensors,
 pytestmark = pytest.mark.dist
 
 STEPS = 4
-OWN = {"data": {"source": "weighted:Weighted"}, "objective": {"name": "weighted:WeightedLoss"}}
+OWN = {
+    "data": {"source": "tests.parity.weighted:Weighted"},
+    "objective": {"name": "tests.parity.weighted:WeightedLoss"},
+}
 KEPT = {**OWN, "checkpoint": {"every_steps": 2}}
 
 

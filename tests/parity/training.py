@@ -407,7 +407,7 @@ def with_ranks(row: Row, ranks: int, **changes: Any) -> Row:
 
 def tensors_of(run: Path, step: int) -> dict[str, Any]:
     """Every tensor of a checkpoint, whole."""
-    from echelon.learn.checkpoint.filling import load_alone
+    from echelon.learn.checkpoint.fill import load_alone
     from echelon.learn.checkpoint.safety import read_metadata
 
     folder = run / "checkpoints" / f"step-{step:08d}"

@@ -22,7 +22,7 @@ from echelon.ground.launch_environment import (
     has_horovod_store,
     has_mpi,
 )
-from echelon.ground.listening import is_loopback
+from echelon.ground.sockets import is_loopback
 from echelon.ground.variables import set_variables
 from echelon.learn.distributed.objects import gather_objects
 from echelon.recipe.horovod_config import HorovodConfig

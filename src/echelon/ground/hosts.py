@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.ground.errors import ConfigError, LaunchError
-from echelon.ground.listening import is_loopback, listen_at
+from echelon.ground.sockets import is_loopback, listen_at
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 from echelon.recipe import Recipe
-from echelon.recipe.launching import Target
+from echelon.recipe.launch_sections import Target
 
 JobState = Literal["queued", "running", "done", "failed", "stopped", "unknown"]
 """`stopped`: by a signal or a budget, after a save; the job resumes when it is launched again."""

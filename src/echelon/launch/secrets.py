@@ -2,7 +2,7 @@
 
 from echelon.ground.errors import ConfigError
 from echelon.recipe import Recipe
-from echelon.recipe.launching import Target
+from echelon.recipe.launch_sections import Target
 from echelon.recipe.render import find_secret_keys
 
 # How to pass a secret to the processes of each target without submitting it.

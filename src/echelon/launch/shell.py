@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from echelon.recipe.launching import LaunchConfig
+from echelon.recipe.launch_sections import LaunchConfig
 
 _NONE: Mapping[str, str] = MappingProxyType({})
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from echelon.ground.errors import ConfigError
 from echelon.launch.job import JobSpec, list_inputs
-from echelon.recipe.launching import Options, SlurmContainerConfig
+from echelon.recipe.launch_sections import Options, SlurmContainerConfig
 from echelon.recipe.yaml_text import read_table
 
 _LONG_OPTION = re.compile(r"[a-z][a-z0-9-]+")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from echelon.ground.errors import ConfigError, LaunchError, MissingSettingError
-from echelon.recipe.launching import LaunchConfig
+from echelon.recipe.launch_sections import LaunchConfig
 
 CONNECT_SECONDS = 10
 """Timeout of a connection."""

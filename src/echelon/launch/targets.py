@@ -3,7 +3,7 @@
 from importlib import import_module
 
 from echelon.launch.job import Launcher
-from echelon.recipe.launching import Target
+from echelon.recipe.launch_sections import Target
 
 # Imported by name, so that one target needs no package of the others.
 _LAUNCHERS: dict[Target, tuple[str, str]] = {

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from echelon.ground.checksums import check_files
 from echelon.ground.errors import CheckpointError
-from echelon.learn.checkpoint.filling import fill_tensors
+from echelon.learn.checkpoint.fill import fill_tensors
 from echelon.learn.checkpoint.folder import Checkpoint, find_checkpoints
 from echelon.learn.checkpoint.store import CheckpointStore
 from echelon.learn.distributed.objects import agree

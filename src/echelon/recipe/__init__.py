@@ -14,7 +14,7 @@ from echelon.recipe.inputs import (
     TrainedTokenizerConfig,
     TrainTokenizerConfig,
 )
-from echelon.recipe.launching import LaunchConfig
+from echelon.recipe.launch_sections import LaunchConfig
 from echelon.recipe.operation import (
     BudgetConfig,
     CheckpointConfig,

@@ -19,7 +19,7 @@ from echelon.recipe.inputs import (
     RunConfig,
     TrainedTokenizerConfig,
 )
-from echelon.recipe.launching import LaunchConfig
+from echelon.recipe.launch_sections import LaunchConfig
 from echelon.recipe.operation import (
     BudgetConfig,
     CheckpointConfig,

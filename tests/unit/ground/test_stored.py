@@ -21,7 +21,7 @@ from echelon.learn.model.build import load_config
 from echelon.recipe.load import load_recipe
 from echelon.recipe.render import render_recipe
 from echelon.run.folder.bundle import unpack_bundle, write_bundle
-from echelon.run.folder.opening import open_run
+from echelon.run.folder.open_run import open_run
 from echelon.run.folder.run_folder import RunFolder
 from tests.dist.command import write_recipe
 from tests.fuzz.judge import run_in_little_memory

@@ -28,7 +28,7 @@ ROW = EngineRow(
         Limit("optim.name", ("adamw", "sgd"), "has no kernel of it"),
         Limit("parallel.tp", (1,), "does not divide matrices"),
     ),
-    check="test_engine_table:check_batch",
+    check="tests.unit.recipe.test_engine_table:check_batch",
 )
 
 

@@ -258,7 +258,7 @@ def export(
 def _export(path: Path, folder: Path, dtype: str | None, which: str | None, merge: bool, nproc: int | None) -> Path:
     from echelon.learn.checkpoint.adapted import read_run_recipe
     from echelon.learn.checkpoint.export import export_adapter, export_run
-    from echelon.tools.inference.merging import compare_merged, merge_run
+    from echelon.tools.inference.merge import compare_merged, merge_run
     from echelon.tools.inference.ranks import choose_num_processes, compare_in_ranks
 
     if merge:

@@ -17,7 +17,7 @@ from echelon.ground.errors import ConfigError
 
 if TYPE_CHECKING:
     from echelon.recipe import LaunchConfig
-    from echelon.tools.doctor.probing import Examination
+    from echelon.tools.doctor.link_probe import Examination
     from echelon.tools.doctor.verdict import Finding
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def _read_launch(words: list[str], hosts: str | None) -> "LaunchConfig":
 
 def _examine_hosts(launch: "LaunchConfig") -> "tuple[Examination, list[Finding]]":
     from echelon.launch.ssh import check_hosts, find_ssh
-    from echelon.tools.doctor.probing import examine, probe_script, probes_over_ssh
+    from echelon.tools.doctor.link_probe import examine, probe_script, probes_over_ssh
     from echelon.tools.doctor.verdict import judge
 
     check_hosts(launch)

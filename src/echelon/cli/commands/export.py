@@ -34,7 +34,7 @@ def export(
 
     num_processes = parse_nproc(nproc)
     if find_host_dir() is not None:  # a process that `compare_in_ranks` started
-        from echelon.tools.inference.merging import compare_merged
+        from echelon.tools.inference.merge import compare_merged
         from echelon.tools.inference.ranks import run_as_rank
 
         folder = out

@@ -9,7 +9,7 @@ from echelon.foreign.importers.defaults import Defaults, Trainer, put_default
 from echelon.foreign.importers.factory_data import read_factory, read_factory_v1
 from echelon.foreign.importers.hf_data import read_hf
 from echelon.foreign.importers.ledger import Ledger
-from echelon.foreign.importers.reading import Tool
+from echelon.foreign.importers.source_file import Tool
 from echelon.foreign.importers.sources import Read
 from echelon.recipe.aliases import spellings
 from echelon.recipe.yaml_text import show_value

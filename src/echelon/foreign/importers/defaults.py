@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from echelon.foreign.importers.ledger import Ledger
-from echelon.foreign.importers.reading import TABLE, Tool
+from echelon.foreign.importers.source_file import TABLE, Tool
 
 Trainer = Literal["transformers", "sft", "dpo"]
 """The trainer that a file of the Hugging Face family is for: transformers' Trainer, or TRL's SFT or DPO trainer."""

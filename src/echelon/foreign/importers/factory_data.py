@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.foreign.importers.ledger import Ledger
-from echelon.foreign.importers.reading import find_beside
+from echelon.foreign.importers.source_file import find_beside
 from echelon.foreign.importers.sources import Read, build_source, unknown_roles
 from echelon.foreign.importers.wording import Wording, factory_wording
 from echelon.ground.errors import ConfigError

@@ -4,7 +4,7 @@ from typing import Any
 
 from echelon.foreign.importers.defaults import Defaults, put_default
 from echelon.foreign.importers.ledger import Ledger
-from echelon.foreign.importers.reading import Tool
+from echelon.foreign.importers.source_file import Tool
 from echelon.recipe.aliases import read_value, spellings
 from echelon.recipe.yaml_text import show_value
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from echelon.foreign.importers.defaults import Trainer
 from echelon.foreign.importers.ledger import Ledger
-from echelon.foreign.importers.reading import TABLE, Tool
+from echelon.foreign.importers.source_file import TABLE, Tool
 from echelon.foreign.importers.sources import Read
 from echelon.ground.errors import ConfigError
 from echelon.recipe.yaml_text import show_value

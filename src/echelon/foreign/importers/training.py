@@ -6,7 +6,7 @@ from typing import get_args
 
 from echelon.foreign.importers.defaults import Defaults, put_default
 from echelon.foreign.importers.ledger import Ledger
-from echelon.foreign.importers.reading import TABLE, Tool
+from echelon.foreign.importers.source_file import TABLE, Tool
 from echelon.ground.errors import ConfigError
 from echelon.recipe.aliases import read_value, spellings
 from echelon.recipe.names import OPTIMIZERS

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from echelon.foreign.tensorflow.library import Library
 from echelon.foreign.tensorflow.tpu import find_tpu_strategy
 from echelon.ground.launch_environment import find_rendezvous
-from echelon.ground.listening import is_loopback
+from echelon.ground.sockets import is_loopback
 from echelon.ground.variables import set_variables
 from echelon.learn.distributed.objects import gather_objects
 from echelon.recipe.tensorflow_config import TensorflowConfig

@@ -18,7 +18,7 @@ from echelon.launch.kubernetes.pod import (
 from echelon.launch.kubernetes.pod_fields import check_pod_fields, is_ephemeral
 from echelon.launch.records import STAMP_LENGTH
 from echelon.planner.hardware.gpu_check import check_image_devices
-from echelon.recipe.launching import KubernetesConfig, VolumeConfig
+from echelon.recipe.launch_sections import KubernetesConfig, VolumeConfig
 
 _KEY = "launch.kubernetes"
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.ground.errors import ConfigError
-from echelon.recipe.launching import KubernetesConfig, VolumeConfig
+from echelon.recipe.launch_sections import KubernetesConfig, VolumeConfig
 from echelon.recipe.yaml_text import read_table
 
 _KEY = "launch.kubernetes"

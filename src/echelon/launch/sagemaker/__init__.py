@@ -1,4 +1,4 @@
 """`--to sagemaker`: a training job of Amazon SageMaker AI. Rendering a job needs no AWS package.
 
-Nothing is imported here: `installing.py` runs in a container before its packages are installed.
+Nothing is imported here: `install.py` runs in a container before its packages are installed.
 """

@@ -86,7 +86,7 @@ def work(base: Path) -> int:
         channel = base / "input" / "data" / "echelon"
         make_importable(channel)
         check_gpus(base)
-        installing = importlib.import_module("echelon.launch.sagemaker.installing")
+        installing = importlib.import_module("echelon.launch.sagemaker.install")
         installing.install_missing(channel, base / "checkpoints", os.environ)
         container = importlib.import_module("echelon.launch.sagemaker.container")
         outcome = container.run(base, dict(os.environ))

@@ -21,7 +21,7 @@ from echelon.planner.hardware.gpu_check import check_image_devices
 from echelon.planner.hardware.instances import efa_environment
 from echelon.planner.hardware.job_machines import JobMachines, find_machines
 from echelon.recipe import LaunchConfig, Recipe
-from echelon.recipe.launching import FileSystemConfig
+from echelon.recipe.launch_sections import FileSystemConfig
 
 DEFAULT_MAX_HOURS = 24.0
 """The time limit of a job without `launch.max_hours`. As in the API; the SDK's default is one hour."""

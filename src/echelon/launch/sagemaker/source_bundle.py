@@ -5,7 +5,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from echelon.launch.sagemaker.installing import NO_INDEX, OPTIONAL
+from echelon.launch.sagemaker.install import NO_INDEX, OPTIONAL
 from echelon.launch.shell import guard_setup, join_words
 from echelon.planner.hardware.job_machines import find_machines
 from echelon.recipe import Recipe

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from echelon.ground.errors import ConfigError, LaunchError
-from echelon.launch.sagemaker.installing import find_cause
+from echelon.launch.sagemaker.install import find_cause
 
 KEY = "launch.sagemaker.wheels"
 DOWNLOAD = "download"

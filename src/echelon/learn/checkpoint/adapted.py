@@ -17,7 +17,7 @@ from echelon.ground.errors import ConfigError, first_line
 from echelon.ground.run_files import RunFiles, is_run, require_model
 from echelon.ground.stored import read_json
 from echelon.learn.checkpoint.adapter_folder import AdapterContent, describe_adapter
-from echelon.learn.checkpoint.filling import load_alone
+from echelon.learn.checkpoint.fill import load_alone
 from echelon.learn.checkpoint.first_weights import Fill, open_weights
 from echelon.learn.checkpoint.folder import checkpoint_of, require_run
 from echelon.learn.model.adapters import apply_adapter, find_new_tokens, initialize_adapter, merged_weight

@@ -19,7 +19,7 @@ from echelon.ground.errors import CheckpointError, ConfigError
 from echelon.ground.stored import read_bytes, write_json
 from echelon.learn.checkpoint.adapted import AdaptedRun, read_run_recipe, run_skeleton
 from echelon.learn.checkpoint.adapter_folder import write_adapter
-from echelon.learn.checkpoint.filling import load_alone
+from echelon.learn.checkpoint.fill import load_alone
 from echelon.learn.checkpoint.folder import check_empty, checkpoint_of
 from echelon.learn.checkpoint.model_card import render_card
 from echelon.learn.checkpoint.read_back import check_weights

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from echelon.ground.errors import CheckpointError
 from echelon.ground.run_files import is_run
-from echelon.learn.checkpoint.filling import load_alone
+from echelon.learn.checkpoint.fill import load_alone
 from echelon.learn.checkpoint.folder import newest_of
 from echelon.learn.checkpoint.safety import read_metadata
 from echelon.learn.model.pretrained import PretrainedWeights

@@ -24,7 +24,7 @@ from echelon.ground.checksums import describe_files, find_faults, list_files
 from echelon.ground.errors import CheckpointError
 from echelon.ground.run_files import sweep_checkpoints
 from echelon.learn.checkpoint.carrier import Carrier
-from echelon.learn.checkpoint.filling import fill_tensors, find_reason
+from echelon.learn.checkpoint.fill import fill_tensors, find_reason
 from echelon.learn.checkpoint.folder import (
     Checkpoint,
     describe_newest,

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.ground.errors import DataError
+from echelon.learn.data.file_walk import LeftOut
 from echelon.learn.data.readers import count_documents
 from echelon.learn.data.readers.record import ExampleFields, Reading, SourceFile
 from echelon.learn.data.source import Source, list_files
-from echelon.learn.data.walking import LeftOut
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from echelon.learn.data.conversation import Completion, Conversation, EncodedDocument, Preference, Text, check_answers
 from echelon.learn.data.examples import parse_example
 from echelon.learn.data.readers.record import BrokenRecordError, Example
-from echelon.learn.data.rendering import ChatTemplate, Rendered
+from echelon.learn.data.sample_text import ChatTemplate, Rendered
 from echelon.learn.data.tokenizer import vocabulary_size
 
 

@@ -32,6 +32,7 @@ from echelon.learn.data.corpus import (
     describe_limits,
     list_corpus,
 )
+from echelon.learn.data.corpus_writer import CorpusWriter, WritingOptions
 from echelon.learn.data.given_folder import is_given, open_given, save_settings
 from echelon.learn.data.instruction import InstructionEncoding
 from echelon.learn.data.panics import panics_told
@@ -55,7 +56,6 @@ from echelon.learn.data.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
-from echelon.learn.data.writing import CorpusWriter, WritingOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

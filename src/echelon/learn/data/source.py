@@ -10,13 +10,13 @@ from pathlib import Path
 
 from echelon.ground.errors import ConfigError, DataError
 from echelon.ground.extensions import is_extension
+from echelon.learn.data.file_walk import LeftOut, walk
 from echelon.learn.data.readers import find_reader, guess_format
 from echelon.learn.data.readers.datasets import find_on_hub, is_saved_dataset, list_saved_dataset
 from echelon.learn.data.readers.megatron import is_megatron_index
 from echelon.learn.data.readers.record import SourceFile
 from echelon.learn.data.readers.separated import read_header
 from echelon.learn.data.record_kinds import has_known_fields, has_records, settle_fields
-from echelon.learn.data.walking import LeftOut, walk
 from echelon.recipe.data_formats import RECORD_FORMATS
 from echelon.recipe.names import FORMATS
 

@@ -16,8 +16,8 @@ from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.goodput import GoodputTracker
 from echelon.run.journal.journal import Journal
 from echelon.run.journal.recovery import RecoveryWatch
-from echelon.run.lifecycle.fitting import note_memory
-from echelon.run.lifecycle.journaling import (
+from echelon.run.lifecycle.pinned_plan import note_memory
+from echelon.run.lifecycle.run_records import (
     describe_training,
     open_goodput,
     open_journal,
@@ -26,10 +26,10 @@ from echelon.run.lifecycle.journaling import (
 )
 from echelon.run.lifecycle.saved_state import Restored
 from echelon.run.lifecycle.view_group import ViewMembership
-from echelon.run.training.accounting import Accounting
 from echelon.run.training.callbacks import Callback
 from echelon.run.training.heartbeat import Heartbeat
 from echelon.run.training.prompt_sampler import PromptSampler
+from echelon.run.training.run_log import Accounting
 
 logger = logging.getLogger(__name__)
 

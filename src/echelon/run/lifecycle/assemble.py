@@ -16,11 +16,11 @@ from echelon.run.lifecycle.run_learner import build_run_learner
 from echelon.run.lifecycle.saved_state import build_saver, restore
 from echelon.run.training.callbacks import Callback
 from echelon.run.training.evaluations import build_evaluations, build_sampler
-from echelon.run.training.healing import Held
 from echelon.run.training.heartbeat import Heartbeat
 from echelon.run.training.loop_run import run_loop
 from echelon.run.training.pauses import Pauses
 from echelon.run.training.profiler import build_recorder
+from echelon.run.training.replica_state import Held
 from echelon.run.training.rollback import Recovery
 from echelon.run.training.straggler import build_straggler_watch
 from echelon.run.training.trainer import Trainer

@@ -20,7 +20,7 @@ from echelon.ground.launch_environment import (
     is_gpu_private,
     shares_agent_store,
 )
-from echelon.ground.listening import listen_at, within
+from echelon.ground.sockets import listen_at, within
 from echelon.ground.stop_request import start_watchdog
 from echelon.ground.variables import Place
 from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS, Runtime, form_group

@@ -25,12 +25,12 @@ from echelon.recipe.load import load_recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.recovery import RecoveryWatch
 from echelon.run.lifecycle.assemble import assemble
-from echelon.run.lifecycle.conducting import conduct
+from echelon.run.lifecycle.rank_run import conduct
 from echelon.run.lifecycle.run_learner import build_run_learner
 from echelon.run.lifecycle.view_group import ViewMembership, form_alone, join_board, leave_group
 from echelon.run.training.callbacks import build_callbacks
-from echelon.run.training.healing import Held, hold
 from echelon.run.training.heartbeat import Heartbeat
+from echelon.run.training.replica_state import Held, hold
 from echelon.run.training.trainer import Trainer
 
 if TYPE_CHECKING:

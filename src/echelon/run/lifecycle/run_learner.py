@@ -13,7 +13,7 @@ from echelon.learn.model.model_folder import write_model_folder
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
 from echelon.run.folder.run_folder import RunFolder
-from echelon.run.lifecycle.fitting import pin_plan
+from echelon.run.lifecycle.pinned_plan import pin_plan
 
 
 def build_run_learner(

@@ -32,7 +32,7 @@ from echelon.run.folder.cost import (
     refuse_used_up,
 )
 from echelon.run.folder.environment import describe_environment
-from echelon.run.folder.opening import OpenedRun, open_run
+from echelon.run.folder.open_run import OpenedRun, open_run
 from echelon.run.folder.run_folder import RunFolder, describe_gone
 from echelon.run.journal.trackers import catch_up, check_trackers
 from echelon.run.lifecycle.extension_checks import check_extensions

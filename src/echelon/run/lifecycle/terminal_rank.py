@@ -27,8 +27,8 @@ from echelon.ground.launch_environment import (
     find_thread_count,
     rank_environment,
 )
-from echelon.ground.listening import listen_at
 from echelon.ground.logs import keep_console_in, keep_line, log_as_rank, log_to_console
+from echelon.ground.sockets import listen_at
 from echelon.ground.stop_request import STOP_SIGNALS, StopRequest
 from echelon.ground.stored import open_to_append
 from echelon.ground.variables import read_environment, set_variables

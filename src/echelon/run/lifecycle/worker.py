@@ -154,7 +154,7 @@ def run_rank(
         if recipe.train.deterministic:
             use_deterministic_algorithms()
         with garbage_kept():
-            from echelon.run.lifecycle.conducting import run_training
+            from echelon.run.lifecycle.rank_run import run_training
         from echelon.run.training.callbacks import build_callbacks
 
         leave_without_folder(folder, runtime.rank)

@@ -2,8 +2,8 @@
 
 Each machine of a job has one agent; a single machine is a group of one. Within an attempt, torchrun's agents meet,
 assign the ranks, and restart all workers when a machine joins. How an attempt ended, and whether there is another one,
-is decided once for all machines (`meeting.py`): torchrun's agents know exit codes, but neither the messages of ranks
-nor that a failure would recur, and they leave no room to remove partial files between two of their own attempts.
+is decided once for all machines (`agent_votes.py`): torchrun's agents know exit codes, but neither the messages of
+ranks nor that a failure would recur, and they leave no room to remove partial files between two of their own attempts.
 """
 
 import json
@@ -27,8 +27,8 @@ from echelon.ground.scratch import scratch_folder
 from echelon.ground.stop_request import ECHO_SECONDS, STOP_SIGNALS, read_stop_file
 from echelon.ground.stored import write_text
 from echelon.run.folder.run_folder import describe_gone
+from echelon.run.supervise.agent_votes import Decision, HostReport, Meeting
 from echelon.run.supervise.hang_verdict import explain_hang, read_records
-from echelon.run.supervise.meeting import Decision, HostReport, Meeting
 from echelon.run.supervise.news import news_shared
 from echelon.run.supervise.outcome import (
     FAILED,

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from echelon.ground.stop_request import read_stop_file
 from echelon.ground.stored import write_text
 from echelon.run.folder.run_folder import RunFolder
-from echelon.run.supervise.meeting import Watch
+from echelon.run.supervise.agent_votes import Watch
 
 logger = logging.getLogger(__name__)
 

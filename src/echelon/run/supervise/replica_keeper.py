@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from echelon.ground.launch_environment import replica_environment
-from echelon.ground.listening import listen_at
+from echelon.ground.sockets import listen_at
 from echelon.ground.stored import write_text
 from echelon.ground.variables import read_environment
 from echelon.run.supervise.board import Board, Change, View

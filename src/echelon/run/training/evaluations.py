@@ -15,8 +15,8 @@ from echelon.learn.evaluation import EvalResult, EvalResults
 from echelon.learn.model.model_folder import find_stops
 from echelon.learn.sync import Synchronizer
 from echelon.recipe.batches import Rhythm
-from echelon.run.training.accounting import Accounting
 from echelon.run.training.prompt_sampler import PromptSampler
+from echelon.run.training.run_log import Accounting
 from echelon.run.training.state import TrainState
 
 if TYPE_CHECKING:

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 
 from echelon.ground.errors import TrainingError
 from echelon.ground.stop_request import StopRequest
-from echelon.run.training.accounting import Accounting
 from echelon.run.training.evaluations import Evaluations
 from echelon.run.training.replicas import compare_replicas, describe_differences
+from echelon.run.training.run_log import Accounting
 from echelon.run.training.state import TrainState
 
 if TYPE_CHECKING:
     from echelon.learn.learner import Learner
-    from echelon.run.training.saving import Saver
+    from echelon.run.training.saver import Saver
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ from echelon.ground.errors import TrainingError
 from echelon.learn.distributed.objects import broadcast_object
 from echelon.recipe import FaultConfig
 from echelon.run.folder.run_folder import RunFolder
-from echelon.run.training.accounting import Accounting
 from echelon.run.training.diagnosis import Diagnosis
 from echelon.run.training.metrics import StepMetrics, finite
+from echelon.run.training.run_log import Accounting
 from echelon.run.training.state import TrainState
 from echelon.run.training.training_step import TrainingStep
 
 if TYPE_CHECKING:
-    from echelon.run.training.saving import Saver
+    from echelon.run.training.saver import Saver
 
 logger = logging.getLogger(__name__)
 

@@ -11,18 +11,18 @@ from torch import Tensor
 from echelon.ground.errors import TrainingError
 from echelon.ground.stop_request import StopRequest
 from echelon.learn.distributed.membership import ViewChanged
-from echelon.run.training.accounting import Accounting
 from echelon.run.training.metrics import PendingMetrics
 from echelon.run.training.pauses import WORKS, Due, Pauses
 from echelon.run.training.profiler import Recorder
 from echelon.run.training.rollback import BadStep, Recovery
+from echelon.run.training.run_log import Accounting
 from echelon.run.training.state import TrainState
 from echelon.run.training.straggler import StragglerWatch
 from echelon.run.training.training_step import TrainingStep
 
 if TYPE_CHECKING:
     from echelon.learn.learner import CountedSums
-    from echelon.run.training.saving import Saver
+    from echelon.run.training.saver import Saver
 
 
 @dataclass

@@ -19,7 +19,7 @@ from echelon.planner.hardware.detection import machine_memory_bytes
 from echelon.planner.hardware.efa import explain_no_efa, find_plugin, is_efa_wanted
 from echelon.planner.hardware.gpu_check import count_expected, count_visible, explain_missing, find_needed
 from echelon.run.folder.environment import find_version
-from echelon.tools.doctor.probing import Probe, measure_here
+from echelon.tools.doctor.link_probe import Probe, measure_here
 from echelon.tools.doctor.verdict import Finding
 
 REQUIRED = {"torch": ">=2.11,<2.14", "transformers": ">=5.17,<6"}

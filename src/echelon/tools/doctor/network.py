@@ -3,7 +3,7 @@
 `echelon doctor` starts it on every machine.
 
 It reads JSON requests from stdin, one per line, and writes one JSON answer per line, after `MARK`, to stdout. The
-requests come from `tools/doctor/probing.py` over ssh, so they do not need the network under test.
+requests come from `tools/doctor/link_probe.py` over ssh, so they do not need the network under test.
 """
 
 import json
@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 from echelon.ground.errors import EchelonError
 from echelon.ground.hosts import HostGroup, find_interface, find_own_address
 from echelon.ground.launch_environment import exported
-from echelon.ground.listening import listen_at
+from echelon.ground.sockets import listen_at
 from echelon.run.folder.environment import describe_source, find_version
-from echelon.tools.doctor.probing import MARK
+from echelon.tools.doctor.link_probe import MARK
 
 if TYPE_CHECKING:
     import torch

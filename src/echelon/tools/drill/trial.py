@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from echelon.ground.errors import EchelonError, TrainingError
-from echelon.learn.checkpoint.filling import load_alone
+from echelon.learn.checkpoint.fill import load_alone
 from echelon.learn.checkpoint.folder import Checkpoint, list_checkpoints
 from echelon.learn.checkpoint.safety import read_metadata
 from echelon.run.folder.run_folder import OWNER_ONLY, RunFolder

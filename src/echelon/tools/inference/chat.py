@@ -11,7 +11,7 @@ from echelon.ground.run_files import is_run
 from echelon.learn.checkpoint.adapted import read_run_recipe
 from echelon.learn.data.panics import panics_told, shorten
 from echelon.learn.data.readers.record import BrokenRecordError
-from echelon.learn.data.rendering import ChatTemplate
+from echelon.learn.data.sample_text import ChatTemplate
 from echelon.learn.data.templates import own_template
 
 

@@ -10,7 +10,7 @@ from echelon.ground.errors import BusyError, LaunchError
 from echelon.launch.job import FINAL_STATES, ArrayLauncher, JobRecord, JobSpec, JobStatus, Launcher, RemoteLauncher
 from echelon.launch.records import name_job, record_job, submit_job
 from echelon.recipe import Recipe
-from echelon.recipe.launching import Target
+from echelon.recipe.launch_sections import Target
 from echelon.run.folder.run_folder import RunFolder
 from echelon.tools.sweep.measure import MetricsReader, measure, read_rows
 from echelon.tools.sweep.slots import Slot

@@ -345,7 +345,7 @@ def pack(base, version):
     )
     with zipfile.ZipFile(channel / "echelon.zip", "w") as archive:
         archive.writestr("echelon/__init__.py", f'__version__ = "{version}"\n')
-        for name in (*parts, "launch/sagemaker/installing.py"):
+        for name in (*parts, "launch/sagemaker/install.py"):
             archive.writestr(f"echelon/{name}", (bundle.PACKAGE / name).read_bytes())
     return channel
 

@@ -12,7 +12,7 @@ from echelon.launch.sagemaker.launcher import SageMakerLauncher
 from echelon.launch.sagemaker.request import build_submission
 from echelon.launch.sagemaker.wheels import collect_wheels, find_python
 from tests.unit.launch.sagemaker.sagemaker_jobs import RECIPE, make_job
-from tests.unit.launch.sagemaker.test_installing import build_wheel, index  # noqa: F401 (a fixture)
+from tests.unit.launch.sagemaker.test_install import build_wheel, index  # noqa: F401 (a fixture)
 
 DOWNLOAD = "launch.sagemaker.wheels=download"
 VPC = ("launch.sagemaker.subnets=[subnet-1]", "launch.sagemaker.security_group_ids=[sg-1]")

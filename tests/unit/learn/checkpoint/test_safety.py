@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from echelon.ground.checksums import check_files
 from echelon.ground.errors import CheckpointError
-from echelon.learn.checkpoint.filling import load_alone
+from echelon.learn.checkpoint.fill import load_alone
 from echelon.learn.checkpoint.folder import find_checkpoints, publish
 from echelon.learn.checkpoint.safety import read_metadata
 from echelon.learn.checkpoint.store import CheckpointStore

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from echelon.ground.errors import ConfigError, DataError
+from echelon.learn.data import corpus_writer as writing
 from echelon.learn.data import prepare as prepare_module
-from echelon.learn.data import tokenize, writing
+from echelon.learn.data import tokenize
 from echelon.learn.data.catalog import load_manifest
 from echelon.learn.data.loader import BatchLoader, BatchPlace
 from echelon.learn.data.order import Permutation, SampleOrder

@@ -15,7 +15,7 @@ from echelon.ground.errors import ConfigError, EchelonError
 from echelon.learn.data import limits
 from echelon.learn.data.conversation import Conversation
 from echelon.learn.data.limits import LimitError, run_limited
-from echelon.learn.data.rendering import ChatTemplate
+from echelon.learn.data.sample_text import ChatTemplate
 from echelon.learn.data.templates import NAMED_TEMPLATES
 from echelon.tools.inference.chat import Chat
 from tests.dist.command import CommandLine
@@ -138,7 +138,7 @@ PROGRAM = f"""
 import threading, time
 from echelon.ground.stop_request import stops_told
 from echelon.learn.data import limits
-from echelon.learn.data.rendering import ChatTemplate, _load_renderer
+from echelon.learn.data.sample_text import ChatTemplate, _load_renderer
 
 def tell():
     began = time.process_time()

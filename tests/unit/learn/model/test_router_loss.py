@@ -158,7 +158,7 @@ def test_microbatches_change_nothing():
     model, loss = moe()
     whole = packed(num=4)
     halves = [
-        replace(whole, **{name: each[rows] for name, each in vars(whole).items() if each is not None})
+        replace(whole, **{name: each[rows] for name, each in vars(whole).items() if hasattr(each, "shape")})
         for rows in (slice(0, 1), slice(1, 4))
     ]
     same(gradients(model, loss, halves), gradients(model, loss, [whole]))

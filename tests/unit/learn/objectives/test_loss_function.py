@@ -239,7 +239,7 @@ def scaled_distillation(logits, labels, extra, scale):
 )  # fmt: skip
 def test_a_function_that_is_no_loss_is_refused(function, message):
     model, batch = small_model("llama"), make_batch()
-    with pytest.raises(ConfigError, match=rf"^the loss test_loss_function:<lambda> .*{message}"):
+    with pytest.raises(ConfigError, match=rf"^the loss {__name__}:<lambda> .*{message}"):
         ObjectiveModule(model)(batch, read(function, make_extra()))
 
 
@@ -281,7 +281,10 @@ def test_tensorflow_refuses_what_it_would_not_compute():
             return 2 * super().loss_sum(outputs, batch)
 
     engine = TensorflowEngine(steps=None, lines=())
-    for loss, name in ((z_loss, "test_loss_function:z_loss"), (Doubled(), ".*Doubled object")):
+    for loss, name in (
+        (z_loss, f"{__name__}:z_loss"),
+        (Doubled(), ".*Doubled object"),
+    ):
         with pytest.raises(
             ConfigError, match=rf"cannot run a loss in PyTorch, and the loss is {name}.*; use engine=nat"
         ):

@@ -18,7 +18,7 @@ from echelon.recipe.load import load_recipe
 from echelon.recipe.render import render_recipe
 from echelon.run.folder import object_store, upload
 from echelon.run.folder.object_store import ObjectStore, ObjectStoreError, describe_failure
-from echelon.run.folder.opening import open_run
+from echelon.run.folder.open_run import open_run
 from echelon.run.folder.remote import RemoteRuns, read_run_name
 from echelon.run.folder.remote_start import RemoteStart, describe_remote
 from echelon.run.folder.upload import Uploader

@@ -22,7 +22,7 @@ from echelon.launch.records import write_job
 from echelon.recipe import OptimConfig, Recipe
 from echelon.recipe.render import render_recipe
 from echelon.run.folder.environment import describe_environment
-from echelon.run.folder.opening import OpenedRun, open_run
+from echelon.run.folder.open_run import OpenedRun, open_run
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.setup import describe_longer_run
 from echelon.tools.sweep.sweep_folder import SweepFolder

@@ -8,7 +8,7 @@ import pytest
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal import goodput
 from echelon.run.journal.goodput import GoodputTracker
-from echelon.run.lifecycle import journaling
+from echelon.run.lifecycle import run_records as journaling
 from echelon.run.training.state import GoodputState, SavedState, TrainState
 
 

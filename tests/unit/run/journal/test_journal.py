@@ -13,7 +13,7 @@ from echelon.recipe.batches import BatchSchedule, constant_batch, ramp_batch
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal import journal as journal_module
 from echelon.run.journal.journal import Journal
-from echelon.run.lifecycle.journaling import describe_end, describe_tokens
+from echelon.run.lifecycle.run_records import describe_end, describe_tokens
 from echelon.run.training.state import TrainState
 
 

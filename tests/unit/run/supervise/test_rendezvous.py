@@ -16,9 +16,9 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from echelon.ground.errors import LaunchError
 from echelon.ground.hosts import HostGroup, open_coordinator
-from echelon.ground.listening import answers_as_store, listen_at
-from echelon.run.supervise import meeting
-from echelon.run.supervise.meeting import Meeting
+from echelon.ground.sockets import answers_as_store, listen_at
+from echelon.run.supervise import agent_votes as meeting
+from echelon.run.supervise.agent_votes import Meeting
 from echelon.run.supervise.rendezvous import ALONE, TOGETHER, check_state, register_backends
 from echelon.run.supervise.restart import Restarts
 from tests.hostile import hostile_pickle

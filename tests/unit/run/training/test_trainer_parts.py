@@ -4,7 +4,9 @@ import ast
 import inspect
 from dataclasses import fields
 
-from echelon.run.training import accounting, pauses, saving, trainer, training_step
+from echelon.run.training import pauses, trainer, training_step
+from echelon.run.training import run_log as accounting
+from echelon.run.training import saver as saving
 
 
 def test_the_trainer_has_few_parts():

@@ -14,7 +14,7 @@ from echelon.launch.shell import guard_setup
 from echelon.planner.hardware.accelerators import parse_devices
 from echelon.recipe import LaunchConfig
 from echelon.tools.doctor import machine
-from echelon.tools.doctor.probing import Examination, Probe, probe_script, rounds
+from echelon.tools.doctor.link_probe import Examination, Probe, probe_script, rounds
 from echelon.tools.doctor.speed import Speed, find_slow
 from echelon.tools.doctor.verdict import judge
 

@@ -1,4 +1,4 @@
-"""Builds ranks of a plan without devices, each in a process of its own: `python -m echelon.run.lifecycle.building`.
+"""Builds ranks of a plan without devices, each in a process of its own: `python -m echelon.run.lifecycle.plan_build`.
 
 The process reads a JSON request from stdin and writes one JSON answer to stdout.
 """
@@ -42,7 +42,7 @@ def build_stages(recipe: Recipe, shape: ModelShape, plan: ParallelPlan) -> dict[
 
 
 def _build_apart(request: dict[str, Any]) -> StoredBytes:
-    command = [sys.executable, "-m", "echelon.run.lifecycle.building"]
+    command = [sys.executable, "-m", "echelon.run.lifecycle.plan_build"]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)
     answers = [line.removeprefix(_MARK) for line in done.stdout.splitlines() if line.startswith(_MARK)]
     if not answers:

@@ -13,14 +13,14 @@ import pytest
 from packaging.requirements import Requirement
 
 from echelon.ground.errors import LaunchError
-from echelon.launch.sagemaker import installing
+from echelon.launch.sagemaker import install as installing
 from echelon.launch.sagemaker.source_bundle import CORE, EXTRAS, HELPFUL
 
 SOURCE = str(Path(installing.__file__).parents[3])
 INSTALL = """
 import os, sys
 from pathlib import Path
-from echelon.launch.sagemaker.installing import install_missing
+from echelon.launch.sagemaker.install import install_missing
 install_missing(Path(sys.argv[1]), Path(sys.argv[2]), os.environ)
 """
 

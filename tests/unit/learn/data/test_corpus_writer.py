@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from echelon.ground.errors import ConfigError, DataError, EchelonError, HubUnreachableError
-from echelon.learn.data import writing
+from echelon.learn.data import corpus_writer as writing
 from echelon.learn.data.duplicates import DigestSet
 from echelon.learn.data.prepare import prepare
 from echelon.learn.data.prepare_spec import PrepareSpec
@@ -276,7 +276,7 @@ def test_the_choice_of_separator(tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from echelon.learn.data import writing
+from echelon.learn.data import corpus_writer as writing
 from echelon.learn.data.resume import WritingJournal
 from tests.unit.learn.data.test_writing import resumable_spec
 

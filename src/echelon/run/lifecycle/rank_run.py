@@ -23,7 +23,7 @@ from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.journal import Journal
 from echelon.run.journal.network import describe_network
 from echelon.run.lifecycle.assemble import build_trainer
-from echelon.run.lifecycle.journaling import describe_end, finish
+from echelon.run.lifecycle.run_records import describe_end, finish
 from echelon.run.training.callbacks import Callback
 from echelon.run.training.heartbeat import Heartbeat
 from echelon.run.training.state import TrainState

@@ -13,9 +13,9 @@ from echelon.learn.checkpoint.snapshot import Snapshots
 from echelon.learn.checkpoint.store import CheckpointStore
 from echelon.recipe import Recipe
 from echelon.run.folder.cost import name_limit
-from echelon.run.training.accounting import Accounting
 from echelon.run.training.contents import RunContents
 from echelon.run.training.interval import SaveInterval
+from echelon.run.training.run_log import Accounting
 from echelon.run.training.state import SavedState, TrainState
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from typing import Protocol, cast
 
 from echelon.ground.errors import LaunchError
 from echelon.ground.hosts import HostGroup, join_endpoint, limit_silence, open_coordinator
-from echelon.ground.listening import answers_as_store, is_loopback
+from echelon.ground.sockets import answers_as_store, is_loopback
 from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Cause, Outcome, Weight
 from echelon.run.supervise.restart import Restarts
 

@@ -19,7 +19,7 @@ from typing import Any
 from echelon.ground.errors import LaunchError
 from echelon.launch.shell import join_words, prepare_lines
 from echelon.launch.ssh import Ssh, explain, on_each
-from echelon.recipe.launching import LaunchConfig
+from echelon.recipe.launch_sections import LaunchConfig
 from echelon.tools.doctor.speed import Pair, Speed, find_slow
 
 logger = logging.getLogger(__name__)
