@@ -11,6 +11,7 @@ from tests.house.source_tree import ECHELON, Function, Module, SourceTree
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 MAX_COMPLEXITY = 15
+MAX_ARGUMENTS = 8  # of a constructor
 MAX_EXCEPTIONS = 5
 
 # Functions that would be harder to read in parts, each with the reason.
@@ -44,6 +45,19 @@ def find_complex(tree: SourceTree, exceptions: Mapping[str, str]) -> list[str]:
     return found + [f"{name} is listed and need not be" for name in exceptions if name not in above]
 
 
+def find_wide_constructors(tree: SourceTree) -> list[str]:
+    """Constructors that take too many arguments: some of them belong together, in a value with a name."""
+    sizes = {
+        f"{module.short}.{owner.name}": len(node.args.args) + len(node.args.kwonlyargs) - 1
+        for module in tree
+        for owner in ast.walk(module.tree)
+        if isinstance(owner, ast.ClassDef)
+        for node in owner.body
+        if isinstance(node, Function) and node.name == "__init__"
+    }
+    return [f"{name}: {size} arguments" for name, size in sizes.items() if size > MAX_ARGUMENTS]
+
+
 def find_undocumented(module: Module) -> list[str]:
     """The module, public classes, methods and functions that have no docstring. One with `@override` has its base's."""
     public = [node for node in module.tree.body if isinstance(node, ast.ClassDef | Function) and _is_public(node.name)]
@@ -75,6 +89,20 @@ def find_unannotated(module: Module) -> list[str]:
         if bare or node.returns is None:
             found.append(f"{module.short}.{node.name}")
     return found
+
+
+def test_constructors_take_few_arguments():
+    assert not find_wide_constructors(ECHELON)
+
+
+def test_a_constructor_with_many_arguments_is_found(tmp_path):
+    def tree(count):
+        names = ", ".join(f"a{number}" for number in range(count - 1))
+        write(tmp_path, f"class C:\n    def __init__(self, {names}, *, b): ...\n")
+        return SourceTree(tmp_path)
+
+    assert not find_wide_constructors(tree(MAX_ARGUMENTS))
+    assert find_wide_constructors(tree(MAX_ARGUMENTS + 1)) == [f"house.a.C: {MAX_ARGUMENTS + 1} arguments"]
 
 
 @pytest.mark.parametrize("module", ECHELON, ids=lambda module: module.short)

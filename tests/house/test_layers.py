@@ -14,6 +14,9 @@ from tests.house.source_tree import ECHELON, LAYERS, WITHOUT_TORCH, SourceTree, 
 SIBLINGS = {"learn.parallel", "learn.sync", "learn.checkpoint"}
 HEAVY = {"torch", "transformers"}
 MAX_ROOMS = 10
+# The modules that put a rank together, and how many others each may import.
+ASSEMBLERS = ("learn.learner", "run.lifecycle.assemble", "run.lifecycle.run_learner", "run.lifecycle.accounts")
+MAX_PARTS = 20
 MAX_SHARED_NAMES = 6
 VAGUE = {"utils", "common", "helper", "helpers", "manager", "base", "misc"}
 # What launchers tell a process: a run's operation reads it, and hands a rank what it needs.
@@ -98,6 +101,12 @@ def find_rooms(tree: SourceTree) -> list[str]:
     return sorted(rooms) if len(rooms) > MAX_ROOMS else []
 
 
+def find_wide_assemblers(tree: SourceTree, names: Collection[str]) -> list[str]:
+    """Modules of these that import too many others: part of the assembly belongs in a module of its own."""
+    sizes = {name: len(tree.imported(tree.modules[f"{tree.package.name}.{name}"], for_types=False)) for name in names}
+    return [f"{name} imports {size} modules" for name, size in sizes.items() if size > MAX_PARTS]
+
+
 def find_shared_names(tree: SourceTree) -> list[str]:
     """File names that occur twice, if there are too many.
 
@@ -145,6 +154,10 @@ def test_no_module_imports_its_own_package():
 
 def test_few_rooms_are_at_the_top():
     assert not find_rooms(ECHELON)
+
+
+def test_no_assembler_puts_too_many_parts_together():
+    assert not find_wide_assemblers(ECHELON, ASSEMBLERS)
 
 
 def test_few_file_names_occur_twice():
@@ -247,6 +260,13 @@ def test_an_import_that_a_wing_does_not_declare_is_found(tmp_path):
 def test_a_library_that_asks_the_launcher_is_found(tmp_path):
     files = {"learn/a.py": "def f():\n    from house.ground import hosts", "ground/hosts.py": ""}
     assert find_imports_of_launchers(plant(tmp_path, files)) == ["learn.a imports ground.hosts"]
+
+
+def test_an_assembler_of_too_many_parts_is_found(tmp_path):
+    parts = {f"low/m{number}.py": "" for number in range(MAX_PARTS)}
+    text = "\n".join(f"from house.low import m{number}" for number in range(MAX_PARTS))
+    tree = plant(tmp_path, {**parts, "a.py": text, "b.py": f"{text}\nimport house.a"})
+    assert find_wide_assemblers(tree, ("a", "b")) == [f"b imports {MAX_PARTS + 1} modules"]
 
 
 def test_too_many_shared_names_are_found(tmp_path):

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,6 @@ from echelon.learn.checkpoints import Checkpoints, fill_from, find_checkpoint
 from echelon.learn.data.feed import Feed, find_batch_place, open_feed
 from echelon.learn.data.loader import BatchPlace, Microbatch, StepBatch, choose_padding
 from echelon.learn.data.prepared import PreparedData
-from echelon.learn.data.shards import Dataset
 from echelon.learn.distributed.mesh import Meshes, start_all_reduce
 from echelon.learn.engines import Engine, EngineSpec
 from echelon.learn.evaluation import EvalResult, evaluate, read_held_out
@@ -30,11 +30,14 @@ from echelon.learn.preparation import open_recipe
 from echelon.learn.rollouts import Rollouts, generate
 from echelon.learn.sampling import Sampling
 from echelon.learn.step_targets import Targets
-from echelon.planner.memory import MemoryParts
-from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe import Recipe
+
+if TYPE_CHECKING:
+    from echelon.learn.data.shards import Dataset
+    from echelon.planner.memory import MemoryParts
+    from echelon.planner.model_shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +77,7 @@ class Learner:
     engine: Engine
     data: PreparedData
     """The recipe's data and tokenizer."""
-    memory: MemoryParts | None = None
+    memory: "MemoryParts | None" = None
     """The memory that the rehearsed step needed, by part; None if the engine does not measure it."""
     num_steps: int = field(default=0, init=False)
     """How many steps were taken, counting those before the checkpoint that was loaded."""
@@ -109,7 +112,7 @@ class Learner:
         return build_objective(self.recipe.objective)
 
     @cached_property
-    def shape(self) -> ModelShape:
+    def shape(self) -> "ModelShape":
         """The sizes of the model."""
         return build_shape(self.config.to_dict())
 
@@ -246,7 +249,7 @@ class Learner:
         with self.engine.evaluation(objective) as evaluation:
             return evaluate(evaluation, objective, batches, self.meshes, self.device)
 
-    def held_out(self, dataset: Dataset, num_sequences: int | None = None) -> Iterator[Microbatch]:
+    def held_out(self, dataset: "Dataset", num_sequences: int | None = None) -> Iterator[Microbatch]:
         """Return this rank's microbatches of a held-out set (`data.validation`), in order; None: all of it."""
         count = dataset.num_samples if num_sequences is None else min(num_sequences, dataset.num_samples)
         size, padding = self.plan.micro_batch_size, choose_padding(self.plan)

@@ -2,40 +2,43 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from echelon.ground.stop_request import StopRequest
 from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.learner import Learner
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe import Recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.recovery import RecoveryWatch
 from echelon.run.lifecycle.accounts import open_accounting
 from echelon.run.lifecycle.extension_checks import find_loop
 from echelon.run.lifecycle.run_learner import build_run_learner
 from echelon.run.lifecycle.saved_state import build_saver, restore
-from echelon.run.training.callbacks import Callback
 from echelon.run.training.evaluations import build_evaluations, build_sampler
 from echelon.run.training.heartbeat import Heartbeat
 from echelon.run.training.loop_run import run_loop
 from echelon.run.training.pauses import Pauses
 from echelon.run.training.profiler import build_recorder
-from echelon.run.training.replica_state import Held
 from echelon.run.training.rollback import Recovery
 from echelon.run.training.straggler import build_straggler_watch
 from echelon.run.training.trainer import Trainer
 from echelon.run.training.training_step import TrainingStep
 
+if TYPE_CHECKING:
+    from echelon.recipe import Recipe
+    from echelon.run.training.callbacks import Callback
+    from echelon.run.training.replica_state import Held
+
 
 def build_trainer(
-    recipe: Recipe,
+    recipe: "Recipe",
     plan: ParallelPlan,
     folder: RunFolder,
     runtime: Runtime,
     compile_backend: str = "inductor",
     stop: StopRequest | None = None,
     heart: Heartbeat | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence["Callback"] = (),
 ) -> Trainer:
     """Build a trainer with everything a run needs, rehearsed and loaded, ready for `fit`. Collective.
 
@@ -53,8 +56,8 @@ def assemble(
     recovery: RecoveryWatch | None,
     stop: StopRequest | None = None,
     heart: Heartbeat | None = None,
-    callbacks: Sequence[Callback] = (),
-    held: Held | None = None,
+    callbacks: Sequence["Callback"] = (),
+    held: "Held | None" = None,
 ) -> Trainer:
     """Build a trainer around a learner, and load the newest checkpoint, or the state of a replica. Collective.
 
