@@ -81,8 +81,7 @@ def as_objective(loss: Objective | LossFn) -> Objective:
     if missing := [name for name in vars(Objective) if not name.startswith("_") and not hasattr(loss, name)]:
         raise TypeError(
             f"{type(loss).__name__} has no {missing[0]}; derive it from "
-            "echelon.learn.objectives.objective.Objective, which "
-            "has defaults."
+            "echelon.learn.objectives.objective.Objective, which has defaults."
         )
     return cast(Objective, loss)
 

@@ -1,7 +1,6 @@
 """One optimizer step, without any synchronization between host and device.
 
-The code of a step is in six files: this one, `learn/learner.py`, `learn/engines/native.py`, `learn/parallel/step.py`,
-`learn/objectives/objective.py` and `learn/sync/every_step.py`.
+docs/architecture.md follows a step from the loop to the optimizer's update, file by file.
 """
 
 from collections.abc import Callable, Mapping
