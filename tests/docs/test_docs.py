@@ -152,9 +152,9 @@ class Session:
         code, output, errors = self._run(command, overrides)
         self.outputs[command] = output
         details = f"$ {command}\n{output}{errors}"
-        fails = shown.startswith("echelon: ") or typed[-1:] == ["q"]
+        fails = re.search("^echelon: ", shown, re.MULTILINE) is not None or typed[-1:] == ["q"]
         assert (code != 0) == fails, f"exit code {code}: {details}"
-        got = (errors if shown.startswith("echelon: ") else output).strip()
+        got = (errors if shown.startswith("echelon: ") else output + errors if fails else output).strip()
         assert not shown or doctest.OutputChecker().check_output(shown, got, ELLIPSIS), f"{details}shown:\n{shown}"
 
     def _run(self, command: str, overrides: str) -> tuple[int | None, str, str]:

@@ -454,7 +454,8 @@ def build_native_engine(
         module.refer_to(build_reference(skeleton, spec, traits))
     for module in stages.modules:
         module.train()
-    hidden_size = config.get_text_config(decoder=True).hidden_size
+    shape = build_shape(config.to_dict()) if plan.pp > 1 else None  # for what stages send, and how long they wait
+    hidden_size = None if shape is None else shape.hidden_size
     parallel, forward_backward = connect_stages(
         stages, plan, meshes, hidden_size, device, recipe.run.seed, router.loss, parallelize
     )
@@ -473,6 +474,6 @@ def build_native_engine(
             principal,
             choose_padding(plan),
             [line for line in (attention, kernels, router.line, *description) if line is not None],
-            predict_waiting(build_shape(config.to_dict()), plan, recipe.data.sequence_len) if plan.pp > 1 else 0.0,
+            0.0 if shape is None else predict_waiting(shape, plan, recipe.data.sequence_len),
         )
     )

@@ -133,7 +133,7 @@ def connect_stages(
     stages: Stages,
     plan: ParallelPlan,
     meshes: Meshes,
-    hidden_size: int,
+    hidden_size: int | None,
     device: torch.device,
     seed: int,
     router: RouterLoss | None = None,
@@ -142,6 +142,7 @@ def connect_stages(
     """Return the parallelism around materialised stages, and what runs the microbatches of a step. Collective.
 
     Args:
+        hidden_size: of what pipeline stages send each other; None without a pipeline.
         seed: of dropout, and of random choices of `sync.compress`.
         router: the router loss that is trained.
         parallelize: builds the data parallelism of a stage.
@@ -151,7 +152,7 @@ def connect_stages(
     if plan.pp == 1:
         [parallel] = parallels
         return parallel, SingleStage(parallel, seed, strength, stages.modules[0].tap)
-    assert meshes.pp is not None
+    assert meshes.pp is not None and hidden_size is not None
     parts = [StagePart(*part) for part in zip(stages.places, stages.modules, parallels, strict=True)]
     pipeline = Pipeline(parts, plan, meshes.pp, hidden_size, device, seed, strength, stages.shared)
     return pipeline, pipeline
