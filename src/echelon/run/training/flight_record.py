@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 
@@ -29,7 +29,7 @@ _LIBRARIES = (str(_TORCH), sysconfig.get_paths()["stdlib"])
 def write_record(outcomes_dir: Path, rank: int, frame: FrameType | None = None) -> None:
     """Write this rank's record for `hang_verdict.explain_hang`. Raises OSError. Not collective; from any thread.
 
-    `frame`: where the rank's code stood; by default, where its main thread is.
+    `frame`: where the rank's code stood as it lost a peer; by default, the rank waits, where its main thread is.
     """
     names: dict[str, str] = {}
     groups: dict[str, Group] = {}
@@ -37,8 +37,12 @@ def write_record(outcomes_dir: Path, rank: int, frame: FrameType | None = None) 
         ranks = dist.get_process_group_ranks(group)
         names[name] = f"{name}: {ranks}"  # groups of different ranks can have the same name
         groups[names[name]] = Group(name_group(group), ranks)
+    collectives = _list_collectives(names)
+    if collectives and frame is not None and _find_wait(frame) is None:
+        # The rank waited for a collective itself. It failed with the peer, and torch counts it as over.
+        collectives[-1] = replace(collectives[-1], is_over=False)
     frame = frame or sys._current_frames().get(threading.main_thread().ident or 0)
-    record = HangRecord(rank, _find_place(frame), _find_wait(frame), groups, _list_collectives(names))
+    record = HangRecord(rank, _find_place(frame), _find_wait(frame), groups, collectives)
     path = find_record_path(outcomes_dir, rank)
     path.parent.mkdir(exist_ok=True)
     write_json(path, asdict(record))
