@@ -418,6 +418,14 @@ def prepare_layers(
     return model
 
 
+def _describe_stages(spec: EngineSpec) -> tuple[int | None, float]:
+    """The width of what pipeline stages send, and the share of a step in which they wait; else None and 0."""
+    if spec.plan.pp == 1:
+        return None, 0.0
+    shape = build_shape(spec.config.to_dict())
+    return shape.hidden_size, predict_waiting(shape, spec.plan, spec.recipe.data.sequence_len)
+
+
 def build_native_engine(
     spec: EngineSpec, parallelize: Parallelize = parallelize, description: Sequence[str] = ()
 ) -> NativeEngine:
@@ -454,8 +462,7 @@ def build_native_engine(
         module.refer_to(build_reference(skeleton, spec, traits))
     for module in stages.modules:
         module.train()
-    shape = build_shape(config.to_dict()) if plan.pp > 1 else None  # for what stages send, and how long they wait
-    hidden_size = None if shape is None else shape.hidden_size
+    hidden_size, waiting = _describe_stages(spec)
     parallel, forward_backward = connect_stages(
         stages, plan, meshes, hidden_size, device, recipe.run.seed, router.loss, parallelize
     )
@@ -474,6 +481,6 @@ def build_native_engine(
             principal,
             choose_padding(plan),
             [line for line in (attention, kernels, router.line, *description) if line is not None],
-            0.0 if shape is None else predict_waiting(shape, plan, recipe.data.sequence_len),
+            waiting,
         )
     )
