@@ -122,6 +122,11 @@ class Learner:
         return self.data.tokenizer
 
     @cached_property
+    def stops(self) -> list[int]:
+        """The token ids that end an answer: those of the recipe's data, else of the model's config."""
+        return find_stops(self.config, self.data.manifest.stops)
+
+    @cached_property
     def place(self) -> BatchPlace:
         """Which sequences of every batch this rank feeds, and in which form."""
         return find_batch_place(self.recipe, self.plan, self.meshes)
@@ -230,15 +235,14 @@ class Learner:
         Args:
             prompts: token ids of this rank's prompts, at least one. Ranks with one `meshes.data_rank` give the same.
             sampling: the same on every rank, without `stop`.
-            stops: token ids that end an answer; None: those of the recipe's data, else of the model's config.
+            stops: token ids that end an answer; None: `self.stops`.
 
         Raises:
             ConfigError: on every rank, if what one of them gives cannot be used.
         """
-        ends = find_stops(self.config, self.data.manifest.stops) if stops is None else stops
-        place = find_batch_place(self.recipe, self.plan, self.meshes)
+        ends = self.stops if stops is None else stops
         with self.engine.evaluation(self.objective) as evaluation:
-            return generate(evaluation, self.meshes, self.device, prompts, sampling, ends, place)
+            return generate(evaluation, self.meshes, self.device, prompts, sampling, ends, self.place)
 
     def evaluate(self, batches: Iterable[StepBatch | Microbatch], loss: Objective | LossFn | None = None) -> EvalResult:
         """Return the mean loss of batches over all ranks, without dropout and gradient. Collective.

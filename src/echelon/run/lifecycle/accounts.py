@@ -9,7 +9,6 @@ from echelon.learn.data.feed import Feed, describe_source
 from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.learner import Learner
 from echelon.learn.micro_batch import read_widest
-from echelon.learn.model.model_folder import find_stops
 from echelon.planner.hardware.detection import describe_peak, find_peak_flops
 from echelon.planner.memory import describe_peak_memory
 from echelon.run.folder.run_folder import RunFolder
@@ -95,7 +94,7 @@ def _open_records(
 
 def _describe_beginning(learner: Learner, feed: Feed, sampler: PromptSampler | None, peak_flops: float) -> None:
     """Log lines about the training. On rank 0."""
-    device, stops = learner.device, find_stops(learner.config, learner.data.manifest.stops)
+    device, stops = learner.device, learner.stops
     has_documents = read_widest(learner.data, learner.plan, learner.meshes, 1).documents is not None
     for line in (
         *describe_training(learner.recipe, learner.plan, learner.config, learner.data, stops),

@@ -1,6 +1,6 @@
 """Evaluation during training: losses on held-out text, and samples of the prompts."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -12,7 +12,6 @@ from echelon.ground.stop_request import StopRequest, agreed_stop
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.data.prepared import ValidationSet
 from echelon.learn.evaluation import EvalResult, EvalResults
-from echelon.learn.model.model_folder import find_stops
 from echelon.learn.sync import Synchronizer
 from echelon.recipe.batches import Rhythm
 from echelon.run.training.prompt_sampler import PromptSampler
@@ -112,6 +111,5 @@ def build_sampler(learner: "Learner") -> PromptSampler | None:
     wanted = learner.recipe.evaluate
     if not wanted.prompts:
         return None
-    stops: Sequence[int] = find_stops(learner.config, learner.data.manifest.stops)
-    seed = learner.recipe.run.seed
+    seed, stops = learner.recipe.run.seed, learner.stops
     return PromptSampler(wanted.prompts, wanted.prompt_tokens, learner.tokenizer, stops, seed, learner.device)
