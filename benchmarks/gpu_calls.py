@@ -24,6 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+from echelon.ground.launch_environment import torch_environment  # noqa: E402
+
 MAX_FILES = 8
 MINUTES = 9.0
 # From SIGINT, at which a program prints what it has, to SIGKILL; and the time kept for it at the end of a call.
@@ -261,14 +264,39 @@ def run_call(runner: Runner, call: Call, wheels: Path | None, only: Sequence[str
     return all(result.is_good for result in runner.results)
 
 
-def describe_source() -> str:
-    """The commit of this checkout, or that it has none."""
-    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    try:
-        said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:
-        said = ""
+def describe_source(root: Path = ROOT) -> str:
+    """The commit of this checkout: $ECHELON_COMMIT, or the file COMMIT of a copy without git, or what git says."""
+    said = os.environ.get("ECHELON_COMMIT", "").strip()
+    if not said and (root / "COMMIT").is_file():
+        said = (root / "COMMIT").read_text(encoding="utf-8").strip()
+    # A copy may lie in a checkout of something else.
+    if not said and _ask_git(root, "rev-parse", "--show-toplevel") == str(root.resolve()):
+        said = _ask_git(root, "describe", "--always", "--dirty")
     return f"commit {said}" if said else "no commit known"
+
+
+def _ask_git(root: Path, *asked: str) -> str:
+    """What git prints about a folder; nothing if there is no git, or no repository."""
+    try:
+        return subprocess.run(
+            ["git", "-C", str(root), *asked], capture_output=True, text=True, check=False
+        ).stdout.strip()
+    except OSError:
+        return ""
+
+
+def build_environment(folder: str) -> dict[str, str]:
+    """The variables of every part: those that `echelon train` gives to its workers, and those of a call.
+
+    Compiled kernels are kept in `folder`.
+    """
+    path = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | torch_environment(1) | {
+        "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
+        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/compiled",
+        # On several GPUs HF Trainer would use DataParallel.
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0],
+    }  # fmt: skip
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -298,15 +326,9 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the limit of a whole session: end the running part
     with tempfile.TemporaryDirectory() as folder:
-        path = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
-            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/compiled",
-            # On several GPUs HF Trainer would use DataParallel.
-            "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0],
-        }  # fmt: skip
         words = f"{time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}, {describe_source()}"
         heading = f"GPU call {arguments.call}: {call.title} ({words}, Python {platform.python_version()})"
+        environment = build_environment(folder)
         runner = Runner(arguments.out.resolve(), heading, arguments.minutes, arguments.size == "tiny", environment)
         is_whole = run_call(runner, call, arguments.wheels, arguments.only, Path(folder))
     print((arguments.out / "summary.md").read_text(encoding="utf-8"))

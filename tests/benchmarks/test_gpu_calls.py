@@ -3,6 +3,7 @@
 The slow tests run each call on this machine's CPU with `--size tiny`.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,19 @@ import pytest
 import torch
 
 import gpu_calls
-from gpu_calls import CALLS, GRACE_SECONDS, INSTALL_SECONDS, MAX_FILES, MINUTES, PREFLIGHT_SECONDS, Part, Runner
+from echelon.ground.launch_environment import torch_environment
+from gpu_calls import (
+    CALLS,
+    GRACE_SECONDS,
+    INSTALL_SECONDS,
+    MAX_FILES,
+    MINUTES,
+    PREFLIGHT_SECONDS,
+    Part,
+    Runner,
+    build_environment,
+    describe_source,
+)
 from kernel_table import Kernels, find_kind, render_kernels
 from measuring import NotHere, measure_rows
 from preflight import describe_package
@@ -132,6 +145,42 @@ def test_the_reason_of_a_failed_side_is_its_exception():
     )
     assert find_error(traced) == "[rank0]: torch.OutOfMemoryError: CUDA out of memory"
     assert find_error("Killed") == "Killed"
+
+
+def test_the_summary_names_the_commit_of_a_copy_without_git(tmp_path, monkeypatch):
+    monkeypatch.delenv("ECHELON_COMMIT", raising=False)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    names = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    subprocess.run(["git", "-C", str(tmp_path), *names, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    assert describe_source(copy) == "no commit known"
+    assert describe_source(tmp_path).startswith("commit ")
+    (copy / "COMMIT").write_text("0123abc-dirty\n")
+    assert describe_source(copy) == "commit 0123abc-dirty"
+    monkeypatch.setenv("ECHELON_COMMIT", "4567def")
+    assert describe_source(copy) == describe_source(tmp_path) == "commit 4567def"
+
+
+def test_what_a_gpu_runs_has_the_settings_of_echelons_workers(monkeypatch):
+    """Also the tests that need a GPU, whoever starts them: they are set when torch is imported."""
+    for name in (*torch_environment(1), "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    settings = torch_environment(1)
+    assert settings["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert settings.items() <= build_environment("folder").items()
+    program = """
+import json, os, sys
+class Shows:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            print(json.dumps(dict(os.environ)), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Shows())
+import tests.gpu.conftest
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert settings.items() <= json.loads(done.stdout).items()
 
 
 @pytest.mark.parametrize("number", CALLS)

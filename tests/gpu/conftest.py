@@ -1,8 +1,17 @@
 """Fixtures for tests that need a CUDA device: one process with one GPU and NCCL; results of a CPU to compare with."""
 
 import os
+import sys
 
 import pytest
+
+from echelon.ground.launch_environment import torch_environment
+
+# What `echelon train` gives to its workers. torch reads the allocator's settings as it is imported: where other tests
+# have imported it, they run on a CPU.
+if "torch" not in sys.modules:
+    os.environ.update(torch_environment(1))
+
 import torch
 
 from echelon.learn.distributed.runtime import stop_runtime
