@@ -105,27 +105,21 @@ class Launcher(Protocol):
         Raises ConfigError or PlanError for every fault of names, limits or compatibility that can be found on this
         machine.
         """
-        ...
 
     def render(self, job: JobSpec) -> dict[str, str]:
         """Return exactly what `submit` sends or runs, as {file name: text}, main file first; has no side effects."""
-        ...
 
     def submit(self, job: JobSpec) -> Submitted:
         """Submit the files of `render`, already written to `job.folder`. Raises LaunchError with a one-line reason."""
-        ...
 
     def status(self, record: JobRecord) -> JobStatus:
         """Ask the target. Raises LaunchError when it cannot be reached."""
-        ...
 
     def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
         """Yield the lines the job has printed; with `follow`, also new lines until it ends."""
-        ...
 
     def cancel(self, record: JobRecord) -> None:
         """Ask the job to save and end."""
-        ...
 
 
 @runtime_checkable
@@ -137,11 +131,9 @@ class RemoteLauncher(Launcher, Protocol):
 
         Raises LaunchError when the target cannot be reached.
         """
-        ...
 
     def find_submitted(self, job: JobSpec) -> Submitted | None:
         """What `submit` returned for this job; None if the target knows no job of its name. Raises LaunchError."""
-        ...
 
 
 @runtime_checkable
@@ -153,11 +145,9 @@ class ArrayLauncher(Launcher, Protocol):
 
         Raises ConfigError if the jobs request different resources.
         """
-        ...
 
     def launch_array(self, jobs: Sequence[JobSpec], parallel: int) -> list[JobRecord]:
         """Submit all jobs or none, and record each as a separate job.
 
         Raises ConfigError like `check` and `render_array`, and LaunchError if the target refuses the jobs.
         """
-        ...

@@ -18,11 +18,9 @@ class Passes(Protocol):
 
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
         """Return fp32 logits [rows, vocabulary] of the token after position `places` [rows] of ids [rows, seq]."""
-        ...
 
     def start_cached(self) -> Advance | None:
         """Begin rows of tokens whose keys and values are kept; None if the passes of this model keep none."""
-        ...
 
 
 @dataclass(frozen=True)

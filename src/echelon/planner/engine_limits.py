@@ -9,7 +9,6 @@ from echelon.ground.extensions import find_named
 from echelon.planner.fitting_values import join_words
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.engines import ENGINES, NATIVE, EngineRow
-from echelon.recipe.yaml_text import show_value
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
@@ -51,21 +50,6 @@ def compare_engines(recipe: "Recipe", make_plan: Callable[["Recipe"], ParallelPl
             yield f"    for: {row.purpose}"
         if row.instead:
             yield f"    native instead: {row.instead}"
-
-
-def render_engine_table() -> str:
-    """The Markdown table of docs/engines.md: a row for each limited key, with the values that each engine runs."""
-    keys = dict.fromkeys(limit.key for row in ENGINES.values() for limit in row.limits)
-    lines = ["| | " + " | ".join(f"`{name}`" for name in ENGINES) + " |", "|---" * (len(ENGINES) + 1) + "|"]
-    strategies = ["all" if row.strategies is None else ", ".join(row.strategies) for row in ENGINES.values()]
-    lines.append("| strategies of `parallel` | " + " | ".join(strategies) + " |")
-    for key in keys:
-        cells = []
-        for row in ENGINES.values():
-            values = next((limit.values for limit in row.limits if limit.key == key), None)
-            cells.append("all" if values is None else ", ".join(f"`{show_value(value)}`" for value in values))
-        lines.append(f"| `{key}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
 
 
 def check_engine(recipe: "Recipe", plan: ParallelPlan) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.choose import resolve_plan
-from echelon.planner.engine_limits import compare_engines, render_engine_table
+from echelon.planner.engine_limits import compare_engines
 from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.plan_lines import describe_plan
 from echelon.planner.shape import build_shape
@@ -17,6 +17,7 @@ from echelon.recipe import Recipe, engines
 from echelon.recipe.engines import ENGINES, EngineRow, Limit, find_refused
 from echelon.recipe.training import EngineName
 from echelon.run.lifecycle.model_checks import check_model
+from tests.docs.reference import replace_table
 from tests.unit.recipe_samples import SMALL, load_text
 
 ROW = EngineRow(
@@ -54,8 +55,7 @@ def test_the_page_has_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ENGINES.keys() - set(get_args(EngineName)):  # those of tests
         monkeypatch.delitem(ENGINES, name)
     page = PAGE.read_text(encoding="utf-8")
-    shown = page.partition("<!-- engines: begin -->\n")[2].partition("<!-- engines: end -->")[0]
-    assert shown == render_engine_table(), "write render_engine_table() between the marks in docs/engines.md"
+    assert page == replace_table(page), "run python -m tests.docs.reference"
 
 
 def test_every_engine_is_compared_for_a_recipe(tmp_path) -> None:

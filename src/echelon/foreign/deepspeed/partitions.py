@@ -20,31 +20,24 @@ class Partitions(Protocol):
     @property
     def flats(self) -> Sequence[Tensor]:
         """The partitions of this rank that the optimizer steps, fp32."""
-        ...
 
     def gradients(self) -> Iterator[Tensor]:
         """Yield this rank's parts of the summed gradients, after the last microbatch."""
-        ...
 
     def answer_norm(self, find_norm: Callable[[], Tensor]) -> None:
         """Have `find_norm` asked for the norm in every step. If it is -1, DeepSpeed drops the gradients."""
-        ...
 
     def link_state(self) -> None:
         """Make the optimizer's state of each parameter known, once the partitions have it."""
-        ...
 
     def read(self, parameter: nn.Parameter, key: str | None) -> Tensor:
         """The whole master weight of a trained parameter, or its state of this key: fp32, on every rank."""
-        ...
 
     def write(self, parameter: nn.Parameter, key: str | None, value: Tensor) -> None:
         """Write this rank's part of a value as `read` returns it."""
-        ...
 
     def settle(self) -> None:
         """Copy the master weights to the weights of the model, after the last `write`. Collective."""
-        ...
 
 
 class WholeCopies:

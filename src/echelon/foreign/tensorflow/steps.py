@@ -27,35 +27,27 @@ class Steps(Protocol):
 
     def accumulate(self, microbatches: Sequence[Microbatch], divisor: float) -> float:
         """Set the gradients to those of the summed loss / divisor, of all processes; return this one's summed loss."""
-        ...
 
     def clear(self) -> None:
         """Set the gradients to zero."""
-        ...
 
     def norm(self) -> float:
         """Return the norm of all gradients."""
-        ...
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients by a number."""
-        ...
 
     def update(self, rate: float, step: int) -> None:
         """Apply the gradients at a learning rate. `step`: the number of this update, from 1."""
-        ...
 
     def passes(self) -> Passes:
         """Return forward passes with the present weights."""
-        ...
 
     def read(self, key: str) -> dict[str, Array]:
         """Return copies of the tensors of a key, on every process."""
-        ...
 
     def write(self, key: str, values: Mapping[str, Array]) -> None:
         """Set the tensors of a key, given on every process."""
-        ...
 
 
 class CopiedSteps:

@@ -54,15 +54,12 @@ class Uploads(Protocol):
 
         `keep`: the step of one to keep beside the newest few. `if_missing`: only if the copy lacks the checkpoint.
         """
-        ...
 
     def wait(self, seconds: float) -> bool:
         """Wait at most this long for the remaining uploads; return whether waiting is over."""
-        ...
 
     def tell_unfinished(self) -> None:
         """Log and record the checkpoint that will not be uploaded before this process ends, if there is one."""
-        ...
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

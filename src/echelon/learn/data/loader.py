@@ -143,15 +143,12 @@ class BatchSource(Protocol):
         an uninterrupted one bit for bit. Otherwise `batch` is called once per step, when the step begins, and may be
         collective; a resumed run goes on with whatever `batch` returns then.
         """
-        ...
 
     def batch(self, step: int) -> StepBatch:
         """Return this rank's batch of a step, from 0. A pure source is asked for any step, in any order."""
-        ...
 
     def close(self) -> None:
         """Release what the source holds. It is not used afterwards."""
-        ...
 
 
 def hash_sequences(

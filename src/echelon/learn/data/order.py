@@ -84,7 +84,6 @@ class DataOrder(Protocol):
 
     def sample_ids(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """The samples at positions [start, start + count), `[count]`."""
-        ...
 
 
 class SampleOrder:

@@ -22,17 +22,14 @@ class NamedFields(Protocol):
     @property
     def key(self) -> str:
         """The recipe key of the source, for messages."""
-        ...
 
     @property
     def format(self) -> str:
         """The format of its files or records; `auto` if they are recognised."""
-        ...
 
     @property
     def fields(self) -> Mapping[str, str]:
         """The names of the format's fields in the records."""
-        ...
 
 
 def has_records(format: str) -> bool:

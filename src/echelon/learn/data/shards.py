@@ -242,20 +242,16 @@ class Dataset(Protocol):
     @property
     def num_tokens(self) -> int:
         """The tokens that the samples are cut from."""
-        ...
 
     @property
     def num_samples(self) -> int:
         """The number of samples."""
-        ...
 
     def read_samples(self, sample_ids: npt.NDArray[np.int64]) -> Samples:
         """The samples `[n]`."""
-        ...
 
     def iter_tokens(self, chunk_tokens: int = 2**22) -> Iterator[npt.NDArray[Any]]:
         """Yield all tokens in order, in chunks; for documents with targets, only the targets."""
-        ...
 
 
 class TokenDataset:

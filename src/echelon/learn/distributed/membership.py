@@ -26,34 +26,27 @@ class Membership(Protocol):
     @property
     def number(self) -> int:
         """That of the view, from 0."""
-        ...
 
     def new_group(self, purpose: str = "checkpoints") -> dist.ProcessGroup:
         """Form another group of all replicas of the view. Collective. Raises ViewChanged if one of them is lost."""
-        ...
 
     def vote(self) -> None:
         """Vote for a step, and wait until all replicas of the view have. Collective.
 
         Raises ViewChanged if one of them is lost before: no replica may apply the step.
         """
-        ...
 
     def check(self) -> None:
         """Raise ViewChanged if the last vote found that the view ends. The same on every replica of the view."""
-        ...
 
     def is_ending(self) -> bool:
         """Whether this view is over, or another one is to follow it."""
-        ...
 
     def raise_change(self, error: BaseException) -> None:
         """Raise ViewChanged if an error comes from the end of this view."""
-        ...
 
     def at_end(self, stop: Callable[[], None]) -> None:
         """Have this called before the group is left: it stops threads that use groups of the view."""
-        ...
 
 
 def close_connections(group: dist.ProcessGroup) -> None:

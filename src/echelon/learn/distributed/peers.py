@@ -18,19 +18,15 @@ class Peers(Protocol):
 
     def gather(self, part: Tensor) -> Tensor:
         """Return the tensors of all ranks, [size, *shape]. The gradient is the sum over ranks of that of this part."""
-        ...
 
     def swap(self, parts: Tensor) -> Tensor:
         """Send parts[i] to rank i; return the parts received, [size, ...], by their rank."""
-        ...
 
     def add_up(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks of a tensor without gradient."""
-        ...
 
     def isolated(self) -> AbstractContextManager[None]:
         """Scope of exchanges that send nothing: the memory of real ones, with this rank's own values."""
-        ...
 
 
 class GroupPeers(Isolatable):

@@ -82,19 +82,15 @@ class Evaluation(Protocol):
 
     def sums(self, microbatch: Microbatch) -> Tensor:
         """Return the summed loss of a held-out microbatch and the objective's measures: `Objective.evaluation_sums`."""
-        ...
 
     def log_probabilities(self, microbatch: Microbatch) -> Tensor:
         """Return the log-probability of each label of a microbatch on this rank: [batch, seq], fp32, 0 for none."""
-        ...
 
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
         """Return fp32 logits [batch, vocabulary] of the token after position `places` [batch] of ids [batch, seq]."""
-        ...
 
     def start_cached(self) -> "Advance | None":
         """Begin rows of tokens whose keys and values are kept; None if the passes of this engine keep none."""
-        ...
 
 
 class Engine(Replica, Protocol):
@@ -109,7 +105,6 @@ class Engine(Replica, Protocol):
 
         `has_documents`: whether sequences have documents that must not attend to each other.
         """
-        ...
 
     def rehearse(self, microbatch: Microbatch, num_microbatches: int, objective: "Objective") -> Rehearsal:
         """Run a full step with copies of a microbatch without targets; the weights do not change.
@@ -117,7 +112,6 @@ class Engine(Replica, Protocol):
         Called once, before the first step: buffers get the same layout in a fresh start and in a resumed one, and it is
         known whether the memory suffices. An engine that runs microbatches one after the other may run only two.
         """
-        ...
 
     def forward_backward(
         self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: "Objective"
@@ -126,39 +120,30 @@ class Engine(Replica, Protocol):
 
         `objective` may be another one in each step.
         """
-        ...
 
     def discard(self) -> None:
         """Drop the gradients of a step that was not finished, because a replica was lost. Not collective."""
-        ...
 
     def find_nonfinite(
         self, step: int, microbatch: Microbatch, num_targets: Tensor, objective: "Objective"
     ) -> Finding | None:
         """Rerun a microbatch of a step with every layer checked; return the first non-finite value on this rank."""
-        ...
 
     @property
     def loss_scale(self) -> Tensor | None:
         """The loss scale of the next step, a live scalar tensor on the device; None without loss scaling."""
-        ...
 
     def evaluation(self, objective: "Objective") -> AbstractContextManager["Evaluation"]:
         """Return a scope of forward passes without gradients or dropout; gathered weights stay gathered in it."""
-        ...
 
     def describe_end(self) -> Sequence[str]:
         """Return lines for the user, printed at the end of a run, about what was measured in its last step."""
-        ...
 
     def describe_adapter(self) -> "AdapterContent":
         """Return the trained adapter, unsharded, on every rank."""
-        ...
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return every tensor of a checkpoint, by names that do not depend on the plan: live tensors or copies."""
-        ...
 
     def load(self, fill: Fill) -> None:
         """Call `fill` on tensors with the names and shapes of `state_dict`, and continue with the loaded values."""
-        ...

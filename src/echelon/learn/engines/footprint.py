@@ -44,7 +44,6 @@ class _Allocations(Protocol):
 
     def mark(self, name: str) -> None:
         """Note this moment."""
-        ...
 
 
 class _DeviceAllocations:

@@ -71,11 +71,9 @@ class ChunkLoss(Protocol):
     @property
     def differentiate(self) -> Callable[[Tensor, Any, HeadArithmetic, float], tuple[Tensor, Tensor]]:
         """Computes the loss from the head's raw logits, and a factor times its gradient: see `loss_and_gradient`."""
-        ...
 
     def evaluate(self, logits: Tensor, targets: Any) -> Tensor:
         """Compute the loss from the model's logits."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,6 @@ class Rule(Protocol):
 
     def build_state(self, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
         """The first state of one parameter, fp32, sharded like it."""
-        ...
 
     def update(self, items: Sequence[Item], rate: float, weight_decay: float, commit: Tensor) -> None:
         """One step of some parameters, in place, unless `commit` (a boolean scalar on their device) is false.
@@ -48,7 +47,6 @@ class Rule(Protocol):
         Weight decay is decoupled: weights shrink by rate * weight_decay (Loshchilov & Hutter 2019). Every rank calls
         it with the same parameters in the same order.
         """
-        ...
 
 
 @runtime_checkable
@@ -60,7 +58,6 @@ class PreconditioningRule(Rule, Protocol):
 
         Every rank calls it with the same parameters in the same order.
         """
-        ...
 
 
 @runtime_checkable
@@ -78,7 +75,6 @@ class ElementwiseRule(Rule, Protocol):
 
         Counts the step in those states that have a count, where `commit` is true.
         """
-        ...
 
     def move(
         self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], coefficients: Tensor
@@ -87,7 +83,6 @@ class ElementwiseRule(Rule, Protocol):
 
         A compiled graph serves all steps, so whatever may differ between calls must be among the coefficients.
         """
-        ...
 
 
 @runtime_checkable
@@ -96,7 +91,6 @@ class CompilableRule(Rule, Protocol):
 
     def compiled(self, compile_function: Callable[..., Any]) -> Rule:
         """The rule with its functions compiled by `compile_function`, which takes one and returns one like it."""
-        ...
 
 
 def spread(values: Sequence[float | Tensor], count: int, device: torch.device) -> Tensor:

@@ -28,7 +28,6 @@ class Parallel(Protocol):
 
     def clear_gradients(self) -> None:
         """Forget the gradients, so that the next backward pass begins a new sum."""
-        ...
 
     def isolated(self) -> AbstractContextManager[None]:
         """Scope of microbatches that send nothing: the memory and the order of a real pass, with meaningless values.
@@ -36,34 +35,27 @@ class Parallel(Protocol):
         A rank may fail in it without a peer that waits for it in a collective. After an error the module must be built
         again.
         """
-        ...
 
     def evaluation(self) -> AbstractContextManager[Callable[[Microbatch, OutputsFn], Tensor]]:
         """Scope of forward passes without gradients; leaves parameters as training expects them.
 
         The passes are collective where the model is divided; every rank gets the result.
         """
-        ...
 
     def begin_step(self, step: int) -> None:
         """Tell the index of the step whose microbatches follow."""
-        ...
 
     def reduce(self) -> None:
         """Sum what the backward passes of a step have left over the ranks, if they have not done so themselves."""
-        ...
 
     def settle(self, commit: Tensor) -> None:
         """Keep what was not sent of the gradients for later steps, where `commit` (a boolean scalar) is true."""
-        ...
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the live tensors of a checkpoint beside weights and optimizer: see `Reducer.tensors`."""
-        ...
 
     def waiting(self) -> float | None:
         """Return the share of the last step in which this rank waited for other stages; None without a pipeline."""
-        ...
 
 
 class SendsWhole:
@@ -105,8 +97,6 @@ class DataParallel(Parallel, Protocol):
 
     def microbatch(self, is_last: bool) -> AbstractContextManager[None]:
         """Scope of a forward pass and its backward pass; gradients are final after the one with `is_last`."""
-        ...
 
     def backward(self, sums: Tensor, weights: Tensor) -> None:
         """Add the gradients of the weighted sum of what the module returned in the scope before."""
-        ...

@@ -36,7 +36,6 @@ class ForwardBackward(Protocol):
         self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective
     ) -> StepSums:
         """Collective. Returns this rank's sums."""
-        ...
 
 
 class SingleStage:

@@ -19,18 +19,15 @@ class Reducer(Protocol):
 
         `step`: its index; random choices depend on it.
         """
-        ...
 
     def settle(self, commit: Tensor) -> None:
         """Keep what `reduce` has not sent for the next step where `commit` (a boolean scalar) is true.
 
         Otherwise the step has no effect on later ones.
         """
-        ...
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the live tensors that a resumed run needs. Those that differ between ranks have the rank's name."""
-        ...
 
 
 class Feedback:

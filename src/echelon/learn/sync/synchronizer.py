@@ -26,24 +26,19 @@ class Replica(Protocol):
 
     def weights(self) -> dict[str, Tensor]:
         """What trains, live, as this rank holds it, under names that no plan changes."""
-        ...
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of what trains, live, under the names of `weights`; between forward_backward and step."""
-        ...
 
     @property
     def served(self) -> "Served | None":
         """What this rank owns of the weights as a parameter server; None unless the plan has such servers."""
-        ...
 
     def clip(self, max_norm: float | None) -> Tensor:
         """Scale gradients to at most `max_norm` (None: only measure); return the global norm before clipping."""
-        ...
 
     def step(self, learning_rate: float, commit: Tensor) -> None:
         """Apply the gradients where `commit` (a boolean scalar on the device) is true, and drop them in any case."""
-        ...
 
 
 class Synchronizer(Protocol):
@@ -58,14 +53,12 @@ class Synchronizer(Protocol):
 
         0: they are known before `apply` is called.
         """
-        ...
 
     def shares(self, step: int) -> Iterable[DataShare]:
         """What this rank reads of this step's batch, one share after the other: usually one.
 
         The gradients of a share are applied before the next one is asked for. A rank may have none in a step.
         """
-        ...
 
     def clip(self, step: int, num_targets: Tensor, max_norm: float | None) -> Tensor:
         """Clip the gradients of the step, and return their norm, a scalar on the device: usually `Replica.clip`.
@@ -74,18 +67,15 @@ class Synchronizer(Protocol):
             num_targets: an int64 scalar on the device, by which the gradients of this replica were divided.
             max_norm: of the gradients; None: they are only measured.
         """
-        ...
 
     def should_commit(self, grad_norm: Tensor) -> Tensor:
         """Whether to apply this step: a boolean scalar on the device that every rank of a replica agrees on."""
-        ...
 
     def apply(self, step: int, learning_rate: float, commit: Tensor) -> None:
         """Have the gradients applied, or dropped: calls `Replica.step` exactly once for each share.
 
         `commit`: what is left of `should_commit` once the step was judged; false for a bad step.
         """
-        ...
 
     def end_step(self, step: int, is_last: bool) -> bool:
         """Finish the step, which may be the run's last one.
@@ -94,11 +84,9 @@ class Synchronizer(Protocol):
 
         In that case `apply` must have called `Replica.step` with a false `commit`, so that the gradients are dropped.
         """
-        ...
 
     def agreed(self) -> AbstractContextManager[None]:
         """Scope in which every replica has the agreed weights: those that are evaluated and exported."""
-        ...
 
     def tensors(self, engine_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What a checkpoint holds: the engine's tensors, and the synchronizer's own under other names.
@@ -106,16 +94,12 @@ class Synchronizer(Protocol):
         A checkpoint keeps one value per name. So a tensor that differs between replicas needs the replica's index in
         its name: see `learn/distributed/replica_names.py`.
         """
-        ...
 
     def load(self, engine_state: Mapping[str, Tensor], fill: Fill) -> None:
         """Fill everything that `tensors` names, after `load_state_dict`. Names that were not saved are an error."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides tensors: JSON values, the same on every rank."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a saved state, as a run resumes or goes back; `{}` where none was saved. Raises CheckpointError."""
-        ...

@@ -31,15 +31,12 @@ class Tracker(Protocol):
 
         `given`: the steps already sent according to the run folder, for trackers that cannot be queried.
         """
-        ...
 
     def send(self, rows: list[dict[str, Any]]) -> None:
         """Store all these rows, in order."""
-        ...
 
     def finish(self, done: bool) -> None:
         """Store the final files, and close the tracking run. `done`: the run reached its last step."""
-        ...
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""Generates docs/recipe.md: every key with its type, default and meaning, from the descriptions in the models."""
+"""Writes docs/recipe.md, with every key's type, default and meaning, from the models, and the table of docs/engines.md:
+`python -m tests.docs.reference`."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -6,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echelon.ground.stored import read_text
 from echelon.recipe.aliases import ALIASES, NO_EQUIVALENT
+from echelon.recipe.engines import ENGINES
 from echelon.recipe.schema import recipe_json_schema
+from echelon.recipe.yaml_text import show_value
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class _Key:
 def render_recipe_reference() -> str:
     """Return the Markdown text of docs/recipe.md."""
     schema = recipe_json_schema()
-    parts = [read_text(Path(__file__).with_name("reference.md"))]
+    parts = [Path(__file__).with_name("reference.md").read_text(encoding="utf-8")]
     for name in schema["properties"]:
         keys = [key for key in _keys(schema, schema) if key.name.partition(".")[0] == name]
         parts.append(_render_section(name, keys, schema))
@@ -102,3 +106,30 @@ def _render_aliases() -> str:
     lines += ["", "These keys have no equivalent and are refused:", ""]
     lines += [f"- `{name}`: {reason}" for name, reason in NO_EQUIVALENT.items()]
     return "\n".join(lines) + "\n"
+
+
+def render_engine_table() -> str:
+    """The Markdown table of docs/engines.md: a row for each limited key, with the values that each engine runs."""
+    keys = dict.fromkeys(limit.key for row in ENGINES.values() for limit in row.limits)
+    lines = ["| | " + " | ".join(f"`{name}`" for name in ENGINES) + " |", "|---" * (len(ENGINES) + 1) + "|"]
+    strategies = ["all" if row.strategies is None else ", ".join(row.strategies) for row in ENGINES.values()]
+    lines.append("| strategies of `parallel` | " + " | ".join(strategies) + " |")
+    for key in keys:
+        cells = []
+        for row in ENGINES.values():
+            values = next((limit.values for limit in row.limits if limit.key == key), None)
+            cells.append("all" if values is None else ", ".join(f"`{show_value(value)}`" for value in values))
+        lines.append(f"| `{key}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def replace_table(page: str) -> str:
+    """Return docs/engines.md with the table between its marks."""
+    head, begin, rest = page.partition("<!-- engines: begin -->\n")
+    return head + begin + render_engine_table() + "<!-- engines: end -->" + rest.partition("<!-- engines: end -->")[2]
+
+
+if __name__ == "__main__":
+    (DOCS / "recipe.md").write_text(render_recipe_reference(), encoding="utf-8")
+    engines = DOCS / "engines.md"
+    engines.write_text(replace_table(engines.read_text(encoding="utf-8")), encoding="utf-8")
