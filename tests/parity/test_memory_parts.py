@@ -60,6 +60,7 @@ def measure_both(workers, text, tmp_path, plan):
 
 
 DDP = ParallelPlan("ddp", dp_replicate=2)
+TP = {"dp_replicate": 1, "tp": 2, "sequence_parallel": True}
 FSDP = ParallelPlan("fsdp", dp_shard=2, reshard_after_forward=True, reduce_gradients="each")
 
 
@@ -83,6 +84,7 @@ def test_parts_by_hand(workers, text, tmp_path, plan, share):
     [
         {"activation_checkpointing": "full", "checkpoint_every": 2},
         pytest.param({"activation_checkpointing": "selective"}, marks=pytest.mark.slow),
+        pytest.param({**TP, "activation_checkpointing": "selective"}, marks=pytest.mark.slow),
         pytest.param({"compile": True, "activation_memory_budget": 0.5}, marks=pytest.mark.slow),
         pytest.param({"compile": True, "activation_memory_budget": 0.0}, marks=pytest.mark.slow),
     ],

@@ -202,19 +202,20 @@ def test_parameters_and_traffic_are_those_of_the_table(workers, text, tmp_path, 
             assert counted == pytest.approx(sum(rings))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["full", "selective"])
-def test_recomputed_layers_repeat_what_the_plan_counts(workers, text, tmp_path, policy):
+@pytest.mark.parametrize(
+    ("policy", "repeated"), [("selective", (0, 0)), pytest.param("full", (2, 3), marks=pytest.mark.slow)]
+)
+def test_recomputed_layers_repeat_what_the_plan_counts(workers, text, tmp_path, policy, repeated):
     """An all-reduce is an all-gather and a reduce-scatter. The last sum of a layer is not repeated."""
     config = small_config("llama", **dict(HEADS))
     path, shape = str(write_recipe(Row(), tmp_path, text, steps=4)), build_shape(config)
-    for sequence_parallel in (False, True):
+    for sequence_parallel, number in zip((False, True), repeated, strict=True):
         plan = ParallelPlan("tp", tp=2, sequence_parallel=sequence_parallel, activation_checkpointing=policy)
         once = {kind: sent.calls for kind, sent in expect_tensor_traffic(plan, shape, 1).items()}
         for by_axis, *_ in workers.run(count_tensor_traffic, 2, path, config, plan):
             again = {kind: by_axis["tp", kind].calls - calls for kind, calls in once.items()}
             halves = sum((1 + (kind == "all_reduce")) * calls for kind, calls in again.items())
-            assert halves == shape.num_layers * count_repeated(plan)
+            assert halves == shape.num_layers * number == shape.num_layers * count_repeated(plan)
 
 
 @pytest.mark.parametrize(

@@ -61,14 +61,15 @@ def activation_bytes(
     that are kept in host memory)."""
     by = _what_is_kept(shape, plan, kind)
     tokens = plan.microbatch_tokens(sequence_len)
-    mlp = _mlp_half_bytes(shape, by, rows_per_token(shape, plan, kind))
+    rows = rows_per_token(shape, plan, kind)
+    mlp = _mlp_half_bytes(shape, by, rows)
     layer = mlp + _attention_half_bytes(shape, by, sequence_len, kind) + by.adapter
     layer += _beside_bytes(shape, plan, by.compute)
     # The first layer's input needs no gradient if the embedding is frozen: its norm keeps nothing.
     num_redone = 0 if plan.activation_checkpointing == "none" else shape.num_layers // plan.checkpoint_every
     norms = 0 if by.frozen and num_redone < shape.num_layers else _norm_bytes(shape, by)
     outside = norms + by.residual * shape.hidden_size * (shape.parts.residual_dropout > 0)
-    kept, redone = _kept_by_layer(shape, plan, by, layer)
+    kept, redone = _kept_by_layer(shape, plan, by, layer, rows)
     rotary = 2 * plan.part_len(sequence_len) * shape.head_dim * by.residual if shape.num_position_parameters == 0 else 0
     # Expert weights with an adapter are added up before they are used, those in 4 bits are dequantized; it is kept.
     adapter = plan.adapter
@@ -108,13 +109,15 @@ def deferred_bytes(shape: ModelShape, plan: ParallelPlan, sequence_len: int) -> 
     return tokens * shape.num_layers * (by.compute * products + experts + number * norms)
 
 
-def _kept_by_layer(shape: ModelShape, plan: ParallelPlan, by: _Kept, layer: float) -> tuple[list[float], float]:
+def _kept_by_layer(
+    shape: ModelShape, plan: ParallelPlan, by: _Kept, layer: float, rows: int
+) -> tuple[list[float], float]:
     """Per token: (bytes that each layer keeps, additional bytes when the last of those that do not keep all is redone).
 
-    `layer`: the bytes that the backward pass of one layer needs.
+    `layer`: the bytes that the backward pass of one layer needs. `rows`: of experts, per token.
     """
     layer_input = by.residual * shape.hidden_size / by.sequence_ranks
-    outputs = _matmul_output_bytes(shape, by.compute)
+    outputs = _matmul_output_bytes(shape, by, rows)
     match plan.activation_checkpointing:
         case "none" if plan.activation_memory_budget is not None or knows_compiled(shape, plan):
             most = layer
@@ -128,7 +131,8 @@ def _kept_by_layer(shape: ModelShape, plan: ParallelPlan, by: _Kept, layer: floa
         case "full":
             kept, redone = layer_input, layer
         case "selective":
-            kept, redone = layer_input + outputs, max(0, layer - outputs)  # the recomputation reuses them
+            sent = sum(axis.result_bytes(shape, plan, by.compute) for axis in AXES)
+            kept, redone = layer_input + outputs + sent, max(0, layer - outputs)  # the recomputation reuses them
     every = plan.checkpoint_every
     by_layer = [kept if number % every == 0 else layer for number in range(1, shape.num_layers + 1)]
     # If layers follow that keep all, they are done and free when a layer is recomputed.
@@ -243,8 +247,10 @@ def _norm_bytes(shape: ModelShape, by: _Kept) -> float:
     return numbers / by.sequence_ranks
 
 
-def _matmul_output_bytes(shape: ModelShape, compute: int) -> int:
+def _matmul_output_bytes(shape: ModelShape, by: _Kept, rows: int) -> float:
     """Per token: what selective checkpointing keeps of a layer, the outputs of its matrix products and attention."""
+    share, width = shape.expert_widths
     attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim + shape.hidden_size
-    mlp = (shape.parts.num_mlp_matrices - 1) * shape.intermediate_size + shape.hidden_size
-    return compute * (attention + mlp) + FP32_BYTES * shape.num_heads
+    mlp = (1 - share) * ((shape.parts.num_mlp_matrices - 1) * shape.intermediate_size + shape.hidden_size)
+    experts = share * rows * (2 * width + shape.hidden_size)
+    return by.compute * (attention + mlp) + by.residual * experts + FP32_BYTES * shape.num_heads

@@ -10,11 +10,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from echelon.learn.model import blocked_attention, flex_attention, varlen_attention  # noqa: F401  (define operations that are kept)
 
-# What `selective` keeps: results of matrix products and attention, the costly part of a layer. The rest is recomputed.
+# What `selective` keeps: results of matrix products, attention and collectives, the costly part of a layer. The rest is
+# recomputed.
 KEPT_OPERATIONS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten.addmm.default,
+    torch.ops.aten._grouped_mm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -22,6 +24,11 @@ KEPT_OPERATIONS = {
     torch.ops.torch_attn._varlen_attn.default,
     torch.ops.higher_order.flex_attention,
     torch.ops.echelon.blocked_attention.default,
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.all_to_all_single.default,
+    torch.ops._c10d_functional.wait_tensor.default,
 }
 
 
@@ -29,8 +36,8 @@ def apply_activation_checkpointing(layers: Sequence[nn.Module] | nn.ModuleList, 
     """Make decoder layers recompute their activations in the backward pass.
 
     Args:
-        policy: `none`; `full` keeps a layer's input alone (Chen et al. 2016); `selective` also keeps matrix products
-            and attention (Korthikanti et al. 2022).
+        policy: `none`; `full` keeps a layer's input alone (Chen et al. 2016); `selective` also keeps the
+            results of matrix products, attention (Korthikanti et al. 2022) and the collectives of `tp`.
         every: only layers whose number, from 1, this divides.
     """
     if policy == "none":

@@ -142,6 +142,10 @@ class Axis:
         """Bytes that a layer keeps for its backward pass in addition, per token, in numbers of so many bytes."""
         return 0
 
+    def result_bytes(self, shape: ModelShape, plan: ParallelPlan, number: int) -> float:
+        """Bytes of the results of a layer's collectives that selective checkpointing keeps, per token, likewise."""
+        return 0.0
+
     def buffer_bytes(self, shape: ModelShape, plan: ParallelPlan, tokens: int, kind: DeviceKind) -> int:
         """Bytes that a layer needs while it sends, for these tokens of a microbatch."""
         return 0

@@ -42,6 +42,12 @@ class _Tensor(Axis):
         return shape if plan.tp == 1 else _divide(shape, plan.tp)
 
     @override
+    def result_bytes(self, shape: ModelShape, plan: ParallelPlan, number: int) -> float:
+        if plan.tp == 1:
+            return 0.0
+        return 2 * shape.hidden_size * number * (1 + 1 / plan.tp if plan.sequence_parallel else 1)
+
+    @override
     def layer_seconds(self, step: Step, layer: LayerTime) -> float:
         # Two all-gathers and two reduce-scatters in each direction under sequence parallelism, else two all-reduces,
         # which move as much (Korthikanti et al. 2022, section 4.2).
@@ -49,8 +55,8 @@ class _Tensor(Axis):
         if plan.tp == 1:
             return 0.0
         repeated = count_repeated(plan)
-        if step.software.recomputes_ends:
-            repeated = 4.0 if plan.activation_checkpointing == "full" else 0.0
+        if step.software.recomputes_ends and repeated:
+            repeated = 4.0
         gather = find_group(plan, step.cluster, ("tp",)).all_gather(step.hidden_bytes)
         return (8 + repeated) * gather * (1 - step.software.tp_overlap)
 
@@ -85,11 +91,11 @@ TENSOR = _Tensor()
 
 def count_repeated(plan: ParallelPlan) -> float:
     """All-gathers and reduce-scatters that the recomputation of a layer repeats, of the four of its forward pass; an
-    all-reduce is two. Selective checkpointing keeps none of their results.
+    all-reduce is two. Selective checkpointing keeps their results.
 
     PyTorch stops before the last one, which sums what the layer returns.
     """
-    if plan.activation_checkpointing == "none":
+    if plan.activation_checkpointing != "full":
         return 0.0
     return (3 if plan.sequence_parallel else 2) / plan.checkpoint_every
 
