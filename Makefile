@@ -3,12 +3,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test slow slow-part fuzz parity parity-table model-table pictures faults launchers engines bench bench-engines bench-peers scaling bench-techniques gpu lint clean
+.PHONY: help demo test check slow slow-part fuzz parity parity-table model-table pictures faults launchers engines bench bench-engines bench-peers scaling bench-techniques gpu lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     set up, train a small model on real text with two processes, evaluate it, sample from it"
 	@echo "make test     set up, run the tests"
+	@echo "make check    run all of lint, test, faults, launchers, slow, fuzz and parity, two tests at a time, and print a table; goes on after a kill; SUITES='slow faults' chooses (a day)"
 	@echo "make slow     the tests too long for daily use: a killed server, MLflow's UI in a browser, full disks (an hour)"
 	@echo "make slow-part  today's part of 24 of all slow tests, also of fuzz, parity, faults and launchers; PART=N chooses one (15 minutes)"
 	@echo "make fuzz     load 10,000 damaged files and recipes, and each file of a run damaged 1,000 times, with the real loaders, and print tables of the results (3 hours)"
@@ -57,7 +58,14 @@ test: .venv/.installed
 
 slow: .venv/.slow
 	@echo "== running the tests marked slow, except those of make parity"
-	$(BIN)/python -m pytest tests/dist tests/docs tests/peer tests/unit -m slow
+	$(BIN)/python -m pytest tests/benchmarks tests/dist tests/docs tests/peer tests/unit -m slow
+
+# Suites of `make check`, and its options: make check SUITES='slow faults --keep'
+SUITES ?=
+
+check: .venv/.slow .venv/.linters launcher-programs
+	@echo "== running what has not yet passed with this source"
+	$(BIN)/python -m tests.check $(SUITES)
 
 fuzz: .venv/.installed
 	@echo "== loading 10,000 damaged files and recipes, and each file of a run damaged 1,000 times; each must be refused cleanly or load the right value"
@@ -84,7 +92,7 @@ pictures: .venv/.installed
 
 faults: .venv/.installed
 	@echo "== killing jobs in every phase, and comparing them with uninterrupted ones"
-	$(BIN)/python -m pytest tests/faults -v -m "slow or not slow"
+	$(BIN)/python -m pytest tests/faults -m "slow or not slow" -v
 
 # Programs that the launcher tests start.
 LAUNCHER_PACKAGES := slurmctld slurmd slurm-client munge openmpi-bin openssh-server iproute2
