@@ -1,6 +1,6 @@
 """Names the rank that a hanging job waits for, from what each rank recorded as it noticed the hang. No torch.
 
-Collectives are compared by their numbers within each process group: gloo does not record whether one has completed.
+Collectives are compared by their numbers within each process group: NCCL records which are over, gloo does not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,8 @@ class HangRecord:
     """What one rank left: the collectives that it entered, oldest first, by the key of their group in `groups`.
 
     `place`: file, line and function where its main thread stood. `waits_in`: the function of torch in which it waited
-    there for other ranks, also for a message of one rank, of which gloo keeps no record; None if it did not wait.
+    there for other ranks, also for a message of one rank, of which gloo keeps no record, or for its GPU; or the first
+    collective that its GPU has not finished; None if it did not wait.
     """
 
     rank: int

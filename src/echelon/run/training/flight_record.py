@@ -8,10 +8,11 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,13 @@ from echelon.learn.distributed.traffic import name_group
 from echelon.run.supervise.hang_verdict import Collective, Group, HangRecord, find_record_path
 
 _TORCH = Path(torch.__file__).parent
-# Backward passes wait for collectives in C++.
-_WAITING = (f"{_TORCH / 'distributed'}{os.sep}", str(_TORCH / "autograd" / "graph.py"))
+# Backward passes wait for collectives in C++, and the host for a GPU in its events and streams.
+_WAITING = (
+    f"{_TORCH / 'distributed'}{os.sep}",
+    str(_TORCH / "autograd" / "graph.py"),
+    str(_TORCH / "cuda" / "streams.py"),
+)
+_SYNCHRONIZING = (str(_TORCH / "cuda" / "__init__.py"), str(_TORCH / "accelerator" / "__init__.py"))
 _LIBRARIES = (str(_TORCH), sysconfig.get_paths()["stdlib"])
 
 
@@ -37,39 +43,63 @@ def write_record(outcomes_dir: Path, rank: int, frame: FrameType | None = None) 
         ranks = dist.get_process_group_ranks(group)
         names[name] = f"{name}: {ranks}"  # groups of different ranks can have the same name
         groups[names[name]] = Group(name_group(group), ranks)
-    collectives = _list_collectives(names)
+    collectives, unfinished = _list_collectives(names)
     if collectives and frame is not None and _find_wait(frame) is None:
         # The rank waited for a collective itself. It failed with the peer, and torch counts it as over.
         collectives[-1] = replace(collectives[-1], is_over=False)
     frame = frame or sys._current_frames().get(threading.main_thread().ident or 0)
-    record = HangRecord(rank, _find_place(frame), _find_wait(frame), groups, collectives)
+    record = HangRecord(rank, _find_place(frame), _find_wait(frame) or unfinished, groups, collectives)
     path = find_record_path(outcomes_dir, rank)
     path.parent.mkdir(exist_ok=True)
     write_json(path, asdict(record))
 
 
-def _list_collectives(keys: Mapping[str, str]) -> list[Collective]:
-    """Return the recorded collectives; `keys` maps torch's name of a group to its key."""
-    from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+def _list_collectives(keys: Mapping[str, str]) -> tuple[list[Collective], str | None]:
+    """Return the recorded collectives, oldest first, and the name of the first that this rank's GPU has not finished.
 
-    entries = json.loads(_dump_fr_trace_json(True, False)).get("entries", [])
-    return [
-        Collective(
-            keys[each["process_group"][0]],
-            each["collective_seq_id"],
-            each["profiling_name"].rpartition(":")[2],
-            each["input_sizes"],
-            each["retired"],
-        )
-        for each in entries
-        if not each["is_p2p"]
-    ]
+    `keys` maps torch's name of a group to its key. A GPU that has finished all of them waits for nobody, wherever the
+    code reads a value of it.
+    """
+    found: dict[tuple[str, int], Collective] = {}
+    unfinished: dict[tuple[str, int], str] = {}
+    messages: dict[str, bool] = {}
+    for entry in sorted(_dump_entries(), key=lambda entry: int(entry["time_created_ns"])):
+        key = keys.get(entry["process_group"][0])
+        backend, _, name = entry["profiling_name"].rpartition(":")
+        if key is None:  # its group has been destroyed
+            continue
+        # NCCL ends a batch of messages, or of collectives, with an entry of its own. Of messages it can have the number
+        # of the collective before them; of collectives it alone says whether they are over.
+        is_message = entry["is_p2p"] or (name.endswith("coalesced") and messages.get(key, False))
+        messages[key] = entry["is_p2p"]
+        if is_message:
+            continue
+        place = (key, entry["collective_seq_id"])
+        found.pop(place, None)
+        unfinished.pop(place, None)
+        is_over = entry["retired"] or entry["state"] == "completed"
+        found[place] = Collective(*place, name, entry["input_sizes"], is_over)
+        if backend == "nccl" and not is_over:
+            unfinished[place] = name
+    return list(found.values()), next(iter(unfinished.values()), None)
+
+
+def _dump_entries() -> Iterator[dict[str, Any]]:
+    """Yield what torch has recorded: NCCL's collectives are in a recorder of their own."""
+    from torch._C import _distributed_c10d
+
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if (dump := getattr(_distributed_c10d, name, None)) is not None:
+            yield from json.loads(dump(True, False)).get("entries", [])
 
 
 def _find_wait(frame: FrameType | None) -> str | None:
-    """Return the innermost function of a thread if it is one of torch.distributed, or the backward pass; else None."""
-    waits = frame is not None and frame.f_code.co_filename.startswith(_WAITING)
-    return frame.f_code.co_name if frame is not None and waits else None
+    """Return the innermost function of a thread if it waits for other ranks or for the GPU, which does; else None."""
+    if frame is None:
+        return None
+    path, name = frame.f_code.co_filename, frame.f_code.co_name
+    waits = path.startswith(_WAITING) or (path in _SYNCHRONIZING and name == "synchronize")
+    return name if waits else None
 
 
 def _find_place(frame: FrameType | None) -> str:
