@@ -85,7 +85,7 @@ TABLES = {
         "fully_shard over one": (Row(overrides=("parallel=fsdp",), shards=True),),
         "not compiled": (Row(overrides=("train.compile=false",)),),
         "cuDNN attention": (Row(kernel="CUDNN_ATTENTION"),),
-        "loss in chunks of 1 GiB": (Row(chunk_bytes=2**30),),
+        "loss in chunks of 256 MiB": (Row(chunk_bytes=2**28),),
         "micro batch 4": (Row(micro=4),),
         "micro batch 16, selective": (Row(overrides=("train.activation_checkpointing=selective",), micro=16),),
         "flex attention": (Row(overrides=(FLEX,), needs_gpu=True),),
@@ -218,8 +218,8 @@ def run_echelon(job, steps, gate):
     from sides import EchelonTrainer
 
     if job["chunk_bytes"] is not None:
-        assert model_shape.LOGITS_CHUNK_BYTES
-        model_shape.LOGITS_CHUNK_BYTES = job["chunk_bytes"]
+        assert model_shape.LARGE_CHUNK_BYTES
+        model_shape.LARGE_CHUNK_BYTES = job["chunk_bytes"]
     with ExitStack() as stack:
         if job["kernel"] is not None:
             from torch.nn.attention import SDPBackend, sdpa_kernel

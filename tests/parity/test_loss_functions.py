@@ -73,7 +73,7 @@ def differentiate(rank, world_size):
     leaves, part = [hidden, weight, bias], slice(32 * rank, 32 * rank + 32)
     vocabulary = VocabularyShard(part.start, dist.group.WORLD)
     arithmetic, found = HeadArithmetic(0.5, 3.0), []
-    with mock.patch.object(loss_function, "logits_chunk_tokens", lambda vocab_size: 5):
+    with mock.patch.object(loss_function, "logits_chunk_tokens", lambda *_: 5):
         for head, shard in (((weight, bias), None), ((weight[part], bias[part]), vocabulary)):
             loss = chunked_function_sum(smoothed_with_z, hidden, labels, {}, *head, arithmetic, shard)
             found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])

@@ -204,7 +204,7 @@ def _count_load(load: RankLoad, plan: ParallelPlan, sequence_len: int, kind: Dev
     plan = plan if load.adapter is plan.adapter else replace(plan, adapter=load.adapter)
     length, tokens = plan.part_len(sequence_len), plan.microbatch_tokens(sequence_len)
     kept, redone, moved = activation_bytes(shape, plan, sequence_len, kind)
-    chunk, head = _logits(shape, plan, plan.micro_batch_size * length) if load.has_head else (0, 0)
+    chunk, head = _logits(shape, plan, plan.micro_batch_size * length, kind) if load.has_head else (0, 0)
     waits = deferred_bytes(shape, plan, sequence_len) // load.num_stages if load.num_deferred else 0
     sending = sum(axis.buffer_bytes(shape, plan, tokens, kind) for axis in AXES)
     return _LoadBytes(
@@ -370,15 +370,16 @@ def _optimizer_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
     return moments + remainders
 
 
-def _logits(shape: ModelShape, plan: ParallelPlan, tokens: int) -> tuple[int, int]:
+def _logits(shape: ModelShape, plan: ParallelPlan, tokens: int, kind: DeviceKind) -> tuple[int, int]:
     """Bytes of the chunked loss: (logits of one chunk; the hidden states with their gradient, and the head's
     gradient, which is summed over the chunks in fp32 before the parameter gets it; a frozen one has none)."""
     compute = DTYPE_BYTES[plan.precision.compute]
-    chunk = min(tokens, logits_chunk_tokens(shape.vocab_size))
+    trained = plan.adapter is None or trains_head(shape, plan.adapter)
+    chunk = min(tokens, logits_chunk_tokens(shape.vocab_size, kind, trained))
     hidden = 2 * tokens * shape.hidden_size * compute
-    # A chunk's gradient is added in place if the dtypes agree; otherwise it exists in addition to the sum.
-    head = shape.vocab_size * shape.hidden_size * (FP32_BYTES + (compute if compute != FP32_BYTES else 0))
-    head = head if plan.adapter is None or trains_head(shape, plan.adapter) else 0
+    # GPUs add a chunk's gradient in place; CPUs only in fp32: otherwise it exists in addition to the sum.
+    chunk_head = 0 if kind == "cuda" or compute == FP32_BYTES else compute
+    head = shape.vocab_size * shape.hidden_size * (FP32_BYTES + chunk_head) if trained else 0
     return chunk * shape.vocab_size * _logit_bytes(shape, plan), hidden + head
 
 

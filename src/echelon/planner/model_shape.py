@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 LOGITS_CHUNK_BYTES = 256 * 2**20  # size limit of one copy of the loss's fp32 logits
+# The same on GPUs with a trained head: each chunk costs a pass over its fp32 gradient, of 8 bytes per weight.
+LARGE_CHUNK_BYTES = 2**30
 _TILE_ROWS = (
     256  # kernels for matrix products compute tiles of up to this many rows; a part of a tile costs a whole one
 )
@@ -159,9 +161,13 @@ class ModelShape:
         return tokens_per_second * self.flops_per_token(sequence_len, num_trained) / (num_devices * peak_flops)
 
 
-def logits_chunk_tokens(vocab_size: int) -> int:
-    """Tokens per chunk of the loss: a multiple of 256, at least one, whose fp32 logits fit in LOGITS_CHUNK_BYTES."""
-    return max(1, LOGITS_CHUNK_BYTES // (4 * vocab_size * _TILE_ROWS)) * _TILE_ROWS
+def logits_chunk_tokens(vocab_size: int, kind: str, trains_head: bool) -> int:
+    """Tokens per chunk of the loss: a multiple of 256, at least one, whose fp32 logits fit in the limit.
+
+    `kind`: of the device, as torch names it.
+    """
+    limit = LARGE_CHUNK_BYTES if kind == "cuda" and trains_head else LOGITS_CHUNK_BYTES
+    return max(1, limit // (4 * vocab_size * _TILE_ROWS)) * _TILE_ROWS
 
 
 def divisors(number: int) -> list[int]:

@@ -353,19 +353,28 @@ def test_optimizer_state_is_within_five_percent_of_measured(name, master_weights
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "rows"),
-    [(256, 262_144), (32_000, 2_048), (50_257, 1_280), (128_256, 512), (262_144, 256), (10**6, 256)],
+    ("vocab_size", "on_cpu", "on_gpu"),
+    [
+        (256, 262_144, 2**20),
+        (32_000, 2_048, 8_192),
+        (50_257, 1_280, 5_120),
+        (128_256, 512, 2_048),
+        (262_144, 256, 1_024),
+        (10**6, 256, 256),
+    ],
 )
-def test_a_chunk_of_the_loss_fills_tiles(vocab_size, rows):
-    """4 * vocabulary * rows is at most 256 MiB, except for the last one, whose smallest chunk is larger."""
-    assert logits_chunk_tokens(vocab_size) == rows
+def test_a_chunk_of_the_loss_fills_tiles(vocab_size, on_cpu, on_gpu):
+    """4 * vocabulary * rows is at most 256 MiB or 1 GiB, except for the last on a CPU: its smallest chunk is larger."""
+    assert [logits_chunk_tokens(vocab_size, kind, True) for kind in ("cpu", "cuda")] == [on_cpu, on_gpu]
+    assert logits_chunk_tokens(vocab_size, "cuda", trains_head=False) == on_cpu
 
 
 def test_logits_never_exceed_two_chunks():
     shape = replace(build_shape(MODELS["llama"]), vocab_size=128256, hidden_size=0)
     plan = ParallelPlan("ddp", micro_batch_size=8)
-    # 256 MiB / (4 * 128256) = 523 tokens, in multiples of 256; a short batch is smaller than a chunk
-    assert estimate_memory(shape, plan, 8192).logits == 2 * 512 * 128256 * 4
+    # 256 MiB / (4 * 128256) = 523 tokens, 1 GiB 2093, in multiples of 256; a short batch is smaller than a chunk
+    assert estimate_memory(shape, plan, 8192, "cpu").logits == 2 * 512 * 128256 * 4
+    assert estimate_memory(shape, plan, 8192).logits == 2 * 2048 * 128256 * 4
     assert estimate_memory(shape, replace(plan, micro_batch_size=1), 100).logits == 2 * 100 * 128256 * 4
 
 

@@ -10,6 +10,7 @@ Of cross-entropy the gradient is written by hand; of any other loss autograd der
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -109,7 +110,8 @@ def chunked_loss_sum(
         A scalar in fp32. Under autocast the head's matmul runs in the autocast dtype.
     """
     loss = _CrossEntropy(of_chunk if vocabulary is None else vocabulary.loss_and_gradient, vocabulary)
-    return sum_chunks(hidden, labels.flatten(), weight, bias, arithmetic, loss, logits_chunk_tokens(len(weight)))
+    chunk = logits_chunk_tokens(len(weight), hidden.device.type, weight.requires_grad)
+    return sum_chunks(hidden, labels.flatten(), weight, bias, arithmetic, loss, chunk)
 
 
 def sum_chunks(
@@ -216,16 +218,36 @@ def _scores(logits: Tensor, labels: Tensor, vocabulary: VocabularyShard | None) 
 def _add_head_gradient(totals: list[Tensor], gradient: Tensor, inputs: Tensor) -> None:
     """Add the head's gradients of a chunk to `totals`, given the chunk's gradient of the raw logits.
 
-    `totals` is empty for a frozen head. The sums are fp32, so that many chunks lose no precision. An fp32 product is
-    added in place; in another dtype it needs temporary memory.
+    `totals` is empty for a frozen head. The sums are fp32, so that many chunks lose no precision.
     """
     for weight in totals[:1]:
-        if gradient.dtype == weight.dtype:
-            weight.addmm_(gradient.T, inputs)
-        else:
-            weight.add_(gradient.T @ inputs)
+        add_product(weight, gradient.T, inputs)
     for bias in totals[1:]:
         bias.add_(gradient.sum(0, dtype=bias.dtype))
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add the matrix left @ right to `total`, which is fp32, in place.
+
+    The product itself adds, on GPUs in any dtype. On a CPU one in bf16 or fp16 is a temporary matrix of that dtype.
+    """
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif _adds_to_fp32(left.device, left.dtype):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(left @ right)
+
+
+@lru_cache
+def _adds_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of this dtype can be added to fp32 matrices there: by a try, as no list of torch says it."""
+    factor, total = (torch.zeros(16, 16, dtype=each, device=device) for each in (dtype, torch.float32))
+    try:
+        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return True
 
 
 class _ChunkedLogProbabilities(torch.autograd.Function):
@@ -242,7 +264,8 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
     ) -> Tensor:
         head = [tensor.to(dtype) for tensor in (weight, bias) if tensor is not None]
         scores = torch.empty(rows.shape[0], dtype=torch.float32, device=rows.device)
-        for piece in _pieces(rows, logits_chunk_tokens(len(weight))):
+        ctx.chunk = logits_chunk_tokens(len(weight), rows.device.type, ctx.needs_input_grad[2])
+        for piece in _pieces(rows, ctx.chunk):
             inputs = rows[piece].to(dtype)
             scores[piece] = _scores(arithmetic.apply(F.linear(inputs, *head)), targets[piece], vocabulary)
         ctx.save_for_backward(rows, targets, weight, bias)
@@ -258,7 +281,7 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
         of_chunk = loss_and_gradient if ctx.vocabulary is None else ctx.vocabulary.loss_and_gradient
         totals = [torch.zeros_like(each, dtype=torch.float32) for each in head] if wants_head else []
         row_gradient = torch.empty_like(rows)
-        for piece in _pieces(rows, logits_chunk_tokens(len(weight))):
+        for piece in _pieces(rows, ctx.chunk):
             inputs = rows[piece].detach().to(ctx.dtype)
             weights = -upstream[0][piece]  # the loss is the negative sum of what is returned
             _, gradient = of_chunk(F.linear(inputs, *head), targets[piece], ctx.arithmetic, weights)

@@ -42,7 +42,7 @@ def chunked_function_sum(
     """
     size = len(weight) if vocabulary is None else len(weight) * vocabulary.group.size()
     # Autograd keeps about twice as many tensors of the logits' size as the derivative by hand.
-    chunk = logits_chunk_tokens(2 * size)
+    chunk = logits_chunk_tokens(2 * size, hidden.device.type, weight.requires_grad)
     targets, loss = _Targets(labels.flatten(), extra), _FunctionLoss(function, vocabulary)
     return sum_chunks(hidden, targets, weight, bias, arithmetic, loss, chunk)
 

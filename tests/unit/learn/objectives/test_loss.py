@@ -7,13 +7,20 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import echelon.learn.objectives.loss
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.model.parts import HeadArithmetic
 from echelon.learn.model.traits import find_traits
 from echelon.learn.objectives.causal_lm import CausalLM
-from echelon.learn.objectives.loss import IGNORE, chunked_log_probabilities, chunked_loss_sum, loss_and_gradient
+from echelon.learn.objectives.loss import (
+    IGNORE,
+    add_product,
+    chunked_log_probabilities,
+    chunked_loss_sum,
+    loss_and_gradient,
+)
 from echelon.learn.objectives.outputs import ObjectiveModule
 from tests.families import EXTRA, random_batch, small_model
 from tests.unit.tools.report.watch import Watch
@@ -34,7 +41,7 @@ def gradients(model):
 @pytest.mark.parametrize("family", EXTRA)
 @pytest.mark.parametrize("chunk", [10, 10_000], ids=["chunks of 10 tokens", "one chunk"])
 def test_chunked_loss_equals_the_models_own_logits(family, tied, chunk, monkeypatch):
-    monkeypatch.setattr(echelon.learn.objectives.loss, "logits_chunk_tokens", lambda vocab_size: chunk)
+    monkeypatch.setattr(echelon.learn.objectives.loss, "logits_chunk_tokens", lambda *_: chunk)
     model = small_model(family, tied)
     inputs, labels = random_batch()
     loss = ObjectiveModule(model)(microbatch(inputs, labels), CausalLM().loss_sum)
@@ -71,7 +78,7 @@ def test_a_microbatch_without_targets_gives_zero_and_reaches_every_parameter():
 
 def test_full_fp32_logits_never_exist(monkeypatch):
     """Vocabulary 4096, 512 tokens, chunks of 64: the largest tensor created by the loss stays below 1/4 of that."""
-    monkeypatch.setattr(echelon.learn.objectives.loss, "logits_chunk_tokens", lambda vocab_size: 64)
+    monkeypatch.setattr(echelon.learn.objectives.loss, "logits_chunk_tokens", lambda *_: 64)
     hidden = torch.randn(2, 256, 16, requires_grad=True)
     weight = torch.randn(4096, 16, requires_grad=True)
     labels = torch.randint(0, 4096, (2, 256))
@@ -148,7 +155,7 @@ def measure_peak(function):
 )
 def test_at_most_two_fp32_copies_of_a_chunk_exist(dtype, arithmetic, each, compute, monkeypatch):
     """The logits and their gradient; in bf16 also the logits before a cast, and in fp32 the slope of a soft cap."""
-    monkeypatch.setattr(echelon.learn.objectives.loss, "logits_chunk_tokens", lambda vocab_size: 512)
+    monkeypatch.setattr(echelon.learn.objectives.loss, "logits_chunk_tokens", lambda *_: 512)
     hidden = torch.randn(3, 512, 2, requires_grad=True)
     weight = torch.randn(4096, 2, requires_grad=True)
     labels = torch.randint(0, 4096, (3, 512))
@@ -178,10 +185,51 @@ def test_compiled_it_is_that_of_the_whole_logits(arithmetic):
     assert measure_peak(lambda: compiled(low, labels, arithmetic, 2.0)) == pytest.approx(low.nbytes, rel=0.1)
 
 
+class Passes(TorchDispatchMode):
+    """Names the operations that write a tensor of a shape."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.names = torch.Size(shape), []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        is_view = any(given.alias_info and not given.alias_info.is_write for given in operation._schema.returns)
+        if isinstance(result, torch.Tensor) and result.shape == self.shape and not is_view:
+            self.names.append(operation.name().removeprefix("aten::"))
+        return result
+
+
+def test_of_each_chunk_the_head_gradient_takes_one_pass(monkeypatch):
+    """Three chunks: the sum is made, added to by three products, and multiplied by the factor of the backward pass."""
+    monkeypatch.setattr(echelon.learn.objectives.loss, "logits_chunk_tokens", lambda *_: 8)
+    hidden, weight = torch.randn(1, 24, 16, requires_grad=True), torch.randn(64, 16, requires_grad=True)
+    with Passes(weight.shape) as passes:
+        loss = chunked_loss_sum(hidden, torch.arange(24)[None], weight, None, HeadArithmetic())
+        loss.backward()
+    assert passes.names == ["zeros_like", *["addmm_"] * 3, "mul_.Tensor"]
+
+
+@pytest.mark.parametrize(
+    ("device", "names"), [("meta", ["addmm.dtype_out"]), ("cpu", ["mm", "add_.Tensor"])], ids=["as a GPU", "cpu"]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_product_of_low_precision_adds_to_fp32(device, names, dtype):
+    """By itself where torch can; in both ways the sum stays in fp32, in place."""
+    left, right = (torch.randn(*shape, device=device, dtype=dtype) for shape in ((6, 4), (4, 5)))
+    total = torch.full((6, 5), 1.0, device=device)
+    add_product(total, left, right)  # the first call of a device tries what is possible there
+    with Passes((6, 5)) as passes:
+        add_product(total, left, right)
+    assert passes.names == names and total.dtype == torch.float32
+    if device == "cpu":
+        torch.testing.assert_close(total, 1 + 2 * (left.float() @ right.float()), rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("evaluates", [False, True], ids=["frozen", "evaluating"])
 def test_a_head_that_is_not_trained_gets_no_gradient(evaluates, monkeypatch):
     """No tensor of the weight's size is created: chunks of 2 tokens are smaller."""
-    monkeypatch.setattr(echelon.learn.objectives.loss, "logits_chunk_tokens", lambda vocab_size: 2)
+    monkeypatch.setattr(echelon.learn.objectives.loss, "logits_chunk_tokens", lambda *_: 2)
     hidden = torch.randn(1, 8, 16, requires_grad=True)
     weight = torch.randn(512, 16, requires_grad=evaluates)
     labels = torch.randint(0, 512, (1, 8))

@@ -96,7 +96,7 @@ def gradients(model):
 @pytest.mark.parametrize("chunk", [7, 10_000], ids=["chunks of 7 tokens", "one chunk"])
 def test_it_is_the_formula_on_whole_logits(function, family, tied, chunk, monkeypatch):
     """Gemma 2 caps its logits. Nothing of the gradient is computed by echelon's own formula."""
-    monkeypatch.setattr(loss_function, "logits_chunk_tokens", lambda vocab_size: chunk)
+    monkeypatch.setattr(loss_function, "logits_chunk_tokens", lambda *_: chunk)
     model, batch, extra = small_model(family, tied), make_batch(), make_extra()
     loss = ObjectiveModule(model)(batch, read(function, extra))
     loss.backward()
@@ -168,7 +168,7 @@ def make_head(tokens=512, size=4096):
 
 def test_whole_logits_never_exist(monkeypatch):
     """512 tokens, a vocabulary of 4096: no tensor is larger than the logits of a chunk of 64 tokens."""
-    monkeypatch.setattr(loss_function, "logits_chunk_tokens", lambda vocab_size: 64)
+    monkeypatch.setattr(loss_function, "logits_chunk_tokens", lambda *_: 64)
     hidden, labels, weight = make_head()
     with Watch() as watch:
         chunked_function_sum(z_loss, hidden, labels, {}, weight, None, HeadArithmetic()).backward()
@@ -179,7 +179,7 @@ def test_whole_logits_never_exist(monkeypatch):
 def test_the_peak_is_at_most_that_of_cross_entropy(dtype, monkeypatch):
     """Chunks of 512 tokens, of 256 by autograd, which keeps more copies of a chunk. All logits are 32 MiB in fp32."""
     for module in (cross_entropy, loss_function):
-        monkeypatch.setattr(module, "logits_chunk_tokens", lambda vocab_size: 512 * 4096 // vocab_size)
+        monkeypatch.setattr(module, "logits_chunk_tokens", lambda vocab_size, *_: 512 * 4096 // vocab_size)
     hidden, labels, weight = make_head(tokens=2048)
     peaks = []
     for compute in (

@@ -100,7 +100,7 @@ def module_of(model, reference):
     ids=["sigmoid", "smoothed", "ipo", "soft-capped", "recurrent"],
 )
 def test_loss_and_gradients_equal_the_formula(family, objective, monkeypatch):
-    monkeypatch.setattr(echelon.learn.objectives.loss, "logits_chunk_tokens", lambda vocab_size: 7)
+    monkeypatch.setattr(echelon.learn.objectives.loss, "logits_chunk_tokens", lambda *_: 7)
     model, reference, batch = small_model(family), small_model(family, seed=1), pair_batch()
     loss = module_of(model, reference)(batch, objective.loss_sum)
     loss.backward()
@@ -219,7 +219,7 @@ def test_the_reference_is_the_model_without_its_adapter():
 
 @pytest.mark.parametrize("family", EXTRA)
 def test_log_probabilities_equal_those_of_the_models_logits(family, monkeypatch):
-    monkeypatch.setattr(echelon.learn.objectives.loss, "logits_chunk_tokens", lambda vocab_size: 10)
+    monkeypatch.setattr(echelon.learn.objectives.loss, "logits_chunk_tokens", lambda *_: 10)
     model, (inputs, labels) = small_model(family, tied=True), random_batch()
     weights = torch.randn(labels.shape, generator=torch.Generator().manual_seed(2))
     ids = np.arange(len(inputs))
@@ -240,9 +240,7 @@ def test_log_probabilities_equal_those_of_the_models_logits(family, monkeypatch)
 @pytest.mark.parametrize("trains_head", [True, False])
 def test_log_probabilities_never_keep_all_logits(trains_head, monkeypatch):
     """Vocabulary 2048, 512 tokens, chunks of 32; a frozen head of 16 x 2048 gets no gradient either."""
-    monkeypatch.setattr(
-        echelon.learn.objectives.loss, "logits_chunk_tokens", lambda vocab_size: 32 if trains_head else 2
-    )
+    monkeypatch.setattr(echelon.learn.objectives.loss, "logits_chunk_tokens", lambda *_: 32 if trains_head else 2)
     hidden = torch.randn(2, 256 if trains_head else 8, 16, requires_grad=True)
     weight = torch.randn(2048, 16, requires_grad=trains_head)
     labels = torch.randint(0, 2048, hidden.shape[:2])
