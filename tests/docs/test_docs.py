@@ -218,7 +218,7 @@ def test_blocks_run(page: Path, tmp_path: Path, request: pytest.FixtureRequest) 
     session.run_page(page)
 
 
-@on_every_page
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "llms.txt"], ids=lambda page: page.name)
 def test_links_have_a_target(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if re.match(r"\w+:", target):
@@ -234,6 +234,13 @@ def find_anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives a page's headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_index_has_every_page_once() -> None:
+    named = re.findall(r"^- \[.+\]\((.+)\)$", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(named) == sorted(
+        page.name for page in (ROOT / "docs").iterdir() if page.suffix in (".md", ".ipynb") and page.name != "index.md"
+    )
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "recipe.md"], ids=lambda page: page.name)
