@@ -10,6 +10,7 @@ help:
 	@echo "make demo     set up, train a small model on real text with two processes, evaluate it, sample from it"
 	@echo "make test     set up, run the tests"
 	@echo "make check    run all of lint, test, faults, launchers, slow, fuzz and parity, two tests at a time, and print a table; goes on after a kill; SUITES='slow faults' chooses (a day)"
+	@echo "make test-for FILE=src/echelon/learn/learner.py  the unit tests of a file, and those of the house's rules"
 	@echo "make slow     the tests too long for daily use: a killed server, MLflow's UI in a browser, full disks (an hour)"
 	@echo "make slow-part  today's part of 24 of all slow tests, also of fuzz, parity, faults and launchers; PART=N chooses one (15 minutes)"
 	@echo "make fuzz     load 10,000 damaged files and recipes, and each file of a run damaged 1,000 times, with the real loaders, and print tables of the results (3 hours)"
@@ -55,6 +56,14 @@ test: .venv/.installed
 .venv/.slow: .venv/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[slow]'
 	@touch $@
+
+# Unit tests mirror the source: src/echelon/A/b.py has tests/unit/A/test_b.py, or tests beside where that would be.
+test-for: .venv/.installed
+	@test -f "$(FILE)" || { echo "FILE=$(FILE) is no file; give one of src/echelon: make test-for FILE=src/echelon/learn/learner.py"; exit 2; }
+	@own=$$(echo "$(FILE)" | sed 's|^src/echelon/|tests/unit/|; s|\([^/]*\)$$|test_\1|'); \
+	while [ ! -e "$$own" ]; do own=$$(dirname "$$own"); done; \
+	echo "== running $$own and tests/house"; \
+	$(BIN)/python -m pytest "$$own" tests/house
 
 slow: .venv/.slow
 	@echo "== running the tests marked slow, except those of make parity"
