@@ -1,6 +1,7 @@
 """Rules for files and functions: size, complexity, docstrings and annotations."""
 
 import ast
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +18,7 @@ MAX_EXCEPTIONS = 5
 # Functions that would be harder to read in parts, each with the reason.
 EXCEPTIONS: dict[str, str] = {}
 
+_REFERENCE = re.compile(r"See [`\w.']+( [`\w.']+)?\.?")
 _BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.comprehension, ast.Assert)
 
 
@@ -72,6 +74,13 @@ def find_undocumented(module: Module) -> list[str]:
     return [f"{module.short} {name}".rstrip() for name, node in named if ast.get_docstring(node) is None]
 
 
+def find_references(module: Module) -> list[str]:
+    """Docstrings that say nothing but where to read: a method of a base class has `@override` instead."""
+    documented = [node for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef | Function)]
+    docstrings = [(node.name, ast.get_docstring(node) or "") for node in documented]
+    return [f"{module.short} {name}" for name, text in docstrings if _REFERENCE.fullmatch(text)]
+
+
 def _is_public(name: str) -> bool:
     return not name.startswith("_")
 
@@ -118,6 +127,7 @@ def test_complexity():
 @pytest.mark.parametrize("module", ECHELON, ids=lambda module: module.short)
 def test_public_names_have_docstrings_and_annotations(module):
     assert not find_undocumented(module)
+    assert not find_references(module)
     assert not find_unannotated(module)
 
 
@@ -169,3 +179,9 @@ def test_missing_docstrings_and_annotations_are_found(tmp_path):
     fine = '"""A."""\ndef _f(x: int) -> None: ...\nclass _C:\n    def m(self) -> None: ...\n'
     fine += 'class D:\n    """A."""\n    @override\n    def m(self) -> None: ...\n'
     assert not find_undocumented(write(tmp_path, fine)) and not find_unannotated(write(tmp_path, fine))
+
+
+@pytest.mark.parametrize(("text", "is_found"), [("See Rule.", True), ("See torch's `Store`.", True), ("See f: g.", 0)])
+def test_a_docstring_that_only_refers_to_another_is_found(tmp_path, text, is_found):
+    module = write(tmp_path, f'class C:\n    def m(self) -> None:\n        """{text}"""\n')
+    assert find_references(module) == (["a m"] if is_found else [])

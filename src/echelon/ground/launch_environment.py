@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NoReturn, TextIO
 
+from typing_extensions import override
+
 from echelon.ground import horovodrun, openmpi
 from echelon.ground.cores import num_cores
 from echelon.ground.errors import ConfigError, LaunchError
@@ -139,6 +141,7 @@ class Rendezvous:
     own_address: str | None
     is_local: bool
 
+    @override
     def __str__(self) -> str:
         """HOST:PORT."""
         return f"{self.address}:{self.port}"

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from typing_extensions import override
+
 from echelon.ground.redaction import make_printable, redact_text
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ class RankFilter(logging.Filter):
         super().__init__()
         self._rank = rank
 
+    @override
     def filter(self, record: logging.LogRecord) -> bool:
         """Let every record pass."""
         record.rank = self._rank
@@ -73,6 +76,7 @@ class _Formatter(logging.Formatter):
     default_time_format = "%Y-%m-%dT%H:%M:%S"
     default_msec_format = "%s.%03dZ"
 
+    @override
     def format(self, record: logging.LogRecord) -> str:
         return make_printable(redact_text(super().format(record)))
 
@@ -81,6 +85,7 @@ class _StreamHandler(logging.StreamHandler[TextIO]):
     """Writes each record immediately and atomically. Records that cannot be written are dropped: a closed terminal, a
     broken pipe or a full disk must not end a training."""
 
+    @override
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exception()
         if not isinstance(error, OSError):
@@ -96,6 +101,7 @@ class _StdoutHandler(_StreamHandler):
         logging.Handler.__init__(self)
 
     @property
+    @override
     def stream(self) -> TextIO:  # type: ignore[override]
         return sys.stdout
 
@@ -147,6 +153,7 @@ class _TerminalHandler(_StreamHandler):
             highlight=False,
         )
 
+    @override
     def emit(self, record: logging.LogRecord) -> None:
         from rich.text import Text
 

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from typing_extensions import override
+
 from echelon.ground.errors import ConfigError, LaunchError
-from echelon.launch.job import JobRecord, JobSpec, JobStatus, Submitted
+from echelon.launch.job import JobRecord, JobSpec, JobStatus, Launcher, Submitted
 from echelon.launch.job_logs import Log, name_ending, read_exit_code
 from echelon.launch.shell import limit_command, watched_lines
 from echelon.recipe.launch_sections import LaunchConfig
@@ -21,11 +23,11 @@ from echelon.recipe.launch_sections import LaunchConfig
 _SCRIPT, _LOG, _CODE = "run.sh", "output.log", "exit_code"
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """Runs a job on this machine; it survives the terminal. Its folder contains the output and the exit code."""
 
+    @override
     def check(self, job: JobSpec) -> list[str]:
-        """See Launcher."""
         if job.nodes != (1, 1):
             raise ConfigError(
                 f"launch.nodes={job.recipe.launch.nodes}: launch.to=local runs on this machine only; use "
@@ -42,16 +44,18 @@ class LocalLauncher:
             lines.append(f"launch.python={launch.python} is ignored on this machine; the job uses {sys.executable}")
         return lines
 
+    @override
     def render(self, job: JobSpec) -> dict[str, str]:
-        """See Launcher: the job's bash script."""
+        """The job's bash script."""
         code = shlex.quote(str(job.workdir / job.folder / _CODE))
         launch = job.recipe.launch
         train = limit_command(launch, job.train_command(str(job.recipe_path), sys.executable))
         lines = ("#!/bin/bash", *watched_lines(launch, job.workdir, train, code))
         return {_SCRIPT: "\n".join(lines) + "\n"}
 
+    @override
     def submit(self, job: JobSpec) -> Submitted:
-        """See Launcher: the id is the process group id."""
+        """The id is the process group id."""
         with (job.folder / _LOG).open("ab") as log:
             process = subprocess.Popen(
                 ["bash", _script(job.folder)],
@@ -65,8 +69,8 @@ class LocalLauncher:
             time.sleep(0.001)
         return Submitted(str(process.pid))
 
+    @override
     def status(self, record: JobRecord) -> JobStatus:
-        """See Launcher."""
         lives = _lives(record)
         code = read_exit_code(record.folder / _CODE)
         if code is not None:
@@ -75,12 +79,12 @@ class LocalLauncher:
             return JobStatus("running", f"process {record.id}")
         return JobStatus("failed", "killed before it wrote its exit code")
 
+    @override
     def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
-        """See Launcher."""
         return Log(record.folder / _LOG).follow(lambda: not (follow and _lives(record)))
 
+    @override
     def cancel(self, record: JobRecord) -> None:
-        """See Launcher."""
         if not _lives(record):
             raise LaunchError(f"{record.name} has ended already.")
         os.killpg(int(record.id), signal.SIGTERM)

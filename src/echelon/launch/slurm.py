@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from typing_extensions import override
+
 from echelon.ground.errors import LaunchError
 from echelon.ground.stored import write_text
-from echelon.launch.job import FINAL_STATES, JobRecord, JobSpec, JobState, JobStatus, Submitted
+from echelon.launch.job import FINAL_STATES, ArrayLauncher, JobRecord, JobSpec, JobState, JobStatus, Submitted
 from echelon.launch.job_logs import Log, rarely, read_exit_code
 from echelon.launch.records import record_job, write_job
 from echelon.launch.slurm_script import (
@@ -40,11 +42,11 @@ _COMMAND_SECONDS = 60
 _ASK_SECONDS = 15.0
 
 
-class SlurmLauncher:
+class SlurmLauncher(ArrayLauncher):
     """Submits with sbatch, on a machine of the cluster that shares its file system with the job's machines."""
 
+    @override
     def check(self, job: JobSpec) -> list[str]:
-        """See Launcher."""
         check_request(job)
         self.render(job)
         launch = job.recipe.launch
@@ -63,19 +65,19 @@ class SlurmLauncher:
             )
         return lines + list_hidden_inputs(job)
 
+    @override
     def render(self, job: JobSpec) -> dict[str, str]:
-        """See Launcher: the batch script, and the script of each machine."""
+        """The batch script, and the script of each machine."""
         return {BATCH: render_batch(job), MACHINE: render_machine(job)}
 
+    @override
     def submit(self, job: JobSpec) -> Submitted:
-        """See Launcher: the id is the Slurm job id."""
+        """The id is the Slurm job id."""
         return Submitted(_submit(job.folder / BATCH))
 
+    @override
     def status(self, record: JobRecord) -> JobStatus:
-        """See Launcher.
-
-        Asks Slurm as long as it knows the job, since only Slurm knows about a requeue; then reads the script's files.
-        """
+        """Asks Slurm while it knows the job, since only Slurm knows about a requeue; then reads the script's files."""
         found = _find_job(record.id)
         code = read_exit_code(record.folder / CODE)
         if found is None:
@@ -92,8 +94,9 @@ class SlurmLauncher:
             return JobStatus(state, words)
         return _describe_end(found.state, found.exit_code if code is None else code, words)
 
+    @override
     def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
-        """See Launcher: continues after a requeue; a pending job has no lines yet."""
+        """Continues after a requeue; a pending job has no lines yet."""
         ask = rarely(lambda: self.status(record).state in FINAL_STATES, _ASK_SECONDS)
 
         def has_ended() -> bool:
@@ -102,8 +105,9 @@ class SlurmLauncher:
 
         return Log(record.folder / LOG).follow(has_ended if follow else lambda: True)
 
+    @override
     def cancel(self, record: JobRecord) -> None:
-        """See Launcher: a job that is training saves first, any other just ends; neither is requeued."""
+        """A job that is training saves first, any other just ends; neither is requeued."""
         if self.status(record).state in FINAL_STATES:
             raise LaunchError(f"{record.name} has ended already.")
         write_text(record.folder / CANCELLED, "")
@@ -111,12 +115,14 @@ class SlurmLauncher:
         trains = any(step.strip().rpartition(".")[2].isdigit() for step in steps.splitlines())
         _call("scancel", *(("--signal=TERM",) if trains else ()), record.id)
 
+    @override
     def render_array(self, jobs: Sequence[JobSpec], parallel: int) -> dict[str, str]:
-        """See ArrayLauncher: the script of the array, and the machine script of the first job."""
+        """The script of the array, and the machine script of the first job."""
         return {ARRAY: render_array(jobs, parallel), MACHINE: render_machine(jobs[0])}
 
+    @override
     def launch_array(self, jobs: Sequence[JobSpec], parallel: int) -> list[JobRecord]:
-        """See ArrayLauncher: a job's id is the array's job id and the task index, `4711_0`."""
+        """A job's id is the array's job id and the task index, `4711_0`."""
         for job in jobs:
             self.check(job)
         first, *others = jobs

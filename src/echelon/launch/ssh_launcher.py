@@ -5,9 +5,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from typing_extensions import override
+
 from echelon.ground.errors import ConfigError, LaunchError
 from echelon.ground.variables import asked_environment
-from echelon.launch.job import JobRecord, JobSpec, JobStatus, Submitted
+from echelon.launch.job import JobRecord, JobSpec, JobStatus, Launcher, Submitted
 from echelon.launch.job_logs import Log, name_ending, rarely, read_exit_code
 from echelon.launch.shell import join_words, limit_command, prepare_lines, watched_lines
 from echelon.launch.ssh import Ssh, check_hosts, find_ssh, on_each
@@ -26,11 +28,11 @@ _LOOK = f"if {_FIND}; then echo lives; else echo gone; fi"
 _STOP = f'if {_FIND}; then kill -TERM -- "-$group" && echo asked; else echo gone; fi'
 
 
-class TorchrunLauncher:
+class TorchrunLauncher(Launcher):
     """Starts an agent on each host. The job's folder has each agent's output, process id and exit code."""
 
+    @override
     def check(self, job: JobSpec) -> list[str]:
-        """See Launcher."""
         launch = job.recipe.launch
         hosts = launch.torchrun.hosts
         check_hosts(launch)
@@ -48,8 +50,9 @@ class TorchrunLauncher:
             f"output goes to {job.folder}/host-NAME.log",
         ]
 
+    @override
     def render(self, job: JobSpec) -> dict[str, str]:
-        """See Launcher: the ssh commands run here, the script they run on each host, and lines to paste by hand."""
+        """The ssh commands run here, the script they run on each host, and lines to paste by hand."""
         ssh = find_ssh(job.recipe.launch)
         hosts = job.recipe.launch.torchrun.hosts
         starts = [shlex.join(ssh.command(host, _start_words(job, host))) for host in hosts]
@@ -59,8 +62,9 @@ class TorchrunLauncher:
             _PASTE: _render_lines(job),
         }
 
+    @override
     def submit(self, job: JobSpec) -> Submitted:
-        """See Launcher: if a host cannot be reached, stops the agents already started."""
+        """If a host cannot be reached, stops the agents already started."""
         launch = job.recipe.launch
         ssh, hosts = find_ssh(launch), launch.torchrun.hosts
         place = {
@@ -77,8 +81,9 @@ class TorchrunLauncher:
             raise failed[0]
         return Submitted(job.name, place)
 
+    @override
     def status(self, record: JobRecord) -> JobStatus:
-        """See Launcher: asks each host without an exit code whether its agent is alive."""
+        """Asks each host without an exit code whether its agent is alive."""
         hosts = record.place["hosts"].split(",")
         codes = _read_codes(record, hosts)
         silent = [host for host in hosts if host not in codes]
@@ -95,8 +100,9 @@ class TorchrunLauncher:
         ending = next((code for code in (DONE, STOPPED) if code in codes.values()), max(codes.values()))
         return JobStatus(name_ending(ending), detail, ending)
 
+    @override
     def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
-        """See Launcher: each line has its host's name as prefix."""
+        """Each line has its host's name as prefix."""
         hosts = record.place["hosts"].split(",")
         width = max(map(len, hosts))
         logs = {host: Log(record.folder / f"host-{host}.log") for host in hosts}
@@ -109,8 +115,9 @@ class TorchrunLauncher:
                 return
             time.sleep(_LOOK_SECONDS)
 
+    @override
     def cancel(self, record: JobRecord) -> None:
-        """See Launcher: all machines save as soon as one of them gets the signal."""
+        """All machines save as soon as one of them gets the signal."""
         hosts = record.place["hosts"].split(",")
         answers = on_each(hosts, lambda host: _ask(record, host, _STOP))
         if "asked" in answers.values():

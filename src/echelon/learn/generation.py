@@ -82,7 +82,6 @@ class _Uncached:
         self._lengths = torch.empty(0)
 
     def __call__(self, input_ids: Tensor, filled: Tensor) -> Tensor:
-        """See Advance."""
         if self._rows is None:
             # Padding moves to the right: attention is causal, so no token sees it.
             self._lengths = filled.sum(1)

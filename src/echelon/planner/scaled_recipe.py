@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from echelon.ground.errors import ConfigError
 from echelon.ground.stored import read_text
 from echelon.planner.model_shape import ModelShape
@@ -54,6 +56,7 @@ class Choice:
     value: Any
     reason: str
 
+    @override
     def __str__(self) -> str:
         return f"{self.key}: {self.value}  ({self.reason})"
 

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from echelon.ground.redaction import redact
 from echelon.recipe.document import Recipe
 from echelon.recipe.render import recipe_mapping
@@ -32,6 +34,7 @@ class Difference:
     old: Any
     new: Any
 
+    @override
     def __str__(self) -> str:
         return f"{self.key}: {show_value(self.old)} -> {show_value(self.new)}"
 

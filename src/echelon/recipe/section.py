@@ -17,6 +17,7 @@ from pydantic import (
     WithJsonSchema,
 )
 from pydantic_core import PydanticCustomError
+from typing_extensions import override
 
 PathOrText = TypeVar("PathOrText", Path, str)
 
@@ -26,6 +27,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
+    @override
     def __hash__(self) -> int:
         # Pydantic's hash of a frozen model fails for free mappings (model.config, launch, smp).
         return hash((type(self), _hashable(self.__dict__)))

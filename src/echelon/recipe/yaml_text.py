@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
 from echelon.ground.sizes import render_bytes
@@ -45,6 +46,7 @@ class _RecipeLoader(yaml.SafeLoader):
         super().__init__(text)
         self._num_nodes = 0
 
+    @override
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._num_nodes += 1
         if self._num_nodes > 2 * MAX_PLACES:  # an entry of a mapping is two nodes
@@ -63,6 +65,7 @@ class _RecipeLoader(yaml.SafeLoader):
 class _RecipeDumper(yaml.SafeDumper):
     """Quotes every string that YAML 1.1 or 1.2 would read as another type."""
 
+    @override
     def ignore_aliases(self, data: Any) -> bool:
         return True
 

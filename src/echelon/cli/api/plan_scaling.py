@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from echelon.cli.api.plan_pictures import draw_scaling
 from echelon.cli.api.planning import find_target
 from echelon.cli.api.recipes import RecipeLike, load_recipe
@@ -37,6 +39,7 @@ class ScalingReport:
         """The picture as SVG."""
         return draw_scaling([self.strong, self.weak])
 
+    @override
     def __str__(self) -> str:
         return "\n".join(self.describe())
 

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 
+from typing_extensions import override
+
 from echelon.cli.api.recipes import RecipeLike, load_recipe
 from echelon.ground.cores import num_cores
 from echelon.ground.errors import ConfigError, PlanError
@@ -47,6 +49,7 @@ class PlanReport:
     goodput: Goodput | None = None
     """With `reliability`: the part of the time that trains."""
 
+    @override
     def __str__(self) -> str:
         return "\n".join(self.lines)
 

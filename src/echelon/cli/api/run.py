@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from echelon.ground.errors import ConfigError
 from echelon.ground.run_files import is_run
 from echelon.ground.stored import Row
@@ -37,6 +39,7 @@ class Run:
     def __truediv__(self, name: str) -> Path:
         return self.path / name
 
+    @override
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}): {self.status} at step {self.step}"
 

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from typing_extensions import override
+
 from echelon.cli.api.plan_pictures import draw_search
 from echelon.cli.api.planning import find_target
 from echelon.cli.api.recipes import RecipeLike, load_recipe
@@ -76,6 +78,7 @@ class SearchReport:
         """The picture as SVG."""
         return draw_search(self.allowed)
 
+    @override
     def __str__(self) -> str:
         return "\n".join(self.describe())
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from echelon.ground.errors import ConfigError, first_line
 from echelon.learn.optimizer import clip_gradients
@@ -26,6 +27,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     clip_grad = 0.0
     find_norm: Callable[[], Tensor] | None = None
 
+    @override
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the parameters that have a gradient, in place."""
         if self.find_norm is not None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 from echelon.foreign.deepspeed.flat_optimizer import FlatOptimizer
 
@@ -40,45 +41,48 @@ class Partitions(Protocol):
         """Copy the master weights to the weights of the model, after the last `write`. Collective."""
 
 
-class WholeCopies:
-    """Stage 0: nothing is divided, and each parameter is its own partition. See Partitions."""
+class WholeCopies(Partitions):
+    """Stage 0: nothing is divided, and each parameter is its own partition."""
 
     def __init__(self, optimizer: FlatOptimizer) -> None:
         """`optimizer`: of the parameters themselves."""
         self._optimizer = optimizer
 
     @property
+    @override
     def flats(self) -> Sequence[Tensor]:
-        """See Partitions."""
         return [each for group in self._optimizer.param_groups for each in group["params"]]
 
+    @override
     def gradients(self) -> Iterator[Tensor]:
-        """See Partitions. Every rank has all of them, and only the first one counts them in the norm."""
+        """Every rank has all of them, and only the first one counts them in the norm."""
         if dist.get_rank() == 0:
             yield from (each.grad for each in self.flats if each.grad is not None)
 
+    @override
     def answer_norm(self, find_norm: Callable[[], Tensor]) -> None:
-        """See Partitions."""
         self._optimizer.find_norm = find_norm
 
+    @override
     def link_state(self) -> None:
-        """See Partitions. The optimizer has it by parameter."""
+        """The optimizer has it by parameter."""
 
+    @override
     def read(self, parameter: nn.Parameter, key: str | None) -> Tensor:
-        """See Partitions."""
         whole: Tensor = parameter.detach() if key is None else self._optimizer.state[parameter][key]
         return whole
 
+    @override
     def write(self, parameter: nn.Parameter, key: str | None, value: Tensor) -> None:
-        """See Partitions."""
         self.read(parameter, key).copy_(value)
 
+    @override
     def settle(self) -> None:
-        """See Partitions. There is one copy of each weight."""
+        """There is one copy of each weight."""
 
 
-class GradientPartitions:
-    """ZeRO-1 and ZeRO-2: the optimizer's state is divided, with `zero2` also gradients. See Partitions."""
+class GradientPartitions(Partitions):
+    """ZeRO-1 and ZeRO-2: the optimizer's state is divided, with `zero2` also gradients."""
 
     def __init__(self, optimizer: Any) -> None:
         """`optimizer`: a DeepSpeedZeroOptimizer."""
@@ -87,78 +91,79 @@ class GradientPartitions:
         optimizer.check_grad_overflow = True
 
     @property
+    @override
     def flats(self) -> Sequence[Tensor]:
-        """See Partitions."""
         flats: Sequence[Tensor] = self._optimizer.single_partition_of_fp32_groups
         return flats
 
+    @override
     def gradients(self) -> Iterator[Tensor]:
-        """See Partitions."""
         if self._optimizer.cpu_offload:
             yield from (flat.grad for flat in self.flats if flat.grad is not None)
         else:
             for parts in self._optimizer.averaged_gradients.values():
                 yield from parts
 
+    @override
     def answer_norm(self, find_norm: Callable[[], Tensor]) -> None:
-        """See Partitions."""
         self._optimizer.scaled_global_norm = lambda norm_type=2: find_norm()
 
+    @override
     def link_state(self) -> None:
-        """See Partitions."""
         self._optimizer._lazy_init_hp_params_optimizer_state()
 
+    @override
     def read(self, parameter: nn.Parameter, key: str | None) -> Tensor:
-        """See Partitions."""
         linked: Any = parameter
         whole: Tensor = linked.get_full_hp_param(key)
         return whole
 
+    @override
     def write(self, parameter: nn.Parameter, key: str | None, value: Tensor) -> None:
-        """See Partitions."""
         linked: Any = parameter
         linked.set_full_hp_param(value, key)
 
+    @override
     def settle(self) -> None:
-        """See Partitions."""
         self._optimizer.update_lp_params()
 
 
-class ParameterPartitions:
-    """ZeRO-3: parameters are divided too, each by itself. See Partitions."""
+class ParameterPartitions(Partitions):
+    """ZeRO-3: parameters are divided too, each by itself."""
 
     def __init__(self, optimizer: Any) -> None:
         """`optimizer`: a DeepSpeedZeroOptimizer_Stage3."""
         self._optimizer = optimizer
 
     @property
+    @override
     def flats(self) -> Sequence[Tensor]:
-        """See Partitions."""
         flats: Sequence[Tensor] = self._optimizer.fp32_partitioned_groups_flat
         return flats
 
+    @override
     def gradients(self) -> Iterator[Tensor]:
-        """See Partitions."""
         if self._optimizer.offload_optimizer:
             yield from (flat.grad for flat in self.flats if flat.grad is not None)
         else:
             for parts in self._optimizer.averaged_gradients.values():
                 yield from parts
 
+    @override
     def answer_norm(self, find_norm: Callable[[], Tensor]) -> None:
-        """See Partitions."""
         self._optimizer._get_norm_groups = lambda: [find_norm()]
 
+    @override
     def link_state(self) -> None:
-        """See Partitions. The state of a parameter is found through its partition."""
+        """The state of a parameter is found through its partition."""
 
+    @override
     def read(self, parameter: nn.Parameter, key: str | None) -> Tensor:
-        """See Partitions."""
         whole: Tensor = self._optimizer.get_full_hp_param(parameter, key)
         return whole
 
+    @override
     def write(self, parameter: nn.Parameter, key: str | None, value: Tensor) -> None:
-        """See Partitions."""
         # DeepSpeed's own way to write a whole value fails where the ranks' parts are not equal.
         divided: Any = parameter
         size = divided.ds_tensor.numel()
@@ -167,8 +172,8 @@ class ParameterPartitions:
         part = torch.nn.functional.pad(part, (0, size - part.numel()))
         self._optimizer.set_local_hp_param(part, parameter, key)
 
+    @override
     def settle(self) -> None:
-        """See Partitions."""
         for index in range(len(self.flats)):
             self._optimizer._reassign_or_swap_out_partitioned_parameters(index)
         kept = self._optimizer.persistent_parameters

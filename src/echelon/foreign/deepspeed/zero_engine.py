@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from typing_extensions import override
 
 from echelon.foreign.deepspeed.flat_optimizer import build_flat_optimizer, build_state, count_steps, set_steps
 from echelon.foreign.deepspeed.partitions import (
@@ -47,7 +48,7 @@ from echelon.recipe import Recipe
 
 
 class ZeroParallel(Undivided):
-    """A module under DeepSpeed, which reduces gradients in its backward passes. See DataParallel."""
+    """A module under DeepSpeed, which reduces gradients in its backward passes."""
 
     num_rehearsals, num_rehearsed = 1, 2
 
@@ -58,25 +59,29 @@ class ZeroParallel(Undivided):
         self._world_size = world_size
 
     @contextmanager
+    @override
     def microbatch(self, is_last: bool) -> Iterator[None]:
-        """See DataParallel. DeepSpeed must know before the forward pass whether it is the last one."""
+        """DeepSpeed must know before the forward pass whether it is the last one."""
         self._deepspeed.set_gradient_accumulation_boundary(is_last)
         yield
 
+    @override
     def backward(self, sums: Tensor, weights: Tensor) -> None:
-        """See DataParallel. DeepSpeed averages gradients over the ranks, so they are multiplied by their number."""
+        """DeepSpeed averages gradients over the ranks, so they are multiplied by their number."""
         self._deepspeed.backward((sums * weights).sum() * self._world_size, scale_wrt_gas=False)
 
+    @override
     def clear_gradients(self) -> None:
-        """See Parallel. The engine drops them: DeepSpeed can only do so in a step."""
+        """The engine drops them: DeepSpeed can only do so in a step."""
 
+    @override
     def isolated(self) -> nullcontext[None]:
-        """See Parallel. DeepSpeed always sends."""
+        """DeepSpeed always sends."""
         return nullcontext()
 
     @contextmanager
+    @override
     def evaluation(self) -> Iterator[nn.Module]:
-        """See Parallel."""
         with evaluation_mode(self._deepspeed.module):
             yield self._deepspeed.module
 
@@ -84,7 +89,7 @@ class ZeroParallel(Undivided):
 class DeepspeedEngine(NativeEngine):
     """Forward passes and losses are those of the native engine; DeepSpeed owns gradients, weights and the step.
 
-    The host waits for every step: DeepSpeed decides there. See Engine.
+    The host waits for every step: DeepSpeed decides there.
     """
 
     def __init__(self, deepspeed: Any, partitions: Partitions, keys: Sequence[str], parts: NativeParts) -> None:
@@ -99,17 +104,19 @@ class DeepspeedEngine(NativeEngine):
         self._norm = torch.ones(())
         partitions.answer_norm(lambda: self._norm)
 
+    @override
     def forward_backward(
         self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective
     ) -> StepSums:
-        """See Engine. DeepSpeed multiplies the loss by the scale, and takes it out of the gradients in its step."""
+        """DeepSpeed multiplies the loss by the scale, and takes it out of the gradients in its step."""
         self._step = step
         if self.loss_scale is not None:
             self.zero.optimizer.loss_scaler.cur_scale = float(self.loss_scale)
         return self._parts.forward_backward(step, microbatches, num_targets, objective)
 
+    @override
     def clip(self, max_norm: float | None) -> Tensor:
-        """See Engine. The norm is echelon's own: DeepSpeed's is -1 where a gradient is not finite."""
+        """The norm is echelon's own: DeepSpeed's is -1 where a gradient is not finite."""
         parts = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in self.partitions.gradients()]
         squares = torch.stack(parts).square().sum().to(self._device) if parts else torch.zeros(()).double()
         dist.all_reduce(squares, group=self._everyone)
@@ -119,8 +126,9 @@ class DeepspeedEngine(NativeEngine):
         self._is_finite = torch.isfinite(norm)
         return norm
 
+    @override
     def step(self, learning_rate: float, commit: Tensor) -> None:
-        """See Engine. The host waits for `commit`."""
+        """The host waits for `commit`."""
         for group in self.zero.optimizer.param_groups:
             group["lr"] = learning_rate * group["rate_factor"]
         if not bool(commit):
@@ -129,13 +137,14 @@ class DeepspeedEngine(NativeEngine):
         if self._loss_scale is not None:
             self._loss_scale.update(self._is_finite)
 
+    @override
     def discard(self) -> None:
-        """See Engine."""
         self._norm = torch.full_like(self._norm, -1.0)
         self.zero.step()
 
+    @override
     def rehearse(self, microbatch: Microbatch, num_microbatches: int, objective: Objective) -> Rehearsal:
-        """See Engine. A rank that runs out of memory ends the run: its peers wait for it inside DeepSpeed."""
+        """A rank that runs out of memory ends the run: its peers wait for it inside DeepSpeed."""
         masked = replace(microbatch, labels=torch.full_like(microbatch.labels, IGNORE))
         one = torch.ones((), device=masked.labels.device)
         self.forward_backward(0, [masked] * min(num_microbatches, 2), one, objective)
@@ -145,13 +154,14 @@ class DeepspeedEngine(NativeEngine):
             self._loss_scale.reset()
         return Rehearsal()
 
+    @override
     def describe_adapter(self) -> AdapterContent:
-        """See Engine."""
         tensors = {name: self.partitions.read(each, None).cpu() for name, each in self.trained.items()}
         return describe_adapter(self.decoder, tensors, self._parts.principal or {})
 
+    @override
     def state_dict(self) -> dict[str, Tensor]:
-        """See Engine. Copies in host memory, of which each rank has some rows: names and shapes are the native ones."""
+        """Copies in host memory, of which each rank has some rows: names and shapes are the native ones."""
         state: dict[str, Tensor] = {}
         steps = count_steps(self.zero.optimizer.state[self.partitions.flats[0]])
         for name, parameter in self.trained.items():
@@ -166,8 +176,9 @@ class DeepspeedEngine(NativeEngine):
             state |= {f"model.{name}": buffer for name, buffer in persistent_buffers(self.decoder).items()}
         return state
 
+    @override
     def load(self, fill: Fill) -> None:
-        """See Engine. One parameter at a time is whole."""
+        """One parameter at a time is whole."""
         state = self.state_dict()
         fill(state)
         for name, parameter in self.trained.items():

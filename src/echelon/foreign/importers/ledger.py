@@ -5,6 +5,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from typing_extensions import override
+
 from echelon.ground.errors import ConfigError
 from echelon.ground.redaction import redact
 from echelon.recipe.aliases import spellings
@@ -35,6 +37,7 @@ class Entry:
     fate: Fate
     text: str = ""
 
+    @override
     def __str__(self) -> str:
         shown = redact({self.name: self.value})[self.name]
         return f"{self.name}: {show_value(shown)}" + (f": {self.text}" if self.text else "")

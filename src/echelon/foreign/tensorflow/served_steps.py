@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from echelon.foreign.tensorflow.decoder import Decoder
 from echelon.foreign.tensorflow.library import Library
 from echelon.foreign.tensorflow.passes import Array, Passes, to_int32
-from echelon.foreign.tensorflow.steps import GRADIENTS, WEIGHTS
+from echelon.foreign.tensorflow.steps import GRADIENTS, WEIGHTS, Steps
 from echelon.foreign.tensorflow.update import AdamW, zeros_beside
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.distributed.objects import broadcast_object, gather_objects
@@ -127,8 +128,8 @@ class ServedModel:
         self._optimizer.apply(self._strategy, self.decoder.group(self._sums), rate, size, root)
 
 
-class ServedSteps:
-    """See Steps. Rank 0 directs the model on the servers; the other ranks send it their batches and get its results."""
+class ServedSteps(Steps):
+    """Rank 0 directs the model on the servers; the other ranks send it their batches and get its results."""
 
     def __init__(
         self,
@@ -142,35 +143,37 @@ class ServedSteps:
         self._make_copy = make_copy
         self._rank = dist.get_rank(everyone)
 
+    @override
     def accumulate(self, microbatches: Sequence[Microbatch], divisor: float) -> float:
-        """See Steps."""
         ids, labels = [each.input_ids for each in microbatches], [each.labels for each in microbatches]
         shares = gather_objects((_stack(ids, 0), _stack(labels, IGNORE)), self._everyone)
         losses = self._tell(None if self.model is None else self.model.accumulate(shares, divisor))
         return float(losses[self._rank])
 
+    @override
     def clear(self) -> None:
-        """See Steps."""
         if self.model is not None:
             self.model.clear()
 
+    @override
     def norm(self) -> float:
-        """See Steps."""
         return float(self._tell(None if self.model is None else self.model.norm()))
 
+    @override
     def scale(self, factor: float) -> None:
-        """See Steps."""
         if self.model is not None:
             self.model.scale(factor)
 
+    @override
     def update(self, rate: float, step: int) -> None:
-        """See Steps. Returns when the servers are done, so that no process leaves before."""
+        """Returns when the servers are done, so that no process leaves before."""
         if self.model is not None:
             self.model.update(rate, step)
         dist.barrier(self._everyone)
 
+    @override
     def passes(self) -> Passes:
-        """See Steps. Every process gets a copy of the weights."""
+        """Every process gets a copy of the weights."""
         decoder, passes = self._copy
         decoder.write(decoder.variables, self.read(WEIGHTS))
         return passes
@@ -180,8 +183,8 @@ class ServedSteps:
         decoder = self._make_copy()
         return decoder, Passes(self._library, decoder)
 
+    @override
     def read(self, key: str) -> dict[str, Array]:
-        """See Steps."""
         values = {} if self.model is None else self.model.decoder.read(self.model.find(key))
         shapes = self._tell({name: each.shape for name, each in values.items()})
         for name, shape in shapes.items():
@@ -189,8 +192,8 @@ class ServedSteps:
             dist.broadcast(torch.from_numpy(values[name]), group=self._everyone, group_src=0)
         return values
 
+    @override
     def write(self, key: str, values: Mapping[str, Array]) -> None:
-        """See Steps."""
         if self.model is not None:
             self.model.decoder.write(self.model.find(key), values)
 

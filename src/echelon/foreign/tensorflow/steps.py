@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
+from typing_extensions import override
 
 from echelon.foreign.tensorflow.decoder import Decoder
 from echelon.foreign.tensorflow.library import Library
@@ -50,8 +51,8 @@ class Steps(Protocol):
         """Set the tensors of a key, given on every process."""
 
 
-class CopiedSteps:
-    """See Steps. Runs microbatches on the copies of this process, and sums gradients over all copies.
+class CopiedSteps(Steps):
+    """Runs microbatches on the copies of this process, and sums gradients over all copies.
 
     The gradients of a copy are added up in variables of its own; the others get them once, after the last microbatch.
     """
@@ -81,8 +82,8 @@ class CopiedSteps:
         self._scale = tf.function(self._scale_all, input_signature=[scalar])
         self._update = tf.function(self._update_all, input_signature=[scalar, scalar, scalar])
 
+    @override
     def accumulate(self, microbatches: Sequence[Microbatch], divisor: float) -> float:
-        """See Steps."""
         losses = [self._add_gradients(each, divisor) for each in microbatches]
         self.add_up()
         return math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan
@@ -92,33 +93,34 @@ class CopiedSteps:
         rows = [_divide_rows(each, self._num_copies, filler) for each, filler in pairs]
         return float(self._differentiate(*map(self._tf.constant, rows), self._tf.constant(divisor, self._tf.float32)))
 
+    @override
     def clear(self) -> None:
-        """See Steps."""
         self._clear()
 
+    @override
     def norm(self) -> float:
-        """See Steps."""
         return float(self._measure())
 
+    @override
     def scale(self, factor: float) -> None:
-        """See Steps."""
         self._scale(np.float32(factor))
 
+    @override
     def update(self, rate: float, step: int) -> None:
-        """See Steps."""
         size, root = self._optimizer.correct(rate, step)
         self._update(np.float32(rate), np.float32(size), np.float32(root))
 
+    @override
     def passes(self) -> Passes:
-        """See Steps. Every process has its own copy."""
+        """Every process has its own copy."""
         return self._passes
 
+    @override
     def read(self, key: str) -> dict[str, Array]:
-        """See Steps."""
         return self._decoder.read(self._find(key))
 
+    @override
     def write(self, key: str, values: Mapping[str, Array]) -> None:
-        """See Steps."""
         self._decoder.write(self._find(key), values)
 
     def _find(self, key: str) -> Mapping[str, list[Any]]:

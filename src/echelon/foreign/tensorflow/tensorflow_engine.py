@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from echelon.foreign.tensorflow.backbones import find_arguments
 from echelon.foreign.tensorflow.decoder import Decoder
@@ -23,7 +24,7 @@ from echelon.ground.errors import ConfigError
 from echelon.learn.checkpoint.adapter_folder import AdapterContent
 from echelon.learn.checkpoint.first_weights import open_weights
 from echelon.learn.data.loader import Microbatch
-from echelon.learn.engines.engine import EngineSpec, Finding, Rehearsal
+from echelon.learn.engines.engine import Engine, EngineSpec, Evaluation, Finding, Rehearsal
 from echelon.learn.model.build import build_on_meta, materialize
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.learn.objectives.loss import IGNORE
@@ -40,8 +41,8 @@ _EPSILON = 1e-6  # as in clip_gradients
 Started = TypeVar("Started")
 
 
-class TensorflowEngine:
-    """A backbone of keras-hub under a distribution strategy. See `Engine`."""
+class TensorflowEngine(Engine):
+    """A backbone of keras-hub under a distribution strategy."""
 
     loss_scale: Tensor | None = None
     served: Served | None = None
@@ -53,12 +54,13 @@ class TensorflowEngine:
         self._lines = lines
         self._num_updates = 0
 
+    @override
     def describe(self, has_documents: bool) -> Sequence[str]:
-        """See Engine."""
         return self._lines
 
+    @override
     def rehearse(self, microbatch: Microbatch, num_microbatches: int, objective: Objective) -> Rehearsal:
-        """See Engine. It also traces the functions of a step. Memory is not measured.
+        """It also traces the functions of a step. Memory is not measured.
 
         Raises ConfigError for sequences whose documents must not attend to each other.
         """
@@ -74,61 +76,66 @@ class TensorflowEngine:
         self.steps.clear()
         return Rehearsal()
 
+    @override
     def forward_backward(
         self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective
     ) -> StepSums:
-        """See Engine. Raises ConfigError for another objective than the cross-entropy of tokens."""
+        """Raises ConfigError for another objective than the cross-entropy of tokens."""
         _refuse_other_losses(objective)
         return StepSums(torch.tensor(self.steps.accumulate(microbatches, float(num_targets))).double())
 
+    @override
     def clip(self, max_norm: float | None) -> Tensor:
-        """See Replica."""
         norm = self.steps.norm()
         if max_norm is not None and norm + _EPSILON > max_norm:
             self.steps.scale(max_norm / (norm + _EPSILON))
         return torch.tensor(norm)
 
+    @override
     def step(self, learning_rate: float, commit: Tensor) -> None:
-        """See Replica."""
         if bool(commit):
             self._num_updates += 1
             self.steps.update(learning_rate, self._num_updates)
         self.steps.clear()
 
+    @override
     def discard(self) -> None:
-        """See Engine."""
         self.steps.clear()
 
+    @override
     def find_nonfinite(
         self, step: int, microbatch: Microbatch, num_targets: Tensor, objective: Objective
     ) -> Finding | None:
-        """See Engine."""
         return self.steps.passes().find_nonfinite(microbatch.input_ids, microbatch.labels)
 
     @contextmanager
+    @override
     def evaluation(self, objective: Objective) -> Iterator["TensorflowEvaluation"]:
-        """See Engine."""
         _refuse_other_losses(objective)
         yield TensorflowEvaluation(self.steps.passes())
 
+    @override
     def describe_end(self) -> Sequence[str]:
-        """See Engine."""
         return ()
 
+    @override
     def describe_adapter(self) -> AdapterContent:
         """There is none: adapters are refused."""
         raise AssertionError("engine=tensorflow trains all weights")
 
+    @override
     def weights(self) -> dict[str, Tensor]:
         """Return copies of the weights: see Replica."""
         return _as_torch(self.steps.read(WEIGHTS))
 
+    @override
     def gradients(self) -> dict[str, Tensor]:
         """Return copies of the gradients: see Replica."""
         return _as_torch(self.steps.read(GRADIENTS))
 
+    @override
     def state_dict(self) -> dict[str, Tensor]:
-        """See Engine. The names and shapes are those of the native engine with AdamW."""
+        """The names and shapes are those of the native engine with AdamW."""
         weights = self.weights()
         state = {f"model.{name}": each for name, each in weights.items()}
         state |= {f"optimizer.{name}.step": torch.tensor(float(self._num_updates)) for name in weights}
@@ -136,11 +143,9 @@ class TensorflowEngine:
             state |= {f"optimizer.{name}.{key}": each for name, each in _as_torch(self.steps.read(key)).items()}
         return state
 
+    @override
     def load(self, fill: Fill) -> None:
-        """See Engine.
-
-        Raises ConfigError for weights that were updated a different number of times, which no run of echelon has.
-        """
+        """Raises ConfigError for weights that were updated a different number of times, which no run of echelon has."""
         state = self.state_dict()
         fill(state)
         names = [key.removeprefix("model.") for key in state if key.startswith("model.")]
@@ -156,26 +161,27 @@ class TensorflowEngine:
             self.steps.write(key, {name: state[f"optimizer.{name}.{key}"].numpy() for name in names})
 
 
-class TensorflowEvaluation:
-    """See Evaluation. Every process computes with its own copy."""
+class TensorflowEvaluation(Evaluation):
+    """Every process computes with its own copy."""
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
 
+    @override
     def sums(self, microbatch: Microbatch) -> Tensor:
-        """See Evaluation."""
         return torch.tensor([self._passes.loss_sum(microbatch.input_ids, microbatch.labels)])
 
+    @override
     def log_probabilities(self, microbatch: Microbatch) -> Tensor:
-        """See Evaluation."""
         return self._passes.log_probabilities(microbatch.input_ids, microbatch.labels)
 
+    @override
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
-        """See Evaluation."""
         return self._passes.logits_at(input_ids, places)
 
+    @override
     def start_cached(self) -> None:
-        """See Evaluation."""
+        pass
 
 
 def _refuse_other_losses(objective: Objective) -> None:

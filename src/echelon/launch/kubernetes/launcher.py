@@ -4,10 +4,11 @@ import time
 from collections.abc import Iterator
 
 import yaml
+from typing_extensions import override
 
 from echelon.ground.errors import LaunchError
 from echelon.ground.stored import read_text
-from echelon.launch.job import FINAL_STATES, JobRecord, JobSpec, JobStatus, Submitted
+from echelon.launch.job import FINAL_STATES, JobRecord, JobSpec, JobStatus, Launcher, Submitted
 from echelon.launch.kubernetes.checks import check_job
 from echelon.launch.kubernetes.cluster import Cluster
 from echelon.launch.kubernetes.kinds import KINDS, JobKind, find_kind
@@ -18,19 +19,21 @@ _MANIFEST = "manifest.yaml"
 _LOOK_SECONDS = 2.0
 
 
-class KubernetesLauncher:
+class KubernetesLauncher(Launcher):
     """Runs a job as pods of a cluster. Its id is NAMESPACE/NAME."""
 
+    @override
     def check(self, job: JobSpec) -> list[str]:
-        """See Launcher."""
         return check_job(job)
 
+    @override
     def render(self, job: JobSpec) -> dict[str, str]:
-        """See Launcher: the manifest."""
+        """The manifest."""
         return {_MANIFEST: render_manifest(job)}
 
+    @override
     def submit(self, job: JobSpec) -> Submitted:
-        """See Launcher: creates the job first, so that it can own the ConfigMap; its pods wait for the ConfigMap."""
+        """Creates the job first, so that it can own the ConfigMap; its pods wait for the ConfigMap."""
         text = read_text(job.folder / _MANIFEST)
         config_map, body = yaml.safe_load_all(text)
         settings = job.recipe.launch.kubernetes
@@ -51,13 +54,14 @@ class KubernetesLauncher:
             raise
         return Submitted(f"{settings.namespace}/{job.name}", {"kind": settings.kind, "context": cluster.context})
 
+    @override
     def status(self, record: JobRecord) -> JobStatus:
-        """See Launcher."""
         cluster, kind, namespace, name = _find(record)
         return judge(cluster.find_job(kind, namespace, name), _list_pods(cluster, kind, namespace, name))
 
+    @override
     def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
-        """See Launcher: the pod of rank 0, then the others, each after its name; `follow` shows only the first."""
+        """The pod of rank 0, then the others, each after its name; `follow` shows only the first."""
         cluster, kind, namespace, name = _find(record)
         if follow:
             yield from self._follow(record)
@@ -71,8 +75,9 @@ class KubernetesLauncher:
                 yield f"--- {pod.name}"
             yield from cluster.read_log(namespace, pod.name, kind.container, False)
 
+    @override
     def cancel(self, record: JobRecord) -> None:
-        """See Launcher: deletes the job; each pod gets SIGTERM, and time to save."""
+        """Deletes the job; each pod gets SIGTERM, and time to save."""
         cluster, kind, namespace, name = _find(record)
         if self.status(record).state in FINAL_STATES:
             raise LaunchError(

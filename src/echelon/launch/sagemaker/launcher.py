@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from echelon.ground.errors import MissingSettingError
-from echelon.launch.job import JobRecord, JobSpec, JobStatus, Submitted
+from echelon.launch.job import JobRecord, JobSpec, JobStatus, RemoteLauncher, Submitted
 from echelon.launch.sagemaker.request import Submission, build_submission, find_run_uri
 from echelon.recipe.render import render_recipe
 from echelon.run.folder.run_folder import FILES
@@ -20,7 +22,7 @@ _UNKNOWN_TYPE = {
 }  # fmt: skip
 
 
-class SageMakerLauncher:
+class SageMakerLauncher(RemoteLauncher):
     """Runs SageMaker training jobs. A job's inputs are uploaded to S3; its run folder is stored there too."""
 
     def __init__(self) -> None:
@@ -34,8 +36,8 @@ class SageMakerLauncher:
             self._services[region] = Service(region)
         return self._services[region]
 
+    @override
     def check(self, job: JobSpec) -> list[str]:
-        """See Launcher."""
         settings = job.recipe.launch.sagemaker
         if settings.instance_type is None and not settings.instance_groups:
             raise MissingSettingError(
@@ -47,8 +49,9 @@ class SageMakerLauncher:
             )
         return list(build_submission(job).lines)
 
+    @override
     def render(self, job: JobSpec) -> dict[str, str]:
-        """See Launcher: the request, the container's recipe, and a line for each uploaded object.
+        """The request, the container's recipe, and a line for each uploaded object.
 
         The container's recipe has its own file name, since the launched recipe is in the same folder.
         """
@@ -59,8 +62,9 @@ class SageMakerLauncher:
             "uploads.txt": submission.staging.render_uploads(),
         }
 
+    @override
     def submit(self, job: JobSpec) -> Submitted:
-        """See Launcher: the id is the job's name at SageMaker."""
+        """The id is the job's name at SageMaker."""
         submission = build_submission(job)
         service = self._find_service(submission.region)
         request = submission.request
@@ -70,25 +74,28 @@ class SageMakerLauncher:
         service.create(request)
         return _describe_place(job, submission)
 
+    @override
     def status(self, record: JobRecord) -> JobStatus:
-        """See Launcher."""
         price = record.place.get("price")
         return self._find_service(record.place["region"]).describe(record.id, None if price is None else float(price))
 
+    @override
     def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
-        """See Launcher: lines from CloudWatch; lines of other machines than the first have the machine's name."""
+        """Lines from CloudWatch; lines of other machines than the first have the machine's name."""
         return self._find_service(record.place["region"]).read_log(record.id, follow)
 
+    @override
     def cancel(self, record: JobRecord) -> None:
-        """See Launcher: the machines get SIGTERM and have two minutes to save."""
+        """The machines get SIGTERM and have two minutes to save."""
         self._find_service(record.place["region"]).stop(record.id)
 
+    @override
     def fetch_records(self, record: JobRecord) -> None:
-        """See RemoteLauncher: from S3, to which SageMaker copies the run folder during training and at its end."""
+        """From S3, to which SageMaker copies the run folder during training and at its end."""
         self._find_service(record.place["region"]).download(record.place["run"], FILES, Path(record.run_dir))
 
+    @override
     def find_submitted(self, job: JobSpec) -> Submitted | None:
-        """See RemoteLauncher."""
         submission = build_submission(job)
         return _describe_place(job, submission) if self._find_service(submission.region).knows(job.name) else None
 

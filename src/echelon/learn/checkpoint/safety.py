@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from typing_extensions import override
 
 from echelon.ground.errors import CheckpointError
 from echelon.ground.stored import MAX_ROWS_BYTES, read_bytes
@@ -47,6 +48,7 @@ class MetadataUnpickler(pickle._Unpickler):
     Based on pickle's pure Python unpickler: the C one allocates as many gigabytes as a file asks for.
     """
 
+    @override
     def find_class(self, module: str, name: str) -> Any:
         """Return an admitted class. Raises CheckpointError for any other."""
         if (module, name) in ADMITTED or (module == "torch" and name in DTYPES):
@@ -106,8 +108,8 @@ def _find_refusal(metadata: Any, folder: Path) -> str | None:
 class SafeReader(FileSystemReader):
     """DCP's file reader that reads metadata safely. DCP itself reads tensors with `weights_only`."""
 
+    @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """See read_metadata above."""
         metadata = read_metadata(Path(self.path))
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id

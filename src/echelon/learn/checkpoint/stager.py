@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from typing_extensions import override
 
 _COPIERS = 4
 
@@ -22,8 +23,8 @@ class Stager(BlockingAsyncStager):
         self._shapes: dict[str, Any] = {}
         self._parts: list[BlockingAsyncStager] = []
 
+    @override
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """See AsyncStager."""
         shapes = {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in state_dict.items()}
         if shapes != self._shapes:
             self._shapes, self._parts, self.state_dict_cache = shapes, [], None

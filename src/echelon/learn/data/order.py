@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 Words = npt.NDArray[np.uint64]
 
@@ -86,7 +87,7 @@ class DataOrder(Protocol):
         """The samples at positions [start, start + count), `[count]`."""
 
 
-class SampleOrder:
+class SampleOrder(DataOrder):
     """The endless order of samples: in each epoch, another permutation of all samples.
 
     Position g of the whole run (sequences before the step + index in its batch) takes sample
@@ -98,6 +99,7 @@ class SampleOrder:
         self.num_samples = num_samples
         self.seed = seed
 
+    @override
     def sample_ids(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """The samples at positions [start, start + count), `[count]`."""
         return self.samples_at(np.arange(start, start + count, dtype=np.int64))
@@ -108,7 +110,7 @@ class SampleOrder:
         return _permute(indices, self.num_samples, _round_keys(self.seed, epochs)).astype(np.int64)
 
 
-class OrderAhead:
+class OrderAhead(DataOrder):
     """The same order, looked up many positions at a time: 1,024 of them take about twice as long as one.
 
     Only where the next lookups will use them: not before the second lookup, nor where each is further on than half of
@@ -121,8 +123,8 @@ class OrderAhead:
         self._start, self._known = 0, np.empty(0, dtype=np.int64)
         self._previous = -_AHEAD
 
+    @override
     def sample_ids(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """See DataOrder."""
         if not self._start <= start <= start + count <= self._start + len(self._known):
             ahead = _AHEAD if 0 <= start - self._previous <= _AHEAD // 2 else 0
             self._start, self._known = start, self._order.sample_ids(start, max(count, ahead))

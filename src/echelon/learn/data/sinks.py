@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from echelon.ground.errors import DataError
 from echelon.learn.data.catalog import LENGTHS_DTYPE, TARGETS_DTYPE, SampleRule
@@ -57,6 +58,7 @@ class Sink(ABC):
 class TextSink(Sink):
     """Writes documents one after the other, as one long text."""
 
+    @override
     def append(self, piece: Piece) -> None:
         """Add a document, or a piece of one."""
         self._writers["tokens"].append(piece.tokens)
@@ -76,6 +78,7 @@ class SampleSink(Sink):
         self._rule = rule
         self._state.text_bytes = None
 
+    @override
     def append(self, piece: Piece) -> None:
         """Add a sample, or a piece of a text that forms one sample."""
         if piece.is_first and piece.ends:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from typing_extensions import override
+
 from echelon.ground.errors import ConfigError, DataError
 from echelon.ground.extensions import is_extension
 from echelon.learn.data.file_walk import LeftOut, walk
@@ -48,6 +50,7 @@ class Source:
     max_samples: int | None = None
     options: str = "{}"
 
+    @override
     def __str__(self) -> str:
         """The path as the user gave it, for messages: `data.train.0.path=PATH`, or `--data PATH`."""
         return f"{self.key} {self.path}" if self.key.startswith("--") else f"{self.key}.path={self.path}"

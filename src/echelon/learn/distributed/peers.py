@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from echelon.learn.distributed.isolation import Isolatable
 
@@ -29,25 +30,26 @@ class Peers(Protocol):
         """Scope of exchanges that send nothing: the memory of real ones, with this rank's own values."""
 
 
-class GroupPeers(Isolatable):
-    """The ranks of a process group. See `Peers`."""
+class GroupPeers(Isolatable, Peers):
+    """The ranks of a process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._group = group
 
+    @override
     def gather(self, part: Tensor) -> Tensor:
-        """See Peers. The gradients of a part are summed in fp32."""
+        """The gradients of a part are summed in fp32."""
         whole: Tensor = _Gather.apply(part, self)  # type: ignore[no-untyped-call]
         return whole
 
+    @override
     def swap(self, parts: Tensor) -> Tensor:
-        """See Peers."""
         received: Tensor = _Swap.apply(parts, self)  # type: ignore[no-untyped-call]
         return received
 
+    @override
     def add_up(self, tensor: Tensor) -> Tensor:
-        """See Peers."""
         total = tensor.detach().clone()
         if self._sends:
             dist.all_reduce(total, group=self._group)
@@ -75,11 +77,13 @@ class _Gather(torch.autograd.Function):
     """The gradient is a reduce-scatter, as an exchange and a sum: gloo's own sends twice the bytes."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, part: Tensor, peers: GroupPeers) -> Tensor:
         ctx.peers = peers
         return peers.collect(part)
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:
         received = ctx.peers.deliver(gradients)
         return received.sum(0, dtype=torch.float32).to(received.dtype), None
@@ -89,10 +93,12 @@ class _Swap(torch.autograd.Function):
     """An exchange is its own inverse and transpose."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, parts: Tensor, peers: GroupPeers) -> Tensor:
         ctx.peers = peers
         return peers.deliver(parts)
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.peers.deliver(gradients), None

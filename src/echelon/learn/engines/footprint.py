@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from echelon.ground.variables import set_default_variables
 from echelon.learn.model.sharding import local_part
@@ -46,29 +47,31 @@ class _Allocations(Protocol):
         """Note this moment."""
 
 
-class _DeviceAllocations:
+class _DeviceAllocations(_Allocations):
     """Reads the counters of the caching allocator of a GPU, which are kept on the host: nothing waits for the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.moments: list[_Moment] = []
         self._device = device
 
+    @override
     def __enter__(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
 
+    @override
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.mark(_END)
 
+    @override
     def mark(self, name: str) -> None:
-        """See _Allocations."""
         held, peak = torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
         self.moments.append(_Moment(name, held, peak))
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
-class HostAllocations:
+class HostAllocations(_Allocations):
     """Adds up the allocations that torch's profiler records: the allocator of a CPU has no counters."""
 
     def __init__(self) -> None:
@@ -77,9 +80,11 @@ class HostAllocations:
         profile: Any = torch.autograd.profiler.profile  # without annotations
         self._profiler = profile(use_kineto=True, profile_memory=True)
 
+    @override
     def __enter__(self) -> None:
         self._profiler.__enter__()
 
+    @override
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -97,8 +102,8 @@ class HostAllocations:
                 peak = held
         self.moments.append(_Moment(_END, held, peak))
 
+    @override
     def mark(self, name: str) -> None:
-        """See _Allocations."""
         with torch.profiler.record_function(_MARK + name):
             pass
 

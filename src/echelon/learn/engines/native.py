@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from echelon.ground.errors import is_out_of_memory
 from echelon.learn.checkpoint.adapter_folder import AdapterContent, describe_adapter, join_adapters
 from echelon.learn.checkpoint.first_weights import open_weights
 from echelon.learn.data.loader import LONGEST, Microbatch, Padding, choose_padding
 from echelon.learn.distributed.objects import gather_objects
-from echelon.learn.engines.engine import EngineSpec, Finding, Rehearsal
+from echelon.learn.engines.engine import Engine, EngineSpec, Evaluation, Finding, Rehearsal
 from echelon.learn.engines.footprint import Footprint
 from echelon.learn.engines.kernels import choose_attention_kernel, choose_liger
 from echelon.learn.engines.probe import Probe
@@ -89,8 +90,8 @@ class NativeParts:
     """The predicted share of a step in which pipeline stages wait."""
 
 
-class NativeEngine:
-    """One model with its data parallelism and optimizer. See `Engine`."""
+class NativeEngine(Engine):
+    """One model with its data parallelism and optimizer."""
 
     def __init__(self, parts: NativeParts) -> None:
         self._parts = parts
@@ -108,14 +109,15 @@ class NativeEngine:
         self._is_finite = torch.ones((), dtype=torch.bool)
 
     @property
+    @override
     def loss_scale(self) -> Tensor | None:
-        """See Engine."""
         return None if self._loss_scale is None else self._loss_scale.value
 
+    @override
     def forward_backward(
         self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective
     ) -> StepSums:
-        """See Engine. The loss scale divides the number of targets; it is a power of two, so this is exact."""
+        """The loss scale divides the number of targets; it is a power of two, so this is exact."""
         self._step = step
         self.parallel.begin_step(step)
         divisor = num_targets if self.loss_scale is None else num_targets / self.loss_scale
@@ -123,8 +125,8 @@ class NativeEngine:
         self.parallel.reduce()
         return sums
 
+    @override
     def clip(self, max_norm: float | None) -> Tensor:
-        """See Engine."""
         found = {name: each.grad for name, each in self.trained.items() if each.grad is not None}
         if self._loss_scale is not None:
             self._loss_scale.unscale(local_part(gradient) for gradient in found.values())
@@ -135,8 +137,8 @@ class NativeEngine:
             clip_gradients(list(found.values()), max_norm, norm)
         return norm
 
+    @override
     def step(self, learning_rate: float, commit: Tensor) -> None:
-        """See Engine."""
         if self.served is None:  # else the server steps, when it has the gradients of others
             # With offloaded parameters the step runs on the host, which must wait for `commit`.
             self.optimizer.step(self._step, learning_rate, commit.to(self._device))
@@ -145,14 +147,14 @@ class NativeEngine:
         if self._loss_scale is not None:
             self._loss_scale.update(self._is_finite)
 
+    @override
     def discard(self) -> None:
-        """See Engine."""
         self.parallel.clear_gradients()
 
+    @override
     def find_nonfinite(
         self, step: int, microbatch: Microbatch, num_targets: Tensor, objective: Objective
     ) -> Finding | None:
-        """See Engine."""
         with Probe(self.decoder, self.parallel.stage_of) as probe:
             sums = self.forward_backward(step, [microbatch], num_targets, objective)
         finding = probe.find(sums.loss)
@@ -160,14 +162,14 @@ class NativeEngine:
         return finding
 
     @contextmanager
+    @override
     def evaluation(self, objective: Objective) -> Iterator["ModuleEvaluation"]:
-        """See Engine."""
         with self.parallel.evaluation() as module:
             decoder = self.decoder if self._stages is None else None
             yield ModuleEvaluation(module, objective, self._parts.padding, decoder)
 
+    @override
     def describe_end(self) -> Sequence[str]:
-        """See Engine."""
         waiting = self.parallel.waiting()
         if waiting is None:
             return ()
@@ -177,14 +179,15 @@ class NativeEngine:
             f"({self._parts.waiting:.1%} predicted)",
         )
 
+    @override
     def describe(self, has_documents: bool) -> Sequence[str]:
-        """See Engine."""
         if not has_documents:
             return self._parts.lines
         return [describe_document_mask(find_attention(self.decoder), self._parts.traits.mask), *self._parts.lines]
 
+    @override
     def rehearse(self, microbatch: Microbatch, num_microbatches: int, objective: Objective) -> Rehearsal:
-        """See Engine. Of a step of many microbatches, as many are run as need the most memory.
+        """Of a step of many microbatches, as many are run as need the most memory.
 
         The passes send nothing, so that a rank that runs out of memory leaves no peer waiting in a collective. DDP
         rebuilds its buckets after the first backward pass, and sums depend on the bucket layout. After a rehearsal, a
@@ -242,27 +245,28 @@ class NativeEngine:
             return False
         return True
 
+    @override
     def weights(self) -> dict[str, Tensor]:
-        """See Replica."""
         return {name: local_part(parameter.detach()) for name, parameter in self.trained.items()}
 
+    @override
     def gradients(self) -> dict[str, Tensor]:
-        """See Replica."""
         found = {name: parameter.grad for name, parameter in self.trained.items()}
         return {name: local_part(gradient) for name, gradient in found.items() if gradient is not None}
 
+    @override
     def describe_adapter(self) -> AdapterContent:
-        """See Engine."""
         tensors = {name: whole(parameter.detach()).cpu() for name, parameter in self.trained.items()}
         content = describe_adapter(self.decoder, tensors, self._parts.principal or {})
         return content if self._stages is None else join_adapters(gather_objects(content, self._stages))
 
+    @override
     def load(self, fill: Fill) -> None:
-        """See Engine."""
         fill(self.state_dict())
 
+    @override
     def state_dict(self) -> dict[str, Tensor]:
-        """See Engine. Names are `model.NAME`, `optimizer.NAME.KEY` for a parameter's state, `loss_scale.KEY`, and those
+        """Names are `model.NAME`, `optimizer.NAME.KEY` for a parameter's state, `loss_scale.KEY`, and those
         of `Parallel.tensors`.
 
         Weights that an adapter freezes are not included: they are loaded from their source again. Parameters that an
@@ -282,8 +286,8 @@ class NativeEngine:
         return state
 
 
-class ModuleEvaluation:
-    """See Evaluation."""
+class ModuleEvaluation(Evaluation):
+    """Forward passes of a module that its ranks divide."""
 
     def __init__(
         self,
@@ -298,22 +302,22 @@ class ModuleEvaluation:
         self._padding = padding
         self._decoder = decoder
 
+    @override
     def sums(self, microbatch: Microbatch) -> Tensor:
-        """See Evaluation."""
         return self._module(microbatch, self._objective.evaluation_sums)
 
+    @override
     def log_probabilities(self, microbatch: Microbatch) -> Tensor:
-        """See Evaluation."""
         return self._module(microbatch, lambda outputs, batch: outputs.log_probabilities(batch.labels))
 
+    @override
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
-        """See Evaluation."""
         # Right padding: attention is causal, so no token sees it.
         input_ids = nn.functional.pad(input_ids, (0, -input_ids.shape[1] % self._padding.multiple))
         return self._module(_unlabelled(input_ids), lambda outputs, _: outputs.logits_at(places))
 
+    @override
     def start_cached(self) -> Advance | None:
-        """See Evaluation."""
         if self._decoder is None or not can_cache(self._decoder, self._padding.multiple):
             return None
         cache = KeyValueCache(self._decoder, self._padding.multiple)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import has_static_value
+from typing_extensions import override
 
 # Queries per block up to this length, and beyond it: fewer waste less of the triangle, more make larger products.
 _SHORT, _BLOCKS = 1024, (128, 256)
@@ -69,10 +70,12 @@ class _Prefixes(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(ctx: Any, rows: Tensor) -> tuple[Tensor, ...]:
         return tuple(rows[:, : block.stop] for block in _blocks(rows.shape[1]))
 
     @staticmethod
+    @override
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         dtype, parts = gradients[-1].dtype, []
         for number, block in enumerate(_blocks(gradients[-1].shape[1])):

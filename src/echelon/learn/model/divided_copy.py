@@ -14,8 +14,10 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
+from echelon.learn.distributed.peers import Peers
 from echelon.learn.model.attention import document_inputs, stand_in
 from echelon.learn.model.context_attention import BY_MASK, Context, divided_inputs, use_context
 from echelon.learn.model.small_copy import ConfigKey
@@ -136,8 +138,8 @@ class _Meeting:
         self._barrier.abort()
 
 
-class _ThreadPeers:
-    """Threads in place of ranks. See `Peers`."""
+class _ThreadPeers(Peers):
+    """Threads in place of ranks."""
 
     size = _SIZE
 
@@ -145,18 +147,19 @@ class _ThreadPeers:
         self.rank = rank
         self._meeting = meeting
 
+    @override
     def gather(self, part: Tensor) -> Tensor:
-        """See Peers."""
         return torch.stack(self._meeting.exchange(self.rank, part))
 
+    @override
     def swap(self, parts: Tensor) -> Tensor:
-        """See Peers."""
         return torch.stack([each[self.rank] for each in self._meeting.exchange(self.rank, parts)])
 
+    @override
     def add_up(self, tensor: Tensor) -> Tensor:
-        """See Peers."""
         return torch.stack(self._meeting.exchange(self.rank, tensor)).sum(0)
 
+    @override
     def isolated(self) -> AbstractContextManager[None]:
-        """See Peers. Threads send nothing in any case."""
+        """Threads send nothing in any case."""
         return nullcontext()

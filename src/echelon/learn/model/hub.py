@@ -20,6 +20,8 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from typing_extensions import override
+
 from echelon.ground.errors import ConfigError, DataError, EchelonError, HubUnreachableError, first_line, is_disk_full
 from echelon.ground.progress import Progress
 from echelon.ground.sizes import render_bytes
@@ -58,6 +60,7 @@ class HubModel:
     part: Part
     code: bool = False
 
+    @override
     def __str__(self) -> str:
         """Return the start of a message about it: key=name."""
         return f"{self.key}={self.name}"

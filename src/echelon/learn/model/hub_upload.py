@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from typing_extensions import override
+
 from echelon.ground.errors import ConfigError, EchelonError, HubUnreachableError, first_line
 from echelon.ground.sizes import render_bytes
 from echelon.learn.model.hub import describe_unreachable, is_hub_reachable
@@ -26,6 +28,7 @@ class Repository:
     private: bool = False
     revision: str | None = None
 
+    @override
     def __str__(self) -> str:
         """Return the start of a message about it."""
         return f"--push {self.name}"

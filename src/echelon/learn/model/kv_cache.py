@@ -47,7 +47,7 @@ class KeyValueCache:
         self._past: dict[str, Any] = {}
 
     def __call__(self, input_ids: Tensor, filled: Tensor) -> Tensor:
-        """See Advance. Collective where the model is divided.
+        """Run the model over new tokens; see `Advance`. Collective where the model is divided.
 
         Raises:
             ValueError: the model returned no cache.

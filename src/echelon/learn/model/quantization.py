@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from echelon.learn.model.parts import autocast_dtype
 from echelon.learn.model.sharding import local_part, write_part
@@ -141,6 +142,7 @@ class QuantizedLinear(Quantized, nn.Linear):
         self._allocate((self.out_features, self.in_features), quant_type, double_quant)
         self.bias = linear.bias
 
+    @override
     def forward(self, input: Tensor) -> Tensor:
         """Compute `input @ weight.T + bias` in the compute dtype, with the dequantised weight."""
         from bitsandbytes import matmul_4bit

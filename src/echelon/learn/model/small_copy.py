@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.utils import logging
+from typing_extensions import override
 
 # The largest reduced copy that is run; and the largest model that is run unreduced.
 MAX_PARAMETERS = 100_000_000
@@ -45,9 +46,11 @@ class ConfigKey:
         self.others = others
         self._text = json.dumps([config.model_type, config.to_dict(), *others], default=repr, sort_keys=True)
 
+    @override
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ConfigKey) and self._text == other._text
 
+    @override
     def __hash__(self) -> int:
         return hash(self._text)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
 from echelon.learn.model.attention import stand_in
@@ -64,6 +65,7 @@ def stage_ranges(layers_per_stage: Sequence[int]) -> list[StageRange]:
 class Absent(nn.Module):
     """Stands for a module of another stage: returns hidden states unchanged, and 0 for token ids or positions."""
 
+    @override
     def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return what the next module can add up or go on with."""
         return inputs if inputs.is_floating_point() else torch.zeros((), device=inputs.device)
@@ -85,6 +87,7 @@ class Inlet(Absent):
         finally:
             self._received = None
 
+    @override
     def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the hidden states, whatever the placeholders before made of its inputs."""
         assert self._received is not None, "a stage runs within `holding`"

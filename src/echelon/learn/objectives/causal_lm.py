@@ -1,6 +1,7 @@
 """Next-token prediction."""
 
 from torch import Tensor
+from typing_extensions import override
 
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.objectives.objective import Objective
@@ -11,6 +12,7 @@ from echelon.recipe import ObjectiveConfig
 class CausalLM(Objective):
     """Next-token prediction: the cross-entropy of every labelled token."""
 
+    @override
     def loss_sum(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
         """Return the summed cross-entropy of the labelled tokens."""
         return outputs.token_loss_sum(batch.labels)

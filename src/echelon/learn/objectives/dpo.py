@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.objectives.loss import IGNORE
@@ -37,10 +38,12 @@ class DPO(Objective):
     unit = "pairs"
     measures = ("reward_accuracy", "reward_margin")
 
+    @override
     def count(self, batch: Microbatch) -> Tensor:
         """Count the pairs with a label."""
         return _labelled_pairs(batch).sum()
 
+    @override
     def token_weights(self, batch: Microbatch) -> Tensor:
         """Return equal weights for the labelled tokens of a pair, which add up to 1 per pair."""
         labelled = (batch.labels != IGNORE).float()
@@ -49,10 +52,12 @@ class DPO(Objective):
         assert batch.documents is not None
         return labelled / of_pair.gather(1, batch.documents.clamp(min=0) // 2).clamp(min=1)
 
+    @override
     def loss_sum(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
         """Return the summed loss of the pairs."""
         return self._sum_losses(self._margins(outputs, batch), _labelled_pairs(batch))
 
+    @override
     def evaluation_sums(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
         """Return the summed loss, the number of chosen answers with the larger reward, and the summed reward margin."""
         margins, counts = self._margins(outputs, batch), _labelled_pairs(batch)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from echelon.learn.model.parts import HeadArithmetic, autocast_dtype
 from echelon.learn.objectives.vocabulary import VocabularyShard
@@ -160,6 +161,7 @@ def gradient_factor(dtype: torch.dtype, num_rows: int) -> float:
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(
         ctx: Any,
         rows: Tensor,
@@ -193,6 +195,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
+    @override
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         row_gradient, head_gradient = ctx.gradients
         # A pipeline may ask for the gradient of the rows first, and keeps the graph for that of the head.
@@ -252,6 +255,7 @@ def _adds_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
 
 class _ChunkedLogProbabilities(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(
         ctx: Any,
         rows: Tensor,
@@ -273,6 +277,7 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
         return scores
 
     @staticmethod
+    @override
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         rows, targets, weight, bias = ctx.saved_tensors
         given = [tensor for tensor in (weight, bias) if tensor is not None]

@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
 from echelon.ground.extensions import build_named, check_options, find_named, is_extension
@@ -59,9 +60,11 @@ class LogitsLoss(Objective):
         """`function`: see LossFn."""
         self._function = function
 
+    @override
     def __str__(self) -> str:
         return name_of(self._function)
 
+    @override
     def loss_sum(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
         """Return the sum of the function over the tokens of the microbatch."""
         return outputs.logits_loss_sum(self._function, batch.labels, batch.extra)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.model.adapters import disabled_adapter
@@ -256,6 +257,7 @@ class ObjectiveModule(nn.Module):
         self.of_chunk = torch.compile(loss_and_gradient, backend=backend, fullgraph=True)
         self.prepare_loss = lru_cache(maxsize=8)(partial(torch.compile, backend=backend))
 
+    @override
     def forward(self, batch: Microbatch, compute: OutputsFn, received: Tensor | None = None) -> Tensor:
         """Return what `compute` makes of the forward pass of one microbatch.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from echelon.learn.data.shards import NO_LABEL
 from echelon.learn.model.parts import HeadArithmetic
@@ -64,6 +65,7 @@ class VocabularyShard:
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, logits: Tensor, vocabulary: VocabularyShard) -> Tensor:
         ctx.part = slice(vocabulary.offset, vocabulary.offset + logits.shape[-1])
         parts = [torch.empty_like(logits) for _ in range(vocabulary.group.size())]
@@ -71,12 +73,14 @@ class _Gathered(torch.autograd.Function):
         return torch.cat(parts, -1)
 
     @staticmethod
+    @override
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         return upstream[0][:, ctx.part], None
 
 
 class _Scores(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, logits: Tensor, labels: Tensor, vocabulary: VocabularyShard) -> Tensor:
         exponentials = logits.to(torch.float32, copy=True)
         largest = exponentials.amax(-1, keepdim=True)
@@ -95,6 +99,7 @@ class _Scores(torch.autograd.Function):
         return (sums[1] - sums[0].log()).where(counts, 0.0).squeeze(-1)
 
     @staticmethod
+    @override
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         probabilities, places, is_here, counts = ctx.saved_tensors
         factors = upstream[0].unsqueeze(-1) * counts

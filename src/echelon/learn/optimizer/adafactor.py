@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from echelon.learn.optimizer.rules import Item, assign
+from echelon.learn.optimizer.rules import CompilableRule, Item, assign
 from echelon.learn.optimizer.sharded_parameter import Layout
 from echelon.recipe import OptimConfig
 
@@ -46,7 +47,7 @@ _EAGER = Passes()
 
 
 @dataclass(frozen=True)
-class Adafactor:
+class Adafactor(CompilableRule):
     """Adafactor (Shazeer & Stern 2018) without momentum, in the form of `torch.optim.Adafactor`.
 
     The learning rate is relative to a parameter's root mean square, and at most 1 / sqrt(step). The statistics are
@@ -55,10 +56,11 @@ class Adafactor:
 
     passes: Passes = _EAGER
 
+    @override
     def compiled(self, compile_function: Callable[..., Any]) -> "Adafactor":
-        """See CompilableRule."""
         return Adafactor(Passes(*map(compile_function, self.passes)))
 
+    @override
     def build_state(self, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
         """`step`, and the second moments: of rows and columns, or, of a vector, of each number."""
         step = torch.zeros((), device=parameter.device)
@@ -66,8 +68,9 @@ class Adafactor:
             return {"step": step, "variance": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)}
         return {"step": step, "row_variance": layout.zeros(-1, 1), "column_variance": layout.zeros(-2, 1)}
 
+    @override
     def update(self, items: Sequence[Item], rate: float, weight_decay: float, commit: Tensor) -> None:
-        """See Rule. Collective where parameters are sharded."""
+        """Collective where parameters are sharded."""
         shrink = torch.full((), 1 - rate * weight_decay, device=commit.device)
         for item in items:
             size = item.layout.shape.numel()

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from echelon.learn.optimizer.rules import AdamW, Gradient, Item, assign, build_adamw
+from echelon.learn.optimizer.rules import AdamW, Gradient, Item, PreconditioningRule, assign, build_adamw
 from echelon.learn.optimizer.sharded_parameter import Layout
 from echelon.learn.optimizer.whole_matrices import map_whole
 from echelon.recipe import OptimConfig
@@ -21,7 +22,7 @@ UPDATE_RMS = 0.2
 
 
 @dataclass(frozen=True)
-class Muon:
+class Muon(PreconditioningRule):
     """Muon with Nesterov momentum, its updates as large as AdamW's, so that one learning rate and decay serve both.
 
     Matrices are orthogonalised whole, each by one of the ranks that hold it: a part's own orthogonalisation would be
@@ -30,12 +31,14 @@ class Muon:
 
     momentum: float
 
+    @override
     def build_state(self, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
         """The momentum."""
         return {"momentum": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)}
 
+    @override
     def precondition(self, gradients: Sequence[Gradient], commit: Tensor) -> None:
-        """See PreconditioningRule. Adds the gradients to the momentum, whose orthogonalisation replaces them."""
+        """Adds the gradients to the momentum, whose orthogonalisation replaces them."""
 
         def find_direction(index: int) -> Tensor:
             gradient, momentum = gradients[index].values.float(), gradients[index].state["momentum"]
@@ -49,8 +52,8 @@ class Muon:
 
         map_whole(orthogonalize, [gradient.layout for gradient in gradients], find_direction, replace)
 
+    @override
     def update(self, items: Sequence[Item], rate: float, weight_decay: float, commit: Tensor) -> None:
-        """See Rule."""
         for item in items:
             scale = rate * UPDATE_RMS * math.sqrt(max(item.layout.shape))
             assign(item.weight, item.weight * (1 - rate * weight_decay) - scale * item.gradient, commit)

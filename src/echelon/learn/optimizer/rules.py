@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
+from typing_extensions import override
 
 from echelon.learn.optimizer.sharded_parameter import Layout
 from echelon.recipe import OptimConfig
@@ -108,13 +109,14 @@ def assign(target: Tensor, value: Tensor, commit: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class AdamW:
+class AdamW(ElementwiseRule):
     """AdamW (Loshchilov & Hutter 2019), by PyTorch's fused kernel."""
 
     betas: tuple[float, float]
     eps: float
     has_kernel: ClassVar[bool] = True
 
+    @override
     def build_state(self, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
         """`step`, and the two moments."""
         return {
@@ -123,8 +125,9 @@ class AdamW:
             "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False),
         }
 
+    @override
     def update(self, items: Sequence[Item], rate: float, weight_decay: float, commit: Tensor) -> None:
-        """See Rule. All items in one call."""
+        """All items in one call."""
         adamw(
             [item.weight for item in items],
             [item.gradient for item in items],
@@ -143,8 +146,8 @@ class AdamW:
             maximize=False,
         )
 
+    @override
     def begin(self, states: Sequence[dict[str, Tensor]], rate: float, weight_decay: float, commit: Tensor) -> Tensor:
-        """See ElementwiseRule."""
         counts = [state["step"] for state in states]
         steps = torch.stack(counts).double() + 1
         torch._foreach_add_(counts, commit.float())
@@ -152,10 +155,10 @@ class AdamW:
         fixed = (1 - rate * weight_decay, 1 - self.betas[0], self.betas[1], 1 - self.betas[1], self.eps)
         return spread((size, root, *fixed), len(states), steps.device)
 
+    @override
     def move(
         self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], coefficients: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See ElementwiseRule."""
         size, root, shrink, new, kept, new_square, eps = coefficients.unbind()
         exp_avg = state["exp_avg"] + (gradient - state["exp_avg"]) * new
         exp_avg_sq = state["exp_avg_sq"] * kept + gradient.square() * new_square
@@ -169,18 +172,20 @@ def build_adamw(config: OptimConfig, is_layer_matrix: bool) -> AdamW:
 
 
 @dataclass(frozen=True)
-class MomentumSGD:
+class MomentumSGD(ElementwiseRule):
     """SGD with momentum, b = momentum * b + g, w -= rate * b, by PyTorch's fused kernel; weight decay decoupled."""
 
     momentum: float
     has_kernel: ClassVar[bool] = True
 
+    @override
     def build_state(self, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
         """The momentum, which begins at zero: then the first step takes the gradient as it is."""
         return {"momentum": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)}
 
+    @override
     def update(self, items: Sequence[Item], rate: float, weight_decay: float, commit: Tensor) -> None:
-        """See Rule. All items in one call."""
+        """All items in one call."""
         weights = [item.weight for item in items]
         if weights and weight_decay:
             torch._foreach_mul_(weights, torch.where(commit, 1.0 - rate * weight_decay, 1.0))
@@ -198,14 +203,14 @@ class MomentumSGD:
             maximize=False,
         )
 
+    @override
     def begin(self, states: Sequence[dict[str, Tensor]], rate: float, weight_decay: float, commit: Tensor) -> Tensor:
-        """See ElementwiseRule."""
         return spread((1 - rate * weight_decay, rate, self.momentum), len(states), commit.device)
 
+    @override
     def move(
         self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], coefficients: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See ElementwiseRule."""
         shrink, rate, kept = coefficients.unbind()
         momentum = state["momentum"] * kept + gradient
         return weight * shrink - rate * momentum, {"momentum": momentum}
@@ -217,33 +222,35 @@ def build_sgd(config: OptimConfig, is_layer_matrix: bool) -> MomentumSGD:
 
 
 @dataclass(frozen=True)
-class Lion:
+class Lion(ElementwiseRule):
     """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2)."""
 
     betas: tuple[float, float]
     has_kernel: ClassVar[bool] = False
 
+    @override
     def build_state(self, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
         """The momentum."""
         return {"momentum": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)}
 
+    @override
     def update(self, items: Sequence[Item], rate: float, weight_decay: float, commit: Tensor) -> None:
-        """See Rule: the sign of a mix of momentum and gradient; the momentum itself mixes by the second beta."""
+        """The sign of a mix of momentum and gradient; the momentum itself mixes by the second beta."""
         for item in items:
             momentum = item.state["momentum"]
             sign = momentum.lerp(item.gradient, 1 - self.betas[0]).sign_()
             assign(item.weight, item.weight * (1 - rate * weight_decay) - rate * sign, commit)
             assign(momentum, momentum.lerp(item.gradient, 1 - self.betas[1]), commit)
 
+    @override
     def begin(self, states: Sequence[dict[str, Tensor]], rate: float, weight_decay: float, commit: Tensor) -> Tensor:
-        """See ElementwiseRule."""
         fixed = (1 - rate * weight_decay, rate, 1 - self.betas[0], 1 - self.betas[1])
         return spread(fixed, len(states), commit.device)
 
+    @override
     def move(
         self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], coefficients: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See ElementwiseRule."""
         shrink, rate, mixed, new = coefficients.unbind()
         difference = gradient - state["momentum"]
         sign = (state["momentum"] + difference * mixed).sign()

@@ -10,6 +10,7 @@ import torch._functorch.config
 from torch import nn
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import get_compilation_metrics
+from typing_extensions import override
 
 from echelon.learn.optimizer import compiled_update
 
@@ -25,8 +26,8 @@ logger = logging.getLogger(__name__)
 class _LimitWatch(logging.Handler):
     """Logs a warning, besides Dynamo's own in the rank's log, when a layer is not compiled again."""
 
+    @override
     def emit(self, record: logging.LogRecord) -> None:
-        """See logging.Handler."""
         if str(record.msg).startswith("torch._dynamo hit config."):
             logger.warning(
                 f"compile: layers have been compiled for {torch._dynamo.config.recompile_limit} shapes and modes, the "

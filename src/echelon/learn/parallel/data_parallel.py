@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
 from echelon.learn.distributed.mesh import Meshes
@@ -75,20 +76,24 @@ class Alone(Undivided):
         self._autocast = autocast
 
     @contextmanager
+    @override
     def microbatch(self, is_last: bool) -> Iterator[None]:
         """Gradients add up in place; nothing is sent."""
         with self._autocast():
             yield
 
+    @override
     def clear_gradients(self) -> None:
-        """See DataParallel. Frees their memory."""
+        """Frees their memory."""
         free_gradients(self._parameters)
 
+    @override
     def isolated(self) -> AbstractContextManager[None]:
         """Nothing is sent in any case."""
         return nullcontext()
 
     @contextmanager
+    @override
     def evaluation(self) -> Iterator[nn.Module]:
         """The module in evaluation mode."""
         with evaluation_mode(self.module), self._autocast():
@@ -152,6 +157,7 @@ class Replicated(Undivided):
         self._forgets = False
 
     @contextmanager
+    @override
     def microbatch(self, is_last: bool) -> Iterator[None]:
         """Gradients stay local until the last microbatch.
 
@@ -170,11 +176,13 @@ class Replicated(Undivided):
             yield
         self._num_reduced += is_last
 
+    @override
     def clear_gradients(self) -> None:
-        """See DataParallel. When the next microbatch begins: how it is done depends on how many follow."""
+        """When the next microbatch begins: how it is done depends on how many follow."""
         self._forgets = True
 
     @contextmanager
+    @override
     def isolated(self) -> Iterator[None]:
         """Buckets keep the gradients of this rank."""
         self._reduction.sends = False
@@ -183,25 +191,27 @@ class Replicated(Undivided):
         finally:
             self._reduction.sends = True
 
+    @override
     def begin_step(self, step: int) -> None:
-        """See Parallel."""
         self._reduction.step = step
 
+    @override
     def reduce(self) -> None:
-        """See Parallel. DDP has waited for the sums, and does not know of their errors."""
+        """DDP has waited for the sums, and does not know of their errors."""
         if self._reduction.buckets is not None:
             self._reduction.buckets.finish()
 
+    @override
     def settle(self, commit: Tensor) -> None:
-        """See Parallel."""
         if self._reduction.buckets is not None:
             self._reduction.buckets.reducer.settle(commit)
 
+    @override
     def tensors(self) -> Mapping[str, Tensor]:
-        """See Parallel."""
         return {} if self._reduction.buckets is None else self._reduction.buckets.reducer.tensors()
 
     @contextmanager
+    @override
     def evaluation(self) -> Iterator[nn.Module]:
         """The copy of this rank, without DDP's hooks."""
         with evaluation_mode(self._inner), self._autocast():
@@ -220,6 +230,7 @@ def sum_gradients(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures
 class _OwnShard(DefaultAllGather):
     """Fills the result of an all-gather with copies of this rank's shard. The arguments are torch's."""
 
+    @override
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> None:
         for part in output_tensor.split(input_tensor.numel()):
             if part.data_ptr() != input_tensor.data_ptr():  # the input may be a part of the output
@@ -229,6 +240,7 @@ class _OwnShard(DefaultAllGather):
 class _NoSum(DefaultReduceScatter):
     """Fills the result of a reduce-scatter with zeros, which HSDP may add to the sum of a later step."""
 
+    @override
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
         output_tensor.zero_()
 
@@ -251,6 +263,7 @@ class FullyShard(Undivided):
         self._parameters = list(module.parameters())
 
     @contextmanager
+    @override
     def microbatch(self, is_last: bool) -> Iterator[None]:
         """ZeRO-1 keeps whole gradients until the last microbatch; the others reduce-scatter each one.
 
@@ -265,11 +278,13 @@ class FullyShard(Undivided):
             unit.set_reshard_after_backward(is_last or self._plan.reshard_after_forward, recurse=False)
         yield
 
+    @override
     def clear_gradients(self) -> None:
-        """See DataParallel. Frees their memory."""
+        """Frees their memory."""
         free_gradients(self._parameters)
 
     @contextmanager
+    @override
     def isolated(self) -> Iterator[None]:
         """Gathered parameters are copies of this rank's shard, and reduced gradients are 0.
 
@@ -299,6 +314,7 @@ class FullyShard(Undivided):
                     unit.set_custom_reduce_scatter(reduce)
 
     @contextmanager
+    @override
     def evaluation(self) -> Iterator[nn.Module]:
         """The module in evaluation mode; whatever stayed gathered is sharded again at the end."""
         with evaluation_mode(self.module):

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers.integrations.moe import grouped_mm_experts_forward
+from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
 from echelon.learn.distributed.mesh import Meshes
@@ -68,11 +69,13 @@ class _Exchange(torch.autograd.Function):
     """`ExpertGroup.exchange`; gradients are sent back the same way."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, rows: Tensor, group: ExpertGroup, sent: list[int], received: list[int]) -> Tensor:
         ctx.way = group, sent, received
         return group.exchange(rows, sent, received)
 
     @staticmethod
+    @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         group, sent, received = ctx.way
         return group.exchange(gradients[0], received, sent), None, None, None

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from echelon.learn.distributed.isolation import Isolatable
 from echelon.learn.distributed.traffic import Route, count_traffic
@@ -70,7 +71,7 @@ class GroupSums:
 
 
 class HorovodSum(Isolatable, Alone):
-    """A whole copy of the model on every rank; sums overlap the last backward pass of a step. See Parallel."""
+    """A whole copy of the model on every rank; sums overlap the last backward pass of a step."""
 
     def __init__(self, module: nn.Module, autocast: Autocast, hvd: Any, group_bytes: int, in_fp16: bool) -> None:
         """`group_bytes`: of the gradients that are summed at once. See `GroupSums` for the others."""
@@ -84,12 +85,14 @@ class HorovodSum(Isolatable, Alone):
             register(_Hook(self._sums, name))
 
     @contextmanager
+    @override
     def microbatch(self, is_last: bool) -> Iterator[None]:
         """Gradients stay on this rank until the last microbatch."""
         self._sums.takes = is_last and self._sends
         with super().microbatch(is_last):
             yield
 
+    @override
     def reduce(self) -> None:
         """Send the groups with parameters that the last microbatch did not use, and wait for all. Collective."""
         if not self._sums.takes:

@@ -24,6 +24,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from typing_extensions import override
 
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.distributed.objects import broadcast_object
@@ -34,7 +35,7 @@ from echelon.learn.model.stage import Absent, StageRange
 from echelon.learn.objectives.objective import Objective, training_sums
 from echelon.learn.objectives.outputs import DecoderOutputs, ObjectiveModule, OutputsFn
 from echelon.learn.parallel.protocol import DataParallel, SendsWhole
-from echelon.learn.parallel.step import StepSums, poison_if_not_finite
+from echelon.learn.parallel.step import ForwardBackward, StepSums, poison_if_not_finite
 from echelon.planner.axes.pipeline_schedule import microbatches_kept, passes_deferred
 from echelon.planner.plan import ParallelPlan
 
@@ -112,23 +113,24 @@ class _ScheduledStage(PipelineStage):
         self._clock = clock
         self._number = 0
 
+    @override
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """See PipelineStage. The number of the microbatch finds its tokens and labels, which this rank has."""
+        """The number of the microbatch finds its tokens and labels, which this rank has."""
         self._number = fwd_chunk_id
         with self._clock.busy():
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
+    @override
     def forward_maybe_with_nosync(self, received: Tensor, **kwargs: Any) -> Tensor:
-        """See PipelineStage."""
         return self._run(self._number, received)
 
+    @override
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        """See PipelineStage."""
         with self._clock.busy():
             super().backward_one_chunk(*args, **kwargs)
 
+    @override
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        """See PipelineStage."""
         with self._clock.busy():
             super().backward_weight_one_chunk(*args, **kwargs)
 
@@ -137,18 +139,20 @@ class _WithLoss(torch.autograd.Function):
     """Hidden states unchanged, with a loss of the stage: its backward pass begins where their gradient arrives."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, hidden: Tensor, loss: Tensor) -> Tensor:
         return hidden.view_as(hidden)
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         return gradient, torch.ones((), device=gradient.device)
 
 
-class Pipeline(SendsWhole):
+class Pipeline(SendsWhole, ForwardBackward):
     """The stages of this rank, in a pipeline with those of the other ranks of its axis pp.
 
-    It is the ForwardBackward and the parallelism of an engine. See `ForwardBackward` and `Parallel`.
+    It is the ForwardBackward and the parallelism of an engine.
     """
 
     num_rehearsals = 1
@@ -164,7 +168,7 @@ class Pipeline(SendsWhole):
         router_strength: float | None = None,
         shared: Sequence[str] = (),
     ) -> None:
-        """See Pipeline.
+        """Needs a plan with a schedule.
 
         Args:
             parts: the stages of this rank, first to last: every plan.pp-th one.
@@ -199,10 +203,11 @@ class Pipeline(SendsWhole):
             if not isinstance(module, Absent)
         }
 
+    @override
     def __call__(
         self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective
     ) -> StepSums:
-        """See ForwardBackward. The loss is on the last stage alone."""
+        """The loss is on the last stage alone."""
         self._work = _Work(step, microbatches, num_targets, objective)
         self._totals = torch.zeros_like(self._totals)
         try:
@@ -225,14 +230,15 @@ class Pipeline(SendsWhole):
         counts = torch.stack([tap.take_expert_tokens(self._device) for tap in taps if tap is not None])
         return StepSums(loss, router, counts.sum(0))
 
+    @override
     def clear_gradients(self) -> None:
-        """See Parallel."""
         for part in self._parts:
             part.parallel.clear_gradients()
 
     @contextmanager
+    @override
     def isolated(self) -> Iterator[None]:
-        """See Parallel. Each stage runs on hidden states of its own, as many microbatches at once as in a step."""
+        """Each stage runs on hidden states of its own, as many microbatches at once as in a step."""
         with ExitStack() as stack:
             for part in self._parts:
                 stack.enter_context(part.parallel.isolated())
@@ -243,15 +249,17 @@ class Pipeline(SendsWhole):
                 self._sends = True
 
     @contextmanager
+    @override
     def evaluation(self) -> Iterator[Callable[[Microbatch, OutputsFn], Tensor]]:
-        """See Parallel. Microbatches pass the stages one after the other; every rank gets the result of the last."""
+        """Microbatches pass the stages one after the other; every rank gets the result of the last."""
         with ExitStack() as stack:
             for part in self._parts:
                 stack.enter_context(part.parallel.evaluation())
             yield self._evaluate
 
+    @override
     def waiting(self) -> float | None:
-        """See Parallel. None before the first step that a schedule ran."""
+        """None before the first step that a schedule ran."""
         return self._clock.waiting_share()
 
     def _run_scheduled(self, microbatches: Sequence[Microbatch]) -> None:

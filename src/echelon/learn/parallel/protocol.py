@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.objectives.outputs import OutputsFn
@@ -58,38 +59,6 @@ class Parallel(Protocol):
         """Return the share of the last step in which this rank waited for other stages; None without a pipeline."""
 
 
-class SendsWhole:
-    """What holds for every parallelism that sends gradients whole. See Parallel."""
-
-    def begin_step(self, step: int) -> None:
-        """See Parallel."""
-
-    def reduce(self) -> None:
-        """See Parallel."""
-
-    def settle(self, commit: Tensor) -> None:
-        """See Parallel."""
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """See Parallel."""
-        return {}
-
-
-class Undivided(SendsWhole):
-    """What holds for every parallelism in which each rank runs all layers. See DataParallel."""
-
-    stage_of: Mapping[str, int] = {}
-    counted_elsewhere: frozenset[str] = frozenset()
-
-    def backward(self, sums: Tensor, weights: Tensor) -> None:
-        """See DataParallel."""
-        sums.backward(weights)  # type: ignore[no-untyped-call]
-
-    def waiting(self) -> float | None:
-        """See Parallel."""
-        return None
-
-
 class DataParallel(Parallel, Protocol):
     """A module made parallel over the data axes."""
 
@@ -100,3 +69,38 @@ class DataParallel(Parallel, Protocol):
 
     def backward(self, sums: Tensor, weights: Tensor) -> None:
         """Add the gradients of the weighted sum of what the module returned in the scope before."""
+
+
+class SendsWhole(Parallel):
+    """What holds for every parallelism that sends gradients whole."""
+
+    @override
+    def begin_step(self, step: int) -> None:
+        """Nothing to do."""
+
+    @override
+    def reduce(self) -> None:
+        """Nothing to do."""
+
+    @override
+    def settle(self, commit: Tensor) -> None:
+        """Nothing to do."""
+
+    @override
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {}
+
+
+class Undivided(SendsWhole, DataParallel):
+    """What holds for every parallelism in which each rank runs all layers."""
+
+    stage_of: Mapping[str, int] = {}
+    counted_elsewhere: frozenset[str] = frozenset()
+
+    @override
+    def backward(self, sums: Tensor, weights: Tensor) -> None:
+        sums.backward(weights)  # type: ignore[no-untyped-call]
+
+    @override
+    def waiting(self) -> float | None:
+        return None

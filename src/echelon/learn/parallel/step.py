@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.profiler import record_function
+from typing_extensions import override
 
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.model.router import RouterTap
@@ -38,7 +39,7 @@ class ForwardBackward(Protocol):
         """Collective. Returns this rank's sums."""
 
 
-class SingleStage:
+class SingleStage(ForwardBackward):
     """Every rank runs the whole depth of the model, one microbatch after the other."""
 
     def __init__(
@@ -50,10 +51,10 @@ class SingleStage:
         self._router_strength = router_strength
         self._tap = tap
 
+    @override
     def __call__(
         self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective
     ) -> StepSums:
-        """See ForwardBackward."""
         total = torch.zeros(2, dtype=torch.float64, device=num_targets.device)
         factors = torch.ones(2, device=num_targets.device)
         factors[1].fill_(self._router_strength or 0.0)

@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from echelon.learn.distributed.isolation import Isolatable
 from echelon.learn.parallel.data_parallel import Alone
@@ -9,13 +10,14 @@ from echelon.learn.reduction.reducer import divide, flatten, write_back
 
 
 class Summed(Isolatable, Alone):
-    """Gradients are summed over all processes of the default group, after the last microbatch. See Parallel.
+    """Gradients are summed over all processes of the default group, after the last microbatch.
 
     The default group is looked up in every step, because the quorum replaces it when a replica is lost or joins; a DDP
     module would have to be built again.
     """
 
     @torch.no_grad()
+    @override
     def reduce(self) -> None:
         """Replace the gradients by their sums, in fp32. Collective."""
         if not self._sends or dist.get_world_size() == 1:

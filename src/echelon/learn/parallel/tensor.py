@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
+from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
 from echelon.learn.distributed.mesh import Meshes
@@ -48,6 +49,7 @@ class _Whole(ParallelStyle):
     def __init__(self, given: Placement, use_local_output: bool) -> None:
         self._given, self._use_local_output = given, use_local_output
 
+    @override
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             [given] = inputs
@@ -76,6 +78,7 @@ class _Receive(ParallelStyle):
     def __init__(self, convert: Callable[[Tensor, DeviceMesh], Tensor]) -> None:
         self._convert = convert
 
+    @override
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def receive(_: nn.Module, args: Any, kwargs: Any) -> Any:
             if args:
@@ -92,6 +95,7 @@ class _Return(ParallelStyle):
     def __init__(self, convert: Callable[[Tensor, DeviceMesh], Tensor]) -> None:
         self._convert = convert
 
+    @override
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_hook(lambda _module, _inputs, output: self._convert(output, device_mesh))
         return module

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
 from echelon.planner.experts import find_recorded_routers
@@ -74,10 +75,12 @@ class _SharedGradient(torch.autograd.Function):
     """Returns its input; the gradient is divided by the number of ranks that have the same one, and add it up."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, hidden: Tensor, num_ranks: int) -> Tensor:
         ctx.num_ranks = num_ranks
         return hidden.view_as(hidden)
 
     @staticmethod
+    @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0] / ctx.num_ranks, None

@@ -7,8 +7,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
-from echelon.learn.reduction.reducer import flatten, gather, write_back
+from echelon.learn.reduction.reducer import Reducer, flatten, gather, write_back
 
 _BLOCK = 256  # numbers with a scale of their own
 
@@ -57,18 +58,18 @@ ROUNDED, HALF = _code_as(torch.bfloat16), _code_as(torch.float16)
 BLOCKS = Code(_encode_blocks, _decode_blocks, _BLOCK)
 
 
-class Encoded:
+class Encoded(Reducer):
     """Sends every value, rounded: twice, as it is sent to the rank that sums it, and as the sum is sent to all.
 
-    Each rank sends 2 (n - 1) / n of the encoded bytes over n ranks, as by a ring. See Reducer.
+    Each rank sends 2 (n - 1) / n of the encoded bytes over n ranks, as by a ring.
     """
 
     def __init__(self, code: Code, group: dist.ProcessGroup) -> None:
         self._code = code
         self._group = group
 
+    @override
     def reduce(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """See Reducer."""
         write_back(self.sum(flatten(tensors)), tensors)
 
     def sum(self, values: Tensor) -> Tensor:
@@ -82,9 +83,11 @@ class Encoded:
         sums = gather(self._code.encode(share), self._group).flatten()
         return self._code.decode(sums)[: len(values)]
 
+    @override
     def settle(self, commit: Tensor) -> None:
         """Nothing is kept."""
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
         """No tensors."""
         return {}

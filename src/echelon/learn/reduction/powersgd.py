@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from echelon.learn.model.seeds import derive_seed
 from echelon.learn.reduction.reducer import Feedback, flatten, write_back
@@ -14,7 +15,7 @@ class PowerSGD(Feedback):
     """Vogels, Karimireddy & Jaggi, "PowerSGD" (arXiv:1905.13727), algorithms 1 and 2, with a warm start.
 
     A matrix [n, m] is sent as [n, r] and [m, r]; vectors, and matrices that this would not make smaller, as they are.
-    Sums in place of the paper's means: the method is linear in the residuals. See Reducer.
+    Sums in place of the paper's means: the method is linear in the residuals.
     """
 
     def __init__(self, trained: Mapping[str, Tensor], rank: int, group: dist.ProcessGroup, seed: int) -> None:
@@ -23,8 +24,8 @@ class PowerSGD(Feedback):
         self._group = group
         self._right = {name: _random_matrix(tensor, rank, seed, name) for name, tensor in matrices.items()}
 
+    @override
     def reduce(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """See Reducer."""
         whole = {name: tensor for name, tensor in tensors.items() if name not in self._right}
         matrices = {name: _as_matrix(self.correct(name, tensors[name])) for name in tensors if name in self._right}
         left = {name: matrix @ self._right[name] for name, matrix in matrices.items()}
@@ -44,8 +45,9 @@ class PowerSGD(Feedback):
             dist.all_reduce(flat, group=self._group)
             write_back(flat, tensors)
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
-        """See Reducer. The thin matrices are the same on every rank."""
+        """The thin matrices are the same on every rank."""
         return super().tensors() | {f"powersgd.{name}": tensor for name, tensor in self._right.items()}
 
 

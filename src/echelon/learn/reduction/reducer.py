@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from echelon.learn.distributed.replica_names import rank_name
 from echelon.planner.replica_costs import SENT_AT_ONCE
@@ -30,7 +31,7 @@ class Reducer(Protocol):
         """Return the live tensors that a resumed run needs. Those that differ between ranks have the rank's name."""
 
 
-class Feedback:
+class Feedback(Reducer):
     """Error feedback: what a rank did not send is added to its tensors of the next step.
 
     Stich, Cordonnier & Jaggi, "Sparsified SGD with Memory" (arXiv:1809.07599); Karimireddy et al., "Error Feedback
@@ -54,14 +55,14 @@ class Feedback:
         """Give a tensor of the state another value if the step is applied. The last call before `settle` counts."""
         self._updates[id(state)] = (state, value)
 
+    @override
     def settle(self, commit: Tensor) -> None:
-        """See Reducer."""
         for state, value in self._updates.values():
             state.copy_(torch.where(commit, value.view_as(state), state))
         self._updates.clear()
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
-        """See Reducer."""
         rank = dist.get_rank()
         return {rank_name(rank, f"residual.{name}"): tensor for name, tensor in self._residuals.items()}
 

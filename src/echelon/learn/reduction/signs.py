@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from echelon.learn.reduction.reducer import Feedback, gather, write_back
 
@@ -17,15 +18,16 @@ class Signs(Feedback):
     A block, with a magnitude of its own (Zheng et al., arXiv:1905.10936, algorithm 1), is a row: the values along the
     last dimension. Rows of an embedding whose tokens no batch had stay zeros.
 
-    Each rank sends every other rank one bit for each value, and 4 bytes for each block. See Reducer.
+    Each rank sends every other rank one bit for each value, and 4 bytes for each block.
     """
 
     def __init__(self, trained: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         super().__init__(trained)
         self._group = group
 
+    @override
     def reduce(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """See Reducer. The mean magnitude of a block with a value that is not finite is not finite either."""
+        """The mean magnitude of a block with a value that is not finite is not finite either."""
         corrected = {name: _blocks(self.correct(name, tensor)) for name, tensor in tensors.items()}
         scales = torch.cat([blocks.abs().mean(1) for blocks in corrected.values()])
         bits = torch.cat([(blocks >= 0).flatten() for blocks in corrected.values()])

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from echelon.learn.model.seeds import derive_seed
 from echelon.learn.reduction.reducer import Feedback, gather, write_back
@@ -18,7 +19,7 @@ def count_sent(size: int, fraction: float) -> int:
 class TopK(Feedback):
     """Each rank sends its values of largest magnitude, and where they are: 8 bytes each to every other rank.
 
-    Stich, Cordonnier & Jaggi (arXiv:1809.07599), with top-k of each tensor. See Reducer.
+    Stich, Cordonnier & Jaggi (arXiv:1809.07599), with top-k of each tensor.
     """
 
     def __init__(self, trained: Mapping[str, Tensor], fraction: float, group: dist.ProcessGroup) -> None:
@@ -26,8 +27,8 @@ class TopK(Feedback):
         self._fraction = fraction
         self._group = group
 
+    @override
     def reduce(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """See Reducer."""
         mine = self.choose(tensors)
         total = torch.zeros(sum(tensor.numel() for tensor in tensors.values()), device=mine.device)
         # One rank at a time: it sends each place once, so the order of every sum is fixed.
@@ -54,7 +55,7 @@ class TopK(Feedback):
 class RandomK(Feedback):
     """All ranks send the same random values, chosen anew in each step, so that their places need not be sent.
 
-    Stich, Cordonnier & Jaggi (arXiv:1809.07599). See Reducer.
+    Stich, Cordonnier & Jaggi (arXiv:1809.07599).
     """
 
     def __init__(self, trained: Mapping[str, Tensor], fraction: float, group: dist.ProcessGroup, seed: int) -> None:
@@ -63,8 +64,9 @@ class RandomK(Feedback):
         self._group = group
         self._seed = seed
 
+    @override
     def reduce(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """See Reducer. A value that is not finite is sent in any case, as the last one."""
+        """A value that is not finite is sent in any case, as the last one."""
         values, places, start = [], [], 0
         for name, tensor in tensors.items():
             corrected = self.correct(name, tensor).flatten()

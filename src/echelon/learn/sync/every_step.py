@@ -6,17 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from echelon.learn.distributed.mesh import Meshes
-from echelon.learn.sync.synchronizer import DataShare, Fill, Replica
+from echelon.learn.sync.synchronizer import DataShare, Fill, Replica, Synchronizer
 from echelon.recipe import SyncConfig
 
 
-class EveryStep:
-    """Gradients are reduced over all ranks at every step; a step commits when the global norm is finite.
-
-    See `Synchronizer`.
-    """
+class EveryStep(Synchronizer):
+    """Gradients are reduced over all ranks at every step; a step commits when the global norm is finite."""
 
     lag = 1
 
@@ -24,41 +22,50 @@ class EveryStep:
         self._replica = replica
         self._share = DataShare(meshes.data_rank, meshes.data_size)
 
+    @override
     def shares(self, step: int) -> Iterable[DataShare]:
         """The same at every step."""
         return (self._share,)
 
+    @override
     def clip(self, step: int, num_targets: Tensor, max_norm: float | None) -> Tensor:
-        """See Synchronizer."""
         return self._replica.clip(max_norm)
 
+    @override
     def should_commit(self, grad_norm: Tensor) -> Tensor:
         """Finite on one rank is finite on all: the norm is already the global one."""
         return torch.isfinite(grad_norm)
 
+    @override
     def apply(self, step: int, learning_rate: float, commit: Tensor) -> None:
         """Gradients are already the sum over all ranks."""
         self._replica.step(learning_rate, commit)
 
+    @override
     def end_step(self, step: int, is_last: bool) -> bool:
         """Nothing to settle."""
         return True
 
+    @override
     def agreed(self) -> AbstractContextManager[None]:
         """The weights are always the agreed ones."""
         return nullcontext()
 
+    @override
     def tensors(self, engine_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """No tensors of its own."""
         return dict(engine_state)
 
+    @override
     def load(self, engine_state: Mapping[str, Tensor], fill: Fill) -> None:
         """No tensors of its own."""
         fill(engine_state)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """No state."""
         return {}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """No state."""

@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from echelon.ground.errors import CheckpointError
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.replica_names import replica_name
 from echelon.learn.reduction import build_reducer
 from echelon.learn.reduction.reducer import divide, flatten, write_back
-from echelon.learn.sync.synchronizer import DataShare, Fill, Replica
+from echelon.learn.sync.synchronizer import DataShare, Fill, Replica, Synchronizer
 from echelon.planner.plan import build_sync_plan
 from echelon.recipe import SyncConfig
 
@@ -28,13 +29,13 @@ from echelon.recipe import SyncConfig
 _KEPT = 0.5
 
 
-class OuterSteps:
+class OuterSteps(Synchronizer):
     """Replicas have the same weights after every `sync.every`-th step; a checkpoint has those weights as the model.
 
     The outer gradient is the agreed weights minus those of a replica, and its mean over the replicas is applied with
     SGD or Nesterov momentum, as `torch.optim.SGD` does it. With `sync.overlap` it is sent during the next step, and
     replicas then take half of the agreed weights. Each rank handles its part of the weights, so the replicas may be
-    divided in any way. See `Synchronizer`.
+    divided in any way.
     """
 
     lag = 1
@@ -56,23 +57,27 @@ class OuterSteps:
         self._device = torch.device("cpu" if config.overlap else meshes.device_type)
         self._reducer = build_reducer(build_sync_plan(config), self._agreed, self._group)
 
+    @override
     def shares(self, step: int) -> Iterable[DataShare]:
         """The same at every step: each replica reads its part of every batch."""
         return (self._share,)
 
+    @override
     def clip(self, step: int, num_targets: Tensor, max_norm: float | None) -> Tensor:
-        """See Synchronizer."""
         return self._replica.clip(max_norm)
 
+    @override
     def should_commit(self, grad_norm: Tensor) -> Tensor:
         """Whether the norm of this replica is finite."""
         return torch.isfinite(grad_norm)
 
+    @override
     def apply(self, step: int, learning_rate: float, commit: Tensor) -> None:
         """Each replica steps on its own."""
         self._replica.step(learning_rate, commit)
 
     @torch.no_grad()
+    @override
     def end_step(self, step: int, is_last: bool) -> bool:
         """Agree after every `sync.every` steps, and after the last one."""
         if self._is_late:
@@ -133,8 +138,9 @@ class OuterSteps:
             agreed.copy_(agreed.float() - rate * gradient)
 
     @contextmanager
+    @override
     def agreed(self) -> Iterator[None]:
-        """See Synchronizer. Needs the memory of another copy of this rank's weights."""
+        """Needs the memory of another copy of this rank's weights."""
         self._wait()
         weights = self._replica.weights()
         own = {name: weight.clone() for name, weight in weights.items()}
@@ -144,6 +150,7 @@ class OuterSteps:
         finally:
             _copy(weights, own)
 
+    @override
     def tensors(self, engine_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The agreed weights under the names of the model's, and all of each replica under its index."""
         self._wait()
@@ -158,17 +165,18 @@ class OuterSteps:
         own = {replica_name(self._index, name): each for name, each in engine_state.items() if name not in fixed}
         return shared | fixed | own
 
+    @override
     def load(self, engine_state: Mapping[str, Tensor], fill: Fill) -> None:
-        """See Synchronizer."""
         fill(self.tensors(engine_state))
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """Whether outer gradients are still to be applied."""
         self._wait()
         return {"is_late": self._is_late}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Synchronizer."""
         self._wait()
         is_late = state.get("is_late", False)
         if state.keys() - {"is_late"} or not isinstance(is_late, bool):

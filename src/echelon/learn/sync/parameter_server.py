@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from echelon.learn.distributed.membership import Membership, ViewChanged, close_connections
 from echelon.learn.distributed.mesh import Meshes
@@ -18,7 +19,7 @@ from echelon.learn.optimizer import divide_names
 from echelon.learn.reduction.reducer import write_back
 from echelon.learn.sync.push_code import Pusher
 from echelon.learn.sync.pushes import Kind, Request, Taken, await_message, await_reply, post
-from echelon.learn.sync.synchronizer import DataShare, Fill, Replica
+from echelon.learn.sync.synchronizer import DataShare, Fill, Replica, Synchronizer
 from echelon.learn.sync.weight_server import Server
 from echelon.recipe import SyncConfig
 
@@ -28,13 +29,13 @@ logger = logging.getLogger(__name__)
 _FREE_LAG = 32
 
 
-class ParameterServer:
+class ParameterServer(Synchronizer):
     """Every process is a worker; the first `sync.servers` of them own disjoint parts of the weights, by bytes, as well.
 
     With `sync.max_staleness: 0` a step waits for all workers. Its gradients are added up at their servers and clipped
     by the norm of the whole sum, and each server steps its part with the optimizer of the recipe. Otherwise workers do
     not wait for each other: each takes the next share of a batch, pulls the weights, and pushes gradients, clipped by
-    their own norm, that are applied alone. See `Synchronizer`.
+    their own norm, that are applied alone.
 
     Where workers may be lost, a step that waits for all is applied after a vote. So either all servers have applied it
     or none has, and it is repeated. Shares that are applied alone are computed again, and servers drop those that they
@@ -72,6 +73,7 @@ class ParameterServer:
                     "group has changed"
                 )
 
+    @override
     def shares(self, step: int) -> Iterator[DataShare]:
         """The same at every step if it waits for all workers; else what no other worker has taken.
 
@@ -90,6 +92,7 @@ class ParameterServer:
             raise ViewChanged
 
     @torch.no_grad()
+    @override
     def clip(self, step: int, num_targets: Tensor, max_norm: float | None) -> Tensor:
         """Push the gradients; return the norm of the sum over all workers. The servers clip when they apply it.
 
@@ -102,10 +105,12 @@ class ParameterServer:
         self._norms = (float(norm), float("inf") if max_norm is None else max_norm)
         return norm
 
+    @override
     def should_commit(self, grad_norm: Tensor) -> Tensor:
         """Whether the norm is finite; that of the sum over all workers is so for each of them."""
         return torch.isfinite(grad_norm)
 
+    @override
     def apply(self, step: int, learning_rate: float, commit: Tensor) -> None:
         """Apply or drop the sum, if this process is a server; or push gradients that are applied alone.
 
@@ -121,30 +126,35 @@ class ParameterServer:
         self._pusher.settle(commit)
         self._replica.step(learning_rate, commit)
 
+    @override
     def end_step(self, step: int, is_last: bool) -> bool:
         """Nothing to settle."""
         return True
 
+    @override
     def agreed(self) -> AbstractContextManager[None]:
         """The weights of the servers, after all that was pushed."""
         self._drain()
         return nullcontext()
 
+    @override
     def tensors(self, engine_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What compressed pushes have not sent. The weights are the model's, and servers have the optimizer state."""
         self._drain()
         return dict(engine_state) | self._pusher.tensors()
 
+    @override
     def load(self, engine_state: Mapping[str, Tensor], fill: Fill) -> None:
-        """See Synchronizer."""
         self._drain()
         fill(self.tensors(engine_state))
         self._served.take(self._replica.weights())
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """No state."""
         return {}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """No state."""
         self._drain()

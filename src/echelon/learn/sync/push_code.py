@@ -50,12 +50,12 @@ class Pusher:
         return self._code.encode(_pad(flatten(tensors), self._code))
 
     def settle(self, commit: Tensor) -> None:
-        """See Reducer."""
+        """Keep what was not sent for the next push, where `commit` is true."""
         if self._largest is not None:
             self._largest.settle(commit)
 
     def tensors(self) -> dict[str, Tensor]:
-        """See Reducer."""
+        """Return the live tensors that a resumed run needs."""
         return {} if self._largest is None else self._largest.tensors()
 
 

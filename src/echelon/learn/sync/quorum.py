@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from torch import Tensor
+from typing_extensions import override
 
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.sync.every_step import EveryStep
@@ -14,7 +15,6 @@ class Quorum(EveryStep):
     """Gradients are summed over the replicas that are there; the weights change only after a vote.
 
     So when a replica is lost, either every other one has applied the step or none has, and all hold the same weights.
-    See `Synchronizer`.
     """
 
     lag = 0
@@ -23,12 +23,14 @@ class Quorum(EveryStep):
         super().__init__(config, replica, meshes)
         self._membership = meshes.membership
 
+    @override
     def shares(self, step: int) -> Iterable[DataShare]:
         """The same at every step of a view. Raises ViewChanged if a replica was lost, or waits to join."""
         if self._membership is not None:
             self._membership.check()
         return super().shares(step)
 
+    @override
     def apply(self, step: int, learning_rate: float, commit: Tensor) -> None:
         """Vote, then apply the gradients. Raises ViewChanged if a replica was lost before it had voted."""
         if self._membership is not None:

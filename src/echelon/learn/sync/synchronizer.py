@@ -24,15 +24,14 @@ class DataShare(NamedTuple):
 class Replica(Protocol):
     """What a synchronizer may read and change of the model that this rank trains. Every method is collective."""
 
+    served: "Served | None"
+    """What this rank owns of the weights as a parameter server; None unless the plan has such servers."""
+
     def weights(self) -> dict[str, Tensor]:
         """What trains, live, as this rank holds it, under names that no plan changes."""
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of what trains, live, under the names of `weights`; between forward_backward and step."""
-
-    @property
-    def served(self) -> "Served | None":
-        """What this rank owns of the weights as a parameter server; None unless the plan has such servers."""
 
     def clip(self, max_norm: float | None) -> Tensor:
         """Scale gradients to at most `max_norm` (None: only measure); return the global norm before clipping."""
@@ -47,12 +46,11 @@ class Synchronizer(Protocol):
     A step calls `shares`, then for each of them `clip`, `should_commit` and `apply`, and `end_step`, in this order.
     """
 
-    @property
-    def lag(self) -> int:
-        """How many further steps are launched before a step's metrics are read: 1 keeps the host from waiting.
+    lag: int
+    """How many further steps are launched before a step's metrics are read: 1 keeps the host from waiting.
 
-        0: they are known before `apply` is called.
-        """
+    0: they are known before `apply` is called.
+    """
 
     def shares(self, step: int) -> Iterable[DataShare]:
         """What this rank reads of this step's batch, one share after the other: usually one.

@@ -148,15 +148,18 @@ class ViewStore(Store):
         self._store = store
         self._is_over = is_over
 
+    @override
     def set(self, key: str, value: str) -> None:
         """Publish a value."""
         self._store.set(key, value)
 
+    @override
     def get(self, key: str) -> bytes:
         """The value of a key, once it is there. Raises ViewChanged as `wait` does."""
         self.wait([key])
         return self._store.get(key)
 
+    @override
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait for keys, however long it takes. Raises ViewChanged if one is not there and the view is over."""
         while not self._store.check(keys):

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from typing_extensions import override
+
 from echelon.ground.errors import ConfigError
 from echelon.run.report.live import REFRESH_SECONDS, read_live
 from echelon.run.report.page import render_page
@@ -65,6 +67,7 @@ class LiveServer(ThreadingHTTPServer):
                 self._page, self._made_at = render_page(read_live(self._path), REFRESH_SECONDS), time.monotonic()
             return self._page
 
+    @override
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread of its own, or refuse at once if too many connections are open."""
         if not self._free.acquire(blocking=False):
@@ -76,8 +79,8 @@ class LiveServer(ThreadingHTTPServer):
         self._unread[request] = time.monotonic()
         super().process_request(request, client_address)
 
+    @override
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """See ThreadingMixIn."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -88,6 +91,7 @@ class LiveServer(ThreadingHTTPServer):
         """Note that a connection has sent its request."""
         self._unread.pop(request, None)
 
+    @override
     def service_actions(self) -> None:
         """Close connections without a request; called twice a second. One that sends a byte now and then counts too."""
         for request, began in list(self._unread.items()):
@@ -95,6 +99,7 @@ class LiveServer(ThreadingHTTPServer):
                 with suppress(OSError):
                     request.shutdown(socket.SHUT_RDWR)
 
+    @override
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing about connections that the other side has closed or left."""
         if not isinstance(sys.exception(), OSError):
@@ -133,11 +138,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
+    @override
     def end_headers(self) -> None:
         """End the headers of any answer, of an error in `http.server` too, with those that all of them have."""
         for name, value in _HEADERS:
             self.send_header(name, value)
         super().end_headers()
 
+    @override
     def log_message(self, format: str, *arguments: object) -> None:
         """Log nothing: a browser asks every few seconds."""

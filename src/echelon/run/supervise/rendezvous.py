@@ -9,6 +9,8 @@ import pickle
 import socket
 from typing import TYPE_CHECKING, Any, cast
 
+from typing_extensions import override
+
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
@@ -48,7 +50,7 @@ class AloneHandler:
         self._run_id = run_id
 
     def get_backend(self) -> str:
-        """See torch's RendezvousHandler, here and below."""
+        """The name of this backend."""
         return ALONE
 
     def next_rendezvous(self) -> "RendezvousInfo":
@@ -91,14 +93,14 @@ class GuardedBackend:
         self._endpoint = endpoint
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        """See torch's RendezvousBackend. Raises RendezvousStateError for a state that no agent wrote."""
+        """Return the present state and its token. Raises RendezvousStateError for a state that no agent wrote."""
         found = self._inner.get_state()
         if found is not None:
             check_state(found[0], self._endpoint)
         return found
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """See torch's RendezvousBackend; the result may be a state written by another agent."""
+        """Try to replace the state that has this token; the result may be a state written by another agent."""
         found = self._inner.set_state(state, token)
         if found is not None:
             check_state(found[0], self._endpoint)
@@ -124,6 +126,7 @@ def check_state(state: bytes, endpoint: str) -> None:
 
 
 class _Admitting(pickle.Unpickler):
+    @override
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ADMITTED:
             raise pickle.UnpicklingError(f"{module}.{name}")

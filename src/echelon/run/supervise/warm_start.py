@@ -21,6 +21,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from echelon.ground.cores import num_cores
 from echelon.ground.launch_environment import worker_environment
 from echelon.ground.stored import write_text
@@ -149,6 +151,7 @@ def started_warm(warm: WarmStart | None) -> Iterator[None]:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     class Handler(SubprocessHandler):
+        @override
         def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
             worker = None if warm is None else warm.fork(args, env)
             if worker is None:

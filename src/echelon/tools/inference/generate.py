@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
 from echelon.learn.data.panics import panics_told, shorten
-from echelon.learn.generation import continue_prompts, find_end
+from echelon.learn.generation import Passes, continue_prompts, find_end
 from echelon.learn.model.kv_cache import Advance, KeyValueCache, can_cache
 from echelon.learn.sampling import Sampling, row_seed
 from echelon.tools.inference.chat import Chat
@@ -111,19 +112,19 @@ def _check_positions(model: PreTrainedModel, rows: Sequence[Row], max_tokens: in
         )
 
 
-class _WholeModel:
-    """The passes of a model that is not in training. See Passes."""
+class _WholeModel(Passes):
+    """The passes of a model that is not in training."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
 
+    @override
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
-        """See Passes."""
         logits: Tensor = self._model(input_ids=input_ids, use_cache=False).logits
         return logits[torch.arange(len(places), device=places.device), places].float()
 
+    @override
     def start_cached(self) -> Advance | None:
-        """See Passes."""
         return KeyValueCache(self._model) if can_cache(self._model) else None
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from echelon.learn.distributed.mesh import Meshes, build_mesh
 from echelon.learn.distributed.runtime import Runtime
@@ -92,6 +93,7 @@ class _Root(nn.Module):
         super().__init__()
         self.model = model
 
+    @override
     def forward(self, work: Callable[[], Any]) -> Any:
         """Run the work."""
         return work()

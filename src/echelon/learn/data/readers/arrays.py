@@ -8,6 +8,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from typing_extensions import override
+
 from echelon.learn.data.readers.compressed import DamagedStreamError, Decompressed, open_decompressed
 from echelon.learn.data.readers.record import PIECE_BYTES, Broken, BrokenRecordError, Record, SourceFile
 from echelon.learn.data.readers.sequence import SequentialReader
@@ -18,8 +20,9 @@ _SPACE = " \t\r\n"
 class ArrayReader(SequentialReader):
     """Read the elements of the array. A position is the index of an element, from 0."""
 
+    @override
     def walk(self, file: SourceFile) -> Iterator[tuple[int, Record | Broken]]:
-        """See SequentialReader. A syntax error yields one broken record and ends the file: no later record is found."""
+        """A syntax error yields one broken record and ends the file: no later record is found."""
         number = 0
         with open_decompressed(file) as stream:
             try:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from echelon.ground.errors import ConfigError, DataError
 from echelon.learn.data.readers.record import (
     PIECE_BYTES,
@@ -54,8 +56,9 @@ class ColumnReader(Reader):
     def columns(self, path: Path) -> list[str]:
         """Return the column names."""
 
+    @override
     def cut(self, file: SourceFile, piece_bytes: int = PIECE_BYTES) -> Iterator[Span]:
-        """See Reader. Raises DataError if a needed column is missing."""
+        """Raises DataError if a needed column is missing."""
         first, last = file.rows or (0, 2**63)
         try:
             if file.size and find_columns(file, self.columns(file.path)):
@@ -64,8 +67,9 @@ class ColumnReader(Reader):
         except damages() as error:
             yield broken_file(file, f"is not a readable {file.format} file ({_one_line(error)})")
 
+    @override
     def read(self, span: Span, reading: Reading) -> Iterator[Record | Broken]:
-        """See Reader. After a read error, all remaining rows of the span count as broken."""
+        """After a read error, all remaining rows of the span count as broken."""
         file = span.file
         columns = find_columns(file, self.columns(file.path))
         row = span.start
@@ -81,20 +85,21 @@ class ColumnReader(Reader):
             _cursor.close()
             yield Broken(file, row, f"cannot be read ({_one_line(error)})", span.stop - row)
 
+    @override
     def place(self, file: SourceFile, position: int) -> str:
-        """See Reader."""
         return f"{file.path}, row {position}"
 
 
 class ParquetReader(ColumnReader):
     """Parquet files. A block is a row group."""
 
+    @override
     def columns(self, path: Path) -> list[str]:
-        """See ColumnReader."""
         return list(_pyarrow_parquet().ParquetFile(path).schema_arrow.names)
 
+    @override
     def blocks(self, file: SourceFile) -> Iterator[Block]:
-        """See ColumnReader: the row groups."""
+        """The row groups."""
         start = 0
         with _pyarrow_parquet().ParquetFile(file.path) as parquet:
             for index in range(parquet.num_row_groups):
@@ -102,8 +107,8 @@ class ParquetReader(ColumnReader):
                 yield Block(start, group.num_rows, group.total_byte_size)
                 start += group.num_rows
 
+    @override
     def batches(self, path: Path, columns: tuple[str, ...], start: int) -> Iterator[tuple[int, Any]]:
-        """See ColumnReader."""
         with _pyarrow_parquet().ParquetFile(path, memory_map=False, pre_buffer=False) as parquet:
             row = 0
             # One group at a time: a damaged group would otherwise lose a batch that spans several groups.
@@ -120,21 +125,23 @@ class ParquetReader(ColumnReader):
 class ArrowReader(ColumnReader):
     """Arrow IPC files: the file format (also Feather) and the stream format, which `save_to_disk` writes."""
 
+    @override
     def columns(self, path: Path) -> list[str]:
-        """See ColumnReader."""
         with _open_arrow(path) as (schema, _):
             return list(schema.names)
 
+    @override
     def blocks(self, file: SourceFile) -> Iterator[Block]:
-        """See ColumnReader: the record batches."""
+        """The record batches."""
         start = 0
         with _open_arrow(file.path) as (_, batches):
             for batch in batches:
                 yield Block(start, batch.num_rows, batch.nbytes)
                 start += batch.num_rows
 
+    @override
     def batches(self, path: Path, columns: tuple[str, ...], start: int) -> Iterator[tuple[int, Any]]:
-        """See ColumnReader. Batches before `start` are skipped without being read, unless they are compressed."""
+        """Batches before `start` are skipped without being read, unless they are compressed."""
         row = 0
         with _open_arrow(path) as (_, batches):
             for batch in batches:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from echelon.ground.errors import ConfigError, DataError, EchelonError
 from echelon.ground.stored import read_json
 from echelon.learn.data.readers.columns import ArrowReader, drop_nulls
@@ -111,8 +113,9 @@ def _count_rows(path: Path) -> int:
 class HubReader(SequentialReader):
     """A dataset streamed by `datasets.load_dataset`: a Hub dataset or a folder of data files. See `find_on_hub`."""
 
+    @override
     def walk(self, file: SourceFile) -> Iterator[tuple[int, Record | Broken]]:
-        """See SequentialReader. Raises EchelonError if the stream fails; the records read before are kept."""
+        """Raises EchelonError if the stream fails; the records read before are kept."""
         first = file.rows[0] if file.rows else 0
         number, used = first, 0
         try:

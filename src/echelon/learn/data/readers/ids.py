@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from echelon.ground.errors import DataError
 from echelon.learn.data.readers.compressed import open_plain
@@ -42,8 +43,8 @@ class IdsReader(Reader):
     def map(self, file: SourceFile) -> TokenIds:
         """Memory-map the ids `[n]` or `[rows, n]`. Raises IdsFileError."""
 
+    @override
     def cut(self, file: SourceFile, piece_bytes: int = PIECE_BYTES) -> Iterator[Span]:
-        """See Reader."""
         try:
             ids = self.map(file)
         except IdsFileError as error:
@@ -55,8 +56,8 @@ class IdsReader(Reader):
             stop = min(start + count, len(ids))
             yield Span(file, start, stop, (stop - start) * item_bytes, stop == len(ids))
 
+    @override
     def read(self, span: Span, reading: Reading) -> Iterator[Record]:
-        """See Reader."""
         ids = self.map(span.file)
         if len(ids) < span.stop:
             raise DataError(
@@ -67,8 +68,9 @@ class IdsReader(Reader):
         else:
             yield from _read_stream(ids, span.start, span.stop, reading)
 
+    @override
     def count(self, file: SourceFile, limit: int, reading: Reading) -> int:
-        """See Reader. Without a separator a stream is one document, so its size is enough."""
+        """Without a separator a stream is one document, so its size is enough."""
         if reading.separator is None and file.size:
             try:
                 ids = self.map(file)
@@ -81,8 +83,8 @@ class IdsReader(Reader):
 class NanogptReader(IdsReader):
     """uint16 ids as nanoGPT's `prepare.py` writes them, or with the header of llm.c and modded-nanogpt."""
 
+    @override
     def map(self, file: SourceFile) -> TokenIds:
-        """See IdsReader."""
         with open_plain(file) as stream:
             head = stream.read(4 * HEADER_INTS)
         header = np.frombuffer(head[: len(head) // 4 * 4], dtype="<i4")
@@ -105,8 +107,8 @@ class NanogptReader(IdsReader):
 class NumpyReader(IdsReader):
     """Integer arrays written by `np.save`."""
 
+    @override
     def map(self, file: SourceFile) -> TokenIds:
-        """See IdsReader."""
         try:
             ids = np.load(file.path, mmap_mode="r", allow_pickle=False)
         except (ValueError, OSError, EOFError) as error:

@@ -4,6 +4,8 @@ import json
 from collections.abc import Iterator
 from typing import BinaryIO
 
+from typing_extensions import override
+
 from echelon.learn.data.readers.compressed import (
     DamagedStreamError,
     is_compressed,
@@ -32,8 +34,8 @@ class JsonLinesReader(Reader):
     compressed file, which is read from the start anyway, it is the line number.
     """
 
+    @override
     def cut(self, file: SourceFile, piece_bytes: int = PIECE_BYTES) -> Iterator[Span]:
-        """See Reader."""
         if is_compressed(file.path):
             yield from _cut_stream(file, piece_bytes)
             return
@@ -46,16 +48,18 @@ class JsonLinesReader(Reader):
                 yield Span(file, start, stop, stop - start)
                 start = stop
 
+    @override
     def read(self, span: Span, reading: Reading) -> Iterator[Record | Broken]:
-        """See Reader. A line that is not a record is returned as broken."""
+        """A line that is not a record is returned as broken."""
         file, position = span.file, span.start
         data = read_bytes(file, span.start, span.stop) if span.data is None else span.data
         for line in data.split(b"\n"):
             yield from _parse(file, line, position)
             position += len(line) + 1 if span.data is None else 1
 
+    @override
     def place(self, file: SourceFile, position: int) -> str:
-        """See Reader: the file and the line number."""
+        """The file and the line number."""
         if is_compressed(file.path):
             return f"{file.path}:{position}"
         number, left = 1, position

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from echelon.ground.errors import DataError
 from echelon.learn.data.readers.record import (
@@ -51,8 +52,8 @@ class MegatronIndex:
 class MegatronReader(Reader):
     """Read Megatron-LM indexed datasets. Spans are ranges of documents; the source file is the .idx."""
 
+    @override
     def cut(self, file: SourceFile, piece_bytes: int = PIECE_BYTES) -> Iterator[Span]:
-        """See Reader."""
         try:
             index = load_index(file.path)
         except MegatronIndexError as error:
@@ -69,8 +70,9 @@ class MegatronReader(Reader):
                 yield Span(file, start, stop, int(stop * share) - int(start * share), stop == num_documents)
                 start, held = stop, 0
 
+    @override
     def read(self, span: Span, reading: Reading) -> Iterator[Record]:
-        """See Reader. Raises DataError if the .bin cannot be opened."""
+        """Raises DataError if the .bin cannot be opened."""
         index = load_index(span.file.path)
         with _open_ids(span.file.path) as stream:
             for document in range(span.start, span.stop):
@@ -83,8 +85,9 @@ class MegatronReader(Reader):
                 if ids.size:
                     yield Record(ids)
 
+    @override
     def count(self, file: SourceFile, limit: int, reading: Reading) -> int:
-        """See Reader. The index contains the count."""
+        """The index contains the count."""
         try:
             return min(limit, len(load_index(file.path).bounds) - 1)
         except MegatronIndexError:

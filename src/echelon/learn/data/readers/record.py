@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from echelon.ground.errors import DataError
 from echelon.recipe.data_formats import RECORD_FORMATS
@@ -51,6 +52,7 @@ class Fields:
     text: str | None = "text"
     tokens: str | None = "input_ids"
 
+    @override
     def __str__(self) -> str:
         """The field names for messages."""
         return " or ".join(f"`{name}`" for name in (self.text, self.tokens) if name is not None)
@@ -94,17 +96,18 @@ class ExampleFields:
     format: str
     names: tuple[tuple[str, str], ...] = ()
 
+    @override
     def __str__(self) -> str:
         """The required field names for messages."""
         return " and ".join(f"`{self._name(field)}`" for field in RECORD_FORMATS[self.format].required)
 
     @property
     def fix(self) -> str:
-        """See Fields."""
+        """The recipe entry that fixes a file whose first required field has another name."""
         return f"fields: {{{RECORD_FORMATS[self.format].required[0]}: NAME}}"
 
     def columns(self, names: Iterable[str]) -> tuple[str, ...]:
-        """See Fields."""
+        """Choose the columns to read from the columns of a table; none if a required column is missing."""
         present, row = set(names), RECORD_FORMATS[self.format]
         if not all(self._name(field) in present for field in row.required):
             return ()
@@ -139,11 +142,11 @@ class AllFields:
     fix = ""
 
     def columns(self, names: Iterable[str]) -> tuple[str, ...]:
-        """See Fields."""
+        """Choose all columns."""
         return tuple(names)
 
     def pick(self, record: Any) -> Content:
-        """See Fields."""
+        """Return the whole record. Raises BrokenRecordError if it is not an object."""
         if not isinstance(record, Mapping):
             raise BrokenRecordError("is not a JSON object")
         return record

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
+from typing_extensions import override
+
 from echelon.ground.errors import DataError
 from echelon.learn.data.readers.compressed import DamagedStreamError, Decompressed, open_decompressed
 from echelon.learn.data.readers.record import (
@@ -32,8 +34,9 @@ class SeparatedReader(SequentialReader):
     A position is the number of the line on which the row ends.
     """
 
+    @override
     def walk(self, file: SourceFile) -> Iterator[tuple[int, Record | Broken]]:
-        """See SequentialReader. Raises DataError if a needed column is missing."""
+        """Raises DataError if a needed column is missing."""
         csv.field_size_limit(sys.maxsize)
         with open_decompressed(file) as stream:
             lines = _RowLines(_read_lines(stream))
@@ -49,8 +52,8 @@ class SeparatedReader(SequentialReader):
             except (DamagedStreamError, csv.Error) as error:
                 yield file.size, Broken(file, rows.line_num + 1, f"cannot be read ({error})")
 
+    @override
     def place(self, file: SourceFile, position: int) -> str:
-        """See Reader."""
         return f"{file.path}:{position}"
 
 
@@ -149,6 +152,7 @@ class _Blocks(io.RawIOBase):
     def __init__(self, stream: Decompressed) -> None:
         self._stream = stream
 
+    @override
     def readable(self) -> bool:
         return True
 

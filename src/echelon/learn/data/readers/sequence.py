@@ -3,6 +3,8 @@
 from abc import abstractmethod
 from collections.abc import Iterator
 
+from typing_extensions import override
+
 from echelon.learn.data.readers.record import (
     PIECE_BYTES,
     Broken,
@@ -22,8 +24,9 @@ class SequentialReader(Reader):
     def walk(self, file: SourceFile) -> Iterator[tuple[int, Record | Broken]]:
         """Yield the records of a file in order, each with the number of bytes read so far. Raises DataError."""
 
+    @override
     def cut(self, file: SourceFile, piece_bytes: int = PIECE_BYTES) -> Iterator[Span]:
-        """See Reader. A span has enough records to reach `piece_bytes`."""
+        """A span has enough records to reach `piece_bytes`."""
         start, found, held, consumed, used = 0, list[Record | Broken](), 0, 0, 0
         for used, each in self.walk(file):
             found.append(each)
@@ -34,7 +37,7 @@ class SequentialReader(Reader):
         if found:
             yield Span(file, start, start + len(found), used - consumed, True, records=tuple(found))
 
+    @override
     def read(self, span: Span, reading: Reading) -> Iterator[Record | Broken]:
-        """See Reader."""
         assert span.records is not None
         return iter(span.records)

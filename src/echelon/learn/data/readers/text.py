@@ -15,6 +15,8 @@ import re
 from collections.abc import Iterator
 from typing import BinaryIO
 
+from typing_extensions import override
+
 from echelon.ground.errors import DataError
 from echelon.learn.data.readers.compressed import (
     DamagedStreamError,
@@ -51,8 +53,9 @@ _NOT_TEXT = "is not UTF-8 text"
 class TextReader(Reader):
     """Read plain text. A span is a range of bytes; of a compressed file, it carries the decompressed piece."""
 
+    @override
     def cut(self, file: SourceFile, piece_bytes: int = PIECE_BYTES) -> Iterator[Span]:
-        """See Reader. A long file of a folder is checked first: otherwise pieces are written before a bad byte."""
+        """A long file of a folder is checked first: otherwise pieces are written before a bad byte."""
         compressed = is_compressed(file.path)
         checked = not file.required and (compressed or file.size > piece_bytes)
         if checked and (fault := find_fault(file)) is not None:
@@ -62,8 +65,9 @@ class TextReader(Reader):
         else:
             yield from _cut_file(file, piece_bytes)
 
+    @override
     def read(self, span: Span, reading: Reading) -> Iterator[Record | Broken]:
-        """See Reader. Raises DataError naming the byte of a required file that is not UTF-8."""
+        """Raises DataError naming the byte of a required file that is not UTF-8."""
         file, is_first = span.file, span.start == 0
         data = read_bytes(file, span.start, span.stop) if span.data is None else span.data
         try:
@@ -88,8 +92,9 @@ class TextReader(Reader):
         digest = digest_document(_read_pieces(file)) if is_cut and reading.digests else None
         yield Record(data, is_first, span.ends, digest)
 
+    @override
     def count(self, file: SourceFile, limit: int, reading: Reading) -> int:
-        """See Reader: one if the file is not empty and is text."""
+        """One if the file is not empty and is text."""
         return min(limit, int(file.size > 0 and (file.required or find_fault(file) is None)))
 
 
