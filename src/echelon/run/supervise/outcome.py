@@ -6,6 +6,7 @@ peer. The message must come from the first failure, so a report records whether 
 
 import json
 import math
+import os
 import re
 import signal
 import time
@@ -15,7 +16,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from echelon.ground.errors import ConfigError, DataError, EchelonError, LaunchError, PlanError
-from echelon.ground.stored import read_as, read_text, write_json, write_text
+from echelon.ground.stored import open_regular, read_as, read_text, write_json, write_text
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
 
@@ -24,13 +25,20 @@ _KILLED_BY_AGENT_SECONDS = 5.0
 
 _REPORT_BYTES = 4096
 
-# Error messages of gloo, NCCL and the store when the process at the other end is gone.
+# Error messages of gloo, NCCL and the store when the process at the other end is gone, or did not come. NCCL reports a
+# lost peer also as a failed call of CUDA or an internal error; only its invalid arguments and usage are this rank's.
 _PEER_VANISHED = re.compile(
     r"connection closed by peer|connection reset|broken pipe|connection refused|read error|socket closed"
-    r"|unexpected EOF|remote (process|peer|error)|ncclRemoteError|ncclSystemError|NCCL communicator was aborted"
+    r"|unexpected EOF|remote (process|peer|error)|nccl(Remote|System|Internal|UnhandledCuda)Error"
+    r"|NCCL communicator (was aborted|encountered error)|Watchdog caught collective operation timeout"
+    r"|timed out in blocking wait|NCCL timeout in: "
     r"|failed to recv|recvValue failed|sendBytes failed|recv, got 0 bytes|connectFullMesh failed|caused pair closure",
     re.IGNORECASE,
 )
+
+# What torch prints to the log before one of NCCL's threads aborts the process, with a C++ stack after it.
+_ABORTED = re.compile(rb"thread terminated with exception: (.+)|(ProcessGroupNCCL's watchdog got stuck for .+)")
+_LAST_BYTES, _REASON_LENGTH = 2**16, 400
 
 
 @dataclass(frozen=True)
@@ -151,8 +159,9 @@ def find_cause(
     """Find what ended these ranks first.
 
     In this order: a process killed by a signal that neither agents nor collectives send; the earliest report that is
-    not secondary; an abort (also raised by a collective when a peer dies); a process that exited without a report; a
-    process ended by SIGTERM; one that exited with code 0 before the end; a secondary report.
+    not secondary; an abort (also raised by a collective when a peer dies or does not come: an abort whose log says that
+    comes after others); a process that exited without a report; a process ended by SIGTERM; one that
+    exited with code 0 before the end; a secondary report.
 
     `silent`: ranks that have written no report.
     """
@@ -166,8 +175,7 @@ def find_cause(
     reported = {each.rank for each in reports}
     unexplained = [each for each in deaths if each.exit_code < 0 or each.rank not in reported]
     if unexplained:
-        # An abort is the likeliest cause, then an exit code, then any other signal.
-        first = min(unexplained, key=lambda each: (each.exit_code != -signal.SIGABRT, each.exit_code < 0))
+        first = min(unexplained, key=lambda each: _rank_death(each, logs_dir))
         return Cause(_describe_death(first, logs_dir), Weight.DEATH, first.time)
     if reports:
         gone = sorted(set(silent) - {each.rank for each in deaths})
@@ -196,7 +204,31 @@ def _find_accident(deaths: Sequence[ProcessDeath], first_cause_time: float) -> P
 def _describe_death(death: ProcessDeath, logs_dir: Path) -> Outcome:
     log = logs_dir / f"rank-{death.rank:05d}.log"
     hint = " (often because the machine ran out of memory)" if death.exit_code == -signal.SIGKILL else ""
+    if reason := _find_abort_reason(death, logs_dir):
+        hint = f": {reason}"
     return Outcome(FAILED, f"rank {death.rank} (pid {death.pid}) {describe_ending(death)}{hint}; see {log}")
+
+
+def _rank_death(death: ProcessDeath, logs_dir: Path) -> tuple[bool, bool, bool, float]:
+    """Return what sorts deaths by how likely they are the cause: an abort, an exit code, any other signal.
+
+    NCCL also aborts the peers of the rank that has failed, and says so.
+    """
+    is_echo = _PEER_VANISHED.search(_find_abort_reason(death, logs_dir)) is not None
+    return death.exit_code != -signal.SIGABRT, death.exit_code < 0, is_echo, death.time
+
+
+def _find_abort_reason(death: ProcessDeath, logs_dir: Path) -> str:
+    """Return why a thread of NCCL has aborted this process, as the end of its log says; empty if none has."""
+    if death.exit_code != -signal.SIGABRT:
+        return ""
+    try:
+        with open_regular(logs_dir / f"rank-{death.rank:05d}.log") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LAST_BYTES))
+            found = _ABORTED.findall(log.read(_LAST_BYTES))
+    except OSError:
+        return ""
+    return b"".join(found[-1]).decode(errors="replace").strip(". \r")[:_REASON_LENGTH] if found else ""
 
 
 def describe_ending(death: ProcessDeath) -> str:

@@ -3,6 +3,8 @@
 import signal
 from pathlib import Path
 
+import torch.distributed as dist
+
 from echelon.ground.errors import CheckpointError, ConfigError, LaunchError
 from echelon.run.supervise.outcome import (
     DONE,
@@ -60,6 +62,55 @@ def test_an_abort_is_named_only_without_another_cause():
     assert "killed by SIGABRT" in find_cause([], [abort], LOGS).outcome.message
 
 
+TIMEOUT = (
+    "[PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated with exception: [Rank 0] Watchdog "
+    "caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, "
+    "Timeout(ms)=900000) ran for 900013 milliseconds before timing out."
+)
+ILLEGAL = (
+    "[PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog thread terminated with exception: CUDA error: an "
+    "illegal memory access was encountered"
+)
+
+
+def write_abort(logs, rank, reason):
+    """Write the log of a rank that NCCL's watchdog has aborted, as torch 2.11 prints it, with its C++ stack."""
+    stack = "".join(f"frame #{number}: c10::Error::Error(c10::SourceLocation) + 0x96\n" for number in range(40))
+    (logs / f"rank-{rank:05d}.log").write_text(
+        f"step 3\n[rank{rank}]:[E1126 06:24:44.9 ProcessGroupNCCL.cpp:2057] {reason}\nException raised from "
+        "checkTimeout at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:692 (most recent call first):\n"
+        f"{stack}\nterminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {reason}\n{stack}"
+    )
+
+
+def test_an_abort_by_nccl_is_explained_by_its_log(tmp_path):
+    """NCCL's watchdog aborts the process of a rank that has waited too long; Python writes no report."""
+    abort = ProcessDeath(0, 100, -signal.SIGABRT, 5.0)
+    write_abort(tmp_path, 0, TIMEOUT)
+    message = find_cause([], [abort], tmp_path).outcome.message
+    assert message.startswith("rank 0 (pid 100) was killed by SIGABRT: [Rank 0] Watchdog caught collective operation")
+    assert message.endswith(f"OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=900000) ran for 900013 milliseconds "
+                            f"before timing out; see {tmp_path}/rank-00000.log")  # fmt: skip
+
+
+def test_the_abort_that_is_no_echo_is_the_cause(tmp_path):
+    """Rank 3's GPU failed: NCCL aborts it, and the ranks that wait for it."""
+    remote = (
+        "[Rank 1] Process group watchdog thread terminated with exception: NCCL error: remote process exited or there "
+        "was a network error, NCCL version 2.28.9"
+    )
+    for rank, reason in enumerate([TIMEOUT, remote, TIMEOUT, ILLEGAL]):
+        write_abort(tmp_path, rank, reason)
+    deaths = [ProcessDeath(rank, 100 + rank, -signal.SIGABRT, 5.0) for rank in range(4)]
+    message = find_cause([], deaths, tmp_path).outcome.message
+    assert message.startswith("rank 3 (pid 103) was killed by SIGABRT: CUDA error: an illegal memory access")
+    # A report of its own, written before the abort, or another death stays the cause.
+    cause = RankOutcome(2, FAILED, "rank 2 failed: ValueError: seven", 5.0)
+    assert find_cause([cause], deaths, tmp_path).outcome.message == cause.message
+    killed = ProcessDeath(2, 102, -signal.SIGKILL, 5.0)
+    assert "rank 2 (pid 102) was killed by SIGKILL" in find_cause([], [*deaths[:2], killed], tmp_path).outcome.message
+
+
 def test_exit_without_a_report():
     outcome = find_cause([DONE_0], [ProcessDeath(1, 101, 7, 5.0)], LOGS).outcome
     assert outcome == Outcome(FAILED, "rank 1 (pid 101) exited with code 7; see runs/x/logs/rank-00001.log")
@@ -86,10 +137,42 @@ def test_reports_round_trip(tmp_path):
     assert is_peer_leaving(tmp_path)
 
 
+# As torch 2.11 with NCCL 2.28 raises them, with the details that NCCL adds.
+NCCL_LOST = [
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, remote process exited or there was a "
+    "network error, NCCL version 2.28.9\nncclRemoteError: A call failed possibly due to a network error or a remote "
+    "process exiting prematurely.\nLast error:\nsocketProgressOpt: Call to recv from 10.0.0.1<33759> failed",
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3763, unhandled cuda error (run with "
+    "NCCL_DEBUG=INFO for details), NCCL version 2.28.9\nncclUnhandledCudaError: Call to CUDA function failed.\n"
+    "Last error:\nCuda failure 'invalid device context'",
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled system error (run with "
+    "NCCL_DEBUG=INFO for details), NCCL version 2.28.9\nncclSystemError: System call (e.g. socket, malloc) or "
+    "external library call failed or device error. \nLast error:\n",
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3763, internal error - please report "
+    "this issue to the NCCL developers, NCCL version 2.28.9\nncclInternalError: Internal check failed.\nLast error:\n",
+    "NCCL communicator was aborted on rank 1.  Original reason for failure was: unknown",
+    "NCCL communicator encountered error set by ProcessGroupNCCL: a peer",
+    "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, NumelIn=1, "
+    "NumelOut=1, Timeout(ms)=900000) ran for 900013 milliseconds before timing out.",
+    "[Rank 0] Work WorkNCCL(SeqNum=5, OpType=ALLREDUCE, Timeout(ms)=900000) timed out in blocking wait.",
+    "NCCL timeout in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:148",
+]
+# The mistake of this rank, which the others wait for.
+NCCL_MISUSED = (
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for "
+    "details), NCCL version 2.28.9\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\n"
+    "Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"
+)
+
+
 def test_errors_caused_by_a_lost_peer():
     gloo = RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242")
     assert is_secondary(gloo)
     assert is_secondary(ConnectionResetError(104, "Connection reset by peer"))
+    for text in NCCL_LOST:
+        assert is_secondary(dist.DistBackendError(text)), text
+    assert not is_secondary(dist.DistBackendError(NCCL_MISUSED))
+    assert not is_secondary(RuntimeError("CUDA error: an illegal memory access was encountered"))
     assert not is_secondary(RuntimeError("shape '[2, 3]' is invalid for input of size 5"))
     assert not is_secondary(ConfigError("Connection reset by peer"))
     assert not is_secondary(LaunchError("MASTER_PORT is in use"))
