@@ -17,8 +17,8 @@ import time
 import torch
 import torch.distributed as dist
 
+from echelon.learn import generation
 from echelon.learn.checkpoint.store import CheckpointStore
-from echelon.run.training import prompt_sampler as sampler
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.run.training import heartbeat
 
@@ -38,8 +38,8 @@ class Slow(CausalLM):
         self.calls, self.hangs, self.is_slow = 0, hangs, dist.get_rank() == 1
         if self.is_slow and not hangs:
             CheckpointStore.save = delayed(CheckpointStore.save, 6)
-            build = sampler.build_processors
-            sampler.build_processors = lambda *arguments: delayed(build(*arguments), 1)
+            build = generation.build_processors
+            generation.build_processors = lambda *arguments: delayed(build(*arguments), 1)
 
     def count(self, batch):
         self.calls += 1

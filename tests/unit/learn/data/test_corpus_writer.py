@@ -278,7 +278,7 @@ import os, signal, sys
 from pathlib import Path
 from echelon.learn.data import corpus_writer as writing
 from echelon.learn.data.resume import WritingJournal
-from tests.unit.learn.data.test_writing import resumable_spec
+from tests.unit.learn.data.test_corpus_writer import resumable_spec
 
 writing.POINT_BYTES = 2**18
 save, points = WritingJournal.save, []
