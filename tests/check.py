@@ -1,4 +1,4 @@
-"""`make check`: runs suites of tests in parts, two at a time, remembers each result, and prints a table.
+"""`make check`: runs suites of tests in parts, some at a time, remembers each result, and prints a table.
 
 A restart runs what has not yet passed with the same source. The results are in `.check/results.jsonl`, a line for each
 test that began and another when it ended; the output of each part is in `.check/logs`. This module is also the pytest
@@ -113,6 +113,7 @@ class Check:
     tests: dict[str, list[str]]
     argv: list[str]
     keep: bool = False
+    workers: int = 2
     running: set[subprocess.Popen] = field(default_factory=set)
 
     def run(self) -> int:
@@ -120,7 +121,7 @@ class Check:
         parts: queue.SimpleQueue[Part] = queue.SimpleQueue()
         for part in self.parts():
             parts.put(part)
-        workers = [threading.Thread(target=self.work, args=(parts,)) for _ in range(2)]
+        workers = [threading.Thread(target=self.work, args=(parts,)) for _ in range(self.workers)]
         try:
             for worker in workers:
                 worker.start()
@@ -239,6 +240,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.check", description=__doc__.partition("\n")[0])
     parser.add_argument("suites", nargs="*", help=f"of lint, {', '.join(SUITES)}; by default all")
     parser.add_argument("--keep", action="store_true", help="count what has passed with another source")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="run N tests at a time; by default 2")
     parser.add_argument("--folder", type=Path, default=ROOT / ".check", help="where the results are")
     parser.add_argument("--limit", type=int, default=1800, metavar="SECONDS", help="of one test")
     options = parser.parse_args(arguments if arguments is None else list(arguments))
@@ -256,7 +258,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     limit = ["-o", f"faulthandler_timeout={options.limit}", "-o", "faulthandler_exit_on_timeout=true"]
     argv = [sys.executable, "-m", "pytest", "-p", "tests.check", "--results", str(results.path), results.source, *limit]
     argv += ["-m", ""]
-    return Check(options.folder, results, tests, argv, options.keep).run()
+    return Check(options.folder, results, tests, argv, options.keep, options.workers).run()
 
 
 if __name__ == "__main__":
