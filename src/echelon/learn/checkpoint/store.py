@@ -114,7 +114,8 @@ class CheckpointStore:
     def rehearse(self, tensors: Mapping[str, Any], copies: int = 1) -> None:
         """Test a save with a few bytes, and check for the space of `copies` checkpoints; leaves no files.
 
-        Also assigns tensors that several ranks hold to one of them: only this rank copies them in later saves.
+        Also assigns tensors that several ranks hold to one of them: only this rank copies them in later saves. With a
+        GPU, begins to allocate the buffers of its copies.
 
         Raises:
             CheckpointError: the same on every rank; the message has the bytes needed and free if space is the reason.
@@ -124,6 +125,7 @@ class CheckpointStore:
         is_here = self._carrier is None or self._carrier.is_here
         rehearse_save(self._folder, sizes, self._group, is_here)
         self._owned_elsewhere = tensors.keys() - find_owned(tensors, self._group)
+        self._stager.prepare(self._own(tensors))
 
     def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int | None = None) -> None:
         """Save a checkpoint, and remove all but the newest few.
@@ -147,9 +149,10 @@ class CheckpointStore:
         writing = self._folder / f".writing-{step:08d}"
         place = writing if self._carrier is None else self._carrier.writing(writing)
         writer = FileSystemWriter(place, single_file_per_rank=True, sync_files=True)
-        mine = {name: tensor for name, tensor in tensors.items() if name not in self._owned_elsewhere}
         try:
-            written = async_save(mine, storage_writer=writer, async_stager=self._stager, process_group=self._group)
+            written = async_save(
+                self._own(tensors), storage_writer=writer, async_stager=self._stager, process_group=self._group
+            )
         except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             raise self._save_error(find_reason(error)) from error
         logger.debug(f"checkpoint: step {step} is copied after {time.monotonic() - began:.2f} s; writing")
@@ -157,6 +160,10 @@ class CheckpointStore:
         self._pending = self._publisher.submit(self._finish, began, written, writing, checkpoint, dict(state), keep)
         if not self.asynchronous:
             self.wait()
+
+    def _own(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the tensors that this rank copies."""
+        return {name: tensor for name, tensor in tensors.items() if name not in self._owned_elsewhere}
 
     def wait(self) -> bool:
         """Wait until a pending save is published; return False if the newest save failed and must be retried.
