@@ -8,7 +8,7 @@ import subprocess
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,14 @@ REFUSED, RIGHT = "refused cleanly", "loaded right"
 
 class TooLong(BaseException):
     """The time limit of an input is exceeded. Not an Exception, so that no handler of the loader catches it."""
+
+
+class Refusals(EchelonError):
+    """Several operations refuse the same input, each with its own message."""
+
+    def __init__(self, errors: Sequence[EchelonError]) -> None:
+        super().__init__(str(errors[0]))
+        self.messages = [str(error) for error in errors]
 
 
 @contextmanager
@@ -85,11 +93,12 @@ class Tally:
                 fault = f"loaded a wrong value: {str(value)[:200]}"
             outcome = RIGHT
         except EchelonError as error:
-            outcome, message = REFUSED, str(error)
-            if not re.search(words, message):
-                fault = f"names neither a file nor a key: {message[:500]}"
-            elif len(message) > 5000:
-                fault = f"a message of {len(message)} characters: {message[:500]}"
+            outcome = REFUSED
+            for message in error.messages if isinstance(error, Refusals) else [str(error)]:
+                if not re.search(words, message):
+                    fault = f"names neither a file nor a key: {message[:500]}"
+                elif len(message) > 5000:
+                    fault = f"a message of {len(message)} characters: {message[:500]}"
         except TooLong:
             outcome = fault = f"took longer than {SECONDS:.0f} s\n{traceback.format_exc()[-3000:]}"
         except BaseException as error:

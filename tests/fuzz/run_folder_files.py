@@ -1,4 +1,4 @@
-"""Damages each small file of a run folder in turn, and runs all commands that read it.
+"""Damages each small file of a run folder in turn, and runs all operations that touch it.
 
 A damaged file that a run can do without or rebuild must not stop a resume or a command. Any other damaged file is
 refused with a message that names it. `COVERED` lists which test damages each file of a run folder.
@@ -9,43 +9,21 @@ import gzip
 import json
 import random
 import shutil
-from collections import defaultdict
-from contextlib import closing, suppress
-from dataclasses import asdict
-from itertools import islice
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch.distributed as dist
-
-from echelon.ground.checksums import find_faults
-from echelon.ground.errors import ConfigError
-from echelon.ground.redaction import make_printable
+from echelon.ground.errors import EchelonError
 from echelon.ground.stored import write_json, write_text
-from echelon.launch.job_logs import Log
-from echelon.learn.checkpoint.export import export_run
-from echelon.learn.checkpoint.folder import clear_out, list_checkpoints
-from echelon.recipe.load import load_recipe
 from echelon.run.folder.cost import Spending, write_spending
-from echelon.run.folder.overview import describe_run, summarize_run
 from echelon.run.folder.remote import write_run_name
-from echelon.run.folder.remote_start import describe_remote
-from echelon.run.folder.run_folder import RunFolder
-from echelon.run.journal.trackers.forwarder import Ledger, MetricsForwarder
-from echelon.run.journal.trackers.tracker import Opened
-from echelon.run.lifecycle.assemble import build_trainer
-from echelon.run.lifecycle.setup import prepare_run
-from echelon.run.report.comparison import build_comparison
-from echelon.run.report.live import read_live, shorten
-from echelon.run.report.page import render_page
-from echelon.run.report.plain import render_text
-from echelon.run.report.run_record import read_record
-from echelon.run.report.sections import build_report
+from echelon.run.journal.trackers.forwarder import Ledger
 from echelon.run.supervise.outcome import report, write_outcome
-from echelon.tools.inference.held_out import open_held_out
 from tests.fuzz.damage import ODD_FILES, damage_bytes, damage_gzip, damage_json, foreign_files, put_odd_file
-from tests.fuzz.stored_files import MACHINE, Parts, StoredFiles, describe_target, digest
-from tests.log_lines import LogLines
+from tests.fuzz.judge import Refusals
+from tests.fuzz.recall import undamaged
+from tests.fuzz.run_operations import RunOperations
+from tests.fuzz.stored_files import Parts, StoredFiles
+from tests.fuzz.touched import Known, State, read_state, record
 
 # Files that `stored_files` damages: those of a checkpoint and of the model.
 BIG_FILES = (
@@ -94,32 +72,11 @@ def write_trace(path: Path) -> None:
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": events, "distributedInfo": {"world_size": 1}}).encode()))
 
 
-class NoTracker:
-    """A tracker that keeps the rows in memory."""
-
-    name = "mlflow"
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-
-    def open(self, run_key: str, given: Any) -> Any:
-        """Start without rows."""
-        return Opened(defaultdict(int), "nowhere")
-
-    def send(self, rows: list[dict[str, Any]]) -> None:
-        """Keep them."""
-        self.rows += rows
-
-    def finish(self, done: bool) -> None:
-        """Nothing to do."""
-
-
 class RunFolderFiles:
     """The run of `StoredFiles` with every small file that a run may have. It is restored after each damage."""
 
     def __init__(self, stored: StoredFiles, aside: Path) -> None:
-        self._stored, self._aside = stored, aside / "pristine"
-        self._scratch = aside
+        self._aside = aside / "pristine"
         folder = self.folder = stored.run
         write_spending(folder, Spending(seconds=10.0, until=1.0))
         write_run_name(folder, "20260101-000000-abcdef")
@@ -135,7 +92,6 @@ class RunFolderFiles:
         write_trace(folder.trace_path(2, 0))
         folder.rows.append_event("rollback", step=2, suppressed=4)
         folder.mark_finished(4, "early_stop")
-        self._longer, _ = load_recipe(folder.recipe_path, ["train.steps=6"])
         shutil.copytree(folder.path, self._aside)
         self._foreign = foreign_files(stored.marker) | {f"type {each!r}": each for each in _OTHER_TYPES}
         self.files = sorted(
@@ -143,7 +99,11 @@ class RunFolderFiles:
             for path in folder.path.rglob("*")
             if path.is_file() and self.pattern_of(path.relative_to(folder.path).as_posix()) is not None
         )
-        self.expected = self.use()
+        self._operations = RunOperations(stored, aside)
+        self._known: dict[str, Known] = {}
+        self.expected: Parts = {}
+        with undamaged():
+            self.expected = self.use(everything=True)
         self.restore()
 
     @staticmethod
@@ -206,68 +166,42 @@ class RunFolderFiles:
         assert pattern is not None
         return SMALL_FILES[pattern] or what in ODD_FILES
 
-    def use(self) -> Parts:
-        """Run every operation on a run: status, evaluate, export, prune, send rows to a tracker, report, resume."""
-        return {**self._look(), **self._go_on()}
+    def use(self, everything: bool = False) -> Parts:
+        """Run the operations on a run.
 
-    def _look(self) -> Parts:
-        path = self.folder.path
-        target = describe_target(path)
-        [held_out] = open_held_out(path)
-        out = self._scratch / "exported"
-        shutil.rmtree(out, ignore_errors=True)
-        export_run(path, out)
-        damaged = [find_faults(each.path, checksums=True) for each in list_checkpoints(path)]
-        if not (path / "remote.json").exists():
-            list(describe_remote(path, verify=False))
-        RunFolder(path).rows.last_step()
-        if self.folder.events_path.is_file():
-            self._report()
-        kept = list(clear_out(self.folder.checkpoints_dir, 2))
-        read = self.folder.remedy()
-        assert isinstance(read, str)
-        self._send_rows()
-        looked = {"target": digest(sorted(target.items())), "kept": digest(damaged, kept)}
-        return looked | {"held out": str(held_out.dataset.num_samples)}
+        An operation is left out if everything that it touches is as it was in the undamaged folder; its result is then
+        known. `everything`: none is left out, and those that would have been must not touch what is damaged. Raises
+        Refusals if operations refuse, and the others have the right results.
+        """
+        found: Parts = {}
+        refusals: list[EchelonError] = []
+        now = self._read_state()
+        for name, operation in self._operations.start().items():
+            known = self._known.get(name)
+            if known is not None and known.holds(now) and not everything:
+                found |= known.parts
+                now = known.apply(now)
+                continue
+            try:
+                found |= self._run(name, operation, now) if everything else operation()
+            except EchelonError as error:
+                refusals.append(error)
+                if name == "prepare":  # without which there is no resume
+                    break
+            now = self._read_state()
+        if refusals and found.items() <= self.expected.items():
+            raise Refusals(refusals)
+        return found
 
-    def _report(self) -> None:
-        """Make every report, page and line about the run, of which none controls a terminal."""
-        path = self.folder.path
-        record = read_record(path)
-        reports = [build_report(record), build_comparison([record] * 2), shorten(read_live(path))]
-        for text in (*map(render_page, reports), *map(render_text, reports), describe_run(summarize_run(path))):
-            make_printable(text).encode()
-        for page in map(render_page, reports):
-            assert make_printable(page) == page
-        with suppress(ConfigError):
-            lines = Log(self.folder.console_path).follow(lambda: True)
-            assert all(isinstance(line, str) for line in islice(lines, 9))  # of a huge file, each has a megabyte
+    def _run(self, name: str, operation: Callable[[], Parts], before: State) -> Parts:
+        """Run an operation and record what it touches; if it would have been left out, nothing that is damaged."""
+        with record(self.folder.path) as touched:
+            parts = operation()
+        known = self._known.setdefault(name, Known(before, self._read_state(), touched, parts))
+        if known.holds(before):
+            changes = touched.find_changes(known.before, before)
+            assert not changes, f"{name} would be left out, and touches {changes}"
+        return parts
 
-    def _send_rows(self) -> None:
-        """Read the rows as a tracker receives them; a failing forwarder reports it."""
-        path = self.folder.tracker_path("mlflow")
-        if path.is_file() or not path.exists():
-            forwarder = MetricsForwarder(NoTracker(), path, self.folder.metrics_path)
-            with closing(LogLines()) as said:
-                forwarder.start()
-                forwarder.close(done=True)
-            failed = [line for line in said.lines if " fails " in line]
-            assert not failed or not self.folder.metrics_path.is_file(), failed
-
-    def _go_on(self) -> Parts:
-        """Resume for two more steps, and stop before the first one."""
-        prepared = prepare_run(self._longer, False, lambda: MACHINE, {})
-        assert prepared is not None
-        assert not list(self.folder.outcomes_dir.iterdir())
-        trainer = build_trainer(self._longer, prepared.plan, self.folder, self._stored.runtime, "eager")
-        try:
-            found = {name: digest(tensor) for name, tensor in trainer.train_step.learner.engine.state_dict().items()}
-            state = {key: value for key, value in asdict(trainer.state).items() if key != "suppressed"}
-            trainer.accounting.goodput.describe()
-            return {"state": digest(state), **found}
-        finally:
-            trainer.train_step.loader.close()
-            trainer.accounting.journal.close()
-            trainer.saver.store.close()
-            for group in trainer.saver.store.groups:
-                dist.destroy_process_group(group)
+    def _read_state(self) -> State:
+        return read_state(self.folder.path, ("checkpoints", "model"))

@@ -1,0 +1,69 @@
+"""Recalls what parsing undamaged files gave, since almost every operation parses the same recipe and metadata again.
+
+Only the results of `undamaged` blocks are kept, and other content is always parsed.
+"""
+
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+import pytest
+
+from echelon.learn.checkpoint import safety
+from echelon.recipe import load, yaml_text
+from echelon.run.report import run_record
+
+
+class Recall:
+    """A function of a file's content whose results for undamaged files are kept, as copies."""
+
+    keeps = False
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._kept: dict[tuple[Any, ...], bytes] = {}
+
+    def __call__(self, *given: Any) -> Any:
+        """Return the result of the function, which the caller may change."""
+        if (kept := self._kept.get(given)) is not None:
+            return pickle.loads(kept)
+        value = self._function(*given)
+        if Recall.keeps:
+            self._kept[given] = pickle.dumps(value)
+        return value
+
+
+@contextmanager
+def undamaged() -> Iterator[None]:
+    """Keep what is parsed within the block."""
+    Recall.keeps = True
+    try:
+        yield
+    finally:
+        Recall.keeps = False
+
+
+@contextmanager
+def recalled() -> Iterator[None]:
+    """Within the block, recipes and the metadata of checkpoints that were kept are not parsed again."""
+    parse = Recall(yaml_text.parse_yaml)
+    real = safety.MetadataUnpickler
+    unpickle = Recall(lambda content: real(io.BytesIO(content)).load())
+
+    class Unpickler:
+        """In place of echelon's own, which is in Python."""
+
+        def __init__(self, file: IO[bytes]) -> None:
+            self._content = file.read()
+
+        def load(self) -> Any:
+            """Return the value in the file."""
+            return unpickle(self._content)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (load, run_record):
+            patch.setattr(module, "parse_yaml", parse)
+        patch.setattr(safety, "MetadataUnpickler", Unpickler)
+        yield
