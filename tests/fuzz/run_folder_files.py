@@ -204,4 +204,4 @@ class RunFolderFiles:
         return parts
 
     def _read_state(self) -> State:
-        return read_state(self.folder.path, ("checkpoints", "model"))
+        return read_state(self.folder.path, ("checkpoints", "model")) | self._operations.read_memory()

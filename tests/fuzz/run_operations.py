@@ -33,7 +33,11 @@ from echelon.run.report.run_record import read_record
 from echelon.run.report.sections import build_report
 from echelon.tools.inference.held_out import open_held_out
 from tests.fuzz.stored_files import MACHINE, Parts, StoredFiles, describe_target, digest
+from tests.fuzz.touched import State, note_use
 from tests.log_lines import LogLines
+
+PLAN = "the plan in memory"
+"""What `prepare` hands on to `resume`, by its name in the state of the folder."""
 
 
 class NoTracker:
@@ -85,6 +89,10 @@ class RunOperations:
             "prepare": self._prepare,
             "resume": self._resume,
         }
+
+    def read_memory(self) -> State:
+        """Return what an operation hands on to a later one."""
+        return {} if self._prepared is None else {PLAN: digest(asdict(self._prepared.plan))}
 
     def _open_held_out(self) -> Parts:
         [held_out] = open_held_out(self._folder.path)
@@ -143,10 +151,11 @@ class RunOperations:
         assert prepared is not None
         assert not list(self._folder.outcomes_dir.iterdir())
         self._prepared = prepared
-        return {"plan": digest(asdict(prepared.plan))}
+        return {}
 
     def _resume(self) -> Parts:
         """Stop before the first step."""
+        note_use(PLAN)
         if self._prepared is None:
             self._prepare()
         assert self._prepared is not None

@@ -98,6 +98,12 @@ def _listen() -> None:
     sys.addaudithook(_hear)  # which cannot be removed
 
 
+def note_use(name: str) -> None:
+    """Note that the operation uses what is in memory, which has this name in the state."""
+    for touched in _recording:
+        touched.files.add(name)
+
+
 @contextmanager
 def record(folder: Path) -> Iterator[Touched]:
     """Record what the block touches in a folder, in all threads of this process."""
