@@ -1,9 +1,10 @@
-"""Rehearses the first step of a training, and halves the micro batch until it fits in memory."""
+"""Rehearses the first step of a training, and halves the micro batch or keeps less until it fits in memory."""
 
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
@@ -16,6 +17,7 @@ from echelon.learn.engines import Engine, EngineSpec, Rehearsal, build_engine
 from echelon.learn.evaluation import read_in_order
 from echelon.learn.model.adapters import find_new_tokens
 from echelon.learn.objectives.objective import build_objective
+from echelon.planner.kept_activations import list_activations
 from echelon.planner.memory import MemoryParts
 from echelon.planner.model_shape import divisors
 from echelon.planner.plan import ParallelPlan
@@ -59,10 +61,11 @@ def fit_micro_batch(
 ) -> tuple[Engine, ParallelPlan, MemoryParts | None]:
     """Return a rehearsed engine, its plan, and the memory that was measured.
 
-    The plan is the given one, or has a smaller micro batch if that was chosen by auto.
+    The plan is the given one, or has a smaller micro batch if that was chosen by auto, or keeps fewer activations if
+    that was.
 
-    The engine is built anew for each size, because an error leaves `fully_shard` and DDP in an undefined state.
-    Collective: all ranks try the same sizes.
+    The engine is built anew for each plan, because an error leaves `fully_shard` and DDP in an undefined state.
+    Collective: all ranks try the same plans.
 
     Args:
         build: builds the engine of a plan with initial weights.
@@ -74,26 +77,44 @@ def fit_micro_batch(
     engine, fitting, first_short = build(plan), plan, ""
     while (rehearsal := rehearse(engine, fitting)).short:
         first_short = first_short or _name_ranks(rehearsal.short, plan.world_size)
-        if fitting.micro_batch_size == 1:
+        smaller = _shrink(recipe, fitting)
+        if smaller is None:
             raise PlanError(_advise(recipe, plan, first_short))
         del engine
         _free_memory(plan)
-        fitting = _halve(fitting)
+        fitting = smaller
         engine = build(fitting)
     if fitting is plan:
         return engine, plan, rehearsal.memory
     tried, found = plan.micro_batch_size, fitting.micro_batch_size
-    if recipe.train.micro_batch_size != "auto":
+    if found < tried and recipe.train.micro_batch_size != "auto":
         raise PlanError(
             f"train.micro_batch_size={tried}: {first_short} ran out of memory in the rehearsal of a step; set "
             f"train.micro_batch_size={found}, which fits, or auto."
         )
-    line = (
-        f"micro_batch_size auto: halved to {found}, because {first_short} ran out of memory with {tried} in the "
-        f"rehearsal of a step; a step has {fitting.num_microbatches} microbatches now"
-    )
-    logger.warning(line)
-    return engine, replace(fitting, why=(*plan.why, line)), rehearsal.memory
+    lines = []
+    if found < tried:
+        lines.append(
+            f"micro_batch_size auto: halved to {found}, because {first_short} ran out of memory with {tried} in the "
+            f"rehearsal of a step; a step has {fitting.num_microbatches} microbatches now"
+        )
+    if fitting.activation_checkpointing != plan.activation_checkpointing:
+        lines.append(
+            f"activation_checkpointing auto: {fitting.activation_checkpointing}, because {first_short} ran out of "
+            f"memory with {plan.activation_checkpointing} in the rehearsal of a step"
+        )
+    for line in lines:
+        logger.warning(line)
+    return engine, replace(fitting, why=(*plan.why, *lines)), rehearsal.memory
+
+
+def _shrink(recipe: Recipe, plan: ParallelPlan) -> ParallelPlan | None:
+    """The next plan to try: halves micro batches first if they are auto; None if nothing is left to try."""
+    names = [kept.policy for kept in list_activations(recipe)]
+    after = dict(pairwise(names)).get(plan.activation_checkpointing)
+    if plan.micro_batch_size > 1 and (recipe.train.micro_batch_size == "auto" or after is None):
+        return _halve(plan)
+    return None if after is None else replace(plan, activation_checkpointing=after)
 
 
 def _halve(plan: ParallelPlan) -> ParallelPlan:

@@ -1,5 +1,6 @@
 """Resolves `auto`: precision, micro batch and strategy, each choice with the numbers it is based on."""
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from echelon.planner.axes.table import AXES
 from echelon.planner.engine_limits import check_engine, find_row
 from echelon.planner.fastest import choose_fastest, ranks_by_time
 from echelon.planner.hardware.accelerators import Cluster
-from echelon.planner.kept_activations import KeptActivations, check_activations, read_activations
+from echelon.planner.kept_activations import FULL, KeptActivations, check_activations, list_activations
 from echelon.planner.layout import (
     MICRO_BATCH_TOKENS,
     build_layout,
@@ -34,6 +35,7 @@ from echelon.planner.replica_limits import (
     join_servers,
 )
 from echelon.planner.search_space import list_divided, list_micro_batches
+from echelon.planner.time import estimate_time
 from echelon.recipe.synchronization import PARAMETER_SERVER, QUORUM
 
 if TYPE_CHECKING:
@@ -47,7 +49,10 @@ MEMORY_HEADROOM = 0.10  # share of a device kept for workspace, fragmentation an
 
 @dataclass(frozen=True)
 class _Request:
-    """The inputs that all candidates of one recipe on one cluster share. `replica`: the part of it for one replica."""
+    """The inputs that all candidates of one recipe on one cluster share. `replica`: the part of it for one replica.
+
+    `policies`: the ways to keep activations that may be chosen, the one that keeps the most first.
+    """
 
     recipe: "Recipe"
     shape: ModelShape
@@ -57,7 +62,7 @@ class _Request:
     precision: Precision
     adapter: AdapterPlan | None
     compile: bool
-    kept: KeptActivations
+    policies: tuple[KeptActivations, ...]
     fill: bool
 
     @property
@@ -74,6 +79,10 @@ class _Request:
     def estimate(self, plan: ParallelPlan) -> MemoryEstimate:
         return estimate_memory(self.shape, plan, self.recipe.data.sequence_len, self.cluster.kind)
 
+    def predict(self, plan: ParallelPlan) -> float:
+        """Seconds of a step. Raises PlanError if the speed of the devices is unknown."""
+        return estimate_time(self.shape, plan, self.recipe.data.sequence_len, self.cluster).total
+
 
 def resolve_plan(
     recipe: "Recipe", shape: ModelShape, cluster: Cluster, num_samples: int | None = None, fill: bool = False
@@ -85,14 +94,14 @@ def resolve_plan(
     ConfigError if the recipe is wrong on any cluster, with the values that would fit.
     """
     _check_positions(recipe, shape)
-    kept = read_activations(recipe.train)
-    check_activations(recipe, kept, shape, cluster)
+    policies = list_activations(recipe)
+    check_activations(recipe, policies[0], shape, cluster)
     precision, precision_why = choose_precision(recipe, cluster)
     seconds = estimate_seconds(recipe, shape, cluster, precision, num_samples)
-    compile_model, compile_why = choose_compile(recipe, cluster, kept, seconds, COMPILE_GAIN[precision.compute])
+    compile_model, compile_why = choose_compile(recipe, cluster, policies[0], seconds, COMPILE_GAIN[precision.compute])
     adapter = build_adapter_plan(recipe.adapter, shape, len(recipe.model.new_tokens))
     replica = find_replica(recipe, cluster)
-    request = _Request(recipe, shape, cluster, replica, num_samples, precision, adapter, compile_model, kept, fill)
+    request = _Request(recipe, shape, cluster, replica, num_samples, precision, adapter, compile_model, policies, fill)
     if recipe.parallel == "auto":
         plan, plan_why = _choose_strategy(request)
     else:
@@ -121,11 +130,17 @@ def _choose_strategy(request: _Request) -> tuple[ParallelPlan, list[str]]:
 
     Raises PlanError with what each would need.
     """
+    if len(request.policies) > 1 and not ranks_by_time(request.cluster):
+        for kept in request.policies[:-1]:  # every strategy is tried before more is recomputed
+            with contextlib.suppress(PlanError):
+                return _choose_strategy(replace(request, policies=(kept,)))
+        return _choose_strategy(replace(request, policies=request.policies[-1:]))
     why: list[str] = []
     fitting: dict[ParallelPlan, list[str]] = {}
     refused: list[ConfigError | PlanError] = []
-    ranks = request.replica.num_devices > 1 and ranks_by_time(request.cluster)
-    for layout in _auto_layouts(request):
+    layouts = _auto_layouts(request)
+    ranks = len(layouts) > 1 and ranks_by_time(request.cluster)
+    for layout in layouts:
         plan, needs, line = _choose_micro_batch(request, layout)
         logger.debug(f"plan: {layout.strategy} needs {render_bytes(needs.total)}, micro batch {plan.micro_batch_size}")
         _check_host_memory(request, layout, needs)
@@ -168,19 +183,23 @@ def _list_divided(request: _Request) -> Iterator[tuple[ParallelPlan, list[str]]]
             logger.debug(f"plan: {error}")
             continue
         is_one = not plan.stages or request.fill
-        for each in [plan] if is_one else list_micro_batches(variant.recipe, plan, kind):
-            needs = request.estimate(each)
-            if request.fits(needs):
-                yield each, _explain_micro_batch(request, each, needs)
+        for sized in [plan] if is_one else list_micro_batches(variant.recipe, plan, kind):
+            # Of those with the same micro batch, what keeps the most is the fastest.
+            for candidate in (kept.apply(sized) for kept in request.policies):
+                needs = request.estimate(candidate)
+                if request.fits(needs):
+                    lines = _explain_activations(request, candidate, [candidate])
+                    yield candidate, [*lines, *_explain_micro_batch(request, candidate, needs)]
+                    break
 
 
-def _auto_layouts(request: _Request) -> Iterator[ParallelPlan]:
+def _auto_layouts(request: _Request) -> list[ParallelPlan]:
     """The strategies to try, the one with the least communication first.
 
     In half precision on GPUs, ZeRO-1 replaces DDP: it casts the weights once per step instead of in every microbatch,
-    gathers them in half precision, and keeps hidden states in half precision. On one GPU ZeRO-2 does the same with
-    less memory, because it has only one copy of the gradients. The frozen weights of an adapter need no cast, and its
-    gradients are small.
+    gathers them in half precision, and keeps hidden states in half precision. On one GPU ZeRO-2 needs less memory,
+    because it has only one copy of the gradients, but copies them in every microbatch. The frozen weights of an adapter
+    need no cast, and its gradients are small.
     """
     cluster, precision = request.replica, request.precision
     casts = cluster.kind == "cuda" and precision.compute != precision.param and request.adapter is None
@@ -188,13 +207,13 @@ def _auto_layouts(request: _Request) -> Iterator[ParallelPlan]:
     if sync.name == PARAMETER_SERVER or (sync.replicas == 1 and sync.compress.method not in ANYWHERE):
         names = ["ddp"]  # other strategies send no whole gradients
     elif cluster.num_devices == 1:
-        names = ["zero2", "fsdp"] if casts else ["ddp"]
+        names = ["zero1", "zero2", "fsdp"] if casts else ["ddp"]
     else:
         names = [*([] if casts else ["ddp"]), "zero1", "zero2", *(["hsdp"] if cluster.num_nodes > 1 else []), "fsdp"]
     runs = find_row(request.recipe).strategies
     if runs is not None:
         names = [name for name in names if name in runs] or list(runs)
-    return (_build_layout(request, name) for name in names)
+    return [_build_layout(request, name) for name in names]
 
 
 def _build_layout(request: _Request, parallel: "str | ParallelConfig") -> ParallelPlan:
@@ -250,7 +269,11 @@ def _check_host_memory(request: _Request, layout: ParallelPlan, needs: MemoryEst
 
 
 def _choose_micro_batch(request: _Request, layout: ParallelPlan) -> tuple[ParallelPlan, MemoryEstimate, list[str]]:
-    """The plan with the largest micro batch up to the cap that fits, or with the smallest if none fits; its memory."""
+    """The plan with the largest micro batch up to the cap that fits, or with the smallest if none fits; its memory.
+
+    Of several ways to keep activations it has the fastest one that fits, each with its own micro batch, or the first
+    one on devices of unknown speed.
+    """
     recipe, cap = request.recipe, MICRO_BATCH_TOKENS[request.cluster.kind]
     per_rank = check_batch(recipe, layout, request.num_samples, request.fill)
     sizes = micro_batch_sizes(recipe, layout.num_readers, request.fill)
@@ -259,12 +282,43 @@ def _choose_micro_batch(request: _Request, layout: ParallelPlan) -> tuple[Parall
     automatic, length = recipe.train.micro_batch_size == "auto", recipe.data.sequence_len
     if automatic and getattr(recipe.parallel, "microbatches", None) is None:
         sizes = [size for size in sizes if size * length <= cap] or sizes[-1:]
-    for size in sizes:
-        plan = _build_plan(request, layout, size, per_rank // size)
-        needs = request.estimate(plan)
-        if request.fits(needs):
-            break
-    return plan, needs, _explain_micro_batch(request, plan, needs)
+    fitting: dict[ParallelPlan, MemoryEstimate] = {}
+    for kept in request.policies:
+        for size in sizes:
+            plan = _build_plan(request, layout, kept, size, per_rank // size)
+            needs = request.estimate(plan)
+            if request.fits(needs):
+                fitting[plan] = needs
+                break
+        if fitting and (plan.micro_batch_size == sizes[0] or not ranks_by_time(request.cluster)):
+            break  # what keeps less only takes longer
+    if fitting:
+        plan = min(fitting, key=request.predict) if len(fitting) > 1 else next(iter(fitting))
+        needs = fitting[plan]
+    lines = _explain_activations(request, plan, list(fitting))
+    return plan, needs, [*lines, *_explain_micro_batch(request, plan, needs)]
+
+
+def _explain_activations(request: _Request, plan: ParallelPlan, fitting: list[ParallelPlan]) -> list[str]:
+    """The line about a policy that the recipe leaves to echelon. `fitting`: the plans that were weighed."""
+    policies = [kept.policy for kept in request.policies]
+    if request.recipe.train.activation_checkpointing != "auto":
+        return []
+    if len(fitting) > 1:
+        weighed = [
+            f"{each.activation_checkpointing} {request.predict(each):.3g} s with micro batch {each.micro_batch_size}"
+            for each in fitting
+        ]
+        reason = f"the fastest of those that fit: {', '.join(weighed)}"
+    elif len(policies) == 1:
+        reason = "the only one that this recipe allows"
+    elif plan.activation_checkpointing == policies[0]:
+        reason = "all activations fit"
+    else:
+        reason = "the first that fits" if fitting else "and even so it does not fit"
+    if request.usable_bytes is None:
+        reason = "device memory unknown"
+    return [f"activation_checkpointing auto: {plan.activation_checkpointing}, {reason}"]
 
 
 def _explain_micro_batch(request: _Request, plan: ParallelPlan, needs: MemoryEstimate) -> list[str]:
@@ -281,7 +335,9 @@ def _explain_micro_batch(request: _Request, plan: ParallelPlan, needs: MemoryEst
     ]
 
 
-def _build_plan(request: _Request, layout: ParallelPlan, micro_batch_size: int, num_microbatches: int) -> ParallelPlan:
+def _build_plan(
+    request: _Request, layout: ParallelPlan, kept: KeptActivations, micro_batch_size: int, num_microbatches: int
+) -> ParallelPlan:
     plan = replace(
         layout,
         engine=request.recipe.engine,
@@ -290,9 +346,6 @@ def _build_plan(request: _Request, layout: ParallelPlan, micro_batch_size: int, 
         sync=build_sync_plan(request.recipe.sync),
         num_fill=layout.num_readers * num_microbatches * micro_batch_size - request.recipe.global_batch_size,
         rows_per_sequence=1 if request.shape.obeys_masks or request.recipe.objective.name != "dpo" else 2,
-        activation_checkpointing=request.kept.policy,
-        checkpoint_every=request.kept.every,
-        activation_memory_budget=request.kept.memory_budget,
         activation_offloading=request.recipe.train.activation_offloading,
         activation_loading_horizon=request.recipe.train.activation_loading_horizon,
         compile=request.compile,
@@ -300,7 +353,7 @@ def _build_plan(request: _Request, layout: ParallelPlan, micro_batch_size: int, 
         optimizer=request.recipe.optim.name,
         adapter=request.adapter,
     )
-    return replace(plan, precision=compressed_precision(request.precision, plan))
+    return kept.apply(replace(plan, precision=compressed_precision(request.precision, plan)))
 
 
 def _needs(request: _Request, layout: ParallelPlan, plan: ParallelPlan, needs: MemoryEstimate) -> str:
@@ -314,11 +367,10 @@ def _needs(request: _Request, layout: ParallelPlan, plan: ParallelPlan, needs: M
 
 def _advice(request: _Request, plan: ParallelPlan) -> str:
     """Changes that would help; those that can be evaluated are named only if they fit, with the memory they need."""
-    fsdp = _build_layout(request, "fsdp")
-    full = replace(plan, activation_checkpointing="full", checkpoint_every=1, activation_memory_budget=None)
+    fsdp, last = _build_layout(request, "fsdp"), request.policies[-1]
     trials = {
-        "set train.activation_checkpointing=full": full,
-        "set parallel=fsdp": _build_plan(request, fsdp, plan.micro_batch_size, plan.num_microbatches),
+        "set train.activation_checkpointing=full": FULL.apply(plan),
+        "set parallel=fsdp": _build_plan(request, fsdp, last, plan.micro_batch_size, plan.num_microbatches),
     }
     needs = {way: request.estimate(trial) for way, trial in trials.items() if trial != plan}
     ways = [f"{way} (needs {render_bytes(need.total)})" for way, need in needs.items() if request.fits(need)]

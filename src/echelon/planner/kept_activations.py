@@ -1,18 +1,20 @@
 """What a layer keeps for its backward pass: the keys of the recipe, read and checked together."""
 
 import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, get_args
 
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.model_shape import ModelShape
-from echelon.planner.plan import ActivationCheckpointing
+from echelon.planner.plan import ActivationCheckpointing, ParallelPlan
+from echelon.recipe.engines import ENGINES
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe, TrainConfig
 
-_BUDGET = "train.activation_checkpointing.memory_budget"
+_KEY = "train.activation_checkpointing"
+_BUDGET = f"{_KEY}.memory_budget"
 
 
 @dataclass(frozen=True)
@@ -28,15 +30,37 @@ class KeptActivations:
         """Whether every layer keeps its input alone."""
         return self.policy == "full" and self.every == 1
 
+    def apply(self, plan: ParallelPlan) -> ParallelPlan:
+        """Return the plan with this policy."""
+        return replace(
+            plan,
+            activation_checkpointing=self.policy,
+            checkpoint_every=self.every,
+            activation_memory_budget=self.memory_budget,
+        )
 
-def read_activations(train: "TrainConfig") -> KeptActivations:
-    """Return the policy that the recipe names or maps."""
-    given = train.activation_checkpointing
-    if isinstance(given, str):
-        return KeptActivations(given)
-    if given.every is not None:
-        return KeptActivations("full", given.every)
-    return KeptActivations("none", memory_budget=given.memory_budget)
+
+NONE, SELECTIVE, FULL = (KeptActivations(name) for name in get_args(ActivationCheckpointing))
+
+
+def list_activations(recipe: "Recipe") -> tuple[KeptActivations, ...]:
+    """Return the policies that a plan may have, the one that keeps the most first.
+
+    It is the one that the recipe names or maps; for `auto` those that its other keys and its engine allow.
+    """
+    given = recipe.train.activation_checkpointing
+    if not isinstance(given, str):
+        is_budget = given.every is None
+        return (KeptActivations("none" if is_budget else "full", given.every or 1, given.memory_budget),)
+    if given != "auto":
+        return (KeptActivations(given),)
+    limits = [limit.values for limit in ENGINES[recipe.engine].limits if limit.key == _KEY]
+    allowed = [kept for kept in (NONE, SELECTIVE, FULL) if all(kept.policy in values for values in limits)]
+    if getattr(recipe.parallel, "schedule", None) == "zero_bubble":
+        allowed = [NONE]
+    if recipe.train.activation_offloading:
+        allowed = [kept for kept in allowed if _explain_offloading(recipe.train, kept) is None]
+    return tuple(allowed)
 
 
 def check_activations(recipe: "Recipe", kept: KeptActivations, shape: ModelShape, cluster: Cluster) -> None:
@@ -52,13 +76,16 @@ def check_activations(recipe: "Recipe", kept: KeptActivations, shape: ModelShape
     if kept.memory_budget is not None:
         _check_budget(recipe, kept.memory_budget, cluster)
     if recipe.train.activation_offloading:
-        _check_offloading(recipe, kept, cluster)
+        if cluster.kind == "cpu":
+            raise PlanError("train.activation_offloading=true: on CPUs everything is in host memory already; omit it.")
+        if (obstacle := _explain_offloading(recipe.train, kept)) is not None:
+            raise ConfigError(f"train.activation_offloading=true does not work with {obstacle}")
 
 
 def _check_zero_bubble(train: "TrainConfig") -> None:
     """Refuse what a split backward pass would recompute many times, measured by test_zero_bubble.py."""
     given = train.activation_checkpointing
-    if given == "none":
+    if given in ("auto", "none"):
         return
     shown = given if isinstance(given, str) else json.dumps(given.model_dump(exclude_none=True))
     raise ConfigError(
@@ -88,24 +115,18 @@ def _check_budget(recipe: "Recipe", budget: float, cluster: Cluster) -> None:
         )
 
 
-def _check_offloading(recipe: "Recipe", kept: KeptActivations, cluster: Cluster) -> None:
-    """Refuse activation offloading on CPUs, and where PyTorch does not hand out the tensors that a layer keeps."""
-    train = recipe.train
-    if cluster.kind == "cpu":
-        raise PlanError("train.activation_offloading=true: on CPUs everything is in host memory already; omit it.")
+def _explain_offloading(train: "TrainConfig", kept: KeptActivations) -> str | None:
+    """What rules activation offloading out, because PyTorch does not hand out the tensors that a layer keeps."""
     if kept.policy == "selective":
-        raise ConfigError(
-            "train.activation_offloading=true does not work with train.activation_checkpointing=selective, which keeps "
-            "its tensors where no other code can move them; use full or none."
-        )
+        return f"{_KEY}=selective, which keeps its tensors where no other code can move them; use full or none."
     if kept.is_input_alone:
-        return
+        return None
     compiles = "train.compile=true" if train.compile is True else "train.precision=fp8, which is compiled"
     if kept.memory_budget is not None:
         compiles = f"{_BUDGET}, which is compiled"
-    if train.compile is True or train.precision == "fp8" or kept.memory_budget is not None:
-        raise ConfigError(
-            f"train.activation_offloading=true does not work with {compiles}: a compiled layer keeps its tensors where "
-            "no other code can move them; set train.activation_checkpointing=full, whose layer inputs can be moved, "
-            "or do not compile."
-        )
+    if train.compile is not True and train.precision != "fp8" and kept.memory_budget is None:
+        return None
+    return (
+        f"{compiles}: a compiled layer keeps its tensors where no other code can move them; set {_KEY}=full, whose "
+        "layer inputs can be moved, or do not compile."
+    )

@@ -108,11 +108,12 @@ class LaunchTime:
 
 
 def launch_time(step: Step) -> LaunchTime:
-    """What the host of a rank launches. Full checkpointing launches forward passes twice."""
+    """What the host of a rank launches. Full checkpointing launches forward passes twice, without compilation both."""
     plan, rates = step.plan, step.rates
     hook = (rates.hook if plan.num_shards > 1 else rates.wrapper) if plan.uses_fully_shard else 0.0
     layer = step.software.launch_seconds(rates) + (rates.dispatch if plan.divides_matrices else 0.0)
-    layer *= 1.5 if plan.activation_checkpointing == "full" else 1.0
+    runs_again = plan.activation_checkpointing == "full" or not step.software.fused
+    layer *= 1.5 if runs_again and plan.activation_checkpointing != "none" else 1.0
     return LaunchTime(layer + hook, rates.head_launches * rates.launch, plan.stages_per_rank * hook)
 
 

@@ -116,7 +116,7 @@ def list_policies(recipe: "Recipe", plan: ParallelPlan, kind: DeviceKind) -> lis
     or repeated forward passes take longer depends on the model.
     """
     train = recipe.train
-    if "activation_checkpointing" in train.model_fields_set or plan.schedule == "zero_bubble":  # which takes none
+    if train.activation_checkpointing != "auto" or plan.schedule == "zero_bubble":  # which takes none
         return [[plan]]
     none, selective, full = (replace(plan, activation_checkpointing=each) for each in ("none", "selective", "full"))
     if train.activation_offloading:  # selective checkpointing does not work with it

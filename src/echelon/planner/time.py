@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 
-from echelon.planner.axes.data import count_updated, data_seconds
+from echelon.planner.axes.data import copied_bytes, count_updated, data_seconds
 from echelon.planner.axes.pipeline import (
     PIPELINE,
     border_seconds,
@@ -145,7 +145,8 @@ def estimate_time(
     estimate = TimeEstimate(
         matmul=steps * (count * layer.matmul + heads * head.matmul),
         attention=steps * count * layer.attention,
-        memory_bound=steps * (count * layer.memory_bound + heads * head.memory_bound),
+        memory_bound=steps * (count * layer.memory_bound + heads * head.memory_bound)
+        + _copy_seconds(step, count * weights),
         recompute=steps * count * layer.recompute,
         exposed_communication={
             **data_seconds(step, layer, count, head, weights),
@@ -162,6 +163,15 @@ def estimate_time(
     waits = expect_waits(plan, count, scaled.compute + scaled.overhead, rates.jitter)
     exposed = {axis: each + waits.get(axis, 0.0) for axis, each in scaled.exposed_communication.items()}
     return replace(scaled, exposed_communication=exposed)
+
+
+def _copy_seconds(step: Step, num_parameters: float) -> float:
+    """Seconds of the copies of weights and gradients on GPUs; on CPUs they are a part of the measured layers."""
+    if step.cluster.kind != "cuda":
+        return 0.0
+    adapter = step.plan.adapter
+    trained = 1.0 if adapter is None else adapter.num_trained_parameters / step.shape.num_parameters
+    return num_parameters * trained * copied_bytes(step.plan) / step.bandwidth
 
 
 def _list_assumptions(cluster: Cluster, software: Software) -> Iterator[str]:

@@ -119,7 +119,7 @@ ENGINES: dict[str, EngineRow] = {
             Limit("train.precision", ("auto", "fp32"), "computes in fp32"),
             Limit("train.master_weights", ("fp32",), "computes in fp32"),
             Limit("train.compile", ("auto", False), "does not use PyTorch's compiler"),
-            Limit("train.activation_checkpointing", ("none",), "keeps all activations"),
+            Limit("train.activation_checkpointing", ("auto", "none"), "keeps all activations"),
             Limit("train.activation_offloading", (False,), "keeps all activations on the device"),
             Limit("train.deterministic", (False,), "does not check TensorFlow's kernels for it"),
             Limit("profile.steps", (None,), "is not seen by PyTorch's profiler"),

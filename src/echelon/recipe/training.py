@@ -87,7 +87,7 @@ class CheckpointingConfig(Section):
         return self
 
 
-CheckpointingName = Literal["none", "selective", "full"]
+CheckpointingName = Literal["auto", "none", "selective", "full"]
 Checkpointing = Annotated[
     Annotated[CheckpointingName, Tag("name")] | Annotated[CheckpointingConfig, Tag("mapping")],
     Discriminator(name_or_mapping),
@@ -122,9 +122,10 @@ class TrainConfig(Section):
     )
     compile: Flag | Literal["auto"] = Field("auto", description="Compile the model with `torch.compile`.")
     activation_checkpointing: Checkpointing = Field(
-        "none",
+        "auto",
         description="Recompute activations in the backward pass to save memory: `full` keeps a layer's input alone, "
-        "`selective` also the results of matrix products and attention; `{every: 2}`, `{memory_budget: 0.5}`.",
+        "`selective` also the results of matrix products and attention; `{every: 2}`, `{memory_budget: 0.5}`. `auto`: "
+        "`none`, `selective` or `full`, whichever is fastest with the largest micro batch that fits.",
     )
     activation_offloading: Flag = Field(
         False,

@@ -113,7 +113,8 @@ def test_the_page_shows_the_prediction(name: str, tmp_path: Path) -> None:
     estimate, plan = planned.estimate(), planned.plan
     parts = [estimate.states, estimate.activations + estimate.logits, estimate.total]
     shown = " | ".join(f"{part / 2**30:.1f}" for part in parts)
-    assert f"| `{name}.yaml` | {planned.devices} | {plan.micro_batch_size} | {shown} |" in PAGE
+    chosen = f"{plan.micro_batch_size} | {plan.activation_checkpointing}"
+    assert f"| `{name}.yaml` | {planned.devices} | {chosen} | {shown} |" in PAGE
 
 
 @contextmanager

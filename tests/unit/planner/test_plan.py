@@ -407,7 +407,7 @@ def test_auto_takes_the_simplest_that_fits_and_is_about_as_fast():
     recipe = build_recipe(sequence_len=4096, micro_batch_size=1, activation_checkpointing="full")
     assert resolve_plan(recipe, LLAMA_13B, parse_devices("16xA100-40")).strategy == "hsdp"
     assert resolve_plan(recipe, LLAMA_13B, parse_devices("8xA100-40")).strategy == "fsdp"
-    alone = auto_strategy("1xB200", activation_checkpointing="full")
+    alone = auto_strategy("1xB200", micro_batch_size=1, activation_checkpointing="full")
     assert alone.strategy == "zero2" and alone.uses_fully_shard and not alone.uses_autocast
     # without a cast DDP comes first: 8 replicas in fp32, or bf16 weights alone
     assert auto_strategy("8xB200", activation_checkpointing="full", precision="fp32").strategy == "ddp"

@@ -228,9 +228,9 @@ def test_candidates_with_prices_of_different_regions_are_named():
 
 def test_pipelines_and_divided_sequences_are_tried_where_they_could_come_first():
     """Where a divided plan is the cheapest, `--instance auto` finds it, as the full search of that type does."""
-    config = LLAMA | {"max_position_embeddings": 16384, "hidden_size": 8192, "intermediate_size": 28672}
+    config = LLAMA | {"max_position_embeddings": 65536, "hidden_size": 8192, "intermediate_size": 28672}
     given = fields(config=config | {"num_attention_heads": 64}, activation_checkpointing="full", micro_batch_size=1)
-    given["data"] = {"train": "text.txt", "sequence_len": 16384}
+    given["data"] = {"train": "text.txt", "sequence_len": 65536}
     report = search(given, instance="auto", count=2, by="cost")
     first = report.candidates[0]
     assert first.plan.pp > 1 or first.plan.cp > 1

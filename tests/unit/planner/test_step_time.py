@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from echelon.ground.errors import PlanError
+from echelon.planner.axes.data import copied_bytes
 from echelon.planner.collectives import Group, find_group
 from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster, parse_devices
 from echelon.planner.hardware.instances import INSTANCES, cluster_of
@@ -35,6 +36,9 @@ FSDP = ParallelPlan(
 
 
 CLUSTER = parse_devices("64xA100-80")
+# Gathered weights are copied out of their buffer twice in each of four microbatches; gradients are cast to fp32, and
+# added to those of the shard.
+COPIES = (4 * 2 * 4 + 4 * (6 + 12 / 64)) * (32 * (LAYER + 2 * 4096) + 2 * 32000 * 4096 + 4096) / 2039e9
 
 
 def step_of(plan=FSDP, devices="64xA100-80", rates=PLAIN, shape=LLAMA, length=4096):
@@ -60,7 +64,34 @@ def test_attention_computes_half_of_the_scores_once_forward_and_two_and_a_half_t
 def test_memory_bound_work_reads_and_writes_its_bytes():
     tokens, bandwidth = 4 * 2 * 4096, 2039e9
     layers = 3 * 32 * tokens * 2 * (14 * 4096 + 3 * 11008) / bandwidth
-    assert step_of().memory_bound == pytest.approx(layers + tokens * 32000 * 6 / bandwidth)
+    assert step_of().memory_bound == pytest.approx(layers + tokens * 32000 * 6 / bandwidth + COPIES)
+
+
+@pytest.mark.parametrize(
+    ("plan", "num_bytes"),
+    [
+        # each: bf16 gradients are cast to fp32 (6), copied once more by a single rank (8), added to the shard's (12)
+        (ParallelPlan("zero2", reduce_gradients="each", num_microbatches=4), 4 * 26 + 4),
+        # last: cast, then added to those of earlier microbatches (10), and reduced once from fp32 (8 + 8 + 12)
+        (ParallelPlan("zero1", num_microbatches=4), 6 + 3 * 10 + 28 + 4),
+        (ParallelPlan("zero1", dp_shard=8, num_microbatches=4), 6 + 3 * 10 + 8 + 12 / 8 + 4),
+        # weights are cast by autocast (6), their gradients back (6), and added up (12)
+        (ParallelPlan("ddp", num_microbatches=4), 4 * 24),
+    ],
+    ids=["zero2 of 1", "zero1 of 1", "zero1 of 8", "ddp"],
+)
+def test_copies_of_weights_and_gradients_by_hand(plan, num_bytes):
+    """Read and written per parameter: by PyTorch's `fully_shard`, or autocast. None on CPUs, whose layers have them."""
+    plan = replace(plan, precision=Precision(compute="bfloat16"))
+    assert copied_bytes(plan) == num_bytes
+
+
+def test_one_gpu_adds_gradients_up_before_it_reduces_them():
+    one, every = (ParallelPlan(name, reduce_gradients=when, num_microbatches=64, micro_batch_size=4)
+                  for name, when in (("zero1", "last"), ("zero2", "each")))  # fmt: skip
+    half = Precision(compute="bfloat16")
+    first, second = (step_of(replace(plan, precision=half), "1xH200").total for plan in (one, every))
+    assert first < second
 
 
 def test_sharded_parameters_are_gathered_twice_and_reduced_once_for_each_microbatch():
@@ -146,7 +177,7 @@ def test_the_optimizer_reads_and_writes_a_shard_once():
 
 def test_a_host_that_launches_slower_than_the_device_runs_sets_the_pace():
     slow = step_of(rates=replace(PLAIN, launch=1.0))
-    busy = (slow.total - slow.overhead - slow.optimizer - slow.exposed_communication["shard"]) / 4
+    busy = (slow.total - slow.overhead - slow.optimizer - slow.exposed_communication["shard"] - COPIES) / 4
     assert slow.overhead == pytest.approx(4 * ((32 + PLAIN.head_launches) * 1.0 - busy))
     assert slow.limit == "host"
 
@@ -242,7 +273,8 @@ def test_a_pipeline_estimates_its_slowest_rank():
     found, whole = step_of(plan, "4xA100-80"), step_of(replace(FSDP, dp_shard=1, micro_batch_size=1), "1xA100-80")
     head = 6 * 4096 * 32000 * 4096 / (0.87 * 312e12)
     assert found.matmul == pytest.approx(whole.matmul + 12 * head)
-    others = 3 * (found.compute / 16 - head - 4096 * 32000 * 6 / 2039e9)
+    copies = copied_bytes(plan) * (8 * (LAYER + 2 * 4096) + (2 * 32000 * 4096 + 4096) / 4) / 2039e9
+    others = 3 * ((found.compute - copies) / 16 - head - 4096 * 32000 * 6 / 2039e9)
     border = found.exposed_communication["pp"] / 16
     assert found.bubble == pytest.approx(others + 3 * border, rel=1e-4)
 

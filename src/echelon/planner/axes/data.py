@@ -224,6 +224,27 @@ def data_seconds(step: Step, layer: LayerTime, count: int, head: LayerTime, weig
     return {"dp": replicas, "shard": count * exposed}
 
 
+def copied_bytes(plan: ParallelPlan) -> float:
+    """Bytes per trained parameter that copies on a GPU read and write in a step, beside the layers and collectives.
+
+    With `fully_shard`: gathered weights are copied out of their buffer; gradients are cast into that of the reduction,
+    or added up in fp32 before it; what it returns is added to the shard's gradient. A single rank copies it once more
+    (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). Otherwise autocast casts weights and their gradients,
+    and gradients are added up.
+    """
+    policy, steps = plan.precision, plan.num_microbatches
+    compute, param, reduce = (DTYPE_BYTES[each] for each in (policy.compute, policy.param, policy.reduce))
+    if not plan.uses_fully_shard:
+        casts = 2 * (param + compute) if plan.uses_autocast else 0
+        return steps * (casts + 3 * param)
+    gathers = 2 * steps if plan.reshard_after_forward else 1
+    reduction = 3 * reduce / plan.num_shards + (2 * reduce if plan.num_shards == 1 else 0)
+    if plan.num_reductions == steps:
+        return gathers * 2 * compute + steps * (compute + reduce + reduction)
+    sums = compute + reduce + (steps - 1) * (compute + 2 * reduce)
+    return gathers * 2 * compute + sums + 2 * reduce + reduction
+
+
 def _replica_seconds(step: Step, count: int, held: float, backward: float) -> float:
     """Exposed communication between copies of the weights in a step. held: trained parameters of a layer on this rank.
 

@@ -16,14 +16,14 @@ PLAN = ParallelPlan("ddp", dp_replicate=8, micro_batch_size=6, num_microbatches=
 PARTS = MemoryParts(1, 2, 3, 4, 5, 6)
 
 
-def build_recipe(micro_batch_size="auto"):
+def build_recipe(micro_batch_size="auto", **train):
     return Recipe.model_validate(
         {
             "run": {"name": "tiny"},
             "model": {"config": {"model_type": "llama", "hidden_size": 8}},
             "tokenizer": "bytes",
             "data": {"train": "text.txt", "sequence_len": 64},
-            "train": {"steps": 1, "global_batch_size": 96, "micro_batch_size": micro_batch_size},
+            "train": {"steps": 1, "global_batch_size": 96, "micro_batch_size": micro_batch_size, **train},
             "optim": {"learning_rate": 1e-3},
         }
     )
@@ -81,6 +81,33 @@ def test_a_given_micro_batch_is_refused_with_one_that_fits(short, named):
         f"train.micro_batch_size=6: {named} ran out of memory in the rehearsal of a step; set "
         "train.micro_batch_size=3, which fits, or auto."
     )
+
+
+def fit_policies(fitting, activation_checkpointing="auto", micro_batch_size="auto", size=2):
+    """What was rehearsed, and the plan, where only the policies in `fitting` fit."""
+    tried = []
+
+    def rehearse(plan, _):
+        tried.append((plan.activation_checkpointing, plan.micro_batch_size))
+        return Rehearsal(short=() if plan.activation_checkpointing in fitting else (3,), memory=PARTS)
+
+    recipe = build_recipe(micro_batch_size, activation_checkpointing=activation_checkpointing)
+    plan = ParallelPlan("fsdp", dp_shard=8, micro_batch_size=size, num_microbatches=12 // size)
+    _, found, _ = fit_micro_batch(lambda plan: plan, rehearse, recipe, plan)
+    return tried, found
+
+
+def test_less_is_kept_where_one_sequence_does_not_fit():
+    tried, plan = fit_policies(["full"])
+    assert tried == [("none", 2), ("none", 1), ("selective", 1), ("full", 1)]
+    assert plan.activation_checkpointing == "full" and plan.num_microbatches == 12
+    assert plan.why[-1] == (
+        "activation_checkpointing auto: full, because rank 3 ran out of memory with none in the rehearsal of a step"
+    )
+    tried, plan = fit_policies(["selective"], micro_batch_size=2)  # a size that the recipe sets is kept
+    assert tried == [("none", 2), ("selective", 2)] and plan.micro_batch_size == 2
+    with pytest.raises(PlanError, match="even with a micro batch of 1"):
+        fit_policies(["full"], activation_checkpointing="none")
 
 
 def test_one_sequence_that_does_not_fit_is_refused_with_advice():
