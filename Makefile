@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test check slow slow-part fuzz parity parity-table model-table pictures faults launchers engines bench bench-engines bench-peers scaling bench-techniques gpu lint clean
+.PHONY: help demo test check slow slow-part fuzz parity parity-table model-table pictures faults launchers engines bench bench-engines bench-peers scaling bench-techniques oldest gpu lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,7 +26,8 @@ help:
 	@echo "make bench-peers  train the same work with echelon, HF Trainer, Accelerate, Fabric, DeepSpeed and a plain loop: benchmarks/results/peers-cpu.md (3 hours, nothing else running)"
 	@echo "make scaling  count the bytes of every strategy at 1 to 8 processes: benchmarks/results/scaling-cpu.md (15 minutes)"
 	@echo "make bench-techniques  peak memory and step time of checkpointing, tp, pp, cp, ep and their products, side by side: benchmarks/results/techniques-cpu.md (15 minutes)"
-	@echo "make gpu      on a machine with an NVIDIA GPU: run the GPU tests, then the GPU benchmarks, in five calls (45 minutes)"
+	@echo "make oldest   run tests/unit, tests/parity and, on a CPU, tests/gpu with the oldest versions that pyproject.toml admits, and a CUDA build of torch (.venv-oldest, 6 GB)"
+	@echo "make gpu      on a machine with an NVIDIA GPU: run the GPU tests, then the GPU benchmarks, in six calls (54 minutes)"
 	@echo "make lint     check style and types"
 	@echo "make clean    remove .venv and the other environments"
 
@@ -205,9 +206,31 @@ bench-techniques: .venv/.installed
 	@echo "== measuring what each technique saves and costs; groups that techniques-cpu.json has already are replaced"
 	$(BIN)/python benchmarks/techniques.py --out benchmarks/results/techniques-cpu $(GROUPS)
 
+# torch is a CUDA build, as on a GPU machine; it needs no driver to be imported. Python 3.12 where there is one, also as
+# a version of pyenv: many old releases have no wheel for a newer Python.
+OLDEST_PYTHON ?= $(shell PYENV_VERSION=3.12 python3.12 -c 'import sys; print(sys.executable)' 2> /dev/null || echo $(PYTHON))
+OLDEST_EXTRAS := test float8 liger
+OLDEST := .venv-oldest/bin
+
+.venv-oldest/.installed: pyproject.toml
+	@echo "== setting up .venv-oldest: echelon, and the oldest versions that pyproject.toml admits (3 GB to download)"
+	$(OLDEST_PYTHON) -m venv .venv-oldest
+	$(OLDEST)/pip install --quiet --disable-pip-version-check uv
+	$(OLDEST)/uv pip compile --quiet --resolution lowest-direct --only-binary :all: --no-header --no-annotate \
+	    --python $(OLDEST)/python $(OLDEST_EXTRAS:%=--extra %) pyproject.toml -o .venv-oldest/versions.txt
+	$(OLDEST)/uv pip install --quiet --compile-bytecode --python $(OLDEST)/python -r .venv-oldest/versions.txt
+	$(OLDEST)/uv pip install --quiet --python $(OLDEST)/python --no-deps -e .
+	@touch $@
+
+oldest: .venv-oldest/.installed
+	@echo "== running unit and parity tests with the versions of .venv-oldest/versions.txt"
+	$(OLDEST)/python -m pytest tests/unit tests/parity -n 2 --dist loadfile --no-loadscope-reorder
+	@echo "== training the cases of tests/gpu on a CPU"
+	$(OLDEST)/python -m pytest tests/gpu -m gpu --on-cpu
+
 gpu: .venv/.installed
-	@echo "== running the five calls of benchmarks/gpu.sh on this machine's GPU, into runs/gpu"
-	status=0; for call in 1 2 3 4 5; do \
+	@echo "== running the six calls of benchmarks/gpu.sh on this machine's GPU, into runs/gpu"
+	status=0; for call in 1 2 3 4 5 6; do \
 	    PYTHON=$(BIN)/python benchmarks/gpu.sh $$call runs/gpu/call-$$call || status=1; \
 	done; exit $$status
 
@@ -218,4 +241,4 @@ lint: .venv/.linters
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv .venv-peers $(ENGINES:%=.venv-%)
+	rm -rf .venv .venv-peers .venv-oldest $(ENGINES:%=.venv-%)

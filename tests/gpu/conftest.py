@@ -1,4 +1,8 @@
-"""Fixtures for tests that need a CUDA device: one process with one GPU and NCCL; results of a CPU to compare with."""
+"""Fixtures for tests that need a CUDA device: one process with one GPU and NCCL; results of a CPU to compare with.
+
+With `--on-cpu` the cases train on a CPU over gloo. That shows nothing of CUDA, but that the tests themselves run: with
+another version of torch, or before somebody pays for a GPU. Tests marked `device` are left out.
+"""
 
 import os
 import sys
@@ -19,16 +23,35 @@ from echelon.run.lifecycle.process_group import start_runtime
 from tests.parity.training import train
 
 
+def pytest_addoption(parser):
+    parser.addoption("--on-cpu", action="store_true", help="train the cases of tests/gpu on a CPU over gloo")
+
+
+def pytest_collection_modifyitems(config, items):
+    """With `--on-cpu`, leave out the tests of kernels, memory and clocks of a GPU."""
+    if _is_on_cpu(config):
+        dropped = [item for item in items if item.get_closest_marker("device")]
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if not item.get_closest_marker("device")]
+
+
+def _is_on_cpu(config):
+    return config.getoption("--on-cpu", default=False)  # unknown where tests/gpu is not named on the command line
+
+
 @pytest.fixture(scope="session", autouse=True)
-def gpu():
+def gpu(request):
     """Make this process the only rank of an NCCL group, with TF32 disabled."""
-    if not torch.cuda.is_available():
+    if _is_on_cpu(request.config):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     runtime = start_runtime()
-    assert (runtime.device.type, runtime.backend) == ("cuda", "nccl")
+    expected = ("cpu", "gloo") if _is_on_cpu(request.config) else ("cuda", "nccl")
+    assert (runtime.device.type, runtime.backend) == expected
     yield runtime
     stop_runtime()
 

@@ -11,7 +11,7 @@ from echelon.learn.parallel.compilation import apply_compile
 from tests.families import small_config, small_model
 from tests.unit.learn.model.test_document_mask import FIELDS, LENGTHS, loss_alone, losses, packed
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.device]
 
 CAPPED = {"attn_logit_softcapping": 0.5, "sliding_window": 4}
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.parity.training import Row, equal_tensors, read_rows, tensors_of, write_recipe
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.device]
 
 STEPS, EVERY = 600, 100
 OVERRIDES = (

@@ -34,6 +34,7 @@ def test_two_runs_are_equal(gpu, deterministic, text, tmp_path, case):
     assert equal_tensors(*(tensors_of(tmp_path / name / "run", step=4) for name in ("first", "second")))
 
 
+@pytest.mark.device
 def test_a_nondeterministic_operation_raises(gpu, deterministic):
     with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
         torch.histc(torch.ones(4, device=gpu.device, requires_grad=False), bins=2)

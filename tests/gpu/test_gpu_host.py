@@ -13,7 +13,7 @@ from echelon.run.training.metrics import Measured
 from tests.gpu.gpu_training import Case, model_overrides, trainer_on_gpu
 from tests.parity.training import Row
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.device]
 
 CASES = [
     Case(Row(micro_batch=4)),

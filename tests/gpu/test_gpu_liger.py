@@ -7,7 +7,11 @@ from echelon.learn.model.build import build_on_meta, load_config
 from echelon.learn.model.liger import apply_liger, compare_layers, is_installed
 from tests.families import random_batch, small_config, small_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not is_installed(), reason="liger-kernel is not installed")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.device,
+    pytest.mark.skipif(not is_installed(), reason="liger-kernel is not installed"),
+]
 
 WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 8}
 

@@ -12,7 +12,7 @@ from echelon.planner.shape import build_shape
 from tests.gpu.gpu_training import OFFLOAD, Case, model_overrides, trainer_on_gpu
 from tests.parity.training import Row
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.device]
 
 
 def start_measuring():

@@ -9,7 +9,7 @@ from tests.families import random_batch, small_model
 from tests.gpu.gpu_training import Case, model_overrides, train_on_gpu
 from tests.parity.training import Row
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.device]
 
 WIDE = model_overrides(
     512, hidden_size=1024, intermediate_size=2816, num_hidden_layers=6, num_attention_heads=16, num_key_value_heads=16,

@@ -158,7 +158,7 @@ _attend.register_autograd(_backward, setup_context=_remember)
 
 
 def _blocks(length: int) -> list[slice]:
-    size = _BLOCKS[length > _SHORT]
+    size = _BLOCKS[int(length > _SHORT)]  # Dynamo of torch 2.11 refuses a bool as an index
     return [slice(start, min(length, start + size)) for start in range(0, length, size)]
 
 
