@@ -47,7 +47,7 @@ class Part:
     seconds: after so many of a call's nine minutes it is stopped; the last part of a call may use all that is left.
     least: with less time left it is not started. needs: the packages without which it is not started. A `{seconds}` in
     the command is replaced by the seconds that it has. tiny: the command of `--size tiny`, by default the same with
-    that option.
+    that option. processes: how many it runs side by side, which share the cores when they compile.
     """
 
     name: str
@@ -57,6 +57,7 @@ class Part:
     needs: tuple[str, ...] = ()
     is_table: bool = True
     tiny: tuple[str, ...] | None = None
+    processes: int = 1
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def _pytest(*arguments: str) -> tuple[str, ...]:
 
 
 _ALONE = ("tests/gpu/test_gpu_memory.py", "tests/gpu/test_gpu_host.py")
-_ELSEWHERE = [f"--ignore={path}" for path in _ALONE]
+_COMMAND = ("tests/gpu/test_gpu_cli.py",)
+_ELSEWHERE = [f"--ignore={path}" for path in (*_ALONE, *_COMMAND)]
 _PRETRAINING = ("benchmarks/pretraining.py", "--seconds", "{seconds}")
 _FINETUNING = ("benchmarks/finetuning.py", "--pairs", "1", "--seconds", "{seconds}")
 _TECHNIQUES = ("benchmarks/techniques.py",)
@@ -83,12 +85,11 @@ CALLS = {
     1: Call(
         "the tests that need a GPU",
         (
-            Part("tests", _pytest("tests/gpu", *_ELSEWHERE, "-n", "4", "-ra"), 230, 60, PYTEST, False,
-                 tiny=_pytest("tests/gpu", *_ELSEWHERE, "-ra")),
-            Part("memory-and-host", _pytest(*_ALONE, "-rA"), 120, 30, PYTEST, False, tiny=_pytest(*_ALONE, "-rA")),
-            Part("overhead", (*_OVERHEAD, "--size", "small", "--compile", "--rounds", "5", "--steps", "20"), 100, 40,
-                 ECHELON, False, tiny=(*_OVERHEAD, "--size", "tiny", "--rounds", "1", "--steps", "2")),
+            Part("tests", _pytest("tests/gpu", *_ELSEWHERE, "-n", "4", "-ra"), 300, 60, PYTEST, False,
+                 tiny=_pytest("tests/gpu", *_ELSEWHERE, "-ra"), processes=4),
+            Part("memory-and-host", _pytest(*_ALONE, "-rA"), 150, 30, PYTEST, False, tiny=_pytest(*_ALONE, "-rA")),
         ),
+        ("bitsandbytes", "liger_kernel"),
     ),
     2: Call(
         "pretraining: 1.3 billion parameters at 2,048 tokens",
@@ -102,9 +103,9 @@ CALLS = {
         "fine-tuning: LoRA and QLoRA of 0.9 and of 8 billion parameters",
         (
             Part("small", (*_FINETUNING, "--blocks", "4", "--steps", "6", "lora-bf16", "qlora-bf16",
-                           "lora-bf16-examples", "lora-bf16-liger", "lora-bf16-unsloth"), 230, 60, FINETUNING),
+                           "lora-bf16-examples", "lora-bf16-liger", "lora-bf16-unsloth"), 180, 60, FINETUNING),
             Part("large", (*_FINETUNING, "--blocks", "4", "--steps", "3", "qlora-8b", "lora-8b", "qlora-8b-liger",
-                           "lora-8b-liger", "qlora-8b-unsloth", "lora-8b-unsloth"), 220, 90, FINETUNING),
+                           "lora-8b-liger", "qlora-8b-unsloth", "lora-8b-unsloth"), 270, 120, FINETUNING),
         ),
         ("liger_kernel", "unsloth"),
     ),
@@ -122,6 +123,14 @@ CALLS = {
         (
             Part("techniques", (*_TECHNIQUES, "--seconds", "{seconds}"), 450, 120, ECHELON,
                  tiny=(*_TECHNIQUES, "--seconds", "{seconds}", "--rounds", "1", "--size", "tiny")),
+        ),
+    ),
+    6: Call(
+        "whole runs of the command, and the trainer's own time",
+        (
+            Part("command", _pytest(*_COMMAND, "-rA"), 270, 120, PYTEST, False, tiny=_pytest(*_COMMAND, "-rA")),
+            Part("overhead", (*_OVERHEAD, "--size", "small", "--compile", "--rounds", "5", "--steps", "20"), 180, 60,
+                 ECHELON, False, tiny=(*_OVERHEAD, "--size", "tiny", "--rounds", "1", "--steps", "2")),
         ),
     ),
 }  # fmt: skip
@@ -183,7 +192,8 @@ class Runner:
         started = time.monotonic()
         with (self.out / f"{part.name}.log").open("wb", buffering=0) as log:
             program = subprocess.Popen(
-                [sys.executable, *command], cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL,
+                [sys.executable, *command], cwd=ROOT, env=self.environment | torch_environment(part.processes),
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=log, process_group=0,
             )  # fmt: skip
             printed: list[str] = []
@@ -285,15 +295,14 @@ def _ask_git(root: Path, *asked: str) -> str:
         return ""
 
 
-def build_environment(folder: str) -> dict[str, str]:
+def build_environment() -> dict[str, str]:
     """The variables of every part: those that `echelon train` gives to its workers, and those of a call.
 
-    Compiled kernels are kept in `folder`.
+    Compiled kernels stay in torch's own folder: on a machine that is still warm, the next call finds them.
     """
     path = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | torch_environment(1) | {
         "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
-        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/compiled",
         # On several GPUs HF Trainer would use DataParallel.
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0],
     }  # fmt: skip
@@ -328,7 +337,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         words = f"{time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}, {describe_source()}"
         heading = f"GPU call {arguments.call}: {call.title} ({words}, Python {platform.python_version()})"
-        environment = build_environment(folder)
+        environment = build_environment()
         runner = Runner(arguments.out.resolve(), heading, arguments.minutes, arguments.size == "tiny", environment)
         is_whole = run_call(runner, call, arguments.wheels, arguments.only, Path(folder))
     print((arguments.out / "summary.md").read_text(encoding="utf-8"))

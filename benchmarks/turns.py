@@ -34,14 +34,21 @@ def find_error(text):
 
 
 class Side:
-    """The process of one side, seen from the parent."""
+    """The process of one side, seen from the parent.
+
+    It starts with its first block: a side loads, compiles and rehearses while the ones before it keep only their
+    weights. Two that did so at once would not fit into the memory of one GPU.
+    """
 
     def __init__(self, name, command, log):
         """`command`: a Python script with its arguments. `log`: the file for everything that the process prints."""
-        self.name, self._log = name, log
-        with log.open("w") as stream:
+        self.name, self._command, self._log = name, command, log
+        self._process = None
+
+    def _start(self):
+        with self._log.open("w") as stream:
             self._process = subprocess.Popen(
-                [sys.executable, *map(str, command)],
+                [sys.executable, *map(str, self._command)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stream,
@@ -50,6 +57,8 @@ class Side:
 
     def run_block(self, request="go"):
         """Run a block of steps; return its measurements. `request` "profile": with the times of the kernels."""
+        if self._process is None:
+            self._start()
         try:
             print(request, file=self._process.stdin, flush=True)
             answer = self._process.stdout.readline()
@@ -62,6 +71,8 @@ class Side:
 
     def end(self, is_orderly):
         """Ask the process to exit, or kill it, and wait for it."""
+        if self._process is None:
+            return
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
