@@ -81,6 +81,14 @@ def find_references(module: Module) -> list[str]:
     return [f"{module.short} {name}" for name, text in docstrings if _REFERENCE.fullmatch(text)]
 
 
+def find_meaningless(module: Module) -> list[str]:
+    """Variables and arguments named `each`: the noun that they stand for is better."""
+    stored = [node for node in ast.walk(module.tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    arguments = [node for node in ast.walk(module.tree) if isinstance(node, ast.arg)]
+    named = [(node.id, node.lineno) for node in stored] + [(node.arg, node.lineno) for node in arguments]
+    return [f"{module.short}:{line}" for name, line in named if name == "each"]
+
+
 def _is_public(name: str) -> bool:
     return not name.startswith("_")
 
@@ -122,6 +130,10 @@ def test_sizes(module):
 def test_complexity():
     assert not find_complex(ECHELON, EXCEPTIONS)
     assert len(EXCEPTIONS) <= MAX_EXCEPTIONS
+
+
+def test_no_variable_is_called_each():
+    assert not [place for module in ECHELON for place in find_meaningless(module)]
 
 
 @pytest.mark.parametrize("module", ECHELON, ids=lambda module: module.short)
@@ -185,3 +197,8 @@ def test_missing_docstrings_and_annotations_are_found(tmp_path):
 def test_a_docstring_that_only_refers_to_another_is_found(tmp_path, text, is_found):
     module = write(tmp_path, f'class C:\n    def m(self) -> None:\n        """{text}"""\n')
     assert find_references(module) == (["a m"] if is_found else [])
+
+
+def test_variables_called_each_are_found(tmp_path):
+    text = "for each in x:\n    f(each)\ny = [each for each in x]\nz = lambda each: 1\neach_one = 1\n"
+    assert sorted(find_meaningless(write(tmp_path, text))) == ["a:1", "a:3", "a:4"]

@@ -103,7 +103,7 @@ def _place_ranks() -> dict[str, str]:
     machine = platform.node() if meeting is None or meeting.own_address is None else meeting.own_address
     seats = gather_objects(_Seat(machine, place.local_rank, place.local_world_size), _whole_group())
     mine = seats[place.rank]
-    across = [rank for rank, each in enumerate(seats) if each.local_rank == mine.local_rank]
+    across = [rank for rank, seat in enumerate(seats) if seat.local_rank == mine.local_rank]
     variables = {
         "HOROVOD_RANK": place.rank,
         "HOROVOD_SIZE": len(seats),
@@ -136,7 +136,7 @@ def _open_store(seats: list[_Seat], meeting: Rendezvous) -> tuple[str, int]:
             "listen there; set MASTER_ADDR to the address of rank 0's machine on every rank."
         )
     store = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
-    sizes = [sum(each.local_rank == seat.local_rank for each in seats) for seat in seats]
+    sizes = [sum(other.local_rank == seat.local_rank for other in seats) for seat in seats]
     store.init(
         [
             SlotInfo(seat.machine, rank, seat.local_rank, 0, len(seats), seat.local_size, cross_size)

@@ -75,7 +75,7 @@ def read_zero_folder(folder: Path) -> ZeroWeights:
     if first.get("mp_world_size", 1) != 1 or any("mp_rank_00" not in path.name for path in paths):
         raise CheckpointError(f"{step} is of tensor or pipeline parallelism, and only ZeRO's checkpoints can be read.")
     try:
-        tensors = {name: each.detach().clone() for name, each in _read_kept(models, first)}
+        tensors = {name: tensor.detach().clone() for name, tensor in _read_kept(models, first)}
         if (step / "zero").is_dir():
             described = "a universal checkpoint of DeepSpeed"
             trained = _read_universal(step / "zero", _shapes(first))
@@ -86,7 +86,7 @@ def read_zero_folder(folder: Path) -> ZeroWeights:
             trained = (
                 _read_divided(states, first["param_shapes"]) if stage < 3 else _read_sharded(states, _shapes(first))
             )
-        tensors |= {name: each.detach().float().clone() for name, each in trained}
+        tensors |= {name: tensor.detach().float().clone() for name, tensor in trained}
     except CheckpointError:
         raise
     except Exception as error:  # values of any type may be anywhere
@@ -108,7 +108,7 @@ def _find_step(folder: Path) -> Path | None:
 
 def _sorted(step: Path, pattern: str) -> list[Path]:
     """The files of a kind, by the rank in their names."""
-    found = sorted(step.glob(pattern), key=lambda path: [int(each) for each in re.findall(r"\d+", path.name)])
+    found = sorted(step.glob(pattern), key=lambda path: [int(digits) for digits in re.findall(r"\d+", path.name)])
     if not found:
         raise CheckpointError(f"{step} has no {pattern}; the checkpoint is not complete.")
     return found
@@ -129,7 +129,7 @@ def _check_records(path: Path) -> None:
     """Compare each record of a file of `torch.save` with its checksum. Raises CheckpointError for a damaged file."""
     try:
         with zipfile.ZipFile(path) as archive:
-            strange = [each.filename for each in archive.infolist() if not _is_plain(each)]
+            strange = [info.filename for info in archive.infolist() if not _is_plain(info)]
             damaged = strange[0] if strange else archive.testzip()
     except Exception as error:  # zipfile raises many types on a damaged file
         raise CheckpointError(
@@ -165,7 +165,7 @@ def _read_kept(models: Sequence[Mapping[str, Any]], first: Mapping[str, Any]) ->
     """Buffers and frozen weights."""
     yield from ((name, first["module"][name]) for name in first["buffer_names"])
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
-        parts = [each["frozen_param_fragments"][name].flatten() for each in models]
+        parts = [model["frozen_param_fragments"][name].flatten() for model in models]
         whole = parts[0] if parts[0].numel() == shape.numel() else torch.cat(parts)
         yield name, whole[: shape.numel()].view(shape)
 
@@ -185,7 +185,7 @@ def _read_divided(
     _check_count(states)
     gaps = states[0].get("param_alignment_paddings") or [[0] * len(group) for group in groups]
     for number, (group, after) in enumerate(zip(groups, gaps, strict=True)):
-        flat = torch.cat([each["single_partition_of_fp32_groups"][number] for each in states])
+        flat = torch.cat([state["single_partition_of_fp32_groups"][number] for state in states])
         start = 0
         for (name, shape), gap in zip(group.items(), after, strict=True):
             yield name, flat[start : start + shape.numel()].view(shape)
@@ -199,7 +199,7 @@ def _read_sharded(
 ) -> Iterator[tuple[str, Tensor]]:
     """Stage 3: every rank has an equal part of each weight; the last one's ends with padding."""
     _check_count(states)
-    flats = [torch.cat(list(each["fp32_flat_groups"])) for each in states]
+    flats = [torch.cat(list(state["fp32_flat_groups"])) for state in states]
     start = 0
     for name, shape in shapes.items():
         size = math.ceil(shape.numel() / len(states))

@@ -23,7 +23,7 @@ def import_zero_folder(folder: Path, out: Path) -> str:
         ConfigError: there is no config.json, or `out` is not empty.
         CheckpointError: the checkpoint cannot be read safely, or is not of the config's model.
     """
-    beside = next((each for each in (folder, folder.resolve().parent) if (each / "config.json").is_file()), None)
+    beside = next((place for place in (folder, folder.resolve().parent) if (place / "config.json").is_file()), None)
     if beside is None:
         raise ConfigError(
             f"{folder} has no config.json, nor has the folder that contains it; copy the model's config.json there."
@@ -31,7 +31,7 @@ def import_zero_folder(folder: Path, out: Path) -> str:
     check_empty(out)
     skeleton = build_on_meta(load_config(str(beside)))
     weights = read_zero_folder(folder)
-    wanted = {name: tuple(each.shape) for name, each in stored_tensors(skeleton).items()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in stored_tensors(skeleton).items()}
     for name, shape in wanted.items():
         found = weights.tensors.get(name)
         if found is None or tuple(found.shape) != shape:

@@ -97,7 +97,7 @@ def _missing_methods(found: type, kind: type) -> list[str]:
 
 
 def _public_methods(kind: type) -> list[str]:
-    return [name for name, each in vars(kind).items() if inspect.isfunction(each) and not name.startswith("_")]
+    return [name for name, member in vars(kind).items() if inspect.isfunction(member) and not name.startswith("_")]
 
 
 def build_named(

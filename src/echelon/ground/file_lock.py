@@ -123,14 +123,14 @@ def is_open(pid: int, path: Path) -> bool:
     if not Path("/proc/self/fd").exists():  # macOS
         return _is_alive(pid)
     with suppress(OSError):
-        return any(_is_same(each, path) for each in Path(f"/proc/{pid}/fd").iterdir())
+        return any(_is_same(link, path) for link in Path(f"/proc/{pid}/fd").iterdir())
     return False
 
 
 def _has_ended(pid: int, path: Path) -> bool:
     """Whether the process that opened a file is gone; its id may be that of another process meanwhile."""
     try:
-        return not (_is_alive(pid) and any(_is_same(each, path) for each in Path(f"/proc/{pid}/fd").iterdir()))
+        return not (_is_alive(pid) and any(_is_same(link, path) for link in Path(f"/proc/{pid}/fd").iterdir()))
     except OSError:  # of another user, or macOS
         return not _is_alive(pid)
 

@@ -222,15 +222,15 @@ def log_as_rank(
 
 def find_bar_console() -> "Console | None":
     """The `rich` console above which a progress bar may be shown; None if the console has none."""
-    return next((each.console for each in _terminals() if each.has_bar), None)
+    return next((terminal.console for terminal in _terminals() if terminal.has_bar), None)
 
 
 def erase_progress_bar() -> None:
     """Erase the line of a progress bar that another process was killed over, if this process shares its console."""
-    for each in _terminals():
-        if each.has_bar:
-            each.console.file.write(_ERASE_LINE)
-            each.console.file.flush()
+    for terminal in _terminals():
+        if terminal.has_bar:
+            terminal.console.file.write(_ERASE_LINE)
+            terminal.console.file.flush()
 
 
 def keep_console(rank: int | None = None) -> None:
@@ -283,11 +283,11 @@ def _build_handler(console: TextIO | None, look: Look) -> _StreamHandler:
 
 
 def _terminals() -> list[_TerminalHandler]:
-    return [each for each in _logger.handlers if isinstance(each, _TerminalHandler)]
+    return [handler for handler in _logger.handlers if isinstance(handler, _TerminalHandler)]
 
 
 def _find_copy() -> _ConsoleCopy | None:
-    return next((each for each in _logger.handlers if isinstance(each, _ConsoleCopy)), None)
+    return next((handler for handler in _logger.handlers if isinstance(handler, _ConsoleCopy)), None)
 
 
 def _open_to_append(path: Path) -> TextIO:
@@ -311,7 +311,7 @@ def _detailed(rank: int | None) -> str:
 
 
 def _install(handlers: list[logging.Handler]) -> None:
-    for old in [each for each in _logger.handlers if isinstance(each, _StreamHandler)]:
+    for old in [handler for handler in _logger.handlers if isinstance(handler, _StreamHandler)]:
         _logger.removeHandler(old)
     for handler in handlers:
         _logger.addHandler(handler)

@@ -141,11 +141,11 @@ def _redact(value: Any, name: str) -> Any:
     """As `redact`, of what stands under a name; the items of a list stand under that of the list."""
     if isinstance(value, Mapping):
         return {
-            redact_text(key) if isinstance(key, str) else key: _redact(each, _name_of(key, value))
-            for key, each in value.items()
+            redact_text(key) if isinstance(key, str) else key: _redact(part, _name_of(key, value))
+            for key, part in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_redact(each, name) for each in value]
+        return [_redact(part, name) for part in value]
     if not isinstance(value, str):
         return value
     return HIDDEN if _is_telling(name, value) or _is_suspect(name, value) else redact_text(value)

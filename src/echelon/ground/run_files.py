@@ -121,7 +121,7 @@ def is_metrics_row(row: Row) -> bool:
         isinstance(row.get("kind"), str)
         and has_step(row)
         and all(value is None or isinstance(value, float) or is_number(value) for value in numbers)
-        and (sets is None or (isinstance(sets, dict) and all(isinstance(each, dict) for each in sets.values())))
+        and (sets is None or (isinstance(sets, dict) and all(isinstance(row, dict) for row in sets.values())))
     )
 
 

@@ -27,7 +27,7 @@ LIMITS = ("budget.max_hours", "budget.max_usd")
 STRAGGLER = "fault.on_straggler=stop"
 """The cause of a stop because a rank is slow, which all ranks find together."""
 
-_CAUSES = (*(each.name for each in STOP_SIGNALS), *LIMITS)
+_CAUSES = (*(signum.name for signum in STOP_SIGNALS), *LIMITS)
 
 ECHO_SECONDS = 1.0
 """Signals within this time count as one request, as when a terminal signals every process."""
@@ -66,9 +66,9 @@ class StopRequest:
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        for each in STOP_SIGNALS:
+        for signum in STOP_SIGNALS:
             signal.signal(
-                each, lambda number, frame: None
+                signum, lambda number, frame: None
             )  # without a handler the signal would not be written to the pipe
         threading.Thread(target=self._watch, args=(reading, stop_file), name="stop-request", daemon=True).start()
 
@@ -86,7 +86,7 @@ class StopRequest:
 
     def flags(self) -> list[float]:
         """One number for each signal and limit, 1 if it was requested; to be summed over ranks."""
-        return [float(each in (self.name, self.limit)) for each in _CAUSES]
+        return [float(cause in (self.name, self.limit)) for cause in _CAUSES]
 
     def _watch(self, reading: int, stop_file: Path | None) -> None:
         while True:
@@ -101,7 +101,7 @@ class StopRequest:
 
 def agreed_stop(sums: Sequence[float]) -> str | None:
     """The signal, else the limit, for which a rank stops, from the sums of `StopRequest.flags`; None if none does."""
-    return next((each for each, count in zip(_CAUSES, sums, strict=True) if count), None)
+    return next((cause for cause, count in zip(_CAUSES, sums, strict=True) if count), None)
 
 
 def read_stop_file(path: Path) -> str | None:
@@ -151,8 +151,8 @@ def stops_told(
     stopped_by: list[str] = []
 
     def stop(number: int, _: object) -> NoReturn:
-        for each in before:
-            signal.signal(each, signal.SIG_DFL)
+        for signum in before:
+            signal.signal(signum, signal.SIG_DFL)
         stopped_by.append(signal.Signals(number).name)
         raise _Stopped
 
@@ -165,10 +165,10 @@ def stops_told(
         signal.signal(number, stop)
         late.send(number)
 
-    before = {each: signal.getsignal(each) for each in signals}
+    before = {signum: signal.getsignal(signum) for signum in signals}
     hook, sys.unraisablehook = sys.unraisablehook, send_again
-    for each in before:
-        signal.signal(each, stop)
+    for signum in before:
+        signal.signal(signum, stop)
     late = _LateEnd(message, lambda number: number in before and (bool(stopped_by) or signal.getsignal(number) is stop))
     try:
         yield
@@ -182,8 +182,8 @@ def stops_told(
         raise LaunchError(message.format(signal=stopped_by[0])) from error
     finally:
         sys.unraisablehook = hook
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
         if not stopped_by:
             late.cancel()
 

@@ -212,7 +212,7 @@ def _check_uploads(recipe: Recipe) -> None:
         prepare_data(recipe)
         return
     train, validation = (
-        [each for each in sources if each.format != "hub" and not each.path.startswith(("s3://", "/opt/ml/"))]
+        [source for source in sources if source.format != "hub" and not source.path.startswith(("s3://", "/opt/ml/"))]
         for sources in (spec.train, spec.validation)
     )
     list_corpus(train, validation)

@@ -198,7 +198,7 @@ def _body(job: JobSpec) -> str:
     start = _PARTS["start"].replace("@WORDS@", render_task(job, options, f'bash "$job/{MACHINE}"'))
     start = start.replace("@MEETING@\n", _PARTS["meeting"] if elastic else "\n")
     later = [*(["lost"] if elastic else []), "early", *(["requeue"] if slurm.requeue else []), "end"]
-    return start + "".join(_PARTS[each] for each in later)
+    return start + "".join(_PARTS[part] for part in later)
 
 
 def _quote(job: JobSpec, path: object) -> str:

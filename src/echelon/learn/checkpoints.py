@@ -46,7 +46,7 @@ def find_checkpoint(folder: Path) -> Checkpoint:
     """
 
     def find() -> Checkpoint:
-        siblings = {each.path.name: each for each in find_checkpoints(folder.parent)}
+        siblings = {checkpoint.path.name: checkpoint for checkpoint in find_checkpoints(folder.parent)}
         found = [siblings[folder.name]] if folder.name in siblings else find_checkpoints(folder)
         if not found:
             raise CheckpointError(

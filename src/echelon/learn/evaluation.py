@@ -73,17 +73,19 @@ class EvalResults:
     def whole(self) -> EvalResult:
         """The result over all sets as one text: every target token, or pair, counts once."""
         results = list(self.sets.values())
-        num_targets = sum(each.num_targets for each in results)
-        pairs = [each.num_pairs for each in results if each.num_pairs is not None]
-        sizes = [each.num_targets * each.bytes_per_token for each in results if each.bytes_per_token is not None]
+        num_targets = sum(result.num_targets for result in results)
+        pairs = [result.num_pairs for result in results if result.num_pairs is not None]
+        sizes = [
+            result.num_targets * result.bytes_per_token for result in results if result.bytes_per_token is not None
+        ]
         known = num_targets > 0 and len(sizes) == len(self.sets)
         return EvalResult(
-            _mean(results, [each.loss for each in results]) or 0.0,
+            _mean(results, [result.loss for result in results]) or 0.0,
             num_targets,
             sum(sizes) / num_targets if known else None,
             sum(pairs) if pairs else None,
-            _mean(results, [each.reward_accuracy for each in results]),
-            _mean(results, [each.reward_margin for each in results]),
+            _mean(results, [result.reward_accuracy for result in results]),
+            _mean(results, [result.reward_margin for result in results]),
         )
 
     def select(self, name: str | None) -> EvalResult:
@@ -101,7 +103,7 @@ def _mean(results: Sequence[EvalResult], values: Sequence[float | None]) -> floa
     known = [value for value in values if value is not None]
     if len(known) < len(results):
         return None
-    counts = [each.count for each in results]
+    counts = [result.count for result in results]
     return sum(value * count for value, count in zip(known, counts, strict=True)) / max(1, sum(counts))
 
 

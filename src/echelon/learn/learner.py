@@ -221,7 +221,7 @@ class Learner:
         for the positions of this rank, [batch, seq / cp].
         """
         with self.engine.evaluation(self.objective) as evaluation:
-            return [evaluation.log_probabilities(each) for each in batch.to(self.device).microbatches]
+            return [evaluation.log_probabilities(microbatch) for microbatch in batch.to(self.device).microbatches]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, stops: Sequence[int] | None = None

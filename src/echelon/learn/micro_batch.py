@@ -119,7 +119,7 @@ def _shrink(recipe: Recipe, plan: ParallelPlan) -> ParallelPlan | None:
 
 def _halve(plan: ParallelPlan) -> ParallelPlan:
     """The same global batch with at most half the micro batch: 6 becomes 3, and 3 becomes 1."""
-    size = max(each for each in divisors(plan.micro_batch_size) if 2 * each <= plan.micro_batch_size)
+    size = max(divisor for divisor in divisors(plan.micro_batch_size) if 2 * divisor <= plan.micro_batch_size)
     return replace(plan, micro_batch_size=size, num_microbatches=plan.num_microbatches * plan.micro_batch_size // size)
 
 

@@ -97,7 +97,7 @@ def deferred_bytes(shape: ModelShape, plan: ParallelPlan, sequence_len: int) -> 
     tokens = plan.microbatch_tokens(sequence_len)
     if plan.adapter is not None:
         linears = targeted_linears(shape, plan.adapter)
-        return tokens * by.compute * sum(each.count * (plan.adapter.r + each.out_features) for each in linears)
+        return tokens * by.compute * sum(linear.count * (plan.adapter.r + linear.out_features) for linear in linears)
     parts, hidden = shape.parts, shape.hidden_size
     heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     share, width = shape.expert_widths

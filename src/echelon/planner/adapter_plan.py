@@ -39,12 +39,14 @@ def build_adapter_plan(adapter: "AdapterConfig", shape: ModelShape, num_new_toke
         return None
     saved = _count_saved(adapter.modules_to_save, shape)
     targets = tuple(name for name in _target_names(adapter.target_modules, shape) if name not in saved.names)
-    experts = select_experts(adapter.target_parameters, [each.name for each in shape.experts])
-    adapted = [each for each in shape.experts if each.name in experts]
+    experts = select_experts(adapter.target_parameters, [expert.name for expert in shape.experts])
+    adapted = [expert for expert in shape.experts if expert.name in experts]
     quantized = adapter.method == "qlora"
     packed_experts = shape.num_expert_parameters if adapter.quantize_experts else 0
-    frozen = [each for each in shape.linears if each.name not in saved.names]
-    trained = _count_adapter(adapter, targets, shape) + sum(_count_expert_adapter(adapter, each) for each in adapted)
+    frozen = [linear for linear in shape.linears if linear.name not in saved.names]
+    trained = _count_adapter(adapter, targets, shape) + sum(
+        _count_expert_adapter(adapter, expert) for expert in adapted
+    )
     trained += num_new_tokens * shape.hidden_size * _count_frozen_tables(saved.names, shape)
     return AdapterPlan(
         method=adapter.method,
@@ -53,14 +55,16 @@ def build_adapter_plan(adapter: "AdapterConfig", shape: ModelShape, num_new_toke
         targets=targets,
         num_trained_parameters=trained + saved.inside + saved.outside,
         num_frozen_parameters=shape.num_parameters - saved.inside - saved.outside,
-        num_quantized_parameters=sum(each.count * each.size for each in frozen) + packed_experts if quantized else 0,
+        num_quantized_parameters=sum(linear.count * linear.size for linear in frozen) + packed_experts
+        if quantized
+        else 0,
         double_quant=quantized and adapter.double_quant,
         saved=adapter.modules_to_save,
         num_saved_inside=saved.inside,
         num_saved_outside=saved.outside,
         num_looked_up=saved.looked_up,
         experts=experts,
-        num_adapted_experts=sum(each.count * each.size for each in adapted),
+        num_adapted_experts=sum(expert.count * expert.size for expert in adapted),
         num_quantized_experts=packed_experts,
     )
 
@@ -77,14 +81,14 @@ def select_experts(wanted: str | tuple[str, ...], names: Sequence[str]) -> tuple
     if wanted == "experts" and names:
         return names
     ends = (wanted,) if isinstance(wanted, str) else wanted
-    for each in ends:
-        if not any(_ends_in(name, each) for name in names):
-            near = difflib.get_close_matches(each, names, n=1)
+    for end in ends:
+        if not any(_ends_in(name, end) for name in names):
+            near = difflib.get_close_matches(end, names, n=1)
             hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(names)}." if names else (
                 "it is not a mixture of experts; remove adapter.target_parameters."
             )  # fmt: skip
-            raise ConfigError(f"adapter.target_parameters: the model has no expert weights named {each!r}; {hint}")
-    return tuple(name for name in names if any(_ends_in(name, each) for each in ends))
+            raise ConfigError(f"adapter.target_parameters: the model has no expert weights named {end!r}; {hint}")
+    return tuple(name for name in names if any(_ends_in(name, end) for end in ends))
 
 
 def _ends_in(name: str, end: str) -> bool:
@@ -141,7 +145,7 @@ def _saved_size(name: str, shape: ModelShape) -> tuple[int, bool]:
     Raises ConfigError for a name that no embedding, head, norm or linear layer of such a model has.
     """
     norm = shape.hidden_size * (2 if shape.parts.norm == "layer" else 1)
-    linears = {each.name: each.count * each.size for each in shape.linears}
+    linears = {linear.name: linear.count * linear.size for linear in shape.linears}
     sizes = {
         **dict.fromkeys(_INPUT_TABLES, (shape.num_embedding_parameters, False)),
         **dict.fromkeys(_OUTPUT_TABLES, (shape.vocab_size * shape.hidden_size, False)),
@@ -203,9 +207,9 @@ def frozen_bytes(shape: ModelShape, adapter: AdapterPlan, compute_bytes: int) ->
     plain = layers - adapter.num_quantized_parameters - adapter.num_saved_inside
     packed = 0
     if adapter.num_quantized_parameters:
-        stored = [(each.count, each.size) for each in shape.linears if each.name not in adapter.saved]
+        stored = [(linear.count, linear.size) for linear in shape.linears if linear.name not in adapter.saved]
         if adapter.num_quantized_experts:
-            stored += [(each.count, each.size) for each in shape.experts]
+            stored += [(expert.count, expert.size) for expert in shape.experts]
         packed = sum(count * _quantized_bytes(size, adapter.double_quant) for count, size in stored)
     outside = shape.num_parameters - layers - adapter.num_saved_outside
     return plain * compute_bytes + packed, outside * compute_bytes
@@ -225,9 +229,9 @@ def whole_weight_bytes(shape: ModelShape, adapter: AdapterPlan, compute_bytes: i
     DoRA's norm needs the identity that A and B are applied to, their product, and the weight with it.
     """
     if adapter.method == "dora":
-        largest = max(targeted_linears(shape, adapter), key=lambda each: each.in_features**2 + 2 * each.size)
+        largest = max(targeted_linears(shape, adapter), key=lambda linear: linear.in_features**2 + 2 * linear.size)
         return compute_bytes * (largest.in_features**2 + 2 * largest.size)
-    whole = [each.size for each in shape.experts if each.name in adapter.experts]
+    whole = [expert.size for expert in shape.experts if expert.name in adapter.experts]
     if adapter.method == "qlora":
         whole += [linear.size for linear in shape.linears]
     return compute_bytes * max(whole, default=0)

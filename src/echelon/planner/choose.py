@@ -306,8 +306,8 @@ def _explain_activations(request: _Request, plan: ParallelPlan, fitting: list[Pa
         return []
     if len(fitting) > 1:
         weighed = [
-            f"{each.activation_checkpointing} {request.predict(each):.3g} s with micro batch {each.micro_batch_size}"
-            for each in fitting
+            f"{other.activation_checkpointing} {request.predict(other):.3g} s with micro batch {other.micro_batch_size}"
+            for other in fitting
         ]
         reason = f"the fastest of those that fit: {', '.join(weighed)}"
     elif len(policies) == 1:

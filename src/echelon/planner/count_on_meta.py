@@ -92,7 +92,7 @@ def _find_layers(model: Any) -> list[Any]:
     from torch import nn
 
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(stacks, key=lambda stack: sum(each.numel() for each in stack.parameters()), default=[]))
+    return list(max(stacks, key=lambda stack: sum(parameter.numel() for parameter in stack.parameters()), default=[]))
 
 
 def _count_linears(model: Any, layers: list[Any], has_experts: bool) -> tuple[LinearShape, ...]:
@@ -128,4 +128,6 @@ def _count_idle(config: Any, experts: tuple[ExpertShape, ...]) -> int:
     num_chosen = _read_field(config, "num_experts_per_tok")
     if not isinstance(num_chosen, int):
         return 0
-    return sum(each.count * each.size * max(0, each.num_experts - num_chosen) // each.num_experts for each in experts)
+    return sum(
+        expert.count * expert.size * max(0, expert.num_experts - num_chosen) // expert.num_experts for expert in experts
+    )

@@ -112,7 +112,7 @@ def build_settings(recipe: "Recipe", plan: ParallelPlan) -> dict[str, Any]:
         "steps_per_print": 2**31,
         f"{_ZERO}reduce_bucket_size": 2**25,
     }
-    made = {key: each.value for key, each in owned.items() if not key.startswith(("optimizer.", "train_batch"))}
+    made = {key: setting.value for key, setting in owned.items() if not key.startswith(("optimizer.", "train_batch"))}
     return _nest({**made, **steps, **passed})
 
 

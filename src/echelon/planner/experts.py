@@ -39,7 +39,7 @@ def find_recorded_routers(model: Any) -> dict[str, tuple[Any, int]]:
         recorders = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
         for recorder in recorders if isinstance(recorders, list) else [recorders]:
             found |= _find_recorded(prefix, part, recorder)
-    return {name: each for name, each in found.items() if not any(other.startswith(f"{name}.") for other in found)}
+    return {name: module for name, module in found.items() if not any(other.startswith(f"{name}.") for other in found)}
 
 
 def _find_recorded(prefix: str, part: Any, recorder: Any) -> dict[str, tuple[Any, int]]:
@@ -60,7 +60,7 @@ def find_unadaptable(model: Any, linears: Collection[str]) -> set[str]:
     it loads an adapter for some mixtures, it takes for example `gate_proj` as a name from before `transformers` 5, when
     each expert had linear layers.
     """
-    routers = {id(each) for router, _ in find_recorded_routers(model).values() for each in router.modules()}
+    routers = {id(module) for router, _ in find_recorded_routers(model).values() for module in router.modules()}
     modules = dict(model.named_modules())
     taken = _find_taken_names(model, {name.rpartition(".")[2] for name in linears})
     return {name for name in linears if id(modules[name]) in routers or name.rpartition(".")[2] in taken}

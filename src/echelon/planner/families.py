@@ -236,7 +236,7 @@ def _llama_like_shape(config: Mapping[str, Any], family: Family) -> ModelShape:
 
 
 def _linears(num_layers: int, **widths: tuple[int, int]) -> tuple[LinearShape, ...]:
-    return tuple(LinearShape(name, *each, num_layers) for name, each in widths.items())
+    return tuple(LinearShape(name, *width, num_layers) for name, width in widths.items())
 
 
 def _gpt2_shape(config: Mapping[str, Any]) -> ModelShape:

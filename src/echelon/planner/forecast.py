@@ -95,9 +95,9 @@ class Forecast:
     def describe(self) -> Iterator[str]:
         """Lines for the user: the step by part, the whole run, its cost, and what is assumed."""
         step, rate = self.step, self.tokens_per_second
-        each = f" ({rate / self.num_devices:,.0f} per device)" if self.num_devices > 1 else ""
+        per_device = f" ({rate / self.num_devices:,.0f} per device)" if self.num_devices > 1 else ""
         yield (
-            f"time: {step.total:.3g} s per step of {self.tokens_per_step:,} tokens, {rate:,.0f} tokens/s{each}, "
+            f"time: {step.total:.3g} s per step of {self.tokens_per_step:,} tokens, {rate:,.0f} tokens/s{per_device}, "
             + ("" if self.mfu is None else f"MFU {self.mfu:.1%}; ")
             + f"limited by {step.limit}"
         )

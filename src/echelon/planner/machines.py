@@ -101,19 +101,19 @@ class Choice:
 
     def describe(self) -> list[str]:
         """Lines for the user: the choice and its reason, the other candidates, and the types that were left out."""
-        fitting, small = _part(self.candidates, lambda each: each.fits)
-        priced, unknown = _part(fitting, lambda each: each.usd_per_hour is not None)
-        fewer, _ = _part(unknown, lambda each: each.count < self.count)
+        fitting, small = _part(self.candidates, lambda candidate: candidate.fits)
+        priced, unknown = _part(fitting, lambda candidate: candidate.usd_per_hour is not None)
+        fewer, _ = _part(unknown, lambda candidate: candidate.count < self.count)
         ranked = sorted(priced, key=_rank)
-        first = [self.best, *(each for each in ranked if each is not self.best)][:_SHOWN]
+        first = [self.best, *(candidate for candidate in ranked if candidate is not self.best)][:_SHOWN]
         marks = self._mark_prices(first)
         lines = [f"instance auto: {self.count} x {self.instance.name}, {self._explain_choice(ranked)}"]
         lines += self._describe_prices(marks)
-        lines += [f"  {each.describe(marks[_terms(each)])}" for each in first]
+        lines += [f"  {candidate.describe(marks[_terms(candidate)])}" for candidate in first]
         if len(priced) > _SHOWN:
             lines.append(f"  and {len(priced) - _SHOWN} more that cost more")
         if unknown:
-            names = _join(f"{each.count} x {each.instance.name}" for each in unknown)
+            names = _join(f"{candidate.count} x {candidate.instance.name}" for candidate in unknown)
             lines.append(
                 f"  fit, but were not considered because their price is unknown: {names}; to use one, set it as the "
                 "instance type, and set budget.usd_per_hour; or give its price in launch.sagemaker.extra_types"
@@ -138,8 +138,12 @@ class Choice:
 
     def _mark_prices(self, shown: Sequence[Candidate]) -> dict[str, str]:
         """A mark for the prices of each region and date; none for those of the job's region, else the most frequent."""
-        found = Counter(_terms(each) for each in shown)
-        regions = {_terms(each): each.instance.price.region for each in shown if each.instance.price is not None}
+        found = Counter(_terms(candidate) for candidate in shown)
+        regions = {
+            _terms(candidate): candidate.instance.price.region
+            for candidate in shown
+            if candidate.instance.price is not None
+        }
         order = sorted(found, key=lambda terms: (regions[terms] != self.region, -found[terms], terms))
         return {terms: "*" * place for place, terms in enumerate(order)}
 
@@ -160,9 +164,9 @@ def choose_instance(recipe: "Recipe", shape: ModelShape, count: int | None = Non
     of links inside a machine. Only types with a dated price are considered. Raises PlanError if none of them fits.
     """
     known = list_instances(recipe.launch.sagemaker.extra_types)
-    candidates = tuple(_try_type(recipe, shape, each, count) for each in known.values() if each.gpus)
-    fitting = [each for each in candidates if each.fits]
-    priced = [each for each in fitting if each.usd_per_hour is not None]
+    candidates = tuple(_try_type(recipe, shape, instance, count) for instance in known.values() if instance.gpus)
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    priced = [candidate for candidate in fitting if candidate.usd_per_hour is not None]
     if priced:
         return Choice(choose_cheapest(priced), candidates, recipe.launch.sagemaker.region)
     machines = f"{count} machine(s)" if count is not None else f"up to {_COUNTS[-1]} machines"
@@ -223,7 +227,7 @@ def limit_to_weakest(cluster: Cluster, recipe: "Recipe", variables: Mapping[str,
     weakest = cluster_of(find_machines(recipe.launch).weakest, cluster.num_nodes, cluster.devices_per_node)
     if weakest.kind != cluster.kind:
         return cluster
-    sizes = [each.accelerator.memory_bytes for each in (cluster, weakest)]
+    sizes = [devices.accelerator.memory_bytes for devices in (cluster, weakest)]
     memory = min(size for size in sizes if size is not None)
     if cluster.kind == "cpu":
         return replace(cluster, accelerator=replace(cluster.accelerator, memory_bytes=memory))
@@ -235,10 +239,10 @@ def limit_to_weakest(cluster: Cluster, recipe: "Recipe", variables: Mapping[str,
 def _try_type(recipe: "Recipe", shape: ModelShape, instance: Instance, count: int | None) -> Candidate:
     tried = _tries(recipe, shape, instance, _COUNTS if count is None else (count,))
     last = next(tried)
-    for each in tried:
+    for candidate in tried:
         if last.fits:
             break
-        last = each
+        last = candidate
     return last
 
 
@@ -249,13 +253,13 @@ def _tries(recipe: "Recipe", shape: ModelShape, instance: Instance, counts: tupl
 def _part(candidates: Iterable[Candidate], has: Callable[[Candidate], bool]) -> tuple[list[Candidate], list[Candidate]]:
     """Split candidates into those for which `has` is true, and the others."""
     found: tuple[list[Candidate], list[Candidate]] = ([], [])
-    for each in candidates:
-        found[not has(each)].append(each)
+    for candidate in candidates:
+        found[not has(candidate)].append(candidate)
     return found
 
 
 def _join_names(candidates: Iterable[Candidate]) -> str:
-    return _join(each.instance.name for each in candidates)
+    return _join(candidate.instance.name for candidate in candidates)
 
 
 def _join(names: Iterable[str]) -> str:
@@ -270,8 +274,10 @@ def choose_cheapest(priced: Sequence[Candidate]) -> Candidate:
     first = min(priced, key=_rank)
     if first.cost is None:
         return first
-    close = [each for each in priced if each.cost is not None and each.cost <= (1 + _CLOSE) * first.cost]
-    return min(close, key=lambda each: (each.count, *_rank(each)))
+    close = [
+        candidate for candidate in priced if candidate.cost is not None and candidate.cost <= (1 + _CLOSE) * first.cost
+    ]
+    return min(close, key=lambda candidate: (candidate.count, *_rank(candidate)))
 
 
 def _rank(candidate: Candidate) -> tuple[float, float, str]:

@@ -33,10 +33,10 @@ def fit_calibration(rows: Sequence[Row], device: str, num_devices: int, training
     small_dim = _fit_small_dim(products[training_dtype])
     rates = {dtype: _fit_rate(found, small_dim) for dtype, found in products.items()}
     attention = _rows(rows, f"attention {training_dtype}")
-    forward = statistics.fmean(_attention_flops(each) / each["seconds"] for each in attention)
-    backward = statistics.fmean(2.5 * _attention_flops(each) / each["backward"] for each in attention)
+    forward = statistics.fmean(_attention_flops(row) / row["seconds"] for row in attention)
+    backward = statistics.fmean(2.5 * _attention_flops(row) / row["backward"] for row in attention)
     (layer,), (copy,), (loss,) = (_rows(rows, name) for name in ("layer", "copy", "loss"))
-    shortest = min((each["seconds"] for each in _rows(rows, "all_reduce")), default=0.0)
+    shortest = min((row["seconds"] for row in _rows(rows, "all_reduce")), default=0.0)
     jitter = _fit_jitter(_rows(rows, "waits"), shortest)
     links = {name: _fit_link(_rows(rows, name), passes, jitter) for name, passes in _PASSES.items()}
     stream = copy["bytes"] / copy["seconds"]
@@ -66,7 +66,7 @@ def fit_calibration(rows: Sequence[Row], device: str, num_devices: int, training
 
 
 def _rows(rows: Iterable[Row], name: str) -> list[Mapping[str, float]]:
-    return [values for each, values in rows if each == name]
+    return [values for row, values in rows if row == name]
 
 
 def _product_flops(row: Mapping[str, float]) -> float:
@@ -80,9 +80,7 @@ def _smallness(row: Mapping[str, float]) -> float:
 
 def _fit_rate(rows: Iterable[Mapping[str, float]], small_dim: float) -> float:
     """FLOP/s of large products."""
-    return statistics.median(
-        _product_flops(each) * (1 + small_dim * _smallness(each)) / each["seconds"] for each in rows
-    )
+    return statistics.median(_product_flops(row) * (1 + small_dim * _smallness(row)) / row["seconds"] for row in rows)
 
 
 def _fit_small_dim(rows: Sequence[Mapping[str, float]]) -> float:
@@ -90,7 +88,7 @@ def _fit_small_dim(rows: Sequence[Mapping[str, float]]) -> float:
 
     The seconds of a FLOP are a + b * smallness, and the constant is b / a.
     """
-    constant, slope = _fit_line([(_smallness(each), each["seconds"] / _product_flops(each)) for each in rows])
+    constant, slope = _fit_line([(_smallness(row), row["seconds"] / _product_flops(row)) for row in rows])
     return max(0.0, slope / constant) if constant > 0 else 0.0
 
 
@@ -119,8 +117,8 @@ def _fit_pointwise(rows: Sequence[Mapping[str, float]], found: Calibration, dtyp
     """
     number = 4 if dtype == "float32" else 2
     pairs = [
-        (_pointwise_bytes(each, number) / each["seconds"], 1 - _known_seconds(each, found, dtype) / each["seconds"])
-        for each in rows
+        (_pointwise_bytes(row, number) / row["seconds"], 1 - _known_seconds(row, found, dtype) / row["seconds"])
+        for row in rows
     ]
     slope = sum(moved * left for moved, left in pairs) / sum(moved**2 for moved, _ in pairs)
     return 1 / max(slope, 1 / (GPU_RATES.eager * found.stream_bandwidth))  # at least one pass over memory
@@ -128,7 +126,7 @@ def _fit_pointwise(rows: Sequence[Mapping[str, float]], found: Calibration, dtyp
 
 def _known_seconds(row: Mapping[str, float], found: Calibration, dtype: str) -> float:
     """Seconds of a layer of Llama, forward and backward, without its pointwise operations."""
-    tokens, width, inner = (int(each) for each in (row["sequences"] * row["tokens"], row["width"], row["inner"]))
+    tokens, width, inner = (int(size) for size in (row["sequences"] * row["tokens"], row["width"], row["inner"]))
     matrices = [(width, 3 * width, 1.0), (width, width, 1.0), (width, 2 * inner, 1.0), (inner, width, 1.0)]
     products = 3 * product_seconds(tokens, matrices, found.product_flops[dtype], found.small_dim)
     attention = 2.0 * tokens * row["tokens"] * width / found.attention_flops * (1 + 2.5 / found.attention_backward)
@@ -148,8 +146,8 @@ def _fit_wrapper(rows: Sequence[Row], name: str, collectives: Mapping[str, int])
     if not found:
         return 0.0
     seconds = found[0]["seconds"] - whole[0]["seconds"]
-    for each, times in collectives.items():
-        smallest = min(_rows(rows, each), key=lambda values: values["bytes"])
+    for kind, times in collectives.items():
+        smallest = min(_rows(rows, kind), key=lambda values: values["bytes"])
         seconds -= times * smallest["processor"]
     return max(0.0, seconds)
 
@@ -174,10 +172,10 @@ def _fit_link(rows: Sequence[Mapping[str, float]], passes: int, jitter: float) -
     if not rows:
         return 0.0, 0.0
     ranks = int(rows[0]["processes"])
-    larger = sorted(rows, key=lambda each: each["bytes"])[1:]
+    larger = sorted(rows, key=lambda row: row["bytes"])[1:]
     points = [
-        (passes * (ranks - 1) / ranks * each["bytes"], each["seconds"] - expect_wait(ranks, jitter, each["work"], 1))
-        for each in larger
+        (passes * (ranks - 1) / ranks * row["bytes"], row["seconds"] - expect_wait(ranks, jitter, row["work"], 1))
+        for row in larger
     ]
     latency, slope = _fit_line(points)
     sent, seconds = points[-1]

@@ -96,19 +96,19 @@ class History:
         alone never change its order among those that were not measured.
         """
         words = describe_plan(plan)
-        like = [each for each in self.runs if each.plan["degrees"] == words["degrees"]]
+        like = [run for run in self.runs if run.plan["degrees"] == words["degrees"]]
         if like:
-            best = max(enumerate(like), key=lambda each: (_count_equal(each[1].plan, words), each[0]))[1]
+            best = max(enumerate(like), key=lambda item: (_count_equal(item[1].plan, words), item[0]))[1]
             is_same = best.plan == words
             run = f"run {best.name} {'of this plan' if is_same else 'with ' + best.plan['degrees']}"
             took = f"took {best.measured:.3g} s per step on {best.date}"
             line = f"corrected by a factor of {best.factor:.2f}: {run} {took}"
             return Correction(best.factor, "plan" if is_same else "degrees", line)
-        newest = {each.plan["degrees"]: each for each in self.runs}
+        newest = {run.plan["degrees"]: run for run in self.runs}
         if not newest:
             return UNCORRECTED
-        factor = geometric_mean(each.factor for each in newest.values())
-        runs = ", ".join(f"{each.name} with {degrees}" for degrees, each in newest.items())
+        factor = geometric_mean(run.factor for run in newest.values())
+        runs = ", ".join(f"{run.name} with {degrees}" for degrees, run in newest.items())
         mean = "the mean of runs" if len(newest) > 1 else "run"
         line = f"corrected by a factor of {factor:.2f}, {mean} of other plans of this model: {runs}"
         return Correction(factor, "model", line)
@@ -160,8 +160,8 @@ def record_run(
     run = MeasuredRun(name, date.today().isoformat(), describe_plan(plan), predicted, measured)
     path = _path(cache_dir, key)
     path.parent.mkdir(parents=True, exist_ok=True)
-    others = [each for each in _read(path) if each.name != name]
-    write_json(path, [asdict(each) for each in [*others, run][-_MOST:]])
+    others = [run for run in _read(path) if run.name != name]
+    write_json(path, [asdict(kept) for kept in [*others, run][-_MOST:]])
     return run
 
 
@@ -174,4 +174,4 @@ def _read(path: Path) -> Sequence[MeasuredRun]:
         found = read_as(path, list[MeasuredRun])
     except (OSError, ValueError):
         return []
-    return [each for each in found if each.predicted > 0 and each.measured > 0 and "degrees" in each.plan]
+    return [run for run in found if run.predicted > 0 and run.measured > 0 and "degrees" in run.plan]

@@ -111,7 +111,7 @@ def estimate_memory(
     It is of the rank that needs the most.
     """
     loads = _count_loads(shape, plan, sequence_len, kind)
-    return max((each.estimate() for each in loads), key=lambda each: each.total)
+    return max((load.estimate() for load in loads), key=lambda estimate: estimate.total)
 
 
 def estimate_parts(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind = "cuda") -> MemoryParts:
@@ -119,8 +119,8 @@ def estimate_parts(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kin
 
     Each part is that of the rank with the most of it.
     """
-    parts = [astuple(each.parts()) for each in _count_loads(shape, plan, sequence_len, kind)]
-    return MemoryParts(*(max(each) for each in zip(*parts, strict=True)))
+    parts = [astuple(load.parts()) for load in _count_loads(shape, plan, sequence_len, kind)]
+    return MemoryParts(*(max(sizes) for sizes in zip(*parts, strict=True)))
 
 
 def estimate_stored(shape: ModelShape, plan: ParallelPlan) -> list[StoredBytes]:
@@ -196,7 +196,7 @@ def _count_loads(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind:
         plan.micro_batch_size * plan.part_len(sequence_len) * shape.hidden_size * DTYPE_BYTES[plan.precision.compute]
     )
     loads = keep_heaviest(rank_loads(shape, plan, hidden))
-    return [_count_load(each, plan, sequence_len, kind) for each in loads]
+    return [_count_load(load, plan, sequence_len, kind) for load in loads]
 
 
 def _count_load(load: RankLoad, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> _LoadBytes:
@@ -346,7 +346,7 @@ def estimate_checkpoint(shape: ModelShape, plan: ParallelPlan) -> int:
 
 def count_held(shape: ModelShape, plan: ParallelPlan) -> int:
     """Trained parameters that the rank with the most has."""
-    return max(_num_held(each.shape, replace(plan, adapter=each.adapter)) for each in rank_loads(shape, plan))
+    return max(_num_held(load.shape, replace(plan, adapter=load.adapter)) for load in rank_loads(shape, plan))
 
 
 def _num_held(shape: ModelShape, plan: ParallelPlan) -> int:

@@ -106,12 +106,12 @@ class ModelShape:
     @property
     def num_expert_parameters(self) -> int:
         """The parameters of all experts of a mixture."""
-        return sum(each.count * each.size for each in self.experts)
+        return sum(expert.count * expert.size for expert in self.experts)
 
     @property
     def num_layer_experts(self) -> int:
         """The parameters of all experts of a decoder layer, on average."""
-        return int(sum(each.size * self._share(each) for each in self.experts))
+        return int(sum(expert.size * self._share(expert) for expert in self.experts))
 
     @property
     def num_chosen_experts(self) -> int:
@@ -126,7 +126,7 @@ class ModelShape:
         """(the share of decoder layers that have experts, the width between the two products of a gated expert)."""
         if not self.experts:
             return 0.0, 0
-        widths = sum(each.rows + each.columns for each in self.experts)
+        widths = sum(expert.rows + expert.columns for expert in self.experts)
         return self._share(self.experts[0]), (widths - 2 * self.hidden_size) // 3
 
     def _share(self, weight: ExpertShape) -> float:

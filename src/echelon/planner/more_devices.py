@@ -65,7 +65,7 @@ class Scaling:
     @property
     def known(self) -> tuple[ScalingPoint, ...]:
         """Those with a plan that fits."""
-        return tuple(each for each in self.points if each.ranked is not None)
+        return tuple(point for point in self.points if point.ranked is not None)
 
     def speedup(self, point: ScalingPoint) -> float:
         """Tokens per second over those of the first point with a plan."""
@@ -95,21 +95,21 @@ class Scaling:
 
     def to_dicts(self) -> Iterator[dict[str, Any]]:
         """The points as in the output of `--json`; None for what is unknown."""
-        for each in self.points:
-            is_known = each.ranked is not None
+        for point in self.points:
+            is_known = point.ranked is not None
             yield {
-                "scaling": each.kind,
-                "num_devices": each.num_devices,
-                "num_machines": each.num_machines,
-                "tokens_per_second": each.tokens_per_second if is_known else None,
-                "speedup": self.speedup(each) if is_known else None,
-                "efficiency": self.efficiency(each) if is_known else None,
-                "gain": self.find_gain(each) if is_known else None,
-                "exposed_communication": each.exposed_share if is_known else None,
-                "sent_bytes": each.sent_bytes if is_known else None,
-                "goodput": None if each.goodput is None else each.goodput.share,
-                "reason": each.reason or None,
-                "plan": None if each.ranked is None else each.ranked.to_dict(),
+                "scaling": point.kind,
+                "num_devices": point.num_devices,
+                "num_machines": point.num_machines,
+                "tokens_per_second": point.tokens_per_second if is_known else None,
+                "speedup": self.speedup(point) if is_known else None,
+                "efficiency": self.efficiency(point) if is_known else None,
+                "gain": self.find_gain(point) if is_known else None,
+                "exposed_communication": point.exposed_share if is_known else None,
+                "sent_bytes": point.sent_bytes if is_known else None,
+                "goodput": None if point.goodput is None else point.goodput.share,
+                "reason": point.reason or None,
+                "plan": None if point.ranked is None else point.ranked.to_dict(),
             }
 
 
@@ -131,7 +131,7 @@ def scale(
                   price, reliability)
         for count in counts
     ]  # fmt: skip
-    if all(each.ranked is None for each in points):
+    if all(point.ranked is None for point in points):
         raise PlanError(f"--scaling {','.join(map(str, counts))}: no plan on any of these: {points[-1].reason}")
     return Scaling(tuple(points))
 

@@ -27,7 +27,9 @@ def describe_payoff(shape: ModelShape, plan: ParallelPlan, sequence_len: int, cl
     plain = plan.sync.name == QUORUM or plan.sync == SyncPlan()
     if num_copies == 1 or plain:
         return None
-    here, other = (estimate_time(shape, each, sequence_len, cluster).total for each in (plan, without_sync(plan)))
+    here, other = (
+        estimate_time(shape, candidate, sequence_len, cluster).total for candidate in (plan, without_sync(plan))
+    )
     speed = find_payoff(shape, plan, sequence_len, cluster)
     if speed is None:
         limit = "at no speed of the links between replicas"
@@ -54,7 +56,8 @@ def find_payoff(shape: ModelShape, plan: ParallelPlan, sequence_len: int, cluste
     def pays(speed: float) -> bool:
         link = Link("", speed / 8, latency, "")
         ours, theirs = (
-            estimate_time(shape, each, sequence_len, cluster, between=Links(link, link)).total for each in (plan, other)
+            estimate_time(shape, candidate, sequence_len, cluster, between=Links(link, link)).total
+            for candidate in (plan, other)
         )
         return ours <= WORTH * theirs
 
@@ -72,5 +75,5 @@ def find_payoff(shape: ModelShape, plan: ParallelPlan, sequence_len: int, cluste
 
 
 def _render(speed: float) -> str:
-    size, unit = next(each for each in _UNITS if speed >= each[0] or each is _UNITS[-1])
+    size, unit = next(row for row in _UNITS if speed >= row[0] or row is _UNITS[-1])
     return f"{speed / size:.3g} {unit}"

@@ -410,7 +410,7 @@ def _explain(error: ValidationError) -> PlanError:
     errors = error.errors(include_url=False)
     *parents, _ = first = ("plan", *map(str, errors[0]["loc"]))
     if what := _VERSIONS.get(errors[0]["type"]):
-        alike = [each["loc"] for each in errors if each["type"] == errors[0]["type"]]
+        alike = [problem["loc"] for problem in errors if problem["type"] == errors[0]["type"]]
         return _explain_version(".".join(parents), what, {str(loc[-1]) for loc in alike if len(loc) == len(parents)})
     reason = errors[0]["msg"]
     return PlanError(f"{'.'.join(first)}={errors[0]['input']!r} is not valid: {reason[0].lower()}{reason[1:]}.")

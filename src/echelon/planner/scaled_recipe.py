@@ -184,7 +184,7 @@ def _search_shape(params: int, vocab_size: int, tied: bool) -> tuple[dict[str, A
                 config = _config(params, width, layers, vocab_size, tied, steps)
                 error = abs(build_shape(config).num_parameters / params - 1)
                 cost = abs(math.log(layers / target)) + 0.1 * abs(steps) + 100 * max(0.0, error - 0.01) + error
-                best = min(best, (cost, config), key=lambda each: each[0])
+                best = min(best, (cost, config), key=lambda candidate: candidate[0])
     return best[1], target
 
 

@@ -167,8 +167,8 @@ def search_plans(
                 fitting[key] = rank(found)
     if not (fitting or others):
         raise refused[0]
-    others.sort(key=lambda each: each.needs.total)
-    more = [rank(each) for each in others[: max(0, SHOWN - len(fitting))]]
+    others.sort(key=lambda other: other.needs.total)
+    more = [rank(other) for other in others[: max(0, SHOWN - len(fitting))]]
     return rank_plans([*fitting.values(), *more], by)
 
 
@@ -208,15 +208,15 @@ def _list_found(
         tried: list[_Found] = []
         fitting: list[_Found] = []
         for policies in list_policies(variant, plan, cluster.kind)[:: -1 if by == "memory" else 1]:
-            found = [measure(each) for each in policies]
+            found = [measure(policy) for policy in policies]
             tried += found
-            fitting += [each for each in found if _fits(each.needs, usable, cluster)]
-            is_enough = any(by == "memory" or not each.plan.activation_offloading for each in fitting)
+            fitting += [candidate for candidate in found if _fits(candidate.needs, usable, cluster)]
+            is_enough = any(by == "memory" or not candidate.plan.activation_offloading for candidate in fitting)
             if is_enough or (memory is not None and found[0].needs.states > memory):
                 break
         yield from fitting
         if not fitting:
-            yield min(tried, key=lambda each: each.needs.total)
+            yield min(tried, key=lambda candidate: candidate.needs.total)
             return  # larger micro batches do not fit either
 
 
@@ -234,19 +234,19 @@ def _fits(needs: MemoryEstimate, usable: float | None, cluster: Cluster) -> bool
 
 def rank_plans(candidates: Sequence[RankedPlan], by: Goal) -> tuple[RankedPlan, ...]:
     """Candidates by what they take; those that do not fit come last, the smallest first."""
-    return tuple(sorted(candidates, key=lambda each: _rank(each, by)))
+    return tuple(sorted(candidates, key=lambda candidate: _rank(candidate, by)))
 
 
-def _rank(each: RankedPlan, by: Goal) -> tuple[bool, float, float]:
-    seconds, memory = each.forecast.step.total, float(each.memory.total)
-    if not each.fits:
+def _rank(candidate: RankedPlan, by: Goal) -> tuple[bool, float, float]:
+    seconds, memory = candidate.forecast.step.total, float(candidate.memory.total)
+    if not candidate.fits:
         return True, memory, seconds
     if by == "memory":
         return False, memory, seconds
-    cost = each.forecast.usd_per_billion_tokens
+    cost = candidate.forecast.usd_per_billion_tokens
     if by == "cost" and cost is not None:
-        return False, each.of_all_time(cost), seconds
-    return False, each.of_all_time(seconds / each.forecast.tokens_per_step), memory
+        return False, candidate.of_all_time(cost), seconds
+    return False, candidate.of_all_time(seconds / candidate.forecast.tokens_per_step), memory
 
 
 def forecast_float8(recipe: "Recipe", shape: ModelShape, best: RankedPlan) -> Forecast | None:

@@ -71,12 +71,14 @@ def list_divided(recipe: "Recipe", shape: ModelShape, cluster: Cluster) -> list[
     if not _can_divide(recipe, shape):
         return []
     found = [
-        each
-        for each in list_layouts(recipe, shape, cluster, divide=True)
-        if isinstance(each, ParallelConfig) and _count_axes(each) in (1, 2) and not each.cpu_offload
-        if each.reduce_gradients != "last" and each.schedule != "zero_bubble"
+        layout
+        for layout in list_layouts(recipe, shape, cluster, divide=True)
+        if isinstance(layout, ParallelConfig) and _count_axes(layout) in (1, 2) and not layout.cpu_offload
+        if layout.reduce_gradients != "last" and layout.schedule != "zero_bubble"
     ]
-    return sorted(found, key=lambda each: (_count_axes(each), prod(getattr(each, axis.name) for axis in MODEL_AXES)))
+    return sorted(
+        found, key=lambda layout: (_count_axes(layout), prod(getattr(layout, axis.name) for axis in MODEL_AXES))
+    )
 
 
 def _can_divide(recipe: "Recipe", shape: ModelShape) -> bool:
@@ -118,7 +120,7 @@ def list_policies(recipe: "Recipe", plan: ParallelPlan, kind: DeviceKind) -> lis
     train = recipe.train
     if train.activation_checkpointing != "auto" or plan.schedule == "zero_bubble":  # which takes none
         return [[plan]]
-    none, selective, full = (replace(plan, activation_checkpointing=each) for each in ("none", "selective", "full"))
+    none, selective, full = (replace(plan, activation_checkpointing=name) for name in ("none", "selective", "full"))
     if train.activation_offloading:  # selective checkpointing does not work with it
         return [[plan], [full]] if plan.activation_checkpointing != "full" else [[plan]]
     some = [selective, replace(full, checkpoint_every=2)]

@@ -92,14 +92,14 @@ class TimeEstimate:
         if factor == 1.0 and reason is None:
             return self
         parts = {name: factor * getattr(self, name) for name in _PARTS}
-        exposed = {axis: factor * each for axis, each in self.exposed_communication.items()}
+        exposed = {axis: factor * seconds for axis, seconds in self.exposed_communication.items()}
         assumptions = self.assumptions if reason is None else (*self.assumptions, reason)
         return replace(self, exposed_communication=exposed, assumptions=assumptions, **parts)
 
     def to_dict(self) -> dict[str, float]:
         """Seconds by part, as in estimate.json."""
         parts = {name: float(getattr(self, name)) for name in _PARTS}
-        return parts | {f"communication_{axis}": each for axis, each in self.exposed_communication.items()}
+        return parts | {f"communication_{axis}": seconds for axis, seconds in self.exposed_communication.items()}
 
 
 def name_part(name: str) -> str:
@@ -161,7 +161,7 @@ def estimate_time(
     )
     scaled = estimate.scaled(waiting)
     waits = expect_waits(plan, count, scaled.compute + scaled.overhead, rates.jitter)
-    exposed = {axis: each + waits.get(axis, 0.0) for axis, each in scaled.exposed_communication.items()}
+    exposed = {axis: seconds + waits.get(axis, 0.0) for axis, seconds in scaled.exposed_communication.items()}
     return replace(scaled, exposed_communication=exposed)
 
 

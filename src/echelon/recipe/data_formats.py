@@ -68,7 +68,7 @@ def recognise_format(fields: Collection[str]) -> str | None:
     """
     if "text" in fields:
         return None
-    return next((name for name, row in RECORD_FORMATS.items() if all(each in fields for each in row.required)), None)
+    return next((name for name, row in RECORD_FORMATS.items() if all(field in fields for field in row.required)), None)
 
 
 def describe_formats() -> str:

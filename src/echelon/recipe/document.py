@@ -143,7 +143,7 @@ class Recipe(Section):
             ("fault.spike_factor", self.fault.spike_factor, (None,), "your loop applies a step before it is recorded"),
         ):
             if value not in allowed:
-                fix = " or ".join("null" if each is None else each for each in allowed)
+                fix = " or ".join("null" if choice is None else choice for choice in allowed)
                 raise ValueError(f"{key}={value} does not go with {own}: {reason}; set {key}={fix}, or remove {own}.")
         return self
 

@@ -145,7 +145,7 @@ def find_refused(recipe: Section, engine: str) -> Iterator[str]:
     for limit in ENGINES[engine].limits if engine in ENGINES else ():
         found, value = _find_value(recipe, limit.key)
         if found and (OWN if isinstance(value, str) and EXTENSION.fullmatch(value) else value) not in limit.values:
-            possible = " or ".join(show_value(each) for each in limit.values)
+            possible = " or ".join(show_value(one) for one in limit.values)
             yield (
                 f"{limit.key}={show_value(value)}: engine={engine} {limit.why}; use {limit.key}={possible}, or "
                 f"engine={NATIVE}."

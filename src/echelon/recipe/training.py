@@ -58,7 +58,7 @@ def _expand_callbacks(value: Any) -> Any:
     callbacks = [value] if isinstance(value, str | dict | CallbackConfig) else value
     if not isinstance(callbacks, list | tuple):
         return callbacks
-    return [{"name": each} if isinstance(each, str) else each for each in callbacks]
+    return [{"name": entry} if isinstance(entry, str) else entry for entry in callbacks]
 
 
 Callbacks = Annotated[tuple[CallbackConfig, ...], BeforeValidator(_expand_callbacks)]

@@ -91,7 +91,7 @@ def evaluate(
     Raises:
         ConfigError, DataError or CheckpointError: an argument or file cannot be used; the message names it.
     """
-    if sum(each is not None for each in (data, tasks, lm_eval or None)) > 1:
+    if sum(option is not None for option in (data, tasks, lm_eval or None)) > 1:
         raise ConfigError("--data, --tasks and --lm-eval are separate evaluations; give only one.")
     if not lm_eval and (include_path is not None or limit is not None):
         raise ConfigError("--include-path and --limit require --lm-eval TASK; add it or remove them.")
@@ -162,7 +162,7 @@ def generate(
     sampling = Sampling(max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, num_samples, stops, seed)
     all_prompts = [prompts] if isinstance(prompts, str) else prompts
     asked = Chat(system) if chat else None
-    texts = [each.text for each in generate_samples(path, all_prompts, sampling, which, batch_size, chat=asked)]
+    texts = [sample.text for sample in generate_samples(path, all_prompts, sampling, which, batch_size, chat=asked)]
     return texts[0] if isinstance(prompts, str) else texts
 
 

@@ -19,11 +19,14 @@ def draw_search(candidates: Sequence[RankedPlan]) -> str:
     """
     if not candidates:
         raise ConfigError("--plot: no plan fits, so there is nothing to draw.")
-    is_run = all(each.forecast.hours is not None for each in candidates)
+    is_run = all(candidate.forecast.hours is not None for candidate in candidates)
     hours = "hours of the run" if is_run else "hours for a billion tokens"
-    has_cost = len({each.machines for each in candidates}) > 1
+    has_cost = len({candidate.machines for candidate in candidates}) > 1
     what = "dollars" if is_run else "dollars for a billion tokens"
-    points = [(_hours(each, is_run), _dollars(each, is_run) if has_cost else each.memory.total) for each in candidates]
+    points = [
+        (_hours(candidate, is_run), _dollars(candidate, is_run) if has_cost else candidate.memory.total)
+        for candidate in candidates
+    ]
     best = find_frontier(points)
     names = dict(zip(points, candidates, strict=True))
     labels = [(*point, names[point].machines if has_cost else names[point].name()) for point in best]
@@ -38,14 +41,14 @@ def draw_search(candidates: Sequence[RankedPlan]) -> str:
     return draw_picture([chart])
 
 
-def _hours(each: RankedPlan, is_run: bool) -> float:
-    hours = each.forecast.hours if is_run else 1e9 / each.forecast.tokens_per_second / 3600
+def _hours(candidate: RankedPlan, is_run: bool) -> float:
+    hours = candidate.forecast.hours if is_run else 1e9 / candidate.forecast.tokens_per_second / 3600
     assert hours is not None
     return hours
 
 
-def _dollars(each: RankedPlan, is_run: bool) -> float:
-    usd = each.forecast.usd if is_run else each.forecast.usd_per_billion_tokens
+def _dollars(candidate: RankedPlan, is_run: bool) -> float:
+    usd = candidate.forecast.usd if is_run else candidate.forecast.usd_per_billion_tokens
     assert usd is not None
     return usd
 
@@ -61,12 +64,12 @@ def find_frontier(points: Sequence[Point]) -> list[Point]:
 
 def draw_scaling(scalings: Sequence[Scaling]) -> str:
     """Speed-up over the devices, the exposed communication, and the bytes that a rank sends in a step."""
-    known = [each.known for each in scalings]
-    counts = sorted({each.num_devices for points in known for each in points})
+    known = [one.known for one in scalings]
+    counts = sorted({point.num_devices for points in known for point in points})
     devices = Axis("devices", is_log=True, ticks=counts)
 
     def lines(value: _Value) -> list[Series]:
-        return [Series(f"{kind[0].kind} scaling", [(each.num_devices, value(scaling, each)) for each in kind], True)
+        return [Series(f"{kind[0].kind} scaling", [(point.num_devices, value(scaling, point)) for point in kind], True)
                 for scaling, kind in zip(scalings, known, strict=True)]  # fmt: skip
 
     first, last = known[0][0].num_devices, known[0][-1].num_devices
@@ -79,10 +82,10 @@ def draw_scaling(scalings: Sequence[Scaling]) -> str:
     return draw_picture(
         [
             Chart("Speed-up in tokens per second", devices, Axis("times the first", is_log=True),
-                  [*lines(lambda scaling, each: scaling.speedup(each)), ideal], labels=pays),
+                  [*lines(lambda scaling, point: scaling.speedup(point)), ideal], labels=pays),
             Chart("Communication beside which nothing is computed", devices, Axis("part of a step", "percent"),
-                  lines(lambda _, each: each.exposed_share)),
+                  lines(lambda _, point: point.exposed_share)),
             Chart("Bytes that a rank sends in a step", devices, Axis("bytes", "bytes"),
-                  lines(lambda _, each: each.sent_bytes)),
+                  lines(lambda _, point: point.sent_bytes)),
         ]
     )  # fmt: skip

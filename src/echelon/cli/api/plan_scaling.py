@@ -28,9 +28,9 @@ class ScalingReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The output of `--json`."""
-        ends = {each.known[0].kind: each.last_that_pays() for each in (self.strong, self.weak)}
+        ends = {scaling.known[0].kind: scaling.last_that_pays() for scaling in (self.strong, self.weak)}
         return {
-            "points": [point for each in (self.strong, self.weak) for point in each.to_dicts()],
+            "points": [point for scaling in (self.strong, self.weak) for point in scaling.to_dicts()],
             "pays_up_to": {kind: None if end is None else end.num_devices for kind, end in ends.items()},
             "links": self.links,
         }
@@ -104,24 +104,24 @@ def plan_scaling(
 
 
 def _describe(scaling: Scaling) -> Iterator[str]:
-    has_goodput = any(each.goodput is not None for each in scaling.points)
+    has_goodput = any(point.goodput is not None for point in scaling.points)
     header = ["devices", "tokens/s", "speed-up", "efficiency", "exposed", "sent per rank", "plan"]
     header[5:5] = ["goodput"] if has_goodput else []
     rows = [header]
-    for each in scaling.points:
-        if each.ranked is None:
-            rows.append([str(each.num_devices), each.reason])
+    for point in scaling.points:
+        if point.ranked is None:
+            rows.append([str(point.num_devices), point.reason])
             continue
         row = [
-            f"{each.num_devices:,}",
-            f"{each.tokens_per_second:,.0f}",
-            f"{scaling.speedup(each):.2f}",
-            f"{scaling.efficiency(each):.0%}",
-            f"{each.exposed_share:.1%}",
-            render_bytes(round(each.sent_bytes)),
-            f"{each.ranked.name()}, micro batch {each.ranked.plan.micro_batch_size}, {each.ranked.activations}",
+            f"{point.num_devices:,}",
+            f"{point.tokens_per_second:,.0f}",
+            f"{scaling.speedup(point):.2f}",
+            f"{scaling.efficiency(point):.0%}",
+            f"{point.exposed_share:.1%}",
+            render_bytes(round(point.sent_bytes)),
+            f"{point.ranked.name()}, micro batch {point.ranked.plan.micro_batch_size}, {point.ranked.activations}",
         ]
-        row[5:5] = [] if each.goodput is None else [f"{each.goodput.share:.1%}"]
+        row[5:5] = [] if point.goodput is None else [f"{point.goodput.share:.1%}"]
         rows.append(row)
     widths = [max(len(row[place]) for row in rows if len(row) > 2) for place in range(len(header))]
     for row in rows:

@@ -101,8 +101,8 @@ def plan(
     note(f"cluster: {cluster.num_devices} x {cluster.accelerator.name} on {cluster.num_nodes} machine(s)")
     left = (f"left to train: {line}" for line in checked.left)
     memory = estimate_memory(shape, chosen, recipe.data.sequence_len, cluster.kind)
-    for each in (describe_plan(chosen), [describe_checkpoint(shape, chosen)], describe_steps(recipe, None), left):
-        for line in each:
+    for part in (describe_plan(chosen), [describe_checkpoint(shape, chosen)], describe_steps(recipe, None), left):
+        for line in part:
             note(line)
     for line in _describe_memory(memory, cluster):
         note(line)

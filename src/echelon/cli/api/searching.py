@@ -59,17 +59,19 @@ class SearchReport:
     @property
     def allowed(self) -> tuple[RankedPlan, ...]:
         """Those that fit in memory, the budget and the deadline."""
-        return tuple(each for each in self.candidates if each.fits and self._is_within(each))
+        return tuple(candidate for candidate in self.candidates if candidate.fits and self._is_within(candidate))
 
-    def _is_within(self, each: RankedPlan) -> bool:
-        limits = ((self.budget_usd, each.forecast.usd), (self.deadline_hours, each.forecast.hours))
-        return all(limit is None or (value is not None and each.of_all_time(value) <= limit) for limit, value in limits)
+    def _is_within(self, candidate: RankedPlan) -> bool:
+        limits = ((self.budget_usd, candidate.forecast.usd), (self.deadline_hours, candidate.forecast.hours))
+        return all(
+            limit is None or (value is not None and candidate.of_all_time(value) <= limit) for limit, value in limits
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The output of `--json`."""
         return {
             "by": self.by,
-            "candidates": [each.to_dict() for each in self.shown],
+            "candidates": [candidate.to_dict() for candidate in self.shown],
             "float8_step_seconds": None if self.float8 is None else self.float8.step.total,
             "goodput": None if self.goodput is None else self.goodput.share,
         }
@@ -84,7 +86,7 @@ class SearchReport:
 
     def describe(self) -> Iterator[str]:
         """The table, and why the best one beats the next."""
-        allowed, fitting = self.allowed, [each for each in self.candidates if each.fits]
+        allowed, fitting = self.allowed, [candidate for candidate in self.candidates if candidate.fits]
         limits = [] if self.budget_usd is None else [f"${self.budget_usd:g}"]
         limits += [] if self.deadline_hours is None else [f"{self.deadline_hours:g} h"]
         within = f", {len(allowed)} of them within {' and '.join(limits)}" if limits else ""
@@ -154,7 +156,8 @@ def search(
         machines = "" if instance is None else f"{cluster.num_nodes} x {instance}"
         history = read_history(find_cache_dir(), shape, cluster)
         found = search_plans(recipe, shape, cluster, by, price, machines, history=history)
-        found = tuple(_add_goodput(each, shape, reliability) for each in found)  # the same for all, as are the machines
+        # the same for all, as are the machines
+        found = tuple(_add_goodput(candidate, shape, reliability) for candidate in found)
     if found[0].forecast.hours is None and (budget_usd is not None or deadline_hours is not None):
         raise ConfigError(
             "the number of steps depends on data that is not prepared, so a budget or a deadline cannot be checked; "
@@ -164,10 +167,10 @@ def search(
     return replace(report, float8=forecast_float8(recipe, shape, report.shown[0]))
 
 
-def _add_goodput(each: RankedPlan, shape: ModelShape, reliability: Reliability | None) -> RankedPlan:
+def _add_goodput(candidate: RankedPlan, shape: ModelShape, reliability: Reliability | None) -> RankedPlan:
     if reliability is None:
-        return each
-    return replace(each, goodput=estimate_goodput(shape, each.plan, each.cluster.num_nodes, reliability))
+        return candidate
+    return replace(candidate, goodput=estimate_goodput(shape, candidate.plan, candidate.cluster.num_nodes, reliability))
 
 
 def _search_instances(
@@ -202,20 +205,20 @@ def _search_instances(
         raise reason or PlanError("no instance type has a GPU and a known price.")
     best = list(rank_plans(best, by))
     first, tried = best[0], 0
-    for place, each in enumerate(best):
-        if tried < _DIVIDED and _could_be_first(each, first, by):
+    for place, candidate in enumerate(best):
+        if tried < _DIVIDED and _could_be_first(candidate, first, by):
             tried += 1
-            best[place] = find_best(each.cluster, each.forecast.price, each.machines, divide=True)
+            best[place] = find_best(candidate.cluster, candidate.forecast.price, candidate.machines, divide=True)
             first = rank_plans([first, best[place]], by)[0]
     return prefer_fewer_machines(rank_plans(best, by), by)
 
 
-def _could_be_first(each: RankedPlan, first: RankedPlan, by: Goal) -> bool:
+def _could_be_first(candidate: RankedPlan, first: RankedPlan, by: Goal) -> bool:
     """Whether another layout on these machines could be better than the first plan: none computes less than `each`."""
     if by == "memory" or not first.fits:
         return True
-    step = each.forecast.step
-    return each.fits and _value(each, by) * (step.matmul + step.attention) / step.total < _value(first, by)
+    step = candidate.forecast.step
+    return candidate.fits and _value(candidate, by) * (step.matmul + step.attention) / step.total < _value(first, by)
 
 
 def prefer_fewer_machines(ranked: Sequence[RankedPlan], by: Goal) -> tuple[RankedPlan, ...]:
@@ -223,52 +226,58 @@ def prefer_fewer_machines(ranked: Sequence[RankedPlan], by: Goal) -> tuple[Ranke
     first = ranked[0]
     if by == "memory" or not first.fits:
         return tuple(ranked)
-    close = [each for each in ranked if each.fits and _value(each, by) <= (1 + _CLOSE) * _value(first, by)]
-    fewest = min(close, key=lambda each: each.cluster.num_nodes)
-    return (fewest, *(each for each in ranked if each is not fewest))
+    close = [
+        candidate
+        for candidate in ranked
+        if candidate.fits and _value(candidate, by) <= (1 + _CLOSE) * _value(first, by)
+    ]
+    fewest = min(close, key=lambda candidate: candidate.cluster.num_nodes)
+    return (fewest, *(candidate for candidate in ranked if candidate is not fewest))
 
 
-def _value(each: RankedPlan, by: Goal) -> float:
-    cost = each.forecast.usd_per_billion_tokens
-    return each.of_all_time(cost if by == "cost" and cost is not None else 1 / each.forecast.tokens_per_second)
+def _value(candidate: RankedPlan, by: Goal) -> float:
+    cost = candidate.forecast.usd_per_billion_tokens
+    return candidate.of_all_time(
+        cost if by == "cost" and cost is not None else 1 / candidate.forecast.tokens_per_second
+    )
 
 
 def _render_table(shown: Sequence[RankedPlan]) -> Iterator[str]:
     header: tuple[str, ...] = ("plan", "micro batch", "checkpointing", "tokens/s", "memory", "time", "$", "limited by")
     header += () if shown[0].goodput is None else ("goodput",)
-    rows = [header, *(_row(each) for each in shown)]
+    rows = [header, *(_row(candidate) for candidate in shown)]
     widths = [max(len(row[place]) for row in rows) for place in range(len(header))]
     for number, row in enumerate(rows):
         cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         yield f"  {number or '':>2}  {cells}".rstrip()
 
 
-def _row(each: RankedPlan) -> tuple[str, ...]:
-    forecast, plan = each.forecast, each.plan
-    where = f"{each.machines}, " if each.machines else ""
+def _row(candidate: RankedPlan) -> tuple[str, ...]:
+    forecast, plan = candidate.forecast, candidate.plan
+    where = f"{candidate.machines}, " if candidate.machines else ""
     limit = ""
-    if each.usable_bytes is not None:
-        limit = f" of {render_bytes(each.usable_bytes)}"
-        limit += f" ({1 - each.memory.total / each.usable_bytes:.0%} free)" if each.fits else ""
+    if candidate.usable_bytes is not None:
+        limit = f" of {render_bytes(candidate.usable_bytes)}"
+        limit += f" ({1 - candidate.memory.total / candidate.usable_bytes:.0%} free)" if candidate.fits else ""
     return (
-        f"{where}{each.name()}",
+        f"{where}{candidate.name()}",
         str(plan.micro_batch_size),
-        each.activations,
+        candidate.activations,
         f"{forecast.tokens_per_second:,.0f}",
-        f"{render_bytes(each.memory.total)}{limit}" + ("" if each.fits else ", does not fit"),
+        f"{render_bytes(candidate.memory.total)}{limit}" + ("" if candidate.fits else ", does not fit"),
         "?" if forecast.hours is None else render_duration(3600 * forecast.hours),
         "?" if forecast.usd is None else f"{forecast.usd:,.2f}",
         forecast.step.limit,
-        *(() if each.goodput is None else (f"{each.goodput.share:.1%}",)),
+        *(() if candidate.goodput is None else (f"{candidate.goodput.share:.1%}",)),
     )
 
 
 def _describe_prices(shown: Sequence[RankedPlan]) -> Iterator[str]:
     """Region and date of the prices of instance types, once; with several, the candidates of each."""
     places: dict[str, list[int]] = {}
-    for place, each in enumerate(shown, 1):
-        if each.machines and each.forecast.price is not None:
-            places.setdefault(each.forecast.price.terms, []).append(place)
+    for place, candidate in enumerate(shown, 1):
+        if candidate.machines and candidate.forecast.price is not None:
+            places.setdefault(candidate.forecast.price.terms, []).append(place)
     if len(places) == 1:
         yield f"  prices on demand: {next(iter(places))}"
     elif places:
@@ -279,8 +288,8 @@ def _describe_prices(shown: Sequence[RankedPlan]) -> Iterator[str]:
 def _describe_corrections(shown: Sequence[RankedPlan]) -> Iterator[str]:
     """Which candidates were corrected, by which measured runs; nothing if none was."""
     places: dict[str, list[int]] = {}
-    for place, each in enumerate(shown, 1):
-        places.setdefault(each.forecast.correction.reason, []).append(place)
+    for place, candidate in enumerate(shown, 1):
+        places.setdefault(candidate.forecast.correction.reason, []).append(place)
     if set(places) == {""}:
         return
     for reason, corrected in places.items():
@@ -311,10 +320,10 @@ def _explain(best: RankedPlan, second: RankedPlan) -> str:
 
 def _explain_machines(best: RankedPlan, allowed: Sequence[RankedPlan]) -> Iterator[str]:
     """If the best candidate has more machines than another one: the numbers that speak for them."""
-    fewer = [each for each in allowed if each.cluster.num_nodes < best.cluster.num_nodes]
+    fewer = [candidate for candidate in allowed if candidate.cluster.num_nodes < best.cluster.num_nodes]
     if not fewer:
         return
-    one = min(fewer, key=lambda each: (each.cluster.num_nodes, each.forecast.step.total))
+    one = min(fewer, key=lambda candidate: (candidate.cluster.num_nodes, candidate.forecast.step.total))
     ours, theirs = best.forecast, one.forecast
     words = [f"{ours.tokens_per_second:,.0f} tokens/s instead of {theirs.tokens_per_second:,.0f}"]
     if ours.usd_per_billion_tokens is not None and theirs.usd_per_billion_tokens is not None:
@@ -325,16 +334,16 @@ def _explain_machines(best: RankedPlan, allowed: Sequence[RankedPlan]) -> Iterat
     yield f"why {best.cluster.num_nodes} machines, where {few} would do: {' and '.join(words)}"
 
 
-def _render_settings(each: RankedPlan) -> str:
+def _render_settings(candidate: RankedPlan) -> str:
     """The settings of a candidate as overrides of a command."""
-    settings = each.settings()
+    settings = candidate.settings()
     train = (f"train.{name}={_render_value(value)}" for name, value in settings["train"].items())
     return " ".join((shlex.quote(f"parallel={_render_value(settings['parallel'])}"), *map(shlex.quote, train)))
 
 
 def _render_value(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name}: {_render_value(each)}" for name, each in value.items()) + "}"
+        return "{" + ", ".join(f"{name}: {_render_value(part)}" for name, part in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_render_value, value)) + "]"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -63,7 +63,7 @@ class _Ending:
 
 
 def _with(error: type[EchelonError], message: str) -> _Ending:
-    return _Ending(next(each.__name__ for each in _ERRORS if issubclass(error, each)), message)
+    return _Ending(next(kind.__name__ for kind in _ERRORS if issubclass(error, kind)), message)
 
 
 def train(
@@ -125,7 +125,7 @@ def _start(request: dict[str, Any], answer: Path) -> "subprocess.Popen[str]":
         encoding="utf-8",
         errors="replace",
         # Whatever can be imported here, for example extensions of the recipe, can be imported there.
-        env={**read_environment(), "PYTHONPATH": os.pathsep.join(os.path.abspath(each) for each in sys.path)},
+        env={**read_environment(), "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path)},
         start_new_session=True,
     )
     assert process.stdin is not None
@@ -159,14 +159,14 @@ def _follow(process: "subprocess.Popen[str]", on_line: Callable[[str], None]) ->
 def _signals_handed_on(process: "subprocess.Popen[str]") -> Iterator[None]:
     """Forward signals to the process, from the main thread and only for signals without a handler of the caller."""
     alone = threading.current_thread() is threading.main_thread()
-    mine = [each for each in _HANDED_ON if alone and signal.getsignal(each) is signal.SIG_DFL]
-    for each in mine:
-        signal.signal(each, lambda number, frame: process.send_signal(number))
+    mine = [signum for signum in _HANDED_ON if alone and signal.getsignal(signum) is signal.SIG_DFL]
+    for signum in mine:
+        signal.signal(signum, lambda number, frame: process.send_signal(number))
     try:
         yield
     finally:
-        for each in mine:
-            signal.signal(each, signal.SIG_DFL)
+        for signum in mine:
+            signal.signal(signum, signal.SIG_DFL)
 
 
 def _read_ending(answer: Path) -> _Ending:

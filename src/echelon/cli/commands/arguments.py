@@ -57,7 +57,7 @@ def read_recipe(path: Path, overrides: list[str] | None, quiet: bool = False) ->
     from echelon.run.lifecycle.extension_checks import list_extensions
 
     recipe, notes = load_recipe(path, overrides or [])
-    find_from_here(each.name for each in list_extensions(recipe))
+    find_from_here(extension.name for extension in list_extensions(recipe))
     for note in [] if quiet else notes:
         logger.info(note)
     return recipe

@@ -32,7 +32,7 @@ def data(
     show(find_model_fields(recipe, prepared.vocab_size)[1])
     for counts in count_sources(prepared):
         _show_source(counts)
-    sequences = [("train", prepared.train), *((each.name, each.dataset) for each in prepared.validation)]
+    sequences = [("train", prepared.train), *((held_out.name, held_out.dataset) for held_out in prepared.validation)]
     for name, dataset in sequences:
         show(f"{name}: {dataset.num_samples:,} sequences of {recipe.data.sequence_len}")
     for line in (*describe_mixture(recipe, prepared), *describe_repeats(recipe, prepared)):

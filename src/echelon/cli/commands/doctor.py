@@ -56,7 +56,7 @@ def doctor(
                 show(_render(finding))
     problems = [finding for finding in findings if not finding.is_well]
     if as_json:
-        show(json.dumps({"is_well": not problems, "findings": [asdict(each) for each in findings], **measured}))
+        show(json.dumps({"is_well": not problems, "findings": [asdict(row) for row in findings], **measured}))
     elif problems:
         complain(f"{len(problems)} of {len(findings)} checks found a problem")
     raise typer.Exit(1 if problems else 0)
@@ -116,7 +116,7 @@ def describe_links(found: "Examination") -> dict[str, Any]:
         return {"error": speed} if isinstance(speed, str) else None if speed is None else asdict(speed)
 
     def listed(pairs: Iterable[tuple[tuple[str, str], Any]]) -> list[dict[str, Any]]:
-        return [{"hosts": list(pair), **each} for pair, each in pairs]
+        return [{"hosts": list(pair), **result} for pair, result in pairs]
 
     return {
         "hosts": dict(found.facts),

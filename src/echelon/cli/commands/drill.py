@@ -63,14 +63,14 @@ def _stops_noted() -> Iterator[list[str]]:
     """
     asked: list[str] = []
     numbers = [*STOP_SIGNALS, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else [])]
-    before = {each: signal.getsignal(each) for each in numbers}
-    for each in before:
-        signal.signal(each, lambda number, frame: asked.append(signal.Signals(number).name))
+    before = {signum: signal.getsignal(signum) for signum in numbers}
+    for signum in before:
+        signal.signal(signum, lambda number, frame: asked.append(signal.Signals(number).name))
     try:
         yield asked
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def _render(finding: "Finding") -> str:

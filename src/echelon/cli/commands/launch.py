@@ -120,12 +120,12 @@ def _handed_over_whole(name: str) -> Iterator[None]:
         if len(asked) > 1:
             raise LaunchError(f"ended immediately by {asked[-1]}; {name} may have reached its target; check there.")
 
-    before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
     if asked:
         raise LaunchError(f"stopped by {asked[0]}, but {name} was already launched; `echelon cancel {name}` ends it.")
 

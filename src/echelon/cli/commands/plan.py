@@ -54,7 +54,7 @@ def plan(
         "instance": instance,
         "reliability": read_reliability(mtbf_hours, restart_seconds, step_spread),
     }
-    searches = any(each is not None for each in (by, budget_usd, deadline_hours, plot)) or as_json
+    searches = any(option is not None for option in (by, budget_usd, deadline_hours, plot)) or as_json
     if build and (searches or counts is not None):
         raise ConfigError("--build divides one plan; remove it, or the options that search plans.")
     if counts is not None:

@@ -95,11 +95,11 @@ def stops_noted(stop: "StopWord") -> Iterator[None]:
             complain(f"ended immediately by {name}; trials may still run; the same command takes them over")
             raise typer.Exit(1)  # not a LaunchError, which the sweep would treat as a target that does not answer
 
-    before = {each: signal.getsignal(each) for each in STOP_SIGNALS}
-    for each in before:
-        signal.signal(each, ask)
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    for signum in before:
+        signal.signal(signum, ask)
     try:
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

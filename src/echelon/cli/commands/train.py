@@ -153,8 +153,8 @@ def _train_as_agent(
     # Suppresses C++ traces of every thread after a lost coordinator, which is reported in one line.
     set_default_variables({"TORCH_CPP_LOG_LEVEL": "ERROR"})
     outcome, speaks = train_on_hosts(recipe, arguments, group or find_host_group(), num_processes, fresh)
-    for each in STOP_SIGNALS:  # a signal now would replace the job's exit code
-        signal.signal(each, signal.SIG_IGN)
+    for signum in STOP_SIGNALS:  # a signal now would replace the job's exit code
+        signal.signal(signum, signal.SIG_IGN)
     _finish(outcome, silent=not speaks)
 
 

@@ -35,10 +35,14 @@ class FlatOptimizer(torch.optim.Optimizer):
             if norm < 0:
                 return
             if self.clip_grad:
-                gradients = [each.grad for group in self.param_groups for each in group["params"]]
-                clip_gradients([each for each in gradients if each is not None], self.clip_grad, norm)
+                gradients = [parameter.grad for group in self.param_groups for parameter in group["params"]]
+                clip_gradients([gradient for gradient in gradients if gradient is not None], self.clip_grad, norm)
         for group in self.param_groups:
-            items = [_open(each, group["rule"], self.state[each]) for each in group["params"] if each.grad is not None]
+            items = [
+                _open(parameter, group["rule"], self.state[parameter])
+                for parameter in group["params"]
+                if parameter.grad is not None
+            ]
             if items:
                 commit = torch.ones((), dtype=torch.bool, device=items[0].weight.device)
                 group["rule"].update(items, group["lr"], group["weight_decay"], commit)

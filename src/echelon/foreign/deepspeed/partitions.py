@@ -51,13 +51,13 @@ class WholeCopies(Partitions):
     @property
     @override
     def flats(self) -> Sequence[Tensor]:
-        return [each for group in self._optimizer.param_groups for each in group["params"]]
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     @override
     def gradients(self) -> Iterator[Tensor]:
         """Every rank has all of them, and only the first one counts them in the norm."""
         if dist.get_rank() == 0:
-            yield from (each.grad for each in self.flats if each.grad is not None)
+            yield from (flat.grad for flat in self.flats if flat.grad is not None)
 
     @override
     def answer_norm(self, find_norm: Callable[[], Tensor]) -> None:

@@ -117,7 +117,7 @@ class DeepspeedEngine(NativeEngine):
     @override
     def clip(self, max_norm: float | None) -> Tensor:
         """The norm is echelon's own: DeepSpeed's is -1 where a gradient is not finite."""
-        parts = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in self.partitions.gradients()]
+        parts = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in self.partitions.gradients()]
         squares = torch.stack(parts).square().sum().to(self._device) if parts else torch.zeros(()).double()
         dist.all_reduce(squares, group=self._everyone)
         scaled = squares.sqrt().float()
@@ -156,7 +156,7 @@ class DeepspeedEngine(NativeEngine):
 
     @override
     def describe_adapter(self) -> AdapterContent:
-        tensors = {name: self.partitions.read(each, None).cpu() for name, each in self.trained.items()}
+        tensors = {name: self.partitions.read(parameter, None).cpu() for name, parameter in self.trained.items()}
         return describe_adapter(self.decoder, tensors, self._parts.principal or {})
 
     @override
@@ -273,7 +273,7 @@ def _import_deepspeed(device: torch.device) -> Any:
 
 
 def _check_trained(model: nn.Module, recipe: Recipe) -> None:
-    frozen = next((name for name, each in model.named_parameters() if not each.requires_grad), None)
+    frozen = next((name for name, parameter in model.named_parameters() if not parameter.requires_grad), None)
     if frozen is not None and not recipe.adapter.is_adapter:
         raise ConfigError(
             f"engine=deepspeed: the model has {frozen}, which its architecture does not train, and DeepSpeed keeps "

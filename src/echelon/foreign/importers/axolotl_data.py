@@ -72,7 +72,7 @@ def _source(ledger: Ledger, name: str, pretraining: bool) -> Iterator[_Found]:
     paths = [str(path)]
     if files and (path in _CONTAINERS or container):
         ledger.take(f"{name}.data_files")
-        paths = [str(each) for each in (files if isinstance(files, list) else [files])]
+        paths = [str(file) for file in (files if isinstance(files, list) else [files])]
     elif files:
         ledger.refuse(f"{name}.data_files", "a source is a whole dataset; download these files and give their paths.")
     config = ledger.take(f"{name}.name")
@@ -80,9 +80,9 @@ def _source(ledger: Ledger, name: str, pretraining: bool) -> Iterator[_Found]:
         ledger.refuse(
             f"{name}.name", "a dataset configuration is given as OWNER/DATASET/CONFIG; add the owner to the path."
         )
-    for each in paths:
+    for place in paths:
         stored = str(container) if form is None and container in ("csv", "parquet", "arrow", "text") else form
-        source = build_source(each, stored, fields, config)
+        source = build_source(place, stored, fields, config)
         put_split(ledger, f"{name}.split", source, "train")
         yield source, wording, form is None
     _take_learned(ledger, name)
@@ -105,9 +105,9 @@ def _take_learned(ledger: Ledger, name: str) -> None:
             )
     field, key = ledger.peek(f"{name}.field_thinking"), ledger.peek(f"{name}.template_thinking_key")
     if field is not None and field == key:
-        for each in ("field_thinking", "template_thinking_key"):
+        for field_key in ("field_thinking", "template_thinking_key"):
             ledger.need_not(
-                f"{name}.{each}", "all other fields of a turn are passed to the template under their own names."
+                f"{name}.{field_key}", "all other fields of a turn are passed to the template under their own names."
             )
 
 
@@ -122,7 +122,7 @@ def _form(
 
     if pretraining or kind in ("completion", "pretrain"):
         return None, renames({"field": "text", "text_column": "text"}), None
-    if any(each.startswith(f"{name}.type.") for each in ledger.given):
+    if any(key.startswith(f"{name}.type.") for key in ledger.given):
         return _own_prompt(ledger, name, renames)
     if kind in (None, ""):
         return "tokens", {}, None

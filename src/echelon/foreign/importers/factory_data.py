@@ -72,7 +72,7 @@ def _sources(ledger: Ledger, name: str, folder: Path, limit: float | None) -> li
     table = find_beside(folder, f"{data_dir}/dataset_info.json")
     known = _read_table(table) if table is not None else {}
     ledger.reasons["data.validation" if name == "eval_dataset" else "data.train"] = f"{name}: {show_value(value)}"
-    sources = [_source(ledger, name, Path(data_dir), each, known) for each in names]
+    sources = [_source(ledger, name, Path(data_dir), dataset, known) for dataset in names]
     for source in sources if limit is not None and name == "dataset" else ():
         source["max_samples"] = min(int(limit or 0), source.get("max_samples", int(limit or 0)))
     return sources
@@ -124,7 +124,7 @@ def _form(
         keys = ("messages", "role", "content") if by_role else ("conversations", "from", "value")
         theirs = (columns.get("messages"), tags.get("role_tag"), tags.get("content_tag"))
         fields = {ours: own for ours, own in zip(keys, theirs, strict=True) if own}
-        fields |= {each: columns[each] for each in ("system", "tools") if each in columns}
+        fields |= {column: columns[column] for column in ("system", "tools") if column in columns}
         if not entry.get("ranking"):
             return form, fields
         pairs = {"prompt": columns.get("messages", "conversations"), "chosen": columns["chosen"]}

@@ -94,7 +94,7 @@ def _carry_share(ledger: Ledger, name: str, source: dict[str, Any]) -> None:
     if share is not None and share < 1 and "split" in source:
         source["split"] = f"{source['split']}[:{share * 100:g}%]"
         ledger.differ(
-            str(next(each for each in (f"{name}.weight", f"{name}.fraction") if each in ledger.given)),
+            str(next(key for key in (f"{name}.weight", f"{name}.fraction") if key in ledger.given)),
             "the first records are used, not a random selection.",
         )
     elif share is not None and share != 1:

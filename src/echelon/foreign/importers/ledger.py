@@ -188,7 +188,7 @@ class Ledger:
     def _tell(self, name: str, fate: Fate, text: str) -> None:
         full = name if name in self.given else self.find(name)
         if full is None:  # already recorded: add to its text
-            full = next((each for each in self.entries if each == name or each.endswith("." + name)), None)
+            full = next((entry for entry in self.entries if entry == name or entry.endswith("." + name)), None)
         if full is None and fate == "refused":
             raise ConfigError(f"{name}: {text}")
         if full is None:
@@ -200,5 +200,5 @@ class Ledger:
         before = self.entries.get(full)
         if before is not None and before.text:
             text = f"{before.text} {text}".strip()
-            fate = max(fate, before.fate, key=lambda each: _WEIGHT.get(each, 0))
+            fate = max(fate, before.fate, key=lambda kind: _WEIGHT.get(kind, 0))
         self.entries[full] = Entry(full, self.given[full], fate, text)

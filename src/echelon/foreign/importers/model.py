@@ -236,7 +236,7 @@ def _carry_targets(ledger: Ledger, defaults: Defaults) -> None:
 
 def _explain_targets(ledger: Ledger, full: str, value: Any) -> None:
     """Record modules that are given in addition to `lora_target_linear` (every linear layer of the decoder)."""
-    named = [str(each) for each in value] if isinstance(value, list) else [str(value)]
+    named = [str(target) for target in value] if isinstance(value, list) else [str(value)]
     if any("embed" in name or "head" in name for name in named):
         ledger.refuse(
             full,

@@ -130,7 +130,7 @@ def detect_tool(given: Mapping[str, Any], path: Path) -> Tool:
         return "llamafactory-v1"
     # The other tools also have keys of TrainingArguments, so hf is tried last.
     own: tuple[Tool, Tool] = ("axolotl", "llamafactory")
-    for tool in sorted(own, key=lambda each: -score[each]):
+    for tool in sorted(own, key=lambda candidate: -score[candidate]):
         if decisive[tool]:
             return tool
     if score["hf"] or decisive["hf"] or {"r", "peft_type", "target_modules"} <= names:

@@ -54,7 +54,9 @@ class WeightRow:
 
     def at(self, layer: int) -> "WeightRow":
         """The row of one layer."""
-        return WeightRow(self.name.format(layer), tuple(each.format(layer) for each in self.variables), self.form)
+        return WeightRow(
+            self.name.format(layer), tuple(variable.format(layer) for variable in self.variables), self.form
+        )
 
     def divide(self, whole: Array, shapes: list[tuple[int, ...]]) -> list[Array]:
         """Return what each variable stores of a tensor. `shapes`: those of the variables."""
@@ -103,7 +105,7 @@ class Fields:
         """Raise ConfigError unless a field has one of the values that the backbone has built in; absent is fine."""
         value = self.take(name)
         if name in self._values and value not in possible:
-            words = " or ".join("null" if each is None else str(each).lower() for each in possible)
+            words = " or ".join("null" if choice is None else str(choice).lower() for choice in possible)
             raise ConfigError(
                 f"model.config.{name}={value!r:.80}: engine=tensorflow can run {words} only, because the backbone of "
                 "keras-hub has no argument for it; change it, or use engine=native."
@@ -268,7 +270,7 @@ def _gpt2(fields: Fields) -> dict[str, Any]:
     fields.require("is_encoder_decoder", False)
     fields.require("tie_word_embeddings", True)
     summaries = ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
-    fields.ignore("reorder_and_upcast_attn", *(f"summary_{each}" for each in summaries))
+    fields.ignore("reorder_and_upcast_attn", *(f"summary_{key}" for key in summaries))
     width = fields.take("n_embd")
     return {
         "vocabulary_size": fields.take("vocab_size"),
@@ -291,7 +293,7 @@ def _norm(name: str, variable: str) -> WeightRow:
 
 _L = "transformer_layer_{}"
 _LLAMA_LAYER = (
-    *(_linear(f"self_attn.{each[0]}_proj", f"{_L}/self_attention/{each}") for each in ("query", "key", "value")),
+    *(_linear(f"self_attn.{role[0]}_proj", f"{_L}/self_attention/{role}") for role in ("query", "key", "value")),
     _linear("self_attn.o_proj", f"{_L}/self_attention/attention_output"),
     _linear("mlp.gate_proj", f"{_L}/feedforward_gate_dense"),
     _linear("mlp.up_proj", f"{_L}/feedforward_intermediate_dense"),
@@ -300,11 +302,11 @@ _LLAMA_LAYER = (
     _norm("post_attention_layernorm", f"{_L}/feedforward_layernorm"),
 )
 _BIASES = tuple(
-    WeightRow(f"model.layers.{{}}.self_attn.{each[0]}_proj.bias", (f"{_L}/self_attention/{each}/bias",))
-    for each in ("query", "key", "value")
+    WeightRow(f"model.layers.{{}}.self_attn.{role[0]}_proj.bias", (f"{_L}/self_attention/{role}/bias",))
+    for role in ("query", "key", "value")
 )
 _HEAD_NORMS = tuple(
-    _norm(f"self_attn.{each[0]}_norm", f"{_L}/self_attention/{each}_dense_layernorm") for each in ("query", "key")
+    _norm(f"self_attn.{role[0]}_norm", f"{_L}/self_attention/{role}_dense_layernorm") for role in ("query", "key")
 )
 _EMBEDDING = WeightRow("model.embed_tokens.weight", ("token_embedding/embeddings",))
 _LLAMA_REST = (
@@ -315,8 +317,8 @@ _LLAMA_REST = (
 _G = "decoder_block_{}"
 _GEMMA_LAYER = (
     *(
-        _linear(f"self_attn.{each[0]}_proj", f"{_G}/attention/{each}", Form.BY_HEAD)
-        for each in ("query", "key", "value")
+        _linear(f"self_attn.{role[0]}_proj", f"{_G}/attention/{role}", Form.BY_HEAD)
+        for role in ("query", "key", "value")
     ),
     _linear("self_attn.o_proj", f"{_G}/attention/attention_output"),
     _linear("mlp.gate_proj", f"{_G}/ffw_gating"),
@@ -329,7 +331,7 @@ _GPT2_LAYER = tuple(
     WeightRow(f"transformer.h.{{}}.{name}", variables)
     for kind, part in (("weight", "kernel"), ("bias", "bias"))
     for name, variables in (
-        (f"attn.c_attn.{kind}", tuple(f"{_L}/self_attention/{each}/{part}" for each in ("query", "key", "value"))),
+        (f"attn.c_attn.{kind}", tuple(f"{_L}/self_attention/{role}/{part}" for role in ("query", "key", "value"))),
         (f"attn.c_proj.{kind}", (f"{_L}/self_attention/attention_output/{part}",)),
         (f"mlp.c_fc.{kind}", (f"{_L}/feedforward_intermediate_dense/{part}",)),
         (f"mlp.c_proj.{kind}", (f"{_L}/feedforward_output_dense/{part}",)),
@@ -399,5 +401,5 @@ def find_rows(config: PretrainedConfig) -> list[WeightRow]:
     """Every weight of a model; with tied embeddings the head has none."""
     family = find_family(config)
     layers = config.num_hidden_layers  # GPT-2's own spelling has this alias
-    outside = [each for each in family.outside if each.name != "lm_head.weight" or not config.tie_word_embeddings]
+    outside = [weight for weight in family.outside if weight.name != "lm_head.weight" or not config.tie_word_embeddings]
     return [row.at(layer) for layer in range(layers) for row in family.inside] + outside

@@ -31,7 +31,7 @@ class Decoder:
             if hasattr(layer, "epsilon"):
                 layer.epsilon = find_epsilon(config)
         self._config = config
-        variables = {each.path: each.value for each in self._backbone.trainable_variables}
+        variables = {variable.path: variable.value for variable in self._backbone.trainable_variables}
         self._rows = find_rows(config)
         self.shapes = shapes
         """The shape of each weight in `transformers`, by name."""
@@ -56,7 +56,7 @@ class Decoder:
 
     def computing_with(self, values: Sequence[Any]) -> AbstractContextManager[Any]:
         """Return a scope in which the decoder computes with these tensors, in the order of `self.variables`."""
-        by_path = {each.path: each for each in self._backbone.trainable_variables}
+        by_path = {variable.path: variable for variable in self._backbone.trainable_variables}
         paths = [path for row in self._rows for path in row.variables]
         pairs = [(by_path[path], value) for path, value in zip(paths, values, strict=True)]
         scope: AbstractContextManager[Any] = self._keras.StatelessScope(state_mapping=pairs)
@@ -107,7 +107,7 @@ class Decoder:
         """Return what variables like `self.variables` hold, by name and in the shapes of `transformers`."""
         return {
             row.name: np.ascontiguousarray(
-                row.join([each.numpy() for each in variables[row.name]], self.shapes[row.name])
+                row.join([variable.numpy() for variable in variables[row.name]], self.shapes[row.name])
             )
             for row in self._rows
         }
@@ -116,6 +116,6 @@ class Decoder:
         """Store values by name, in the shapes of `transformers`, in variables like `self.variables`."""
         for row in self._rows:
             targets = variables[row.name]
-            shapes = [tuple(each.shape) for each in targets]
+            shapes = [tuple(tensor.shape) for tensor in targets]
             for target, part in zip(targets, row.divide(values[row.name], shapes), strict=True):
                 target.assign(part)

@@ -13,8 +13,8 @@ from echelon.learn.engines.engine import Finding
 def find_nonfinite(library: Library, decoder: Decoder, input_ids: Tensor, labels: Tensor) -> Finding | None:
     """Run a microbatch without tracing; return the first value that is not finite, None if all are."""
     tf = library.tf
-    ids, targets = (tf.constant(each.numpy().astype(np.int32)) for each in (input_ids, labels))
-    weights = [(name, each) for name, group in decoder.variables.items() for each in group]
+    ids, targets = (tf.constant(tensor.numpy().astype(np.int32)) for tensor in (input_ids, labels))
+    weights = [(name, variable) for name, group in decoder.variables.items() for variable in group]
     with tf.GradientTape() as tape:
         outputs: list[tuple[str, Any]] = []
         for name, value in decoder.parts(ids):

@@ -67,7 +67,7 @@ def start_cluster(library: Library, config: TensorflowConfig, everyone: dist.Pro
     tf = library.tf
     rank = dist.get_rank(everyone)
     addresses = gather_objects([_find_address() for _ in range(3)], everyone)
-    chief, workers, served = (list(each) for each in zip(*addresses, strict=True))
+    chief, workers, served = (list(column) for column in zip(*addresses, strict=True))
     spec = tf.train.ClusterSpec({"chief": chief[:1], "worker": workers, "ps": served[: config.servers]})
     jobs = ["worker", "ps"] if rank < config.servers else ["worker"]
     servers = [tf.distribute.Server(spec, job_name=job, task_index=rank, protocol="grpc") for job in jobs]

@@ -32,9 +32,9 @@ class ServedModel:
         tf = library.tf
         self.decoder, self._optimizer, self._coordinator = decoder, optimizer, coordinator
         self._tf, self._strategy, self._num_ranks = tf, coordinator.strategy, num_ranks
-        self._variables = [each for group in decoder.variables.values() for each in group]
-        self._rows = [zeros_beside(library, each, [num_ranks]) for each in self._variables]
-        self._sums = [zeros_beside(library, each) for each in self._variables]
+        self._variables = [variable for group in decoder.variables.values() for variable in group]
+        self._rows = [zeros_beside(library, variable, [num_ranks]) for variable in self._variables]
+        self._sums = [zeros_beside(library, variable) for variable in self._variables]
         many, scalar = tf.TensorSpec([None, None, None], tf.int32), tf.TensorSpec([], tf.float32)
         signature = [many, many, scalar, tf.TensorSpec([], tf.int32)]
         self._differentiate = tf.function(self._differentiate_share, input_signature=signature)
@@ -58,7 +58,7 @@ class ServedModel:
         ]
         self._coordinator.join()
         self.add_up()
-        return [float(each.fetch()) for each in losses]
+        return [float(loss.fetch()) for loss in losses]
 
     def clear(self) -> None:
         """Set the gradients to zero."""
@@ -85,7 +85,7 @@ class ServedModel:
 
     def _differentiate_share(self, ids: Any, labels: Any, divisor: Any, rank: Any) -> Any:
         tf = self._tf
-        weights = [tf.identity(each) for each in self._variables]  # each is sent once, however often it is used
+        weights = [tf.identity(variable) for variable in self._variables]  # each is sent once, however often it is used
 
         def add(number: Any, total: Any, sums: list[Any]) -> tuple[Any, Any, list[Any]]:
             with tf.GradientTape() as tape, self.decoder.computing_with(weights):
@@ -96,13 +96,13 @@ class ServedModel:
             return (
                 number + 1,
                 total + loss,
-                [one + tf.convert_to_tensor(each) for one, each in zip(sums, found, strict=True)],
+                [one + tf.convert_to_tensor(gradient) for one, gradient in zip(sums, found, strict=True)],
             )
 
-        start = (tf.constant(0), tf.constant(0.0), [tf.zeros_like(each) for each in weights])
+        start = (tf.constant(0), tf.constant(0.0), [tf.zeros_like(weight) for weight in weights])
         _, total, sums = tf.while_loop(lambda number, *_: number < tf.shape(ids)[0], add, start)
-        for row, each in zip(self._rows, sums, strict=True):
-            row.scatter_update(tf.IndexedSlices(each[None], rank[None]))
+        for row, gradient in zip(self._rows, sums, strict=True):
+            row.scatter_update(tf.IndexedSlices(gradient[None], rank[None]))
         return total
 
     def _add_up_all(self) -> None:
@@ -115,14 +115,14 @@ class ServedModel:
     def _measure_all(self) -> Any:
         tf = self._tf
         squares = []
-        for each in self._sums:
-            with tf.device(each.device):
-                squares.append(tf.reduce_sum(tf.square(each)))
+        for gradient in self._sums:
+            with tf.device(gradient.device):
+                squares.append(tf.reduce_sum(tf.square(gradient)))
         return tf.sqrt(tf.add_n(squares))
 
     def _scale_all(self, factor: Any) -> None:
-        for each in self._sums:
-            self._strategy.extended.update(each, lambda total, factor: total.assign(total * factor), args=(factor,))
+        for gradient in self._sums:
+            self._strategy.extended.update(gradient, lambda total, factor: total.assign(total * factor), args=(factor,))
 
     def _update_all(self, rate: Any, size: Any, root: Any) -> None:
         self._optimizer.apply(self._strategy, self.decoder.group(self._sums), rate, size, root)
@@ -145,7 +145,10 @@ class ServedSteps(Steps):
 
     @override
     def accumulate(self, microbatches: Sequence[Microbatch], divisor: float) -> float:
-        ids, labels = [each.input_ids for each in microbatches], [each.labels for each in microbatches]
+        ids, labels = (
+            [microbatch.input_ids for microbatch in microbatches],
+            [microbatch.labels for microbatch in microbatches],
+        )
         shares = gather_objects((_stack(ids, 0), _stack(labels, IGNORE)), self._everyone)
         losses = self._tell(None if self.model is None else self.model.accumulate(shares, divisor))
         return float(losses[self._rank])
@@ -186,7 +189,7 @@ class ServedSteps(Steps):
     @override
     def read(self, key: str) -> dict[str, Array]:
         values = {} if self.model is None else self.model.decoder.read(self.model.find(key))
-        shapes = self._tell({name: each.shape for name, each in values.items()})
+        shapes = self._tell({name: value.shape for name, value in values.items()})
         for name, shape in shapes.items():
             values.setdefault(name, np.empty(shape, np.float32))
             dist.broadcast(torch.from_numpy(values[name]), group=self._everyone, group_src=0)
@@ -204,7 +207,7 @@ class ServedSteps(Steps):
 
 def _stack(tensors: Sequence[torch.Tensor], filler: int) -> Array:
     """The microbatches [batch, seq] as one int32 array, with `filler` at the ends of narrower ones."""
-    width = max(each.shape[1] for each in tensors)
+    width = max(tensor.shape[1] for tensor in tensors)
     return np.stack(
-        [np.pad(to_int32(each), ((0, 0), (0, width - each.shape[1])), constant_values=filler) for each in tensors]
+        [np.pad(to_int32(tensor), ((0, 0), (0, width - tensor.shape[1])), constant_values=filler) for tensor in tensors]
     )

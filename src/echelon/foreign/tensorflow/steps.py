@@ -63,15 +63,15 @@ class CopiedSteps(Steps):
         self._passes = Passes(library, decoder)
         self._tf, self._decoder, self._optimizer = tf, decoder, optimizer
         self._strategy, self._num_copies, varies = placement
-        self._variables = [each for group in decoder.variables.values() for each in group]
+        self._variables = [variable for group in decoder.variables.values() for variable in group]
         self._sums = [
             tf.Variable(
-                tf.zeros(each.shape, tf.float32),
+                tf.zeros(variable.shape, tf.float32),
                 trainable=False,
                 synchronization=tf.VariableSynchronization.ON_READ,
                 aggregation=tf.VariableAggregation.SUM,
             )
-            for each in self._variables
+            for variable in self._variables
         ]
         ids, scalar = tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([], tf.float32)
         signature = [ids, ids, scalar] if varies else None
@@ -84,13 +84,13 @@ class CopiedSteps(Steps):
 
     @override
     def accumulate(self, microbatches: Sequence[Microbatch], divisor: float) -> float:
-        losses = [self._add_gradients(each, divisor) for each in microbatches]
+        losses = [self._add_gradients(microbatch, divisor) for microbatch in microbatches]
         self.add_up()
         return math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan
 
     def _add_gradients(self, microbatch: Microbatch, divisor: float) -> float:
         pairs = ((microbatch.input_ids, 0), (microbatch.labels, IGNORE))
-        rows = [_divide_rows(each, self._num_copies, filler) for each, filler in pairs]
+        rows = [_divide_rows(tensor, self._num_copies, filler) for tensor, filler in pairs]
         return float(self._differentiate(*map(self._tf.constant, rows), self._tf.constant(divisor, self._tf.float32)))
 
     @override
@@ -125,7 +125,7 @@ class CopiedSteps(Steps):
 
     def _find(self, key: str) -> Mapping[str, list[Any]]:
         if key == GRADIENTS:
-            return self._decoder.group([self._here(each) for each in self._sums])
+            return self._decoder.group([self._here(gradient) for gradient in self._sums])
         return self._decoder.variables if key == WEIGHTS else self._optimizer.moments[key]
 
     def _here(self, value: Any) -> Any:
@@ -138,7 +138,7 @@ class CopiedSteps(Steps):
         def run(ids: Any, labels: Any) -> Any:
             if copies > 1:
                 number = tf.distribute.get_replica_context().replica_id_in_sync_group
-                ids, labels = (tf.stack(tf.split(each, copies))[number] for each in (ids, labels))
+                ids, labels = (tf.stack(tf.split(tensor, copies))[number] for tensor in (ids, labels))
             with tf.GradientTape() as tape:
                 loss = self._decoder.loss_sum(self._decoder.hidden_states(ids), labels)
             # 0 * loss is 0, or NaN for a loss that is not finite: then all gradients are, on every copy.
@@ -153,7 +153,7 @@ class CopiedSteps(Steps):
     def _add_up_all(self) -> None:
         def run() -> None:
             context = self._tf.distribute.get_replica_context()
-            values = [each.read_value() for each in self._sums]
+            values = [gradient.read_value() for gradient in self._sums]
             summed = context.all_reduce(self._tf.distribute.ReduceOp.SUM, values)
             for total, value in zip(self._sums, summed, strict=True):
                 total.assign(value)
@@ -163,22 +163,22 @@ class CopiedSteps(Steps):
 
     def _clear_all(self) -> None:
         def run() -> None:
-            for each in self._sums:
-                each.assign(self._tf.zeros_like(each))
+            for gradient in self._sums:
+                gradient.assign(self._tf.zeros_like(gradient))
 
         self._strategy.run(run)
 
     def _measure_one(self) -> Any:
         def run() -> Any:
             tf = self._tf
-            return tf.sqrt(tf.add_n([tf.reduce_sum(tf.square(each.read_value())) for each in self._sums]))
+            return tf.sqrt(tf.add_n([tf.reduce_sum(tf.square(gradient.read_value())) for gradient in self._sums]))
 
         return self._here(self._strategy.run(run))
 
     def _scale_all(self, factor: Any) -> None:
         def run() -> None:
-            for each in self._sums:
-                each.assign(each * factor)
+            for gradient in self._sums:
+                gradient.assign(gradient * factor)
 
         self._strategy.run(run)
 

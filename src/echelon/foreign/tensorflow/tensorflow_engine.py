@@ -137,10 +137,10 @@ class TensorflowEngine(Engine):
     def state_dict(self) -> dict[str, Tensor]:
         """The names and shapes are those of the native engine with AdamW."""
         weights = self.weights()
-        state = {f"model.{name}": each for name, each in weights.items()}
+        state = {f"model.{name}": weight for name, weight in weights.items()}
         state |= {f"optimizer.{name}.step": torch.tensor(float(self._num_updates)) for name in weights}
         for key in MOMENTS:
-            state |= {f"optimizer.{name}.{key}": each for name, each in _as_torch(self.steps.read(key)).items()}
+            state |= {f"optimizer.{name}.{key}": value for name, value in _as_torch(self.steps.read(key)).items()}
         return state
 
     @override
@@ -193,7 +193,7 @@ def _refuse_other_losses(objective: Objective) -> None:
 
 
 def _as_torch(values: dict[str, Array]) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(each) for name, each in values.items()}
+    return {name: torch.from_numpy(value) for name, value in values.items()}
 
 
 def build_tensorflow_engine(spec: EngineSpec) -> TensorflowEngine:
@@ -210,8 +210,10 @@ def build_tensorflow_engine(spec: EngineSpec) -> TensorflowEngine:
     find_arguments(config)  # refuses a config before TensorFlow starts, which takes long
     library = import_tensorflow()
     skeleton = build_on_meta(config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
-    members = {each.name: Member(each.weight_decay, each.rate_factor) for each in find_members(skeleton, recipe.optim)}
-    shapes = {name: tuple(each.shape) for name, each in skeleton.named_parameters()}
+    members = {
+        member.name: Member(member.weight_decay, member.rate_factor) for member in find_members(skeleton, recipe.optim)
+    }
+    shapes = {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
     make_decoder = partial(Decoder, library, config, shapes)
 
     def make_optimizer(decoder: Decoder) -> AdamW:
@@ -272,4 +274,4 @@ def _first_weights(skeleton: PreTrainedModel, recipe: Recipe) -> dict[str, Array
     model = build_on_meta(skeleton.config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
     materialize(model, "cpu")
     open_weights(skeleton, recipe)(model)
-    return {name: each.detach().numpy() for name, each in model.named_parameters()}
+    return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}

@@ -43,7 +43,7 @@ class AdamW:
         self._weights, self._members = weights, members
         self._betas, self._eps = betas, eps
         self.moments = {
-            key: {name: [zeros_beside(library, each) for each in group] for name, group in weights.items()}
+            key: {name: [zeros_beside(library, weight) for weight in group] for name, group in weights.items()}
             for key in MOMENTS
         }
         """The moments of each weight, by key and name, as variables like those of the weight."""

@@ -128,7 +128,7 @@ def _check_names(job: JobSpec) -> None:
         "scheduler": [settings.scheduler],
         "image_pull_secrets": settings.image_pull_secrets,
         "env_from_secrets": settings.env_from_secrets,
-        "volumes": [each for volume in settings.volumes for each in (volume.claim, volume.secret_name)],
+        "volumes": [claim for volume in settings.volumes for claim in (volume.claim, volume.secret_name)],
     }
     for key, names in subdomains.items():
         for name in names:

@@ -39,7 +39,7 @@ def _rank(pod: Mapping[str, Any]) -> tuple[bool, int, str]:
 
 def _read_pod(pod: Mapping[str, Any], container: str) -> PodState:
     name, status = pod["metadata"]["name"], pod.get("status") or {}
-    seen = {each["name"]: each for each in status.get("containerStatuses") or []}.get(container, {})
+    seen = {row["name"]: row for row in status.get("containerStatuses") or []}.get(container, {})
     state = seen.get("state") or {}
     ended = state.get("terminated") or (seen.get("lastState") or {}).get("terminated")
     has_started = "running" in state or ended is not None
@@ -54,10 +54,10 @@ def _read_pod(pod: Mapping[str, Any], container: str) -> PodState:
 
 def _find_trouble(status: Mapping[str, Any]) -> str:
     """Why the pod does not run, in Kubernetes' terms: Unschedulable, ImagePullBackOff, CrashLoopBackOff, Evicted."""
-    for each in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
-        waiting = (each.get("state") or {}).get("waiting") or {}
+    for row in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
+        waiting = (row.get("state") or {}).get("waiting") or {}
         if waiting.get("reason") and waiting["reason"] not in _STARTING:
-            ended = (each.get("lastState") or {}).get("terminated") or {}
+            ended = (row.get("lastState") or {}).get("terminated") or {}
             code = f" after exit code {ended['exitCode']}" if "exitCode" in ended else ""
             return _join(f"{waiting['reason']}{code}", waiting.get("message"))
     for condition in status.get("conditions") or []:
@@ -93,7 +93,7 @@ def judge(job: Mapping[str, Any] | None, pods: Sequence[PodState]) -> JobStatus:
 def _find_conditions(job: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The conditions of a job that are true now, by type."""
     conditions = (job.get("status") or {}).get("conditions") or []
-    return {each["type"]: each for each in conditions if each["status"] == "True"}
+    return {condition["type"]: condition for condition in conditions if condition["status"] == "True"}
 
 
 def _judge_failure(condition: Mapping[str, Any], pods: Sequence[PodState]) -> JobStatus:

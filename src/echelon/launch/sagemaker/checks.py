@@ -279,7 +279,7 @@ def check_limits(request: Mapping[str, Any], recipe: Recipe) -> None:
         if len(word) > _MAX_WORD:
             raise ConfigError(f"launch.python has {len(word)} characters; the limit is {_MAX_WORD}.")
     assert len(algorithm["MetricDefinitions"]) <= _MAX_METRICS
-    assert all(len(each["Regex"]) <= _MAX_REGEX for each in algorithm["MetricDefinitions"])
+    assert all(len(metric["Regex"]) <= _MAX_REGEX for metric in algorithm["MetricDefinitions"])
     _check_channels(request["InputDataConfig"], recipe.launch)
     _check_environment(request["Environment"])
     _check_tags(recipe.launch.sagemaker.tags)
@@ -321,5 +321,5 @@ def _check_tags(tags: Mapping[str, str]) -> None:
                 f"its value at most {_MAX_TAG_VALUE} characters; change it."
             )
         for text in (name, value):
-            if not all(each.isalnum() or each.isspace() or each in "_.:/=+-@" for each in text):
+            if not all(letter.isalnum() or letter.isspace() or letter in "_.:/=+-@" for letter in text):
                 raise ConfigError(f"{_KEY}.tags.{name}: use only letters, digits, spaces and _.:/=+-@ in tags.")

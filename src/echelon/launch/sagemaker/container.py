@@ -103,13 +103,15 @@ def read_container(base: Path, env: Mapping[str, str]) -> Container:
     resources = _read_json(config / "resourceconfig.json")
     listed = env.get("SM_HOSTS")
     hosts = resources.get("hosts") or (_parse(listed, "SM_HOSTS") if listed else None) or ["algo-1"]
-    if not isinstance(hosts, list) or not all(isinstance(each, str) for each in hosts):
+    if not isinstance(hosts, list) or not all(isinstance(name, str) for name in hosts):
         raise ConfigError(f"the hosts of this container are {hosts!r}, which is not a list of names.")
     host = resources.get("current_host") or env.get("SM_CURRENT_HOST") or hosts[0]
     if host not in hosts:
         raise ConfigError(f"this container is host {host!r}, which is not among {', '.join(hosts)}.")
     data = base / "input" / "data"
-    channels = _read_json(config / "inputdataconfig.json") or [each.name for each in data.glob("*") if each.is_dir()]
+    channels = _read_json(config / "inputdataconfig.json") or [
+        folder.name for folder in data.glob("*") if folder.is_dir()
+    ]
     return Container(
         base,
         host,
@@ -309,8 +311,8 @@ def run_training(
         for process in running:
             process.send_signal(number)
 
-    for each in STOP_SIGNALS:
-        signal.signal(each, stop)
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, stop)
     # Its stderr is not closed: an orphan may still have the other end open.
     process = subprocess.Popen(argv, env=env, stderr=subprocess.PIPE)
     running.append(process)

@@ -113,7 +113,7 @@ def _read_enabled(distribution: Mapping[str, Any]) -> dict[str, Mapping[str, Any
 
 def _check_fields(name: str, value: Any) -> None:
     if name not in _FIELDS:
-        known = ", ".join(each for each in _FIELDS if "." not in each)
+        known = ", ".join(key for key in _FIELDS if "." not in key)
         raise ConfigError(f"{KEY}.{name} is not a distribution of SageMaker for PyTorch; known: {known}.")
     if not isinstance(value, Mapping):
         raise ConfigError(f"{KEY}.{name}={value} must be a mapping such as {{enabled: true}}.")

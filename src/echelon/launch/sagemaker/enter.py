@@ -101,8 +101,8 @@ def work(base: Path) -> int:
             sys.stderr.write(_hide_secrets(traceback.format_exc()))
         _say(message)
     # Python removes its handlers before it exits: a signal that arrives then would change the exit code.
-    for each in STOP_SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
     if code != 0:
         write_failure(base, message)
     return int(code)
@@ -110,8 +110,8 @@ def work(base: Path) -> int:
 
 def _listen(handler: "Callable[[int, FrameType | None], None]") -> None:
     """Handle stop signals with `handler`, including one that has already arrived."""
-    for each in STOP_SIGNALS:
-        signal.signal(each, handler)
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, handler)
     if _EARLY:
         handler(_EARLY[0], None)
 

@@ -226,8 +226,8 @@ def _run_pip(
         sys.stderr.write(pip.stderr)
         if pip.returncode == 0:
             installed = json.loads(report.read_text(encoding="utf-8"))["install"] if report.exists() else []
-            named = (each["metadata"] for each in installed)
-            return {_plain_name(each["name"]): str(each["version"]) for each in named}, ""
+            named = (package["metadata"] for package in installed)
+            return {_plain_name(package["name"]): str(package["version"]) for package in named}, ""
     if broken := _UNREACHABLE.search(pip.stderr):
         raise _ObstacleError(
             f"pip cannot reach a package index ({broken[1]}). Set launch.sagemaker.wheels=download, which sends the "

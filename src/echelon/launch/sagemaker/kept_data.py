@@ -59,7 +59,7 @@ def settle_times(recipe: Recipe, data: Path) -> None:
     """
     if recipe.launch.sagemaker.input_mode == "FastFile":
         return
-    mounted = {each.channel for each in recipe.launch.sagemaker.file_systems}
+    mounted = {system.channel for system in recipe.launch.sagemaker.file_systems}
     channels = {
         path.relative_to(data).parts[0]
         for path in (Path(source.path) for source in (*recipe.data.train, *recipe.data.validation))

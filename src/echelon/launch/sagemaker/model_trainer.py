@@ -76,7 +76,7 @@ def _build_trainer(session: Any, request: Mapping[str, Any]) -> Any:
         input_data_config=[Channel(**_snake(channel)) for channel in request["InputDataConfig"]],
         environment=dict(request["Environment"]),
         tags=[Tag(**_snake(tag)) for tag in request.get("Tags", [])] or None,
-    ).with_metric_definitions([MetricDefinition(**_snake(each)) for each in algorithm["MetricDefinitions"]])
+    ).with_metric_definitions([MetricDefinition(**_snake(metric)) for metric in algorithm["MetricDefinitions"]])
     for name, shape, add in (
         ("TensorBoardOutputConfig", TensorBoardOutputConfig, trainer.with_tensorboard_output_config),
         ("RetryStrategy", RetryStrategy, trainer.with_retry_strategy),
@@ -102,8 +102,8 @@ def _snake(value: Any) -> Any:
     from sagemaker.core.utils.code_injection.codec import pascal_to_snake
 
     if isinstance(value, Mapping):
-        return {pascal_to_snake(name): _snake(each) for name, each in value.items()}
-    return [_snake(each) for each in value] if isinstance(value, list) else value
+        return {pascal_to_snake(name): _snake(part) for name, part in value.items()}
+    return [_snake(part) for part in value] if isinstance(value, list) else value
 
 
 def _merge(defaults: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:

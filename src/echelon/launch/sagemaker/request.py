@@ -80,7 +80,7 @@ def build_submission(job: JobSpec) -> Submission:
         "TrainingJobName": job.name,
         "AlgorithmSpecification": _algorithm(staging.recipe, image),
         "RoleArn": settings.role,
-        "InputDataConfig": [_channel(each) for each in staging.channels],
+        "InputDataConfig": [_channel(channel) for channel in staging.channels],
         "OutputDataConfig": {
             "S3OutputPath": f"{settings.bucket}/output",
             "CompressionType": "NONE",
@@ -155,8 +155,8 @@ def _resources(launch: LaunchConfig, machines: JobMachines) -> dict[str, Any]:
     resources: dict[str, Any]
     if settings.instance_groups:
         groups = [
-            {"InstanceGroupName": each.name, "InstanceType": each.instance.name, "InstanceCount": each.count}
-            for each in machines.groups
+            {"InstanceGroupName": group.name, "InstanceType": group.instance.name, "InstanceCount": group.count}
+            for group in machines.groups
         ]
         resources = {"InstanceGroups": groups}
     else:
@@ -264,7 +264,7 @@ def _describe_internet(recipe: Recipe) -> list[str]:
     if recipe.tokenizer != "bytes":
         named.append(("tokenizer", recipe.tokenizer if isinstance(recipe.tokenizer, str) else None))
     for kind, sources in (("train", recipe.data.train), ("validation", recipe.data.validation)):
-        named += [(f"data.{kind}.{i}.path", each.path) for i, each in enumerate(sources) if each.format == "hub"]
+        named += [(f"data.{kind}.{i}.path", source.path) for i, source in enumerate(sources) if source.format == "hub"]
     needs += [
         f"{key}={name} is on the hub (or give a folder or an s3:// address)"
         for key, name in named

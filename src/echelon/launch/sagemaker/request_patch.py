@@ -47,7 +47,7 @@ def apply_patch(request: Mapping[str, Any], settings: SageMakerConfig) -> dict[s
         if place in _IMPOSSIBLE:
             raise ConfigError(f"{PATCH}.{place}: {_IMPOSSIBLE[place]}; remove it.")
         below = [*OWNED, *_IMPOSSIBLE]
-        if value is None and (inside := next((each for each in below if each.startswith(f"{place}.")), None)):
+        if value is None and (inside := next((key for key in below if key.startswith(f"{place}.")), None)):
             raise ConfigError(f"{PATCH}.{place}: null would also remove {inside}, which the job needs; remove it.")
     _check_channels(settings.patch)
     merged: dict[str, Any] = merge_patch(request, settings.patch, PATCH)

@@ -118,7 +118,7 @@ class Service:
         with _explained(f"reading {address}"):
             s3 = self._client("s3")
             pages = s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{prefix}/", Delimiter="/")
-            for found in (each for page in pages for each in page.get("Contents", [])):
+            for found in (item for page in pages for item in page.get("Contents", [])):
                 name = found["Key"].removeprefix(f"{prefix}/")
                 here, changed = folder / name, found["LastModified"].timestamp()
                 known = here.stat() if name in names and here.exists() else None

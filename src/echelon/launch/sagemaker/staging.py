@@ -172,7 +172,9 @@ class _Stage:
             )
         before = len(self.uploads)
         self._place(wheels.KEY, place, wheels.CHANNEL, "File")
-        if not place.startswith("s3://") and not any(each.address.endswith(".whl") for each in self.uploads[before:]):
+        if not place.startswith("s3://") and not any(
+            upload.address.endswith(".whl") for upload in self.uploads[before:]
+        ):
             raise ConfigError(f"{wheels.KEY}={place} has no wheel; fill it with `pip wheel`, or use {wheels.DOWNLOAD}.")
 
     def place_source(self, key: str, source: SourceConfig, channel: str) -> dict[str, Any]:
@@ -222,9 +224,9 @@ class _Stage:
             return self._place_remote(key, path, channel, mode)
         if path.startswith("/opt/ml/"):
             inside = PurePosixPath(path)
-            names = [*self._settings.channels, *(each.channel for each in self._settings.file_systems)]
+            names = [*self._settings.channels, *(system.channel for system in self._settings.file_systems)]
             known = [str(DATA_DIR / name) for name in names]
-            if not any(str(each) in known for each in (inside, *inside.parents)):
+            if not any(str(folder) in known for folder in (inside, *inside.parents)):
                 raise ConfigError(
                     f"{key}={path} is not in a channel of the container; add its channel to launch.sagemaker.channels, "
                     "or its file system to launch.sagemaker.file_systems; the recipe has "

@@ -116,7 +116,7 @@ class AdaptedRun:
         """The model with its adapter, on meta until `load`."""
         apply_adapter(self.model, self._recipe.adapter, find_new_tokens(self._recipe, tokenizer))
         self._fill = open_first_weights(self.skeleton, run)
-        self._trained = {name for name, each in self.model.named_parameters() if each.requires_grad}
+        self._trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         # The dtype from which the training computed the initial values of a PiSSA adapter.
         self._frozen_dtype = getattr(torch, load_plan(RunFiles(run).plan_path).precision.compute)
 
@@ -147,11 +147,11 @@ class AdaptedRun:
     def describe(self) -> AdapterContent:
         """Return the adapter in PEFT's format. Needs memory for the adapter, and for one module with PiSSA."""
         tensors = {
-            name: torch.empty_like(each, device="cpu")
-            for name, each in self.model.named_parameters()
+            name: torch.empty_like(parameter, device="cpu")
+            for name, parameter in self.model.named_parameters()
             if name in self._trained
         }
-        load_alone(self._checkpoint.path, {f"model.{name}": each for name, each in tensors.items()})
+        load_alone(self._checkpoint.path, {f"model.{name}": tensor for name, tensor in tensors.items()})
         principal: PrincipalParts = {}
         if self._recipe.adapter.init == "pissa":
             for path, _ in lora_layers(self.model):
@@ -173,7 +173,7 @@ class AdaptedRun:
     def _load_adapter(self, path: str, module: nn.Module) -> PrincipalParts:
         """Load the trained tensors of a module; returns the initial values of its PiSSA adapters."""
         principal = initialize_adapter(module, self._recipe.adapter, self._recipe.run.seed, self._frozen_dtype)
-        named = {f"{path}.{name}" if path else name: each for name, each in module.named_parameters()}
+        named = {f"{path}.{name}" if path else name: parameter for name, parameter in module.named_parameters()}
         trained = {f"model.{name}": named[name].detach() for name in named.keys() & self._trained}
         load_alone(self._checkpoint.path, trained)
         return principal

@@ -118,4 +118,4 @@ def _find_saved(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Te
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     trained = {id(parameters[name]): tensor for name, tensor in tensors.items() if plain_name(name) is not None}
-    return {name: trained[id(each)] for name, each in parameters.items() if id(each) in trained}
+    return {name: trained[id(parameter)] for name, parameter in parameters.items() if id(parameter) in trained}

@@ -138,14 +138,14 @@ def write_weights(read: Reader, skeleton: PreTrainedModel, out: Path, dtype: str
     for index, conversions in enumerate(groups, start=1):
         single = len(groups) == 1
         file = "model.safetensors" if single else f"model-{index:05d}-of-{len(groups):05d}.safetensors"
-        live = read([name for each in conversions for name in each.sources])
+        live = read([name for conversion in conversions for name in conversion.sources])
         tensors: dict[str, Tensor] = {}
-        for each in conversions:
-            taken = {name: live.pop(name) for name in each.sources}
+        for conversion in conversions:
+            taken = {name: live.pop(name) for name in conversion.sources}
             kept = not buffers.keys().isdisjoint(taken)  # a buffer keeps its dtype: some steer which expert is chosen
             tensors |= {
                 name: (tensor if kept else tensor.to(stored)).contiguous()
-                for name, tensor in each.convert(taken).items()
+                for name, tensor in conversion.convert(taken).items()
             }
         save_file(tensors, out / file, metadata={"format": "pt"})
         check_weights(out / file, tensors, "written")

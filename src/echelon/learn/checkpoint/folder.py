@@ -158,7 +158,11 @@ def prune(folder: Path, keep_last: int, keep: Collection[int | None] = (), damag
     A checkpoint counts as intact if all its files exist with the right sizes and its step is not in `damaged`.
     """
     checkpoints = find_checkpoints(folder)
-    whole = [each.step for each in checkpoints if each.step not in damaged and not find_faults(each.path)]
+    whole = [
+        checkpoint.step
+        for checkpoint in checkpoints
+        if checkpoint.step not in damaged and not find_faults(checkpoint.path)
+    ]
     oldest = whole[-keep_last] if len(whole) >= keep_last else 0
     for checkpoint in checkpoints:
         if checkpoint.step < oldest and checkpoint.step not in keep:
@@ -188,7 +192,7 @@ def clear_out(folder: Path, keep: int) -> Iterator[str]:
         if checkpoint not in kept:
             remove(checkpoint)
             yield f"removed {checkpoint.path.name}" + (f": damaged: {'; '.join(faults)}" if faults else "")
-    yield f"kept {', '.join(each.path.name for each in kept) or 'nothing: there is no checkpoint yet'}"
+    yield f"kept {', '.join(checkpoint.path.name for checkpoint in kept) or 'nothing: there is no checkpoint yet'}"
 
 
 def _choose_kept(whole: list[Checkpoint], keep: int) -> list[Checkpoint]:
@@ -213,4 +217,6 @@ def describe_newest(folder: Path) -> str:
 
 def newest_whole(folder: Path) -> Checkpoint | None:
     """Return the newest checkpoint whose files all exist with the right sizes."""
-    return next((each for each in reversed(find_checkpoints(folder)) if not find_faults(each.path)), None)
+    return next(
+        (checkpoint for checkpoint in reversed(find_checkpoints(folder)) if not find_faults(checkpoint.path)), None
+    )

@@ -249,7 +249,7 @@ class CheckpointStore:
         divide the files: under an unchanged plan, each checks as many as it wrote.
         """
         found = broadcast_object(find_checkpoints(self._folder) if self._is_publisher else [], self._group)
-        for checkpoint in reversed([each for each in found if each.step > beyond]):
+        for checkpoint in reversed([checkpoint for checkpoint in found if checkpoint.step > beyond]):
             began = time.monotonic()
             shares = gather_objects(self._find_faults(checkpoint), self._group)
             faults = list(dict.fromkeys(fault for share in shares for fault in share))
@@ -296,12 +296,12 @@ class CheckpointStore:
         mine = self._describe_written(written, writing)
         logger.debug(f"checkpoint: step {checkpoint.step} is written here after {time.monotonic() - began:.2f} s")
         reports = gather_objects(mine, self._group)
-        reason = next((each for each, _ in reports if each is not None), None)
+        reason = next((report for report, _ in reports if report is not None), None)
         if self._carrier is not None:
             reason = self._carrier.collect(writing) if reason is None else self._carrier.discard(writing, reason)
         if self._is_publisher:
             if reason is None:
-                described = {name: entry for _, each in reports for name, entry in each.items()}
+                described = {name: entry for _, report in reports for name, entry in report.items()}
                 reason = self._publish(writing, checkpoint, state, described)
             if reason is None:
                 self._conclude(checkpoint, keep, time.monotonic() - began)

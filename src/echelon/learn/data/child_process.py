@@ -62,13 +62,13 @@ def stops_held_back() -> Iterator[None]:
         yield
         return
     arrived: list[int] = []
-    handlers = {each: signal.signal(each, lambda number, _: arrived.append(number)) for each in _STOPS}
+    handlers = {stop: signal.signal(stop, lambda number, _: arrived.append(number)) for stop in _STOPS}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
+        for stop, handler in handlers.items():
+            signal.signal(stop, handler)
         for number in arrived:
             signal.raise_signal(number)

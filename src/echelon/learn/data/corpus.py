@@ -36,7 +36,7 @@ def list_corpus(train: Sequence[Source], validation: Sequence[Source]) -> tuple[
     for entry in validating:
         for file in entry.files:
             others = trained_on.get((file.split, file.size), ())
-            if (other := next((each for each in others if _is_same(file, each)), None)) is not None:
+            if (other := next((other for other in others if _is_same(file, other)), None)) is not None:
                 is_one = file.path == other.path
                 what = "which is also in data.train" if is_one else f"a copy of {other.path} in data.train"
                 raise DataError(

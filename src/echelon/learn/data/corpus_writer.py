@@ -210,9 +210,9 @@ class CorpusWriter:
     @staticmethod
     def _check_samples(source: Source, entry: EntryState, rule: SampleRule) -> None:
         counts = [sink.counts for sink in entry.sinks.values()]
-        if not any(each.samples for each in counts):
+        if not any(count.samples for count in counts):
             overlong, unlabelled = (
-                sum(getattr(each, name) for each in counts) for name in ("num_overlong", "num_unlabelled")
+                sum(getattr(count, name) for count in counts) for name in ("num_overlong", "num_unlabelled")
             )
             raise DataError(
                 f"{source}: none of {entry.documents:,} samples can be used: {overlong:,} are longer than "

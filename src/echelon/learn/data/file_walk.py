@@ -76,23 +76,23 @@ def _list_tree(
             continue
         seen.add(real)
         descend = []
-        for each in sorted(subfolders):
-            inner = f"{place}/{each}" if place else each
-            if each in SKIPPED_FOLDERS:
+        for subfolder in sorted(subfolders):
+            inner = f"{place}/{subfolder}" if place else subfolder
+            if subfolder in SKIPPED_FOLDERS:
                 left_out.note("folders of caches and packages", inner)
-            elif each.startswith("."):
+            elif subfolder.startswith("."):
                 left_out.note("hidden folders", inner)
-            elif (here / each).is_symlink():
-                links.append((here / each, inner))
+            elif (here / subfolder).is_symlink():
+                links.append((here / subfolder, inner))
             else:
-                descend.append(each)
+                descend.append(subfolder)
         subfolders[:] = descend
-        for each in files:
-            inner = f"{place}/{each}" if place else each
-            if each.startswith("."):
+        for file in files:
+            inner = f"{place}/{file}" if place else file
+            if file.startswith("."):
                 left_out.note("hidden files", inner)
-            elif (here / each).is_file():
-                found.append((here / each, inner))
+            elif (here / file).is_file():
+                found.append((here / file, inner))
             else:
                 left_out.note("broken links and special files", inner)
     return links

@@ -46,7 +46,9 @@ def describe_settings(spec: PrepareSpec, tokenizer: "PreTrainedTokenizerFast | N
     """
     given = asdict(spec.instruction)
     template, separator = given.pop("chat_template"), given.pop("separator")
-    sources = [[each.key, each.name, each.split, each.max_samples, dict(each.fields)] for each in _sources(spec)]
+    sources = [
+        [source.key, source.name, source.split, source.max_samples, dict(source.fields)] for source in _sources(spec)
+    ]
     return {
         "tokenizer": spec.tokenizer if tokenizer is None else tokenizer_fingerprint(tokenizer),
         "model.new_tokens": list(spec.new_tokens),

@@ -125,7 +125,7 @@ class InstructionEncoding:
         ids, targets = self._tokenize(Rendered(whole, [(len(text.prompt), len(whole))]))
         before = () if tuple(ids[: len(self.before)].tolist()) == self.before else self.before
         after = () if self.stop is None else (self.stop,)
-        ids = np.concatenate([np.array(each, dtype=np.int64) for each in (before, ids, after)])
+        ids = np.concatenate([np.array(part, dtype=np.int64) for part in (before, ids, after)])
         targets = np.concatenate([np.zeros(len(before), bool), targets, np.ones(len(after), bool)])
         return EncodedDocument(ids, _mask_first(targets))
 

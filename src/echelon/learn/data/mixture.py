@@ -116,9 +116,9 @@ class MixtureDataset:
         ]
         back = np.argsort(np.concatenate(chosen))
         inputs, labels = (
-            np.concatenate([getattr(each, name) for each in found])[back] for name in ("inputs", "labels")
+            np.concatenate([getattr(samples, name) for samples in found])[back] for name in ("inputs", "labels")
         )
-        documents = [each.documents for each in found if each.documents is not None]
+        documents = [samples.documents for samples in found if samples.documents is not None]
         return Samples(inputs, labels, np.concatenate(documents)[back] if documents else None, found[0].apart)
 
     def iter_tokens(self, chunk_tokens: int = 2**22) -> Iterator[npt.NDArray[Any]]:

@@ -83,7 +83,7 @@ class CopySample:
         self.seen.setdefault(key, is_validation)
         if len(self.seen) > SAMPLED_DOCUMENTS:
             self.shift += 1
-            self.seen = {key: each for key, each in self.seen.items() if not int(key, 16) & ((1 << self.shift) - 1)}
+            self.seen = {key: value for key, value in self.seen.items() if not int(key, 16) & ((1 << self.shift) - 1)}
 
     def describe(self) -> Iterator[str]:
         """Yield a line about duplicates and one about copies of validation text, if there are enough of them."""

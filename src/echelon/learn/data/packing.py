@@ -45,14 +45,14 @@ def best_fit(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
                 left = room
                 candidates = np.arange(num_packs, num_packs + -(-(stop - first) // (room // size)))
                 num_packs += candidates.size
-            each = left // size  # a pack that took one sample is the best fit for the next
-            chosen = candidates[: -(-(stop - first) // each)]
-            taken = np.repeat(chosen, each)[: stop - first]
+            per_pack = left // size  # a pack that took one sample is the best fit for the next
+            chosen = candidates[: -(-(stop - first) // per_pack)]
+            taken = np.repeat(chosen, per_pack)[: stop - first]
             packs[order[first : first + taken.size]] = taken
             first += taken.size
-            last = taken.size - each * (chosen.size - 1)
+            last = taken.size - per_pack * (chosen.size - 1)
             for rest, group in (
-                (left - each * size, chosen[:-1]),
+                (left - per_pack * size, chosen[:-1]),
                 (left - last * size, chosen[-1:]),
                 (left, candidates[chosen.size :]),
             ):

@@ -81,7 +81,7 @@ def build_instruction_encoding(
     if template is not None and formats != {"tokens"}:
         stops.add(check_template(encoding, where))
     _keep_template(tokenizer, template)
-    return replace(encoding, stops=tuple(sorted(each for each in stops if each is not None)))
+    return replace(encoding, stops=tuple(sorted(stop for stop in stops if stop is not None)))
 
 
 def _keep_template(tokenizer: "PreTrainedTokenizerFast", template: str | None) -> None:
@@ -156,8 +156,11 @@ def check_template(encoding: InstructionEncoding, where: str) -> int:
     Returns the id of that token. Raises ConfigError with a message that starts with `where`.
     """
     assert encoding.template is not None
-    named = next((each for each in NAMED_TEMPLATES.values() if each.text == encoding.template), None)
-    if named is not None and (missing := [each for each in named.tokens if not _is_token(encoding, each)]):
+    named = next(
+        (named_template for named_template in NAMED_TEMPLATES.values() if named_template.text == encoding.template),
+        None,
+    )
+    if named is not None and (missing := [token for token in named.tokens if not _is_token(encoding, token)]):
         raise ConfigError(_explain_missing(where, missing))
     if "eos_token" in encoding.template and "eos_token" not in dict(encoding.special_tokens):
         raise ConfigError(
@@ -193,7 +196,7 @@ def _check_stop(encoding: InstructionEncoding, where: str) -> int:
                 "data.eot_tokens."
             )
         markers = dict.fromkeys(_MARKER.findall(rendered.text))
-        missing = [each for each in markers if not _is_token(encoding, each)]
+        missing = [marker for marker in markers if not _is_token(encoding, marker)]
         if missing:
             raise ConfigError(_explain_missing(where, missing))
         raise ConfigError(
@@ -227,7 +230,7 @@ def check_stops_learned(
         targets = TokenStore(folder, labelled.targets, TARGETS_DTYPE)
         spans = ((first, min(first + _CHUNK, tokens.num_tokens)) for first in range(0, tokens.num_tokens, _CHUNK))
         if not any(np.isin(tokens.read(*span)[targets.read(*span) != 0], encoding.stops).any() for span in spans):
-            names = ", ".join(str(encoding.tokenizer.id_to_token(each)) for each in encoding.stops)
+            names = ", ".join(str(encoding.tokenizer.id_to_token(stop)) for stop in encoding.stops)
             length = manifest.samples.sequence_len if manifest.samples else 0
             raise ConfigError(
                 f"data.sequence_len={length} cuts off the end of every answer of {record.source}, so the model would "

@@ -205,7 +205,7 @@ def _describe_prepared(prepared: PreparedData, folder: Path, document_mask: Docu
         yield f"documents: each {kept} (data.document_mask={str(document_mask).lower()})"
     else:
         yield "documents: each is alone in its sequence"
-    held_out = sum(each.dataset.num_tokens for each in prepared.validation)
+    held_out = sum(part.dataset.num_tokens for part in prepared.validation)
     yield f"data: {prepared.train.num_tokens:,} training tokens, {held_out:,} held out, in {folder}"
 
 
@@ -243,7 +243,7 @@ def _sample_rule(
     if spec.packing and not _has_examples(corpus):
         return None
     ids = [] if tokenizer is None else [tokenizer.pad_token_id, tokenizer.eos_token_id]
-    padding = next((each for each in ids if each is not None), 0)
+    padding = next((token_id for token_id in ids if token_id is not None), 0)
     return SampleRule(spec.sequence_len, spec.on_overlong, spec.packing, padding)
 
 

@@ -96,11 +96,11 @@ def describe_held_out(data: PreparedData) -> dict[str, Any]:
     often each token occurs; null for samples, and for a large text, whose reading would take seconds.
     """
     parts = data.manifest.validation
-    files = [[shard.sha256 for shard in data.manifest.shards(each.stream)] for each in parts]
-    splits = [[shards, each.start, each.stop] for shards, each in zip(files, parts, strict=True)]
-    sizes = [each.bytes_per_token * (each.stop - each.start) for each in parts if each.bytes_per_token is not None]
-    datasets = [each.dataset for each in data.validation]
-    is_counted = data.is_packed is None and sum(each.stop - each.start for each in parts) <= _MOST_COUNTED
+    files = [[shard.sha256 for shard in data.manifest.shards(part.stream)] for part in parts]
+    splits = [[shards, part.start, part.stop] for shards, part in zip(files, parts, strict=True)]
+    sizes = [part.bytes_per_token * (part.stop - part.start) for part in parts if part.bytes_per_token is not None]
+    datasets = [part.dataset for part in data.validation]
+    is_counted = data.is_packed is None and sum(part.stop - part.start for part in parts) <= _MOST_COUNTED
     return {
         "tokenizer": data.fingerprint,
         "held_out": hashlib.sha256(json.dumps(splits).encode()).hexdigest()[:32] if parts else None,
@@ -152,7 +152,7 @@ def open_prepared(
     wanted = rule is not None if document_mask == "auto" else document_mask
     apart = manifest.shares_sequences and wanted
     cut = _Cutter(path, manifest, sequence_len, apart)
-    validation = tuple(ValidationSet(each.name, cut(each), each.bytes_per_token) for each in manifest.validation)
+    validation = tuple(ValidationSet(part.name, cut(part), part.bytes_per_token) for part in manifest.validation)
     parts = [cut(split) for split in manifest.train]
     return PreparedData(path, manifest, parts[0] if len(parts) == 1 else MixtureDataset(parts), validation, apart)
 

@@ -99,12 +99,12 @@ def _find_arrays(source: NamedFields, files: Sequence[SourceFile]) -> Sequence[S
     """Treat .json files as arrays of records if all files of the source contain records, else as plain text."""
     is_json = [file.format == "text" and ".json" in file.path.suffixes[-2:] for file in files]
     pairs = list(zip(files, is_json, strict=True))
-    if source.format != "auto" or not all(each or has_records(file.format) for file, each in pairs):
+    if source.format != "auto" or not all(could_be or has_records(file.format) for file, could_be in pairs):
         return files
     found = []
-    for file, each in pairs:
+    for file, could_be in pairs:
         array = replace(file, format="json")
-        if each and is_array(file) and has_known_fields(source.fields, field_names(array)):
+        if could_be and is_array(file) and has_known_fields(source.fields, field_names(array)):
             file = array
         found.append(file)
     return found

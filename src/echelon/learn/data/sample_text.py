@@ -89,7 +89,10 @@ class ChatTemplate:
 
     def _check_tools(self, conversation: Conversation) -> None:
         """Raise BrokenRecordError for tools that the template would silently ignore."""
-        used = {"tools": conversation.tools, "tool_calls": any("tool_calls" in each for each in conversation.messages)}
+        used = {
+            "tools": conversation.tools,
+            "tool_calls": any("tool_calls" in message for message in conversation.messages),
+        }
         for name, is_used in used.items():
             if is_used and name not in self.text:
                 raise BrokenRecordError(f"has `{name}`, which the chat template does not use; use a template that does")

@@ -140,7 +140,7 @@ def fit_lengths(lengths: Sequence[int], sequence_len: int) -> tuple[int, ...]:
     """
     fitting = list(lengths)
     room, num_left = sequence_len, len(lengths)
-    for index in sorted(range(len(lengths)), key=lambda each: lengths[each]):
+    for index in sorted(range(len(lengths)), key=lambda number: lengths[number]):
         fitting[index] = min(lengths[index], 1 + room // num_left)
         room -= max(0, fitting[index] - 1)
         num_left -= 1

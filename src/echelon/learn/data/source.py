@@ -95,8 +95,8 @@ def find_absent(sources: Iterable[Source]) -> Iterator[DataError]:
 
 def _list_saved(source: Source, path: Path) -> list[SourceFile]:
     saved = list_saved_dataset(path, source.split, str(source))
-    files = [_describe(source, each.path, each.path.relative_to(path).as_posix(), "arrow", True) for each in saved]
-    return [replace(file, rows=each.rows) for file, each in zip(files, saved, strict=True)]
+    files = [_describe(source, file.path, file.path.relative_to(path).as_posix(), "arrow", True) for file in saved]
+    return [replace(file, rows=saved_file.rows) for file, saved_file in zip(files, saved, strict=True)]
 
 
 def _list_paths(source: Source, path: Path, left_out: LeftOut) -> list[SourceFile]:
@@ -200,8 +200,8 @@ def _describe(source: Source, path: Path, name: str, format: str, required: bool
     size, mtime_ns = status.st_size, status.st_mtime_ns
     if format == "megatron":
         path = path.with_suffix(".idx")
-        parts = [each.stat() for each in (path, path.with_suffix(".bin")) if each.is_file()]
-        size, mtime_ns = sum(each.st_size for each in parts), max((each.st_mtime_ns for each in parts), default=0)
+        parts = [beside.stat() for beside in (path, path.with_suffix(".bin")) if beside.is_file()]
+        size, mtime_ns = sum(part.st_size for part in parts), max((part.st_mtime_ns for part in parts), default=0)
     return SourceFile(path.resolve(), name, format, size, mtime_ns, required)
 
 

@@ -111,7 +111,7 @@ def _build_kernel(name: str, rule: _Rule, meter: TrafficMeter) -> Callable[..., 
     below = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
 
     def kernel(keys: Any, *arguments: Any) -> Any:
-        group = ProcessGroup.unbox(next(each for each in arguments if isinstance(each, ScriptObject)))
+        group = ProcessGroup.unbox(next(argument for argument in arguments if isinstance(argument, ScriptObject)))
         size = group.size()
         if size > 1:
             share = rule.share(size)
@@ -135,8 +135,8 @@ def _flatten(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     else:
-        for each in value:
-            yield from _flatten(each)
+        for part in value:
+            yield from _flatten(part)
 
 
 def _nbytes(tensor: Tensor) -> int:

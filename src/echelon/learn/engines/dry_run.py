@@ -47,13 +47,13 @@ def build_rank(recipe: Recipe, config: PretrainedConfig, plan: ParallelPlan, ran
         optimizer = build_optimizer(model, recipe.optim, recipe.train.master_weights, recipe.run.seed)
         return StoredBytes(
             parameters=_count_bytes(model.parameters()),
-            gradients=_count_bytes(each for each in model.parameters() if each.requires_grad),
+            gradients=_count_bytes(parameter for parameter in model.parameters() if parameter.requires_grad),
             optimizer=_count_bytes(tensor for _, tensor in optimizer.tensors()),
         )
 
 
 def _count_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(local_part(each.detach()).nbytes for each in tensors)
+    return sum(local_part(tensor.detach()).nbytes for tensor in tensors)
 
 
 @contextmanager

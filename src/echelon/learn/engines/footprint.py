@@ -116,7 +116,7 @@ class Footprint:
         self._decoder = decoder
         self._backbone = backbone
         self._device = device
-        self._is_sharded = any(isinstance(each, DTensor) for each in decoder.parameters())
+        self._is_sharded = any(isinstance(parameter, DTensor) for parameter in decoder.parameters())
         self._gathered: list[int] = []
         self._allocations: _Allocations = _DeviceAllocations(device) if device.type == "cuda" else HostAllocations()
 
@@ -154,13 +154,15 @@ class Footprint:
         if count < 1 or names[begin:] != at_once or names.count(_BEGIN) != names.count(_LOSS):
             return None
         weights = self._count((*self._decoder.parameters(), *self._decoder.buffers()))
-        gradients = self._count(each.grad for each in self._decoder.parameters() if each.grad is not None)
+        gradients = self._count(
+            parameter.grad for parameter in self._decoder.parameters() if parameter.grad is not None
+        )
         state = self._count(optimizer)
         # The last microbatches, which find the gradients of those before.
         kept = moments[hidden].held - moments[begin].held - (self._gathered[hidden] - self._gathered[begin])
         added = moments[loss].peak - moments[hidden].held
         before = weights + state + self._gathered[0] + (gradients if has_buckets else 0)
-        peak = before + max(each.peak for each in moments[loss:]) - moments[0].held
+        peak = before + max(moment.peak for moment in moments[loss:]) - moments[0].held
         other = max(0, peak - (weights + gradients + state + kept + added))
         return MemoryParts(weights, gradients, state, kept, added, other)
 
@@ -179,7 +181,7 @@ class Footprint:
                 self._mark(_LOSS)
 
     def _mark(self, name: str) -> None:
-        whole = (each for each in self._decoder.parameters() if not isinstance(each, DTensor))
+        whole = (parameter for parameter in self._decoder.parameters() if not isinstance(parameter, DTensor))
         self._gathered.append(self._count(whole) if self._is_sharded else 0)
         self._allocations.mark(name)
 

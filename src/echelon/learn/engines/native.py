@@ -127,7 +127,7 @@ class NativeEngine(Engine):
 
     @override
     def clip(self, max_norm: float | None) -> Tensor:
-        found = {name: each.grad for name, each in self.trained.items() if each.grad is not None}
+        found = {name: parameter.grad for name, parameter in self.trained.items() if parameter.grad is not None}
         if self._loss_scale is not None:
             self._loss_scale.unscale(local_part(gradient) for gradient in found.values())
         elsewhere = self.parallel.counted_elsewhere
@@ -173,7 +173,7 @@ class NativeEngine(Engine):
         waiting = self.parallel.waiting()
         if waiting is None:
             return ()
-        measured = [each for each in gather_objects(waiting, self._everyone) if each is not None]
+        measured = [line for line in gather_objects(waiting, self._everyone) if line is not None]
         return (
             f"pipeline: the processes waited for other stages in {sum(measured) / len(measured):.1%} of the last step "
             f"({self._parts.waiting:.1%} predicted)",
@@ -203,11 +203,11 @@ class NativeEngine(Engine):
         suffices = self._try_memory([masked] * num_tried, one, objective, footprint)
         everyone = gather_objects(suffices, self._everyone)
         if not all(everyone):
-            return Rehearsal(short=[rank for rank, each in enumerate(everyone) if not each])
+            return Rehearsal(short=[rank for rank, fits in enumerate(everyone) if not fits])
         for parameter in self.trained.values():
             if parameter.grad is None:  # HSDP has none before its all-reduce
                 parameter.grad = torch.zeros_like(parameter)
-        memory = self._find_largest(footprint.parts((each for _, each in self.optimizer.tensors()), has_buckets))
+        memory = self._find_largest(footprint.parts((tensor for _, tensor in self.optimizer.tensors()), has_buckets))
         self._rehearse_update(one.device)
         for _ in range(1, num_rehearsals):
             self.forward_backward(0, [masked], one, objective)
@@ -218,11 +218,11 @@ class NativeEngine(Engine):
 
     def _find_largest(self, parts: MemoryParts | None) -> MemoryParts | None:
         """The largest parts of all ranks; None if any rank has none."""
-        known = [each for each in gather_objects(parts, self._everyone) if each is not None]
+        known = [measured for measured in gather_objects(parts, self._everyone) if measured is not None]
         if len(known) < dist.get_world_size(self._everyone):
             return None
-        sizes = zip(*(astuple(each) for each in known), strict=True)
-        return MemoryParts(*(max(each) for each in sizes))
+        sizes = zip(*(astuple(parts) for parts in known), strict=True)
+        return MemoryParts(*(max(sizes_of_part) for sizes_of_part in sizes))
 
     def _build_footprint(self, device: torch.device) -> Footprint:
         parts = find_parts(self.decoder, self._parts.traits.arithmetic)

@@ -49,7 +49,9 @@ class Probe:
             return Finding(1, 0, self._name_head())
         for place, name in _not_finite(self._gradients):
             return Finding(2, self._number(name, place, is_backward=True), name)
-        gradients = {name: each.grad for name, each in self._decoder.named_parameters() if each.grad is not None}
+        gradients = {
+            name: parameter.grad for name, parameter in self._decoder.named_parameters() if parameter.grad is not None
+        }
         flags = [(name, _is_finite(local_part(gradient))) for name, gradient in gradients.items()]
         for place, name in _not_finite(flags):
             return Finding(3, self._number(name.rpartition(".")[0], place), name)

@@ -62,7 +62,7 @@ def apply_adapter(model: nn.Module, adapter: AdapterConfig, new_token_ids: Seque
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
-    saved = {id(each) for module in find_saved(model, adapter).values() for each in module.parameters()}
+    saved = {id(parameter) for module in find_saved(model, adapter).values() for parameter in module.parameters()}
     config = build_peft_config(model, adapter, new_token_ids)
     if adapter.method == "qlora":
         quantize_linears(find_layers(model), adapter)
@@ -118,9 +118,11 @@ def find_saved(model: Any, adapter: AdapterConfig) -> dict[str, nn.Module]:
         if wanted not in ends:
             hint = _suggest(wanted, ends)
             raise ConfigError(f"adapter.modules_to_save: the model has no module with weights named {wanted!r}; {hint}")
-    saved = {name: each for name, each in leaves.items() if name.rpartition(".")[2] in adapter.modules_to_save}
-    weights = {id(each) for module in saved.values() for each in module.parameters()}
-    return {name: each for name, each in leaves.items() if any(id(weight) in weights for weight in each.parameters())}
+    saved = {name: module for name, module in leaves.items() if name.rpartition(".")[2] in adapter.modules_to_save}
+    weights = {id(parameter) for module in saved.values() for parameter in module.parameters()}
+    return {
+        name: module for name, module in leaves.items() if any(id(weight) in weights for weight in module.parameters())
+    }
 
 
 def _has_weights_alone(module: nn.Module) -> bool:
@@ -157,9 +159,9 @@ def find_targets(model: nn.Module, adapter: AdapterConfig) -> dict[str, Any]:
 
 def _find_linears(model: nn.Module) -> tuple[dict[str, Any], set[str]]:
     """Return the linear layers that can have an adapter, by name, and the names of those that cannot."""
-    linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | Conv1D)}
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     left_out = find_unadaptable(model, linear) if _find_experts(model) else set()
-    return {name: each for name, each in linear.items() if name not in left_out}, left_out
+    return {name: module for name, module in linear.items() if name not in left_out}, left_out
 
 
 def _explain_missing(model: nn.Module, wanted: str, ends: Sequence[str], left_out: set[str]) -> str:
@@ -173,7 +175,7 @@ def _explain_missing(model: nn.Module, wanted: str, ends: Sequence[str], left_ou
 
 def _find_experts(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the expert weights of a mixture, each with its name in its decoder layer."""
-    return [each for layer in find_layers(model) for each in find_expert_weights(model, layer).items()]
+    return [item for layer in find_layers(model) for item in find_expert_weights(model, layer).items()]
 
 
 def find_target_parameters(model: nn.Module, adapter: AdapterConfig) -> list[tuple[str, Tensor]]:
@@ -307,7 +309,7 @@ def disabled_adapter(model: nn.Module) -> Iterator[None]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    layers = [each for each in model.modules() if isinstance(each, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
     before = [layer._disable_adapters for layer in layers]
     for layer in layers:
         layer._disable_adapters = True

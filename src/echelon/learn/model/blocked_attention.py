@@ -79,8 +79,8 @@ class _Prefixes(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         dtype, parts = gradients[-1].dtype, []
         for number, block in enumerate(_blocks(gradients[-1].shape[1])):
-            each = [gradient[:, block].float() for gradient in gradients[number:]]
-            parts.append(sum(each[1:], each[0]).to(dtype))
+            own = [gradient[:, block].float() for gradient in gradients[number:]]
+            parts.append(sum(own[1:], own[0]).to(dtype))
         return torch.cat(parts, 1)
 
 
@@ -133,7 +133,7 @@ def _differentiate(
             of_keys[..., : block.stop] += queries.transpose(1, 2) @ of_scores
             of_query[:, :, block] = (of_scores @ keys[:, : block.stop]).view(batch, heads, -1, width)
             del probabilities, of_scores
-    of_key, of_value = (each.to(key.dtype).transpose(1, 2).reshape(key.shape) for each in (of_keys, of_values))
+    of_key, of_value = (gradient.to(key.dtype).transpose(1, 2).reshape(key.shape) for gradient in (of_keys, of_values))
     return of_query, of_key, of_value
 
 

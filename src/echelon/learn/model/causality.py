@@ -95,7 +95,9 @@ def _try(config: PretrainedConfig, trust_remote_code: bool) -> bool:
 
     In a mixture of experts a rounding error can change the choice of experts, but not in both precisions.
     """
-    single, double = (partial(measure_leak, config, trust_remote_code, each) for each in (torch.float32, torch.float64))
+    single, double = (
+        partial(measure_leak, config, trust_remote_code, dtype) for dtype in (torch.float32, torch.float64)
+    )
     if single() <= _TOLERANCE:
         return False
     try:
@@ -116,5 +118,5 @@ def measure_leak(config: PretrainedConfig, trust_remote_code: bool, dtype: torch
         tokens = random_tokens(model, 1, _LENGTH)
     half = _LENGTH // 2
     others = torch.cat([tokens[:, :half], other_tokens(model, tokens[:, half:])], dim=1)
-    first, second = (model(input_ids=each, use_cache=False).logits[:, :half] for each in (tokens, others))
+    first, second = (model(input_ids=ids, use_cache=False).logits[:, :half] for ids in (tokens, others))
     return float((first - second).abs().max() / first.abs().max())

@@ -46,7 +46,7 @@ def _refuse_unknown_fields(model_type: str, fields: Mapping[str, Any], default: 
     known = {*vars(default), *dir(type(default)), *default.attribute_map, *_OLDER_FIELDS, *_find_read_fields(default)}
     for name in fields:
         if name not in known:
-            close = difflib.get_close_matches(name, [each for each in known if not each.startswith("_")], n=1)
+            close = difflib.get_close_matches(name, [key for key in known if not key.startswith("_")], n=1)
             hint = f"did you mean {close[0]}?" if close else "remove it."
             raise ConfigError(
                 f"model.config.{name}={fields[name]!r} is not a field of a {model_type} config in transformers "

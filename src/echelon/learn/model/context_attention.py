@@ -85,14 +85,14 @@ class Context:
         """
         peers, batch, length = self.peers, query.shape[0], query.shape[2]
         copies = math.lcm(key.shape[1], peers.size) // key.shape[1]
-        tensors = (query, *(each.repeat_interleave(copies, 1) for each in (key, value)))
-        shapes = [(each.shape[1] // peers.size, each.shape[-1]) for each in tensors]  # (heads, width) of a rank
+        tensors = (query, *(tensor.repeat_interleave(copies, 1) for tensor in (key, value)))
+        shapes = [(tensor.shape[1] // peers.size, tensor.shape[-1]) for tensor in tensors]  # (heads, width) of a rank
         # [size, batch, part, heads * width] each: the heads of a rank side by side
-        sent = [each.transpose(1, 2).reshape(batch, length, peers.size, -1).movedim(2, 0) for each in tensors]
+        sent = [tensor.transpose(1, 2).reshape(batch, length, peers.size, -1).movedim(2, 0) for tensor in tensors]
         whole = in_order(peers.swap(torch.cat(sent, -1)), 1)
         parts = torch.split(whole, [number * width for number, width in shapes], -1)
-        heads = [each.view(*each.shape[:-1], *shape) for each, shape in zip(parts, shapes, strict=True)]
-        own_query, own_key, own_value = (each.transpose(1, 2) for each in heads)
+        heads = [part.view(*part.shape[:-1], *shape) for part, shape in zip(parts, shapes, strict=True)]
+        own_query, own_key, own_value = (head.transpose(1, 2) for head in heads)
         output = self._attend_whole(module, own_query, own_key, own_value, mask, **options)
         received = peers.swap(in_parts(output, peers.size, 1))
         # [size, batch, part, heads, width] to all heads of this rank's positions
@@ -193,7 +193,7 @@ def divided_inputs(
 def find_attention(model: Any) -> str:
     """Return the implementation that computes a model's attention, divided or not, by its name in `transformers`."""
     name: str = model.config._attn_implementation
-    return next(each.context.attention for each in model.modules()) if name == CONTEXT else name
+    return next(module.context.attention for module in model.modules()) if name == CONTEXT else name
 
 
 def use_context(model: Any, context: Context) -> None:

@@ -86,7 +86,7 @@ def conversions_to_model(skeleton: PreTrainedModel, stored: Mapping[str, Shape])
         CheckpointError: weights that must be converted together do not fit together.
     """
     renamings, converters = _split(get_model_conversion_mapping(skeleton))
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     live, prefix = skeleton.state_dict(), skeleton.base_model_prefix
     groups: dict[str, _Group] = {}
     for name in sorted(stored, key=dot_natural_key):
@@ -95,7 +95,7 @@ def conversions_to_model(skeleton: PreTrainedModel, stored: Mapping[str, Shape])
             new_name, pattern = rename_source_key(name, [], [], prefix, live)
         if new_name in live:
             _collect(groups, new_name, name, pattern, by_pattern, skeleton)
-    return [_describe(each, stored) for each in groups.values()]
+    return [_describe(group, stored) for group in groups.values()]
 
 
 def conversions_to_files(skeleton: PreTrainedModel, live: Mapping[str, Shape]) -> list[Conversion]:
@@ -113,7 +113,7 @@ def conversions_to_files(skeleton: PreTrainedModel, live: Mapping[str, Shape]) -
     # The prefix of a larger model, of which this one may be a part, is not restored: its config is not exported.
     rules = [rule for rule in get_model_conversion_mapping(skeleton, add_legacy=False) if not _changes_prefix(rule)]
     renamings, converters = _split([rule.reverse_transform() for rule in reversed(rules)])
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     groups: dict[str, _Group] = {}
     for name in sorted(live, key=dot_natural_key):
         new_name, pattern = _rename(name, converters, only_first=True)
@@ -122,7 +122,7 @@ def conversions_to_files(skeleton: PreTrainedModel, live: Mapping[str, Shape]) -
         _collect(groups, new_name, name, pattern, by_pattern, skeleton, renamings)
     unchanged = [_Group(name, {name: [name]}, None, (), skeleton) for name in live]
     for choice in (groups.values(), unchanged):
-        found = [_describe(each, live) for each in choice]
+        found = [_describe(converter, live) for converter in choice]
         if _reads_back(skeleton, found, live):
             return found
     raise CheckpointError(
@@ -150,7 +150,8 @@ class _Group:
                 converter.add_tensor(self.first, name, pattern, tensors[name])
         made = converter.convert(self.first, model=self.skeleton, config=self.skeleton.config)
         return {
-            _rename(name, self.renamings)[0]: each[0] if isinstance(each, list) else each for name, each in made.items()
+            _rename(name, self.renamings)[0]: tensors[0] if isinstance(tensors, list) else tensors
+            for name, tensors in made.items()
         }
 
 
@@ -187,19 +188,19 @@ def _describe(group: _Group, shapes: Mapping[str, Shape]) -> Conversion:
 
 def _reads_back(skeleton: PreTrainedModel, found: Iterable[Conversion], live: Mapping[str, Shape]) -> bool:
     """Whether the rules for loading convert these targets back to the model's names and shapes."""
-    stored = {name: shape for each in found for name, shape in each.targets.items()}
+    stored = {name: shape for conversion in found for name, shape in conversion.targets.items()}
     try:
         back = conversions_to_model(skeleton, stored)
     except CheckpointError:
         return False
-    return {name: shape for each in back for name, shape in each.targets.items()} == dict(live)
+    return {name: shape for conversion in back for name, shape in conversion.targets.items()} == dict(live)
 
 
 def _split(rules: Iterable[Any]) -> tuple[list[Any], list[Any]]:
     """Return the rules that rename and the rules that convert."""
     rules = list(rules)
-    return [each for each in rules if isinstance(each, WeightRenaming)], [
-        each for each in rules if isinstance(each, WeightConverter)
+    return [rule for rule in rules if isinstance(rule, WeightRenaming)], [
+        rule for rule in rules if isinstance(rule, WeightConverter)
     ]
 
 

@@ -129,7 +129,7 @@ class _Meeting:
         """Return what each thread brought, by rank."""
         self._brought[rank] = tensor
         self._barrier.wait()
-        everything = [self._brought[each] for each in range(_SIZE)]
+        everything = [self._brought[index] for index in range(_SIZE)]
         self._barrier.wait()
         return everything
 
@@ -153,7 +153,7 @@ class _ThreadPeers(Peers):
 
     @override
     def swap(self, parts: Tensor) -> Tensor:
-        return torch.stack([each[self.rank] for each in self._meeting.exchange(self.rank, parts)])
+        return torch.stack([parts_of_rank[self.rank] for parts_of_rank in self._meeting.exchange(self.rank, parts)])
 
     @override
     def add_up(self, tensor: Tensor) -> Tensor:

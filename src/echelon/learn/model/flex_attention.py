@@ -52,7 +52,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """The function that `transformers` calls. Under autocast, rotary embeddings return fp32, but values are not."""
     dtype = autocast_dtype(query)
-    inputs = (each.to(dtype) for each in (query, key, value))
+    inputs = (tensor.to(dtype) for tensor in (query, key, value))
     output, _ = flex_attention_forward(module, *inputs, attention_mask, **options)
     assert isinstance(output, Tensor)
     return output, None
@@ -72,7 +72,7 @@ def attend_capped(
 ) -> Tensor:
     """The definition: the softmax of cap * tanh(scores / cap), over what a query attends to."""
     groups = query.shape[1] // key.shape[1]
-    keys, values = (each.repeat_interleave(groups, 1) for each in (key, value))
+    keys, values = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
     scores = _CAP * torch.tanh(query @ keys.transpose(2, 3) * scale / _CAP)
     hidden = ~find_visible(query, key, starts, window)
     return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ values).transpose(1, 2)

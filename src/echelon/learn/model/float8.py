@@ -36,12 +36,14 @@ def find_float8_layers(model: nn.Module) -> dict[str, nn.Linear]:
         ConfigError: there are none.
     """
     inside = {id(module) for layer in find_layers(model) for module in layer.modules()}
-    linear = {name: each for name, each in model.named_modules() if type(each) is nn.Linear and id(each) in inside}
-    routers = {id(each) for router, _ in find_recorded_routers(model).values() for each in router.modules()}
+    linear = {
+        name: module for name, module in model.named_modules() if type(module) is nn.Linear and id(module) in inside
+    }
+    routers = {id(module) for router, _ in find_recorded_routers(model).values() for module in router.modules()}
     found = {
-        name: each
-        for name, each in linear.items()
-        if id(each) not in routers and each.in_features % _MULTIPLE == each.out_features % _MULTIPLE == 0
+        name: module
+        for name, module in linear.items()
+        if id(module) not in routers and module.in_features % _MULTIPLE == module.out_features % _MULTIPLE == 0
     }
     if not found:
         raise ConfigError(

@@ -248,7 +248,7 @@ def fetch(model: HubModel, commit: str | None = None) -> Path:
         return _find_copy(model, commit)
     with _explained(str(model), "model", f"https://huggingface.co/{model.name}"):
         siblings = HfApi().model_info(model.name, revision=commit, files_metadata=True).siblings or []
-        sizes = {each.rfilename: each.size or 0 for each in siblings}
+        sizes = {sibling.rfilename: sibling.size or 0 for sibling in siblings}
         folder = _download(model, commit, _choose_small(model, sizes), sizes, logging.DEBUG)
         if model.part is Part.WEIGHTS:
             files = _list_weights(folder, _INDEX in sizes)

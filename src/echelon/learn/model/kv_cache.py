@@ -97,7 +97,7 @@ def _can_cache(key: ConfigKey) -> bool:
     with undisturbed():
         try:
             return all(
-                _is_same_with_cache(each, multiple) for each in build_copies(model_class, key.config, attention, None)
+                _is_same_with_cache(copy, multiple) for copy in build_copies(model_class, key.config, attention, None)
             )
         except Exception:  # a family may fail in any way
             return False

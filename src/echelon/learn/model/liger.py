@@ -134,7 +134,7 @@ def _differentiate(model: PreTrainedModel, inputs: Tensor, direction: Tensor) ->
     vectors = [parameter for parameter in model.base_model.parameters() if parameter.requires_grad]
     total = (states.float() * direction).sum()
     gradients = torch.autograd.grad(total, [inputs, *vectors], allow_unused=True, materialize_grads=True)
-    return [states.detach().float(), *(each.float() for each in gradients)]
+    return [states.detach().float(), *(gradient.float() for gradient in gradients)]
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:

@@ -91,7 +91,7 @@ def find_layers(model: nn.Module) -> nn.ModuleList:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
     if not lists:
         raise ValueError(f"{type(model).__name__} has no list of decoder layers; echelon trains decoder-only models.")
-    return max(lists, key=lambda each: sum(parameter.numel() for parameter in each.parameters()))
+    return max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
 
 
 def weight_groups(model: nn.Module) -> list[tuple[str, nn.Module, bool]]:

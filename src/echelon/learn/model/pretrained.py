@@ -72,7 +72,7 @@ class SafetensorsFolder:
 
     def find_dtype(self) -> torch.dtype:
         """Return the dtype of the first weight that is stored as floating-point numbers; fp32 if there is none."""
-        found = (_FLOATING[each.dtype] for each in self.read_headers().values() if each.dtype in _FLOATING)
+        found = (_FLOATING[header.dtype] for header in self.read_headers().values() if header.dtype in _FLOATING)
         return next(found, torch.float32)
 
     def read(self, name: str, block: tuple[slice, ...]) -> Tensor:
@@ -145,14 +145,14 @@ class PretrainedWeights:
         self._files = SafetensorsFolder(path)
         self._stored = self._files.read_headers()
         try:
-            conversions = conversions_to_model(skeleton, {name: each.shape for name, each in self._stored.items()})
+            conversions = conversions_to_model(skeleton, {name: tensor.shape for name, tensor in self._stored.items()})
         except CheckpointError as error:
             raise CheckpointError(
                 f"model.checkpoint={path}: {error}; the files of the folder do not belong together."
             ) from error
-        self._made_by = {name: each for each in conversions for name in each.targets}
+        self._made_by = {name: conversion for conversion in conversions for name in conversion.targets}
         self._growing = vocabulary_names(skeleton) if may_grow else set[str]()
-        used = {name for each in conversions for name in each.sources}
+        used = {name for conversion in conversions for name in conversion.sources}
         unread = persistent_buffers(skeleton).keys() - self._made_by.keys()
         _warn_of_difference(path, skeleton, sorted(self._stored.keys() - used), sorted(unread))
 
@@ -173,7 +173,7 @@ class PretrainedWeights:
         where, made_by = f"model.checkpoint={self._path}", self._made_by
         needed: dict[int, tuple[Conversion, dict[str, WeightPlace]]] = {}
         for names, place in names_by_place(model, self._skeleton):
-            name = next((each for each in names if each in made_by), None)
+            name = next((name for name in names if name in made_by), None)
             if name is None:
                 raise CheckpointError(f"{where}: the weight {names[0]} is missing; the files belong to another model.")
             conversion = made_by[name]
@@ -208,8 +208,8 @@ def _check_floating(weights: Mapping[str, StoredWeight]) -> None:
 
 def _warn_of_difference(path: Path, skeleton: PreTrainedModel, unused: list[str], unread: list[str]) -> None:
     """Warn of stored weights without a parameter, and of buffers that are not stored, unless the family expects it."""
-    ignored = [re.compile(each) for each in skeleton._keys_to_ignore_on_load_unexpected or ()]
-    unused = [name for name in unused if not any(each.search(name) for each in (*ignored, _COMPUTED))]
+    ignored = [re.compile(pattern) for pattern in skeleton._keys_to_ignore_on_load_unexpected or ()]
+    unused = [name for name in unused if not any(pattern.search(name) for pattern in (*ignored, _COMPUTED))]
     owner = type(skeleton).__name__
     if unused:
         logger.warning(

@@ -98,7 +98,7 @@ def number_sequences(
     places = (rows + inside).expand(num_rows, length).flatten()
     tokens = fed.flatten().float()
     empty = tokens.new_zeros(num_rows * width)
-    weights, lengths = (empty.index_add(0, places, each) for each in (token_weights.flatten(), tokens))
+    weights, lengths = (empty.index_add(0, places, values) for values in (token_weights.flatten(), tokens))
     return Sequences(places, tokens, add_up(weights), add_up(lengths), add_up)
 
 
@@ -197,8 +197,8 @@ class RouterTap:
             logits: of each router here, [batch * seq, experts].
         """
         counts = sequences.fed.new_zeros(self.num_routers, self._num_experts)
-        for place, router, each in zip(self._places, self.routers, logits, strict=True):
-            counts[place] = count_chosen(each, router, sequences)
+        for place, router, scores in zip(self._places, self.routers, logits, strict=True):
+            counts[place] = count_chosen(scores, router, sequences)
         self._expert_tokens = counts if self._expert_tokens is None else self._expert_tokens + counts
 
     def take_expert_tokens(self, device: torch.device) -> Tensor:
@@ -249,9 +249,9 @@ def _find_scores(router: nn.Module, index: int, hidden_size: int) -> Scores:
         buffer.zero_()
     try:
         outputs = module(torch.randn(_PROBE_TOKENS, hidden_size, generator=generator))
-        chosen = next(each for each in outputs if isinstance(each, Tensor) and not each.is_floating_point())
-        weights = next(each for each in outputs if isinstance(each, Tensor) and each.shape == chosen.shape
-                       and each.is_floating_point())  # fmt: skip
+        chosen = next(output for output in outputs if isinstance(output, Tensor) and not output.is_floating_point())
+        weights = next(output for output in outputs if isinstance(output, Tensor) and output.shape == chosen.shape
+                       and output.is_floating_point())  # fmt: skip
         for scores in _SCORES:
             ratios = weights.float() / scores(outputs[index].float()).gather(-1, chosen)
             if torch.allclose(ratios, ratios[:, :1].expand_as(ratios), rtol=1e-3):

@@ -107,10 +107,10 @@ def find_inlet(model: nn.Module) -> Inlet | None:
 def find_shared(model: nn.Module, ends: Ends) -> tuple[str, ...]:
     """Return the names of the weights of a whole model that its first and its last stage both have: tied embeddings."""
     front, back = (
-        {id(each) for name in names for each in model.get_submodule(name).parameters()}
+        {id(parameter) for name in names for parameter in model.get_submodule(name).parameters()}
         for names in (ends.front, ends.back)
     )
-    return tuple(name for name, each in model.named_parameters() if id(each) in front & back)
+    return tuple(name for name, parameter in model.named_parameters() if id(parameter) in front & back)
 
 
 def cut(model: nn.Module, ranges: Collection[StageRange], ends: Ends) -> None:
@@ -119,17 +119,17 @@ def cut(model: nn.Module, ranges: Collection[StageRange], ends: Ends) -> None:
     A weight that a stage uses under one name stays under all its names, so a tied head keeps the embedding's name.
     """
     kept: set[str] = set()
-    for each in ranges:
-        kept |= ends.front if each.is_first else frozenset()
-        kept |= ends.back if each.is_last else frozenset()
-    weights = {id(each) for name in kept for each in model.get_submodule(name).parameters()}
+    for stage in ranges:
+        kept |= ends.front if stage.is_first else frozenset()
+        kept |= ends.back if stage.is_last else frozenset()
+    weights = {id(parameter) for name in kept for parameter in model.get_submodule(name).parameters()}
     for name in ends.front | ends.back:
-        if not any(id(each) in weights for each in model.get_submodule(name).parameters()):
+        if not any(id(parameter) in weights for parameter in model.get_submodule(name).parameters()):
             path, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(path), leaf, Absent())
     layers = find_layers(model)
     for place in range(len(layers)):
-        if not any(each.first <= place < each.stop for each in ranges):
+        if not any(stage.first <= place < stage.stop for stage in ranges):
             layers[place] = Absent()
 
 
@@ -256,7 +256,7 @@ def _has_weights(module: nn.Module) -> bool:
 @torch.no_grad()
 def chained_equals_whole(model: PreTrainedModel, ends: Ends) -> bool:
     """Whether stages of one layer each, one after the other, compute the model's logits bit for bit."""
-    stages = [view_stage(model, each, ends) for each in stage_ranges([1] * len(find_layers(model)))]
+    stages = [view_stage(model, stage, ends) for stage in stage_ranges([1] * len(find_layers(model)))]
     tokens = random_tokens(model, 2, _LENGTH)
     inputs, inflow = {"input_ids": tokens, "use_cache": False}, None
     for stage, following in itertools.pairwise(stages):

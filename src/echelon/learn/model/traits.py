@@ -130,7 +130,7 @@ def _find_traits(key: ConfigKey) -> Traits:
             )
         mask, obstacle = _find_mask(copies[0], attention)
         skips = attention in ("sdpa", VARLEN) and _is_same_without_mask(copies[0], attention)
-        found = [_find_arithmetic(each, key.config) for each in copies]
+        found = [_find_arithmetic(copy, key.config) for copy in copies]
         return Traits(mask, obstacle, found[0] if found[0] == found[-1] else None, skips)
 
 
@@ -160,7 +160,7 @@ def build_copies(
     if _count_built(model_class, bound) <= SMALL_PARAMETERS:
         return [build_copy(model_class, bound, attention)]
     narrow, wide = smaller_copies(bound), itertools.islice(smaller_copies(bound, widen=2), 1, None)
-    return [_build_first(model_class, each, attention) for each in (narrow, wide)]
+    return [_build_first(model_class, config, attention) for config in (narrow, wide)]
 
 
 def _bind_spans(config: PretrainedConfig, sequence_len: int | None) -> PretrainedConfig:
@@ -175,7 +175,7 @@ def _bind_spans(config: PretrainedConfig, sequence_len: int | None) -> Pretraine
         for table in tables:
             if _ROPE_LIMIT in table:
                 table[_ROPE_LIMIT] = _shorten(table[_ROPE_LIMIT], _SHORT_ROPE, sequence_len)
-        is_dynamic = any(each.get("rope_type") == "dynamic" for each in tables)
+        is_dynamic = any(table.get("rope_type") == "dynamic" for table in tables)
         for name in (_ROPE_LIMIT, *(["max_position_embeddings"] if is_dynamic else [])):
             if hasattr(part, name):
                 setattr(part, name, _shorten(getattr(part, name), _SHORT_ROPE, sequence_len))
@@ -190,7 +190,7 @@ def _shorten(value: Any, short: int, sequence_len: int | None) -> Any:
 
 def _rope_tables(parameters: Any) -> list[dict[str, Any]]:
     """Return the parameters of rotary embeddings, which are given once or for each kind of layer."""
-    nested = [each for each in parameters.values() if isinstance(each, dict)]
+    nested = [parameter for parameter in parameters.values() if isinstance(parameter, dict)]
     return nested or [parameters]
 
 
@@ -298,7 +298,7 @@ def _find_fault(
     """Return what is wrong with a form of mask, with how far it came; None if the model obeys it."""
     try:
         inputs = document_inputs(model, form, packed.documents, packed.positions)
-        before, after = (packed.cut(run_copy(model, each, **inputs)) for each in (packed.tokens, packed.changed))
+        before, after = (packed.cut(run_copy(model, tokens, **inputs)) for tokens in (packed.tokens, packed.changed))
     except Exception as error:  # a model may refuse a mask in any way
         return 0, f"its forward pass takes no such mask ({describe_error(error)})"
     if not all(torch.equal(before[place], after[place]) for place in alone if place not in _CHANGED):
@@ -351,7 +351,9 @@ def _find_arithmetic(model: PreTrainedModel, config: PretrainedConfig) -> HeadAr
         return None
     if raw.shape != expected.shape:
         return None
-    found = (each for each in _arithmetics(model.config, config) if is_close(each.apply(raw), expected))
+    found = (
+        arithmetic for arithmetic in _arithmetics(model.config, config) if is_close(arithmetic.apply(raw), expected)
+    )
     return next(found, None)
 
 
@@ -361,7 +363,7 @@ def _arithmetics(small: PretrainedConfig, config: PretrainedConfig) -> Iterator[
     Constants are the positive numbers with a fractional type that the reduced copy keeps, and whole numbers in a field
     about logits.
     """
-    fields, reduced = (vars(each.get_text_config(decoder=True)) for each in (config, small))
+    fields, reduced = (vars(whole.get_text_config(decoder=True)) for whole in (config, small))
     constants = {
         float(value)
         for name, value in fields.items()
@@ -370,6 +372,6 @@ def _arithmetics(small: PretrainedConfig, config: PretrainedConfig) -> Iterator[
         and reduced.get(name) == value
     }
     values = sorted(constants)
-    scales = [1.0, *values, *(1 / each for each in values)]
+    scales = [1.0, *values, *(1 / value for value in values)]
     for softcap in (None, *values):
         yield from (HeadArithmetic(scale, softcap) for scale in scales)

@@ -90,10 +90,10 @@ def find_error(
         shapes = [(2, heads, length, width), (2, key_heads, length, width), (2, key_heads, length, width)]
         inputs = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
         gradient = torch.randn(2, length, heads, width, device=device)
-    positions = torch.cat([torch.arange(stretch * each, device=device) for each in (20, 28, 7, 41)]).view(2, length)
+    positions = torch.cat([torch.arange(stretch * share, device=device) for share in (20, 28, 7, 41)]).view(2, length)
     starts, errors = find_starts(positions, 8)["cu_seq_lens_q"], list[float]()
     for window in (None, 9 * stretch):
-        exact = [each.detach().float().requires_grad_() for each in inputs]
+        exact = [tensor.detach().float().requires_grad_() for tensor in inputs]
         query, key, value = exact
         expected = (reference or _attend_masked)(query, key, value, starts, window, width**-0.5)
         try:
@@ -103,7 +103,7 @@ def find_error(
         except Exception:  # a release may lack an argument, a device a kernel
             return float("inf")
         exact_grads = torch.autograd.grad((expected * gradient).sum(), exact)
-        pairs += [(each.float(), other) for each, other in zip(grads, exact_grads, strict=True)]
+        pairs += [(grad.float(), other) for grad, other in zip(grads, exact_grads, strict=True)]
         errors += [((own - other).norm() / other.norm()).item() for own, other in pairs]
     return max(errors)
 
@@ -111,7 +111,7 @@ def find_error(
 def run_kernel(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, window: int | None, scale: float) -> Tensor:
     """[batch, heads, seq, width] to [batch, seq, heads, width], by `varlen_attn`."""
     batch, length = query.shape[0], query.shape[2]
-    queries, keys, values = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+    queries, keys, values = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     back = -1 if window is None else window - 1  # a window of n tokens reaches n - 1 back
     options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _ASKS_FOR_GROUPS else {}
     output = varlen_attn(

@@ -40,7 +40,7 @@ class WeightPlace:
         """The slices that `take` cuts out of the full weight; None if this rank's part is not one block."""
         if self.quantized is not None:
             return (slice(None),) * len(self.shape)
-        slices = tuple(each for each in local_places(self.tensor) if isinstance(each, slice))
+        slices = tuple(place for place in local_places(self.tensor) if isinstance(place, slice))
         return slices if len(slices) == self.tensor.ndim else None
 
     def take(self, whole: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def vocabulary_names(skeleton: PreTrainedModel) -> set[str]:
     """Return the names of the weights with one row per token: the embedding's and the head's."""
     modules = [skeleton.get_input_embeddings(), skeleton.get_output_embeddings()]
     weights = {id(module.weight) for module in modules if module is not None}
-    return {name for name, each in skeleton.named_parameters(remove_duplicate=False) if id(each) in weights}
+    return {name for name, parameter in skeleton.named_parameters(remove_duplicate=False) if id(parameter) in weights}
 
 
 def grown(weight: Tensor, num_rows: int) -> Tensor:

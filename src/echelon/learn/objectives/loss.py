@@ -178,7 +178,7 @@ class _ChunkedLoss(torch.autograd.Function):
         head = [tensor.detach().to(dtype) for tensor in (weight, bias) if tensor is not None]
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
         row_gradient = torch.empty_like(rows) if wants_gradient else None
-        head_gradient = [torch.zeros_like(each, dtype=torch.float32) for each in head] if wants_head else []
+        head_gradient = [torch.zeros_like(weight, dtype=torch.float32) for weight in head] if wants_head else []
         factor = gradient_factor(dtype, min(chunk, rows.shape[0]))
         for piece in _pieces(rows, chunk):
             inputs = rows[piece].detach().to(dtype)
@@ -200,7 +200,7 @@ class _ChunkedLoss(torch.autograd.Function):
         row_gradient, head_gradient = ctx.gradients
         # A pipeline may ask for the gradient of the rows first, and keeps the graph for that of the head.
         if torch._C._autograd._get_current_graph_task_keep_graph():
-            row_gradient, head_gradient = row_gradient.clone(), [each.clone() for each in head_gradient]
+            row_gradient, head_gradient = row_gradient.clone(), [gradient.clone() for gradient in head_gradient]
         else:
             ctx.gradients = None
         remaining = upstream[0] / ctx.factor
@@ -245,7 +245,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 @lru_cache
 def _adds_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether products of this dtype can be added to fp32 matrices there: by a try, as no list of torch says it."""
-    factor, total = (torch.zeros(16, 16, dtype=each, device=device) for each in (dtype, torch.float32))
+    factor, total = (torch.zeros(16, 16, dtype=kind, device=device) for kind in (dtype, torch.float32))
     try:
         torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
     except RuntimeError:
@@ -284,7 +284,7 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
         head = [tensor.detach().to(ctx.dtype) for tensor in given]
         wants_head = any(ctx.needs_input_grad[2:4])
         of_chunk = loss_and_gradient if ctx.vocabulary is None else ctx.vocabulary.loss_and_gradient
-        totals = [torch.zeros_like(each, dtype=torch.float32) for each in head] if wants_head else []
+        totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in head] if wants_head else []
         row_gradient = torch.empty_like(rows)
         for piece in _pieces(rows, ctx.chunk):
             inputs = rows[piece].detach().to(ctx.dtype)

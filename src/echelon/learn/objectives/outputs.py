@@ -94,7 +94,8 @@ class DecoderOutputs:
         """The weight and the bias of the head on this rank, and the part of the vocabulary that they are of."""
         assert self._parts is not None
         weight, bias = (
-            None if each is None else local_part(each) for each in (self._parts.head_weight, self._parts.head_bias)
+            None if weight is None else local_part(weight)
+            for weight in (self._parts.head_weight, self._parts.head_bias)
         )
         assert weight is not None
         if self._vocabulary_ranks is None:

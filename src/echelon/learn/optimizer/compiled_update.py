@@ -58,9 +58,9 @@ class CompiledUpdate:
             (chosen if gains else others).append(slot)
         if chosen:
             coefficients = rule.begin([slot.gradient().state for slot in chosen], rate, weight_decay, commit)
-            for slot, each in zip(chosen, coefficients.unbind(), strict=True):
+            for slot, row in zip(chosen, coefficients.unbind(), strict=True):
                 if local_part(slot.parameter).numel():
-                    self._step_one(rule, slot, each, commit, seed, step)
+                    self._step_one(rule, slot, row, commit, seed, step)
         return others
 
     def _step_one(

@@ -65,7 +65,9 @@ def _dividing_axes(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]
         return None, ()
     placements = gradient.placements
     assert not any(placement.is_partial() for placement in placements), "a gradient that is not summed yet has no norm"
-    return gradient.device_mesh, tuple(axis for axis, each in enumerate(placements) if not each.is_replicate())
+    return gradient.device_mesh, tuple(
+        axis for axis, placement in enumerate(placements) if not placement.is_replicate()
+    )
 
 
 def _part_norms(parts: list[Tensor]) -> Sequence[Tensor]:
@@ -80,4 +82,4 @@ def _part_norms(parts: list[Tensor]) -> Sequence[Tensor]:
     if parts[0].device.type != "cpu":
         return torch._foreach_norm(parts, 2, dtype=torch.float32)
     rows = [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32) if part.dim() > 1 else part for part in parts]
-    return [torch.linalg.vector_norm(each, dtype=torch.float32) for each in rows]
+    return [torch.linalg.vector_norm(row, dtype=torch.float32) for row in rows]

@@ -55,8 +55,8 @@ def build_served(
     compile_backend: str | None = None,
 ) -> Served:
     """Copy what server number `server` owns of a materialised model. From `num_servers` on it owns nothing."""
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    sizes = {name: each.numel() * each.element_size() for name, each in trained.items()}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in trained.items()}
     names = divide_names(sizes, num_servers)[server] if server < num_servers else []
     copies = {name: nn.Parameter(trained[name].detach().clone()) for name in names}
     optimizer = build_optimizer(model, config, master_weights, seed, compile_backend=compile_backend, stepped=copies)

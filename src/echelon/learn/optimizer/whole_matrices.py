@@ -99,7 +99,7 @@ def _cut(matrices: Sequence[int], shapes: Sequence[torch.Size], size: int) -> li
             rounds.append([])
             total = shapes[index].numel()
         rounds[-1].append(index)
-    return [tuple(each) for each in rounds]
+    return [tuple(items) for items in rounds]
 
 
 class _Round:
@@ -120,7 +120,7 @@ class _Round:
         """The matrices that this rank owns, whole. Collective unless ranks have copies."""
         parts = ([read(index).to(self._device) for index in matrices] for matrices in self._owned)
         if self._has_copies:
-            [wholes] = [each for rank, each in enumerate(parts) if rank == self._me]
+            [wholes] = [part for rank, part in enumerate(parts) if rank == self._me]
             return wholes
         shapes = [[layout.part_shape(rank) for layout in self._mine] for rank in range(self._team.size())]
         received = self._exchange(list(parts), shapes)
@@ -141,15 +141,15 @@ class _Round:
         """Send each rank its tensors, bf16, and return those of each rank, whose shapes are known. Collective."""
         nothing = torch.empty(0, dtype=torch.bfloat16, device=self._device)
         sent = torch.cat([nothing, *(tensor.flatten() for tensors in outgoing for tensor in tensors)])
-        lengths = [sum(shape.numel() for shape in each) for each in shapes]
+        lengths = [sum(shape.numel() for shape in group) for group in shapes]
         received = torch.empty(sum(lengths), dtype=torch.bfloat16, device=self._device)
         counts = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
         dist.all_to_all_single(received, sent, lengths, counts, group=self._team)
         pieces: list[list[Tensor]] = []
         start = 0
-        for each in shapes:
+        for group in shapes:
             pieces.append([])
-            for shape in each:
+            for shape in group:
                 pieces[-1].append(received[start : start + shape.numel()].view(shape))
                 start += shape.numel()
         return pieces

@@ -98,7 +98,7 @@ def describe_graph_breaks() -> str | None:
 def describe_recompiles() -> str | None:
     """Return a line about how often this process has compiled layers again; None if it never has."""
     done = get_compilation_metrics()
-    count = sum(bool(each.recompile_reason) and Path(each.co_filename or "").parent != _OPTIMIZER for each in done)
+    count = sum(bool(graph.recompile_reason) and Path(graph.co_filename or "").parent != _OPTIMIZER for graph in done)
     if not count:
         return None
     return (

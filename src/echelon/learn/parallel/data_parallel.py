@@ -145,11 +145,11 @@ class Replicated(Undivided):
             bucket_cap_mb=GPU_BUCKET_MB if meshes.device_type == "cuda" else None,
             **BUFFERS_STAY_LOCAL,
         )
-        trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         reducer = build_reducer(plan.sync, trained, meshes.loss, seed) if plan.num_replicas == 1 else None
         self._parameters = list(trained.values())
         buckets = None if reducer is None else Buckets(reducer, meshes.device_type)
-        self._reduction = Reduction(meshes.loss, buckets, {id(each): name for name, each in trained.items()})
+        self._reduction = Reduction(meshes.loss, buckets, {id(parameter): name for name, parameter in trained.items()})
         self._ddp.register_comm_hook(self._reduction, reduce_bucket)
         self.module: nn.Module = self._ddp
         self._autocast = autocast
@@ -170,7 +170,7 @@ class Replicated(Undivided):
             if is_last or self._num_reduced < self.num_rehearsals:
                 free_gradients(self._parameters)
             else:
-                torch._foreach_zero_([each.grad for each in self._parameters if each.grad is not None])
+                torch._foreach_zero_([parameter.grad for parameter in self._parameters if parameter.grad is not None])
             self._forgets = False
         with nullcontext() if is_last else self._ddp.no_sync(), self._autocast():
             yield
@@ -256,7 +256,7 @@ class FullyShard(Undivided):
         self._reference = module.reference
         self._context = module.context
         self._root: FSDPModule = module
-        self._units = [each for each in module.modules() if isinstance(each, FSDPModule)]
+        self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         self._plan = plan
         self._device_type = device_type
         self._sends = True

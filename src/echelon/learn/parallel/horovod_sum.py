@@ -44,7 +44,7 @@ class GroupSums:
         """Take the gradient of a parameter; send its group if it was the last one."""
         self._ready[name] = gradient
         index = self._group_of[name]
-        if all(each in self._ready for each in self._groups[index]):
+        if all(group in self._ready for group in self._groups[index]):
             self._send(index)
 
     def is_sent(self, name: str) -> bool:
@@ -54,8 +54,10 @@ class GroupSums:
     @torch.no_grad()
     def _send(self, index: int) -> None:
         gradients = [self._ready.pop(name) for name in self._groups[index]]
-        summed = [each.to(self._dtype).contiguous() for each in gradients]  # the same tensor if it is so already
-        self._meter.add(Route("horovod", "all_reduce"), self._share * sum(each.nbytes for each in summed))
+        summed = [
+            gradient.to(self._dtype).contiguous() for gradient in gradients
+        ]  # the same tensor if it is so already
+        self._meter.add(Route("horovod", "all_reduce"), self._share * sum(tensor.nbytes for tensor in summed))
         handle = self._hvd.grouped_allreduce_async_(summed, name=f"gradients {index}", op=self._hvd.Sum)
         self._sent[index] = _Sent(gradients, summed, handle)
 
@@ -76,9 +78,11 @@ class HorovodSum(Isolatable, Alone):
     def __init__(self, module: nn.Module, autocast: Autocast, hvd: Any, group_bytes: int, in_fp16: bool) -> None:
         """`group_bytes`: of the gradients that are summed at once. See `GroupSums` for the others."""
         super().__init__(module, autocast)
-        self._trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        self._trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         # Backward passes begin with the last layer, so its gradients are ready first.
-        sizes = {name: each.numel() * each.element_size() for name, each in reversed(self._trained.items())}
+        sizes = {
+            name: parameter.numel() * parameter.element_size() for name, parameter in reversed(self._trained.items())
+        }
         self._sums = GroupSums(hvd, divide(sizes, group_bytes), in_fp16)
         for name, parameter in self._trained.items():
             register: Any = parameter.register_post_accumulate_grad_hook  # without annotations

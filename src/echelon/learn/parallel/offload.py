@@ -240,8 +240,8 @@ class _Offloading:
 def _find_kept(layer: nn.Module, args: Sequence[Any], kwargs: Any) -> frozenset[int]:
     """Return the addresses of storages that a layer does not own: weights, and what all layers get, such as masks."""
     shared = tree_leaves((args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}))
-    tensors = [*layer.parameters(), *layer.buffers(), *(each for each in shared if isinstance(each, Tensor))]
-    return frozenset(each.untyped_storage().data_ptr() for each in tensors)
+    tensors = [*layer.parameters(), *layer.buffers(), *(value for value in shared if isinstance(value, Tensor))]
+    return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
 
 def apply_activation_offloading(

@@ -306,19 +306,19 @@ class Pipeline(SendsWhole, ForwardBackward):
 
     def _run_chained(self, microbatch: Microbatch) -> None:
         """Run one microbatch, which no schedule could overlap with another: all stages forward, then all backward."""
-        for each in self._pass_through(microbatch, self._run)[::-1]:
-            with each.part.parallel.microbatch(is_last=True):
-                self._go_back(each, self._receive(each.part.place.index + 1, each.output.shape))
-            if each.received is not None:
-                assert each.received.grad is not None
-                dist.send(each.received.grad, group=self._group, group_dst=self._rank_of(each.part.place.index - 1))
+        for passed in self._pass_through(microbatch, self._run)[::-1]:
+            with passed.part.parallel.microbatch(is_last=True):
+                self._go_back(passed, self._receive(passed.part.place.index + 1, passed.output.shape))
+            if passed.received is not None:
+                assert passed.received.grad is not None
+                dist.send(passed.received.grad, group=self._group, group_dst=self._rank_of(passed.part.place.index - 1))
 
     def _run_alone(self, microbatches: Sequence[Microbatch]) -> None:
         """Run microbatches through the stages of this rank on zeros: as many at once as in a step, after one alone.
 
         That one leaves gradients, which the others find.
         """
-        groups = [*([each] for each in microbatches[: -self._num_kept]), microbatches[-self._num_kept :]]
+        groups = [*([microbatch] for microbatch in microbatches[: -self._num_kept]), microbatches[-self._num_kept :]]
         for group in groups:
             passes = [self._pass_alone(part, microbatch) for part in self._parts for microbatch in group]
             if self._num_deferred and group is groups[-1]:
@@ -326,10 +326,10 @@ class Pipeline(SendsWhole, ForwardBackward):
                 for part in self._parts:
                     self._build_stage(part, _shape_of(group)).perform_reduce_grad(1)
                 continue
-            final = {each.part.place.index: each for each in passes[::-1]} if group is groups[-1] else {}
-            for each in passes[::-1]:
-                with each.part.parallel.microbatch(is_last=final.get(each.part.place.index) is each):
-                    self._go_back(each, torch.zeros_like(each.output))
+            final = {passed.part.place.index: passed for passed in passes[::-1]} if group is groups[-1] else {}
+            for passed in passes[::-1]:
+                with passed.part.parallel.microbatch(is_last=final.get(passed.part.place.index) is passed):
+                    self._go_back(passed, torch.zeros_like(passed.output))
 
     def _pass_alone(self, part: StagePart, microbatch: Microbatch) -> _Pass:
         received = None
@@ -339,25 +339,25 @@ class Pipeline(SendsWhole, ForwardBackward):
         with part.parallel.microbatch(is_last=False):
             return _Pass(part, received, self._run(part, microbatch, received))
 
-    def _go_back(self, each: _Pass, gradient: Tensor | None) -> None:
+    def _go_back(self, passed: _Pass, gradient: Tensor | None) -> None:
         """Run the backward pass of a stage. `gradient`: of its output, unless it is the last."""
-        if each.part.place.is_last:
-            self._weigh(each.output).backward()  # type: ignore[no-untyped-call]
-        elif each.output.requires_grad:
-            each.output.backward(gradient)  # type: ignore[no-untyped-call]
+        if passed.part.place.is_last:
+            self._weigh(passed.output).backward()  # type: ignore[no-untyped-call]
+        elif passed.output.requires_grad:
+            passed.output.backward(gradient)  # type: ignore[no-untyped-call]
 
     def _go_back_in_halves(self, passes: Sequence[_Pass]) -> None:
         """Run backward passes as `zero_bubble` does: gradients of activations, and later those of the weights."""
         waiting: deque[Callable[[], object]] = deque()
-        for each in passes[::-1]:
-            parameters = each.part.module.parameters
-            with each.part.parallel.microbatch(is_last=False):
-                if each.received is None:  # its gradient is sent nowhere: both halves are computed at once
-                    waiting.append(partial(self._go_back, each, torch.zeros_like(each.output)))
+        for passed in passes[::-1]:
+            parameters = passed.part.module.parameters
+            with passed.part.parallel.microbatch(is_last=False):
+                if passed.received is None:  # its gradient is sent nowhere: both halves are computed at once
+                    waiting.append(partial(self._go_back, passed, torch.zeros_like(passed.output)))
                 else:
-                    outputs = [self._weigh(each.output) if each.part.place.is_last else each.output]
+                    outputs = [self._weigh(passed.output) if passed.part.place.is_last else passed.output]
                     gradients = [torch.zeros_like(output) for output in outputs]
-                    _, groups = stage_backward_input(outputs, gradients, [each.received], parameters())
+                    _, groups = stage_backward_input(outputs, gradients, [passed.received], parameters())
                     waiting.append(partial(stage_backward_weight, parameters(), groups))
                 if len(waiting) >= self._num_deferred:
                     waiting.popleft()()
@@ -463,6 +463,6 @@ class Pipeline(SendsWhole, ForwardBackward):
 
 def _shape_of(microbatches: Sequence[Microbatch]) -> tuple[int, ...]:
     """Return the shape of the token ids of microbatches, [batch, seq]."""
-    shapes = {tuple(each.input_ids.shape) for each in microbatches}
+    shapes = {tuple(microbatch.input_ids.shape) for microbatch in microbatches}
     assert len(shapes) == 1, "the microbatches of a pipeline have one shape"
     return shapes.pop()

@@ -22,10 +22,12 @@ class Summed(Isolatable, Alone):
         """Replace the gradients by their sums, in fp32. Collective."""
         if not self._sends or dist.get_world_size() == 1:
             return
-        trained = {name: each for name, each in self.module.named_parameters() if each.requires_grad}
-        for each in trained.values():  # a replica may not have used a parameter that another one has
-            each.grad = torch.zeros_like(each) if each.grad is None else each.grad
-        for bucket in divide({name: each.grad for name, each in trained.items() if each.grad is not None}):
+        trained = {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+        for parameter in trained.values():  # a replica may not have used a parameter that another one has
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for bucket in divide(
+            {name: parameter.grad for name, parameter in trained.items() if parameter.grad is not None}
+        ):
             flat = flatten(bucket)
             dist.all_reduce(flat)
             write_back(flat, bucket)

@@ -240,7 +240,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
 @contextmanager
 def _keeping(model: nn.Module) -> Iterator[None]:
     """Scope that keeps what PyTorch's styles do not: whether a parameter is trained, and plain buffers."""
-    trained = {name: each.requires_grad for name, each in model.named_parameters(remove_duplicate=False)}
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     yield
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -295,7 +295,7 @@ def _apply_dora(
 
     The norm of a row is that of all ranks. `group`: the ranks that have parts of every row; None if rows are whole.
     """
-    base, a, b = (local_part(each.weight.detach()).to(x.dtype) for each in (base_layer, lora_A, lora_B))
+    base, a, b = (local_part(layer.weight.detach()).to(x.dtype) for layer in (base_layer, lora_A, lora_B))
     squares = (base + scaling * (b @ a)).square().sum(1)
     if group is not None:
         dist.all_reduce(squares, group=group)

@@ -34,7 +34,9 @@ def find_router(model: Any, experts: str) -> str:
     inside = base.get_submodule(block)
     routers = [name for name in find_recorded_routers(base) if name.startswith(f"{block}.")]
     owners = {f"{block}.{name}".rpartition(".")[0] for name, _ in inside.named_parameters()}
-    others = {name for name in owners if not f"{name}.".startswith((f"{experts}.", *(f"{each}." for each in routers)))}
+    others = {
+        name for name in owners if not f"{name}.".startswith((f"{experts}.", *(f"{router}." for router in routers)))
+    }
     if len(routers) != 1 or others:
         what = f"{min(others)} beside its experts" if others else f"{len(routers)} routers in {block}"
         raise ConfigError(

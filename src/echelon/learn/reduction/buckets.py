@@ -45,5 +45,5 @@ class Buckets:
     def finish(self) -> None:
         """Wait for all sums. Raises the error of the first one that has failed."""
         sums, self._sums = self._sums, []
-        for each in sums:
-            each.result()
+        for total in sums:
+            total.result()

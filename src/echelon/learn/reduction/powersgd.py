@@ -30,14 +30,14 @@ class PowerSGD(Feedback):
         matrices = {name: _as_matrix(self.correct(name, tensors[name])) for name in tensors if name in self._right}
         left = {name: matrix @ self._right[name] for name, matrix in matrices.items()}
         self._sum(left | whole)
-        left = {name: torch.linalg.qr(each).Q for name, each in left.items()}
+        left = {name: torch.linalg.qr(matrix).Q for name, matrix in left.items()}
         right = {name: matrix.T @ left[name] for name, matrix in matrices.items()}
         for name, matrix in matrices.items():
             self.keep(name, matrix - left[name] @ right[name].T)
         self._sum(right)
-        for name, each in right.items():
-            self.update(self._right[name], each)
-            tensors[name].copy_((left[name] @ each.T).view_as(tensors[name]))
+        for name, product in right.items():
+            self.update(self._right[name], product)
+            tensors[name].copy_((left[name] @ product.T).view_as(tensors[name]))
 
     def _sum(self, tensors: Mapping[str, Tensor]) -> None:
         if tensors:

@@ -83,7 +83,7 @@ def divide(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     bucket: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         bucket[name] = tensor
-        if sum(each.numel() for each in bucket.values()) >= SENT_AT_ONCE:
+        if sum(tensor.numel() for tensor in bucket.values()) >= SENT_AT_ONCE:
             yield bucket
             bucket = {}
     if bucket:

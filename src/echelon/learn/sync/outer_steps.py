@@ -161,8 +161,10 @@ class OuterSteps(Synchronizer):
             for key, state in (("momentum", self._momentum), ("late", self._late)):
                 if state:
                     shared[f"outer.{name}.{key}"] = _arrange(state[name], weight)
-        fixed = {name: each for name, each in engine_state.items() if name.startswith("model.") and name not in shared}
-        own = {replica_name(self._index, name): each for name, each in engine_state.items() if name not in fixed}
+        fixed = {
+            name: tensor for name, tensor in engine_state.items() if name.startswith("model.") and name not in shared
+        }
+        own = {replica_name(self._index, name): tensor for name, tensor in engine_state.items() if name not in fixed}
         return shared | fixed | own
 
     @override

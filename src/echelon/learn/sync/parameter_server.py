@@ -55,7 +55,7 @@ class ParameterServer(Synchronizer):
         self._index = meshes.place["replica"]
         self._group = group = _form_group(membership)
         weights = replica.weights()
-        sizes = {name: each.numel() * each.element_size() for name, each in weights.items()}
+        sizes = {name: weight.numel() * weight.element_size() for name, weight in weights.items()}
         self._parts = divide_names(sizes, config.servers)
         self._counts = [sum(weights[name].numel() for name in part) for part in self._parts]
         self.server: Server | None = None

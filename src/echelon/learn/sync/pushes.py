@@ -67,7 +67,7 @@ def post(request: Request, server: int, group: dist.ProcessGroup) -> list[dist.W
     head = torch.zeros(2 + _NUM_NUMBERS, dtype=torch.float64)
     head[: 2 + len(request.numbers)] = torch.tensor([request.kind, request.step, *request.numbers], dtype=torch.float64)
     parts = [head] if request.values is None else [head, request.values]
-    return [dist.isend(each, group_dst=server, group=group, tag=_REQUEST) for each in parts]  # type: ignore[misc]
+    return [dist.isend(part, group_dst=server, group=group, tag=_REQUEST) for part in parts]  # type: ignore[misc]
 
 
 def receive(worker: int, size: int, group: dist.ProcessGroup) -> Request:

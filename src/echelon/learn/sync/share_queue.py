@@ -51,7 +51,7 @@ class ShareQueue:
             self._started.add(worker)
             return worker
         slowest = self._slowest()
-        self._num_taken = {each: count for each, count in self._num_taken.items() if each >= slowest}
+        self._num_taken = {name: count for name, count in self._num_taken.items() if name >= slowest}
         index = self._num_taken.get(step, self._num_workers if step == self._first else 0)
         if index == self._num_shares:
             return None

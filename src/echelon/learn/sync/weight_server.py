@@ -61,7 +61,7 @@ class Server:
         self._last_step: int | None = None
         self._waits = config.max_staleness == 0
         self._own = group.rank()
-        sizes = [each.numel() for each in served.parameters.values()]
+        sizes = [parameter.numel() for parameter in served.parameters.values()]
         self._code = PushCode(config.compress, sizes)
         self._size = sum(sizes)
         self.num_received = self.num_sent = 0
@@ -76,7 +76,7 @@ class Server:
         self._num_pushed = self._num_drained = 0
         self._num_targets = 0.0
         self._next_step = step
-        self._served.applied.difference_update([each for each in self._served.applied if each[0] < step])
+        self._served.applied.difference_update([applied for applied in self._served.applied if applied[0] < step])
         self._queue.clear()
         self._pulled.clear()
         others = [worker for worker in range(self._group.size()) if worker != self._own]
@@ -169,14 +169,16 @@ class Server:
     def _write_gradients(self, values: Tensor) -> list[Tensor]:
         for parameter in self._served.parameters.values():
             parameter.grad = torch.empty_like(parameter)
-        gradients = {name: each.grad for name, each in self._served.parameters.items() if each.grad is not None}
+        gradients = {
+            name: parameter.grad for name, parameter in self._served.parameters.items() if parameter.grad is not None
+        }
         write_back(values, gradients)
         return list(gradients.values())
 
     def apply(self, step: int, learning_rate: float, commit: Tensor, norm: float, max_norm: float) -> None:
         """Step the optimizer with the sum of all workers, clipped, or drop it. Called by the worker of this process."""
         with self._changed:
-            gradients = [each.grad for each in self._served.parameters.values() if each.grad is not None]
+            gradients = [parameter.grad for parameter in self._served.parameters.values() if parameter.grad is not None]
             clip_gradients(gradients, max_norm, torch.tensor(norm))
             self._served.optimizer.step(step, learning_rate, commit)
             self._next_step = step + 1

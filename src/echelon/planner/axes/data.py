@@ -233,7 +233,7 @@ def copied_bytes(plan: ParallelPlan) -> float:
     and gradients are added up.
     """
     policy, steps = plan.precision, plan.num_microbatches
-    compute, param, reduce = (DTYPE_BYTES[each] for each in (policy.compute, policy.param, policy.reduce))
+    compute, param, reduce = (DTYPE_BYTES[dtype] for dtype in (policy.compute, policy.param, policy.reduce))
     if not plan.uses_fully_shard:
         casts = 2 * (param + compute) if plan.uses_autocast else 0
         return steps * (casts + 3 * param)
@@ -306,7 +306,7 @@ def _server_seconds(sync: SyncPlan, group: Group, num_trained: float) -> float:
     link = group.links.inside if group.num_machines == 1 else group.links.between
     pushed, pulled = count_served_bytes(sync, num_trained)
     others = group.size - 1
-    at_server = [each / sync.servers * others / link.bandwidth for each in (pushed, pulled)]
+    at_server = [num_bytes / sync.servers * others / link.bandwidth for num_bytes in (pushed, pulled)]
     if sync.max_staleness == 0:
         return 2 * link.latency + sum(at_server)
     return 2 * link.latency + max((pushed + pulled) / link.bandwidth, *at_server)

@@ -196,7 +196,7 @@ def _divide_shares(shares: Sequence[int], wanted: int) -> int:
             f"{fits}."
         )
     size = share // wanted
-    if failing := [each for each in shares if each % size]:
+    if failing := [share for share in shares if share % size]:
         raise PlanError(
             f"parallel.microbatches={wanted} makes microbatches of {size} sequences, which do not divide the "
             f"{failing[0]} that a rank gets in a step of train.batch_ramp; use more microbatches, or another ramp."
@@ -253,7 +253,7 @@ def predict_waiting(shape: ModelShape, plan: ParallelPlan, sequence_len: int) ->
         return 0.0
     costs = [float(count) for count in plan.stages]
     costs[-1] += head_cost(shape, sequence_len)
-    return waiting_share(plan.schedule, plan.pp, [StageTime(each, each, each) for each in costs], plan.num_microbatches)
+    return waiting_share(plan.schedule, plan.pp, [StageTime(cost, cost, cost) for cost in costs], plan.num_microbatches)
 
 
 def rank_layers(plan: ParallelPlan, num_layers: int) -> list[int]:
@@ -350,8 +350,8 @@ def _stage_shape(shape: ModelShape, num_layers: int, is_first: bool, is_last: bo
         num_parameters=num_layers * shape.num_layer_parameters + is_first * tables + is_last * head,
         num_embedding_parameters=shape.num_embedding_parameters if has_table else 0,
         num_position_parameters=shape.num_position_parameters if is_first else 0,
-        linears=tuple(replace(each, count=round(each.count * part)) for each in shape.linears),
-        experts=tuple(replace(each, count=round(each.count * part)) for each in shape.experts),
+        linears=tuple(replace(linear, count=round(linear.count * part)) for linear in shape.linears),
+        experts=tuple(replace(expert, count=round(expert.count * part)) for expert in shape.experts),
         num_idle_parameters=round(shape.num_idle_parameters * part),
     )
 

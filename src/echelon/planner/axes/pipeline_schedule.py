@@ -113,16 +113,16 @@ def waiting_share(
     schedule: PipelineSchedule, num_ranks: int, stages: Sequence[StageTime], num_microbatches: int
 ) -> float:
     """Return the share of a step in which a rank waits for others, the mean over all ranks; arguments as above."""
-    loads = [sum(each.total for each in stages[rank::num_ranks]) for rank in range(num_ranks)]
+    loads = [sum(stage.total for stage in stages[rank::num_ranks]) for rank in range(num_ranks)]
     seconds = num_microbatches * max(loads) + bubble_seconds(schedule, num_ranks, stages, num_microbatches)
     return 1 - num_microbatches * sum(loads) / (num_ranks * seconds)
 
 
 def _divide_by_busiest(num_ranks: int, stages: Sequence[StageTime]) -> tuple[float, tuple[float, ...]]:
     """(seconds of the rank with the most work for one microbatch, the three times of each stage as shares of them)."""
-    busiest = max(sum(each.total for each in stages[rank::num_ranks]) for rank in range(num_ranks))
-    times = (each for stage in stages for each in (stage.forward, stage.inputs, stage.weights))
-    return busiest, tuple(round(each / busiest, _PLACES) if busiest else 0.0 for each in times)
+    busiest = max(sum(stage.total for stage in stages[rank::num_ranks]) for rank in range(num_ranks))
+    times = (seconds for stage in stages for seconds in (stage.forward, stage.inputs, stage.weights))
+    return busiest, tuple(round(seconds / busiest, _PLACES) if busiest else 0.0 for seconds in times)
 
 
 @lru_cache(maxsize=4096)
@@ -155,7 +155,7 @@ def round_size(schedule: PipelineSchedule, num_ranks: int, num_microbatches: int
 def _list_times(shares: Sequence[float]) -> list[float]:
     """The times of the four kinds of actions of each stage."""
     stages = zip(shares[::3], shares[1::3], shares[2::3], strict=True)
-    return [each for forward, inputs, weights in stages for each in (forward, inputs + weights, inputs, weights)]
+    return [seconds for forward, inputs, weights in stages for seconds in (forward, inputs + weights, inputs, weights)]
 
 
 def _run(actions: Sequence[tuple[int, int, int]], shares: Sequence[float], num_ranks: int) -> float:

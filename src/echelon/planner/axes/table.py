@@ -43,8 +43,8 @@ def rank_loads(shape: ModelShape, plan: ParallelPlan, hidden_bytes: int = 0) -> 
 def keep_heaviest(loads: Iterable[RankLoad]) -> list[RankLoad]:
     """Of ranks with the same part of the model, the one that keeps the activations of the most microbatches."""
     most: dict[tuple[int, bool, int], RankLoad] = {}
-    for each in loads:
-        key = (id(each.shape), each.has_head, each.received_bytes)  # equal stages have the same shape object
-        if key not in most or most[key].num_kept < each.num_kept:
-            most[key] = each
+    for load in loads:
+        key = (id(load.shape), load.has_head, load.received_bytes)  # equal stages have the same shape object
+        if key not in most or most[key].num_kept < load.num_kept:
+            most[key] = load
     return list(most.values())

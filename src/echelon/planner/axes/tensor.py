@@ -102,9 +102,11 @@ def count_repeated(plan: ParallelPlan) -> float:
 
 @lru_cache(maxsize=64)
 def _divide(shape: ModelShape, tp: int) -> ModelShape:
-    matrices = (sum(each.count * each.size for each in shape.linears) + shape.num_expert_parameters) // shape.num_layers
+    matrices = (
+        sum(linear.count * linear.size for linear in shape.linears) + shape.num_expert_parameters
+    ) // shape.num_layers
     layer = shape.num_layer_parameters - matrices + matrices // tp
-    experts = tuple(replace(each, num_experts=each.num_experts // tp) for each in shape.experts)
+    experts = tuple(replace(expert, num_experts=expert.num_experts // tp) for expert in shape.experts)
     tables = shape.num_embedding_parameters * (1 if shape.tied_embeddings else 2)
     outside = shape.num_parameters - shape.num_layers * shape.num_layer_parameters - tables + tables // tp
     return replace(
@@ -118,11 +120,11 @@ def _divide(shape: ModelShape, tp: int) -> ModelShape:
         num_layer_parameters=layer,
         experts=experts,
         num_idle_parameters=sum(
-            each.count
-            * each.size
-            * (each.num_experts - min(each.num_experts, shape.num_chosen_experts))
-            // each.num_experts
-            for each in experts
+            expert.count
+            * expert.size
+            * (expert.num_experts - min(expert.num_experts, shape.num_chosen_experts))
+            // expert.num_experts
+            for expert in experts
         ),
     )
 

@@ -127,7 +127,7 @@ class Calibration:
 def describe_machine() -> dict[str, str]:
     """This machine and the versions that its speed depends on, without importing torch."""
     found = re.search(r"^model name\s*:\s*(.+)$", read_system_file("/proc/cpuinfo"), re.MULTILINE)
-    gpus = sorted(_read_gpu(each) for each in _GPUS.iterdir()) if _GPUS.is_dir() else []
+    gpus = sorted(_read_gpu(path) for path in _GPUS.iterdir()) if _GPUS.is_dir() else []
     return {
         "host": platform.node(),
         "processor": found[1] if found else platform.machine(),

@@ -110,7 +110,7 @@ def has_compiler() -> bool:
     """Whether this machine has a C++ compiler and Python's headers, which `torch.compile` needs on a CPU."""
     compilers = (read_environment().get("CXX"), "g++", "clang++", "c++")
     headers = Path(sysconfig.get_path("include")) / "Python.h"
-    return headers.is_file() and any(shutil.which(each) for each in compilers if each)
+    return headers.is_file() and any(shutil.which(name) for name in compilers if name)
 
 
 def _describe_gpu() -> Accelerator:

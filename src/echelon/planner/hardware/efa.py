@@ -61,10 +61,10 @@ def find_plugin(env: Mapping[str, str]) -> Path | None:
     given = env.get("NCCL_NET_PLUGIN", "")
     if "/" in given and (root / given.lstrip("/")).is_file():
         return root / given.lstrip("/")
-    paths = [each for each in env.get("LD_LIBRARY_PATH", "").split(":") if each]
+    paths = [entry for entry in env.get("LD_LIBRARY_PATH", "").split(":") if entry]
     for file in [*(root / "etc/ld.so.conf.d").glob("*.conf"), root / "etc/ld.so.conf"]:
         paths += [line for line in read_system_file(str(file)).splitlines() if line.startswith("/")]
-    folders = [glob.escape(each.lstrip("/")) for each in paths]
+    folders = [glob.escape(path.lstrip("/")) for path in paths]
     return next(_find_files(root, (*folders, *_STANDARD)), None)
 
 

@@ -115,9 +115,9 @@ def count_installed() -> int:
     """The number of NVIDIA GPUs on this machine's PCI bus, whether or not they can be used."""
     devices = (find_system_root() / "sys/bus/pci/devices").glob("*")
     return sum(
-        read_system_file(str(each / "vendor")).strip() == _NVIDIA
-        and read_system_file(str(each / "class")).startswith(_DISPLAYS)
-        for each in devices
+        read_system_file(str(device / "vendor")).strip() == _NVIDIA
+        and read_system_file(str(device / "class")).startswith(_DISPLAYS)
+        for device in devices
     )
 
 

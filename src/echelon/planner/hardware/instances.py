@@ -145,7 +145,7 @@ def find_instance(
     wanted = f"ml.{name.strip().lower().removeprefix('ml.')}"
     if wanted in known:
         return known[wanted]
-    family = [each for each in known if each.startswith(f"{wanted.rpartition('.')[0]}.")]
+    family = [name for name in known if name.startswith(f"{wanted.rpartition('.')[0]}.")]
     hint = ", ".join(family or difflib.get_close_matches(wanted, known, n=3)) or ", ".join([*list(_PRICES)[:3], "auto"])
     raise ConfigError(
         f"{key}={name} is not in the catalogue of instances; use one of {hint}, or describe "
@@ -213,7 +213,7 @@ def _describe_device(key: str, gpus: int, given: "InstanceTypeConfig") -> Accele
         return ACCELERATORS["cpu"]
     if given.accelerator is None or given.accelerator.lower() == "cpu":
         raise ConfigError(f"{key}.accelerator is missing: give the name of its GPU, such as H200.")
-    by_name = {known.lower(): each for known, each in ACCELERATORS.items()}
+    by_name = {known.lower(): accelerator for known, accelerator in ACCELERATORS.items()}
     known = by_name.get(given.accelerator.lower())
     stated = None if given.gpu_memory_gib is None else int(given.gpu_memory_gib * 2**30)
     if known is not None:
@@ -270,7 +270,9 @@ def nearest_gpu_instance(trainium: Instance) -> Instance:
         for instance in INSTANCES.values()
         if instance.gpus
     ]
-    return min((each for each in candidates if each[0] >= needed), key=lambda each: each[:2])[2]
+    return min((candidate for candidate in candidates if candidate[0] >= needed), key=lambda candidate: candidate[:2])[
+        2
+    ]
 
 
 def efa_environment(instance: Instance) -> dict[str, str]:

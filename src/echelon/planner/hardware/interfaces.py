@@ -43,6 +43,6 @@ def subtract_interfaces(
 ) -> dict[str, InterfaceBytes]:
     """Return what went through each interface between two readings; interfaces that carried nothing are left out."""
     zero = InterfaceBytes(0, 0)
-    pairs = {name: (each, before.get(name, zero)) for name, each in now.items()}
+    pairs = {name: (counts, before.get(name, zero)) for name, counts in now.items()}
     moved = {name: InterfaceBytes(a.sent - b.sent, a.received - b.received) for name, (a, b) in pairs.items()}
-    return {name: each for name, each in moved.items() if each.sent > 0 or each.received > 0}
+    return {name: counts for name, counts in moved.items() if counts.sent > 0 or counts.received > 0}

@@ -42,9 +42,9 @@ class JobMachines:
         Of a job with one type, that type.
         """
         types = [group.instance for group in self.groups]
-        if len({each.name for each in types}) == 1:
+        if len({kind.name for kind in types}) == 1:
             return types[0]
-        if trainium := [each for each in types if each.neuron_devices]:
+        if trainium := [kind for kind in types if kind.neuron_devices]:
             return trainium[0]  # refused wherever a job is checked
         return replace(_combine(types), price=self.price)
 
@@ -134,34 +134,34 @@ def _combine(types: list[Instance]) -> Instance:
     """One machine with the smallest figures of different types."""
     device = _find_weakest_device(types)
     return replace(
-        min(types, key=lambda each: each.gpus),
-        name=" and ".join(dict.fromkeys(each.name for each in types)),
+        min(types, key=lambda kind: kind.gpus),
+        name=" and ".join(dict.fromkeys(kind.name for kind in types)),
         device=device,
-        gpu_memory_gib=_smallest([each.gpu_memory_gib for each in types]),
+        gpu_memory_gib=_smallest([kind.gpu_memory_gib for kind in types]),
         link=None,
         link_gigabytes_per_s=None,
-        network_gbits=min(each.network_gbits for each in types),
-        efa_interfaces=min(each.efa_interfaces for each in types),
-        vcpus=min(each.vcpus for each in types),
-        ram_gib=min(each.ram_gib for each in types),
-        efa_rdma=all(each.efa_rdma for each in types),
-        own_disks=all(each.own_disks for each in types),
-        bf16_supported=all(_has_bf16(each) for each in types) if device.name != "cpu" else None,
+        network_gbits=min(kind.network_gbits for kind in types),
+        efa_interfaces=min(kind.efa_interfaces for kind in types),
+        vcpus=min(kind.vcpus for kind in types),
+        ram_gib=min(kind.ram_gib for kind in types),
+        efa_rdma=all(kind.efa_rdma for kind in types),
+        own_disks=all(kind.own_disks for kind in types),
+        bf16_supported=all(_has_bf16(kind) for kind in types) if device.name != "cpu" else None,
     )
 
 
 def _find_weakest_device(types: list[Instance]) -> Accelerator:
     """A device with the smallest memory and rates of these types' devices."""
-    devices = {each.device.name: each.device for each in types if each.device is not None}
+    devices = {kind.device.name: kind.device for kind in types if kind.device is not None}
     [first, *others] = devices.values()
     if not others:
         return first
     return Accelerator(
         " and ".join(devices),
-        min((each.memory_bytes for each in devices.values() if each.memory_bytes is not None), default=None),
-        _smallest([each.bf16_flops for each in devices.values()]),
-        _smallest([each.fp32_flops for each in devices.values()]),
-        _smallest([each.memory_bandwidth for each in devices.values()]),
+        min((device.memory_bytes for device in devices.values() if device.memory_bytes is not None), default=None),
+        _smallest([device.bf16_flops for device in devices.values()]),
+        _smallest([device.fp32_flops for device in devices.values()]),
+        _smallest([device.memory_bandwidth for device in devices.values()]),
         "the smallest figures of the types of the job",
     )
 

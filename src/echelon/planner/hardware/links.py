@@ -57,7 +57,7 @@ class Links:
     def describe(self) -> str:
         """One line for the user."""
         words = " (the usual ones of this device, since none were given)" if self.assumed else ""
-        inside, between = (_render(each) for each in (self.inside, self.between))
+        inside, between = (_render(link) for link in (self.inside, self.between))
         return f"links: {inside} inside a machine, {between} between machines{words}"
 
 
@@ -148,14 +148,14 @@ def _read_measured(path: Path, num_devices: int) -> Link:
     """
     try:
         measured = read_as(path, _Measured)
-        slowest = min(measured.pairs, key=lambda each: each.bytes_per_second)
+        slowest = min(measured.pairs, key=lambda pair: pair.bytes_per_second)
     except (OSError, ValueError) as error:
         raise PlanError(
             f"links: {path} has no measurement between machines ({error}); give the output of `echelon doctor --hosts "
             "A,B --json` without problems."
         ) from error
     whole = slowest if measured.together is None else measured.together
-    latency = median(each.latency_seconds for each in measured.pairs)
+    latency = median(pair.latency_seconds for pair in measured.pairs)
     words = f"; {num_devices} devices of a machine share what one process measured" if num_devices > 1 else ""
     return Link(path.name, whole.bytes_per_second / num_devices, latency, f"echelon doctor{words}")
 

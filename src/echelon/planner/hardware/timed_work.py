@@ -112,7 +112,7 @@ def _build_products(
     left = torch.randn(rows, inner, device=device, dtype=dtype)
     weight = torch.randn(outer, inner, device=device, dtype=dtype)
     gradient = torch.randn(rows, outer, device=device, dtype=dtype)
-    results = [torch.ones_like(each) for each in (gradient, left, weight)]  # in memory that is there
+    results = [torch.ones_like(tensor) for tensor in (gradient, left, weight)]  # in memory that is there
     factors = [(left, weight.T), (gradient, weight), (gradient.T, left)]
 
     def multiply() -> None:
@@ -142,7 +142,7 @@ def time_attention(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
         builds = [
             partial(_build_attention, timer.device, dtype, tokens, heads, head_dim, both) for both in (False, True)
         ]
-        once, both = timer.measure_in_turns([_in_turn(each, timer.device, numbers, dtype) for each in builds])
+        once, both = timer.measure_in_turns([_in_turn(build, timer.device, numbers, dtype) for build in builds])
         sizes = {"tokens": tokens, "heads": heads, "head_dim": head_dim}
         yield f"attention {name}", {**sizes, "seconds": once, "backward": both - once}
 
@@ -326,7 +326,7 @@ def take_medians(rows: Iterable[Row]) -> list[Row]:
         sizes = frozenset((key, value) for key, value in values.items() if key not in _MEASURED)
         found.setdefault((name, sizes), []).append(values)
     return [
-        (name, {key: statistics.median(each[key] for each in same) for key in same[0]})
+        (name, {key: statistics.median(row[key] for row in same) for key in same[0]})
         for (name, _), same in found.items()
     ]
 

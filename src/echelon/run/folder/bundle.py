@@ -22,7 +22,7 @@ _TRACKERS = "trackers"
 def write_bundle(folder: RunFolder, step: int, path: Path) -> None:
     """Write an archive of the run's files, with its metrics and samples up to a step."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        ledgers = sorted(f"{_TRACKERS}/{each.name}" for each in (folder.path / _TRACKERS).glob("*.json"))
+        ledgers = sorted(f"{_TRACKERS}/{ledger.name}" for ledger in (folder.path / _TRACKERS).glob("*.json"))
         for name in (*_FILES, *ledgers):
             if (folder.path / name).exists():
                 archive.writestr(name, read_bytes(folder.path / name, MAX_ROWS_BYTES))
@@ -39,7 +39,7 @@ def unpack_bundle(path: Path, folder: RunFolder) -> None:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            if (size := sum(each.file_size for each in archive.infolist())) > MAX_ROWS_BYTES:
+            if (size := sum(info.file_size for info in archive.infolist())) > MAX_ROWS_BYTES:
                 raise ValueError(f"it unpacks to {render_bytes(size)}, more than {render_bytes(MAX_ROWS_BYTES)}")
             contents = {name: archive.read(name).decode() for name in archive.namelist()}
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, NotImplementedError, RuntimeError) as error:

@@ -191,7 +191,9 @@ def describe_cost(
                 f"cost: {hourly}; the remaining steps take {render_duration(seconds)} at this run's speed, "
                 f"{'at most ' if rate.at_most else ''}${usd:.2f}{so_far}"
             )
-    limits = [name_limit(budget, each) for each in LIMITS if getattr(budget, each.removeprefix("budget.")) is not None]
+    limits = [
+        name_limit(budget, limit) for limit in LIMITS if getattr(budget, limit.removeprefix("budget.")) is not None
+    ]
     if limits:
         used = f" of which {render_duration(spent.seconds)} are used," if spent.seconds else ""
         lines.append(f"budget: stops with a checkpoint before {' or '.join(limits)},{used} all starts counted together")

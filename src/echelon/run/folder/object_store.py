@@ -115,7 +115,7 @@ class ObjectStore:
 
     def remove_folder(self, name: str) -> None:
         """Remove every object below a name."""
-        self.remove(f"{name}/{each}" for each in self.sizes(name))
+        self.remove(f"{name}/{size}" for size in self.sizes(name))
         if self._is_local and (path := Path(self._path(name))).is_dir():
             with self._translated_errors():
                 path.rmdir()

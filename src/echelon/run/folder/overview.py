@@ -40,7 +40,7 @@ def find_status(folder: RunFolder) -> RunStatus:
     if folder.is_finished():
         return "done"
     events = [row["event"] for row in folder.rows.read_events()]
-    last = next((each for each in reversed(events) if each in _ENDINGS or each in _BEGINNINGS), None)
+    last = next((event for event in reversed(events) if event in _ENDINGS or event in _BEGINNINGS), None)
     return _ENDINGS.get(last or "", "interrupted")
 
 
@@ -87,7 +87,7 @@ def summarize_run(path: Path) -> RunSummary:
         loss = folder.rows.last_loss()
     with suppress(ConfigError):
         usd = read_spending(folder).usd or None
-    times = [each.stat().st_mtime for each in (folder.metrics_path, folder.events_path) if each.exists()]
+    times = [path.stat().st_mtime for path in (folder.metrics_path, folder.events_path) if path.exists()]
     return RunSummary(
         path, find_status(folder), step, num_steps, loss, max(times, default=None), usd, folder.read_holder()
     )

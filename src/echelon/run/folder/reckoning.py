@@ -138,14 +138,14 @@ def _add_steps(
     step = statistics.median(row["step_seconds"] for row in recent)
     tokens = statistics.median(row["step_seconds"] * (row.get("tokens_per_second") or 0.0) for row in recent)
     spent, count = read_spending(folder), estimate.get("schedule", {}).get("steps")
-    for each, values in ((float(seconds["step"]), predicted), (step, measured)):
-        values["step_seconds"] = each
+    for seconds_of_step, values in ((float(seconds["step"]), predicted), (step, measured)):
+        values["step_seconds"] = seconds_of_step
         if tokens:
-            values["tokens_per_second"] = tokens / each
+            values["tokens_per_second"] = tokens / seconds_of_step
         if count:
-            values["hours"] = each * count / 3600
+            values["hours"] = seconds_of_step * count / 3600
             if spent.usd and spent.seconds:
-                values["usd"] = each * count * spent.usd / spent.seconds
+                values["usd"] = seconds_of_step * count * spent.usd / spent.seconds
     return [row["step_seconds"] for row in rows]
 
 
@@ -200,11 +200,16 @@ def describe_accuracy(paths: Sequence[Path]) -> Iterator[str]:
     names = ("step_seconds", "memory_total")
     width = max(len(str(path)) for path in (*paths, "median difference"))
     yield f"{'run':<{width}}" + "".join(f"{_LABELS[name]:>22}" for name in names)
-    for path, each in found.items():
-        words = {label: difference for label, _, _, difference in list_compared(each.predicted, each.measured)}
+    for path, reckoning in found.items():
+        words = {
+            label: difference for label, _, _, difference in list_compared(reckoning.predicted, reckoning.measured)
+        }
         yield f"{path!s:<{width}}" + "".join(f"{words.get(_LABELS[name], '-'):>22}" for name in names)
-    known = [[abs(each.differences[name]) for each in found.values() if name in each.differences] for name in names]
-    cells = (f"{100 * statistics.median(each):.1f} %" if each else "-" for each in known)
+    known = [
+        [abs(reckoning.differences[name]) for reckoning in found.values() if name in reckoning.differences]
+        for name in names
+    ]
+    cells = (f"{100 * statistics.median(errors):.1f} %" if errors else "-" for errors in known)
     yield f"{'median difference':<{width}}" + "".join(f"{cell:>22}" for cell in cells)
 
 

@@ -170,8 +170,8 @@ class RemoteRuns:
 
         Checkpoints beyond `newest` are ignored: they belong to a history that a resume has abandoned.
         """
-        found = [each for each in self.find(run) if each.step <= newest]
-        whole = [each.step for each in found if not each.faults]
+        found = [checkpoint for checkpoint in self.find(run) if checkpoint.step <= newest]
+        whole = [checkpoint.step for checkpoint in found if not checkpoint.faults]
         oldest = whole[-keep_last] if len(whole) >= keep_last else 0
         for checkpoint in found:
             if checkpoint.step < oldest and checkpoint.step != keep:
@@ -181,8 +181,8 @@ class RemoteRuns:
     def sweep(self, run: str) -> None:
         """Remove files that no marker names, unless an unreadable marker might. Only the writer may call this."""
         markers = self.find(run)
-        named = {each.folder for each in markers}
-        unread = tuple(f"{each.name}-" for each in markers if not each.folder)
+        named = {marker.folder for marker in markers}
+        unread = tuple(f"{marker.name}-" for marker in markers if not marker.folder)
         folders = {name.partition("/")[0] for name in self._store.sizes(run) if "/" in name}
         for folder in sorted(folders - named):
             if not folder.startswith(unread):

@@ -145,7 +145,9 @@ class RemoteStart:
                     "--fresh to keep it there and start a new run, or choose another address."
                 ) from error
         if blocking := blocking_differences(old, self._recipe):
-            shown = "\n".join(f"  {each.key}: {each.old!r} -> {each.new!r}" for each in blocking)
+            shown = "\n".join(
+                f"  {difference.key}: {difference.old!r} -> {difference.new!r}" for difference in blocking
+            )
             raise ConfigError(
                 f"checkpoint.remote={self._remote.url} contains a run with another recipe:\n{shown}\nrestore these "
                 "keys to resume it, pass --fresh to keep it there and start a new run, or choose another address."
@@ -206,8 +208,8 @@ class RemoteStart:
 
 def _has_whole_one(folder: RunFolder, step: int) -> bool:
     """Whether the run folder has an intact checkpoint of this step or later; verifies checksums unless finished."""
-    own = [each for each in find_checkpoints(folder.checkpoints_dir) if each.step >= step]
-    return any(not find_faults(each.path, checksums=not folder.is_finished()) for each in reversed(own))
+    own = [checkpoint for checkpoint in find_checkpoints(folder.checkpoints_dir) if checkpoint.step >= step]
+    return any(not find_faults(checkpoint.path, checksums=not folder.is_finished()) for checkpoint in reversed(own))
 
 
 def describe_remote(run: Path, verify: bool) -> Iterator[tuple[str, bool]]:

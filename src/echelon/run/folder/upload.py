@@ -87,7 +87,7 @@ class Uploader:
                 return ()
             left_out, self._waiting = self._waiting, Job(checkpoint, keep, if_missing)
             self._changed.notify_all()
-            held = {each.checkpoint.step for each in (self._current, self._waiting) if each is not None}
+            held = {job.checkpoint.step for job in (self._current, self._waiting) if job is not None}
         if left_out is not None:
             self._leave_out(left_out)
         return held
@@ -213,8 +213,11 @@ class Uploader:
 
     def _is_there(self, job: Job) -> bool:
         """Whether an earlier attempt published it, or, with `if_missing`, the store already has it."""
-        found = [each for each in self._remote.find(self._run) if each.step == job.checkpoint.step]
-        return any(each.folder == job.folder or (job.if_missing and each.holds(job.checkpoint)) for each in found)
+        found = [checkpoint for checkpoint in self._remote.find(self._run) if checkpoint.step == job.checkpoint.step]
+        return any(
+            checkpoint.folder == job.folder or (job.if_missing and checkpoint.holds(job.checkpoint))
+            for checkpoint in found
+        )
 
     @property
     def _run(self) -> str:

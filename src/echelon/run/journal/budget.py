@@ -133,7 +133,7 @@ class CostMeter:
         limits = [] if self._budget.max_hours is None else [3600 * self._budget.max_hours]
         if self._budget.max_usd is not None and self.usd_per_second is not None:
             limits.append(self._budget.max_usd / self.usd_per_second)
-        return min([self._notice_seconds, *(_UNKNOWN_SAVE_SHARE * each for each in limits)]) + under_way
+        return min([self._notice_seconds, *(_UNKNOWN_SAVE_SHARE * limit for limit in limits)]) + under_way
 
     def _write(self) -> None:
         with suppress(OSError):  # a full disk must not end training

@@ -60,12 +60,12 @@ class StepAverages:
     def take(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return this row, the last that was added, with the averages in place of its own figures, and start anew."""
         rows, self._rows = self._rows, []
-        times = {name: sum(each[name] or 0.0 for each in rows) for name in _TIMES}
+        times = {name: sum(row[name] or 0.0 for row in rows) for name in _TIMES}
         seconds = times["step_seconds"]
         rates = {
-            name: sum(each[name] * each["step_seconds"] for each in rows) / seconds
+            name: sum(row[name] * row["step_seconds"] for row in rows) / seconds
             for name in _RATES
-            if seconds and all(each[name] is not None for each in rows)
+            if seconds and all(row[name] is not None for row in rows)
         }
         return {**row, **times, **rates}
 

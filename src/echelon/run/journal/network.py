@@ -45,7 +45,7 @@ class NetworkWatch:
             "collectives": {
                 f"{route.kind} of {route.group}": sent - self._routes.get(route, 0.0) for route, sent in routes.items()
             },
-            "interfaces": {name: asdict(each) for name, each in moved.items()},
+            "interfaces": {name: asdict(counts) for name, counts in moved.items()},
         }
 
 
@@ -53,5 +53,7 @@ def describe_network(found: dict[str, Any]) -> str:
     """Return a line about the fields of the event `network`."""
     per_step, rate = found["sent_bytes"] / found["steps"], found["sent_bytes"] / found["seconds"]
     text = f"network: each rank sent {render_bytes(per_step)} in collectives per step, {render_rate(rate)} on average"
-    carried = [f"{name} {render_rate(each['sent'] / found['seconds'])}" for name, each in found["interfaces"].items()]
+    carried = [
+        f"{name} {render_rate(counts['sent'] / found['seconds'])}" for name, counts in found["interfaces"].items()
+    ]
     return text + (f"; interfaces of {found['host']}, all programs: {', '.join(carried)}" if carried else "")

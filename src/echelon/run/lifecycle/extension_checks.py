@@ -21,7 +21,7 @@ class Named:
 
 def list_extensions(recipe: Recipe) -> list[Named]:
     """Every extension, in the order of the recipe. Imports nothing."""
-    return [each for each in _list_named(recipe) if is_extension(each.name)]
+    return [entry for entry in _list_named(recipe) if is_extension(entry.name)]
 
 
 def _list_named(recipe: Recipe) -> Iterator[Named]:
@@ -41,9 +41,9 @@ def _list_named(recipe: Recipe) -> Iterator[Named]:
 def describe_extensions(recipe: Recipe) -> list[str]:
     """A line about each extension, for a machine that does not train itself."""
     return [
-        f"{each.key}={each.name}: whether the package {each.name.partition(':')[0].partition('.')[0]} is installed on "
-        "every machine that trains"
-        for each in list_extensions(recipe)
+        f"{extension.key}={extension.name}: whether the package {extension.name.partition(':')[0].partition('.')[0]} "
+        "is installed on every machine that trains"
+        for extension in list_extensions(recipe)
     ]
 
 
@@ -53,13 +53,13 @@ def check_extensions(recipe: Recipe) -> None:
     Raises ConfigError, with the key, for an extension that cannot be imported here, is of another kind, or does not
     accept its options. Every training process imports it again.
     """
-    for each in list_extensions(recipe):
-        if each.key == "train.loop":
-            find_loop(each.name)
+    for extension in list_extensions(recipe):
+        if extension.key == "train.loop":
+            find_loop(extension.name)
             continue
-        kind, num_arguments = _find_kind(each)
-        found = find_named(each.key, each.name, {}, kind)
-        check_options(each.key, each.name, found, num_arguments, each.options)
+        kind, num_arguments = _find_kind(extension)
+        found = find_named(extension.key, extension.name, {}, kind)
+        check_options(extension.key, extension.name, found, num_arguments, extension.options)
 
 
 def find_loop(name: str) -> Callable[..., None]:

@@ -201,7 +201,9 @@ def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: 
     _check_float8(model, recipe, elsewhere, left)
     _check_divisible(model, recipe)
     if not recipe.adapter.is_adapter or _try_adapter(model, recipe.adapter, elsewhere, left):
-        check_groups((name for name, each in parameter_names(model).items() if each.requires_grad), recipe.optim)
+        check_groups(
+            (name for name, parameter in parameter_names(model).items() if parameter.requires_grad), recipe.optim
+        )
     return obstacle
 
 
@@ -388,12 +390,12 @@ def _find_vocab_size(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast | None"
 def _read_floats(value: Any) -> Any:
     """Return what a config.json states, with `{"__float__": "Infinity"}` and the like as numbers."""
     if isinstance(value, list):
-        return [_read_floats(each) for each in value]
+        return [_read_floats(item) for item in value]
     if not isinstance(value, dict):
         return value
     if value.keys() == {"__float__"} and value["__float__"] in ("NaN", "Infinity", "-Infinity"):
         return float(value["__float__"])
-    return {name: _read_floats(each) for name, each in value.items()}
+    return {name: _read_floats(item) for name, item in value.items()}
 
 
 def _read_checkpoint_fields(checkpoint: str, trust_remote_code: bool) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         config = load_config(source, recipe.model.trust_remote_code)
         config.vocab_size = request["vocab_size"]
         grid = Grid(plan)
-        rank = next(each for each in range(plan.world_size) if grid.place(each)["pp"] == request["stage"])
+        rank = next(number for number in range(plan.world_size) if grid.place(number)["pp"] == request["stage"])
         return asdict(build_rank(recipe, config, plan, rank))
     except EchelonError as error:
         return {"refused": str(error)}

@@ -113,7 +113,7 @@ def describe_training(
 def describe_tokens(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> str:
     """A line about the special tokens of a training, and those at which generation stops."""
     special = ", ".join(_describe_token(kind, config, tokenizer) for kind in ("pad", "eos", "bos"))
-    ends = [f"{each} ({tokenizer.convert_ids_to_tokens(each)})" for each in stops]
+    ends = [f"{stop} ({tokenizer.convert_ids_to_tokens(stop)})" for stop in stops]
     return f"tokens: {special}; generation stops at {', '.join(ends) or 'none'}"
 
 
@@ -122,7 +122,7 @@ def _describe_token(kind: str, config: PretrainedConfig, tokenizer: PreTrainedTo
     ids = {"model config": getattr(config, f"{kind}_token_id", None)}
     ids["tokenizer"] = getattr(tokenizer, f"{kind}_token_id")
     order = ("tokenizer", "model config") if kind == "pad" else ("model config", "tokenizer")
-    return next((f"{kind} {ids[each]} ({each})" for each in order if ids[each] is not None), f"{kind} none")
+    return next((f"{kind} {ids[name]} ({name})" for name in order if ids[name] is not None), f"{kind} none")
 
 
 def describe_end(folder: RunFolder, state: TrainState, seconds: float, cost: str | None) -> Iterator[str]:

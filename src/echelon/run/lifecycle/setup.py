@@ -281,20 +281,20 @@ def describe_longer_run(recipe: Recipe, opened: OpenedRun, num_samples: int) -> 
     if opened.before is None:
         return
     recipes = (opened.before, recipe)
-    before, now = (each.num_steps(num_samples) for each in recipes)
+    before, now = (version.num_steps(num_samples) for version in recipes)
     step = opened.folder.newest_step()
     if before == now or not step:
         return
     last, following = (
-        build_schedule(each.optim, steps, each.batches)(index)
-        for each, steps, index in zip(recipes, (before, now), (step - 1, step), strict=True)
+        build_schedule(version.optim, steps, version.batches)(index)
+        for version, steps, index in zip(recipes, (before, now), (step - 1, step), strict=True)
     )
     yield (
         f"schedule: the run is {now:,} steps long now, not {before:,}, and continues on the learning rate of the "
         f"longer run: {last:.2e} at step {step:,}, {following:.2e} at step {step + 1:,}"
     )
     if recipe.optim.warmup_fraction is not None:
-        warmups = [find_warmup(each.optim, each.num_steps(num_samples), each.batches) for each in recipes]
+        warmups = [find_warmup(version.optim, version.num_steps(num_samples), version.batches) for version in recipes]
         yield (
             f"optim.warmup_fraction={recipe.optim.warmup_fraction:g} applies to the longer run: the warm-up was "
             f"{warmups[0]:,} {recipe.optim.schedule_unit}, and is now {warmups[1]:,}"
@@ -358,7 +358,7 @@ def _find_plan(
     began = _read_beginning(opened)
     if began is not None:
         before, plan = began
-        changed = any(each.key.startswith(_PLAN_KEYS) for each in opened.differences)
+        changed = any(difference.key.startswith(_PLAN_KEYS) for difference in opened.differences)
         fits = plan.world_size == cluster.num_devices and plan.global_batch_size == recipe.global_batch_size
         if fits and not changed and _are_alike(before, cluster):
             return plan

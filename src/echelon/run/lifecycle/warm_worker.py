@@ -66,19 +66,19 @@ def count_threads() -> int:
 @contextmanager
 def _output_discarded() -> Iterator[None]:
     """Discard what packages print as they are imported; the workers' output is for the user."""
-    kept = [os.dup(each) for each in (1, 2)]
+    kept = [os.dup(stream) for stream in (1, 2)]
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for each in (1, 2):
-        os.dup2(nowhere, each)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
     try:
         yield
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        for each, copy in zip((1, 2), kept, strict=True):
-            os.dup2(copy, each)
-        for each in (*kept, nowhere):
-            os.close(each)
+        for stream, copy in zip((1, 2), kept, strict=True):
+            os.dup2(copy, stream)
+        for stream in (*kept, nowhere):
+            os.close(stream)
 
 
 def _fork_for_agent(agent: int, channel: socket.socket, command: Sequence[str], env: Mapping[str, str]) -> int | None:
@@ -98,8 +98,8 @@ def _fork_for_agent(agent: int, channel: socket.socket, command: Sequence[str], 
             if os.fork() == 0:
                 os.setsid()
                 os.write(writing, str(os.getpid()).encode("ascii"))
-                for each in (reading, writing, channel.detach()):
-                    os.close(each)
+                for descriptor in (reading, writing, channel.detach()):
+                    os.close(descriptor)
                 _work(agent, command, env)
         finally:
             os._exit(0)

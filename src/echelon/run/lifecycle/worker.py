@@ -125,7 +125,7 @@ def leave_after_peers(folder: RunFolder) -> None:
         while not folder.death_path.exists():
             time.sleep(_LOOK_SECONDS)
         time.sleep(_LAST_WORDS_SECONDS)
-        if rank not in {each.rank for each in read_outcomes(folder.outcomes_dir)}:
+        if rank not in {outcome.rank for outcome in read_outcomes(folder.outcomes_dir)}:
             with suppress(OSError):
                 message = "ended because another rank had died"
                 write_outcome(folder.outcomes_dir, report(rank, FAILED, message, secondary=True))
@@ -251,7 +251,7 @@ def leave_hanging(
             with suppress(ImportError, LookupError, ValueError):  # a hang is reported also without its explanation
                 write_record(shared, runtime.rank)
             silent = peers.find_unresponsive()
-            verdict = explain_hang([each for each in read_records(shared) if each.rank not in silent], silent)
+            verdict = explain_hang([record for record in read_records(shared) if record.rank not in silent], silent)
     rank = find_place().rank  # of a replica this is its number, which is not its rank in a view
     who = f"rank {', '.join(map(str, silent))} does not answer" if silent else "every rank waits"
     reason = "; ".join(filter(None, (f"{what} (fault.hang_seconds), and {who}", verdict)))
@@ -276,7 +276,7 @@ def load_agreed_run(folder: RunFolder, runtime: Runtime) -> "tuple[Recipe, Paral
     mine = torch.tensor([digest_run(folder)], dtype=torch.int64, device=runtime.device)
     everyone = [torch.zeros_like(mine) for _ in range(runtime.world_size)]
     dist.all_gather(everyone, mine)
-    digests = [int(each) for each in everyone]
+    digests = [int(digest) for digest in everyone]
     differing = [rank for rank, digest in enumerate(digests) if digest != digests[0] or digest == 0]
     if differing:
         ranks = ", ".join(map(str, differing))

@@ -74,7 +74,7 @@ def _name_interface(record: RunRecord) -> str:
     [event] = record.find_events("network")[-1:] or [{}]
     rates = {name: read_number(event, "interfaces", name, "sent") or 0.0 for name in read_mapping(event, "interfaces")}
     rates.pop("lo", None)  # between the processes of one machine
-    name = max(rates, key=lambda each: rates[each], default=None)
+    name = max(rates, key=lambda axis: rates[axis], default=None)
     if name is None or rates[name] < (read_number(event, "sent_bytes") or 0.0) / 2:
         return ""
     return redact_text(f", through {name} of {event.get('host')}")
@@ -92,7 +92,7 @@ def _about_steps(record: RunRecord) -> Iterator[str]:
         )
     middle, slow = statistics.median(seconds), percentile(seconds, 0.95)
     if slow > _UNEVEN * middle:
-        excess = sum(each - middle for each in seconds if each > middle) / sum(seconds)
+        excess = sum(second - middle for second in seconds if second > middle) / sum(seconds)
         yield (
             f"One step in twenty takes {render_seconds(slow)} or more; the median is {render_seconds(middle)}. At an "
             f"even pace, steps would be {_gain(excess)}. Look for other programs on the machine, and for a slow disk "

@@ -93,7 +93,7 @@ def _read_start(record: RunRecord, name: str) -> Any:
 
 def _list_figures(records: Sequence[RunRecord], names: Sequence[str]) -> Table:
     figures = [{"status": record.summary.status} | list_figures(record) for record in records]
-    rows = [(name, *(each[name] for each in figures)) for name in figures[0]]
+    rows = [(name, *(figure[name] for figure in figures)) for name in figures[0]]
     return Table(("", *names), [row for row in rows if set(row[1:]) != {UNKNOWN}])
 
 
@@ -122,7 +122,7 @@ def _draw_over(records: Sequence[RunRecord], names: Sequence[str]) -> Iterator[B
                 points = read_points(getattr(record, kind), name, axis)
                 points = smooth(points) if len(points) > _MANY_POINTS else points
             series.append(Series(label, points, is_marked=is_evaluation))
-        if any(each.points for each in series):
+        if any(line.points for line in series):
             yield Curves(title, axis, series)
 
 
@@ -137,8 +137,8 @@ def _place_evaluations(record: RunRecord, name: str, has_tokens: bool) -> list[P
 
 def _list_differences(records: Sequence[RunRecord], names: Sequence[str]) -> Iterator[Block]:
     flat = [dict(_flatten(record.recipe)) for record in records]
-    keys = sorted({key for each in flat for key in each} - {*_OWN_KEYS})
-    rows = [(key, *(redact_text(each.get(key, _ABSENT)) for each in flat)) for key in keys]
+    keys = sorted({key for values in flat for key in values} - {*_OWN_KEYS})
+    rows = [(key, *(redact_text(values.get(key, _ABSENT)) for values in flat)) for key in keys]
     differing = [row for row in rows if len(set(row[1:])) > 1]
     if differing:
         yield Table(("", *names), differing, is_text=True)
@@ -147,11 +147,11 @@ def _list_differences(records: Sequence[RunRecord], names: Sequence[str]) -> Ite
 def _flatten(value: object, path: str = "") -> Iterator[tuple[str, str]]:
     """The values of a recipe by key, as they are written on a command line: data.train.0.path, true, 0.9, 0.95."""
     if isinstance(value, Mapping) and value:
-        for key, each in value.items():
-            yield from _flatten(each, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list) and any(isinstance(each, Mapping | list) for each in value):
-        for place, each in enumerate(value):
-            yield from _flatten(each, f"{path}.{place}")
+        for key, part in value.items():
+            yield from _flatten(part, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list) and any(isinstance(part, Mapping | list) for part in value):
+        for place, part in enumerate(value):
+            yield from _flatten(part, f"{path}.{place}")
     elif isinstance(value, list):
         yield path, ", ".join(map(_render, value)) or _ABSENT
     else:

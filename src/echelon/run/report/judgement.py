@@ -49,7 +49,7 @@ class _Curves:
 
     def train_at(self, step: float) -> float:
         """The training loss around a step."""
-        place = min(range(len(self.train)), key=lambda each: abs(self.train[each][0] - step))
+        place = min(range(len(self.train)), key=lambda index: abs(self.train[index][0] - step))
         return statistics.median(loss for _, loss in self.train[max(0, place - self._near) : place + self._near + 1])
 
 
@@ -131,7 +131,7 @@ def _judge_trend(curves: _Curves, record: RunRecord) -> tuple[bool, str]:
         early, late = curves.train[-2 * size : -size], curves.train[-size:]
         losses = [[loss for _, loss in points] for points in (early, late)]
         start, last = map(statistics.mean, losses)
-        noise = 2 * sum(statistics.variance(each) / size for each in losses) ** 0.5
+        noise = 2 * sum(statistics.variance(tail) / size for tail in losses) ** 0.5
         since, name = late[0][0], "training"
     share = (start - last) / (abs(start) or 1.0)
     if share > _FELL and start - last <= noise:

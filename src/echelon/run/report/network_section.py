@@ -41,7 +41,7 @@ def _list_last(event: Mapping[str, Any]) -> Iterator[Block]:
     known = {name: count for name in sent if (count := read_number(sent, name))}
     if known:
         whole = sum(known.values())
-        rows = sorted((each for each in known.items() if each[1] >= _SMALL * whole), key=lambda each: -each[1])
+        rows = sorted((item for item in known.items() if item[1] >= _SMALL * whole), key=lambda item: -item[1])
         yield Table(
             ("sent by rank 0, with evaluations and saves", "bytes", "share"),
             [(redact_text(name), render_bytes(count), render_percent(count / whole)) for name, count in rows],
@@ -51,5 +51,5 @@ def _list_last(event: Mapping[str, Any]) -> Iterator[Block]:
         rates = []
         for name in interfaces:
             ways = [read_number(interfaces, name, way) or 0.0 for way in ("sent", "received")]
-            rates.append((redact_text(name), *(render_rate(each / seconds) for each in ways)))
+            rates.append((redact_text(name), *(render_rate(amount / seconds) for amount in ways)))
         yield Table((f"interface of {redact_text(str(event.get('host')))}, all programs", "sent", "received"), rates)

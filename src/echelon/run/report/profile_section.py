@@ -74,7 +74,7 @@ def _show_part(trace: Trace, name: str) -> str:
 
 
 def _find_seconds(trace: Trace, step: int) -> float | None:
-    return next((each.seconds for each in trace.steps if each.step == step), None)
+    return next((traced.seconds for traced in trace.steps if traced.step == step), None)
 
 
 def _describe_cost(record: RunRecord, steps: Sequence[int]) -> Iterator[str]:
@@ -106,14 +106,16 @@ def _list_collectives(trace: Trace, record: RunRecord) -> Iterator[Block]:
         (f"collectives of rank {trace.rank}, per step", "calls", "its input", "time", "bus bandwidth", "link"),
         [
             (
-                each.name if each.ends is None else f"{each.name}, ranks {each.ends[0]} to {each.ends[1]}",
-                f"{each.count / count:.1f}",
-                "unknown" if each.bytes is None else render_bytes(each.bytes / count),
-                render_seconds(each.seconds / count),
-                "unknown" if each.bus_rate is None else render_rate(each.bus_rate),
-                _compare_with_link(each, record),
+                collective.name
+                if collective.ends is None
+                else f"{collective.name}, ranks {collective.ends[0]} to {collective.ends[1]}",
+                f"{collective.count / count:.1f}",
+                "unknown" if collective.bytes is None else render_bytes(collective.bytes / count),
+                render_seconds(collective.seconds / count),
+                "unknown" if collective.bus_rate is None else render_rate(collective.bus_rate),
+                _compare_with_link(collective, record),
             )
-            for each in trace.collectives
+            for collective in trace.collectives
         ],
     )
     yield Lines(

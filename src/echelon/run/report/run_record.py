@@ -58,7 +58,7 @@ class RunRecord:
         """The train rows without the first of each start and without profiled steps; all if there are no others."""
         left_out = {row["step"] + 1 for row in self.starts if isinstance(row.get("step"), int)}
         for trace in self.traces:
-            steps = [each.step for each in trace.steps]
+            steps = [step.step for step in trace.steps]
             left_out |= {*range(min(steps) - 1, max(steps) + 2)}  # the profiler starts before, and is written after
         return [row for row in self.train_rows if row["step"] not in left_out] or list(self.train_rows)
 

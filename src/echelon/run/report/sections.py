@@ -142,7 +142,7 @@ def _losses(record: RunRecord) -> Iterator[Block]:
     points, evaluated = read_points(record.train_rows, "loss"), read_points(record.eval_rows, "loss")
     series = draw_lines("training", points)
     if points or evaluated:
-        shown = [each for each in (*series, Series("evaluation", evaluated, is_marked=True)) if each.points]
+        shown = [line for line in (*series, Series("evaluation", evaluated, is_marked=True)) if line.points]
         yield Curves("loss", "step", shown)
     names = sorted({name for row in record.eval_rows for name in (row.get("sets") or {})})
     rows = [row for row in record.eval_rows if isinstance(row.get("sets"), dict)]
@@ -153,7 +153,7 @@ def _losses(record: RunRecord) -> Iterator[Block]:
             [
                 (
                     name,
-                    *(render_number(read_number(each, name, "loss")) for each in (first, last)),
+                    *(render_number(read_number(row, name, "loss")) for row in (first, last)),
                     render_number(read_number(last, name, "perplexity")),
                 )
                 for name in names
@@ -168,7 +168,7 @@ def _time(record: RunRecord) -> Iterator[Block]:
     rows = []
     if seconds := _read_goodput(record):
         wall = sum(seconds.values())
-        ordered = sorted(seconds.items(), key=lambda each: -each[1])
+        ordered = sorted(seconds.items(), key=lambda item: -item[1])
         shown = [(CAUSES.get(cause, cause), spent) for cause, spent in ordered if spent >= 0.0005 * wall]
         yield Bars([("wall time", shown)], "seconds")
     elif record.train_rows:

@@ -91,7 +91,7 @@ def _find_slowest(values: Sequence[Sequence[float | None]]) -> list[int]:
 
 
 def _read_times(value: object) -> list[float | None]:
-    return [read_number({"": each}, "") for each in value] if isinstance(value, list) else []
+    return [read_number({"": item}, "") for item in value] if isinstance(value, list) else []
 
 
 def _find_median(rows: Sequence[Sequence[float | None]], rank: int) -> float | None:

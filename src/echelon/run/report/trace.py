@@ -164,7 +164,9 @@ def analyse(content: object, rank: int) -> Trace:
 def _find_work(events: Sequence[_Event]) -> tuple[list[_Event], list[_Event]]:
     """Return the communication, and the other work on tensors: on a GPU if there is one, else on the host."""
     on_device = [event for event in events if event.category in _GPU_CATEGORIES]
-    operators = (each for each in events if each.category == "cpu_op" and each.name.startswith(("aten::", "mkldnn")))
+    operators = (
+        event for event in events if event.category == "cpu_op" and event.name.startswith(("aten::", "mkldnn"))
+    )
     sends = [event for event in on_device or events if _COMMUNICATION.match(event.name)]
     return sends, [event for event in on_device or operators if not _COMMUNICATION.match(event.name)]
 
@@ -252,7 +254,7 @@ def _count_collectives(
     for event in events:
         by_kind[_name_collective(event), _find_ends(event) or everyone].append(event)
     found = [_sum_up(name, ends, group, group_size) for (name, ends), group in by_kind.items()]
-    return sorted(found, key=lambda each: -each.seconds)
+    return sorted(found, key=lambda part: -part.seconds)
 
 
 def _sum_up(name: str, ends: tuple[int, int] | None, events: Sequence[_Event], group_size: float | None) -> Collectives:
@@ -314,7 +316,7 @@ def _count_bytes(event: _Event) -> int | None:
 def _count_tensor(shape: object, kind: object) -> int | None:
     """Return the bytes of a tensor in the arguments of an operator; None if it is none, or a list of tensors."""
     width = _WIDTHS.get(str(kind))
-    if width is None or not isinstance(shape, list) or not all(isinstance(each, int) for each in shape):
+    if width is None or not isinstance(shape, list) or not all(isinstance(size, int) for size in shape):
         return None
     return math.prod(shape) * width
 

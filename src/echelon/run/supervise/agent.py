@@ -149,7 +149,7 @@ class Agent:
         with exported(variables), news:
             if job.min_replicas is not None:
                 deaths = ReplicaKeeper(job, self._warm).run()
-                died_at = min((each.time for each in deaths), default=None)
+                died_at = min((death.time for death in deaths), default=None)
             else:
                 with deaths_watched(folder, job.num_processes) as death:
                     deaths = self._run_torchrun(job, self._settings(job, meeting, attempt))
@@ -202,7 +202,9 @@ class Agent:
                     elastic_launch(_build_config(job, scratch, settings), entrypoint)(*arguments)
             except ChildFailedError as error:
                 failures = error.failures.items()
-                return [ProcessDeath(rank, each.pid, each.exitcode, each.timestamp) for rank, each in failures]
+                return [
+                    ProcessDeath(rank, failure.pid, failure.exitcode, failure.timestamp) for rank, failure in failures
+                ]
             except RendezvousClosedError:
                 pass  # the attempt ended before this machine took part in it
             except RendezvousConnectionError as error:
@@ -266,7 +268,7 @@ def _build_config(job: Workers, scratch: Path, settings: Mapping[str, Any]) -> "
         "monitor_interval": _MONITOR_SECONDS,
         # Under nohup SIGHUP is ignored, and the job outlives its terminal.
         "signals_to_handle": ",".join(
-            each.name for each in _ENDING_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN
+            signum.name for signum in _ENDING_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN
         ),
         **settings,
     }
@@ -310,15 +312,15 @@ def stops_forwarded(notice_seconds: float, stop_file: Path) -> Iterator[Sequence
         raise SignalException("stopped", signal.Signals[asked[0][0]])
 
     mine = (*STOP_SIGNALS, signal.SIGALRM)
-    before = {each: signal.getsignal(each) for each in (*mine, *_ENDING_SIGNALS)}
-    for each in mine:
-        signal.signal(each, stop)
+    before = {signum: signal.getsignal(signum) for signum in (*mine, *_ENDING_SIGNALS)}
+    for signum in mine:
+        signal.signal(signum, stop)
     try:
         yield asked
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def worker_argv(module: str, *arguments: str) -> tuple[str, ...]:

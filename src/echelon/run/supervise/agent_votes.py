@@ -120,7 +120,8 @@ class _Tally:
     @staticmethod
     def of(reports: Mapping[str, HostReport | None], asked: frozenset[str]) -> "_Tally":
         received = sorted(
-            (each for each in reports.values() if each is not None), key=lambda each: (each.weight, each.time)
+            (report for report in reports.values() if report is not None),
+            key=lambda report: (report.weight, report.time),
         )
         return _Tally(tuple(received), tuple(host for host, report in reports.items() if report is None), asked)
 
@@ -130,7 +131,7 @@ class _Tally:
 
     @property
     def step(self) -> int | None:
-        return max((each.step for each in self.reports if each.step is not None), default=None)
+        return max((report.step for report in self.reports if report.step is not None), default=None)
 
     @property
     def num_staying(self) -> int:
@@ -142,7 +143,7 @@ class _Tally:
         if first is not None and (first.code == REFUSED or (first.code == DONE and not self.lost)):
             return first.outcome
         if self.asked and not (group.is_elastic and self.num_staying >= group.min_nodes):
-            stopped = next((each for each in self.reports if each.code == STOPPED), first)
+            stopped = next((report for report in self.reports if report.code == STOPPED), first)
             return Outcome(FAILED, "stopped by a signal") if stopped is None else stopped.outcome
         if first is not None and first.code == STOPPED:
             # torchrun's agents stop their workers when a machine joins.

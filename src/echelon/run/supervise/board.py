@@ -79,7 +79,7 @@ class Board:
         text = self._store.get(f"view/{number}")
         try:
             fields = json.loads(text)
-            changes = tuple(Change(**each) for each in fields["changes"])
+            changes = tuple(Change(**field) for field in fields["changes"])
             return View(number, tuple(fields["members"]), changes)
         except (ValueError, TypeError, LookupError) as error:
             raise LaunchError(
@@ -132,7 +132,7 @@ class Board:
         self.mark(f"here/{view.number}", member)
         for _ in _looks(_PATIENT_LOOK_SECONDS):
             watch()
-            is_complete = all(self.is_marked(f"here/{view.number}", each) for each in view.members)
+            is_complete = all(self.is_marked(f"here/{view.number}", member) for member in view.members)
             if is_complete or self.has_changed(view.number):
                 return self._settle(f"entry/{view.number}", _COMPLETE if is_complete else _CHANGED) == _COMPLETE
         raise AssertionError("not reached")
@@ -151,8 +151,8 @@ class Board:
         if self._store.add(votes, 1) == len(view.members):
             self._settle(result, _LAST if self.has_changed(view.number) else _COMMITTED)
             if ballot:  # every replica knows the earlier result
-                for each in ("votes", "result"):
-                    self._store.delete_key(f"{each}/{view.number}/{ballot - 1}")
+                for name in ("votes", "result"):
+                    self._store.delete_key(f"{name}/{view.number}/{ballot - 1}")
         for _ in _looks(_LOOK_SECONDS):
             if self._store.check([result]):
                 break

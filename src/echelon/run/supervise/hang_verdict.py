@@ -82,7 +82,7 @@ def explain_hang(records: Sequence[HangRecord], silent: Sequence[int] = ()) -> s
 def _by_rank(records: Sequence[HangRecord], key: str) -> dict[int, dict[int, Collective]]:
     """Return the collectives of a group, by number, of each of its members with a record."""
     return {
-        record.rank: {each.number: each for each in record.collectives if each.group == key}
+        record.rank: {collective.number: collective for collective in record.collectives if collective.group == key}
         for record in records
         if key in record.groups
     }
@@ -125,7 +125,7 @@ def _find_missing(
         for record in records:
             if record.rank in late[key] - waiting:
                 what = _describe_entry(reached[key][record.rank] + 1, groups[key], entered[key])
-                return _describe_late(record, what, [each for each in records if each.rank not in late[key]])
+                return _describe_late(record, what, [other for other in records if other.rank not in late[key]])
     return ""
 
 
@@ -140,7 +140,7 @@ def _describe_late(record: HangRecord, what: str, others: Sequence[HangRecord]) 
     if record.waits_in is None:
         return f"rank {record.rank} never entered {what}; it is at {record.place}"
     # It waits for a message of one that waits for it: neither of them is late.
-    there = ", ".join(f"rank {each.rank} is at {each.place}" for each in others)
+    there = ", ".join(f"rank {other.rank} is at {other.place}" for other in others)
     return (
         f"rank {record.rank} never entered {what}; it waits for a message at {record.place}; {there}; the ranks ran "
         "different code"
@@ -160,19 +160,21 @@ def _find_absent(records: Sequence[HangRecord]) -> str:
 
 def _list_open(record: HangRecord) -> list[Collective]:
     """Return the collectives that a rank waits in; the last one is over if it has failed."""
-    found = [each for each in record.collectives if not each.is_over]
+    found = [collective for collective in record.collectives if not collective.is_over]
     last = record.collectives[-1:]
-    return found or [each for each in last if each.name == record.waits_in]
+    return found or [collective for collective in last if collective.name == record.waits_in]
 
 
 def _find_wait(records: Sequence[HangRecord], silent: Sequence[int]) -> str:
     """Describe the collective in which a rank waits for one of these ranks, in the smallest group."""
-    open_ones = [(record, each) for record in records for each in _list_open(record)]
-    for record, each in sorted(open_ones, key=lambda pair: len(pair[0].groups[pair[1].group].ranks)):
-        group = record.groups[each.group]
+    open_ones = [(record, collective) for record in records for collective in _list_open(record)]
+    for record, collective in sorted(open_ones, key=lambda pair: len(pair[0].groups[pair[1].group].ranks)):
+        group = record.groups[collective.group]
         if set(silent) & set(group.ranks):
             return (
-                f"rank {record.rank} waits for it in {each.name} {each.number} of group {group.name} "
+                f"rank {record.rank} waits for it in {collective.name} {collective.number} of group {group.name} "
                 f"(ranks {', '.join(map(str, group.ranks))}), at {record.place}"
             )
-    return next((f"rank {each.rank} waits for a message at {each.place}" for each in records if each.waits_in), "")
+    return next(
+        (f"rank {record.rank} waits for a message at {record.place}" for record in records if record.waits_in), ""
+    )

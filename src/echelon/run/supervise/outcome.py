@@ -126,7 +126,7 @@ def read_outcomes(directory: Path) -> list[RankOutcome]:
 
 def is_peer_leaving(directory: Path) -> bool:
     """Whether a rank was refused or stopped after a save: then its peers' errors need no restart."""
-    return any(each.code in (REFUSED, STOPPED) and not each.secondary for each in read_outcomes(directory))
+    return any(outcome.code in (REFUSED, STOPPED) and not outcome.secondary for outcome in read_outcomes(directory))
 
 
 class Weight(IntEnum):
@@ -165,20 +165,20 @@ def find_cause(
 
     `silent`: ranks that have written no report.
     """
-    reports = sorted((each for each in outcomes if each.code != DONE), key=lambda each: each.time)
-    cause = next((each for each in reports if not each.secondary), None)
+    reports = sorted((outcome for outcome in outcomes if outcome.code != DONE), key=lambda outcome: outcome.time)
+    cause = next((report for report in reports if not report.secondary), None)
     accident = _find_accident(deaths, math.inf if cause is None else cause.time)
     if accident is not None:
         return Cause(_describe_death(accident, logs_dir), Weight.CAUSE, accident.time)
     if cause is not None:
         return Cause(Outcome(cause.code, cause.message, cause.final), Weight.CAUSE, cause.time)
-    reported = {each.rank for each in reports}
-    unexplained = [each for each in deaths if each.exit_code < 0 or each.rank not in reported]
+    reported = {report.rank for report in reports}
+    unexplained = [death for death in deaths if death.exit_code < 0 or death.rank not in reported]
     if unexplained:
-        first = min(unexplained, key=lambda each: _rank_death(each, logs_dir))
+        first = min(unexplained, key=lambda death: _rank_death(death, logs_dir))
         return Cause(_describe_death(first, logs_dir), Weight.DEATH, first.time)
     if reports:
-        gone = sorted(set(silent) - {each.rank for each in deaths})
+        gone = sorted(set(silent) - {death.rank for death in deaths})
         return _describe_echo(reports[0], gone, logs_dir)
     return Cause(Outcome(DONE), Weight.NOTHING, time.time())
 
@@ -197,7 +197,8 @@ def _find_accident(deaths: Sequence[ProcessDeath], first_cause_time: float) -> P
     until = first_cause_time + _KILLED_BY_AGENT_SECONDS
     expected = (-signal.SIGTERM, -signal.SIGABRT)
     return next(
-        (each for each in deaths if each.exit_code < 0 and each.exit_code not in expected and each.time < until), None
+        (death for death in deaths if death.exit_code < 0 and death.exit_code not in expected and death.time < until),
+        None,
     )
 
 

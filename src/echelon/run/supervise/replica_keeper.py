@@ -100,15 +100,15 @@ class ReplicaKeeper:
 
     def _listen(self) -> None:
         """Remember what the replicas say of themselves: the board may forget it."""
-        for each in self._running.values():
-            each.is_ready = each.is_ready or self._board.is_marked("ready", each.member)
-            each.has_state = each.has_state or self._board.is_marked("trains", each.member)
+        for replica in self._running.values():
+            replica.is_ready = replica.is_ready or self._board.is_marked("ready", replica.member)
+            replica.has_state = replica.has_state or self._board.is_marked("trains", replica.member)
 
     def _reap(self) -> Iterable[ProcessDeath]:
         """Handle the processes that have ended; yields those whose death ends the job."""
-        ended = [(each, code) for each in self._running.values() if (code := each.process.poll()) is not None]
+        ended = [(replica, code) for replica in self._running.values() if (code := replica.process.poll()) is not None]
         self._listen()
-        reported = {each.rank for each in read_outcomes(self._job.folder.outcomes_dir) if each.code == FAILED}
+        reported = {outcome.rank for outcome in read_outcomes(self._job.folder.outcomes_dir) if outcome.code == FAILED}
         for replica, code in ended:
             del self._running[replica.number]
             death = ProcessDeath(replica.number, replica.pid, code, time.time())
@@ -120,7 +120,7 @@ class ReplicaKeeper:
                 or not self._lose(replica, death)
             ):
                 yield death
-        if self._is_ending and not any(each.has_state for each in self._running.values()):
+        if self._is_ending and not any(replica.has_state for replica in self._running.values()):
             for replica in self._running.values():  # started again, and too late to take part
                 os.kill(replica.pid, signal.SIGKILL)
                 replica.process.wait()
@@ -129,7 +129,7 @@ class ReplicaKeeper:
     def _can_spare(self, replica: _Replica) -> bool:
         """Whether another replica trains, and needs nothing that only this one has."""
         is_essential = replica.number < self._job.num_essential
-        return not is_essential and any(each.has_state for each in self._running.values() if each is not replica)
+        return not is_essential and any(other.has_state for other in self._running.values() if other is not replica)
 
     def _lose(self, replica: _Replica, death: ProcessDeath) -> bool:
         """Go on without a replica, and start it again; return False if too few are left, and none returns."""
@@ -155,7 +155,7 @@ class ReplicaKeeper:
 
         A view that is over although all of its replicas run is published again: somebody else has ended it.
         """
-        ready = {each.member: each for each in self._running.values() if each.is_ready}
+        ready = {replica.member: replica for replica in self._running.values() if replica.is_ready}
         if self._view is None:
             if len(ready) == self._job.num_processes:
                 self._show(View(0, tuple(ready)))

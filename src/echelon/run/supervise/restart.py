@@ -141,7 +141,7 @@ def _is_alive(pid: int) -> bool:
 
 def _has_failed(folder: RunFolder, rank: int, pid: int) -> bool:
     """Whether this ended child has neither exit code 0 nor a report of a stop."""
-    ends = {each.rank: each.code for each in read_outcomes(folder.outcomes_dir)}
+    ends = {outcome.rank: outcome.code for outcome in read_outcomes(folder.outcomes_dir)}
     if ends.get(rank) == STOPPED:
         return False
     try:

@@ -48,7 +48,7 @@ def workers_warmed(num_processes: int | None) -> Iterator["WarmStart | None"]:
 
     `num_processes`: how many workers there will be; None if that is not known yet.
     """
-    if sys.platform != "linux" or any(Path(each).exists() for each in _GPU_DEVICES):
+    if sys.platform != "linux" or any(Path(path).exists() for path in _GPU_DEVICES):
         yield None
         return
     # A guess is enough: each worker gets an environment of its own.

@@ -34,6 +34,6 @@ class Callback:
 def build_callbacks(configs: Sequence[CallbackConfig]) -> list[Callback]:
     """Build the callbacks of `train.callbacks`, in order. Only on rank 0."""
     return [
-        build_named(f"train.callbacks.{index}.name", each.name, {}, Callback, options=each.options)
-        for index, each in enumerate(configs)
+        build_named(f"train.callbacks.{index}.name", config.name, {}, Callback, options=config.options)
+        for index, config in enumerate(configs)
     ]

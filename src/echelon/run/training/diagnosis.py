@@ -73,6 +73,7 @@ def merge_findings(everyone: list[list[tuple[Finding | None, list[int]]]]) -> Di
     first = min((finding for finding, _ in findings), default=None)
     # A non-finite loss shows the origin; non-finite gradients spread to other ranks by the reduction.
     origins = [entry for entry in entries if entry[1] is not None and first is not None and entry[1].part == first.part]
-    sample_ids = list(dict.fromkeys(each for _, _, ids in origins or entries for each in ids))  # peers read the same
+    # without doubles: peers read the same
+    sample_ids = list(dict.fromkeys(sample_id for _, _, ids in origins or entries for sample_id in ids))
     ranks = sorted({rank for rank, _, _ in origins})
     return Diagnosis(first, tuple(ranks), len(everyone), tuple(sample_ids[:MAX_SAMPLES]), len(sample_ids))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def check_evaluation(recipe: Recipe, data: PreparedData) -> None:
     """Raise ConfigError if the settings of `evaluate` and `checkpoint.keep_best` do not fit the validation sets."""
     wanted, sets = recipe.evaluate, data.validation
-    names = [each.name for each in sets]
+    names = [held_out.name for held_out in sets]
     if wanted.select_by is not None and wanted.select_by not in names:
         have = f"use one of {', '.join(names)}" if names else "there are none; set data.validation_fraction"
         raise ConfigError(f"evaluate.select_by={wanted.select_by}: no validation set has this name; {have}.")

@@ -62,7 +62,7 @@ class Evaluations:
         beat()
         with self.sync.agreed():  # every replica has the same weights here
             try:
-                sets = {each.name: self._evaluate_set(each, beat) for each in self.learner.data.validation}
+                sets = {held_out.name: self._evaluate_set(held_out, beat) for held_out in self.learner.data.validation}
             except Interrupted:
                 return None
             results = EvalResults(sets)

@@ -157,7 +157,7 @@ class PendingMetrics:
         limbs = [(record.batch_hash >> (LIMB_BITS * place)) & (2**LIMB_BITS - 1) for place in range(_NUM_LIMBS)]
         data = [record.num_tokens, record.num_labels, *limbs]
         router_sum = torch.zeros_like(record.loss_sum) if record.router_sum is None else record.router_sum
-        losses = torch.stack([each.double() for each in (record.loss_sum, router_sum, record.targets.own)])
+        losses = torch.stack([value.double() for value in (record.loss_sum, router_sum, record.targets.own)])
         experts = losses.new_zeros(1, 1) if record.expert_tokens is None else record.expert_tokens.double()
         load = [0.0] * 3 if measured.gpu is None else [*measured.gpu, 1.0]
         own_times = [0.0] * meshes.num_devices
@@ -249,7 +249,7 @@ def _place_own(record: StepRecord, meshes: Meshes) -> Tensor:
     """Return the values that differ between replicas, [replicas, 4]; other than 0 on the first rank of a replica."""
     verdict = record.verdict
     scale = torch.zeros_like(record.loss_sum) if record.loss_scale is None else record.loss_scale
-    own = torch.stack([each.double() for each in (record.grad_norm, verdict.commit, verdict.in_a_row, scale)])
+    own = torch.stack([value.double() for value in (record.grad_norm, verdict.commit, verdict.in_a_row, scale)])
     places = own.new_zeros(meshes.grid.sizes["replica"], len(own))
     if not any(place for axis, place in meshes.place.items() if axis != "replica"):
         places[meshes.place["replica"]] = own

@@ -102,6 +102,6 @@ class Pauses:
         differences = compare_replicas(self.learner.engine.state_dict(), self.learner.meshes)
         if differences:
             self.saver.wait()  # the pending save was compared before it began
-            for each in differences:
-                self.accounting.event("replicas_differ", step=step, **asdict(each))
+            for difference in differences:
+                self.accounting.event("replicas_differ", step=step, **asdict(difference))
             raise TrainingError(describe_differences(differences, step))

@@ -65,12 +65,14 @@ def heal(contents: RunContents, held: Held | None) -> Held | None:
         return None
     state = broadcast_object(held, group, source)
     assert state is not None
-    if not num_servers and len({None if each is None else each[0] for each in everyone}) > 1:
+    if not num_servers and len({None if state_of_rank is None else state_of_rank[0] for state_of_rank in everyone}) > 1:
         _send(contents, source)
     contents.sync.load_state_dict(state.saved.sync)
     contents.judge.load_state_dict(asdict(state.saved.judges[0]))
     rows = tuple(row for row in state.rows if row["kind"] == "train" or not state.owes_pause)
-    return replace(state, rows=rows, owes_save=any(each is not None and each[2] for each in everyone))
+    return replace(
+        state, rows=rows, owes_save=any(state_of_rank is not None and state_of_rank[2] for state_of_rank in everyone)
+    )
 
 
 def _choose_source(everyone: Sequence[tuple[int, bool, bool] | None], num_servers: int) -> int | None:
@@ -80,7 +82,7 @@ def _choose_source(everyone: Sequence[tuple[int, bool, bool] | None], num_server
     """
     if num_servers:
         return None if None in everyone[:num_servers] else 0
-    known = [each for each in everyone if each is not None]
+    known = [state_of_rank for state_of_rank in everyone if state_of_rank is not None]
     return everyone.index(max(known)) if known else None
 
 

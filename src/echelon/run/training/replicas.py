@@ -67,7 +67,7 @@ def compare_replicas(tensors: Mapping[str, Tensor], meshes: Meshes) -> list[Diff
     Args:
         tensors: the engine's tensors, of which those named `model.NAME` are compared.
     """
-    weights = {name.removeprefix("model."): each for name, each in tensors.items() if name.startswith("model.")}
+    weights = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
     names = list(weights)
     found = list(_find_differing(_gather_digests(list(weights.values()), meshes), meshes.grid))
     if not found:
@@ -86,9 +86,9 @@ def _find_differing(
     Args:
         digests: for each rank, the result of `_gather_digests`.
     """
-    for code in sorted({code for each in digests for code, _ in each} - {0}):
+    for code in sorted({code for digest in digests for code, _ in digest} - {0}):
         for copies in grid.peers(_decode(code)):
-            places = [place for place, (each, _) in enumerate(digests[copies[0]]) if each == code]
+            places = [place for place, (start, _) in enumerate(digests[copies[0]]) if start == code]
             hashes = {rank: tuple(digests[rank][place][1] for place in places) for rank in copies}
             odd = find_odd_ranks(hashes)
             if odd:
@@ -112,7 +112,7 @@ def _gather_digests(weights: list[Tensor], meshes: Meshes) -> list[list[tuple[in
             mine[place, 1] = hash_bits(local_part(weight))
     everyone = [torch.empty_like(mine) for _ in range(meshes.num_devices)]
     dist.all_gather(everyone, mine, group=meshes.everyone)
-    return [[(code, digest) for code, digest in each.tolist()] for each in everyone]
+    return [[(code, digest) for code, digest in row.tolist()] for row in everyone]
 
 
 def copied_axes(weight: Tensor, grid: Grid) -> tuple[str, ...]:
@@ -137,9 +137,9 @@ def _decode(code: int) -> tuple[str, ...]:
 def describe_differences(differences: list[Difference], step: int) -> str:
     """Return the message for a run that ends after this step because replicas differ."""
     return (
-        f"after step {step}: {'; '.join(each.describe() for each in differences)}. Nothing was saved since the "
-        "replicas were last equal. Check that machine for bad memory or another hardware fault; run the same command "
-        "again to resume from the newest checkpoint."
+        f"after step {step}: {'; '.join(difference.describe() for difference in differences)}. Nothing was saved "
+        "since the replicas were last equal. Check that machine for bad memory or another hardware fault; run the same "
+        "command again to resume from the newest checkpoint."
     )
 
 
@@ -177,7 +177,7 @@ def find_odd_ranks(hashes: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
     if len(counts) == 1:
         return ()
     usual, count = counts.most_common(1)[0]
-    return tuple(rank for rank, each in hashes.items() if each != usual or 2 * count <= len(hashes))
+    return tuple(rank for rank, digest in hashes.items() if digest != usual or 2 * count <= len(hashes))
 
 
 def _listed(ranks: tuple[int, ...] | list[int]) -> str:

@@ -107,7 +107,7 @@ class Accounting:
             mfu=self._find_mfu(rate),
             memory_peak_bytes=self._peak_bytes,
             message_wait_seconds=None if self._device.type == "cuda" else find_message_wait(metrics),
-            rank_seconds=None if rank_seconds is None else [float(f"{each:.4g}") for each in rank_seconds],
+            rank_seconds=None if rank_seconds is None else [float(f"{seconds:.4g}") for seconds in rank_seconds],
         )
         self.latest = [row]
         if self.journal is not None:

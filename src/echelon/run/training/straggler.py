@@ -90,7 +90,10 @@ class StragglerWatch:
         self.medians = None
         if len(self._window) < _WINDOW_STEPS:
             return []
-        own = [statistics.median(times) for times in zip(*(each for each, _ in self._window), strict=True)]
+        own = [
+            statistics.median(times)
+            for times in zip(*(times_of_rank for times_of_rank, _ in self._window), strict=True)
+        ]
         whole = statistics.median(seconds for _, seconds in self._window)
         self._window.clear()
         self.medians = own if len(own) > 1 else None

@@ -132,15 +132,15 @@ def examine(probes: Mapping[str, Probe], port: int, interface: str | None, seen:
     logger.info(f"querying {len(hosts)} hosts over ssh")
     described = on_each(hosts, lambda host: probes[host].ask("describe", START_SECONDS, **words))
     answered = _successes(described)
-    facts = {host: answered.get(host, str(each)) for host, each in described.items()}
+    facts = {host: answered.get(host, str(description)) for host, description in described.items()}
     there = list(answered)
-    backend = "nccl" if all(each["has_gpu"] for each in answered.values()) else "gloo"  # as training chooses
+    backend = "nccl" if all(answer["has_gpu"] for answer in answered.values()) else "gloo"  # as training chooses
     offsets = _successes(on_each(there, lambda host: _find_offset(probes[host])))
     logger.info("connecting every pair, both ways")
     blocked = _find_blocked(probes, facts, there, port)
     pairs = _measure_pairs(probes, facts, there, {tuple(sorted(pair)) for pair in blocked}, backend)
     whole: Speed | str | None = None
-    if len(there) > 2 and not blocked and not any(isinstance(each, str) for each in pairs.values()):
+    if len(there) > 2 and not blocked and not any(isinstance(result, str) for result in pairs.values()):
         logger.info("measuring all together")
         whole = _measure_apart(probes, facts, [tuple(there)], "whole", backend)[tuple(there)]
     return Examination(hosts, port, facts, offsets, blocked, pairs, whole)
@@ -176,9 +176,9 @@ def measure_here(start: Callable[[str], Probe]) -> Speed:
     words = {"hosts": ["127.0.0.1"], "port": 1, "interface": None, "seen": None}
     try:
         facts = on_each(names, lambda name: probes[name].ask("describe", START_SECONDS, **words))
-        for each in facts.values():
-            if isinstance(each, LaunchError):
-                raise each
+        for fact in facts.values():
+            if isinstance(fact, LaunchError):
+                raise fact
         speed = _measure_apart(probes, facts, [names], "here", "gloo")[names]
     finally:
         for probe in probes.values():

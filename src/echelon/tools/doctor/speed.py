@@ -47,7 +47,7 @@ def find_slow(speeds: Mapping[Pair, Speed]) -> dict[Pair, str]:
     if not best:
         return {}
     usual = Speed(
-        median(each.latency_seconds for each in best.values()), median(each.bytes_per_second for each in best.values())
+        median(link.latency_seconds for link in best.values()), median(link.bytes_per_second for link in best.values())
     )
     found = {}
     for pair, speed in speeds.items():

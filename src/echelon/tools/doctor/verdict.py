@@ -61,7 +61,7 @@ def _judge_hosts(found: Examination) -> Iterator[Finding]:
 
 
 def _judge_folder(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    blind = [host for host, each in facts.items() if not each["sees"]]
+    blind = [host for host, fact in facts.items() if not fact["sees"]]
     if blind:
         yield Finding(
             "folder",
@@ -73,21 +73,21 @@ def _judge_folder(facts: Mapping[str, Any]) -> Iterator[Finding]:
 def _judge_versions(facts: Mapping[str, Any]) -> Iterator[Finding]:
     subjects = {f"{name} version": name for name in ("python", "torch", "transformers", "echelon")}
     for subject, name in subjects.items():
-        values = {host: str(each["versions"][name] or "none") for host, each in facts.items()}
+        values = {host: str(fact["versions"][name] or "none") for host, fact in facts.items()}
         if words := _differences(values):
             yield Finding("versions", f"{subject}: {words}", f"install the same {name} on every host")
-    if words := _differences({host: each["devices"] for host, each in facts.items()}):
+    if words := _differences({host: fact["devices"] for host, fact in facts.items()}):
         yield Finding("versions", f"devices: {words}", "use machines with equal devices")
 
 
 def _judge_names(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    for host, each in facts.items():
-        unknown = [other for other, address in each["addresses"].items() if address is None]
+    for host, fact in facts.items():
+        unknown = [other for other, address in fact["addresses"].items() if address is None]
         if unknown:
             yield Finding(
                 "names", f"{host} cannot resolve {_list(unknown)}", f"add them to DNS or to /etc/hosts of {host}"
             )
-        for other, address in each["addresses"].items():
+        for other, address in fact["addresses"].items():
             if address is not None and address.startswith("127.") and len(facts) > 1:
                 yield Finding(
                     "names",

@@ -88,7 +88,7 @@ def fill_the_disk(job: Job) -> None:
 
 def flip_a_byte(trial: Trial) -> None:
     """Flip a bit in the middle of the newest checkpoint's largest file, as a bad disk or memory does."""
-    path = max(trial.newest_checkpoint().path.glob("*.distcp"), key=lambda each: each.stat().st_size)
+    path = max(trial.newest_checkpoint().path.glob("*.distcp"), key=lambda shard: shard.stat().st_size)
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
         byte = file.read(1)[0]

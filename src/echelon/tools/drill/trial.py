@@ -107,12 +107,12 @@ class Trial:
     def equals(self, other: "Trial", likeness: Likeness) -> bool:
         """Whether both ended alike."""
         keys = EXACT if likeness is Likeness.BITS else _ORDERLESS
-        mine, theirs = ([[row[key] for key in keys] for row in each.rows()] for each in (self, other))
+        mine, theirs = ([[row[key] for key in keys] for row in trial.rows()] for trial in (self, other))
         if mine != theirs:
             return False
         if likeness is Likeness.BITS:
-            return _are_equal(*(read_tensors(each.newest_checkpoint()) for each in (self, other)))
-        losses = ((row["loss"] for row in each.rows()) for each in (self, other))
+            return _are_equal(*(read_tensors(trial.newest_checkpoint()) for trial in (self, other)))
+        losses = ((row["loss"] for row in trial.rows()) for trial in (self, other))
         return likeness is Likeness.BATCHES or all(
             math.isclose(left, right, rel_tol=_ROUNDING) for left, right in zip(*losses, strict=True)
         )
@@ -188,7 +188,7 @@ def _find_descendants(pid: int) -> list[int]:
     processes = _list_processes()
     found = [pid]
     for parent in found:  # the list grows
-        found += [each for each, its_parent, _ in processes if its_parent == parent]
+        found += [process for process, its_parent, _ in processes if its_parent == parent]
     return found[1:]
 
 

@@ -35,7 +35,7 @@ class Chat:
                 f"--chat: the tokenizer of {target} has no chat template; remove --chat, and write the prompt in the "
                 "format that the model was trained on."
             )
-        special_tokens = {name: each for name, each in tokenizer.special_tokens_map.items() if isinstance(each, str)}
+        special_tokens = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
         system = self.system
         if system is None and is_run(target):
             system = read_run_recipe(target).data.system_prompt

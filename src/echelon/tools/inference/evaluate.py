@@ -76,9 +76,11 @@ def evaluate_model(
             sums: Tensor = host.run(lambda: reference.run(lambda: module(microbatch, objective.evaluation_sums)))
             return sums
 
-        results = EvalResults({each.name: _evaluate_set(add_up, objective, each, batch, team) for each in sets})
-        entropy = unigram_entropy([each.dataset for each in sets])
-        entropies = {each.name: unigram_entropy([each.dataset]) for each in sets}
+        results = EvalResults(
+            {held_out.name: _evaluate_set(add_up, objective, held_out, batch, team) for held_out in sets}
+        )
+        entropy = unigram_entropy([held_out.dataset for held_out in sets])
+        entropies = {held_out.name: unigram_entropy([held_out.dataset]) for held_out in sets}
     return {
         **_render(results.whole, entropy),
         "data": source,

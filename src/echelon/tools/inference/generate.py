@@ -186,7 +186,7 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list
         return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids = given if isinstance(given, list) else [given]
     size = model.config.get_text_config(decoder=True).vocab_size
-    if not all(type(each) is int and 0 <= each < size for each in ids):
+    if not all(type(token) is int and 0 <= token < size for token in ids):
         raise ConfigError(
             f"{Path(model.config.name_or_path) / 'generation_config.json'}: eos_token_id={str(given)[:100]} must be "
             f"one id of the model's vocabulary (0 to {size - 1}), or a list of them; correct it, or remove the file."
@@ -214,7 +214,7 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
     """Return the text before the first stop string."""
-    return text[: min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))]
+    return text[: min((place for string in stop if (place := text.find(string)) >= 0), default=len(text))]
 
 
 class TextStream:
@@ -240,8 +240,8 @@ class TextStream:
 
     def _settled(self, text: str) -> str:
         text = text.rstrip(_INCOMPLETE)
-        for length in range(max((len(each) for each in self._stop), default=0), 0, -1):
-            if any(each.startswith(text[-length:]) for each in self._stop if len(text) >= length):
+        for length in range(max((len(string) for string in self._stop), default=0), 0, -1):
+            if any(string.startswith(text[-length:]) for string in self._stop if len(text) >= length):
                 return text[:-length]
         return text
 

@@ -88,7 +88,7 @@ def prepare_given(
 def _find_source(path: Path, recipe: Recipe | None) -> Source:
     """Return the source of the text; it uses the field names of the run's sources if they agree and fit the text."""
     plain = Source("--data", str(path))
-    namings = {tuple(sorted(each.fields.items())) for each in recipe.data.train} if recipe is not None else set()
+    namings = {tuple(sorted(source.fields.items())) for source in recipe.data.train} if recipe is not None else set()
     if len(namings) == 1 and (named := replace(plain, fields=dict(namings.pop()))).fields:
         with suppress(ConfigError, DataError):  # then the default field names of the formats are used
             if any(isinstance(file.fields, ExampleFields) for file in list_files(named)):

@@ -86,7 +86,7 @@ def compare_merged(run: Path, out: Path, which: str | None, team: Team | None = 
         logger.warning(f"the merged model was not compared with the adapter: {error}")
         return None
     if team is None:  # a model in fp32, and the logits of a sequence
-        team = Team(find_device(num_bytes=5 * sum(each.numel() for each in run_skeleton(run).parameters())))
+        team = Team(find_device(num_bytes=5 * sum(parameter.numel() for parameter in run_skeleton(run).parameters())))
     kept = _keep_log_probabilities(run, team, which, dataset)
     gc.collect()  # frees the first model: the hooks of `fully_shard` refer to each other
     comparison = _compare(kept, out, team, dataset, text)
@@ -128,7 +128,7 @@ def _compare(kept: Sequence[Tensor], out: Path, team: Team, dataset: Dataset, te
         theirs, labels = host.run(work)
         ours = of_adapter.to(team.device)
         kl = F.kl_div(theirs, ours, reduction="sum", log_target=True)
-        losses = [F.nll_loss(each, labels, reduction="sum") for each in (ours, theirs)]
+        losses = [F.nll_loss(logits, labels, reduction="sum") for logits in (ours, theirs)]
         sums += torch.stack([kl, *losses, torch.tensor(len(labels), device=team.device)])
     *totals, count = team.add_up(sums).tolist()
     kl_mean, adapter_loss, merged_loss = (total / max(1.0, count) for total in totals)

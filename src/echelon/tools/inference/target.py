@@ -134,7 +134,7 @@ def count_bytes(target: Path) -> int:
     load_target_tokenizer(target)
     is_adapter = read_run_recipe(target).adapter.is_adapter
     model = AdaptedRun(target, None, torch.device("meta")).model if is_adapter else run_skeleton(target)
-    return sum(each.nbytes for each in model.parameters())
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 @contextmanager

@@ -80,7 +80,9 @@ def evaluate_task(target: Path, path: Path, checkpoint: str | None = None, team:
         ConfigError: the file cannot be used, or lm-eval is not installed.
     """
     examples = read_task(path)
-    rows = [{"context": each.context, "choices": list(each.choices), "answer": each.answer} for each in examples]
+    rows = [
+        {"context": example.context, "choices": list(example.choices), "answer": example.answer} for example in examples
+    ]
 
     def build_dataset(**_: Any) -> dict[str, Any]:
         import datasets
@@ -102,6 +104,6 @@ def evaluate_task(target: Path, path: Path, checkpoint: str | None = None, team:
     }
     found = evaluate_with_harness(target, [task], checkpoint=checkpoint, team=team)[path.stem]
     names = [f"{name}{end}" for name in ("acc", "acc_norm", "acc_bytes") for end in ("", "_stderr")]
-    guessed = sum(1 / len(each.choices) for each in examples) / len(examples)
+    guessed = sum(1 / len(example.choices) for example in examples) / len(examples)
     result: dict[str, Any] = {"task": path.stem, "examples": len(examples)}
     return result | {name: found.get(name) for name in names} | {"random": guessed}

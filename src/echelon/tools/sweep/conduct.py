@@ -88,7 +88,7 @@ def plan_arrays(checked: CheckedSweep) -> tuple[int, str]:
     settings, target = checked.sweep.sweep, checked.base.launch.to or "local"
     if not isinstance(find_launcher(target), ArrayLauncher):
         return 1, ""
-    asked = [each.key for each in checked.space.dimensions if each.key.startswith(("launch.", "fault."))]
+    asked = [dimension.key for dimension in checked.space.dimensions if dimension.key.startswith(("launch.", "fault."))]
     obstacle = ""
     if settings.sampler not in _INDEPENDENT:
         obstacle = f"the values of sweep.sampler={settings.sampler} depend on earlier results"
@@ -124,7 +124,7 @@ def describe_sweep(checked: CheckedSweep, slots: tuple[Slot, ...]) -> list[str]:
     return [
         f"sweep: {checked.num_trials} trials by {settings.sampler}{pruner}, {settings.parallel} at a time, to "
         f"{settings.better} {settings.metric}, in {checked.folder.path}",
-        *(f"search: {each.describe()}" for each in checked.space.dimensions),
+        *(f"search: {dimension.describe()}" for dimension in checked.space.dimensions),
         *([line] if line else []),
         *(slot.describe() for slot in slots if at_once == 1),
     ]
@@ -189,10 +189,10 @@ def _conclude(checked: CheckedSweep, study: SweepStudy, ending: Ending) -> dict[
     write_results(sweep, results, folder)
     for line in render_table(sweep, results):
         logger.info(line)
-    bills = [bill for each in study.trials() for bill in each.user_attrs.get(BILLED, {}).values()]
+    bills = [bill for trial in study.trials() for bill in trial.user_attrs.get(BILLED, {}).values()]
     if bills:
         logger.info(f"cost: ${math.fsum(bills):.2f} billed for {len(bills)} jobs")
-    best = next((each for each in results if each.rank == 1), None)
+    best = next((result for result in results if result.rank == 1), None)
     if best is not None:
         recipe = best_recipe(checked.space, checked.base, best.values, sweep.sweep.name)
         write_best(sweep, best, recipe, folder)

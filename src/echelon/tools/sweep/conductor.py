@@ -86,7 +86,7 @@ class Conductor:
             self._stop_all()
             return ending
         self._stop_all()
-        late = [str(each.number) for each in self._running.values()]
+        late = [str(trial.number) for trial in self._running.values()]
         trials = f"trials {', '.join(late)} have not ended yet" if late else "its trials have saved"
         return Ending("stopped", f"stopped by {stop.name}; {trials}; the same command resumes the sweep")
 
@@ -105,7 +105,7 @@ class Conductor:
         for number in self._study.unfinished():
             _, values = self._study.begin(number)
             before = self._study.recall(number, SLOT)
-            slot = next((each for each in self._slots if each.index == before), None)
+            slot = next((slot for slot in self._slots if slot.index == before), None)
             try:
                 running = self._trials.adopt(number, values, slot)
             except LaunchError:  # an unrecorded job may run there
@@ -144,7 +144,7 @@ class Conductor:
         held = {running.slot for running in self._running.values()}
         free = [slot for slot in self._slots if slot not in held]
         before = self._study.recall(number, SLOT)  # an unrecorded job of a killed sweep may still run there
-        slot = next((each for each in free if each.index == before), free[0])
+        slot = next((slot for slot in free if slot.index == before), free[0])
         try:
             running = self._trials.start(number, values, slot)
         except EchelonError as error:
@@ -224,7 +224,7 @@ class Conductor:
         """Ask every trial to save and end, and wait for it; a trial that completes meanwhile is done."""
         for running in reversed(self._running.values()):  # pending trials of an array first, or they would start now
             self._trials.stop(running)
-        notice = max((each.recipe.fault.notice_seconds for each in self._running.values()), default=0.0)
+        notice = max((trial.recipe.fault.notice_seconds for trial in self._running.values()), default=0.0)
         deadline = time.monotonic() + notice + _GRACE_SECONDS
         while self._running and time.monotonic() < deadline:
             for number, running in list(self._running.items()):

@@ -39,24 +39,26 @@ def list_results(sweep: Sweep, space: Space, study: SweepStudy, folder: SweepFol
     """All trials: the completed ones, best first, then the others by number."""
     sign = 1 if sweep.sweep.better == "minimize" else -1
     trials = sorted(
-        study.trials(), key=lambda each: (each.state.name != "COMPLETE", sign * (each.value or 0.0), each.number)
+        study.trials(), key=lambda trial: (trial.state.name != "COMPLETE", sign * (trial.value or 0.0), trial.number)
     )
-    labels = {each.key: {each.label(value): value for value in each.choices} for each in space.dimensions}
+    labels = {
+        dimension.key: {dimension.label(value): value for value in dimension.choices} for dimension in space.dimensions
+    }
     results = []
-    for place, each in enumerate(trials):
-        run = folder.trial_dir(each.number)
-        done = each.state.name == "COMPLETE"
-        values = {key: labels[key].get(each.params[key], each.params[key]) for key in labels if key in each.params}
-        value = each.value if done else max(each.intermediate_values.items(), default=(0, None))[1]
+    for place, trial in enumerate(trials):
+        run = folder.trial_dir(trial.number)
+        done = trial.state.name == "COMPLETE"
+        values = {key: labels[key].get(trial.params[key], trial.params[key]) for key in labels if key in trial.params}
+        value = trial.value if done else max(trial.intermediate_values.items(), default=(0, None))[1]
         results.append(
             Result(
                 place + 1 if done else None,
-                each.number,
-                _STATES[each.state.name],
+                trial.number,
+                _STATES[trial.state.name],
                 value,
                 values,
                 training_hours(read_rows(run)),
-                each.user_attrs.get(MESSAGE, ""),
+                trial.user_attrs.get(MESSAGE, ""),
                 str(run),
             )
         )
@@ -65,7 +67,7 @@ def list_results(sweep: Sweep, space: Space, study: SweepStudy, folder: SweepFol
 
 def results_mapping(sweep: Sweep, results: Sequence[Result]) -> dict[str, Any]:
     """The contents of results.json."""
-    best = next((each.trial for each in results if each.rank == 1), None)
+    best = next((result.trial for result in results if result.rank == 1), None)
     return {
         "sweep": sweep.sweep.name,
         "metric": sweep.sweep.metric,
@@ -73,10 +75,10 @@ def results_mapping(sweep: Sweep, results: Sequence[Result]) -> dict[str, Any]:
         "best": best,
         "trials": [
             {
-                "rank": each.rank, "trial": each.trial, "state": each.state, "value": each.value,
-                "parameters": each.values, "hours": each.hours, "message": each.message, "run": each.run,
+                "rank": result.rank, "trial": result.trial, "state": result.state, "value": result.value,
+                "parameters": result.values, "hours": result.hours, "message": result.message, "run": result.run,
             }
-            for each in results
+            for result in results
         ],
     }  # fmt: skip
 
@@ -88,10 +90,19 @@ def write_results(sweep: Sweep, results: Sequence[Result], folder: SweepFolder) 
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["rank", "trial", "state", sweep.sweep.metric, "hours", *keys, "message", "run"])
-    for each in results:
-        shown = [_cell(each.values.get(key)) for key in keys]
+    for result in results:
+        shown = [_cell(result.values.get(key)) for key in keys]
         writer.writerow(
-            [_cell(each.rank), each.trial, each.state, _cell(each.value), each.hours, *shown, each.message, each.run]
+            [
+                _cell(result.rank),
+                result.trial,
+                result.state,
+                _cell(result.value),
+                result.hours,
+                *shown,
+                result.message,
+                result.run,
+            ]
         )
     write_text(folder.path / "results.csv", text.getvalue())
 
@@ -111,18 +122,18 @@ def render_table(sweep: Sweep, results: Sequence[Result]) -> list[str]:
     head = ["rank", "trial", *keys, sweep.sweep.metric, "state", "time"]
     rows = [
         [
-            "-" if each.rank is None else str(each.rank),
-            str(each.trial),
-            *(_short(each.values.get(key)) for key in keys),
-            "-" if each.value is None else f"{each.value:.6g}",
-            each.state,
-            render_duration(3600 * each.hours),
+            "-" if result.rank is None else str(result.rank),
+            str(result.trial),
+            *(_short(result.values.get(key)) for key in keys),
+            "-" if result.value is None else f"{result.value:.6g}",
+            result.state,
+            render_duration(3600 * result.hours),
         ]
-        for each in results
+        for result in results
     ]
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
-    messages = ["", *(each.message for each in results)]
+    messages = ["", *(result.message for result in results)]
     return [line if not message else f"{line}  {_cut(message)}" for line, message in zip(lines, messages, strict=True)]
 
 

@@ -56,8 +56,8 @@ class Dimension:
         step = 1 if self.step is None and self.whole and not self.log else self.step
         if step is None:
             return None
-        low, high, each = (Fraction(str(number)) for number in (self.low, self.high, step))
-        return tuple(self._number(low + index * each) for index in range(int((high - low) / each) + 1))
+        low, high, spacing = (Fraction(str(number)) for number in (self.low, self.high, step))
+        return tuple(self._number(low + index * spacing) for index in range(int((high - low) / spacing) + 1))
 
     def corners(self) -> tuple[Any, ...]:
         """The values that are checked against the recipe before the sweep starts."""
@@ -125,12 +125,13 @@ class Space:
     def grid(self) -> list[Values]:
         """Every point of the grid; the last key changes fastest. Raises ConfigError for a range without a step."""
         points = []
-        for each in self.dimensions:
-            values = each.points()
+        for dimension in self.dimensions:
+            values = dimension.points()
             if values is None:
                 raise ConfigError(
-                    f"{self._source}: sweep.sampler=grid needs a list of values, but search.{each.key} is a range "
-                    f"without a step; use a list such as [{each.low:g}, {each.high:g}], a step, or sampler: random."
+                    f"{self._source}: sweep.sampler=grid needs a list of values, but search.{dimension.key} is a range "
+                    f"without a step; use a list such as [{dimension.low:g}, {dimension.high:g}], a step, or "
+                    "sampler: random."
                 )
             points.append(values)
         count = 1
@@ -141,7 +142,7 @@ class Space:
                 f"{self._source}: sweep.sampler=grid gives {count:,} points; use {MAX_GRID:,} or fewer, or sampler: "
                 "random."
             )
-        keys = [each.key for each in self.dimensions]
+        keys = [dimension.key for dimension in self.dimensions]
         return [dict(zip(keys, values, strict=True)) for values in itertools.product(*points)]
 
     def check(self, is_grid: bool) -> None:
@@ -158,7 +159,7 @@ class Space:
                     _check_model(recipe)
 
     def _corners(self) -> Iterator[Values]:
-        corners = {each.key: each.corners() for each in self.dimensions}
+        corners = {dimension.key: dimension.corners() for dimension in self.dimensions}
         count = 1
         for values in corners.values():
             count *= len(values)
@@ -280,7 +281,11 @@ def _takes_whole_numbers(key: str, values: RangeConfig) -> bool | None:
 
 def _plain_types(annotation: Any) -> set[Any]:
     arguments = get_args(annotation)
-    return {annotation} if not arguments else set().union(*(_plain_types(each) for each in arguments if _is_type(each)))
+    return (
+        {annotation}
+        if not arguments
+        else set().union(*(_plain_types(argument) for argument in arguments if _is_type(argument)))
+    )
 
 
 def _is_type(argument: Any) -> bool:

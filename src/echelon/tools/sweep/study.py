@@ -84,7 +84,7 @@ class SweepStudy:
                 trial = self._study.ask()
             else:
                 trial = Trial(self._study, self.trials()[number]._trial_id)
-            values = {each.key: each.suggest(trial) for each in self._space.dimensions}
+            values = {dimension.key: dimension.suggest(trial) for dimension in self._space.dimensions}
             # Only used to draw: told of its last point, a GridSampler would stop an Optuna optimization loop.
             self._study.sampler = RandomSampler()
         self._open[trial.number] = trial
@@ -170,7 +170,10 @@ def _build_sampler(sweep: Sweep, space: Space, number: int) -> "BaseSampler":
     own = (settings.seed * 1_000_003 + number) % 2**32
     match settings.sampler:
         case "grid":
-            points = {each.key: [each.label(value) for value in each.points() or ()] for each in space.dimensions}
+            points = {
+                dimension.key: [dimension.label(value) for value in dimension.points() or ()]
+                for dimension in space.dimensions
+            }
             return samplers.GridSampler(points, seed=settings.seed)
         case "random":
             return samplers.RandomSampler(seed=own)

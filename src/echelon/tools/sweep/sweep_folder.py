@@ -127,11 +127,15 @@ class SweepFolder:
         before, _ = load_recipe(self.recipe_path)
         differences = diff_recipes(before, recipe)
         if "sagemaker" not in (before.launch.to, recipe.launch.to):  # the run folders of its jobs are in S3
-            return [f"{self.recipe_path.name}: {each}" for each in differences if not each.key.startswith("launch.")]
+            return [
+                f"{self.recipe_path.name}: {difference}"
+                for difference in differences
+                if not difference.key.startswith("launch.")
+            ]
         return [
-            f"{self.recipe_path.name}: {each}"
-            for each in differences
-            if not each.key.startswith("launch.") or each.key in ("launch.to", "launch.sagemaker.bucket")
+            f"{self.recipe_path.name}: {difference}"
+            for difference in differences
+            if not difference.key.startswith("launch.") or difference.key in ("launch.to", "launch.sagemaker.bucket")
         ]
 
 
@@ -139,11 +143,11 @@ def _compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """The differences of two sweep files, one line each; `set` is compared as part of the recipe."""
     lines = []
     flat = [
-        {f"{section}.{key}": value for section in ("sweep", "search") for key, value in each[section].items()}
-        for each in (before, after)
+        {f"{section}.{key}": value for section in ("sweep", "search") for key, value in sweep[section].items()}
+        for sweep in (before, after)
     ]
     for key in flat[0] | flat[1]:
-        old, new = (each.get(key) for each in flat)
+        old, new = (values.get(key) for values in flat)
         grown = key == "sweep.trials" and old is not None and new is not None and new >= old
         if old != new and not grown and key not in _FREE:
             lines.append(f"{key}: {show_value(old)} -> {show_value(new)}")

@@ -259,9 +259,9 @@ def _parse_row(scalar: Any, column: str) -> Record | str | None:
 def drop_nulls(value: Any) -> Any:
     """Remove the null fields from a value. In a table, every record has all fields, also those it does not use."""
     if isinstance(value, dict):
-        return {key: drop_nulls(each) for key, each in value.items() if each is not None}
+        return {key: drop_nulls(part) for key, part in value.items() if part is not None}
     is_nested = isinstance(value, list) and value and isinstance(value[0], dict | list)
-    return [drop_nulls(each) for each in value] if is_nested else value
+    return [drop_nulls(part) for part in value] if is_nested else value
 
 
 @contextmanager

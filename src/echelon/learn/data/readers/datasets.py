@@ -56,7 +56,7 @@ def list_saved_dataset(folder: Path, split: str | None, where: str) -> list[Save
         return [SavedFile(path, None) for path in files[_only_split(files, where)]]
     lengths = {name: [_count_rows(path) for path in paths] for name, paths in files.items()}
     chosen = []
-    for name, start, stop in parse_split(split, {name: sum(each) for name, each in lengths.items()}, where):
+    for name, start, stop in parse_split(split, {name: sum(size) for name, size in lengths.items()}, where):
         first = 0
         for path, num_rows in zip(files[name], lengths[name], strict=True):
             rows = (max(start - first, 0), min(stop - first, num_rows))
@@ -102,7 +102,7 @@ def parse_split(split: str, num_rows: dict[str, int], where: str) -> list[tuple[
 
 def _list_files(folder: Path) -> list[Path]:
     state = read_json(folder / _DATASET)
-    return [folder / each["filename"] for each in state["_data_files"]]
+    return [folder / row["filename"] for row in state["_data_files"]]
 
 
 def _count_rows(path: Path) -> int:
@@ -166,7 +166,7 @@ def find_on_hub(name: str, split: str | None, where: str) -> list[SourceFile]:
 def _measure_folder(folder: Path) -> tuple[int, int]:
     """Return the total size of a folder's files in bytes, and the newest modification time in nanoseconds."""
     files = [path.stat() for path in folder.rglob("*") if path.is_file()]
-    return sum(each.st_size for each in files), max((each.st_mtime_ns for each in files), default=0)
+    return sum(file.st_size for file in files), max((file.st_mtime_ns for file in files), default=0)
 
 
 def _find_shares(split: str, infos: Mapping[str, Any], where: str) -> list[tuple[str, tuple[int, int] | None]]:

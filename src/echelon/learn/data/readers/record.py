@@ -162,7 +162,7 @@ def _rename_turns(value: Any, names: Mapping[str, str]) -> Any:
     if not isinstance(value, list):
         return value
     return [
-        {names.get(key, key): each for key, each in turn.items()} if isinstance(turn, Mapping) else turn
+        {names.get(key, key): value for key, value in turn.items()} if isinstance(turn, Mapping) else turn
         for turn in value
     ]
 
@@ -296,7 +296,7 @@ class Reader(ABC):
         """Count the documents in a file, stopping at `limit`."""
         count = 0
         for span in self.cut(file):
-            count += sum(isinstance(each, Record) and each.is_first for each in read_span(self, span, reading))
+            count += sum(isinstance(record, Record) and record.is_first for record in read_span(self, span, reading))
             if count >= limit:
                 break
         return min(count, limit)

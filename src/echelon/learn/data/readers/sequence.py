@@ -28,9 +28,9 @@ class SequentialReader(Reader):
     def cut(self, file: SourceFile, piece_bytes: int = PIECE_BYTES) -> Iterator[Span]:
         """A span has enough records to reach `piece_bytes`."""
         start, found, held, consumed, used = 0, list[Record | Broken](), 0, 0, 0
-        for used, each in self.walk(file):
-            found.append(each)
-            held += content_bytes(each.content) if isinstance(each, Record) else 1
+        for used, record in self.walk(file):
+            found.append(record)
+            held += content_bytes(record.content) if isinstance(record, Record) else 1
             if held >= piece_bytes:
                 yield Span(file, start, start + len(found), used - consumed, records=tuple(found))
                 start, found, held, consumed = start + len(found), [], 0, used
