@@ -6,10 +6,18 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.learn.model.build import build_on_meta, load_config
-from echelon.learn.parallel.expert import ExpertDispatch, ExpertGroup, Share, find_experts
+from echelon.learn.parallel.activation import apply_activation_checkpointing
+from echelon.learn.parallel.expert import (
+    ExpertDispatch,
+    ExpertGroup,
+    FixedCapacity,
+    Share,
+    find_experts,
+)
 from tests.families import small_config
 from tests.parity.test_host_reads import HostReads
 
@@ -17,6 +25,7 @@ pytestmark = pytest.mark.dist
 
 TOKENS = (24, 40)  # of the two ranks
 CHOSEN = 2
+GROUPS = {False: ExpertGroup, True: FixedCapacity}
 
 
 class Exchanges(TorchDispatchMode):
@@ -72,7 +81,7 @@ def run_part(rank, world_size, family, lonely, has_fixed_capacity):
     tokens = TOKENS if not has_fixed_capacity else (32, 32)
     mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
     hidden, weights = hidden[mine].clone().requires_grad_(), weights[mine].clone().requires_grad_()
-    group = ExpertGroup(DeviceMesh("cpu", list(range(world_size))).get_group(), has_fixed_capacity)
+    group = GROUPS[has_fixed_capacity](DeviceMesh("cpu", list(range(world_size))).get_group())
     with HostReads() as reads, Exchanges() as exchanges:
         outputs = ExpertDispatch(experts, group, num_experts)(hidden, chosen[mine], weights)
         outputs.square().sum().backward()
@@ -103,6 +112,60 @@ def test_outputs_gradients_and_bytes(workers, family, lonely, has_fixed_capacity
         assert sizes == [8 * num_experts, row * sent, row * received, row * sent, row * received]
 
 
+class Tolists(TorchFunctionMode):
+    """Counts how often the host reads the numbers of a tensor."""
+
+    count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += function in (torch.Tensor.tolist, torch.Tensor.item)
+        return function(*args, **(kwargs or {}))
+
+
+def run_again(rank, world_size, policy, changed):
+    """Bytes sent and reads of a checkpointed pass, of its repetition with the backward pass, and all gradients."""
+    hidden, chosen, weights = build_tokens(build_experts("qwen3_moe").num_experts, False)
+    mine = slice(rank * 32, rank * 32 + 32)
+    hidden, weights = hidden[mine].clone().requires_grad_(), weights[mine].clone().requires_grad_()
+    experts, outcomes = build_experts("qwen3_moe"), []
+    share = experts.num_experts // world_size
+    for name, each in list(experts.named_parameters()):
+        setattr(experts, name, nn.Parameter(each.detach()[rank * share : (rank + 1) * share].clone()))
+    layer = nn.Module()
+    layer.experts = experts
+    group = ExpertGroup(DeviceMesh("cpu", list(range(world_size))).get_group())
+    experts.forward = ExpertDispatch(experts, group, share * world_size)
+    # the second as if rounding had chosen other experts
+    choices, passes = [chosen[mine], (chosen[mine] + 1) % experts.num_experts], []
+
+    def forward(hidden, weights):
+        passes.append(None)
+        return experts(hidden, choices[changed and len(passes) > 1], weights).square()
+
+    layer.forward = forward
+    apply_activation_checkpointing([layer], policy)
+    with Tolists() as reads, Exchanges() as exchanges:
+        loss = layer.forward(hidden, weights).sum()
+        outcomes.append((reads.count, len(exchanges.sizes)))
+        loss.backward()
+        outcomes.append((reads.count, len(exchanges.sizes)))
+    return outcomes, len(passes), [hidden.grad, *(each.grad for each in experts.parameters())]
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_a_repeated_pass_takes_the_same_route(workers, policy):
+    """One read of the host and one exchange of numbers; with rows and results sent again the gradients are the same."""
+    plain = workers.run(run_again, 2, "none", False)
+    for (outcomes, num_passes, gradients), (_, _, expected) in zip(
+        workers.run(run_again, 2, policy, False), plain, strict=True
+    ):
+        assert outcomes == [(1, 3), (1, 7)] and num_passes == 2
+        for found, exact in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(found, exact, rtol=0, atol=0)
+    for outcomes, _, _ in workers.run(run_again, 2, policy, True):
+        assert outcomes[-1] == (1, 7), "a repetition that chooses otherwise sends the rows of the first pass"
+
+
 def run_shares(rank, world_size, family, num_ranks, has_fixed_capacity):
     """Outputs and gradients of this rank's tokens, added up over the shares of two ranks of tp; of its experts."""
     hidden, chosen, weights = build_tokens(build_experts(family).num_experts, False)
@@ -117,9 +180,7 @@ def run_shares(rank, world_size, family, num_ranks, has_fixed_capacity):
             first = (2 * rank if num_ranks > 1 else 0) * size + index * size
             for name, each in list(experts.named_parameters()):
                 setattr(experts, name, nn.Parameter(each.detach()[first : first + size].clone()))
-            dispatch = ExpertDispatch(
-                experts, ExpertGroup(ranks, has_fixed_capacity), experts.num_experts, Share(index, 2)
-            )
+            dispatch = ExpertDispatch(experts, GROUPS[has_fixed_capacity](ranks), experts.num_experts, Share(index, 2))
             outputs = outputs + dispatch(hidden, chosen[mine], weights)
             shares.append(experts)
         outputs.square().sum().backward()

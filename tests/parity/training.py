@@ -322,11 +322,7 @@ def mutations(name: str, world_size: int) -> list[Any]:
     if name == "experts of fixed capacity":
         from echelon.learn.parallel import expert
 
-        class FixedCapacity(expert.ExpertGroup):
-            def __init__(self, group: Any, has_fixed_capacity: bool) -> None:
-                super().__init__(group, has_fixed_capacity=True)
-
-        return [mock.patch.object(expert, "ExpertGroup", FixedCapacity)]
+        return [mock.patch.object(expert, "ExpertGroup", expert.FixedCapacity)]
     if name == "plain norms of heads":
         from echelon.learn.parallel import tensor
 

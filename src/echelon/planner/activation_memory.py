@@ -8,7 +8,6 @@ replaced by what these layers were measured to save (test_memory.py).
 from dataclasses import dataclass
 
 from echelon.planner.adapter_plan import adapter_bytes_per_token, targeted_linears
-from echelon.planner.axes.expert import rows_per_token
 from echelon.planner.axes.table import AXES
 from echelon.planner.hardware.accelerators import DeviceKind
 from echelon.planner.model_shape import ModelShape
@@ -61,7 +60,7 @@ def activation_bytes(
     that are kept in host memory)."""
     by = _what_is_kept(shape, plan, kind)
     tokens = plan.microbatch_tokens(sequence_len)
-    rows = rows_per_token(shape, plan, kind)
+    rows = shape.num_chosen_experts
     mlp = _mlp_half_bytes(shape, by, rows)
     layer = mlp + _attention_half_bytes(shape, by, sequence_len, kind) + by.adapter
     layer += _beside_bytes(shape, plan, by.compute)

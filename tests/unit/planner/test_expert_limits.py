@@ -113,5 +113,4 @@ def test_memory_of_a_rank_by_hand():
     rows = 2 * (32 * 2) * 64 * 4  # sent and received: two experts for each of 32 tokens
     assert theirs.buffers - ours.buffers == 2 * half * 4 - rows
     assert ours.activations == theirs.activations
-    on_gpu = estimate_memory(shape, split, 32, "cuda")
-    assert on_gpu.buffers - ours.buffers == rows, "twice as many rows, for all that might come from two ranks"
+    assert estimate_memory(shape, split, 32, "cuda").buffers == ours.buffers

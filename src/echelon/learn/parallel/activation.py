@@ -6,9 +6,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from echelon.learn.model import blocked_attention, flex_attention, varlen_attention  # noqa: F401  (define operations that are kept)
+from echelon.learn.parallel.expert import find_dispatches, keep_routes
 
 # What `selective` keeps: results of matrix products, attention and collectives, the costly part of a layer. The rest is
 # recomputed.
@@ -47,7 +53,10 @@ def apply_activation_checkpointing(layers: Sequence[nn.Module] | nn.ModuleList, 
     if policy == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _selective_policy)
     for layer in layers[every - 1 :: every]:
-        layer.forward = functools.partial(checkpoint, layer.forward, **options)
+        own = dict(options)
+        if any(find_dispatches(layer)):
+            own["context_fn"] = functools.partial(keep_routes, options.get("context_fn", noop_context_fn))
+        layer.forward = functools.partial(checkpoint, layer.forward, **own)
 
 
 def _selective_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

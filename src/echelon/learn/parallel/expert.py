@@ -11,7 +11,9 @@ ranks have the same tokens, so that their results add up.
 The experts of a layer are computed by `transformers`, as one grouped product.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,61 +30,15 @@ from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.model.sharding import local_part
 from echelon.planner.plan import ParallelPlan
 
+ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""What `torch.utils.checkpoint` calls for the contexts of a first pass and of its repetitions."""
+
 # Attributes of a module whose class `transformers` declares with `use_experts_implementation`.
 _INTERFACE = ("has_gate", "has_bias", "is_transposed")
 
 
-class ExpertGroup:
-    """The ranks that share the experts, and how they exchange rows.
-
-    Attributes:
-        size: the number of ranks.
-        has_fixed_capacity: whether each rank sends each other one as many rows as it could need at most, so that the
-            host never has to know how many there are. Otherwise only the rows that are needed are sent, and the host
-            waits for their number: right on a CPU, where it waits for nothing.
-        sends: whether rows are sent. If not, each rank takes its own rows for those of the others.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, has_fixed_capacity: bool) -> None:
-        """`group`: None for this rank alone."""
-        self._group = group
-        self.size = 1 if group is None else group.size()
-        self.has_fixed_capacity = has_fixed_capacity
-        self.sends = True
-
-    def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send rows to each rank and return the rows received, both in the order of the ranks. Collective.
-
-        Args:
-            rows: [sum of sent, ...].
-            sent: the number of rows for each rank.
-            received: the number of rows from each rank.
-        """
-        if self._group is None or not self.sends:
-            return rows.clone()
-        result = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=self._group)
-        return result
-
-
-class _Exchange(torch.autograd.Function):
-    """`ExpertGroup.exchange`; gradients are sent back the same way."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, rows: Tensor, group: ExpertGroup, sent: list[int], received: list[int]) -> Tensor:
-        ctx.way = group, sent, received
-        return group.exchange(rows, sent, received)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        group, sent, received = ctx.way
-        return group.exchange(gradients[0], received, sent), None, None, None
-
-
 @dataclass(frozen=True)
-class _Route:
+class Route:
     """The ways of the (token, expert) pairs of a layer, sorted by expert.
 
     pairs: those that are sent, [sent]; they may include some of other ranks' experts, which have no row. sent,
@@ -106,6 +62,138 @@ class _Route:
     def collect(self, rows: Tensor) -> Tensor:
         """Return the rows of the pairs, from those that came back; 0 for a pair without a row."""
         return rows if self.places is None else F.pad(rows, (0, 0, 0, 1))[self.places]
+
+
+class ExpertGroup:
+    """The ranks that share the experts, and how they exchange rows: only those that are needed.
+
+    The host reads their numbers, once per layer, and waits for the device meanwhile.
+
+    Attributes:
+        size: the number of ranks.
+        sends: whether rows are sent. If not, each rank takes its own rows for those of the others.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """`group`: None for this rank alone."""
+        self._group = group
+        self.size = 1 if group is None else group.size()
+        self.sends = True
+
+    def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Send rows to each rank and return the rows received, both in the order of the ranks. Collective.
+
+        Args:
+            rows: [sum of sent, ...].
+            sent: the number of rows for each rank.
+            received: the number of rows from each rank.
+        """
+        if self._group is None or not self.sends:
+            return rows.clone()
+        result = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=self._group)
+        return result
+
+    def find_route(self, chosen: Tensor, num_local: int, capacity: int) -> Route:
+        """Find the ways of the pairs of a layer from their experts. Collective.
+
+        Args:
+            chosen: the expert of each pair, [pairs]; size * num_local for one that no rank of this group has.
+            num_local: the experts of each rank.
+            capacity: the most pairs that a rank can have for another one.
+        """
+        by_rank, from_ranks = self._count(chosen, num_local)
+        pairs = chosen.argsort(stable=True)
+        sent, received = torch.stack([by_rank.sum(1), from_ranks.sum(1)]).tolist()
+        numbers = torch.arange(num_local, device=chosen.device).repeat(self.size)
+        experts = numbers.repeat_interleave(from_ranks.flatten(), output_size=sum(received))
+        return Route(pairs[: sum(sent)], sent, received, None, experts)
+
+    def _count(self, chosen: Tensor, num_local: int) -> tuple[Tensor, Tensor]:
+        """The pairs for each expert of each rank, [size, num_local], and those of each rank for the experts here."""
+        counts = torch.zeros(self.size * num_local + 1, dtype=torch.int64, device=chosen.device)
+        by_rank = counts.scatter_add_(0, chosen, torch.ones_like(chosen))[:-1].view(self.size, num_local)
+        ones = [1] * self.size
+        return by_rank, self.exchange(by_rank, ones, ones)
+
+
+class FixedCapacity(ExpertGroup):
+    """Each rank sends each other one as many rows as it could need at most, so that no host waits for their number.
+
+    The rows are those of all pairs for a rank alone, and up to `size` times as many for several.
+    """
+
+    @override
+    def find_route(self, chosen: Tensor, num_local: int, capacity: int) -> Route:
+        size, device = self.size, chosen.device
+        by_rank, from_ranks = self._count(chosen, num_local)
+        pairs = chosen.argsort(stable=True)
+        num_each = by_rank.sum(1)
+        shifts = torch.arange(size, device=device) * capacity - (num_each.cumsum(0) - num_each)
+        sorted_experts, places = chosen[pairs], torch.arange(len(chosen), device=device)
+        shifted = places + shifts[(sorted_experts // num_local).clamp(max=size - 1)]
+        places = torch.where(sorted_experts < size * num_local, shifted, size * capacity)
+        slots = torch.arange(capacity, device=device).expand(size, capacity).contiguous()
+        experts = torch.searchsorted(from_ranks.cumsum(1), slots, right=True).flatten()
+        return Route(pairs, [capacity] * size, [capacity] * size, places, experts)
+
+
+class _Exchange(torch.autograd.Function):
+    """`ExpertGroup.exchange`; gradients are sent back the same way."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, rows: Tensor, group: ExpertGroup, sent: list[int], received: list[int]) -> Tensor:
+        ctx.way = group, sent, received
+        return group.exchange(rows, sent, received)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        group, sent, received = ctx.way
+        return group.exchange(gradients[0], received, sent), None, None, None
+
+
+class _Passes:
+    """A context for the first pass of a checkpointed layer, or for its repetitions; `inner` is entered in it."""
+
+    def __init__(self, routes: list[Route], repeats: bool, inner: AbstractContextManager[Any]) -> None:
+        self._routes = routes
+        self._repeats = repeats
+        self._inner = inner
+
+    def __enter__(self) -> None:
+        self._token = _passes.set((self._routes, iter(self._routes) if self._repeats else None))
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        _passes.reset(self._token)
+
+
+_passes: ContextVar[tuple[list[Route], Iterator[Route] | None]] = ContextVar("passes")
+
+
+def keep_routes(contexts: ContextFn) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return contexts for a pass through layers and for its repetitions, which take the same routes to the experts.
+
+    So a repetition exchanges and reads no numbers. One that chose other experts, by rounding, would fit neither the
+    rows that were sent nor their gradients.
+
+    Args:
+        contexts: returns the contexts of both for other purposes, which are entered in these.
+    """
+    routes: list[Route] = []
+    first, again = contexts()
+    return _Passes(routes, False, first), _Passes(routes, True, again)
+
+
+def _find_route(find: Callable[[], Route]) -> Route:
+    routes, known = _passes.get(([], None))
+    if known is not None:
+        return next(known)
+    routes.append(find())
+    return routes[-1]
 
 
 @dataclass(frozen=True)
@@ -155,41 +243,21 @@ class ExpertDispatch:
         """
         num_tokens, num_chosen = top_k_index.shape
         chosen = self._share.number(top_k_index.flatten(), self._num_each, self.group.size)
-        route = self._find_route(chosen, num_tokens, num_chosen)
+        capacity = num_tokens * min(num_chosen, self._num_local)
+        route = _find_route(lambda: self.group.find_route(chosen, self._num_local, capacity))
         rows = route.lay_out(hidden_states[route.pairs // num_chosen])
         received = _send(rows, self.group, route.sent, route.received)
-        returned = route.collect(_send(self._compute(received, route.experts), self.group, route.received, route.sent))
+        results = self._compute(received, route.experts, has_empty=route.places is not None)
+        returned = route.collect(_send(results, self.group, route.received, route.sent))
         outputs = returned.new_zeros(len(chosen), returned.shape[1]).index_copy(0, route.pairs, returned)
         weighted = (outputs.view(num_tokens, num_chosen, -1) * top_k_weights.view(num_tokens, num_chosen, 1)).sum(1)
         return weighted.to(hidden_states.dtype)
 
-    def _find_route(self, chosen: Tensor, num_tokens: int, num_chosen: int) -> _Route:
-        """Find the ways of pairs from their experts. Collective."""
-        size, num_local, device = self.group.size, self._num_local, chosen.device
-        pairs = chosen.argsort(stable=True)
-        counts = torch.zeros(size * num_local + 1, dtype=torch.int64, device=device)
-        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-        by_rank = counts[:-1].view(size, num_local)
-        from_ranks = self.group.exchange(by_rank, [1] * size, [1] * size)
-        if not self.group.has_fixed_capacity:
-            numbers = torch.arange(num_local, device=device).repeat(size)
-            experts, sent = numbers.repeat_interleave(from_ranks.flatten()), by_rank.sum(1).tolist()
-            return _Route(pairs[: sum(sent)], sent, from_ranks.sum(1).tolist(), None, experts)
-        capacity = num_tokens * min(num_chosen, num_local)
-        num_each = by_rank.sum(1)
-        shifts = torch.arange(size, device=device) * capacity - (num_each.cumsum(0) - num_each)
-        sorted_experts, places = chosen[pairs], torch.arange(len(chosen), device=device)
-        shifted = places + shifts[(sorted_experts // num_local).clamp(max=size - 1)]
-        places = torch.where(sorted_experts < size * num_local, shifted, size * capacity)
-        slots = torch.arange(capacity, device=device).expand(size, capacity).contiguous()
-        experts = torch.searchsorted(from_ranks.cumsum(1), slots, right=True).flatten()
-        return _Route(pairs, [capacity] * size, [capacity] * size, places, experts)
-
-    def _compute(self, rows: Tensor, experts: Tensor) -> Tensor:
+    def _compute(self, rows: Tensor, experts: Tensor, has_empty: bool) -> Tensor:
         """Return this rank's experts of rows [rows, hidden]; 0 for an empty row."""
         if len(rows) == 0:  # a grouped product needs a row; the gradient of the experts is then 0
-            return self._compute(F.pad(rows, (0, 0, 0, 1)), experts.new_zeros(1))[:0]
-        empty = (experts == self._num_local)[:, None] if self.group.has_fixed_capacity else None
+            return self._compute(F.pad(rows, (0, 0, 0, 1)), experts.new_zeros(1), False)[:0]
+        empty = (experts == self._num_local)[:, None] if has_empty else None
         if empty is not None:  # the grouped product leaves their outputs and gradients uninitialised
             rows = rows.masked_fill(empty, 0)
         local = _LocalExperts(self._experts, self._names, self._num_local)
@@ -252,7 +320,9 @@ def divide_experts(model: nn.Module, plan: ParallelPlan, meshes: Meshes) -> None
     mesh = meshes.tp if plan.ep == 1 else meshes.experts
     assert mesh is not None
     mesh = mesh[tuple(axes)]
-    group = ExpertGroup(mesh.get_group("ep") if plan.ep > 1 else None, meshes.device_type != "cpu")
+    # A rank alone needs no numbers but for the pairs of other ranks of tp, which a GPU's host leaves in as empty rows.
+    is_exact = plan.ep > 1 or meshes.device_type == "cpu"
+    group = (ExpertGroup if is_exact else FixedCapacity)(mesh.get_group("ep") if plan.ep > 1 else None)
     share = Share(meshes.place["tp"], plan.tp)
     for experts in found.values():
         num_experts = len(next(experts.parameters(recurse=False)))

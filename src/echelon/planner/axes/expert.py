@@ -66,7 +66,7 @@ class _Expert(Axis):
     def buffer_bytes(self, shape: ModelShape, plan: ParallelPlan, tokens: int, kind: DeviceKind) -> int:
         if plan.ep == plan.tp == 1:
             return 0
-        rows = tokens * rows_per_token(shape, plan, kind)  # sent, and as many received
+        rows = tokens * shape.num_chosen_experts  # sent, and as many received, if the load is even
         return 2 * rows * shape.hidden_size * DTYPE_BYTES[plan.precision.compute]
 
     @override
@@ -84,11 +84,9 @@ class _Expert(Axis):
     def sent_bytes(self, sender: Sender) -> dict[str, float]:
         plan, part = sender.plan, sender.part
         experts, _ = part.expert_widths
-        rows = part.num_chosen_experts * ring_share(plan.ep)
-        if plan.ep > 1 and sender.kind == "cuda":  # as many rows as each other rank could need
-            rows = (plan.ep - 1) * min(part.num_chosen_experts, part.experts[0].num_experts // plan.ep)
+        rows = sender.tokens * part.num_chosen_experts * ring_share(plan.ep)
         times = plan.num_microbatches * sender.layers * experts * (4 + 2 * sender.again)
-        return {"ep": times * rows * sender.tokens * part.hidden_size * sender.number}
+        return {"ep": times * rows * part.hidden_size * sender.number}
 
     @override
     def meetings(self, plan: ParallelPlan, num_layers: int) -> dict[str, tuple[int, int]]:
@@ -127,12 +125,3 @@ def _check_degree(shape: ModelShape, plan: ParallelPlan) -> None:
             f"parallel.ep={ep} does not divide the {num_experts} experts of the model; use ep = "
             f"{join_words([str(degree) for degree in nearest(fits_experts, ep)])}."
         )
-
-
-def rows_per_token(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> int:
-    """Rows of experts that a rank computes, per token of its own: as many as a token has experts, or with expert
-    parallelism on GPUs, whose hosts do not wait for the numbers, as many as it might receive."""
-    chosen = shape.num_chosen_experts
-    if plan.ep == 1 or kind == "cpu":
-        return chosen
-    return plan.ep * min(chosen, shape.experts[0].num_experts // plan.ep)
