@@ -203,16 +203,18 @@ class Check:
             minutes = sum(line["seconds"] for line in ran) / 60
             row = (len(tests), counts["passed"], failed, counts["skipped"], len(tests) - ended, f"{minutes:.1f}")
             print(form.format(suite, *row))
-        ran = {test: lines[test] for tests in self.tests.values() for test in tests if test in lines}
-        for reason, number in Counter(line["note"] for line in ran.values() if line["outcome"] == "skipped").items():
+        all_ran = {test: lines[test] for tests in self.tests.values() for test in tests if test in lines}
+        for reason, number in Counter(
+            line["note"] for line in all_ran.values() if line["outcome"] == "skipped"
+        ).items():
             print(f"{number} skipped: {reason.removeprefix('Skipped: ')}")
-        bad = {test: line for test, line in ran.items() if line["outcome"] in BAD}
+        bad = {test: line for test, line in all_ran.items() if line["outcome"] in BAD}
         for test, line in bad.items():
             print(f"{line['outcome']}: {test}: {line['note']}")
-        old = sum(line["source"] != self.results.source for line in ran.values())
+        old = sum(line["source"] != self.results.source for line in all_ran.values())
         if old:
             print(f"{old} of the results are those of an earlier source")
-        ended = sum(line["outcome"] != "began" for line in ran.values())
+        ended = sum(line["outcome"] != "began" for line in all_ran.values())
         return 0 if not bad and ended == len({test for tests in self.tests.values() for test in tests}) else 1
 
 
