@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
-from echelon.run.supervise.snapshot_memory import PLACE
+from echelon.run.supervise.workers import PLACE
 from tests.dist.command import assert_no_orphan, await_line, finish, start, write_recipe
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.skipif(not PLACE.is_dir(), reason="no /dev/shm here")]

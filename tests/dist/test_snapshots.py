@@ -3,7 +3,7 @@
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
-from echelon.run.supervise.snapshot_memory import PLACE
+from echelon.run.supervise.workers import PLACE
 from tests.dist.command import (
     EXACT,
     CommandLine,

@@ -9,7 +9,7 @@ from typing import Any
 
 from echelon.recipe.aliases import ALIASES, NO_EQUIVALENT
 from echelon.recipe.engines import ENGINES
-from echelon.recipe.schema import recipe_json_schema
+from echelon.recipe.render import recipe_json_schema
 from echelon.recipe.yaml_text import show_value
 
 DOCS = Path(__file__).parents[2] / "docs"

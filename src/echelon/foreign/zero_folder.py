@@ -1,4 +1,4 @@
-"""Reads the weights of a checkpoint that DeepSpeed wrote: ZeRO stage 1, 2 or 3, or its universal format.
+"""Converts a checkpoint that DeepSpeed wrote, of ZeRO stage 1, 2 or 3 or its universal format, to safetensors.
 
 Its files are pickles. They are read with `torch.load(weights_only=True)`, which admits tensors and plain values only.
 The classes of DeepSpeed that they also contain are replaced by empty ones: nothing of DeepSpeed is imported. torch does
@@ -7,6 +7,7 @@ not compare the checksums in such a file with its content, so this is done befor
 
 import math
 import re
+import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ import torch
 from torch import Tensor
 from torch.serialization import safe_globals
 
-from echelon.ground.errors import CheckpointError, first_line
+from echelon.ground.errors import CheckpointError, ConfigError, first_line
+from echelon.learn.checkpoint.export import stored_tensors, write_weights
+from echelon.learn.checkpoint.folder import check_empty
+from echelon.learn.model.build import build_on_meta, load_config
 
 _FOLDER_BIT = 0x10
 _MODEL, _OPTIMIZER = "*_model_states.pt", "*_optim_states.pt"
@@ -214,3 +218,42 @@ def _check_count(states: Sequence[Mapping[str, Any]]) -> None:
     count = max(counts) if isinstance(counts, list) else counts
     if count != len(states):
         raise CheckpointError(f"the checkpoint is of {count} processes, and has the files of {len(states)}.")
+
+
+_BESIDE = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+
+
+def import_zero_folder(folder: Path, out: Path) -> str:
+    """Write the fp32 weights of a checkpoint to `out`, with the config and the tokenizer that lie beside it.
+
+    These are in the folder itself, or in the one that contains it, where Hugging Face's Trainer writes them.
+
+    Returns: a description of the checkpoint.
+
+    Raises:
+        ConfigError: there is no config.json, or `out` is not empty.
+        CheckpointError: the checkpoint cannot be read safely, or is not of the config's model.
+    """
+    beside = next((place for place in (folder, folder.resolve().parent) if (place / "config.json").is_file()), None)
+    if beside is None:
+        raise ConfigError(
+            f"{folder} has no config.json, nor has the folder that contains it; copy the model's config.json there."
+        )
+    check_empty(out)
+    skeleton = build_on_meta(load_config(str(beside)))
+    weights = read_zero_folder(folder)
+    wanted = {name: tuple(tensor.shape) for name, tensor in stored_tensors(skeleton).items()}
+    for name, shape in wanted.items():
+        found = weights.tensors.get(name)
+        if found is None or tuple(found.shape) != shape:
+            state = "no such weight" if found is None else f"shape {tuple(found.shape)}"
+            raise CheckpointError(
+                f"{folder} is not of the model in {beside / 'config.json'}: {name} has shape {shape} there, and the "
+                f"checkpoint has {state}."
+            )
+    out.mkdir(parents=True, exist_ok=True)
+    write_weights(lambda names: {name: weights.tensors[name] for name in names}, skeleton, out, "fp32")
+    for path in (path for pattern in _BESIDE for path in beside.glob(pattern)):
+        if not path.name.endswith(".index.json"):
+            shutil.copyfile(path, out / path.name)
+    return weights.described

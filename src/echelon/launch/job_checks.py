@@ -1,4 +1,7 @@
-"""Checks of a job before it is submitted; the result lists the checks left to its target."""
+"""Checks of a job before it is submitted; the result lists the checks left to its target.
+
+Recipes with secrets are refused: they are stored in plain text, on this machine and at the target.
+"""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +23,6 @@ from echelon.launch.job import JobSpec, Launcher
 from echelon.launch.packages import describe_packages
 from echelon.launch.sagemaker.request import find_trained_recipe
 from echelon.launch.sagemaker.staging import CHECKPOINT_DIR
-from echelon.launch.secrets import refuse_secrets
 from echelon.launch.targets import TARGETS, find_launcher
 from echelon.learn.data.corpus import list_corpus
 from echelon.learn.data.given_folder import is_given
@@ -38,7 +40,8 @@ from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.replica_limits import refuse_quorum
 from echelon.recipe import LaunchConfig, Recipe
-from echelon.recipe.render import plain_value, recipe_mapping
+from echelon.recipe.launch_sections import Target
+from echelon.recipe.render import find_secret_keys, plain_value, recipe_mapping
 from echelon.recipe.yaml_text import show_value
 from echelon.run.folder.cost import check_budget, describe_cost, find_price_at_target
 from echelon.run.folder.run_folder import RunFolder
@@ -305,3 +308,29 @@ def _check_plan(recipe: Recipe, shape: ModelShape, cluster: Cluster) -> str:
 def find_run_folder(target: str, here: Path) -> RunFolder:
     """The run folder at the target. In a container it differs from the one here, which a local run may use."""
     return RunFolder(Path(CHECKPOINT_DIR) / here.name if target == "sagemaker" else here)
+
+
+# How to pass a secret to the processes of each target without submitting it.
+_WAYS: dict[Target, str] = {
+    "local": "set it as an environment variable of `echelon launch`; the job inherits it",
+    "torchrun": "keep it in a file on each machine, and read it in launch.setup: `NAME=$(cat FILE)`, `export NAME`",
+    "slurm": "set it as an environment variable of `echelon launch`, which sbatch passes on, or read it in "
+    "launch.setup from a file that only you can read: `NAME=$(cat FILE)`, `export NAME`",
+    "kubernetes": "put it into a Secret of the cluster, and name the Secret in launch.kubernetes.env_from_secrets or "
+    "launch.kubernetes.volumes",
+    "sagemaker": "store it in AWS Secrets Manager, and name it in launch.sagemaker.secrets: `{HF_TOKEN: <ARN>}`",
+}
+
+
+def refuse_secrets(recipe: Recipe) -> None:
+    """Raise ConfigError for the first value that looks like a secret; the message has its key and no part of it.
+
+    Checks the whole recipe: scripts and requests are made from it, and the job trains from a copy in which secrets
+    are redacted. `launch.to` must be set.
+    """
+    assert recipe.launch.to is not None
+    for key in find_secret_keys(recipe):
+        raise ConfigError(
+            f"{key} looks like a secret, and launch.to={recipe.launch.to} stores what it submits in plain text; "
+            f"remove it, and {_WAYS[recipe.launch.to]}."
+        )

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe.yaml_text import show_value
+from echelon.recipe.yaml_text import read_table, show_value
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
@@ -15,52 +16,10 @@ KEY = "deepspeed.config"
 _STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
 
 _ZERO = "zero_optimization."
-# Keys that change how DeepSpeed works, and not what it computes.
-_FREE = {
-    *(
-        f"{_ZERO}{name}"
-        for name in (
-            "reduce_bucket_size", "allgather_bucket_size", "allgather_partitions", "reduce_scatter", "overlap_comm",
-            "contiguous_gradients", "round_robin_gradients", "sub_group_size", "stage3_max_live_parameters",
-            "stage3_max_reuse_distance", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
-            "stage3_model_persistence_threshold", "stage3_module_granularity_threshold",
-            "use_all_reduce_for_fetch_params", "memory_efficient_linear",
-            "offload_optimizer.pin_memory", "offload_optimizer.buffer_count",
-            "offload_optimizer.fast_init", "offload_optimizer.ratio", "offload_param.pin_memory",
-            "offload_param.buffer_count", "offload_param.buffer_size", "offload_param.max_in_cpu",
-        )
-    ),
-    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger.enabled",
-    "comms_logger.verbose", "comms_logger.prof_all", "comms_logger.debug",
-}  # fmt: skip
-# Keys of which only one value fits what echelon does itself.
-_FIXED: dict[str, tuple[Any, str]] = {
-    "prescale_gradients": (False, "echelon sums gradients over the targets of all processes"),
-    "gradient_predivide_factor": (1.0, "echelon sums gradients over the targets of all processes"),
-    "zero_allow_untested_optimizer": (True, "echelon's own optimizer steps the partitions"),
-    "fp16.auto_cast": (False, "a batch has no numbers to cast"),
-    f"{_ZERO}stage3_gather_16bit_weights_on_model_save": (True, "checkpoints are echelon's"),
-    f"{_ZERO}elastic_checkpoint": (False, "checkpoints are echelon's"),
-    f"{_ZERO}load_from_fp32_weights": (True, "checkpoints are echelon's"),
-    "sparse_gradients": (False, "gradients are dense"),
-    "checkpoint.load_universal": (False, "checkpoints are echelon's, which load at any number of processes"),
-}
-# What other sections are for, by the first part of the key.
-_INSTEAD = {
-    "scheduler": "use optim.schedule and its keys",
-    "tensorboard": "use track: [tensorboard]",
-    "wandb": "use track: [wandb]",
-    "csv_monitor": "metrics.jsonl has the metrics of every step",
-    "comet": "use track",
-    "flops_profiler": "use profile",
-    "activation_checkpointing": "use train.activation_checkpointing",
-    "autotuning": "use echelon plan --by time",
-    "elasticity": "use launch.min_nodes and echelon's restarts",
-    "pipeline": "use engine: native with parallel.pp",
-    "amp": "use train.precision",
-    "torch_autocast": "use train.precision",
-    "data_types": "gradients are added up in fp32",
-}
+_TABLE = read_table(Path(__file__).with_name("deepspeed.yaml"))
+_FREE: frozenset[str] = frozenset(_TABLE["free"].split())
+_FIXED: Mapping[str, tuple[Any, str]] = _TABLE["fixed"]
+_INSTEAD: Mapping[str, str] = _TABLE["instead"]
 
 
 @dataclass(frozen=True)

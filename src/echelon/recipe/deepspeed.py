@@ -1,14 +1,14 @@
 """The section `deepspeed` of the recipe: settings of the engine of that name."""
 
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from pydantic import Field, WithJsonSchema, model_validator
+from pydantic import Field, WithJsonSchema
 
 from echelon.ground.errors import ConfigError
 from echelon.ground.stored import read_json
 from echelon.recipe.draft import Draft
-from echelon.recipe.section import Section
+from echelon.recipe.section import Section, rule
 
 DsConfig = Annotated[
     dict[str, Any], WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}], "type": "object"})
@@ -32,14 +32,13 @@ class DeepspeedConfig(Section):
         "read, or the content. Keys that the recipe sets must agree with it or be `auto`; see docs/engines.md.",
     )
 
-    @model_validator(mode="after")
-    def _parameters_follow_the_optimizer(self) -> Self:
+    @rule
+    def _parameters_follow_the_optimizer(self) -> None:
         if self.offload_parameters and not self.offload_optimizer:
             raise ValueError(
                 "deepspeed.offload_parameters=true with offload_optimizer=false: the host steps what it keeps; set "
                 "deepspeed.offload_optimizer=true too, or offload_parameters=false."
             )
-        return self
 
 
 def read_deepspeed(draft: Draft) -> None:

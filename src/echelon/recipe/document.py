@@ -3,9 +3,9 @@
 import math
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
 from echelon.recipe.batches import BatchSchedule, Rhythm, constant_batch, ramp_batch
 from echelon.recipe.deepspeed import DeepspeedConfig
@@ -31,7 +31,7 @@ from echelon.recipe.operation import (
     WandbConfig,
 )
 from echelon.recipe.schedule import find_fault
-from echelon.recipe.section import PathOrName, Section, name_or_mapping
+from echelon.recipe.section import PathOrName, Section, name_or_mapping, rule
 from echelon.recipe.synchronization import QUORUM, SyncConfig
 from echelon.recipe.tensorflow_config import TensorflowConfig
 from echelon.recipe.training import EngineName, OptimConfig, ParallelConfig, ParallelName, TrainConfig
@@ -92,23 +92,21 @@ class Recipe(Section):
     profile: ProfileConfig = ProfileConfig()
     budget: BudgetConfig = BudgetConfig()
 
-    @model_validator(mode="after")
-    def _engine_can_run_it(self) -> Self:
+    @rule
+    def _engine_can_run_it(self) -> None:
         if (message := next(find_refused(self, self.engine), None)) is not None:
             raise ValueError(message)
-        return self
 
-    @model_validator(mode="after")
-    def _tokenizer_of_a_new_model(self) -> Self:
+    @rule
+    def _tokenizer_of_a_new_model(self) -> None:
         if self.tokenizer is None and self.model.checkpoint is None:
             raise ValueError(
                 "tokenizer is missing: a model made from model.config has none of its own; use tokenizer: bytes, "
                 "tokenizer: {train: {vocab_size: 4096}}, or the folder or hub id of one."
             )
-        return self
 
-    @model_validator(mode="after")
-    def _a_reference_is_what_was_there(self) -> Self:
+    @rule
+    def _a_reference_is_what_was_there(self) -> None:
         if self.objective.name == "dpo" and self.adapter.init == "pissa":
             raise ValueError(
                 "adapter.init=pissa changes the frozen weights, and objective.name=dpo compares with them as they "
@@ -120,21 +118,19 @@ class Recipe(Section):
                 "objective.name=dpo needs the original weights; remove it (rows of model.new_tokens are trained "
                 "anyway), or use adapter.method=full, which keeps a copy."
             )
-        return self
 
-    @model_validator(mode="after")
-    def _answers_of_a_pair_are_apart(self) -> Self:
+    @rule
+    def _answers_of_a_pair_are_apart(self) -> None:
         if self.objective.name == "dpo" and self.data.document_mask is False:
             raise ValueError(
                 "data.document_mask=false lets documents of a sequence attend to each other, and objective.name=dpo "
                 "has both answers of a pair in one sequence; use data.document_mask=auto."
             )
-        return self
 
-    @model_validator(mode="after")
-    def _own_loop_calls_the_learner(self) -> Self:
+    @rule
+    def _own_loop_calls_the_learner(self) -> None:
         if self.train.loop is None:
-            return self
+            return
         own = f"train.loop={self.train.loop}"
         for key, value, allowed, reason in (
             ("engine", self.engine, ("native",), "other engines run only echelon's loop"),
@@ -145,20 +141,18 @@ class Recipe(Section):
             if value not in allowed:
                 fix = " or ".join("null" if choice is None else choice for choice in allowed)
                 raise ValueError(f"{key}={value} does not go with {own}: {reason}; set {key}={fix}, or remove {own}.")
-        return self
 
-    @model_validator(mode="after")
-    def _replicas_are_the_snapshots(self) -> Self:
+    @rule
+    def _replicas_are_the_snapshots(self) -> None:
         every_steps = self.checkpoint.snapshot_every_steps
         if self.sync.name == QUORUM and every_steps is not None:
             raise ValueError(
                 f"checkpoint.snapshot_every_steps={every_steps}: with sync.name={QUORUM} the other replicas hold what "
                 "a snapshot would; remove this key."
             )
-        return self
 
-    @model_validator(mode="after")
-    def _batch_is_whole_sequences(self) -> Self:
+    @rule
+    def _batch_is_whole_sequences(self) -> None:
         tokens, length = self.train.global_batch_tokens, self.data.sequence_len
         if tokens is not None and tokens % length:
             below = tokens - tokens % length
@@ -167,13 +161,12 @@ class Recipe(Section):
                 f"train.global_batch_tokens={tokens} is not a whole number of sequences of "
                 f"data.sequence_len={length}; use {' or '.join(nearest)}."
             )
-        return self
 
-    @model_validator(mode="after")
-    def _ramp_ends_at_the_batch(self) -> Self:
+    @rule
+    def _ramp_ends_at_the_batch(self) -> None:
         ramp, key = self.train.batch_ramp, self.train.batch_key
         if ramp is None:
-            return self
+            return
         size, length = getattr(self.train, key), self.data.sequence_len
         if ramp.to is not None and ramp.to != size:
             raise ValueError(
@@ -198,10 +191,9 @@ class Recipe(Section):
                 f"train.batch_ramp.increment={ramp.increment} makes {count} sizes of the batch; use an increment that "
                 f"makes {MAX_RAMP_SIZES} or fewer."
             )
-        return self
 
-    @model_validator(mode="after")
-    def _a_mixture_has_no_epoch(self) -> Self:
+    @rule
+    def _a_mixture_has_no_epoch(self) -> None:
         if self.data.is_mixture and self.train.epochs is not None:
             raise ValueError(
                 f"train.epochs={self.train.epochs:g} is not defined for sources with a weight, which have epochs of "
@@ -216,13 +208,11 @@ class Recipe(Section):
                     f"{key}={share:g} is not defined for sources with a weight, which have no epoch in common; use "
                     f"{other}."
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _schedule_fits(self) -> Self:
+    @rule
+    def _schedule_fits(self) -> None:
         if self.train.epochs is None and (fault := find_fault(self.optim, self.num_steps(0), self.batches)):
             raise ValueError(fault)
-        return self
 
     @property
     def global_batch_size(self) -> int:

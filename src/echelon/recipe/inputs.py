@@ -1,7 +1,7 @@
 """Sections of the recipe: run, model, tokenizer, adapter, data and objective."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -17,36 +17,25 @@ from echelon.recipe.section import (
     Positive,
     Section,
     Whole,
-    check_folder_name,
+    distinct,
+    folder_name,
+    rule,
 )
 
 DEFAULT_VALIDATION_FRACTION = 0.01
 
 
-def _check_words(key: str, words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the words of a list. Raises ValueError with the key if one is empty or repeated."""
-    for place, word in enumerate(words):
-        if not word.strip():
-            raise ValueError(f"{key} has an empty name; remove it.")
-        if word in words[:place]:
-            raise ValueError(f"{key} has {word!r} twice; remove one.")
-    return words
-
-
 class RunConfig(Section):
     """The name of the run, its folder, and the seed of all random numbers."""
 
-    name: str = Field(description="Name of the run: letters, digits, `.`, `_` and `-`.")
+    name: Annotated[str, folder_name("run.name")] = Field(
+        description="Name of the run: letters, digits, `.`, `_` and `-`."
+    )
     dir: AnyPath = Field(
         default_factory=lambda run: Path("runs") / run["name"],
         description="The run folder. Default: `runs/NAME`. An existing run is resumed.",
     )
     seed: Whole = Field(0, ge=0, lt=2**32, description="Seed of the initial weights, the data order and dropout.")
-
-    @field_validator("name")
-    @classmethod
-    def _name_is_a_folder_name(cls, name: str) -> str:
-        return check_folder_name("run.name", name)
 
     @field_validator("dir")
     @classmethod
@@ -77,17 +66,12 @@ class ModelConfig(Section):
         description="Attention implementation of `transformers`: `sdpa`, `eager`, `flash_attention_2`, ... Default: "
         "chosen by `transformers`.",
     )
-    new_tokens: tuple[str, ...] = Field(
+    new_tokens: Annotated[tuple[str, ...], distinct("model.new_tokens")] = Field(
         (), description="Tokens to add to the vocabulary, one id each: `[<|im_start|>, <|im_end|>]`."
     )
 
-    @field_validator("new_tokens")
-    @classmethod
-    def _new_tokens_differ(cls, tokens: tuple[str, ...]) -> tuple[str, ...]:
-        return _check_words("model.new_tokens", tokens)
-
-    @model_validator(mode="after")
-    def _exactly_one_origin(self) -> Self:
+    @rule
+    def _exactly_one_origin(self) -> None:
         if self.checkpoint is not None and self.config is not None:
             raise ValueError(
                 "model.checkpoint and model.config are both given; a model starts from one of them: remove the other."
@@ -99,7 +83,6 @@ class ModelConfig(Section):
             )
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("model.config.model_type is missing; name the family, for example model_type: llama.")
-        return self
 
 
 class TrainTokenizerConfig(Section):
@@ -130,12 +113,12 @@ class AdapterConfig(Section):
         description="The linear layers with an adapter, by the last part of their names: `[q_proj, v_proj]`. "
         "`all-linear`: all except the head.",
     )
-    target_parameters: Literal["experts"] | tuple[str, ...] = Field(
+    target_parameters: Annotated[Literal["experts"] | tuple[str, ...], distinct("adapter.target_parameters")] = Field(
         (),
         description="Expert weights of a mixture with an adapter in addition, by the ends of their names: "
         "`[experts.gate_up_proj, experts.down_proj]`. `experts`: all of them.",
     )
-    modules_to_save: tuple[str, ...] = Field(
+    modules_to_save: Annotated[tuple[str, ...], distinct("adapter.modules_to_save")] = Field(
         (),
         description="Modules trained in full in addition to the adapter, by the last part of their names: the "
         "embedding, the head, norms or linear layers, such as `[embed_tokens, lm_head]`. Tied weights are trained as "
@@ -158,21 +141,15 @@ class AdapterConfig(Section):
         """Whether the weights of the model are frozen."""
         return self.method != "full"
 
-    @model_validator(mode="after")
-    def _something_is_trained(self) -> Self:
+    @rule
+    def _something_is_trained(self) -> None:
         if not self.target_modules and not self.target_parameters:
             raise ValueError(
                 "adapter.target_modules=[] leaves nothing to train; name linear layers, or set it to all-linear."
             )
-        return self
 
-    @field_validator("target_parameters")
-    @classmethod
-    def _target_parameters_differ(cls, names: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        return names if isinstance(names, str) else _check_words("adapter.target_parameters", names)
-
-    @model_validator(mode="after")
-    def _peft_adapts_experts(self) -> Self:
+    @rule
+    def _peft_adapts_experts(self) -> None:
         for key, value, unset in (("method", self.method, "lora"), ("dropout", self.dropout, 0.0),
                                   ("init", self.init, "default")):  # fmt: skip
             can = ("lora", "qlora") if key == "method" else (unset,)
@@ -181,34 +158,26 @@ class AdapterConfig(Section):
                     f"adapter.target_parameters: PEFT has no adapter of expert weights with adapter.{key}={value}; "
                     f"set adapter.{key}={unset}, or remove adapter.target_parameters."
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _quantized_experts_are_frozen(self) -> Self:
+    @rule
+    def _quantized_experts_are_frozen(self) -> None:
         if self.quantize_experts and self.target_parameters:
             raise ValueError(
                 "adapter.quantize_experts and adapter.target_parameters are both given, but PEFT has no adapter of "
                 "expert weights in 4 bits; remove one of them."
             )
-        return self
 
-    @field_validator("modules_to_save")
-    @classmethod
-    def _saved_modules_differ(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        return _check_words("adapter.modules_to_save", names)
-
-    @model_validator(mode="after")
-    def _trained_once(self) -> Self:
+    @rule
+    def _trained_once(self) -> None:
         both = [name for name in self.modules_to_save if name in self.target_modules]
         if both and self.target_modules != "all-linear":
             raise ValueError(
                 f"adapter.modules_to_save and adapter.target_modules both name {both[0]}: it is either trained in full "
                 "or gets an adapter; remove it from one of them."
             )
-        return self
 
-    @model_validator(mode="after")
-    def _every_key_means_something(self) -> Self:
+    @rule
+    def _every_key_means_something(self) -> None:
         for name, field in type(self).model_fields.items():
             if name == "method" or getattr(self, name) == field.default:
                 continue
@@ -227,7 +196,6 @@ class AdapterConfig(Section):
                 f"adapter.init=pissa changes the frozen weights, which adapter.method={self.method} does not allow; "
                 "use adapter.method=lora, or adapter.init=default."
             )
-        return self
 
 
 class SourceConfig(Section):
@@ -318,7 +286,7 @@ class DataConfig(Section):
     chat_template: str | None = Field(
         None, description="Chat template: a Jinja file, its text, or a name. Default: the tokenizer's."
     )
-    eot_tokens: tuple[str, ...] = Field(
+    eot_tokens: Annotated[tuple[str, ...], distinct("data.eot_tokens")] = Field(
         (),
         description="Additional tokens that end a turn, each a single id of the tokenizer: a target if it ends a "
         "turn of the assistant; generation stops at them.",
@@ -358,16 +326,10 @@ class DataConfig(Section):
     )
     options: Options = Field(None, description="Arguments of `source`, by their names.")
 
-    @model_validator(mode="after")
-    def _options_are_taken(self) -> Self:
+    @rule
+    def _options_are_taken(self) -> None:
         if self.options and self.source is None:
             raise ValueError(f"data.options={self.options} has no meaning without data.source; remove it.")
-        return self
-
-    @field_validator("eot_tokens")
-    @classmethod
-    def _ends_of_turns_differ(cls, tokens: tuple[str, ...]) -> tuple[str, ...]:
-        return _check_words("data.eot_tokens", tokens)
 
     @property
     def is_mixture(self) -> bool:
@@ -386,8 +348,8 @@ class DataConfig(Section):
             return {**values, "validation_fraction": DEFAULT_VALIDATION_FRACTION}
         return values
 
-    @model_validator(mode="after")
-    def _names_differ(self) -> Self:
+    @rule
+    def _names_differ(self) -> None:
         for part, sources in (("train", self.train if self.is_mixture else ()), ("validation", self.validation)):
             labels = [source.label for source in sources]
             for index, label in enumerate(labels):
@@ -396,34 +358,30 @@ class DataConfig(Section):
                         f"data.{part}.{index} has the name {label!r}, as data.{part}.{labels.index(label)} has, and "
                         f"metrics identify them by name; set another one: data.{part}.{index}.name."
                     )
-        return self
 
-    @model_validator(mode="after")
-    def _fields_are_of_the_formats(self) -> Self:
+    @rule
+    def _fields_are_of_the_formats(self) -> None:
         for part, sources in (("train", self.train), ("validation", self.validation)):
             for index, source in enumerate(sources):
                 check_fields(f"data.{part}.{index}", source.format, source.fields)
                 check_has_options(f"data.{part}.{index}.format", source.format, source.options)
-        return self
 
-    @model_validator(mode="after")
-    def _validation_has_no_shares(self) -> Self:
+    @rule
+    def _validation_has_no_shares(self) -> None:
         for index, source in enumerate(self.validation):
             if source.weight is not None:
                 raise ValueError(
                     f"data.validation.{index}.weight={source.weight:g} has no effect: each validation set is "
                     "evaluated separately; remove it."
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _one_way_to_hold_out(self) -> Self:
+    @rule
+    def _one_way_to_hold_out(self) -> None:
         if self.validation and self.validation_fraction is not None:
             raise ValueError(
                 "data.validation and data.validation_fraction are both given; evaluate on separate data or on a "
                 "fraction of the training data: remove one."
             )
-        return self
 
 
 class ObjectiveConfig(Section):
@@ -444,8 +402,8 @@ class ObjectiveConfig(Section):
         True, description="Mixtures of experts: add the router loss that the model config enables."
     )
 
-    @model_validator(mode="after")
-    def _every_key_means_something(self) -> Self:
+    @rule
+    def _every_key_means_something(self) -> None:
         check_has_options("objective.name", self.name, self.options)
         for name in ("beta", "loss", "label_smoothing"):
             if self.name != "dpo" and getattr(self, name) != type(self).model_fields[name].default:
@@ -458,4 +416,3 @@ class ObjectiveConfig(Section):
                 f"objective.label_smoothing={self.label_smoothing} applies only to the sigmoid loss; remove it, or set "
                 "objective.loss=sigmoid."
             )
-        return self

@@ -1,12 +1,12 @@
 """`launch`: where a run is started, with a section for each target that has settings."""
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from echelon.ground.redaction import redact, redact_text
-from echelon.recipe.section import Count, CountOrZero, Flag, Positive, Section
+from echelon.recipe.section import Count, CountOrZero, Flag, Positive, Section, rule
 
 Target = Literal["local", "torchrun", "slurm", "kubernetes", "sagemaker"]
 
@@ -96,8 +96,8 @@ class VolumeConfig(Section):
     sub_path: str | None = Field(None, description="The folder of the volume that is mounted. Default: all of it.")
     read_only: Flag = Field(False, description="Mount it read-only.")
 
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    @rule
+    def _one_source(self) -> None:
         names = ("claim", "host_path", "secret_name", "source")
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
@@ -110,7 +110,6 @@ class VolumeConfig(Section):
                 f"launch.kubernetes.volumes: the source of the volume at {self.mount} has {len(self.source)} keys; "
                 "give exactly one, such as {nfs: {server: HOST, path: /export}}."
             )
-        return self
 
 
 class KubernetesConfig(Section):
@@ -328,8 +327,8 @@ class SageMakerConfig(Section):
         description="`distribution` dictionary of the SDK: torch_distributed, pytorchddp, smdistributed, mpi.",
     )
 
-    @model_validator(mode="after")
-    def _groups_instead_of_a_type(self) -> Self:
+    @rule
+    def _groups_instead_of_a_type(self) -> None:
         names = [group.name for group in self.instance_groups]
         if names and self.instance_type is not None:
             raise ValueError(
@@ -340,7 +339,6 @@ class SageMakerConfig(Section):
             raise ValueError(
                 f"launch.sagemaker.instance_groups: two groups have the same name among {', '.join(names)}; rename one."
             )
-        return self
 
     @field_validator("secrets")
     @classmethod
@@ -406,15 +404,14 @@ class LaunchConfig(Section):
                 raise ValueError(f"launch.env: {name} differs between processes and is set by echelon; remove it.")
         return env
 
-    @model_validator(mode="after")
-    def _groups_have_all_machines(self) -> Self:
+    @rule
+    def _groups_have_all_machines(self) -> None:
         total = self._num_in_groups
         if total and self.nodes not in (1, total):
             raise ValueError(
                 f"launch.nodes={self.nodes} contradicts launch.sagemaker.instance_groups, which have {total} machines; "
                 "remove launch.nodes."
             )
-        return self
 
     @property
     def _num_in_groups(self) -> int:

@@ -1,11 +1,11 @@
 """Sections of the recipe: checkpoints, evaluation, trackers, faults, budget."""
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from echelon.recipe.section import Count, CountOrZero, Flag, Number, Positive, PositiveOrZero, Section
+from echelon.recipe.section import Count, CountOrZero, Flag, Number, Positive, PositiveOrZero, Section, rule
 
 Tracker = Literal["tensorboard", "mlflow", "wandb"]
 
@@ -37,8 +37,8 @@ class CheckpointConfig(Section):
         "`s3://bucket/runs/NAME`, `gs://...` or `file:///...`. The same command on another machine resumes from there.",
     )
 
-    @model_validator(mode="after")
-    def _one_rhythm_of_saves(self) -> Self:
+    @rule
+    def _one_rhythm_of_saves(self) -> None:
         if self.every_steps is not None and self.saves_per_epoch is not None:
             raise ValueError(
                 f"checkpoint.every_steps={self.every_steps} and checkpoint.saves_per_epoch={self.saves_per_epoch:g} "
@@ -49,7 +49,6 @@ class CheckpointConfig(Section):
                 "checkpoint.every_steps=null does not set when to save; give a number of steps, auto, or "
                 "checkpoint.saves_per_epoch."
             )
-        return self
 
     @field_validator("remote")
     @classmethod
@@ -170,11 +169,10 @@ class ProfileConfig(Section):
     ranks: tuple[CountOrZero, ...] = Field((0,), description="The ranks that record; each writes a trace of its own.")
     memory: Flag = Field(False, description="Also record every allocation of memory.")
 
-    @model_validator(mode="after")
-    def _has_ranks(self) -> Self:
+    @rule
+    def _has_ranks(self) -> None:
         if not self.ranks or len(set(self.ranks)) < len(self.ranks):
             raise ValueError(f"profile.ranks={list(self.ranks)} must name ranks, each once, for example [0].")
-        return self
 
 
 class BudgetConfig(Section):

@@ -1,4 +1,4 @@
-"""Renders a Recipe as YAML with all defaults, without secrets."""
+"""Renders a Recipe as YAML with all defaults, without secrets; the JSON schema with which editors check recipes."""
 
 from pathlib import Path
 from typing import Any
@@ -45,3 +45,12 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: plain_value(item) for key, item in value.items()}
     return str(value) if isinstance(value, Path) else value
+
+
+def recipe_json_schema() -> dict[str, Any]:
+    """Return the JSON schema (draft 2020-12) of a recipe file, with descriptions, without spellings of other tools.
+
+    For editors: `# yaml-language-server: $schema=recipe.schema.json` as the first line of a recipe.
+    """
+    schema = Recipe.model_json_schema(by_alias=True)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "echelon recipe"}

@@ -1,8 +1,9 @@
 """The base class of a recipe's sections: frozen, no unknown keys, exact types, hashable by content."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -15,6 +16,7 @@ from pydantic import (
     Strict,
     ValidationInfo,
     WithJsonSchema,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 from typing_extensions import override
@@ -31,6 +33,31 @@ class Section(BaseModel):
     def __hash__(self) -> int:
         # Pydantic's hash of a frozen model fails for free mappings (model.config, launch, smp).
         return hash((type(self), _hashable(self.__dict__)))
+
+
+def rule(check: Callable[[Any], None]) -> Any:
+    """A method of a section that raises ValueError for values that do not go together; the checks run in order."""
+
+    @wraps(check)
+    def obey(section: Section) -> Section:
+        check(section)
+        return section
+
+    return model_validator(mode="after")(obey)
+
+
+def distinct(key: str) -> AfterValidator:
+    """The check of a list of names that none is empty and none occurs twice. A word instead of a list has a meaning."""
+
+    def check(words: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        for place, word in enumerate(words if isinstance(words, tuple) else ()):
+            if not word.strip():
+                raise ValueError(f"{key} has an empty name; remove it.")
+            if word in words[:place]:
+                raise ValueError(f"{key} has {word!r} twice; remove one.")
+        return words
+
+    return AfterValidator(check)
 
 
 def _hashable(value: Any) -> Any:
@@ -86,8 +113,7 @@ def _is_a_path(value: PathOrText, info: ValidationInfo) -> PathOrText:
     return value
 
 
-def check_folder_name(key: str, name: str) -> str:
-    """Return the name if it is a valid folder name on every system. Raises ValueError with the key otherwise."""
+def _check_folder_name(key: str, name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise ValueError(
             f"{key}={name!r} must be a plain folder name; use letters, digits, '.', '_' and '-', and a letter or digit "
@@ -96,6 +122,11 @@ def check_folder_name(key: str, name: str) -> str:
     if len(name) > MAX_NAME:
         raise ValueError(f"{key}={name[:40]}... has {len(name)} characters, and may have {MAX_NAME}; shorten it.")
     return name
+
+
+def folder_name(key: str) -> AfterValidator:
+    """The check of a name that it is a valid folder name on every system."""
+    return AfterValidator(partial(_check_folder_name, key))
 
 
 AnyPath = Annotated[Path, AfterValidator(_is_a_path)]

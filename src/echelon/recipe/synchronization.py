@@ -1,13 +1,13 @@
 """The section of the recipe about replicas: how they agree on the weights, and what they send for it."""
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from echelon.ground.extensions import is_extension
 from echelon.recipe.names import Options, SynchronizerName, check_has_options
-from echelon.recipe.section import Count, CountOrZero, Flag, Number, Positive, Section
+from echelon.recipe.section import Count, CountOrZero, Flag, Number, Positive, Section, rule
 
 CompressMethod = Literal["none", "bf16", "fp16", "int8", "powersgd", "topk", "randomk", "sign"]
 
@@ -59,8 +59,8 @@ class CompressConfig(Section):
         0.01, description="With `topk` and `randomk`: the share of the values that is sent."
     )
 
-    @model_validator(mode="after")
-    def _numbers_are_used(self) -> Self:
+    @rule
+    def _numbers_are_used(self) -> None:
         for key, methods in _NEEDED.items():
             value, default = getattr(self, key), type(self).model_fields[key].default
             if value != default and self.method not in methods:
@@ -68,7 +68,6 @@ class CompressConfig(Section):
                     f"sync.compress.{key}={value:g} has no effect with sync.compress.method={self.method}; set "
                     f"method: {' or '.join(methods)}, or remove {key}."
                 )
-        return self
 
 
 def _default(key: str) -> Callable[[dict[str, Any]], Any]:
@@ -143,13 +142,12 @@ class SyncConfig(Section):
         """How many processes, the first ones, have state that no other process has."""
         return self.servers if self.name == PARAMETER_SERVER else 0
 
-    @model_validator(mode="after")
-    def _options_are_taken(self) -> Self:
+    @rule
+    def _options_are_taken(self) -> None:
         check_has_options("sync.name", self.name, self.options)
-        return self
 
-    @model_validator(mode="after")
-    def _keys_belong_to_the_name(self) -> Self:
+    @rule
+    def _keys_belong_to_the_name(self) -> None:
         used = _KEYS.get(self.name, tuple(_USUAL))
         for key, usual in _USUAL.items():
             value = getattr(self, key)
@@ -160,50 +158,44 @@ class SyncConfig(Section):
                     f"sync.{key}={shown} has no effect with sync.name={self.name}; set sync.name: "
                     f"{' or '.join(names)}, or remove {key}."
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _only_waiting_workers_are_added_up(self) -> Self:
+    @rule
+    def _only_waiting_workers_are_added_up(self) -> None:
         if self.max_staleness != 0 and self.aggregate != "weighted":
             raise ValueError(
                 f"sync.aggregate={self.aggregate} needs sync.max_staleness: 0: otherwise the gradient of each process "
                 "is applied alone; remove one of the two keys."
             )
-        return self
 
-    @model_validator(mode="after")
-    def _only_old_gradients_are_compensated(self) -> Self:
+    @rule
+    def _only_old_gradients_are_compensated(self) -> None:
         if self.staleness_compensation and self.max_staleness == 0:
             raise ValueError(
                 f"sync.staleness_compensation={self.staleness_compensation:g} has no effect with sync.max_staleness=0, "
                 "where no gradient is of older weights; set max_staleness to 1 or more, or to null, or remove "
                 "staleness_compensation."
             )
-        return self
 
-    @model_validator(mode="after")
-    def _method_belongs_to_the_name(self) -> Self:
+    @rule
+    def _method_belongs_to_the_name(self) -> None:
         method, possible = self.compress.method, _METHODS.get(self.name, ("none",))
         if method not in possible and not is_extension(self.name):
             raise ValueError(
                 f"sync.compress.method={method} does not work with sync.name={self.name}; use {', '.join(possible)}."
             )
-        return self
 
-    @model_validator(mode="after")
-    def _enough_replicas_exist(self) -> Self:
+    @rule
+    def _enough_replicas_exist(self) -> None:
         if self.min_replicas > self.replicas:
             raise ValueError(
                 f"sync.min_replicas={self.min_replicas} is more than sync.replicas={self.replicas}, so after a "
                 f"loss the others would wait forever; use at most {self.replicas}."
             )
-        return self
 
-    @model_validator(mode="after")
-    def _an_agreement_needs_two(self) -> Self:
+    @rule
+    def _an_agreement_needs_two(self) -> None:
         if self.name in (*APART, QUORUM) and self.replicas == 1:
             raise ValueError(
                 f"sync.replicas=1 leaves sync.name={self.name} with nobody to agree with; use 2 or more, or "
                 "sync.name: every_step."
             )
-        return self

@@ -1,10 +1,10 @@
 """The section `tensorflow`: the distribution strategy of TensorFlow."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from echelon.recipe.section import Count, Section
+from echelon.recipe.section import Count, Section, rule
 
 TensorflowStrategy = Literal["single", "mirrored", "multi_worker", "parameter_server", "tpu", "horovod"]
 
@@ -34,14 +34,13 @@ class TensorflowConfig(Section):
         "takes it; null: what TPU_NAME says.",
     )
 
-    @model_validator(mode="after")
-    def _can_work(self) -> Self:
+    @rule
+    def _can_work(self) -> None:
         if self.strategy in _REFUSED:
             raise ValueError(f"tensorflow.strategy={self.strategy}: {_REFUSED[self.strategy]}.")
-        return self
 
-    @model_validator(mode="after")
-    def _has_its_strategy(self) -> Self:
+    @rule
+    def _has_its_strategy(self) -> None:
         for key, strategy in (("servers", "parameter_server"), ("tpu", "tpu")):
             value = getattr(self, key)
             if value != type(self).model_fields[key].default and self.strategy != strategy:
@@ -49,4 +48,3 @@ class TensorflowConfig(Section):
                     f"tensorflow.{key}={value} is for tensorflow.strategy={strategy}, and the recipe has "
                     f"tensorflow.strategy={self.strategy}; change the strategy, or remove tensorflow.{key}."
                 )
-        return self

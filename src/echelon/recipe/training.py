@@ -1,8 +1,8 @@
 """Sections of the recipe: steps and batch, optimizer, parallelism."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from echelon.recipe.names import OptimizerName, Options, OwnName, check_has_options
 from echelon.recipe.section import (
@@ -16,6 +16,7 @@ from echelon.recipe.section import (
     Tokens,
     TokensOrZero,
     name_or_mapping,
+    rule,
 )
 
 STEP_KEYS = ("steps", "tokens", "epochs")
@@ -76,15 +77,14 @@ class CheckpointingConfig(Section):
         "to 1. It chooses what costs the least to recompute.",
     )
 
-    @model_validator(mode="after")
-    def _exactly_one_way(self) -> Self:
+    @rule
+    def _exactly_one_way(self) -> None:
         if (self.every is None) == (self.memory_budget is None):
             given = "both are given" if self.every is not None else "none of them is given"
             raise ValueError(
                 "train.activation_checkpointing takes one of every and memory_budget, for example {every: 2} or "
                 f"{{memory_budget: 0.5}}; {given}."
             )
-        return self
 
 
 CheckpointingName = Literal["auto", "none", "selective", "full"]
@@ -166,8 +166,8 @@ class TrainConfig(Section):
         """The key that sets the global batch size."""
         return next(key for key in BATCH_KEYS if getattr(self, key) is not None)
 
-    @model_validator(mode="after")
-    def _exactly_one_length_and_one_batch(self) -> Self:
+    @rule
+    def _exactly_one_length_and_one_batch(self) -> None:
         for keys, what in ((STEP_KEYS, "how long to train"), (BATCH_KEYS, "the global batch")):
             names = ", ".join(f"train.{key}" for key in keys[:-1]) + f" and train.{keys[-1]}"
             given = [f"train.{key}={getattr(self, key)}" for key in keys if getattr(self, key) is not None]
@@ -177,25 +177,22 @@ class TrainConfig(Section):
                 raise ValueError(
                     f"{' and '.join(given)} are both given, but only one of {names} can set {what}; keep one."
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _only_what_left_is_loaded(self) -> Self:
+    @rule
+    def _only_what_left_is_loaded(self) -> None:
         if self.activation_loading_horizon != 1 and not self.activation_offloading:
             raise ValueError(
                 f"train.activation_loading_horizon={self.activation_loading_horizon} is for activations in host "
                 "memory; set train.activation_offloading=true, or remove it."
             )
-        return self
 
-    @model_validator(mode="after")
-    def _one_rhythm_of_evaluations(self) -> Self:
+    @rule
+    def _one_rhythm_of_evaluations(self) -> None:
         if self.eval_every is not None and self.evals_per_epoch is not None:
             raise ValueError(
                 f"train.eval_every={self.eval_every} and train.evals_per_epoch={self.evals_per_epoch:g} are both "
                 "given, but only one of them can set when to evaluate; keep one."
             )
-        return self
 
 
 class OptimConfig(Section):
@@ -257,19 +254,17 @@ class OptimConfig(Section):
         description="Final learning rate, as a fraction of `learning_rate`; `inverse_sqrt` never falls below it.",
     )
 
-    @model_validator(mode="after")
-    def _options_are_taken(self) -> Self:
+    @rule
+    def _options_are_taken(self) -> None:
         check_has_options("optim.name", self.name, self.options)
-        return self
 
-    @model_validator(mode="after")
-    def _betas_below_one(self) -> Self:
+    @rule
+    def _betas_below_one(self) -> None:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)} must both be at least 0 and below 1; try [0.9, 0.95].")
-        return self
 
-    @model_validator(mode="after")
-    def _warmup_is_in_the_schedule_unit(self) -> Self:
+    @rule
+    def _warmup_is_in_the_schedule_unit(self) -> None:
         other = "steps" if self.schedule_unit == "tokens" else "tokens"
         if (warmup := getattr(self, f"warmup_{other}")) != 0:
             raise ValueError(
@@ -277,20 +272,18 @@ class OptimConfig(Section):
                 f"{self.schedule_unit}; set optim.warmup_{self.schedule_unit} instead, or "
                 f"optim.schedule_unit={other}."
             )
-        return self
 
-    @model_validator(mode="after")
-    def _one_length_of_the_warmup(self) -> Self:
+    @rule
+    def _one_length_of_the_warmup(self) -> None:
         for key in ("warmup_steps", "warmup_tokens"):
             if self.warmup_fraction is not None and (warmup := getattr(self, key)) != 0:
                 raise ValueError(
                     f"optim.{key}={warmup} and optim.warmup_fraction={self.warmup_fraction:g} are both given, but only "
                     "one of them can set the warm-up; keep one."
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _schedule_has_what_it_needs(self) -> Self:
+    @rule
+    def _schedule_has_what_it_needs(self) -> None:
         for key, schedule in (("decay_fraction", "wsd"), ("polynomial_power", "polynomial")):
             value, default = getattr(self, key), type(self).model_fields[key].default
             if value != default and self.schedule != schedule:
@@ -303,7 +296,6 @@ class OptimConfig(Section):
                 "optim.schedule=inverse_sqrt needs a warm-up; "
                 f"set optim.warmup_{self.schedule_unit} or optim.warmup_fraction."
             )
-        return self
 
     @property
     def warms_up(self) -> bool:

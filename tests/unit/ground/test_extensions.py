@@ -20,8 +20,7 @@ from echelon.planner.memory import estimate_memory
 from echelon.recipe import OptimConfig
 from echelon.recipe.difference import blocking_differences
 from echelon.recipe.load import build_recipe, load_recipe
-from echelon.recipe.render import render_recipe
-from echelon.recipe.schema import recipe_json_schema
+from echelon.recipe.render import recipe_json_schema, render_recipe
 from echelon.run.lifecycle.extension_checks import check_extensions, describe_extensions, list_extensions
 from echelon.run.training.callbacks import build_callbacks
 from tests.own_parts import write_package

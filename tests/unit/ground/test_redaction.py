@@ -10,9 +10,8 @@ import yaml
 
 from echelon.ground.errors import ConfigError, EchelonError, render_traceback
 from echelon.ground.redaction import find_secrets, redact, redact_text
-from echelon.launch.job_checks import check_job
+from echelon.launch.job_checks import check_job, refuse_secrets
 from echelon.launch.records import make_job
-from echelon.launch.secrets import refuse_secrets
 from echelon.launch.targets import TARGETS
 from echelon.recipe import Recipe
 from echelon.recipe.load import load_recipe

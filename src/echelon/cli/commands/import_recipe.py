@@ -71,8 +71,7 @@ def import_file(
 
 
 def _import_checkpoint(path: Path, out: Path | None) -> None:
-    from echelon.foreign.zero_folder import is_zero_folder
-    from echelon.foreign.zero_import import import_zero_folder
+    from echelon.foreign.zero_folder import import_zero_folder, is_zero_folder
 
     if not is_zero_folder(path):
         raise ConfigError(

@@ -13,9 +13,18 @@ from echelon.foreign.importers.ledger import Entry, Fate, Ledger
 from echelon.foreign.importers.model import carry_adapter, carry_model
 from echelon.foreign.importers.objective import TRAINERS, carry_objective, carry_v1_objective, find_trainer
 from echelon.foreign.importers.operation import carry_operation, carry_parallel, carry_run, refuse_plugins
-from echelon.foreign.importers.reasons import DEFAULTS, LOST, NEEDLESS, REFUSED, SETTINGS
 from echelon.foreign.importers.result import render_imported, render_notes, render_refusal
-from echelon.foreign.importers.source_file import TOOLS, Tool, detect_tool, read_foreign
+from echelon.foreign.importers.source_file import (
+    DEFAULTS,
+    LOST,
+    NEEDLESS,
+    REFUSED,
+    SETTINGS,
+    TOOLS,
+    Tool,
+    detect_tool,
+    read_foreign,
+)
 from echelon.foreign.importers.training import Amounts, carry_optimizer, carry_training
 from echelon.ground.errors import ConfigError
 from echelon.recipe.load import parse_recipe

@@ -8,8 +8,7 @@ from typing import Any, get_args
 
 from echelon.foreign.importers.defaults import Defaults, put_default
 from echelon.foreign.importers.ledger import Ledger
-from echelon.foreign.importers.reasons import PLUGINS
-from echelon.foreign.importers.source_file import TABLE, find_beside
+from echelon.foreign.importers.source_file import PLUGINS, TABLE, find_beside
 from echelon.ground.stored import read_json
 from echelon.recipe.aliases import read_value
 from echelon.recipe.training import ParallelName

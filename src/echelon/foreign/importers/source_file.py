@@ -1,4 +1,4 @@
-"""Read another tool's file as a flat mapping of its keys, and detect the tool."""
+"""Read another tool's file as a flat mapping of its keys, and detect the tool; why some keys are not imported."""
 
 import json
 import tomllib
@@ -22,6 +22,25 @@ _READ = (
     "recipe, beginning with: echelon init"
 )
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle")
+
+_KEYS = read_table(Path(__file__).with_name("keys.yaml"))
+
+
+def _by_name(fate: str) -> Mapping[str, str]:
+    return {name: row["why"] for row in _KEYS[fate] for name in row["keys"].split()}
+
+
+NEEDLESS = _by_name("needless")
+LOST = _by_name("lost")
+REFUSED = _by_name("refused")
+SETTINGS: tuple[str, ...] = tuple(_KEYS["settings"].split())
+"""Prefixes of settings of features that another key enables, and that are refused by that key if unsupported."""
+
+DEFAULTS: Mapping[str, object] = _KEYS["defaults"]
+"""Values that have no effect."""
+
+PLUGINS: frozenset[str] = frozenset(_KEYS["plugins"].split())
+"""Axolotl plugins that do not change the result."""
 
 
 def read_foreign(path: Path) -> dict[str, Any]:

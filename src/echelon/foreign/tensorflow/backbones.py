@@ -10,6 +10,7 @@ field is refused. A family belongs here once tests/engines/test_tensorflow_famil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from transformers import PretrainedConfig
 
 from echelon.ground.errors import ConfigError
+from echelon.recipe.yaml_text import read_table
 
 Array = npt.NDArray[Any]
 
@@ -283,88 +285,37 @@ def _gpt2(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _linear(name: str, variable: str, form: Form = Form.TRANSPOSED) -> WeightRow:
-    return WeightRow(f"model.layers.{{}}.{name}.weight", (f"{variable}/kernel",), form)
+_TABLE = read_table(Path(__file__).with_name("backbones.yaml"))
 
 
-def _norm(name: str, variable: str) -> WeightRow:
-    return WeightRow(f"model.layers.{{}}.{name}.weight", (f"{variable}/scale",))
+def _rows(name: str) -> tuple[WeightRow, ...]:
+    """The rows of a part of the table, which describes them."""
+    rows = []
+    for weight, stored in _TABLE[name].items():
+        form, paths = next(iter(stored.items())) if isinstance(stored, dict) else ("plain", stored)
+        rows.append(WeightRow(weight, (paths,) if isinstance(paths, str) else tuple(paths), Form[form.upper()]))
+    return tuple(rows)
 
 
-_L = "transformer_layer_{}"
-_LLAMA_LAYER = (
-    *(_linear(f"self_attn.{role[0]}_proj", f"{_L}/self_attention/{role}") for role in ("query", "key", "value")),
-    _linear("self_attn.o_proj", f"{_L}/self_attention/attention_output"),
-    _linear("mlp.gate_proj", f"{_L}/feedforward_gate_dense"),
-    _linear("mlp.up_proj", f"{_L}/feedforward_intermediate_dense"),
-    _linear("mlp.down_proj", f"{_L}/feedforward_output_dense"),
-    _norm("input_layernorm", f"{_L}/self_attention_layernorm"),
-    _norm("post_attention_layernorm", f"{_L}/feedforward_layernorm"),
-)
-_BIASES = tuple(
-    WeightRow(f"model.layers.{{}}.self_attn.{role[0]}_proj.bias", (f"{_L}/self_attention/{role}/bias",))
-    for role in ("query", "key", "value")
-)
-_HEAD_NORMS = tuple(
-    _norm(f"self_attn.{role[0]}_norm", f"{_L}/self_attention/{role}_dense_layernorm") for role in ("query", "key")
-)
-_EMBEDDING = WeightRow("model.embed_tokens.weight", ("token_embedding/embeddings",))
-_LLAMA_REST = (
-    _EMBEDDING,
-    WeightRow("model.norm.weight", ("sequence_output_layernorm/scale",)),
-    WeightRow("lm_head.weight", ("token_embedding/reverse_embeddings",), Form.TRANSPOSED),
-)
-_G = "decoder_block_{}"
-_GEMMA_LAYER = (
-    *(
-        _linear(f"self_attn.{role[0]}_proj", f"{_G}/attention/{role}", Form.BY_HEAD)
-        for role in ("query", "key", "value")
-    ),
-    _linear("self_attn.o_proj", f"{_G}/attention/attention_output"),
-    _linear("mlp.gate_proj", f"{_G}/ffw_gating"),
-    _linear("mlp.up_proj", f"{_G}/ffw_gating_2"),
-    _linear("mlp.down_proj", f"{_G}/ffw_linear"),
-    _norm("input_layernorm", f"{_G}/pre_attention_norm"),
-    _norm("post_attention_layernorm", f"{_G}/pre_ffw_norm"),
-)
-_GPT2_LAYER = tuple(
-    WeightRow(f"transformer.h.{{}}.{name}", variables)
-    for kind, part in (("weight", "kernel"), ("bias", "bias"))
-    for name, variables in (
-        (f"attn.c_attn.{kind}", tuple(f"{_L}/self_attention/{role}/{part}" for role in ("query", "key", "value"))),
-        (f"attn.c_proj.{kind}", (f"{_L}/self_attention/attention_output/{part}",)),
-        (f"mlp.c_fc.{kind}", (f"{_L}/feedforward_intermediate_dense/{part}",)),
-        (f"mlp.c_proj.{kind}", (f"{_L}/feedforward_output_dense/{part}",)),
-    )
-) + tuple(
-    WeightRow(f"transformer.h.{{}}.{name}.{kind}", (f"{_L}/{norm}/{part}",))
-    for name, norm in (("ln_1", "self_attention_layer_norm"), ("ln_2", "feedforward_layer_norm"))
-    for kind, part in (("weight", "gamma"), ("bias", "beta"))
-)
-_GPT2_REST = (
-    WeightRow("transformer.wte.weight", ("token_embedding/embeddings",)),
-    WeightRow("transformer.wpe.weight", ("position_embedding/embeddings",)),
-    WeightRow("transformer.ln_f.weight", ("layer_norm/gamma",)),
-    WeightRow("transformer.ln_f.bias", ("layer_norm/beta",)),
-)
+_LLAMA_LAYER, _LLAMA_REST = _rows("llama_layer"), _rows("llama_rest")
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaBackbone", _llama, _LLAMA_LAYER, _LLAMA_REST),
     "mistral": Family("MistralBackbone", _mistral, _LLAMA_LAYER, _LLAMA_REST),
-    "qwen2": Family("QwenBackbone", _qwen2, (*_LLAMA_LAYER, *_BIASES), _LLAMA_REST),
-    "qwen3": Family("Qwen3Backbone", _qwen3, (*_LLAMA_LAYER, *_HEAD_NORMS), _LLAMA_REST),
+    "qwen2": Family("QwenBackbone", _qwen2, (*_LLAMA_LAYER, *_rows("biases")), _LLAMA_REST),
+    "qwen3": Family("Qwen3Backbone", _qwen3, (*_LLAMA_LAYER, *_rows("head_norms")), _LLAMA_REST),
     "gemma": Family(
         "GemmaBackbone",
         _gemma,
-        _GEMMA_LAYER,
-        (_EMBEDDING, WeightRow("model.norm.weight", ("final_normalization/scale",))),
+        _rows("gemma_layer"),
+        _rows("gemma_rest"),
         mask="padding_mask",
         scales_embedding=True,
     ),
     "gpt2": Family(
         "GPT2Backbone",
         _gpt2,
-        _GPT2_LAYER,
-        _GPT2_REST,
+        _rows("gpt2_layer"),
+        _rows("gpt2_rest"),
         has_positions=True,
         embedding="transformer.wte",
         layer="transformer.h.{}",

@@ -1,4 +1,4 @@
-"""The distribution strategies of TensorFlow, as the section `tensorflow` names them."""
+"""The distribution strategies of TensorFlow, as the section `tensorflow` names them, and where a TPU is found."""
 
 import json
 import socket
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from echelon.foreign.tensorflow.library import Library
-from echelon.foreign.tensorflow.tpu import find_tpu_strategy
+from echelon.ground.errors import ConfigError, first_line
 from echelon.ground.launch_environment import find_rendezvous
 from echelon.ground.sockets import is_loopback
 from echelon.ground.variables import set_variables
@@ -89,3 +89,24 @@ def _find_address() -> str:
         host = meeting.own_address or socket.gethostbyname(socket.gethostname())
     with socket.create_server((host if is_loopback(host) else "", 0)) as probe:
         return f"{host}:{probe.getsockname()[1]}"
+
+
+def find_tpu_strategy(library: Library, name: str | None) -> Any:
+    """Resolve a TPU, connect to it, initialize it, and return a TPUStrategy on all of its cores.
+
+    `name`: as TPUClusterResolver takes it; None: the one that TPU_NAME names. Raises ConfigError if none is found.
+    """
+    tf = library.tf
+    try:
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=name)
+        tf.config.experimental_connect_to_cluster(resolver)
+        tf.tpu.experimental.initialize_tpu_system(resolver)
+    except (ValueError, OSError, RuntimeError, tf.errors.OpError) as error:
+        reason = first_line(error).rstrip(".")
+        asked = "TPU_NAME is not set" if name is None else f"tensorflow.tpu={name}"
+        raise ConfigError(
+            f"tensorflow.strategy=tpu: TensorFlow found no TPU ({asked}): {reason}. Set tensorflow.tpu to "
+            "the name or the grpc:// address of a TPU, or to `local` on its own machine; or use "
+            "tensorflow.strategy=multi_worker, which trains on CPUs."
+        ) from error
+    return tf.distribute.TPUStrategy(resolver)

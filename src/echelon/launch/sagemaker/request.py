@@ -1,18 +1,20 @@
-"""Build the CreateTrainingJob request of a job, as plain data.
+"""Build the CreateTrainingJob request of a job, as plain data, with AWS's PyTorch image of the region.
 
 Fields: https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_CreateTrainingJob.html
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from echelon.ground.errors import ConfigError
 from echelon.launch.job import JobSpec
 from echelon.launch.sagemaker.checks import check_limits, check_settings, find_region
 from echelon.launch.sagemaker.distribution import apply_distribution
-from echelon.launch.sagemaker.images import check_image, find_image
+from echelon.launch.sagemaker.enter import OLDEST_PYTHON
 from echelon.launch.sagemaker.request_patch import apply_patch, check_registry
 from echelon.launch.sagemaker.source_bundle import ENTRY, START
 from echelon.launch.sagemaker.staging import CHECKPOINT_DIR, Channel, Staging, run_dir, stage_job
@@ -22,6 +24,7 @@ from echelon.planner.hardware.instances import efa_environment
 from echelon.planner.hardware.job_machines import JobMachines, find_machines
 from echelon.recipe import LaunchConfig, Recipe
 from echelon.recipe.launch_sections import FileSystemConfig
+from echelon.recipe.yaml_text import read_table
 
 DEFAULT_MAX_HOURS = 24.0
 """The time limit of a job without `launch.max_hours`. As in the API; the SDK's default is one hour."""
@@ -273,3 +276,43 @@ def _describe_internet(recipe: Recipe) -> list[str]:
     if not needs:
         return []
     return [f"VPC: launch.sagemaker.subnets need a NAT gateway, because {', and '.join(needs)}"]
+
+
+# PyTorch 2.13.0, Python 3.12, CUDA 13.3, NCCL 2.30.7, EFA 1.49: AWS Deep Learning Containers, changelog of 2026-07-20.
+_GPU_TAG = "2.13-cu133-amzn2023-sagemaker"
+_CPU_TAG = "2.13-cpu-amzn2023-sagemaker"
+_REPOSITORY = "pytorch"
+
+_ACCOUNT = "763104351884"
+_ACCOUNTS: Mapping[str, str] = read_table(Path(__file__).with_name("image_accounts.yaml"))
+
+
+def find_image(region: str, has_gpus: bool) -> str:
+    """The URI of AWS's PyTorch image in a region."""
+    domain = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
+    account = _ACCOUNTS.get(region, _ACCOUNT)
+    return f"{account}.dkr.ecr.{region}.{domain}/{_REPOSITORY}:{_GPU_TAG if has_gpus else _CPU_TAG}"
+
+
+# As in pyproject.toml.
+OLDEST_TORCH = (2, 11)
+
+
+def check_image(image: str) -> None:
+    """Raise ConfigError for an AWS image whose tag has a PyTorch or Python version too old for echelon.
+
+    Other images are checked when the container starts.
+    """
+    match = re.search(r"/(?:huggingface-)?(?:pytorch|smdistributed-modelparallel)[\w-]*:v?(\d+)\.(\d+)(.*)", image)
+    if match is None:
+        return
+    python = re.search(r"-py(\d)(\d+)\b", match[3])
+    for name, found, oldest in (
+        ("PyTorch", (int(match[1]), int(match[2])), OLDEST_TORCH),
+        ("Python", (int(python[1]), int(python[2])) if python else OLDEST_PYTHON, OLDEST_PYTHON),
+    ):
+        if found < oldest:
+            raise ConfigError(
+                f"launch.sagemaker.image={image} has {name} {found[0]}.{found[1]}, but echelon needs {oldest[0]}."
+                f"{oldest[1]} or later; use a newer image, or remove launch.sagemaker.image to get {_GPU_TAG}."
+            )

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from echelon.ground.checksums import file_digest
 from echelon.ground.errors import DataError
 from echelon.ground.stored import read_json
@@ -212,42 +214,16 @@ def load_manifest(folder: Path) -> Manifest:
 
 
 def _parse_manifest(content: dict[str, Any]) -> Manifest:
-    """Parse a manifest. Raises ValueError, KeyError, TypeError or AttributeError if it is invalid."""
-    streams = {name: tuple(map(_parse_source, sources)) for name, sources in content["streams"].items()}
-    train = tuple(Split(**_with_packs(split)) for split in content["train"])
-    validation = tuple(HeldOut(**_with_packs(split)) for split in content["validation"])
-    rule = content["samples"] and SampleRule(**content["samples"])
-    parsed = {"samples": rule, "streams": streams, "train": train, "validation": validation}
-    manifest = Manifest(
-        **{
-            **content,
-            **parsed,
-            "stops": tuple(map(int, content["stops"])),
-            "remarks": tuple(map(str, content["remarks"])),
-        }
-    )
+    """Parse a manifest. Raises ValueError if it is invalid."""
+    manifest = TypeAdapter(Manifest).validate_python(content)
     for dtype, shard in manifest.files():
+        if Path(shard.file).name != shard.file:
+            raise ValueError(f"{shard.file} is not a plain file name")
         itemsize = DTYPES[dtype].itemsize
         if shard.bytes != shard.tokens * itemsize or len(shard.blocks) != 8 * -(-shard.bytes // BLOCK_BYTES):
             raise ValueError("counts of tokens and bytes disagree")
     _check_counts(manifest)
     return manifest
-
-
-def _parse_source(content: dict[str, Any]) -> SourceRecord:
-    labelled = content["labelled"]
-    if labelled is not None:
-        files = {name: _parse_shards(labelled[name]) for name in ("targets", "lengths")}
-        labelled = SampleRecord(**{**labelled, **files})
-    shards, broken = _parse_shards(content["shards"]), tuple(content["broken"])
-    return SourceRecord(**{**content, "shards": shards, "broken": broken, "labelled": labelled})
-
-
-def _with_packs(content: dict[str, Any]) -> dict[str, Any]:
-    packs = content["packs"]
-    if packs is not None:
-        packs = PackRecord(**{**packs, **{name: _parse_shards(packs[name]) for name in ("stops", "documents")}})
-    return {**content, "packs": packs}
 
 
 def _check_counts(manifest: Manifest) -> None:
@@ -273,17 +249,6 @@ def _check_counts(manifest: Manifest) -> None:
 
 def _count(shards: Sequence[ShardRecord]) -> int:
     return sum(shard.tokens for shard in shards)
-
-
-def _parse_shards(content: Any) -> tuple[ShardRecord, ...]:
-    return tuple(map(_parse_shard, content))
-
-
-def _parse_shard(content: dict[str, Any]) -> ShardRecord:
-    shard = ShardRecord(**content)
-    if Path(shard.file).name != shard.file:
-        raise ValueError(f"{shard.file} is not a plain file name")
-    return shard
 
 
 def check_shards(folder: Path, manifest: Manifest, *, verify: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The progress of writing shards, stored next to them, so that interrupted preparation resumes.
+"""The progress of writing shards and the documents seen so far, stored next to them, so that preparation resumes.
 
 progress.json is replaced at intervals, after the shards were flushed to disk. So after a kill, it describes only bytes
 that exist. Anything written later is cut off and written again, with identical content.
@@ -9,11 +9,10 @@ import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from echelon.ground.stored import read_json, sync_path
+from echelon.ground.stored import read_as, sync_path
 from echelon.learn.data.broken_records import RecordCounts
-from echelon.learn.data.duplicates import DigestSet
 from echelon.learn.data.oddities import CopySample
 from echelon.learn.data.readers.record import DIGEST_BYTES
 from echelon.learn.data.shards import ShardRecord
@@ -168,21 +167,65 @@ def has_progress(folder: Path) -> bool:
 
 def _load(path: Path, num_entries: int) -> WritingState | None:
     """Load the saved state; None if it is missing or invalid, in which case the work starts again."""
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        content: dict[str, Any] = read_json(path)
-        entries = []
-        for entry in content["entries"]:
-            sinks = {stream: _parse_sink(sink) for stream, sink in entry["sinks"].items()}
-            entries.append(EntryState(**{**entry, "sinks": sinks}))
-        if len(entries) == num_entries:
-            copies = CopySample(**content["copies"])
-            return WritingState(**{**content, "entries": entries, "copies": copies})
+    with suppress(OSError, ValueError):
+        state = read_as(path, WritingState)
+        if len(state.entries) == num_entries:
+            return state
     return None
 
 
-def _parse_sink(content: dict[str, Any]) -> SinkState:
-    parts = {
-        name: PartState(tuple(ShardRecord(**shard) for shard in part["shards"]), part["open_tokens"])
-        for name, part in content["parts"].items()
-    }
-    return SinkState(**{**content, "parts": parts, "counts": SampleCounts(**content["counts"])})
+_EMPTY = bytes(DIGEST_BYTES)
+_FIRST_SLOTS = 2**12
+
+
+class DigestSet:
+    """A growing set of 128-bit digests: open addressing with linear probing in one bytearray, at most 3/4 full.
+
+    It uses 21 to 43 bytes per digest, and 64 while it grows; a Python set uses about 120. Digests are evenly
+    distributed, so their first bytes give the slot. The all-zero digest is never found.
+    """
+
+    def __init__(self) -> None:
+        self._slots = _FIRST_SLOTS
+        self._table = bytearray(_FIRST_SLOTS * DIGEST_BYTES)
+        self._count = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the table."""
+        return len(self._table)
+
+    def __len__(self) -> int:
+        """The number of digests."""
+        return self._count
+
+    def add(self, digest: bytes) -> bool:
+        """Add a digest. Returns whether it was new."""
+        offset = self._find(digest)
+        if self._table[offset : offset + DIGEST_BYTES] == digest:
+            return False
+        self._table[offset : offset + DIGEST_BYTES] = digest
+        self._count += 1
+        if self._count * 4 > self._slots * 3:
+            self._grow()
+        return True
+
+    def _find(self, digest: bytes) -> int:
+        """Return the offset of a digest, or of the empty slot where it belongs."""
+        slot = int.from_bytes(digest[:8], "little") & (self._slots - 1)
+        while True:
+            offset = slot * DIGEST_BYTES
+            found = self._table[offset : offset + DIGEST_BYTES]
+            if found in (digest, _EMPTY):
+                return offset
+            slot = (slot + 1) & (self._slots - 1)
+
+    def _grow(self) -> None:
+        old = self._table
+        self._slots *= 2
+        self._table = bytearray(self._slots * DIGEST_BYTES)
+        for offset in range(0, len(old), DIGEST_BYTES):
+            digest = bytes(old[offset : offset + DIGEST_BYTES])
+            if digest != _EMPTY:
+                place = self._find(digest)
+                self._table[place : place + DIGEST_BYTES] = digest

@@ -7,11 +7,13 @@ slightly less than the driver reports, so a plan made on a laptop is conservativ
 import difflib
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from echelon.ground.errors import PlanError
 from echelon.planner.hardware.calibration_store import Calibration
 from echelon.planner.hardware.links import Links, parse_links, usual_links
+from echelon.recipe.yaml_text import read_table
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -43,47 +45,12 @@ def _gpu(
     return Accelerator(name, int(gigabytes * 1e9), bf16_flops, fp32_tflops * 1e12, gigabytes_per_s * 1e9, source)
 
 
-# fp32 is the rate outside tensor cores. The tensor cores of V100 and T4 support only fp16, hence no bf16 rate.
 ACCELERATORS: dict[str, Accelerator] = {
-    accelerator.name: accelerator
-    for accelerator in (
-        _gpu("V100", 16, None, 15.7, 900, "NVIDIA V100 datasheet, SXM2 16 GB"),
-        _gpu("V100-32", 32, None, 15.7, 900, "NVIDIA V100 datasheet, SXM2 32 GB"),
-        _gpu("A100-40", 40, 312, 19.5, 1555, "NVIDIA A100 datasheet, SXM 40 GB"),
-        _gpu("A100-80", 80, 312, 19.5, 2039, "NVIDIA A100 datasheet, SXM 80 GB"),
-        _gpu("H100", 80, 989, 67, 3350, "NVIDIA H100 datasheet, SXM5"),
-        _gpu("H200", 141, 989, 67, 4800, "NVIDIA H200 datasheet, SXM5"),
-        _gpu("B200", 180, 2250, 75, 8000, "NVIDIA DGX B200 datasheet, divided by its 8 GPUs"),
-        _gpu(
-            "B300",
-            288,
-            2250,
-            75,
-            8000,
-            "NVIDIA HGX B300 specifications as quoted publicly, divided by 8 GPUs, sparse rate halved",
-        ),
-        _gpu("GB200", 186, 2500, 80, 8000, "NVIDIA GB200 NVL72 datasheet, divided by its 72 GPUs"),
-        _gpu("L4", 24, 121, 30.3, 300, "NVIDIA L4 datasheet, sparse rate halved"),
-        _gpu("L40S", 48, 362, 91.6, 864, "NVIDIA L40S datasheet"),
-        _gpu(
-            "RTXPRO6000",
-            96,
-            500,
-            120,
-            1597,
-            "NVIDIA RTX PRO 6000 Blackwell Server Edition datasheet; it has no bf16 rate: half of the 1 PFLOP/s on "
-            "NVIDIA's product page, assumed to be the sparse rate, not confirmed",
-        ),
-        _gpu("A10G", 24, 70, 35, 600, "NVIDIA A10G datasheet, the part in AWS g5 (an A10 has 125 TFLOP/s)"),
-        _gpu("T4", 16, None, 8.1, 320, "NVIDIA T4 datasheet"),
-        _gpu("RTX3090", 24, 71, 35.6, 936, "NVIDIA Ampere GA102 whitepaper, bf16 with fp32 accumulation"),
-        _gpu("RTX4090", 24, 165.2, 82.6, 1008, "NVIDIA Ada whitepaper, bf16 with fp32 accumulation"),
-        Accelerator(
-            "cpu", None, None, None, None, "memory and the rate of matrix products are measured when a run starts"
-        ),
-    )
+    **{name: _gpu(name, *row) for name, row in read_table(Path(__file__).with_name("accelerators.yaml")).items()},
+    "cpu": Accelerator(
+        "cpu", None, None, None, None, "memory and the rate of matrix products are measured when a run starts"
+    ),
 }
-
 
 # Those with float8 tensor cores: compute capability 8.9 and later.
 _FLOAT8 = {"H100", "H200", "B200", "B300", "GB200", "L4", "L40S", "RTXPRO6000", "RTX4090"}

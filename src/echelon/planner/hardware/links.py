@@ -9,6 +9,7 @@ from statistics import median
 
 from echelon.ground.errors import PlanError
 from echelon.ground.stored import read_as
+from echelon.recipe.yaml_text import read_table
 
 
 @dataclass(frozen=True)
@@ -65,45 +66,13 @@ def _render(link: Link) -> str:
     return f"{link.name} with {link.bandwidth / 1e9:.3g} GB/s per device"
 
 
-_NCCL = "nccl-tests, NVIDIA GTC 2024 talk S62129"
-_AWS = "nccl-tests, AWS awsome-distributed-training"
-
-
 def _link(name: str, gigabytes_per_s: float, microseconds: float, source: str) -> Link:
     return Link(name, gigabytes_per_s * 1e9, microseconds * 1e-6, source)
 
 
-# A network is given per device of a machine with eight of them; the rates between machines are of 4 and more.
-LINKS: dict[str, Link] = {
-    link.name: link
-    for link in (
-        _link("pcie3", 11, 20, "half of PCIe 4"),
-        _link("pcie4", 24, 20, _NCCL),
-        _link("pcie5", 48, 20, _NCCL),
-        _link("nvlink2", 122, 15, _NCCL),
-        _link("nvlink3", 232, 13, _NCCL),
-        _link("nvlink4", 370, 13, _NCCL),
-        _link("nvlink5", 700, 13, "nccl-tests on 8 B200, ml-engineering (stas00)"),
-        _link("ib100", 12, 30, f"{_NCCL}: one 200 Gbit/s card per device, halved"),
-        _link("ib200", 24, 30, f"{_NCCL}: one 200 Gbit/s card per device"),
-        _link("ib400", 48, 30, f"{_NCCL}: one 400 Gbit/s card per device"),
-        _link("ib800", 96, 30, "one 800 Gbit/s card per device, twice that of 400 Gbit/s"),
-        _link("efa", 44, 70, f"{_AWS}: p5en, 370 GB/s on 16 machines with 3,200 Gbit/s each, so 370 * 15 / 127"),
-        _link("efa400", 5.1, 160, f"{_AWS}: p4de, 77 GB/s on 2 machines with 400 Gbit/s each, so 77 * 1 / 15"),
-        _link("tcp100", 1.25, 100, f"{_NCCL}: 100 Gbit/s Ethernet per machine"),
-        _link("tcp25", 0.3, 100, "a quarter of 100 Gbit/s Ethernet per machine"),
-    )
-}
-
-# The usual links of a machine with eight of a device: DGX and HGX machines, and cloud machines of the smaller devices.
-_USUAL: dict[str, tuple[str, str]] = {
-    "V100": ("nvlink2", "ib100"), "V100-32": ("nvlink2", "ib100"), "A100-40": ("nvlink3", "ib200"),
-    "A100-80": ("nvlink3", "ib200"), "H100": ("nvlink4", "ib400"), "H200": ("nvlink4", "ib400"),
-    "B200": ("nvlink5", "ib400"), "B300": ("nvlink5", "ib800"), "GB200": ("nvlink5", "ib400"),
-    "L4": ("pcie4", "tcp100"), "L40S": ("pcie4", "ib100"), "RTXPRO6000": ("pcie5", "ib200"),
-    "A10G": ("pcie4", "tcp100"), "T4": ("pcie3", "tcp100"), "RTX3090": ("pcie4", "tcp100"),
-    "RTX4090": ("pcie4", "tcp100"), "cpu": ("memory", "tcp25"),
-}  # fmt: skip
+_TABLE = read_table(Path(__file__).with_name("links.yaml"))
+LINKS: dict[str, Link] = {name: _link(name, *row) for name, row in _TABLE["links"].items()}
+_USUAL: dict[str, list[str]] = _TABLE["usual"]
 _NVLINKS = {"V100": "nvlink2", "A100": "nvlink3", "H": "nvlink4", "B": "nvlink5", "GB": "nvlink5"}
 _MEMORY = _link("memory", 1.0, 200, "gloo between processes of one machine; `echelon plan --calibrate` measures it")
 _EFA_SHARE = 0.87  # of the rate of the network: 44 of 50 GB/s per device on a p5en
@@ -112,7 +81,7 @@ _TCP_SHARE = 0.8
 
 def usual_links(device: str) -> Links:
     """The links that machines of this device usually have; those of PCIe and 100 Gbit/s Ethernet if it is unknown."""
-    inside, between = _USUAL.get(device, ("pcie4", "tcp100"))
+    inside, between = _USUAL.get(device, ["pcie4", "tcp100"])
     return Links(_MEMORY if inside == "memory" else LINKS[inside], LINKS[between], assumed=True)
 
 

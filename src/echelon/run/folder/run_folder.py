@@ -5,6 +5,7 @@ outcome.json spending.json checkpoints/step-00000100/ model/ export/ logs/consol
 profile/step-00000020-rank-00000.json.gz trackers/mlflow.json`
 """
 
+import errno
 import os
 import re
 import tempfile
@@ -13,12 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from echelon.ground.checksums import remove_tree
+from echelon.ground.checksums import MANIFEST, remove_tree
+from echelon.ground.errors import ConfigError, DataError, EchelonError, explain_storage_error, is_disk_full
+from echelon.ground.file_lock import FileLock, describe_mark
 from echelon.ground.run_files import RunFiles, list_directory, newest_step, sweep_checkpoints
 from echelon.ground.stored import read_as, read_text, write_json
-from echelon.run.folder.folder_lock import FolderLock, explain_unusable
 from echelon.run.folder.run_rows import RunRows
-from echelon.run.folder.run_text import TextRecord
 
 FILES = (
     "recipe.yaml", "plan.json", "estimate.json", "environment.json", "data.json", "hub.json", "remote.json",
@@ -244,3 +245,116 @@ def describe_gone(path: Path) -> str:
         f"run.dir={path} was removed or moved during the run, so all progress since then is lost; run the same command "
         "again to start over, or set run.dir to the folder's new path."
     )
+
+
+# `read_holder` takes the lock for a moment, so `acquire` retries for at least this long.
+_POLL_SECONDS = 0.2
+
+
+class FolderLock:
+    """The lock of a run folder. The constructor does no I/O."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = FileLock(folder / ".lock")
+
+    def acquire(self, patience_seconds: float) -> None:
+        """Hold the lock until `release()` or the end of this process. Raises ConfigError if a live run holds it.
+
+        `patience_seconds`: how long to wait for a run that is about to end.
+        """
+        deadline = time.monotonic() + max(patience_seconds, _POLL_SECONDS)
+        try:
+            if not os.access(self._folder, os.W_OK | os.X_OK):  # an existing lock file opens in a read-only folder too
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            while not self._lock.take():
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"run.dir={self._folder} is in use by a live run (pid {self.read_holder() or 'unknown'}); "
+                        f"wait for it, stop it, or give this run another run.name.{describe_mark(self._lock)}"
+                    )
+                time.sleep(0.1)
+        except OSError as error:
+            raise explain_unusable(self._folder, "written to", error) from error
+
+    def read_holder(self) -> str | None:
+        """Return the live process, possibly this one, that holds the lock, as PID on HOST; None if there is none."""
+        return self._lock.read_holder()
+
+    def release(self) -> None:
+        """Release the lock, if held."""
+        self._lock.release()
+
+
+def explain_unusable(folder: Path, what: str, error: OSError) -> EchelonError:
+    """Return the error for an unusable folder: exit code 1 if the disk is full, else 2, a wrong request."""
+    if is_disk_full(error):
+        return EchelonError(f"run.dir={folder}: {explain_storage_error(error, folder)}.")
+    reason = error.strerror or error
+    return ConfigError(f"run.dir={folder} cannot be {what}: {reason}; choose a folder you can write to.")
+
+
+@dataclass(frozen=True)
+class RunText:
+    """The path of the prepared text that a run reads, and a digest of its content, independent of the path.
+
+    packing: whether samples share sequences; None for plain text.
+    """
+
+    prepared: str
+    digest: str | None
+    packing: bool | None = None
+
+
+class TextRecord:
+    """data.json of a run folder; if it is damaged, the newest start in events.jsonl has the same information."""
+
+    def __init__(self, folder: Path, rows: RunRows) -> None:
+        self.path = folder / "data.json"
+        self._rows = rows
+
+    def write_prepared_path(self, path: Path, digest: str | None = None, packing: bool | None = None) -> None:
+        """Record the prepared text that the run reads. `digest` and `packing`: see RunText."""
+        write_json(self.path, {"prepared": str(path.resolve()), "digest": digest, "packing": packing})
+
+    def read_texts(self) -> list[RunText]:
+        """Return the run's text according to data.json and to the newest start in events.jsonl.
+
+        One of the two may be damaged. Empty if the run has not started. Raises DataError if data.json is damaged and
+        there is no such start.
+        """
+        found, damage = list[RunText](), None
+        try:
+            found.append(read_as(self.path, RunText))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            damage = error
+        for event in reversed(self._rows.read_events()):
+            if isinstance(prepared := event.get("prepared"), str) and isinstance(digest := event.get("digest"), str):
+                packing = event.get("packing")
+                found.append(RunText(prepared, digest, packing if isinstance(packing, bool) else None))
+                break
+        if damage is not None and not found:
+            raise DataError(
+                f"{self.path}: cannot read which text the run uses ({damage}); restore it, or remove it and run "
+                "`echelon train` with the run's recipe and the same text, which writes it again."
+            )
+        return found
+
+    def read_prepared_path(self) -> Path:
+        """Return the path of the run's prepared text. Raises DataError if it is not recorded."""
+        paths = [Path(text.prepared) for text in self.read_texts()]
+        if not paths:
+            raise DataError(
+                f"{self.path}: the prepared text of this run is not recorded; run `echelon train` once to write it."
+            )
+        return next((path for path in paths if (path / MANIFEST).is_file()), paths[0])
+
+    def read_data_digest(self) -> str | None:
+        """Return the digest that `write_prepared_path` recorded; None if there is none. Raises DataError."""
+        return next((text.digest for text in self.read_texts()), None)
+
+    def read_packing(self) -> bool | None:
+        """Return whether the run's samples share sequences; None if that is not recorded. Raises DataError."""
+        return next((text.packing for text in self.read_texts()), None)

@@ -1,16 +1,17 @@
-"""Machines without a shared folder: each prepares its own data and gets the run's small files from rank 0.
+"""What each machine fetches for itself: models of the hub; without a shared folder also data, and rank 0's small files.
 
-All of this happens before there is a process group, over the rendezvous store, so no collective can time out during
-tokenization.
+All of this happens before there is a process group, over the rendezvous store, so no collective can time out during a
+download or tokenization. Rank 0 announces the commits of models and waits for all ranks; the others wait for them.
 """
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon.ground.errors import ConfigError, LaunchError
+from echelon.ground.errors import ConfigError, EchelonError, LaunchError
+from echelon.ground.launch_environment import find_place
 from echelon.ground.logs import warnings_only
 from echelon.ground.stored import read_text, write_text
 from echelon.recipe import Recipe
@@ -19,6 +20,8 @@ from echelon.run.folder.run_folder import RunFolder
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
+_COMMITS, _DONE, _FAILURE = "echelon/hub/commits", "echelon/hub/done", "echelon/hub/failure"
+_GONE = "rank 0 ended before the run was prepared; see its message."
 _POLL_SECONDS = 0.5
 
 
@@ -65,9 +68,57 @@ def await_ready(store: "Store", place: Path) -> None:
         while not store.check([f"echelon/ready/{place}"]):
             time.sleep(_POLL_SECONDS)
     except RuntimeError as error:
-        raise LaunchError("rank 0 ended before the run was prepared; see its message.") from error
+        raise LaunchError(_GONE) from error
 
 
 def _files(folder: RunFolder) -> list[Path]:
     # The recipe comes last: a folder that has one counts as a run.
     return [folder.environment_path, folder.estimate_path, folder.plan_path, folder.hub_path, folder.recipe_path]
+
+
+def announce_commits(commits: Mapping[str, str], store: "Store") -> None:
+    """On rank 0: tell the first rank of every other machine to fetch these commits."""
+    store.set(_COMMITS, json.dumps(dict(commits)))
+
+
+def fetch_announced(recipe: Recipe, store: "Store", has_word: Callable[[], bool]) -> Recipe | None:
+    """On every rank but 0: the recipe with this machine's copies, once its first rank has fetched what was announced.
+
+    Ranks that are not the first of their machine get the recipe back at once. None: rank 0's result (`has_word`) came
+    first, so there is nothing to train. Raises LaunchError when rank 0 is gone, else like `hub.fetch`; rank 0 is
+    informed of the failure.
+    """
+    from echelon.learn.model.hub import fetch_models, with_copies
+
+    try:
+        if find_place().local_rank == 0:
+            commits = _await_commits(store, has_word)
+            if commits is None:
+                return None
+            fetch_models(recipe, commits)
+            recipe = with_copies(recipe, commits)
+        store.add(_DONE, 1)
+    except EchelonError as error:
+        store.set(_FAILURE, str(error.exit_code))
+        raise
+    except RuntimeError as error:
+        raise LaunchError(_GONE) from error
+    return recipe
+
+
+def _await_commits(store: "Store", has_word: Callable[[], bool]) -> dict[str, str] | None:
+    while not store.check([_COMMITS]):
+        if has_word():
+            return None
+        time.sleep(_POLL_SECONDS)
+    commits: dict[str, str] = json.loads(store.get(_COMMITS))
+    return commits
+
+
+def await_fetched(store: "Store") -> int | None:
+    """On rank 0: wait until every rank has its files; returns the exit code of a rank that failed, else None."""
+    while store.add(_DONE, 0) < find_place().world_size - 1:
+        if store.check([_FAILURE]):
+            return int(store.get(_FAILURE))
+        time.sleep(_POLL_SECONDS)
+    return None

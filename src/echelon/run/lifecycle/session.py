@@ -40,9 +40,16 @@ from echelon.planner.replica_limits import refuse_quorum
 from echelon.recipe import Recipe
 from echelon.recipe.synchronization import KEPT, SyncConfig
 from echelon.run.folder.run_folder import RunFolder
-from echelon.run.lifecycle.model_fetch import announce_commits, await_fetched, fetch_announced
 from echelon.run.lifecycle.process_group import default_num_processes, open_store, watch_starter
-from echelon.run.lifecycle.separate_folders import await_ready, mark_ready, receive_run, send_run
+from echelon.run.lifecycle.separate_folders import (
+    announce_commits,
+    await_fetched,
+    await_ready,
+    fetch_announced,
+    mark_ready,
+    receive_run,
+    send_run,
+)
 from echelon.run.lifecycle.setup import PreparedRun, digest_run, prepare_run
 from echelon.run.supervise.agent import Agent, worker_argv
 from echelon.run.supervise.outcome import (
@@ -57,9 +64,8 @@ from echelon.run.supervise.outcome import (
     write_outcome,
 )
 from echelon.run.supervise.restart import forget_ended
-from echelon.run.supervise.snapshot_memory import memory_held
 from echelon.run.supervise.warm_start import WarmStart
-from echelon.run.supervise.workers import Workers
+from echelon.run.supervise.workers import Workers, memory_held
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from echelon.ground.redaction import redact_text
 from echelon.ground.sizes import render_bytes, render_rate, render_seconds
-from echelon.run.report.nested import read_mapping, read_number, read_value
+from echelon.run.report.nested import read_mapping, read_number, read_numbers, read_value
 from echelon.run.report.numbers import render_percent
 from echelon.run.report.run_record import RunRecord, percentile
 
@@ -142,7 +142,7 @@ def _about_memory(record: RunRecord) -> Iterator[str]:
     """A GPU with half of its memory free and several microbatches per step."""
     cluster = read_value(record.environment, "cluster")
     capacity = read_number(cluster, "accelerator", "memory_bytes")
-    peaks = [peak for row in record.train_rows if (peak := read_number(row, "memory_peak_bytes")) is not None]
+    peaks = read_numbers(record.train_rows, "memory_peak_bytes")
     count, size = read_number(record.plan, "num_microbatches"), read_number(record.plan, "micro_batch_size")
     if read_value(cluster, "kind") != "cuda" or not (capacity and peaks and count and size):
         return

@@ -6,9 +6,8 @@ from typing import Any
 from echelon.ground.redaction import redact_text
 from echelon.run.report.blocks import Block, Curves, Lines, Point, Report, Section, Series, Table
 from echelon.run.report.judgement import judge_run
-from echelon.run.report.nested import read_number, read_value
+from echelon.run.report.nested import read_number, read_points, read_value, smooth
 from echelon.run.report.numbers import UNKNOWN
-from echelon.run.report.points import read_points, smooth
 from echelon.run.report.run_record import RunRecord
 from echelon.run.report.sections import list_figures
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from echelon.run.report.blocks import Point
-from echelon.run.report.nested import read_number, read_value
+from echelon.run.report.nested import read_number, read_numbers, read_points, read_value
 from echelon.run.report.numbers import render_number, render_percent
-from echelon.run.report.points import read_points
 from echelon.run.report.run_record import RunRecord
 
 _FEWEST_STEPS, _FEWEST_EVALUATIONS = 20, 3
@@ -149,7 +148,7 @@ def _judge_trend(curves: _Curves, record: RunRecord) -> tuple[bool, str]:
 
 def _blame_rate(record: RunRecord) -> str:
     """The learning rate as a cause of a flat end, if it has decayed."""
-    rates = [rate for row in record.train_rows if (rate := read_number(row, "learning_rate")) is not None]
+    rates = read_numbers(record.train_rows, "learning_rate")
     if not rates or rates[-1] > _DECAYED * max(rates):
         return ""
     return f", where the learning rate was down to {rates[-1]:.1e} of at most {max(rates):.1e}"

@@ -5,12 +5,12 @@ The page of a run in progress has a script, which asks its own server for the pa
 
 import base64
 import hashlib
-from html import escape
 from pathlib import Path
+from typing import Any
 
-from echelon.ground.redaction import make_printable
-from echelon.run.report.blocks import Bars, Block, Curves, HeatMap, Lines, Listing, Pairs, Report, Table, Timeline
-from echelon.run.report.drawing import draw_bars, draw_curves, draw_heat_map, draw_timeline
+from echelon.run.report.blocks import Bars, Block, Curves, HeatMap, Report, Timeline
+from echelon.run.report.drawing import plot_bars, plot_curves, plot_heat_map, plot_timeline
+from echelon.run.report.templates import render_template
 
 _STYLE = Path(__file__).with_name("page.css")
 
@@ -29,54 +29,33 @@ _UPDATE = """setInterval(async () => {
 
 
 def render_page(report: Report, refresh_seconds: float | None = None) -> str:
-    """Return the report as an HTML document, which updates itself if `refresh_seconds` are given."""
+    """Return the page; with `refresh_seconds` it asks the server that it came from for itself that often."""
     policy, script = _POLICY, ""
     if refresh_seconds is not None:
-        update = _UPDATE % (1000 * refresh_seconds)
-        digest = base64.b64encode(hashlib.sha256(update.encode()).digest()).decode()
-        policy, script = f"{_POLICY}; connect-src 'self'; script-src 'sha256-{digest}'", f"<script>{update}</script>"
-    figures = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in report.figures)
-    sections = "".join(
-        f"<section><h2>{escape(section.title)}</h2>{''.join(map(_render_block, section.blocks))}</section>"
-        for section in report.sections
-    )
-    tone = "bad" if report.is_bad else "good"
-    status = f' <small class="{tone}">{escape(report.status)}</small>' if report.status else ""
-    cards = f'<dl class="figures">{figures}</dl>' if figures else ""
-    return make_printable(
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(report.title)}</title><style>\n{_STYLE.read_text(encoding='utf-8')}</style></head>\n<body><main>"
-        f'<h1>{escape(report.title)}{status}</h1><p class="quiet">{escape(report.summary)}</p>{cards}{sections}'
-        f"</main>{script}</body></html>\n"
+        script = _UPDATE % (1000 * refresh_seconds)
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        policy = f"{_POLICY}; connect-src 'self'; script-src 'sha256-{digest}'"
+    return render_template(
+        "page.html.jinja",
+        report=report,
+        sections=[(section.title, [_plot(block) for block in section.blocks]) for section in report.sections],
+        policy=policy,
+        script=script,
+        style=_STYLE.read_text(encoding="utf-8"),
     )
 
 
-def _render_block(block: Block) -> str:
+def _plot(block: Block) -> tuple[str, Any]:
+    """Return the name of a block's macro in the template, and what that shows."""
+    kind = type(block).__name__.lower()
     match block:
-        case Pairs():
-            rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in block.rows)
-            return f'<dl class="pairs">{rows}</dl>'
-        case Table():
-            return _render_table(block)
         case Curves():
-            return draw_curves(block)
+            return kind, plot_curves(block)
         case Bars():
-            return draw_bars(block)
+            return kind, plot_bars(block)
         case Timeline():
-            return draw_timeline(block)
+            return kind, plot_timeline(block)
         case HeatMap():
-            return draw_heat_map(block)
-        case Lines():
-            kind = "" if block.tone == "plain" else f' class="note {block.tone}"'
-            return "".join(f"<p{kind}>{escape(line)}</p>" for line in block.lines)
-        case Listing():
-            return f"<details><summary>{escape(block.name)}</summary><pre>{escape(block.text)}</pre></details>"
-
-
-def _render_table(table: Table) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in table.head)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
-    kind = ' class="words"' if table.is_text else ""
-    return f'<div class="wide"><table{kind}><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+            return kind, plot_heat_map(block)
+        case _:
+            return kind, block

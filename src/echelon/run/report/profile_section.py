@@ -7,7 +7,7 @@ from echelon.ground.redaction import redact_text
 from echelon.ground.sizes import render_bytes, render_rate, render_seconds
 from echelon.planner.hardware.links import usual_links
 from echelon.run.report.blocks import Bars, Block, HeatMap, Lines, Table
-from echelon.run.report.nested import read_mapping, read_number, read_value
+from echelon.run.report.nested import read_mapping, read_number, read_numbers, read_value
 from echelon.run.report.numbers import render_percent
 from echelon.run.report.run_record import RunRecord
 from echelon.run.report.trace import PARTS, Collectives, Trace
@@ -79,17 +79,9 @@ def _find_seconds(trace: Trace, step: int) -> float | None:
 
 def _describe_cost(record: RunRecord, steps: Sequence[int]) -> Iterator[str]:
     """Compare the profiled steps with those around them, by their rows."""
-    profiled = [
-        value
-        for row in record.train_rows
-        if row["step"] in steps and (value := read_number(row, "step_seconds")) is not None
-    ]
-    others = [
-        value
-        for row in record.steady_rows
-        if min(steps) - _NEAR_STEPS <= row["step"] <= max(steps) + _NEAR_STEPS
-        and (value := read_number(row, "step_seconds")) is not None
-    ]
+    near = range(min(steps) - _NEAR_STEPS, max(steps) + _NEAR_STEPS + 1)
+    profiled = read_numbers((row for row in record.train_rows if row["step"] in steps), "step_seconds")
+    others = read_numbers((row for row in record.steady_rows if row["step"] in near), "step_seconds")
     if profiled and others:
         taken, usual = statistics.median(profiled), statistics.median(others)
         yield (

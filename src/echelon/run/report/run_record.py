@@ -14,7 +14,7 @@ from echelon.recipe.yaml_text import parse_yaml
 from echelon.run.folder.cost import Spending, read_spending
 from echelon.run.folder.overview import RunSummary, summarize_run
 from echelon.run.folder.run_folder import RunFolder
-from echelon.run.report.nested import read_mapping, read_number
+from echelon.run.report.nested import read_mapping, read_numbers
 from echelon.run.report.trace import Trace, read_traces
 
 _BEGINNINGS = ("start", "resume")
@@ -72,7 +72,7 @@ class RunRecord:
 
     def values(self, name: str) -> list[float]:
         """Return the known values of a field of the steady train rows."""
-        return [value for row in self.steady_rows if (value := read_number(row, name)) is not None]
+        return read_numbers(self.steady_rows, name)
 
 
 def read_record(path: Path, with_traces: bool = True) -> RunRecord:

@@ -26,14 +26,16 @@ from echelon.run.report.blocks import (
     Timeline,
 )
 from echelon.run.report.judgement import judge_run
-from echelon.run.report.nested import read_mapping, read_number, read_value
-from echelon.run.report.network_section import build_network
+from echelon.run.report.measured_sections import (
+    build_memory,
+    build_network,
+    build_prediction,
+    build_throughput,
+)
+from echelon.run.report.nested import draw_lines, read_mapping, read_number, read_numbers, read_points, read_value
 from echelon.run.report.numbers import UNKNOWN, render_number, render_percent
-from echelon.run.report.points import draw_lines, read_points
-from echelon.run.report.prediction_section import build_memory, build_prediction, list_peaks
 from echelon.run.report.profile_section import build_profile
 from echelon.run.report.run_record import RunRecord, percentile
-from echelon.run.report.throughput_section import build_throughput
 
 _BAD_EVENTS = ("failure", "restart", "bad_step", "rollback", "replicas_differ", "upload_failed", "straggler")
 # Events with a mark on the timeline, and their name there; checkpoints are shown without names.
@@ -106,10 +108,10 @@ def list_figures(record: RunRecord) -> dict[str, str]:
     """
     is_cpu = read_value(record.environment, "cluster", "kind") == "cpu"
     speeds, mfus = record.values("tokens_per_second"), [] if is_cpu else record.values("mfu")
-    peaks = list_peaks(record)
-    evaluated = [loss for row in record.eval_rows if (loss := read_number(row, "loss")) is not None]
+    peaks = read_numbers(record.train_rows, "memory_peak_bytes")
+    evaluated = read_numbers(record.eval_rows, "loss")
     tokens = read_number(record.train_rows[-1], "tokens") if record.train_rows else None
-    bits = [value for row in record.eval_rows if (value := read_number(row, "bits_per_byte")) is not None]
+    bits = read_numbers(record.eval_rows, "bits_per_byte")
     loss = record.summary.loss
     return {
         "steps": record.summary.describe_progress(),
@@ -189,10 +191,7 @@ def _time(record: RunRecord) -> Iterator[Block]:
 
 def _time_by_rows(record: RunRecord) -> list[tuple[str, float]]:
     """Return the time in steps and outside of them: the event goodput is written at the end of a start."""
-    steps, waits = (
-        sum(value for row in record.train_rows if (value := read_number(row, name)) is not None)
-        for name in ("step_seconds", "data_wait_seconds")
-    )
+    steps, waits = (sum(read_numbers(record.train_rows, name)) for name in ("step_seconds", "data_wait_seconds"))
     wall = max(record.wall_seconds or 0.0, steps)
     return [
         (CAUSES["training"], max(0.0, steps - waits)),
@@ -217,7 +216,7 @@ def _events(record: RunRecord) -> Iterator[Block]:
         yield Lines([f"The last {len(left)} of {len(told)} events; events.jsonl has all."])
     rows = [(render_seconds(row["time"] - began), row["event"], _show_step(row), _describe_event(row)) for row in left]
     yield Table(("after", "event", "step", ""), rows, is_text=True)
-    saves = [value for row in record.find_events("checkpoint") if (value := read_number(row, "seconds")) is not None]
+    saves = read_numbers(record.find_events("checkpoint"), "seconds")
     if saves:
         count = "1 checkpoint" if len(saves) == 1 else f"{len(saves)} checkpoints"
         yield Lines([f"{count}; the slowest was complete after {render_seconds(max(saves))}."])

@@ -1,9 +1,11 @@
-"""The worker processes that an agent starts on its machine."""
+"""The worker processes that an agent starts on its machine, and the folder in memory for their snapshots."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from echelon.ground.scratch import scratch_folder
 from echelon.run.folder.run_folder import RunFolder
 
 
@@ -27,3 +29,19 @@ class Workers:
     memory: Path | None = None
     min_replicas: int | None = None
     num_essential: int = 0
+
+
+PLACE = Path("/dev/shm")
+
+
+@contextmanager
+def memory_held(is_wanted: bool) -> Iterator[Path | None]:
+    """Create a folder for the duration of the block, accessible only to this user; None if it is not wanted.
+
+    If the parent is killed, its workers remove the folder (`start_watchdog`).
+    """
+    if not is_wanted:
+        yield None
+        return
+    with scratch_folder("snapshots", PLACE) as folder:
+        yield folder

@@ -12,8 +12,8 @@ from echelon.launch.job import ArrayLauncher, JobSpec
 from echelon.launch.targets import find_launcher
 from echelon.recipe import Recipe
 from echelon.tools.sweep.conductor import Conductor, Ending, StopWord
-from echelon.tools.sweep.plots import draw_plots
 from echelon.tools.sweep.results import (
+    draw_plots,
     list_results,
     render_table,
     results_mapping,

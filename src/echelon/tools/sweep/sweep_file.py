@@ -2,16 +2,16 @@
 
 import difflib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError
 
 from echelon.ground.errors import ConfigError
 from echelon.ground.stored import read_text
 from echelon.recipe.draft import Draft
 from echelon.recipe.keys import KeyPath, dotted, find_unknown_keys, nearest_key, section_fields
 from echelon.recipe.messages import explain_errors
-from echelon.recipe.section import AnyPath, Count, CountOrZero, Flag, Number, Positive, Section, check_folder_name
+from echelon.recipe.section import AnyPath, Count, CountOrZero, Flag, Number, Positive, Section, folder_name, rule
 from echelon.recipe.yaml_text import MAX_TEXT_BYTES, parse_yaml, show_value
 
 Metric = Literal[
@@ -27,7 +27,9 @@ _NUMBERS_ONLY = ("cmaes", "qmc")
 class SweepSettings(Section):
     """Settings of the search."""
 
-    name: str = Field(description="Name of the sweep: letters, digits, `.`, `_` and `-`.")
+    name: Annotated[str, folder_name("sweep.name")] = Field(
+        description="Name of the sweep: letters, digits, `.`, `_` and `-`."
+    )
     dir: AnyPath = Field(
         default_factory=lambda sweep: Path("sweeps") / sweep["name"],
         description="The sweep's folder. Default: `sweeps/NAME`. The same command resumes an existing sweep.",
@@ -46,19 +48,13 @@ class SweepSettings(Section):
     seed: CountOrZero = Field(0, lt=2**32, description="Seed of the sampler.")
     max_failures: Count = Field(3, description="Number of consecutive failed trials that ends the sweep.")
 
-    @field_validator("name")
-    @classmethod
-    def _name_is_a_folder_name(cls, name: str) -> str:
-        return check_folder_name("sweep.name", name)
-
-    @model_validator(mode="after")
-    def _pruning_needs_evaluations(self) -> Self:
+    @rule
+    def _pruning_needs_evaluations(self) -> None:
         if self.pruner != "none" and not self.metric.endswith("eval_loss"):
             raise ValueError(
                 f"sweep.pruner={self.pruner} compares evaluations during training, but sweep.metric={self.metric} is "
                 "known only at the end; use metric: eval_loss or pruner: none."
             )
-        return self
 
     @property
     def better(self) -> Direction:
@@ -94,8 +90,8 @@ class Sweep(Section):
         min_length=1, description="By recipe key: a list of values, or `{low: , high: , log: , step: }`."
     )
 
-    @model_validator(mode="after")
-    def _sampler_knows_the_values(self) -> Self:
+    @rule
+    def _sampler_knows_the_values(self) -> None:
         sampler = self.sweep.sampler
         lists = [key for key, values in self.search.items() if isinstance(values, tuple)]
         if sampler in _NUMBERS_ONLY and lists:
@@ -112,7 +108,6 @@ class Sweep(Section):
             raise ValueError(
                 f"sweep.trials is missing: sampler: {sampler} has no natural end; set it, such as trials: 20."
             )
-        return self
 
 
 def load_sweep(path: Path) -> Sweep:

@@ -10,12 +10,11 @@ import yaml
 from kubernetes import client
 
 from echelon.ground.errors import ConfigError
+from echelon.launch.job_checks import refuse_secrets
 from echelon.launch.kubernetes import KubernetesLauncher, manifest
-from echelon.launch.kubernetes.checks import read_quantity
+from echelon.launch.kubernetes.checks import FIELDS, read_quantity
 from echelon.launch.kubernetes.pod import build_env
-from echelon.launch.kubernetes.pod_fields import FIELDS
 from echelon.launch.patch import merge_patch
-from echelon.launch.secrets import refuse_secrets
 from echelon.recipe.load import load_recipe
 from tests.unit.launch.kubernetes.kubernetes_jobs import NAME, make_kubernetes_job
 from tests.unit.launch.kubernetes.kubernetes_schemas import list_faults

@@ -17,10 +17,16 @@ from echelon.ground.errors import ConfigError, DataError
 from echelon.launch.job_checks import check_job, settle_instance
 from echelon.launch.packages import describe_packages
 from echelon.launch.sagemaker import source_bundle as bundle
-from echelon.launch.sagemaker.images import OLDEST_PYTHON, OLDEST_TORCH, check_image, find_image
 from echelon.launch.sagemaker.install import OPTIONAL
 from echelon.launch.sagemaker.launcher import SageMakerLauncher
-from echelon.launch.sagemaker.request import METRICS, build_submission
+from echelon.launch.sagemaker.request import (
+    METRICS,
+    OLDEST_PYTHON,
+    OLDEST_TORCH,
+    build_submission,
+    check_image,
+    find_image,
+)
 from echelon.launch.sagemaker.request_patch import MEMBERS, OWNED
 from echelon.launch.targets import find_launcher
 from echelon.planner.hardware.instances import INSTANCES

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from echelon.ground.errors import ConfigError, LaunchError
+from echelon.launch.job_checks import refuse_secrets
 from echelon.launch.sagemaker import container, enter, secrets_manager
 from echelon.launch.sagemaker.launcher import SageMakerLauncher
 from echelon.launch.sagemaker.secrets_manager import read_secrets
-from echelon.launch.secrets import refuse_secrets
 from echelon.recipe.load import load_recipe
 from echelon.recipe.render import find_secret_keys, render_recipe
 from tests.object_server import ObjectServer

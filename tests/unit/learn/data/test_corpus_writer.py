@@ -20,11 +20,11 @@ import pytest
 
 from echelon.ground.errors import ConfigError, DataError, EchelonError, HubUnreachableError
 from echelon.learn.data import corpus_writer as writing
-from echelon.learn.data.duplicates import DigestSet
 from echelon.learn.data.prepare import prepare
 from echelon.learn.data.prepare_spec import PrepareSpec
 from echelon.learn.data.prepared import PreparedData
 from echelon.learn.data.readers import datasets as datasets_reader
+from echelon.learn.data.resume import DigestSet
 from echelon.learn.data.source import Source
 from echelon.learn.data.tokenize import WorkerDiedError
 from echelon.learn.data.tokenizer import train_tokenizer

@@ -15,7 +15,7 @@ from echelon.learn.data.own_batches import build_step_batch
 from echelon.learn.data.shards import NO_LABEL, Samples
 from echelon.learn.distributed.sequence_part import SequencePart
 from echelon.recipe.load import build_recipe
-from echelon.recipe.schema import recipe_json_schema
+from echelon.recipe.render import recipe_json_schema
 from echelon.run.lifecycle.extension_checks import check_extensions
 
 LENGTHS = [5, 16, 2, 9, 12]

@@ -1,6 +1,6 @@
 """Which worker gets which part of a batch when workers do not wait for each other."""
 
-from echelon.learn.sync.share_queue import ShareQueue
+from echelon.learn.sync.weight_server import ShareQueue
 
 
 def enter(queue, worker, step):

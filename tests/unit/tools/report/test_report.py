@@ -393,7 +393,7 @@ def test_small_parts_have_no_rows(tmp_path):
 
 def test_axes_have_values_between_their_ends(tmp_path):
     page = render_page(build_report(read_record(write_run(tmp_path / "a", num_steps=410))))
-    [first, *_] = re.findall(r'<div class="ticks">(.*?)</div>', page)
+    [first, *_] = re.findall(r'<div class="ticks">(.*?)</div>', page, re.DOTALL)
     assert re.findall(r">(\d+)<", first) == ["100", "200", "300", "400"]
     assert pick_axis(1.0, 3.0) == [1.0, 2.0, 3.0] and pick_axis(7.0, 7.0) == [7.0]
 

@@ -11,7 +11,7 @@ import pytest
 
 from echelon.cli.main import main
 from echelon.ground.errors import ConfigError
-from echelon.run.folder.folder_lock import FolderLock
+from echelon.run.folder.run_folder import FolderLock
 from echelon.run.report.live import follow, shorten
 from echelon.run.report.plain import render_text
 from echelon.run.report.server import LiveServer

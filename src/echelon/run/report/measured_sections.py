@@ -1,0 +1,213 @@
+"""The sections of a report with what was measured: speed and the ranks' own times, prediction, memory, network."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from echelon.ground.redaction import redact_text
+from echelon.ground.sizes import render_bytes, render_rate, render_seconds
+from echelon.planner.memory import describe_peak_memory
+from echelon.run.folder.reckoning import describe_difference, list_compared
+from echelon.run.report.blocks import Bars, Block, Curves, HeatMap, Lines, Pairs, Table
+from echelon.run.report.nested import draw_lines, read_mapping, read_number, read_numbers, read_points, read_value
+from echelon.run.report.numbers import render_number, render_percent
+from echelon.run.report.run_record import RunRecord, percentile
+
+_PERCENTILES = (("slowest 5 %", 0.05), ("median", 0.5), ("fastest 5 %", 0.95))
+# Of more ranks, the slowest are drawn; of more moments, medians of neighbours.
+_MAX_RANKS, _MAX_COLUMNS = 32, 100
+
+
+def build_throughput(record: RunRecord) -> Iterator[Block]:
+    """Yield the blocks of the section; none without a step."""
+    points = read_points(record.steady_rows, "tokens_per_second")
+    if not points:
+        return
+    yield Curves("tokens per second", "step", draw_lines("", points))
+    speeds, times, mfus = (record.values(name) for name in ("tokens_per_second", "step_seconds", "mfu"))
+    yield Table(
+        ("", *(name for name, _ in _PERCENTILES)),
+        [
+            ("tokens per second", *(render_number(percentile(speeds, share), 3) for _, share in _PERCENTILES)),
+            *(
+                [("step", *(render_seconds(percentile(times, 1 - share)) for _, share in _PERCENTILES))]
+                if times
+                else []
+            ),
+            *([("MFU", *(render_percent(percentile(mfus, share)) for _, share in _PERCENTILES))] if mfus else []),
+        ],
+    )
+    waits = sum(record.values("data_wait_seconds"))
+    left_out = len(record.starts)
+    lines = [f"Steps waited for data for {render_percent(waits / sum(times))} of their time."] if times else []
+    if left_out:
+        first = "The first step of the start is" if left_out == 1 else f"The first steps of {left_out} starts are"
+        lines.append(f"{first} slower, and left out here{', as are profiled steps' if record.traces else ''}.")
+    yield Lines([*lines, *_describe_gpus(record), *_list_measured(record)])
+    yield from _map_ranks(record)
+
+
+def _describe_gpus(record: RunRecord) -> Iterator[str]:
+    """The load of a GPU as NVML reports it; nothing without GPUs."""
+    loads, watts = record.values("gpu_utilization"), record.values("gpu_watts")
+    if loads and watts:
+        yield (
+            f"A GPU ran kernels for {render_percent(statistics.mean(loads))} of the time, with "
+            f"{render_number(statistics.mean(watts), 3)} W on average. MFU says how well the kernels use it."
+        )
+
+
+def _list_measured(record: RunRecord) -> list[str]:
+    """Return what the run said of its compiled graphs and its pipeline at its end."""
+    told = [line for row in record.find_events("measured")[-1:] for line in row.get("lines") or ()]
+    return [redact_text(line) for line in told if isinstance(line, str)]
+
+
+def _map_ranks(record: RunRecord) -> Iterator[Block]:
+    """Yield a heat map of the ranks' own seconds per step: which one the others wait for, and since when."""
+    rows = [(row["step"], times) for row in record.train_rows if (times := _read_times(row.get("rank_seconds")))]
+    size = -(-len(rows) // _MAX_COLUMNS) or 1
+    groups = [rows[place : place + size] for place in range(0, len(rows), size)]
+    count = max((len(times) for _, times in rows), default=0)  # a run can be resumed with another number of ranks
+    values = [[_find_median([times for _, times in group], rank) for group in groups] for rank in range(count)]
+    slowest = _find_slowest(values)
+    if not slowest:
+        return
+    is_gpu = read_value(record.environment, "cluster", "kind") == "cuda"
+    what = "waiting for data" if is_gpu else "a rank's own part of a step"
+    few = f", the slowest {_MAX_RANKS} of {count} ranks" if count > _MAX_RANKS else ""
+    yield HeatMap(
+        f"seconds of {what}{few}",
+        [f"rank {rank}" for rank in slowest],
+        [f"step {group[-1][0]}" for group in groups],
+        [values[rank] for rank in slowest],
+        "seconds",
+    )
+
+
+def _find_slowest(values: Sequence[Sequence[float | None]]) -> list[int]:
+    """Return the ranks with the largest values, in order; without those of which nothing is known."""
+    known = [[value for value in row if value is not None] for row in values]
+    ranks = [rank for rank, row in enumerate(known) if row]
+    return sorted(sorted(ranks, key=lambda rank: -max(known[rank]))[:_MAX_RANKS])
+
+
+def _read_times(value: object) -> list[float | None]:
+    return [read_number({"": item}, "") for item in value] if isinstance(value, list) else []
+
+
+def _find_median(rows: Sequence[Sequence[float | None]], rank: int) -> float | None:
+    known = [value for row in rows if rank < len(row) and (value := row[rank]) is not None]
+    return statistics.median(known) if known else None
+
+
+_SMALL = 0.0005  # collectives with a smaller share of what is sent, such as those of a start, have no row
+
+
+def build_network(record: RunRecord) -> Iterator[Block]:
+    """Yield the blocks of the section; none if nothing was sent, or if an older version recorded nothing."""
+    pairs = [
+        (sent, seconds)
+        for row in record.steady_rows
+        if (sent := read_number(row, "sent_bytes")) and (seconds := read_number(row, "step_seconds"))
+    ]
+    if not pairs:
+        return
+    rate = sum(sent for sent, _ in pairs) / sum(seconds for _, seconds in pairs)
+    median = render_bytes(statistics.median(sent for sent, _ in pairs))
+    yield Lines([f"In a step each rank sends {median} in collectives, {render_rate(rate)} on average."])
+    waits = record.values("message_wait_seconds")
+    if waits:
+        share = sum(waits) / (sum(record.values("step_seconds")) or 1.0)
+        yield Lines([f"Even the busiest process waited for messages for {render_percent(share)} of the time of steps."])
+    found = record.find_events("network")
+    if found:
+        yield from _list_last(found[-1])
+
+
+def _list_last(event: Mapping[str, Any]) -> Iterator[Block]:
+    """Tables of the last start that ended: its collectives by group, and the interfaces of rank 0's machine."""
+    sent, seconds = read_mapping(event, "collectives"), read_number(event, "seconds")
+    known = {name: count for name in sent if (count := read_number(sent, name))}
+    if known:
+        whole = sum(known.values())
+        rows = sorted((item for item in known.items() if item[1] >= _SMALL * whole), key=lambda item: -item[1])
+        yield Table(
+            ("sent by rank 0, with evaluations and saves", "bytes", "share"),
+            [(redact_text(name), render_bytes(count), render_percent(count / whole)) for name, count in rows],
+        )
+    interfaces = read_mapping(event, "interfaces")
+    if interfaces and seconds:
+        rates = []
+        for name in interfaces:
+            ways = [read_number(interfaces, name, way) or 0.0 for way in ("sent", "received")]
+            rates.append((redact_text(name), *(render_rate(amount / seconds) for amount in ways)))
+        yield Table((f"interface of {redact_text(str(event.get('host')))}, all programs", "sent", "received"), rates)
+
+
+_SMALL = 0.001  # parts of all memory below this share, planned and measured, have no row
+
+
+def build_prediction(record: RunRecord) -> Iterator[Block]:
+    """Yield time and money as predicted before the first step, beside those measured."""
+    events = record.find_events("reckoning")
+    found = events[-1] if events else record.estimate.get("reckoning")
+    sides = [
+        {name: value for name in read_mapping(found, side) if (value := read_number(found, side, name)) is not None}
+        for side in ("predicted", "measured")
+    ]
+    rows = [row for row in list_compared(*sides) if not row[0].startswith("memory")]  # it has a section of its own
+    if rows:
+        yield Table(("", "predicted", "measured", "difference"), rows)
+    predicted, times = read_number(record.estimate, "seconds", "step"), record.values("step_seconds")
+    if not rows and predicted and times:
+        median = percentile(times, 0.5)
+        yield Lines(
+            [
+                f"The plan predicted {render_seconds(predicted)} for a step; the median is {render_seconds(median)} "
+                f"({describe_difference(predicted, median, is_time=True)})."
+            ]
+        )
+
+
+def build_memory(record: RunRecord) -> Iterator[Block]:
+    """Yield the memory of the tensors of a process by part, as planned and measured, and the peak of all its memory."""
+    events = record.find_events("memory")
+    planned, measured = (read_mapping(events[-1] if events else {}, side) for side in ("planned", "measured"))
+    names = [name for name in planned if read_number(planned, name) is not None]
+    if names and measured:
+        yield from _compare_parts(
+            names, *([read_number(side, name) or 0.0 for name in names] for side in (planned, measured))
+        )
+    elif (total := _estimated_bytes(record)) is not None:
+        yield Pairs([("planned for the tensors of one process", render_bytes(total))])
+    if peaks := read_numbers(record.train_rows, "memory_peak_bytes"):
+        yield Lines([_describe_peak(record, max(peaks))])
+
+
+def _compare_parts(names: Sequence[str], planned: Sequence[float], measured: Sequence[float]) -> Iterator[Block]:
+    sides = (("planned", planned), ("measured", measured))
+    yield Bars([(label, list(zip(names, side, strict=True))) for label, side in sides], "bytes")
+    totals = sum(planned), sum(measured)
+    parts = [row for row in zip(names, planned, measured, strict=True) if max(row[1:]) >= _SMALL * max(totals)]
+    rows = [_compare_bytes(*row) for row in (*parts, ("total", *totals))]
+    yield Table(("tensors of one process", "planned", "measured", "difference"), rows)
+
+
+def _describe_peak(record: RunRecord, peak: float) -> str:
+    is_gpu = read_value(record.environment, "cluster", "kind") == "cuda"
+    what = describe_peak_memory(is_gpu)
+    capacity = read_number(record.environment, "cluster", "accelerator", "memory_bytes")
+    of = "" if capacity is None else f" of {render_bytes(capacity)} available"
+    return f"The largest peak (peak_mem on the console) was {render_bytes(peak)}{of}: {what}."
+
+
+def _compare_bytes(name: str, planned: float, measured: float) -> tuple[str, str, str, str]:
+    return name, render_bytes(planned), render_bytes(measured), describe_difference(planned, measured)
+
+
+def _estimated_bytes(record: RunRecord) -> float | None:
+    names = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
+    parts = [read_number(record.estimate, "memory", name) for name in names]
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
