@@ -7,8 +7,12 @@ import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from queue import Empty, Queue
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 Answer = TypeVar("Answer")
 
@@ -33,6 +37,21 @@ def listen_at(host: str, port: int, admits_loopback: bool = True) -> socket.sock
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 raise
     return None
+
+
+def find_free_port(host: str) -> int:
+    """A port of an address of this machine at which nothing listens now."""
+    with socket.create_server((host, 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def host_store(listener: socket.socket, seconds: float) -> "TCPStore":
+    """A key-value store of torch in this process, which answers at a listener. `seconds`: the timeout of a request."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    host, port = listener.getsockname()[:2]
+    timeout = timedelta(seconds=seconds)
+    return TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def is_loopback(address: str) -> bool:

@@ -12,10 +12,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from echelon.ground.errors import LaunchError
 
@@ -128,6 +128,17 @@ def start_watchdog(parent: int, memory: Path | None = None) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="watchdog", daemon=True).start()
+
+
+@contextmanager
+def handled(signals: Iterable[signal.Signals], handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Scope in which a handler gets these signals. For the main thread; afterwards the earlier handlers are back."""
+    before = {number: signal.signal(number, handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 BEFORE_TRAINING = "stopped by {signal} before training began; start the same command again"

@@ -10,7 +10,7 @@ _LAUNCHERS: dict[Target, tuple[str, str]] = {
     "local": ("echelon.launch.local", "LocalLauncher"),
     "torchrun": ("echelon.launch.ssh_launcher", "TorchrunLauncher"),
     "slurm": ("echelon.launch.slurm", "SlurmLauncher"),
-    "kubernetes": ("echelon.launch.kubernetes", "KubernetesLauncher"),
+    "kubernetes": ("echelon.launch.kubernetes.launcher", "KubernetesLauncher"),
     "sagemaker": ("echelon.launch.sagemaker.launcher", "SageMakerLauncher"),
 }
 TARGETS: tuple[Target, ...] = tuple(_LAUNCHERS)

@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +34,7 @@ from echelon.ground.errors import (
 from echelon.ground.launch_environment import find_log_level, keep_hub_cache_beside, launch_role
 from echelon.ground.logs import keep_console, keep_line, log_to_console
 from echelon.ground.scratch import scratch_folder
-from echelon.ground.stop_request import BEFORE_TRAINING, start_watchdog, stops_told
+from echelon.ground.stop_request import BEFORE_TRAINING, handled, start_watchdog, stops_told
 from echelon.ground.stored import read_as, write_json
 from echelon.ground.variables import read_environment
 from echelon.recipe import Recipe
@@ -155,18 +155,11 @@ def _follow(process: "subprocess.Popen[str]", on_line: Callable[[str], None]) ->
             process.wait()
 
 
-@contextmanager
-def _signals_handed_on(process: "subprocess.Popen[str]") -> Iterator[None]:
+def _signals_handed_on(process: "subprocess.Popen[str]") -> AbstractContextManager[None]:
     """Forward signals to the process, from the main thread and only for signals without a handler of the caller."""
     alone = threading.current_thread() is threading.main_thread()
-    mine = [signum for signum in _HANDED_ON if alone and signal.getsignal(signum) is signal.SIG_DFL]
-    for signum in mine:
-        signal.signal(signum, lambda number, frame: process.send_signal(number))
-    try:
-        yield
-    finally:
-        for signum in mine:
-            signal.signal(signum, signal.SIG_DFL)
+    mine = [number for number in _HANDED_ON if alone and signal.getsignal(number) is signal.SIG_DFL]
+    return handled(mine, lambda number, _: process.send_signal(number))
 
 
 def _read_ending(answer: Path) -> _Ending:

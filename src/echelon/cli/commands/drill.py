@@ -11,7 +11,7 @@ import typer
 
 from echelon.cli.commands.arguments import NprocOption, OverridesArgument, RecipeArgument, parse_nproc, read_recipe
 from echelon.cli.commands.terminal import log_to_stderr, show
-from echelon.ground.stop_request import STOP_SIGNALS
+from echelon.ground.stop_request import STOP_SIGNALS, handled
 
 if TYPE_CHECKING:
     from echelon.tools.drill.exercise import Finding
@@ -63,14 +63,8 @@ def _stops_noted() -> Iterator[list[str]]:
     """
     asked: list[str] = []
     numbers = [*STOP_SIGNALS, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else [])]
-    before = {signum: signal.getsignal(signum) for signum in numbers}
-    for signum in before:
-        signal.signal(signum, lambda number, frame: asked.append(signal.Signals(number).name))
-    try:
+    with handled(numbers, lambda number, _: asked.append(signal.Signals(number).name)):
         yield asked
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 def _render(finding: "Finding") -> str:

@@ -16,6 +16,7 @@ from echelon.cli.commands.jobs import describe_job
 from echelon.cli.commands.terminal import show
 from echelon.ground.errors import ConfigError, LaunchError
 from echelon.ground.redaction import redact_text
+from echelon.ground.stop_request import handled
 
 if TYPE_CHECKING:
     from echelon.launch.job import JobRecord, JobStatus, Launcher
@@ -120,12 +121,8 @@ def _handed_over_whole(name: str) -> Iterator[None]:
         if len(asked) > 1:
             raise LaunchError(f"ended immediately by {asked[-1]}; {name} may have reached its target; check there.")
 
-    before = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handled((signal.SIGINT, signal.SIGTERM), note):
         yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
     if asked:
         raise LaunchError(f"stopped by {asked[0]}, but {name} was already launched; `echelon cancel {name}` ends it.")
 

@@ -82,7 +82,7 @@ def sweep(
 @contextmanager
 def stops_noted(stop: "StopWord") -> Iterator[None]:
     """Store the first signal for the sweep; a second one ends it immediately and leaves its trials running."""
-    from echelon.ground.stop_request import ECHO_SECONDS, STOP_SIGNALS
+    from echelon.ground.stop_request import ECHO_SECONDS, STOP_SIGNALS, handled
 
     asked_at: list[float] = []
 
@@ -95,11 +95,5 @@ def stops_noted(stop: "StopWord") -> Iterator[None]:
             complain(f"ended immediately by {name}; trials may still run; the same command takes them over")
             raise typer.Exit(1)  # not a LaunchError, which the sweep would treat as a target that does not answer
 
-    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
-    for signum in before:
-        signal.signal(signum, ask)
-    try:
+    with handled(STOP_SIGNALS, ask):
         yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)

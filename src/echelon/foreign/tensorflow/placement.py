@@ -9,7 +9,7 @@ import torch.distributed as dist
 from echelon.foreign.tensorflow.library import Library
 from echelon.ground.errors import ConfigError, first_line
 from echelon.ground.launch_environment import find_rendezvous
-from echelon.ground.sockets import is_loopback
+from echelon.ground.sockets import find_free_port, is_loopback
 from echelon.ground.variables import set_variables
 from echelon.learn.distributed.objects import gather_objects
 from echelon.recipe.tensorflow_config import TensorflowConfig
@@ -87,8 +87,7 @@ def _find_address() -> str:
     host = "127.0.0.1"
     if meeting is not None and not meeting.is_local:
         host = meeting.own_address or socket.gethostbyname(socket.gethostname())
-    with socket.create_server((host if is_loopback(host) else "", 0)) as probe:
-        return f"{host}:{probe.getsockname()[1]}"
+    return f"{host}:{find_free_port(host if is_loopback(host) else '')}"
 
 
 def find_tpu_strategy(library: Library, name: str | None) -> Any:

@@ -28,7 +28,7 @@ from echelon.ground.launch_environment import (
     rank_environment,
 )
 from echelon.ground.logs import keep_console_in, keep_line, log_as_rank, log_to_console
-from echelon.ground.sockets import listen_at
+from echelon.ground.sockets import find_free_port
 from echelon.ground.stop_request import STOP_SIGNALS, StopRequest
 from echelon.ground.stored import open_to_append
 from echelon.ground.variables import read_environment, set_variables
@@ -61,7 +61,7 @@ class TerminalRank:
     def run(self) -> Outcome:
         """Train to the end; returns how the job ended. No other rank outlives the call. For the main thread."""
         count = self._job.num_processes
-        meeting = {"MASTER_ADDR": _ADDRESS, "MASTER_PORT": str(_find_port())} if count > 1 else {}
+        meeting = {"MASTER_ADDR": _ADDRESS, "MASTER_PORT": str(find_free_port(_ADDRESS))} if count > 1 else {}
         common = {**network_variables(_ADDRESS), **meeting, TERMINAL_VARIABLE: str(self._rank)}
         environment = {**read_environment(), **self._job.env, **common}
         try:
@@ -159,14 +159,6 @@ class TerminalRank:
         sys.stderr.write(f"{line}\n")
         keep_line(line)
         leave(FAILED)
-
-
-def _find_port() -> int:
-    """A free port of this machine, for rank 0's store."""
-    listener = listen_at(_ADDRESS, 0)
-    assert listener is not None
-    with listener:
-        return int(listener.getsockname()[1])
 
 
 def _is_in_debugger(frame: FrameType | None) -> bool:

@@ -19,7 +19,7 @@ from typing import Protocol, cast
 
 from echelon.ground.errors import LaunchError
 from echelon.ground.hosts import HostGroup, join_endpoint, limit_silence, open_coordinator
-from echelon.ground.sockets import answers_as_store, is_loopback
+from echelon.ground.sockets import answers_as_store, host_store, is_loopback
 from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Cause, Outcome, Weight
 from echelon.run.supervise.restart import Restarts
 
@@ -182,7 +182,7 @@ class Meeting:
         """The endpoint at which this machine reaches the store."""
         if listener is not None:
             _warn_of_loopback(group, listener.getsockname()[0])
-            self._store = _host_store(listener)
+            self._store = cast(_Store, host_store(listener, _PATIENCE.total_seconds()))
         else:
             self._store = _open_own_store() if group.is_alone else _find_store(group)
         self._beats: dict[str, tuple[bytes, float]] = {}
@@ -340,16 +340,6 @@ def _warn_of_loopback(group: HostGroup, address: str) -> None:
             f"{group.host} resolves to {address} here, which other machines cannot reach; remove that line from "
             "/etc/hosts, or name the network interface (--interface)"
         )
-
-
-def _host_store(listener: socket.socket) -> "_Store":
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    host, port = listener.getsockname()[:2]
-    store = TCPStore(
-        host, port, is_master=True, timeout=_PATIENCE, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    return cast(_Store, store)
 
 
 def _open_own_store() -> "_Store":

@@ -6,10 +6,11 @@ without authentication. Anyone who can reach the port could write a pickle there
 
 import io
 import pickle
-import socket
 from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import override
+
+from echelon.ground.sockets import find_free_port
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
@@ -59,9 +60,7 @@ class AloneHandler:
         from torch.distributed.elastic.rendezvous import RendezvousInfo
         from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-        with socket.create_server((_HERE, 0)) as probe:
-            port = probe.getsockname()[1]
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(_HERE, port))
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(_HERE, find_free_port(_HERE)))
 
     def is_closed(self) -> bool:
         """Always False."""

@@ -8,20 +8,15 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from echelon.ground.launch_environment import replica_environment
-from echelon.ground.sockets import listen_at
+from echelon.ground.sockets import host_store, listen_at
 from echelon.ground.stored import write_text
 from echelon.ground.variables import read_environment
 from echelon.run.supervise.board import Board, Change, View
 from echelon.run.supervise.outcome import FAILED, ProcessDeath, describe_ending, read_outcomes
 from echelon.run.supervise.warm_start import StartedWorker, WarmStart, end_workers, start_worker
 from echelon.run.supervise.workers import Workers
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +56,9 @@ class ReplicaKeeper:
         """`warm`: the process that forks the workers; without one each starts an interpreter."""
         self._job = job
         self._warm = warm
-        self._store = _open_store()
+        listener = listen_at(_HERE, 0)
+        assert listener is not None, "this machine has this address"
+        self._store = host_store(listener, _STORE_SECONDS)
         self._board = Board(self._store)
         self._running: dict[int, _Replica] = {}
         self._view: View | None = None
@@ -195,13 +192,3 @@ class ReplicaKeeper:
     def _end_all(self) -> None:
         end_workers([replica.process for replica in self._running.values()], self._job.folder)
         self._running.clear()
-
-
-def _open_store() -> "TCPStore":
-    """A key-value store in this process, for the processes of this machine only."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    listener = listen_at(_HERE, 0)
-    assert listener is not None
-    port, timeout = listener.getsockname()[1], timedelta(seconds=_STORE_SECONDS)
-    return TCPStore(_HERE, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from echelon.ground.errors import EchelonError
 from echelon.ground.hosts import HostGroup, find_interface, find_own_address
 from echelon.ground.launch_environment import exported
-from echelon.ground.sockets import listen_at
+from echelon.ground.sockets import host_store, listen_at
 from echelon.run.folder.environment import describe_source, find_version
 from echelon.tools.doctor.link_probe import MARK
 
@@ -50,7 +50,6 @@ class Machine:
         `interface`: the network interface to use; None: the one that reaches the first host. `seen`: a file in the
         """
         import torch
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         group = HostGroup(1, len(hosts), hosts[0], port, interface=interface)
         address = find_own_address(group)
@@ -59,10 +58,7 @@ class Machine:
             self._variables = {"GLOO_SOCKET_IFNAME": own, "NCCL_SOCKET_IFNAME": own}
         listener = listen_at(address, 0)
         assert listener is not None, "the address is this machine's"
-        self._store = TCPStore(
-            address, listener.getsockname()[1], is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )  # fmt: skip
+        self._store = host_store(listener, 5.0)
         has_gpu = torch.cuda.is_available()
         return {
             "versions": {
