@@ -73,8 +73,7 @@ def map_smp(parameters: Any, where: str, version: Version | None = None) -> Mapp
             for key, meaning in _read_horizon(f"{where}.{name}", value, found, offloads, lines):
                 add(name, key, meaning)
     given = {name: value for name, value in parameters.items() if name in PARALLEL_KEYS}
-    parallel = map_parallel(given, where, found, lines)
-    if parallel is not None:
+    if (parallel := map_parallel(given, where, found, lines)) is not None:
         add(", ".join(given), "parallel", parallel)
     return Mapped(values, sources, tuple(lines))
 

@@ -60,8 +60,7 @@ class _Mapping:
         self.result = {"dp_replicate": "auto"} if degree == 1 else {"dp_replicate": "auto", "dp_shard": degree}
         if "sharded_data_parallel_degree" in self._given:
             self._note("sharded_data_parallel_degree", {} if degree == 1 else self.result)
-        shards = self._given.get("shard_optimizer_state")
-        if shards is None:
+        if (shards := self._given.get("shard_optimizer_state")) is None:
             return
         if not isinstance(shards, bool):
             raise ConfigError(f"{self._where}.shard_optimizer_state={shards} is neither true nor false.")
@@ -96,8 +95,7 @@ class _Mapping:
 
     def map_degree(self, name: str, axis: str) -> None:
         """A degree that is one of `parallel` as it is."""
-        degree = self._degree(name)
-        if degree is not None:
+        if (degree := self._degree(name)) is not None:
             self._note(name, self._put(axis, degree) if degree > 1 else {})
 
     def map_stages(self) -> None:
@@ -123,8 +121,7 @@ class _Mapping:
             )
         if count is not None:
             self._note("microbatches", self._put("microbatches", count) if stages > 1 else {})
-        order = self._given.get("pipeline")
-        if order is not None:
+        if (order := self._given.get("pipeline")) is not None:
             schedule = self._choose(
                 "pipeline", order, _SCHEDULES, "a schedule without a backward pass is `echelon eval`"
             )
@@ -166,8 +163,7 @@ class _Mapping:
 
     def map_optimize(self) -> None:
         """With tensor parallelism, `memory` keeps no activations twice, which is sequence parallelism."""
-        value = self._given.get("optimize")
-        if value is None:
+        if (value := self._given.get("optimize")) is None:
             return
         divides = self._choose("optimize", value, {"memory": True, "speed": False}, "remove it")
         has_tensors = self.result.get("tp", 1) > 1
@@ -175,8 +171,7 @@ class _Mapping:
         self._note("optimize", put, "there is no tensor parallelism")
 
     def _degree(self, name: str, least: int = 1) -> int | None:
-        value = self._given.get(name)
-        if value is None:
+        if (value := self._given.get(name)) is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(f"{self._where}.{name}={value} must be a whole number of at least {least}.")

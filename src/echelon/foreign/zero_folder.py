@@ -70,8 +70,7 @@ def read_zero_folder(folder: Path) -> ZeroWeights:
     Raises CheckpointError for a folder that is damaged, has anything but tensors and plain values, or is of tensor or
     pipeline parallelism.
     """
-    step = _find_step(folder)
-    if step is None:
+    if (step := _find_step(folder)) is None:
         raise CheckpointError(f"{folder} has no *_model_states.pt of DeepSpeed, neither there nor where `latest` says.")
     paths = _sorted(step, _MODEL)
     models = [_load_mapping(path) for path in paths]

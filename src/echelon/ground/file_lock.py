@@ -54,8 +54,7 @@ class FileLock:
         except OSError:
             return None
         try:
-            taken = _flock(fd, fcntl.LOCK_SH)
-            if taken is None:
+            if (taken := _flock(fd, fcntl.LOCK_SH)) is None:
                 return self._read_mark()
             return None if taken else os.read(fd, 100).decode("utf-8", "replace").strip() or "unknown"
         finally:

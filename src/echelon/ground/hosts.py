@@ -107,8 +107,7 @@ def find_own_address(group: HostGroup) -> str:
     if group.is_alone:
         return THIS_MACHINE.host
     if group.interface is not None:
-        address = address_of(group.interface)
-        if address is None:
+        if (address := address_of(group.interface)) is None:
             names = ", ".join(name for _, name in socket.if_nameindex())
             raise ConfigError(f"--interface {group.interface} has no address on this machine; it has {names}.")
         return address
@@ -161,8 +160,7 @@ def is_coordinator(group: HostGroup) -> bool:
     """
     if group.is_alone or group.coordinates:
         return True
-    found = open_coordinator(group)
-    if found is not None:
+    if (found := open_coordinator(group)) is not None:
         found.close()
     return found is not None
 

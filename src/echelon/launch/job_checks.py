@@ -250,8 +250,7 @@ def find_target_cluster(recipe: Recipe) -> Cluster | None:
         return find_cluster(recipe, machines.weakest, machines.count)
     if launch.accelerator is None:
         return None
-    count = _count_devices(launch)
-    if not count:
+    if not (count := _count_devices(launch)):
         raise ConfigError(
             f"launch.accelerator={launch.accelerator}: the number per machine is unknown; set "
             "launch.nproc_per_node, or omit launch.accelerator."

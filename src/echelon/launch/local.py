@@ -72,8 +72,7 @@ class LocalLauncher(Launcher):
     @override
     def status(self, record: JobRecord) -> JobStatus:
         lives = _lives(record)
-        code = read_exit_code(record.folder / _CODE)
-        if code is not None:
+        if (code := read_exit_code(record.folder / _CODE)) is not None:
             return JobStatus(name_ending(code), f"exit code {code}", code)
         if lives:
             return JobStatus("running", f"process {record.id}")

@@ -56,8 +56,7 @@ def check_step(job: JobSpec) -> None:
 
 def list_hidden_inputs(job: JobSpec) -> list[str]:
     """A line for each input outside of the mounts; the cluster may mount it in every container."""
-    container = job.recipe.launch.slurm.container
-    if container is None:
+    if (container := job.recipe.launch.slurm.container) is None:
         return []
     return [
         f"{key}={path} is not below a folder of {_KEY}.container.mounts; add it, unless the cluster mounts it"

@@ -184,8 +184,7 @@ def _start_words(job: JobSpec, host: str) -> list[str]:
 
 def _find_asked(launch: LaunchConfig) -> dict[str, str]:
     """The variables about GPUs: as many as there are processes if the recipe names their type, else any of a host."""
-    name = launch.accelerator
-    if name is None:
+    if (name := launch.accelerator) is None:
         return asked_environment(None, "launch.to=torchrun")
     count = launch.nproc_per_node if isinstance(launch.nproc_per_node, int) else 1
     return {} if name.lower() == "cpu" else asked_environment(count, f"launch.accelerator={name}")

@@ -79,8 +79,7 @@ def apply_aliases(draft: Draft) -> list[str]:
     notes = []
     for path, value in list(_candidates(draft.data)):
         origin = draft.origin(path)
-        translation = translate(path, value, origin)
-        if translation is None:
+        if (translation := translate(path, value, origin)) is None:
             continue
         draft.remove(path)
         if len(path) == 2 and path[0] not in Recipe.model_fields and draft.get(path[:1]) == {}:

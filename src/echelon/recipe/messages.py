@@ -53,8 +53,7 @@ def _explain(path: KeyPath, details: list[ErrorDetails], draft: Draft) -> str:
 
 
 def _rule(detail: ErrorDetails) -> str:
-    template = _RULES.get(detail["type"])
-    if template is None:
+    if (template := _RULES.get(detail["type"])) is None:
         return detail["msg"].removeprefix("Input should be ")
     context: dict[str, Any] = detail.get("ctx", {})
     return template.format(**context).replace("'", "")

@@ -104,8 +104,7 @@ def parse_yaml(text: str, source: str) -> tuple[Any, dict[KeyPath, str]]:
         raise ConfigError(f"{source}: this YAML is larger than {render_bytes(MAX_TEXT_BYTES)}; write less.")
     try:
         loader = _RecipeLoader(text)
-        node = loader.get_single_node()
-        if node is None:
+        if (node := loader.get_single_node()) is None:
             return None, {}
         origins = _find_origins(loader, node, source)
         return _unshared(loader.construct_document(node)), origins

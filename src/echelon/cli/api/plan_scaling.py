@@ -130,8 +130,7 @@ def _describe(scaling: Scaling) -> Iterator[str]:
 
 
 def _describe_end(scaling: Scaling) -> str:
-    end = scaling.last_that_pays()
-    if end is None:
+    if (end := scaling.last_that_pays()) is None:
         last = scaling.known[-1].num_devices
         return f"more devices pay up to {last:,}: each adds at least {PAYS:.0%} of what one had before"
     after = scaling.known[scaling.known.index(end) + 1]

@@ -99,8 +99,7 @@ def _messages(lines: Iterator[str]) -> Iterator[str]:
 
 def _obey(dialogue: "Dialogue", line: str) -> bool:
     """Execute a line that is a command, such as `/reset`; return whether it was one. Raises ConfigError."""
-    words = re.fullmatch(r"\s*(/[a-z]+)(?:\s+(.*?))?\s*", line)
-    if words is None:
+    if (words := re.fullmatch(r"\s*(/[a-z]+)(?:\s+(.*?))?\s*", line)) is None:
         return False
     match words[1], words[2]:
         case "/reset", None:

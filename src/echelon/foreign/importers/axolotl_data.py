@@ -195,8 +195,7 @@ def _template(ledger: Ledger, name: str) -> Wording | None:
         if word is None:
             continue
         full = f"{place}chat_template"
-        wording = axolotl_wording(str(word), f"{full}: {show_value(word)}")
-        if wording is None:
+        if (wording := axolotl_wording(str(word), f"{full}: {show_value(word)}")) is None:
             ledger.refuse(full, "this template is not known to echelon; give its text as chat_template_jinja.")
         elif full not in ledger.entries and wording.difference:
             ledger.differ(full, wording.difference)

@@ -32,8 +32,7 @@ def read_data(ledger: Ledger, tool: Tool, trainer: Trainer | None, folder: Path)
 
 def carry_data(ledger: Ledger, tool: Tool, read: Read, defaults: Defaults, dpo: bool) -> None:
     """Import the recipe's `data`: sources, validation, sequence length, packing, chat template, trained tokens."""
-    sources = list(read.train)
-    if not sources:
+    if not (sources := list(read.train)):
         sources = [{"path": _PLACE_OF_DATA}]
         ledger.remark(f"the file has no data; set data.train (currently {_PLACE_OF_DATA}).")
         ledger.reasons["data.train"] = "not in the file"
@@ -215,13 +214,11 @@ def _has_turns(source: Mapping[str, Any]) -> bool:
 
 
 def _carry_overlong(ledger: Ledger, tool: Tool, defaults: Defaults) -> None:
-    full = ledger.find("excess_length_strategy", "sample_packing_excess")
-    if full is None:
+    if (full := ledger.find("excess_length_strategy", "sample_packing_excess")) is None:
         put_default(ledger, defaults, "data.on_overlong", defaults.on_overlong)
         return
     value = ledger.take(full)
-    ours = {"drop": "drop", "truncate": "cut", "raise": "refuse"}.get(str(value))
-    if ours is None:
+    if (ours := {"drop": "drop", "truncate": "cut", "raise": "refuse"}.get(str(value))) is None:
         ledger.refuse(full, "samples that are too long can be cut, dropped or refused: data.on_overlong.")
     else:
         ledger.put("data.on_overlong", ours, f"{full}: {value}")

@@ -43,8 +43,7 @@ def read_factory(ledger: Ledger, folder: Path) -> Read:
 
 
 def _template(ledger: Ledger) -> Wording | None:
-    full = ledger.find("template")
-    if full is None:
+    if (full := ledger.find("template")) is None:
         return Wording(None, "the tokenizer's own")
     name = str(ledger.take(full))
     wording = factory_wording(name, f"{full}: {name}")
@@ -65,8 +64,7 @@ def _template(ledger: Ledger) -> Wording | None:
 
 def _sources(ledger: Ledger, name: str, folder: Path, limit: float | None) -> list[dict[str, Any]]:
     value = ledger.peek(name)
-    names = ledger.words(name)
-    if not names:
+    if not (names := ledger.words(name)):
         return []
     data_dir = str(ledger.take("dataset_dir") or ledger.given.get("dataset_dir") or "data")
     table = find_beside(folder, f"{data_dir}/dataset_info.json")
@@ -161,8 +159,7 @@ def read_factory_v1(ledger: Ledger, folder: Path) -> Read:
 
 
 def _sources_v1(ledger: Ledger, name: str, folder: Path) -> list[dict[str, Any]]:
-    value = ledger.take(name)
-    if value is None:
+    if (value := ledger.take(name)) is None:
         return []
     ledger.reasons["data.validation" if name == "eval_dataset" else "data.train"] = f"{name}: {value}"
     path = find_beside(folder, str(value))

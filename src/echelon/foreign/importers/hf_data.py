@@ -37,8 +37,7 @@ def read_hf(ledger: Ledger, trainer: Trainer | None) -> Read:
 
 
 def _template(ledger: Ledger) -> Wording:
-    full = ledger.find("chat_template_path", "chat_template")
-    if full is None:
+    if (full := ledger.find("chat_template_path", "chat_template")) is None:
         return Wording(None, "the tokenizer's own")
     value = str(ledger.take(full))
     if not is_template(value) and not value.endswith((".jinja", ".j2")):
@@ -121,8 +120,7 @@ def _mixer(ledger: Ledger, mixer: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _named(ledger: Ledger) -> list[dict[str, Any]]:
-    full = ledger.find("dataset_name", "train_file", "dataset")
-    if full is None:
+    if (full := ledger.find("dataset_name", "train_file", "dataset")) is None:
         return []
     ledger.reasons["data.train"] = f"{full}: {show_value(ledger.given[full])}"
     config = ledger.take("dataset_config", "dataset_config_name") if full == "dataset_name" else None

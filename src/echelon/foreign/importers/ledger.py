@@ -84,8 +84,7 @@ class Ledger:
 
         Other given keys among `names` are recorded as carried if their value is equal, else as lost.
         """
-        full = self.find(*names)
-        if full is None:
+        if (full := self.find(*names)) is None:
             return None
         self._enter(full, "carried")
         while other := self.find(*names):

@@ -86,8 +86,7 @@ def _carry_tokens(ledger: Ledger) -> None:
 
 def carry_adapter(ledger: Ledger, tool: Tool, defaults: Defaults) -> None:
     """Import the adapter: its method, rank, alpha, target modules and quantization."""
-    method = _find_method(ledger, tool)
-    if method is None:
+    if (method := _find_method(ledger, tool)) is None:
         for name in ("lora_r", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear",
                      "lora_target_parameters", "lora_modules_to_save", "lora_target",
                      "quantize_moe_experts"):  # fmt: skip
@@ -98,8 +97,7 @@ def carry_adapter(ledger: Ledger, tool: Tool, defaults: Defaults) -> None:
         return
     ledger.put("adapter.method", method, _reason(ledger, "adapter", "finetuning_type", "use_peft", "peft_type"))
     full = ledger.find(*spellings("adapter.r"), "r")
-    rank = ledger.number(*spellings("adapter.r"), "r")
-    if rank is not None:
+    if (rank := ledger.number(*spellings("adapter.r"), "r")) is not None:
         ledger.put("adapter.r", rank, f"{full}: {rank:g}")
     else:
         rank = defaults.rank
@@ -179,8 +177,7 @@ def _find_width(ledger: Ledger) -> int | None:
 def _find_wanted(ledger: Ledger, tool: Tool) -> str | None:
     """Return the method that the file names or that its keys imply; None for full fine-tuning."""
     peft = ledger.take("use_peft", "use_lora")
-    word = ledger.take(*_METHOD_KEYS)
-    if word:
+    if word := ledger.take(*_METHOD_KEYS):
         return str(word).lower()
     has_config = ledger.find("lora_r", "lora_rank", "r", "lora_alpha", "target_modules") is not None
     return "lora" if peft or tool == "llamafactory" or (tool == "hf" and has_config and peft is None) else None
@@ -256,8 +253,7 @@ def _read_targets(value: Any) -> Any:
 
 
 def _carry_initial_values(ledger: Ledger, method: str) -> None:
-    full = ledger.find("init_lora_weights", "peft_init_lora_weights", "pissa_init")
-    if full is None:
+    if (full := ledger.find("init_lora_weights", "peft_init_lora_weights", "pissa_init")) is None:
         return
     value = ledger.take(full)
     if not value or (value is True and full != "pissa_init"):

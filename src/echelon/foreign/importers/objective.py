@@ -27,8 +27,7 @@ def find_trainer(ledger: Ledger, asked: str | None) -> Trainer:
         return TRAINERS[asked]
     if ledger.find(*_SFT) is not None or ledger.peek("loss_type") in _SFT_LOSSES:
         return "sft"
-    pairs = ledger.find(*_PAIRS, "loss_type")
-    if pairs is not None:
+    if (pairs := ledger.find(*_PAIRS, "loss_type")) is not None:
         raise ConfigError(
             f"{pairs}: {show_value(ledger.given[pairs])}: several trainers of TRL have this key (DPO, ORPO, CPO, KTO, "
             "GRPO), and the file does not specify the trainer; if it is for DPO, import it with --trainer dpo."

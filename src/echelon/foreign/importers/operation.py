@@ -84,8 +84,7 @@ def _carry_deepspeed(ledger: Ledger, full: str, folder: Path) -> None:
         match = re.search(r"z(?:ero)?[_-]?([0-3])", str(value).lower())
         stage = int(match[1]) if match else None
         ledger.differ(full, "the file was not found; the stage is taken from its name.")
-    strategy = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}.get(stage)
-    if strategy is None:
+    if (strategy := {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}.get(stage)) is None:
         ledger.lose(full, "no ZeRO stage was found; set parallel: zero1, zero2 or fsdp (ZeRO-3).")
         return
     offloads = any(_device(zero.get(key)) for key in ("offload_optimizer", "offload_param")) or "offload" in str(value)

@@ -315,8 +315,7 @@ def _carry_warmup(ledger: Ledger, tool: Tool, defaults: Defaults, steps: int | N
 
 def _put_default_warmup(ledger: Ledger, tool: Tool, defaults: Defaults, steps: int | None) -> bool:
     """Put the tool's default warm-up, if the file sets none. Returns whether there is one."""
-    share = defaults.warmup
-    if not share:
+    if not (share := defaults.warmup):
         return False
     if tool == "axolotl" and steps is not None:
         ledger.put("optim.warmup_steps", min(int(share * steps), 100), f"the default of Axolotl, of {steps} steps")

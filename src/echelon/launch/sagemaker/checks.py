@@ -37,8 +37,7 @@ _MAX_WORD, _MAX_ADDRESS, _MAX_IMAGE = 256, 1024, 255
 
 def find_region(settings: SageMakerConfig) -> str:
     """The region of a job: the recipe's, else the AWS configuration's. Raises ConfigError if neither is set."""
-    region = settings.region
-    if region is None:
+    if (region := settings.region) is None:
         try:
             import boto3
         except ImportError:

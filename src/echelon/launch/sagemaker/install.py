@@ -76,8 +76,7 @@ def install_missing(channel: Path, checkpoints: Path, env: Mapping[str, str]) ->
     requirements = channel / "requirements.txt"
     lines = requirements.read_text(encoding="utf-8").splitlines() if requirements.exists() else []
     pins = _read_pins(checkpoints / PINS)
-    missing = find_missing(lines, pins)
-    if not missing:
+    if not (missing := find_missing(lines, pins)):
         return
     end = lines.index(OPTIONAL) if OPTIONAL in lines else len(lines)
     needed = find_missing(lines[:end], pins)
@@ -105,8 +104,7 @@ def find_missing(lines: Sequence[str], pins: Mapping[str, str] | None = None) ->
 
 
 def _is_satisfied(requirement: str, pins: Mapping[str, str]) -> bool:
-    match = _REQUIREMENT.fullmatch(requirement)
-    if match is None:
+    if (match := _REQUIREMENT.fullmatch(requirement)) is None:
         return False
     if match[3] is not None and not _applies(match[3]):
         return True

@@ -71,8 +71,7 @@ class Staging:
 
 def job_prefix(job: JobSpec) -> str:
     """The S3 prefix of a job's files. Raises ConfigError if the recipe sets no bucket."""
-    bucket = job.recipe.launch.sagemaker.bucket
-    if bucket is None:
+    if (bucket := job.recipe.launch.sagemaker.bucket) is None:
         raise MissingSettingError(
             "launch.sagemaker.bucket is not set; it receives the job's files; write it like s3://bucket/prefix.",
             {"launch.sagemaker.bucket": "s3://set-launch.sagemaker.bucket"},
@@ -154,8 +153,7 @@ class _Stage:
 
     def add_wheels(self, requirements: str) -> None:
         """Add the channel with the container's packages, if the recipe asks for one."""
-        place = self._settings.wheels
-        if place is None:
+        if (place := self._settings.wheels) is None:
             return
         if place == wheels.DOWNLOAD:
             python = wheels.find_python(self._settings.image)

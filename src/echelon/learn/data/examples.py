@@ -32,8 +32,7 @@ _ROLES = {
 
 def parse_example(record: Example) -> Text | Preference | EncodedDocument:
     """Parse an example of any format. Raises BrokenRecordError."""
-    format = recognise_format(record)
-    if format is None:
+    if (format := recognise_format(record)) is None:
         raise BrokenRecordError(f"does not have the fields of any format; its fields are {', '.join(record) or 'none'}")
     return _PARSERS[format](record)
 

@@ -127,8 +127,7 @@ def open_source(recipe: Recipe, data: PreparedData, place: BatchPlace) -> BatchS
 
     Raises ConfigError for a source that does not tell whether it is pure, or that `sync` cannot use.
     """
-    name = recipe.data.source
-    if name is None:
+    if (name := recipe.data.source) is None:
         return BatchLoader(data.train, build_order(recipe, data.train), recipe.batches, place)
     source: BatchSource = build_named(
         "data.source", name, {}, BatchSource, recipe, data, place, options=recipe.data.options

@@ -136,8 +136,7 @@ def _choose_template(
     if options.chat_template is not None:
         named = "" if is_template(options.chat_template) else f"={options.chat_template}"
         return load_template(options.chat_template), f"data.chat_template{named}"
-    own = own_template(tokenizer)
-    if own is not None:
+    if (own := own_template(tokenizer)) is not None:
         return own, "the tokenizer's chat_template"
     asking = sorted(formats.intersection(_CONVERSATIONS))
     if asking == ["alpaca"]:
@@ -186,8 +185,7 @@ def _check_stop(encoding: InstructionEncoding, where: str) -> int:
         )
     start, stop = rendered.spans[-1]
     answer, behind = rendered.text[start:stop], rendered.text[stop:].lstrip()
-    stop_id = encoding.added_token(answer.rstrip(), -1)
-    if stop_id is None:
+    if (stop_id := encoding.added_token(answer.rstrip(), -1)) is None:
         after = encoding.added_token(behind, 0)
         if last.marks_turns and after is not None:
             raise ConfigError(

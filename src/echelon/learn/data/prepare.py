@@ -122,8 +122,7 @@ def prepare(
         logger.info(line)
     spec = _settle_packing(spec, _has_examples(corpus), find_obstacle)
     tokenizer = None if isinstance(spec.tokenizer, int) else _complete_tokenizer(spec, spec.tokenizer, tokenizer)
-    rule = _sample_rule(spec, corpus, tokenizer)
-    if rule is None:
+    if _sample_rule(spec, corpus, tokenizer) is None:
         separator = spec.separator if tokenizer is None else separator_id(tokenizer, spec.separator)
         check_mask(spec.document_mask, separator)
     folder = spec.prepared_dir / _cache_key(spec, corpus, tokenizer)

@@ -141,8 +141,7 @@ def open_prepared(
             f"have {manifest.tokenizer_fingerprint}; restore the tokenizer of these tokens, or delete {path} and "
             "prepare again."
         )
-    rule = manifest.samples
-    if rule is None:
+    if (rule := manifest.samples) is None:
         check_mask(document_mask, manifest.separator)
     elif rule.sequence_len != sequence_len:
         raise DataError(

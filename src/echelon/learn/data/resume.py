@@ -126,8 +126,7 @@ class WritingJournal:
 
     def add_document(self, digest: bytes) -> bool:
         """Record a document. Returns whether it is new."""
-        is_new = self.digests.add(digest)
-        if is_new:
+        if is_new := self.digests.add(digest):
             self._stream.write(digest)
             self.state.num_digests += 1
         return is_new

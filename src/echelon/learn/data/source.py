@@ -112,8 +112,7 @@ def _list_paths(source: Source, path: Path, left_out: LeftOut) -> list[SourceFil
     if path.is_file():
         return [_describe(source, path, path.name, _choose_format(source, path), True)]
     if path.is_dir():
-        files = list(_list_folder(source, path, left_out))
-        if not files:
+        if not (files := list(_list_folder(source, path, left_out))):
             raise DataError(
                 f"{source} contains no text file (by suffix, for example .txt, .md, .py, .jsonl, .parquet); for files "
                 f"with other suffixes, use a glob such as {source.path}/**."

@@ -71,8 +71,7 @@ def count_sources(prepared: PreparedData) -> list[SourceCounts]:
 
 def _count_source(prepared: PreparedData, stream: str, record: SourceRecord) -> SourceCounts:
     names = (record.source, record.name, stream, record.documents)
-    labelled = record.labelled
-    if labelled is None:
+    if (labelled := record.labelled) is None:
         return SourceCounts(*names, 0, record.tokens, record.num_broken)
     words = TokenStore(prepared.path, labelled.lengths, LENGTHS_DTYPE)
     targets = TokenStore(prepared.path, labelled.targets, TARGETS_DTYPE)

@@ -205,8 +205,7 @@ def describe_cost(
 def _estimate_seconds(recipe: "Recipe", folder: RunFolder, num_steps: int) -> float | None:
     """Estimate the time of the remaining steps, from the median time per sequence of the run's last steps."""
     rows = (row for row in folder.rows.rows_backwards() if row.get("kind") == "train" and row.get("step_seconds"))
-    recent = list(islice(rows, _RECENT_STEPS))
-    if not recent:
+    if not (recent := list(islice(rows, _RECENT_STEPS))):
         return None
     fed = recipe.batches.first_sequence
     paces: list[float] = [row["step_seconds"] / (fed(row["step"]) - fed(row["step"] - 1)) for row in recent]

@@ -116,8 +116,7 @@ def _compare(folder: RunFolder, recipe: Recipe) -> tuple[Recipe, tuple[Differenc
             f"run.dir={folder.path} contains a run whose recipe cannot be read ({error}); "
             "pass --fresh to move it aside, or choose another run.name."
         ) from error
-    blocking = blocking_differences(old, recipe)
-    if blocking:
+    if blocking := blocking_differences(old, recipe):
         lines = [f"  {line}" for line in blocking]
         if any(difference.key in LENGTH_KEYS for difference in blocking):
             lines.append(_ONLY_GROWS)

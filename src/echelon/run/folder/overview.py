@@ -136,8 +136,7 @@ def require_live_process(path: Path) -> int:
 
     Raises ConfigError if the run has no process, or one on another machine.
     """
-    holder = RunFolder(path).read_holder()
-    if holder is None:
+    if (holder := RunFolder(path).read_holder()) is None:
         raise ConfigError(f"{path} is not running; it is {find_status(RunFolder(path))}.")
     pid, _, host = holder.partition(" on ")
     if not pid.isdecimal() or host != platform.node():

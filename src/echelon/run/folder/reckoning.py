@@ -54,8 +54,7 @@ class Reckoning:
 
     def describe(self) -> Iterator[str]:
         """A table of time and cost; that of memory is printed with the rehearsal's."""
-        rows = list(list_compared(self.predicted, self.measured))
-        if rows:
+        if rows := list(list_compared(self.predicted, self.measured)):
             for name, predicted, measured, difference in (("this run", "predicted", "measured", "difference"), *rows):
                 yield f"{name:<18}{predicted:>12}{measured:>12}   {difference}"
 

@@ -77,8 +77,7 @@ class RemoteRuns:
 
     def read_owner(self) -> Owner | None:
         """Return the owner of the address; None if it is unused. Raises CheckpointError if run.json is invalid."""
-        content = self._store.read(OWNER)
-        if content is None:
+        if (content := self._store.read(OWNER)) is None:
             return None
         try:
             values = parse_json(content)
@@ -244,8 +243,7 @@ def _parse(step: int, content: bytes, sizes: Mapping[str, int]) -> RemoteCheckpo
         return RemoteCheckpoint(step, faults=(f"its marker cannot be read ({error})",))
     faults = []
     for name, entry in files.items():
-        size = sizes.get(f"{folder}/{name}")
-        if size is None:
+        if (size := sizes.get(f"{folder}/{name}")) is None:
             faults.append(f"{name} is missing")
         elif size != entry["bytes"]:
             faults.append(f"{name} has {size} bytes; {entry['bytes']} were written")

@@ -59,8 +59,7 @@ class RemoteStart:
             return
         is_new = not folder.recipe_path.exists()
         try:
-            owner = self._remote.read_owner()
-            if owner is None:
+            if (owner := self._remote.read_owner()) is None:
                 return
             if read_run_name(folder) not in ({owner.run, None} if is_new else {owner.run}):
                 raise ConfigError(

@@ -221,8 +221,7 @@ class Uploader:
 
     @property
     def _run(self) -> str:
-        run = read_run_name(self._folder)
-        if run is None:
+        if (run := read_run_name(self._folder)) is None:
             raise CheckpointError(f"{self._folder.remote_path} is missing; start the same command again to write it")
         return run
 

@@ -160,7 +160,6 @@ def _flatten(value: object, path: str = "") -> Iterator[tuple[str, str]]:
 def _render(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    number = read_number({"": value}, "")
-    if number is not None:
+    if read_number({"": value}, "") is not None:
         return f"{value:g}" if isinstance(value, float) else str(value)
     return _ABSENT if value is None or value == {} else str(value)

@@ -57,8 +57,7 @@ def judge_run(record: RunRecord) -> list[str]:
     applied = [row for row in record.train_rows if row.get("skipped") is not True]
     entropies = [read_number(event, "unigram_entropy") for event in record.starts]
     curves = _Curves(read_points(applied, "loss"), read_points(record.eval_rows, "loss"), (entropies or [None])[-1])
-    count = len(curves.train)
-    if not count:
+    if not (count := len(curves.train)):
         return []
     if count < _FEWEST_STEPS:
         steps = "1 step has" if count == 1 else f"{count} steps have"

@@ -20,8 +20,7 @@ _MAX_RANKS, _MAX_COLUMNS = 32, 100
 
 def build_throughput(record: RunRecord) -> Iterator[Block]:
     """Yield the blocks of the section; none without a step."""
-    points = read_points(record.steady_rows, "tokens_per_second")
-    if not points:
+    if not (points := read_points(record.steady_rows, "tokens_per_second")):
         return
     yield Curves("tokens per second", "step", draw_lines("", points))
     speeds, times, mfus = (record.values(name) for name in ("tokens_per_second", "step_seconds", "mfu"))
@@ -70,8 +69,7 @@ def _map_ranks(record: RunRecord) -> Iterator[Block]:
     groups = [rows[place : place + size] for place in range(0, len(rows), size)]
     count = max((len(times) for _, times in rows), default=0)  # a run can be resumed with another number of ranks
     values = [[_find_median([times for _, times in group], rank) for group in groups] for rank in range(count)]
-    slowest = _find_slowest(values)
-    if not slowest:
+    if not (slowest := _find_slowest(values)):
         return
     is_gpu = read_value(record.environment, "cluster", "kind") == "cuda"
     what = "waiting for data" if is_gpu else "a rank's own part of a step"
@@ -116,12 +114,10 @@ def build_network(record: RunRecord) -> Iterator[Block]:
     rate = sum(sent for sent, _ in pairs) / sum(seconds for _, seconds in pairs)
     median = render_bytes(statistics.median(sent for sent, _ in pairs))
     yield Lines([f"In a step each rank sends {median} in collectives, {render_rate(rate)} on average."])
-    waits = record.values("message_wait_seconds")
-    if waits:
+    if waits := record.values("message_wait_seconds"):
         share = sum(waits) / (sum(record.values("step_seconds")) or 1.0)
         yield Lines([f"Even the busiest process waited for messages for {render_percent(share)} of the time of steps."])
-    found = record.find_events("network")
-    if found:
+    if found := record.find_events("network"):
         yield from _list_last(found[-1])
 
 

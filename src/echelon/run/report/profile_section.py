@@ -19,8 +19,7 @@ _NEAR_STEPS = 20
 
 def build_profile(record: RunRecord) -> Iterator[Block]:
     """Yield the blocks of the section; none without traces."""
-    traces = record.traces
-    if not traces:
+    if not (traces := record.traces):
         return
     steps = [step.step for step in traces[0].steps]
     yield Bars([(f"rank {trace.rank}, mean step", list(mean_parts(trace).items())) for trace in traces], "seconds")

@@ -161,8 +161,7 @@ def _losses(record: RunRecord) -> Iterator[Block]:
                 for name in names
             ],
         )
-    norms = read_points(record.train_rows, "grad_norm")
-    if norms:
+    if norms := read_points(record.train_rows, "grad_norm"):
         yield Curves("gradient norm, before clipping", "step", draw_lines("", norms))
 
 
@@ -216,8 +215,7 @@ def _events(record: RunRecord) -> Iterator[Block]:
         yield Lines([f"The last {len(left)} of {len(told)} events; events.jsonl has all."])
     rows = [(render_seconds(row["time"] - began), row["event"], _show_step(row), _describe_event(row)) for row in left]
     yield Table(("after", "event", "step", ""), rows, is_text=True)
-    saves = read_numbers(record.find_events("checkpoint"), "seconds")
-    if saves:
+    if saves := read_numbers(record.find_events("checkpoint"), "seconds"):
         count = "1 checkpoint" if len(saves) == 1 else f"{len(saves)} checkpoints"
         yield Lines([f"{count}; the slowest was complete after {render_seconds(max(saves))}."])
 
@@ -241,8 +239,7 @@ def _plan(record: RunRecord) -> Iterator[Block]:
 
 
 def _environment(record: RunRecord) -> Iterator[Block]:
-    found = record.environment
-    if not found:
+    if not (found := record.environment):
         return
     cluster = read_mapping(found, "cluster")
     device = read_value(cluster, "accelerator", "name")

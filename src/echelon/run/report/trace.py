@@ -301,8 +301,7 @@ def _name_collective(event: _Event) -> str:
 
 def _count_bytes(event: _Event) -> int | None:
     """Return the bytes of a rank's input to a collective; None if unknown."""
-    elements = read_number(event.details, "In msg nelems")
-    if elements is not None:
+    if (elements := read_number(event.details, "In msg nelems")) is not None:
         width = _WIDTHS.get(str(event.details.get("dtype")))
         return None if width is None else int(elements) * width
     sizes, kinds = event.details.get("Input Dims"), event.details.get("Input type")

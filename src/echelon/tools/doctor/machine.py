@@ -58,8 +58,7 @@ def _judge_python() -> Finding:
 def _judge_package(package: str, required: str) -> Finding:
     from packaging.specifiers import SpecifierSet
 
-    version = find_version(package)
-    if version is None:
+    if (version := find_version(package)) is None:
         return Finding(package, "not installed", f"pip install '{package}{required}'")
     is_right = SpecifierSet(required).contains(version, prereleases=True)
     return Finding(package, version, "" if is_right else f"pip install '{package}{required}'")

@@ -207,8 +207,7 @@ def _differences(values: Mapping[str, str]) -> str:
 
 
 def _describe_versions(facts: Mapping[str, Any]) -> str:
-    first = next(iter(facts.values()), None)
-    if first is None:
+    if (first := next(iter(facts.values()), None)) is None:
         return ""
     versions = ", ".join(f"{name} {value}" for name, value in first["versions"].items())
     return f"{versions}; {first['devices']}"

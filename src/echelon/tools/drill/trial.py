@@ -140,8 +140,7 @@ class Job:
                 raise Interrupted(f"stopped by {name}; the drill's processes have ended")
             if until():
                 return None
-            code = self.process.poll()
-            if code is not None:
+            if (code := self.process.poll()) is not None:
                 return code
             time.sleep(_LOOK_SECONDS)
         raise TrainingError(

@@ -29,8 +29,7 @@ class Chat:
         self, target: Path, tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, str]]
     ) -> list[int]:
         """Encode turns, the last one by the user, and the generation prompt. Raises ConfigError like `encode`."""
-        text = own_template(tokenizer)
-        if text is None:
+        if (text := own_template(tokenizer)) is None:
             raise ConfigError(
                 f"--chat: the tokenizer of {target} has no chat template; remove --chat, and write the prompt in the "
                 "format that the model was trained on."

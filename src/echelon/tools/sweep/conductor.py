@@ -187,8 +187,7 @@ class Conductor:
 
     def _look(self) -> None:
         for number, running in list(self._running.items()):
-            ended = self._trials.look(running)
-            if ended is not None:
+            if (ended := self._trials.look(running)) is not None:
                 del self._running[number]
                 self._is_full = False
                 self._finish(running, ended)
@@ -228,8 +227,7 @@ class Conductor:
         deadline = time.monotonic() + notice + _GRACE_SECONDS
         while self._running and time.monotonic() < deadline:
             for number, running in list(self._running.items()):
-                ended = self._trials.look(running)
-                if ended is not None:
+                if (ended := self._trials.look(running)) is not None:
                     del self._running[number]
                     if ended.value is not None or ended.pruned:
                         self._finish(running, ended)

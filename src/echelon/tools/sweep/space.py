@@ -126,8 +126,7 @@ class Space:
         """Every point of the grid; the last key changes fastest. Raises ConfigError for a range without a step."""
         points = []
         for dimension in self.dimensions:
-            values = dimension.points()
-            if values is None:
+            if (values := dimension.points()) is None:
                 raise ConfigError(
                     f"{self._source}: sweep.sampler=grid needs a list of values, but search.{dimension.key} is a range "
                     f"without a step; use a list such as [{dimension.low:g}, {dimension.high:g}], a step, or "
@@ -243,8 +242,7 @@ def _build_dimension(key: str, values: RangeConfig | Sequence[Any], source: Path
 
 
 def _build_range(key: str, values: RangeConfig, place: str) -> Dimension:
-    whole = _takes_whole_numbers(key, values)
-    if whole is None:
+    if (whole := _takes_whole_numbers(key, values)) is None:
         raise ConfigError(f"{place}: {key} is not a number; give a list of values instead of low and high.")
     low, high, step = values.low, values.high, values.step
     for name, number in (("low", low), ("high", high), ("step", step or 1)):
@@ -270,8 +268,7 @@ def _takes_whole_numbers(key: str, values: RangeConfig) -> bool | None:
         generic = dotted(path[:length])
         for part in path[:length]:
             generic = generic.replace(f".{part}.", "[].", 1) if isinstance(part, int) else generic
-        field = recipe_keys(Recipe).get(generic)
-        if field is not None:
+        if (field := recipe_keys(Recipe).get(generic)) is not None:
             if length < len(path):  # inside a free mapping, such as model.config
                 break
             kinds = _plain_types(field.annotation)

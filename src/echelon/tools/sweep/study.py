@@ -195,8 +195,7 @@ def _build_pruner(sweep: Sweep, recipe: Recipe) -> "BasePruner":
 
     if sweep.sweep.pruner == "none":
         return pruners.NopPruner()
-    every = recipe.train.eval_every
-    if every is None:
+    if (every := recipe.train.eval_every) is None:
         # The others count steps; evals_per_epoch is known in steps only after the data is prepared.
         if sweep.sweep.pruner == "median" and recipe.train.evals_per_epoch is not None:
             return pruners.MedianPruner()

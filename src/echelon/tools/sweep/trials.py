@@ -128,8 +128,7 @@ class Trials:
 
     def _find_unrecorded(self, number: int, values: Values) -> JobRecord | None:
         """Record the trial's newest job if the sweep was killed after its target accepted it; None if there is none."""
-        folders = self._folder.jobs(number)
-        if not folders:
+        if not (folders := self._folder.jobs(number)):
             return None
         job = self._build_job(number, values, folders[-1])
         assert job.recipe.launch.to is not None
@@ -137,8 +136,7 @@ class Trials:
 
     def look(self, running: Running) -> Ended | None:
         """Report the trial's new values and cancel it if it is pruned; returns how it ended, None while it runs."""
-        status = self._status(running)
-        if status is None:
+        if (status := self._status(running)) is None:
             return None
         if not running.pruned and self._sweep.sweep.pruner != "none":
             self._report(running)

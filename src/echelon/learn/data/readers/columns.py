@@ -186,8 +186,7 @@ _cursor = _Cursor()
 
 def find_columns(file: SourceFile, names: list[str]) -> tuple[str, ...]:
     """Return the columns to read. Raises DataError if a needed column is missing."""
-    columns = file.fields.columns(names)
-    if not columns:
+    if not (columns := file.fields.columns(names)):
         raise DataError(
             f"{file.path} has no column {file.fields}; its columns are {', '.join(names)}. Set {file.fields.fix} next "
             f"to the path ({describe_formats()})."

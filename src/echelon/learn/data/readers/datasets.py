@@ -123,8 +123,7 @@ class HubReader(SequentialReader):
             if file.rows is not None:
                 stream = stream.skip(first).take(file.rows[1] - first)
             for number, record in enumerate(stream, first):
-                found = parse_record(file, number, record)
-                if found is not None:
+                if (found := parse_record(file, number, record)) is not None:
                     used += content_bytes(found.content) if isinstance(found, Record) else 0
                     yield used, found
         except (OSError, ValueError) as error:

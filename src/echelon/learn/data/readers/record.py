@@ -76,8 +76,7 @@ class Fields:
         """Return the text of a record as UTF-8, or its ids. Raises BrokenRecordError."""
         if not isinstance(record, Mapping):
             raise BrokenRecordError("is not a JSON object")
-        name = self.choose(record)
-        if name is None:
+        if (name := self.choose(record)) is None:
             raise BrokenRecordError(f"has no field {self}; set `fields: {{text: NAME}}` next to the path")
         return encode_text(record[name], name) if name == self.text else parse_ids(record[name], name)
 

@@ -115,8 +115,7 @@ def _delimiter(file: SourceFile) -> str:
 def _find_columns(file: SourceFile, header: list[str]) -> dict[str, int]:
     """Map the names of the columns to read to their indices. Such tables cannot contain lists of ids."""
     fields = replace(file.fields, tokens=None) if isinstance(file.fields, Fields) else file.fields
-    columns = fields.columns(header)
-    if not columns:
+    if not (columns := fields.columns(header)):
         wanted = fields if str(fields) else file.fields
         raise DataError(
             f"{file.path} has no column {wanted} to read text from; its first line names "

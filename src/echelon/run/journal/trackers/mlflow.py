@@ -112,8 +112,7 @@ class Mlflow:
 
     def _find_experiment(self) -> str:
         name = self._recipe.mlflow.experiment
-        experiment = self._client.get_experiment_by_name(name)
-        if experiment is not None:
+        if (experiment := self._client.get_experiment_by_name(name)) is not None:
             return str(experiment.experiment_id)
         # By default MLflow would put a local store's files into ./mlruns of the current folder.
         database = self._uri.removeprefix("sqlite:///")
@@ -121,8 +120,7 @@ class Mlflow:
         return str(self._client.create_experiment(name, artifact_location=artifacts, tags=_KIND))
 
     def _find_run(self, experiment: str, run_key: str) -> Run:
-        found = self._client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{run_key}'")
-        if found:
+        if found := self._client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{run_key}'"):
             return found[0]
         tags = {KEY_TAG: run_key, "mlflow.source.name": "echelon", "mlflow.source.type": "LOCAL"}
         return self._client.create_run(experiment, tags=tags, run_name=self._recipe.run.name)
@@ -135,8 +133,7 @@ class Mlflow:
 
     def _log_data(self) -> None:
         """Log the training text as a dataset of the run, with the digest of its tokens."""
-        digest = self._folder.text.read_data_digest()
-        if digest is None:
+        if (digest := self._folder.text.read_data_digest()) is None:
             return
         sources = json.dumps(redact(recipe_mapping(self._recipe))["data"]["train"])
         dataset = Dataset(self._recipe.run.name, digest[:36], "local", sources)
@@ -164,8 +161,7 @@ class Mlflow:
             self._client.log_artifacts(self._run_id, str(export_run(self._folder.path, exported)), artifact)
         finally:
             shutil.rmtree(exported, ignore_errors=True)
-        name = self._recipe.mlflow.register_model
-        if name is not None:
+        if (name := self._recipe.mlflow.register_model) is not None:
             self._register(name, f"runs:/{self._run_id}/{artifact}")
 
     def _register(self, name: str, source: str) -> None:
