@@ -10,7 +10,7 @@ from typing import Any
 
 from echelon.run.report.blocks import Bars, Block, Curves, HeatMap, Report, Timeline
 from echelon.run.report.drawing import plot_bars, plot_curves, plot_heat_map, plot_timeline
-from echelon.run.report.templates import render_template
+from echelon.run.report.page_templates import render_template
 
 _STYLE = Path(__file__).with_name("page.css")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from echelon.run.report.blocks import Form, Series
 from echelon.run.report.numbers import pick_ticks, render_axis
-from echelon.run.report.templates import render_template
+from echelon.run.report.page_templates import render_template
 
 _WIDTH, _HEIGHT = 640, 340  # of one chart
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 20, 44, 46
@@ -68,11 +68,6 @@ def _plot_chart(chart: Chart, top: int) -> dict[str, Any]:
     bottom = top + _HEIGHT - _BOTTOM
     across = _build_scale([x for x, _ in points], chart.x, _LEFT, _WIDTH - _RIGHT)
     upward = _build_scale([y for _, y in points], chart.y, bottom, top + _TOP)
-    labels = []
-    for x, y, text in chart.labels:
-        at = across.place(x)
-        anchor, shift = ("end", -7) if at > 0.7 * _WIDTH else ("start", 7)
-        labels.append((at + shift, upward.place(y) - 6, anchor, text))
     return {
         "title": chart.title,
         "top": top,
@@ -91,12 +86,18 @@ def _plot_chart(chart: Chart, top: int) -> dict[str, Any]:
             }
             for number, series in enumerate(chart.series)
         ],
-        "labels": labels,
+        "labels": [_place_label(across.place(x), upward.place(y), text) for x, y, text in chart.labels],
         "legend": [
             (top + _HEIGHT + _LEGEND * number, series.name, number % _NUM_COLOURS)
             for number, series in enumerate(chart.series if len(chart.series) > 1 else ())
         ],
     }
+
+
+def _place_label(x: float, y: float, text: str) -> tuple[float, float, str, str]:
+    """Put a text beside its point, on the side with more room."""
+    anchor, shift = ("end", -7) if x > 0.7 * _WIDTH else ("start", 7)
+    return x + shift, y - 6, anchor, text
 
 
 def _has_points(series: Series) -> bool:
