@@ -25,7 +25,7 @@ import torch.distributed as dist
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.engines import EngineSpec
-from echelon.learn.engines.native import build_native_engine
+from echelon.learn.engines.native_build import build_native_engine
 from echelon.learn.model.build import load_config
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.planner.plan import ParallelPlan, Precision
@@ -41,7 +41,7 @@ TOLERANCE, ROUTED_TOLERANCE = 0.02, 0.05  # of experts, which the router does no
 QUOTED = {1: "1.0", 2: "1.9", 4: "3.8", 8: "7.5"}
 # Workers are forked from a process that has imported what they need.
 WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(["echelon.learn.engines.native", "transformers.models.llama.modeling_llama"])
+WARM.set_forkserver_preload(["echelon.learn.engines.native_build", "transformers.models.llama.modeling_llama"])
 
 
 def describe_model(width, layers, length, has_experts=False):

@@ -25,7 +25,7 @@ from echelon.learn.checkpoint.export import export_run, load_run_model
 from echelon.learn.data.prepare import prepare_data
 from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.engines import EngineSpec
-from echelon.learn.engines.native import build_native_engine
+from echelon.learn.engines.native_build import build_native_engine
 from echelon.learn.model.build import build_on_meta, load_config, materialize, persistent_buffers
 from echelon.learn.model.pretrained import PretrainedWeights
 from echelon.planner.choose import resolve_plan

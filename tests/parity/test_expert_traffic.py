@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.engines import EngineSpec
-from echelon.learn.engines.native import build_native_engine
+from echelon.learn.engines.native_build import build_native_engine
 from echelon.learn.model.build import load_config
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.planner.plan import ParallelPlan

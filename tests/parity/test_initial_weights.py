@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.engines import EngineSpec
-from echelon.learn.engines.native import build_native_engine
+from echelon.learn.engines.native_build import build_native_engine
 from echelon.learn.model.build import load_config
 from echelon.learn.model.sharding import local_part, local_places
 from echelon.learn.model.weights import WeightPlace

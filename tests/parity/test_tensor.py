@@ -14,7 +14,7 @@ from echelon.learn.data.loader import Microbatch
 from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.distributed.traffic import count_traffic
 from echelon.learn.engines import EngineSpec
-from echelon.learn.engines.native import build_native_engine
+from echelon.learn.engines.native_build import build_native_engine
 from echelon.learn.model.build import build_on_meta, load_config
 from echelon.learn.model.seeds import derive_seed
 from echelon.learn.model.sharding import local_part, whole, write_part

@@ -4,7 +4,8 @@ from echelon.foreign.horovod_ranks import find_group_bytes, start_horovod
 from echelon.ground.sizes import render_bytes
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.engines.engine import EngineSpec
-from echelon.learn.engines.native import NativeEngine, build_native_engine
+from echelon.learn.engines.native import NativeEngine
+from echelon.learn.engines.native_build import build_native_engine
 from echelon.learn.objectives.outputs import ObjectiveModule
 from echelon.learn.parallel.data_parallel import autocast_scope
 from echelon.learn.parallel.horovod_sum import HorovodSum

@@ -18,7 +18,7 @@ from echelon.learn.checkpoints import Checkpoints, fill_from, find_checkpoint
 from echelon.learn.data.feed import Feed, find_batch_place, open_feed
 from echelon.learn.data.loader import BatchPlace, Microbatch, StepBatch, choose_padding
 from echelon.learn.data.prepared import PreparedData
-from echelon.learn.distributed.mesh import Meshes, start_all_reduce
+from echelon.learn.distributed.mesh import Meshes, all_reduce
 from echelon.learn.engines import Engine, EngineSpec
 from echelon.learn.evaluation import EvalResult, evaluate, read_held_out
 from echelon.learn.micro_batch import build_rehearsed
@@ -149,8 +149,7 @@ class Learner:
         objective = self._find_objective(loss)
         own = torch.stack([objective.count(microbatch) for microbatch in batch.microbatches]).sum()
         shared = own.clone()
-        if (work := start_all_reduce(shared, self.meshes.loss)) is not None:
-            work.wait()
+        all_reduce(shared, self.meshes.loss)
         return Targets(own, shared)
 
     def forward_backward(

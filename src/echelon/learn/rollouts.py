@@ -13,7 +13,7 @@ from echelon.ground.errors import ConfigError, DataError
 from echelon.learn.data.loader import BatchPlace, StepBatch
 from echelon.learn.data.own_batches import build_step_batch
 from echelon.learn.data.shards import NO_LABEL
-from echelon.learn.distributed.mesh import Meshes, start_all_reduce
+from echelon.learn.distributed.mesh import Meshes, all_reduce
 from echelon.learn.distributed.objects import gather_objects
 from echelon.learn.generation import Passes, continue_prompts, find_end
 from echelon.learn.sampling import Sampling, row_seed
@@ -107,9 +107,7 @@ def generate(
     def is_over(new: Tensor) -> bool:
         has_ended.logical_or_(torch.isin(new[:, -1], ends))
         waits = (~has_ended).any().long()
-        work = start_all_reduce(waits, meshes.loss, dist.ReduceOp.MAX)
-        if work is not None:
-            work.wait()
+        all_reduce(waits, meshes.loss, dist.ReduceOp.MAX)
         return not waits
 
     holders = None if meshes.tp is None else meshes.tp.get_group()

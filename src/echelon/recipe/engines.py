@@ -93,7 +93,9 @@ _DEEPSPEED = EngineRow(
     check="echelon.planner.deepspeed_settings:check_settings",
 )
 ENGINES: dict[str, EngineRow] = {
-    NATIVE: EngineRow("echelon.learn.engines.native:build_native_engine", purpose="PyTorch's DDP and fully_shard"),
+    NATIVE: EngineRow(
+        "echelon.learn.engines.native_build:build_native_engine", purpose="PyTorch's DDP and fully_shard"
+    ),
     "deepspeed": _DEEPSPEED,
     "horovod": EngineRow(
         "echelon.foreign.horovod:build_horovod_engine",

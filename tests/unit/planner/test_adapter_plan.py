@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig
 
 from echelon.ground.errors import ConfigError, PlanError
-from echelon.learn.engines.native import store_parameters
+from echelon.learn.engines.prepared_layers import store_parameters
 from echelon.learn.model.adapters import apply_adapter
 from echelon.learn.model.build import build_on_meta
 from echelon.learn.model.quantization import QuantizedLinear

@@ -22,7 +22,7 @@ from transformers import AutoConfig
 
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.distributed.mesh import build_mesh
-from echelon.learn.engines.native import place_buffers, store_parameters
+from echelon.learn.engines.prepared_layers import place_buffers, store_parameters
 from echelon.learn.model.adapters import apply_adapter
 from echelon.learn.model.build import build_on_meta
 from echelon.learn.model.sharding import local_part

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from echelon.learn.engines.native import store_parameters
+from echelon.learn.engines.prepared_layers import store_parameters
 from echelon.learn.model.adapters import apply_adapter
 from echelon.learn.model.attention import choose_attention
 from echelon.learn.model.build import build_on_meta

@@ -217,3 +217,13 @@ def start_all_reduce(
         return None
     work: dist.Work | None = dist.all_reduce(tensor, op, group, async_op=True)
     return work
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> None:
+    """`start_all_reduce`, and wait until the result may be used. Collective."""
+    if (work := start_all_reduce(tensor, group, op)) is not None:
+        work.wait()

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from echelon.learn.distributed.mesh import build_mesh
-from echelon.learn.engines.native import prepare_layers
+from echelon.learn.engines.prepared_layers import prepare_layers
 from echelon.learn.model.build import build_on_meta
 from echelon.learn.model.divided_copy import check_divides
 from echelon.learn.model.router import choose_router_loss

@@ -1,63 +1,44 @@
 """The native Engine, built on PyTorch's DDP, `fully_shard` and fused optimizers."""
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from typing_extensions import override
 
 from echelon.ground.errors import is_out_of_memory
 from echelon.learn.checkpoint.adapter_folder import AdapterContent, describe_adapter, join_adapters
-from echelon.learn.checkpoint.first_weights import open_weights
-from echelon.learn.data.loader import LONGEST, Microbatch, Padding, choose_padding
+from echelon.learn.data.loader import LONGEST, Microbatch, Padding
 from echelon.learn.distributed.objects import gather_objects
-from echelon.learn.engines.engine import Engine, EngineSpec, Evaluation, Finding, Rehearsal
+from echelon.learn.engines.engine import Engine, Finding, Rehearsal
 from echelon.learn.engines.footprint import Footprint
-from echelon.learn.engines.kernels import choose_attention_kernel, choose_liger
+from echelon.learn.engines.module_evaluation import ModuleEvaluation
 from echelon.learn.engines.probe import Probe
-from echelon.learn.model.adapters import apply_adapter, initialize_adapter, plain_name
+from echelon.learn.model.adapters import plain_name
 from echelon.learn.model.attention import describe_document_mask
-from echelon.learn.model.build import build_on_meta, materialize, persistent_buffers
+from echelon.learn.model.build import persistent_buffers
 from echelon.learn.model.context_attention import find_attention
-from echelon.learn.model.divided_copy import check_divides
-from echelon.learn.model.float8 import apply_float8
-from echelon.learn.model.kv_cache import Advance, KeyValueCache, can_cache
-from echelon.learn.model.liger import apply_liger
 from echelon.learn.model.parts import find_parts
 from echelon.learn.model.pissa import PrincipalParts
-from echelon.learn.model.quantization import Quantized
-from echelon.learn.model.router import choose_router_loss
 from echelon.learn.model.sharding import local_part, whole
 from echelon.learn.model.traits import Traits
 from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.objective import Objective
-from echelon.learn.objectives.outputs import ObjectiveModule, OutputsFn
 from echelon.learn.optimizer import (
     LossScale,
     Optimizer,
     Served,
-    build_optimizer,
-    build_served,
     clip_gradients,
     global_norm,
 )
-from echelon.learn.parallel import Parallelize, connect_stages, parallelize, shard_model, shard_stages
 from echelon.learn.parallel.protocol import Parallel
 from echelon.learn.parallel.step import ForwardBackward, StepSums
 from echelon.learn.sync.synchronizer import Fill
-from echelon.planner.axes.pipeline import predict_waiting
 from echelon.planner.memory import MemoryParts
-from echelon.planner.plan import ParallelPlan, Precision
-from echelon.planner.shape import build_shape
-from echelon.recipe import Recipe
-from echelon.recipe.synchronization import PARAMETER_SERVER
 
 
 @dataclass(frozen=True)
@@ -284,207 +265,3 @@ class NativeEngine(Engine):
         if not has_adapter:
             state |= {f"model.{name}": buffer for name, buffer in persistent_buffers(self.decoder).items()}
         return state
-
-
-class ModuleEvaluation(Evaluation):
-    """Forward passes of a module that its ranks divide."""
-
-    def __init__(
-        self,
-        module: Callable[[Microbatch, OutputsFn], Tensor],
-        objective: Objective,
-        padding: Padding = LONGEST,
-        decoder: Any = None,
-    ) -> None:
-        """`padding`: the width that forward passes need. `decoder`: the model; None if some layers are elsewhere."""
-        self._module = module
-        self._objective = objective
-        self._padding = padding
-        self._decoder = decoder
-
-    @override
-    def sums(self, microbatch: Microbatch) -> Tensor:
-        return self._module(microbatch, self._objective.evaluation_sums)
-
-    @override
-    def log_probabilities(self, microbatch: Microbatch) -> Tensor:
-        return self._module(microbatch, lambda outputs, batch: outputs.log_probabilities(batch.labels))
-
-    @override
-    def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
-        # Right padding: attention is causal, so no token sees it.
-        input_ids = nn.functional.pad(input_ids, (0, -input_ids.shape[1] % self._padding.multiple))
-        return self._module(_unlabelled(input_ids), lambda outputs, _: outputs.logits_at(places))
-
-    @override
-    def start_cached(self) -> Advance | None:
-        if self._decoder is None or not can_cache(self._decoder, self._padding.multiple):
-            return None
-        cache = KeyValueCache(self._decoder, self._padding.multiple)
-
-        def advance(input_ids: Tensor, filled: Tensor) -> Tensor:
-            # Inside the forward pass of the module, which gathers the weights.
-            return self._module(_unlabelled(input_ids), lambda outputs, _: cache(input_ids, filled))
-
-        return advance
-
-
-def _unlabelled(input_ids: Tensor) -> Microbatch:
-    """A microbatch of tokens alone."""
-    ids = np.arange(len(input_ids))
-    return Microbatch(input_ids, input_ids, ids, ids)
-
-
-def store_parameters(model: nn.Module, precision: Precision) -> None:
-    """Set the plan's dtypes on the parameters of a model on meta; frozen ones use the compute dtype.
-
-    Buffers are unchanged: rotary tables need fp32.
-    """
-    for module in model.modules():
-        if isinstance(module, Quantized):
-            module.store_as(getattr(torch, precision.compute))
-    for parameter in model.parameters():
-        dtype = precision.param if parameter.requires_grad else precision.compute
-        parameter.data = parameter.data.to(getattr(torch, dtype))
-
-
-def place_buffers(model: nn.Module, device: torch.device) -> None:
-    """Allocate buffers on the device of the forward pass: offloading keeps only parameters on the host."""
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.device.type != device.type:
-                setattr(module, name, torch.empty_like(buffer, device=device))
-
-
-def build_reference(skeleton: PreTrainedModel, spec: EngineSpec, traits: Traits) -> ObjectiveModule:
-    """Build a frozen copy of the initial weights, sharded like the model. Collective.
-
-    Under every plan a rank keeps only its shard between forward passes: there is no backward pass to free the rest.
-    With `fully_shard` the copy is stored in the compute dtype, else in the dtype of the trained model, so that autocast
-    computes the same.
-    """
-    plan = spec.plan
-    model = copy.deepcopy(skeleton).requires_grad_(False)
-    compute = plan.precision.compute if plan.uses_fully_shard else plan.precision.param
-    store_parameters(model, replace(plan.precision, compute=compute))
-    frozen = replace(plan, reshard_after_forward=True, activation_checkpointing="none", activation_offloading=False)
-    module = shard_model(model, frozen, spec.meshes, spec.compile_backend, traits)
-    materialize(module, "cpu" if plan.cpu_offload else spec.device)
-    place_buffers(model, spec.device)
-    open_weights(skeleton, spec.recipe)(model)
-    return module.eval()
-
-
-def _build_optimizer(model: nn.Module, spec: EngineSpec) -> Optimizer:
-    """Build the optimizer of a sharded model. Collective where it is sharded.
-
-    Ranks with a copy of the model divide the work of a step only on one machine: between machines, results may take
-    longer to send than to compute. Updates are compiled where layers are, and not on the host of a GPU.
-    """
-    recipe, plan = spec.recipe, spec.plan
-    copies = spec.meshes.loss if spec.meshes.is_one_machine and not plan.uses_fully_shard else None
-    backend = spec.compile_backend if plan.compile and not plan.cpu_offload else None
-    return build_optimizer(model, recipe.optim, recipe.train.master_weights, recipe.run.seed, copies, backend)
-
-
-def _build_served(model: nn.Module, spec: EngineSpec) -> Served | None:
-    """Build what this rank owns as a parameter server; None under a plan without such servers."""
-    recipe, plan = spec.recipe, spec.plan
-    if plan.sync.name != PARAMETER_SERVER:
-        return None
-    backend = spec.compile_backend if plan.compile else None
-    master, seed, server = recipe.train.master_weights, recipe.run.seed, spec.meshes.number
-    return build_served(model, recipe.optim, master, seed, plan.sync.servers, server, backend)
-
-
-def prepare_layers(
-    skeleton: PreTrainedModel,
-    recipe: Recipe,
-    plan: ParallelPlan,
-    device_type: str,
-    uses_liger: bool,
-    new_token_ids: Sequence[int],
-) -> PreTrainedModel:
-    """Copy a model on meta, with the kernels, the adapter and the dtypes that it trains with."""
-    model = copy.deepcopy(skeleton)
-    if uses_liger:
-        apply_liger(model, device_type)
-    if recipe.adapter.is_adapter:
-        apply_adapter(model, recipe.adapter, new_token_ids)
-        if plan.tp == 1:
-            from echelon.learn.model.lora_layer import add_by_products
-
-            add_by_products(model)
-    if plan.precision.float8:
-        apply_float8(model, emulate=device_type != "cuda")
-    frozen_dtype = plan.precision.compute if recipe.adapter.is_adapter else plan.precision.param
-    store_parameters(model, replace(plan.precision, compute=frozen_dtype))
-    return model
-
-
-def _describe_stages(spec: EngineSpec) -> tuple[int | None, float]:
-    """The width of what pipeline stages send, and the share of a step in which they wait; else None and 0."""
-    if spec.plan.pp == 1:
-        return None, 0.0
-    shape = build_shape(spec.config.to_dict())
-    return shape.hidden_size, predict_waiting(shape, spec.plan, spec.recipe.data.sequence_len)
-
-
-def build_native_engine(
-    spec: EngineSpec, parallelize: Parallelize = parallelize, description: Sequence[str] = ()
-) -> NativeEngine:
-    """Build the model on meta, shard, materialise and initialise it, and wrap it in an engine. Collective.
-
-    No rank ever holds more than its shard of the model and one full unit.
-
-    Args:
-        parallelize: builds the data parallelism.
-        description: further lines of `Engine.describe`.
-    """
-    recipe, config, plan, meshes, device = spec.recipe, spec.config, spec.plan, spec.meshes, spec.device
-    # On meta a model has shapes and no memory: everything that can be refused is refused before any is allocated.
-    skeleton = build_on_meta(config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
-    traits, attention = choose_attention_kernel(skeleton, recipe, plan, meshes, device)
-    if plan.cp_method is not None:
-        check_divides(skeleton, plan.cp_method, traits, recipe.data.sequence_len)
-    uses_liger, kernels = choose_liger(skeleton, recipe, plan, meshes, device)
-    model = prepare_layers(skeleton, recipe, plan, device.type, uses_liger, spec.new_token_ids)
-    router = choose_router_loss(skeleton, model, recipe.objective.router_loss)
-    routers = () if router.loss is None else router.loss.routers
-    stages = shard_stages(model, skeleton, plan, meshes, spec.compile_backend, traits, routers)
-    # Each rank allocates its shard alone, and fills it with its part of the weights.
-    for module in stages.modules:
-        materialize(module, "cpu" if plan.cpu_offload else device)
-    place_buffers(model, device)
-    open_weights(skeleton, recipe)(model)
-    principal = None
-    if recipe.adapter.is_adapter:
-        principal = initialize_adapter(model, recipe.adapter, recipe.run.seed)
-    # With an adapter, the model without it is the reference: no copy is needed.
-    if spec.needs_reference and not recipe.adapter.is_adapter:
-        [module] = stages.modules
-        module.refer_to(build_reference(skeleton, spec, traits))
-    for module in stages.modules:
-        module.train()
-    hidden_size, waiting = _describe_stages(spec)
-    parallel, forward_backward = connect_stages(
-        stages, plan, meshes, hidden_size, device, recipe.run.seed, router.loss, parallelize
-    )
-    served = _build_served(model, spec)
-    return NativeEngine(
-        NativeParts(
-            parallel,
-            model,
-            _build_optimizer(model, spec) if served is None else served.optimizer,
-            forward_backward,
-            traits,
-            meshes.everyone,
-            meshes.pp,
-            LossScale(device) if plan.precision.compute == "float16" else None,
-            served,
-            principal,
-            choose_padding(plan),
-            [line for line in (attention, kernels, router.line, *description) if line is not None],
-            waiting,
-        )
-    )

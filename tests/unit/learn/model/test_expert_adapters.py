@@ -12,7 +12,7 @@ from torch import nn
 
 from echelon.ground.errors import ConfigError
 from echelon.learn.checkpoint.adapter_folder import describe_adapter, write_adapter
-from echelon.learn.engines.native import store_parameters
+from echelon.learn.engines.prepared_layers import store_parameters
 from echelon.learn.model.adapters import (
     apply_adapter,
     check_adapter,
