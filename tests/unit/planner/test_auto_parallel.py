@@ -78,7 +78,7 @@ def test_a_divided_plan_is_taken_where_no_other_fits():
     given["model"] = {"config": LLAMA | {"max_position_embeddings": 32768}}
     given["data"] = {"train": "text.txt", "sequence_len": 32768}
     plan, line = choose("8xA10G", given=given)
-    assert plan.tp == 8 and "the best of" in line
+    assert plan.tp * plan.cp == 8 and "the best of" in line
     assert any("fsdp needs" in why for why in plan.why)
 
 
