@@ -6,17 +6,18 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from echelon.ground.errors import EchelonError
 
-SECONDS = 30.0  # a busy machine may need many times as long as an idle one
+SECONDS = 30.0  # not counting the time in which other programs use the processors
 MEMORY_BYTES = 2**31  # in addition to the memory of the process when the limit is set
 
 REFUSED, RIGHT = "refused cleanly", "loaded right"
@@ -61,10 +62,14 @@ def run_in_little_memory(code: str, *arguments: object, more_bytes: int) -> "sub
 
 @contextmanager
 def limited_time(seconds: float) -> Iterator[None]:
-    """Raise TooLong if the block takes longer."""
+    """Raise TooLong if the block takes longer, not counting the time in which this thread waits for a processor."""
+    started = _count_seconds()
 
-    def stop(*_: object) -> NoReturn:
-        raise TooLong
+    def stop(*_: object) -> None:
+        left = seconds - (_count_seconds() - started)
+        if left <= 0:
+            raise TooLong
+        signal.setitimer(signal.ITIMER_REAL, left)
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -73,6 +78,15 @@ def limited_time(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _count_seconds() -> float:
+    """Return the time, without what this thread has waited for a processor, as Linux counts it."""
+    try:
+        waited = int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    except OSError:
+        waited = 0
+    return time.monotonic() - waited / 1e9
 
 
 @dataclass
@@ -114,6 +128,11 @@ class Tally:
             counts[outcome] += 1
         else:
             self.failures.append(f"{kind}, {name}: {fault}")
+
+    @property
+    def num_tried(self) -> int:
+        """The number of inputs that were judged."""
+        return sum(counts["tried"] for counts in self.counts.values())
 
     def table(self) -> str:
         """A table with a line for each kind, and the sums."""

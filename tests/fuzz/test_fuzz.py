@@ -2,12 +2,14 @@
 
 A traceback, a hang, excessive memory, execution of foreign code, or a wrong value fails the test. `ECHELON_FUZZ_SEED`
 selects other inputs. The seed is printed, and each input has its own generator, from the seed and the input's number.
+The tests of one kind of file and the mixed ones have different inputs.
 """
 
 import fnmatch
 import os
 import random
 import re
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -55,7 +57,7 @@ def fuzz_files(stored, tally, count, folder, kinds=None):
     kinds = kinds or [kind for kind in stored.kinds for _ in range(kind.weight)]
     for number in range(count):
         kind = kinds[number % len(kinds)]
-        rng = random.Random(f"{SEED} {kind.name} {number}")
+        rng = random.Random(f"{SEED} {kind.name} {number} of {len(kinds)}")
         path, content = stored.damage(rng, kind)
         named = f"number {number}, seed {SEED}, {path.name}"
         with replaced(path, content, kind.signs):
@@ -68,7 +70,7 @@ def fuzz_run_folder(stored, tally, count, folder, pattern="*"):
     names = [name for name in files.files if fnmatch.fnmatchcase(name, pattern)]
     for number in range(count):
         name = names[number % len(names)]
-        rng = random.Random(f"{SEED} {name} {number}")
+        rng = random.Random(f"{SEED} {name} {number} of {len(names)}")
         what = files.damage(rng, name)
         words = re.escape(name) if files.may_refuse(name, what) else "(?!)"
         if name == "recipe.yaml":  # other values of a recipe are told by their keys
@@ -100,70 +102,61 @@ def fuzz_recipes(stored, tally, count, folder):
         )
 
 
+@contextmanager
+def judged(marker, capsys):
+    """Judge inputs within the block; then print the counts of a long test, and fail if there are failures."""
+    tally = Tally(marker)
+    with limited_memory():
+        yield tally
+    with capsys.disabled():
+        if tally.num_tried > 200:
+            print(f"\n\nseed {SEED}\n{tally.table()}")
+    if tally.failures:
+        pytest.fail(f"seed {SEED}\n\n" + "\n\n".join(tally.failures), pytrace=False)
+
+
 @pytest.mark.parametrize("count", [20, pytest.param(3_334, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fuzz", [fuzz_run_folder, fuzz_recipes, fuzz_files], ids=lambda fuzz: fuzz.__name__)
 def test_damaged_inputs_are_refused_or_right(stored, tmp_path, monkeypatch, capsys, fuzz, count):
     monkeypatch.setattr("socket.create_connection", nothing_asked)
-    tally = Tally(stored.marker)
-    with limited_memory():
+    with judged(stored.marker, capsys) as tally:
         fuzz(stored, tally, count, tmp_path)
-    finish(tally, capsys, count)
+    assert tally.num_tried == count
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", SMALL_FILES)
 def test_a_file_of_a_run_is_damaged_a_thousand_times(stored, tmp_path, capsys, pattern):
-    tally = Tally(stored.marker)
-    with limited_memory():
+    with judged(stored.marker, capsys) as tally:
         fuzz_run_folder(stored, tally, THOUSAND, tmp_path, pattern)
-    finish(tally, capsys, THOUSAND)
+    assert tally.num_tried == THOUSAND
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(NUM_KINDS))
-def test_stored_files_are_damaged_a_thousand_times(stored, capsys, number):
+def test_stored_files_are_damaged_a_thousand_times(stored, tmp_path, capsys, number):
     assert len(stored.kinds) == NUM_KINDS
-    tally, kind = Tally(stored.marker), stored.kinds[number]
-    count = THOUSAND * len(kind.files)
-    with limited_memory():
-        fuzz_files(stored, tally, count, None, [kind])
-    finish(tally, capsys, count)
+    kind = stored.kinds[number]
+    with judged(stored.marker, capsys) as tally:
+        fuzz_files(stored, tally, THOUSAND * len(kind.files), tmp_path, [kind])
+    assert tally.num_tried == THOUSAND * len(kind.files)
 
 
 @pytest.mark.slow
 def test_nothing_waits_for_a_pipe_or_a_device(stored, tmp_path, capsys):
     """Each file that is read, replaced by each thing that has no end."""
-    tally, count = Tally(stored.marker), 0
-    with limited_memory():
-        for each in stored.kinds:
-            for path, what in product(each.files, ODD_FILES):
-                if not (each.signs and what == "a huge file"):
-                    count += 1
-                    with replaced(path, what, each.signs):
-                        tally.judge(each.name, f"{path.name}, {what}", each.load, each.is_right, words_for(path))
+    with judged(stored.marker, capsys) as tally:
+        for kind in stored.kinds:
+            for path, what in product(kind.files, ODD_FILES):
+                if not (kind.signs and what == "a huge file"):
+                    with replaced(path, what, kind.signs):
+                        tally.judge(kind.name, f"{path.name}, {what}", kind.load, kind.is_right, words_for(path))
         files = RunFolderFiles(stored, tmp_path)
+        use = partial(files.use, everything=True)
         for name, what in product(files.files, ODD_FILES):
             put_odd_file(files.folder.path / name, what)
-            named, count = f"{name}, {what}", count + 1
-            tally.judge(
-                f"run folder: {name}",
-                named,
-                partial(files.use, everything=True),
-                files.expected.__eq__,
-                re.escape(name),
-            )
+            tally.judge(f"run folder: {name}", f"{name}, {what}", use, files.expected.__eq__, re.escape(name))
             files.restore()
-    finish(tally, capsys, count)
-
-
-def finish(tally, capsys, count):
-    """Print the counts of a long test, and fail if there are failures."""
-    with capsys.disabled():
-        if count > 200:
-            print(f"\n\nseed {SEED}\n{tally.table()}")
-    if tally.failures:
-        pytest.fail(f"seed {SEED}\n\n" + "\n\n".join(tally.failures), pytrace=False)
-    assert sum(counts["tried"] for counts in tally.counts.values()) == count
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1_000, marks=pytest.mark.slow)])
@@ -172,14 +165,15 @@ def test_damaged_files_of_deepspeed_are_refused_or_right(tmp_path, capsys, count
     flats = {2: [[[0.0, 1, 2, 3, 4], [9.0]], [[5.0, 6, 7, 8, -1], [10.0]]], 3: [[[0.0, 1, 2, 6, 7, 9]]] * 2}
     folders = {stage: write_zero(tmp_path / str(stage), stage, flats[stage]) for stage in flats}
     files = [path for folder in folders.values() for path in sorted(folder.glob("**/*")) if path.is_file()]
-    tally, foreign = Tally(tmp_path / "marker"), foreign_files(tmp_path / "marker")
+    marker = tmp_path / "marker"
+    foreign = foreign_files(marker)
 
     def load(folder):
         tensors = read_zero_folder(folder).tensors
         return digest(sorted(tensors), *(tensors[name] for name in sorted(tensors)))
 
     expected = {stage: load(folder) for stage, folder in folders.items()}
-    with limited_memory():
+    with judged(marker, capsys) as tally:
         for number in range(count):
             rng = random.Random(f"{SEED} zero {number}")
             path = files[number % len(files)]
@@ -190,4 +184,3 @@ def test_damaged_files_of_deepspeed_are_refused_or_right(tmp_path, capsys, count
             named, words = f"number {number}, seed {SEED}, {path}", re.escape(str(folders[stage]))
             with replaced(path, content):
                 tally.judge(path.name, named, partial(load, folders[stage]), expected[stage].__eq__, words)
-    finish(tally, capsys, count)
