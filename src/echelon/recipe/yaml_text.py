@@ -53,6 +53,12 @@ class _RecipeLoader(yaml.SafeLoader):
             raise _TooManyError
         return super().compose_node(parent, index)
 
+    @override
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        if self.flow_level > 2 * MAX_DEPTH:  # PyYAML reads ahead, for a time that grows with the square of the depth
+            raise RecursionError
+        super().fetch_flow_collection_start(TokenClass)
+
     def construct_whole(self, node: yaml.ScalarNode) -> int:
         digits = node.value.replace("_", "")
         return int(digits, 0 if digits.startswith(("0x", "0o")) else 10)

@@ -1,6 +1,7 @@
 """YAML 1.2 scalars, line numbers, duplicate keys, and invalid text."""
 
 import math
+import time
 
 import pytest
 import yaml
@@ -121,3 +122,11 @@ def test_values_are_shown_as_written() -> None:
         "null", "true", "'5'", "a", "[1, b]", "{a: 0.5}",
     ]  # fmt: skip
     assert len(show_value("x" * 500)) == 80
+
+
+def test_deep_nesting_is_refused_at_once():
+    """Without the limit on what PyYAML reads ahead, this takes a second."""
+    started = time.process_time()
+    with pytest.raises(ConfigError, match="nested more than 100 deep"):
+        parse_yaml("[" * 100_000, "f.yaml")
+    assert time.process_time() - started < 0.4
