@@ -227,6 +227,8 @@ oldest: .venv-oldest/.installed
 	$(OLDEST)/python -m pytest tests/unit tests/parity -n 2 --dist loadfile --no-loadscope-reorder
 	@echo "== training the cases of tests/gpu on a CPU"
 	$(OLDEST)/python -m pytest tests/gpu -m gpu --on-cpu
+	@echo "== compiling the kernels of a training step for an H100"
+	$(OLDEST)/python -m pytest tests/codegen -m slow
 
 gpu: .venv/.installed
 	@echo "== running the six calls of benchmarks/gpu.sh on this machine's GPU, into runs/gpu"

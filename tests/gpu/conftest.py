@@ -20,6 +20,7 @@ import torch
 
 from echelon.learn.distributed.runtime import stop_runtime
 from echelon.run.lifecycle.process_group import start_runtime
+from tests.gpu.gpu_training import OFFLOAD, Case
 from tests.parity.training import train
 
 
@@ -30,9 +31,16 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """With `--on-cpu`, leave out the tests of kernels, memory and clocks of a GPU."""
     if _is_on_cpu(config):
-        dropped = [item for item in items if item.get_closest_marker("device")]
-        config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item in items if not item.get_closest_marker("device")]
+        config.hook.pytest_deselected(items=[item for item in items if _needs_device(item)])
+        items[:] = [item for item in items if not _needs_device(item)]
+
+
+def _needs_device(item):
+    """Offloaded plans do so too: they pin host memory, which the driver of a GPU does."""
+    cases = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return item.get_closest_marker("device") or any(
+        isinstance(case, Case) and case.row.parallel == OFFLOAD for case in cases
+    )
 
 
 def _is_on_cpu(config):
