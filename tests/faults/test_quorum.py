@@ -25,7 +25,7 @@ LOST, JOINED = "replica_lost", "replica_joined"
 SERVER = {"name": "parameter_server"}
 PAIRS = {"train": "pairs.jsonl", "sequence_len": 64, "document_separator": None}
 LOOK_SECONDS = 0.02
-PATIENCE_SECONDS = 150
+PATIENCE_SECONDS = 300
 
 
 class Job:
