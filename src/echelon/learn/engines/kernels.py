@@ -9,7 +9,7 @@ from echelon.learn.distributed.objects import broadcast_object, gather_objects
 from echelon.learn.model.flex_attention import FLEX, get_softcap, has_flex
 from echelon.learn.model.liger import find_obstacle, is_installed
 from echelon.learn.model.traits import Traits, apply_plain_causal, computes_as_eager, find_traits
-from echelon.learn.model.varlen_attention import VARLEN, has_kernel
+from echelon.learn.model.varlen_attention import VARLEN, activate_flash_3, deactivate_flash_3, has_kernel
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
 
@@ -17,6 +17,7 @@ from echelon.recipe import Recipe
 _MOST_TOKENS = 4096
 LIGER = "kernels: Liger's for norms, rotary embeddings and MLPs, which are equal up to rounding and faster here"
 _EAGER = "attention: eager, because this GPU's flex attention does not compute the model's soft-capped attention"
+_FLASH_3 = "attention: FlashAttention-3 where documents or windows bound it"
 _FLEX = "attention: flex attention, whose kernels cap the scores"
 
 
@@ -26,7 +27,7 @@ def choose_attention_kernel(
     """Choose the attention of a model on meta, unless the recipe names one, and set it. Collective.
 
     Returns:
-        The model's traits, and a line for the user about soft-capped attention on a GPU.
+        The model's traits, and a line for the user about another kernel than the usual one.
     """
     length, dtype = recipe.data.sequence_len, getattr(torch, plan.precision.compute)
     # Gathered keys and values need masks of a part of the queries, which the kernels below do not take.
@@ -36,7 +37,7 @@ def choose_attention_kernel(
         skeleton.set_attn_implementation(VARLEN)
         traits = _agree_on_traits(skeleton, length, meshes)
         if traits.mask == "lengths" and traits.skips_mask:
-            return traits, None
+            return traits, _choose_flash_3(skeleton, recipe, dtype, meshes, device)
         skeleton.set_attn_implementation(default)
     has_cap = default == "eager" and get_softcap(skeleton.config) is not None
     if has_cap and _agree(has_flex(device, dtype, skeleton.config), meshes):
@@ -48,6 +49,17 @@ def choose_attention_kernel(
     traits = _agree_on_traits(skeleton, length, meshes)
     apply_plain_causal(skeleton, traits)
     return traits, _EAGER if has_cap and device.type == "cuda" else None
+
+
+def _choose_flash_3(
+    skeleton: PreTrainedModel, recipe: Recipe, dtype: torch.dtype, meshes: Meshes, device: torch.device
+) -> str | None:
+    """Have the flash kernels be those of version 3 if all ranks can; return the line for the user. Collective."""
+    here = not recipe.train.deterministic and activate_flash_3(device, dtype, skeleton.config)
+    if _agree(here, meshes):
+        return _FLASH_3
+    deactivate_flash_3()
+    return None
 
 
 def choose_liger(

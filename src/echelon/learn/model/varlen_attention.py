@@ -6,10 +6,12 @@ mask made from the starts. `transformers` knows this implementation as `VARLEN`,
 """
 
 import inspect
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl, restore_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig
@@ -62,6 +64,31 @@ def has_kernel(device: torch.device, dtype: torch.dtype, config: PretrainedConfi
     if device.type != "cuda" or dtype not in _HALVES or width is None or width > _WIDEST:
         return False
     return find_error(run_kernel, device, dtype, width) < TOLERANCE
+
+
+def activate_flash_3(device: torch.device, dtype: torch.dtype, config: PretrainedConfig) -> bool:
+    """Have the kernels be those of FlashAttention-3 in this process, if they compute a model's attention rightly.
+
+    They need the package `flash_attn_interface` and a Hopper GPU, for which it is faster than torch's own version 2,
+    and know no dropout. Returns whether they are active; `deactivate_flash_3` undoes it.
+    """
+    text = config.get_text_config(decoder=True)
+    has_dropout = any(getattr(text, name, 0) for name in ("attention_dropout", "attn_pdrop"))
+    if device.type != "cuda" or has_dropout or find_spec("flash_attn_interface") is None:
+        return False
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        activate_flash_attention_impl("FA3")
+    except Exception:  # a package that was built for another torch may fail in any way
+        return False
+    return has_kernel(device, dtype, config)
+
+
+def deactivate_flash_3() -> None:
+    """Have the kernels be torch's own again, if they are not."""
+    if current_flash_attention_impl() is not None:
+        restore_flash_attention_impl()
 
 
 def head_width(config: PretrainedConfig) -> int | None:

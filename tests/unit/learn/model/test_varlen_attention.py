@@ -136,3 +136,43 @@ def test_the_kernel_is_used_where_it_works(alone, monkeypatch, family, fields, h
     skeleton = build_on_meta(config, wanted)
     kernels.choose_attention_kernel(skeleton, recipe, PLAN, alone, CPU)
     assert skeleton.config._attn_implementation == chosen
+
+
+@pytest.fixture
+def flash_3(monkeypatch):
+    """Pretends that a Hopper GPU and FlashAttention-3 are here; notes what torch activates."""
+    active = []
+    monkeypatch.setattr(varlen_attention, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(varlen_attention, "activate_flash_attention_impl", active.append)
+    monkeypatch.setattr(varlen_attention, "current_flash_attention_impl", lambda: active[-1] if active else None)
+    monkeypatch.setattr(varlen_attention, "restore_flash_attention_impl", active.clear)
+    return active
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_flash_attention_3_is_used_only_if_it_computes_rightly(flash_3, is_right, monkeypatch):
+    monkeypatch.setattr(varlen_attention, "has_kernel", lambda *_: is_right and flash_3 == ["FA3"])
+    config = load_config(small_config("llama"))
+    assert varlen_attention.activate_flash_3(torch.device("cuda"), torch.bfloat16, config) == is_right
+    assert flash_3 == ["FA3"]
+    varlen_attention.deactivate_flash_3()
+    assert flash_3 == []
+
+
+@pytest.mark.parametrize("obstacle", ["cpu", "no package", "another GPU", "dropout", "broken package"])
+def test_flash_attention_3_is_not_used_without_all_that_it_needs(flash_3, obstacle, monkeypatch):
+    def fail(name):
+        raise OSError("undefined symbol")
+
+    config, device = load_config(small_config("llama")), torch.device("cpu" if obstacle == "cpu" else "cuda")
+    config.attention_dropout = 0.1 * (obstacle == "dropout")
+    changes = {
+        "no package": (varlen_attention, "find_spec", lambda name: None),
+        "another GPU": (torch.cuda, "get_device_capability", lambda device: (8, 0)),
+        "broken package": (varlen_attention, "activate_flash_attention_impl", fail),
+    }
+    if obstacle in changes:
+        monkeypatch.setattr(*changes[obstacle])
+    assert not varlen_attention.activate_flash_3(device, torch.bfloat16, config)
+    assert flash_3 == []
