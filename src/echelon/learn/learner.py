@@ -19,14 +19,12 @@ from echelon.learn.data.feed import Feed, find_batch_place, open_feed
 from echelon.learn.data.loader import BatchPlace, Microbatch, StepBatch, choose_padding
 from echelon.learn.data.prepared import PreparedData
 from echelon.learn.distributed.mesh import Meshes, all_reduce
-from echelon.learn.engines import Engine, EngineSpec
+from echelon.learn.engines import Engine
 from echelon.learn.evaluation import EvalResult, evaluate, read_held_out
-from echelon.learn.micro_batch import build_rehearsed
 from echelon.learn.model.model_folder import find_stops
 from echelon.learn.objectives.loss_function import LossFn
 from echelon.learn.objectives.objective import Objective, as_objective, build_objective
 from echelon.learn.parallel.step import StepSums
-from echelon.learn.preparation import open_recipe
 from echelon.learn.rollouts import Rollouts, generate
 from echelon.learn.sampling import Sampling
 from echelon.learn.step_targets import Targets
@@ -103,8 +101,13 @@ class Learner:
         Raises:
             ConfigError, PlanError, DataError: as `echelon train`, the same error on every rank.
         """
+        # Here, because a loop that is given a learner needs nothing that builds one.
+        from echelon.learn.micro_batch import build_rehearsed
+        from echelon.learn.preparation import open_recipe
+
         spec, data = open_recipe(recipe, plan)
-        return build_learner(recipe, spec, data)
+        engine, plan, memory = build_rehearsed(recipe, spec, data)
+        return cls(recipe, plan, spec.config, spec.meshes, spec.device, engine, data, memory)
 
     @cached_property
     def objective(self) -> Objective:
@@ -298,14 +301,3 @@ class Learner:
             self._feed.close()
             self._feed = None
         self._checkpoints.close()
-
-
-def build_learner(recipe: Recipe, spec: EngineSpec, data: PreparedData) -> Learner:
-    """Build an engine and rehearse a step of the recipe's objective with it. Collective.
-
-    Args:
-        recipe: as the user wrote it.
-        spec: with this machine's copies of hub files in its recipe, which `recipe` names by their ids.
-    """
-    engine, plan, memory = build_rehearsed(recipe, spec, data)
-    return Learner(recipe, plan, spec.config, spec.meshes, spec.device, engine, data, memory)

@@ -6,7 +6,8 @@ from echelon.learn.data.prepared import open_prepared
 from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.engines import EngineSpec
-from echelon.learn.learner import Learner, build_learner
+from echelon.learn.learner import Learner
+from echelon.learn.micro_batch import build_rehearsed
 from echelon.learn.model.build import resolve_config
 from echelon.learn.model.hub import read_commits, with_copies
 from echelon.learn.model.model_folder import write_model_folder
@@ -41,7 +42,10 @@ def build_run_learner(
     config = resolve_config(here, data.vocab_size, data.tokenizer)
     if is_first:
         write_model_folder(folder.model_dir, config, data.tokenizer, data.manifest.stops)
-    learner = build_learner(recipe, EngineSpec(here, config, plan, meshes, runtime.device, compile_backend), data)
+    spec = EngineSpec(here, config, plan, meshes, runtime.device, compile_backend)
+    engine, plan, memory = build_rehearsed(recipe, spec, data)
+    # The recipe as the user wrote it: that of the engine names this machine's copies of hub files.
+    learner = Learner(recipe, plan, config, meshes, runtime.device, engine, data, memory)
     if is_first:
         pin_plan(folder, plan, learner)
     return learner
