@@ -19,12 +19,12 @@ FAILURE = "/opt/ml/output/failure"
 # As in pyproject.toml, without torch: the image has the build that fits its drivers.
 CORE = (
     "transformers>=5.17,<6", "tokenizers>=0.22", "jinja2>=3.1.6", "safetensors>=0.6", "numpy>=1.26",
-    "pydantic>=2.12,<3", "pyyaml>=6", "fsspec>=2024.6", "typer>=0.19", "rich>=13",
+    "pydantic>=2.12,<3", "pyyaml>=6", "fsspec>=2024.6", "typer>=0.26", "rich>=13",
 )  # fmt: skip
 HELPFUL = ("nvidia-ml-py>=12; sys_platform == 'linux'",)  # reads the load of GPUs
 EXTRAS: dict[str, tuple[str, ...]] = {
     "peft": ("peft>=0.18",),
-    "qlora": ("peft>=0.18", "bitsandbytes>=0.48"),
+    "qlora": ("peft>=0.18", "bitsandbytes>=0.49"),
     "tensorboard": ("tensorboard>=2.16.2",),
     "data": ("datasets>=3", "pyarrow>=17", "zstandard>=0.22"),
     "mlflow": ("mlflow>=3.17,<4", "psutil>=5.9"),

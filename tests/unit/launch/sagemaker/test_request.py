@@ -343,7 +343,7 @@ def test_requirements_follow_the_recipe(tmp_path):
     job = make_job(tmp_path, "adapter.method=qlora", "track=[wandb]", "checkpoint.remote=s3://b/run", text=text)
     staging = build_submission(job).staging
     lines = next(each for each in staging.uploads if each.address.endswith("requirements.txt")).source().decode()
-    assert {"peft>=0.18", "bitsandbytes>=0.48", "wandb>=0.31,<1", "s3fs>=2024.6"} <= set(lines.splitlines())
+    assert {"peft>=0.18", "bitsandbytes>=0.49", "wandb>=0.31,<1", "s3fs>=2024.6"} <= set(lines.splitlines())
     assert "torch" not in [re.split(r"[^\w-]", line)[0] for line in lines.splitlines()]
     plain = bundle.list_requirements(make_job(tmp_path, "data.train=python-stdlib").recipe)
     assert plain.splitlines() == [*bundle.CORE, OPTIONAL, *bundle.HELPFUL]
