@@ -178,9 +178,11 @@ def _list_divided(request: _Request) -> Iterator[tuple[ParallelPlan, list[str]]]
     for parallel in list_divided(request.recipe, request.shape, request.cluster):
         variant = replace(request, recipe=request.recipe.model_copy(update={"parallel": parallel}))
         try:
-            plan, _, _ = _choose_micro_batch(variant, _check_layout(variant, parallel))
+            plan, least, _ = _choose_micro_batch(variant, _check_layout(variant, parallel))
         except (ConfigError, PlanError) as error:
             logger.debug(f"plan: {error}")
+            continue
+        if not request.fits(least):
             continue
         is_one = not plan.stages or request.fill
         for sized in [plan] if is_one else list_micro_batches(variant.recipe, plan, kind):
@@ -282,6 +284,21 @@ def _choose_micro_batch(request: _Request, layout: ParallelPlan) -> tuple[Parall
     automatic, length = recipe.train.micro_batch_size == "auto", recipe.data.sequence_len
     if automatic and getattr(recipe.parallel, "microbatches", None) is None:
         sizes = [size for size in sizes if size * length <= cap] or sizes[-1:]
+    plan = _build_plan(request, layout, request.policies[-1], sizes[-1], per_rank // sizes[-1])
+    needs = request.estimate(plan)
+    # Where not even this fits, which needs the least, nothing else is estimated.
+    fitting = _find_fitting(request, layout, sizes, per_rank) if request.fits(needs) else {}
+    if fitting:
+        plan = min(fitting, key=request.predict) if len(fitting) > 1 else next(iter(fitting))
+        needs = fitting[plan]
+    lines = _explain_activations(request, plan, list(fitting))
+    return plan, needs, [*lines, *_explain_micro_batch(request, plan, needs)]
+
+
+def _find_fitting(
+    request: _Request, layout: ParallelPlan, sizes: list[int], per_rank: int
+) -> dict[ParallelPlan, MemoryEstimate]:
+    """For each way to keep activations the plan with the largest of the sizes that fits, and its memory."""
     fitting: dict[ParallelPlan, MemoryEstimate] = {}
     for kept in request.policies:
         for size in sizes:
@@ -292,11 +309,7 @@ def _choose_micro_batch(request: _Request, layout: ParallelPlan) -> tuple[Parall
                 break
         if fitting and (plan.micro_batch_size == sizes[0] or not ranks_by_time(request.cluster)):
             break  # what keeps less only takes longer
-    if fitting:
-        plan = min(fitting, key=request.predict) if len(fitting) > 1 else next(iter(fitting))
-        needs = fitting[plan]
-    lines = _explain_activations(request, plan, list(fitting))
-    return plan, needs, [*lines, *_explain_micro_batch(request, plan, needs)]
+    return fitting
 
 
 def _explain_activations(request: _Request, plan: ParallelPlan, fitting: list[ParallelPlan]) -> list[str]:

@@ -15,6 +15,7 @@ from echelon.planner.choose import resolve_plan
 from echelon.planner.families import FAMILIES
 from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.hardware.detection import calibrated_cluster
+from echelon.planner.memory import estimate_memory
 from echelon.planner.search import search_plans
 from echelon.planner.search_space import list_divided
 from echelon.planner.shape import build_shape
@@ -148,3 +149,20 @@ def test_the_choice_of_a_run_is_kept_when_it_resumes(monkeypatch, tmp_path):
     assert prepare(sends_fast) == first
     assert prepare(sends_fast, "train.steps=9") == first
     assert prepare(sends_fast, "run.name=anew").strategy == "ddp"
+
+
+def test_a_layout_that_never_fits_is_estimated_once(monkeypatch):
+    """Not with every micro batch and every way to keep activations: a plan for many devices answers in a second."""
+    large = LLAMA | {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126}
+    shape = build_shape(large | {"num_attention_heads": 128})
+    recipe, cluster, counted = Recipe.model_validate(fields()), parse_devices("8xH100"), []
+
+    def count(*arguments):
+        counted.append(arguments)
+        return estimate_memory(*arguments)
+
+    monkeypatch.setattr("echelon.planner.choose.estimate_memory", count)
+    with pytest.raises(PlanError, match="nothing fits H100"):
+        resolve_plan(recipe, shape, cluster)
+    layouts = 3 + len(list_divided(recipe, shape, cluster))  # zero1, zero2 and fsdp, and two trials for the advice
+    assert len(counted) <= layouts + 2
