@@ -40,16 +40,16 @@ _DEVICES = {
 # Programs that send in tensor parallelism beside their products: Megatron-LM 2024 (its README: --tp-comm-overlap), NeMo
 # and Megatron-Bridge (NeMo's page "Communication Overlap"), torchtitan's async TP. Half of it is assumed to be hidden.
 _TP_OVERLAP = 0.5
-_MEGATRON = Software(attention="flash3", fused=True, tp_overlap=_TP_OVERLAP, divides_borders=True)
+_MEGATRON = Software(attention="flash3", fused=True, tp_overlap=_TP_OVERLAP, divides_borders=True, copies=False)
 _SOFTWARE = {
     "llmfoundry": Software(attention="flash", fused=False),
     "torchtitan": Software(attention="flash", fused=True, recomputed_products=0.5),
     "mbridge": replace(_MEGATRON, ring_attention=True),
     "nemo": replace(_MEGATRON, ring_attention=True),
     "megatron24": _MEGATRON,
-    "megatron21": Software(attention="unfused", fused=True, recomputes_ends=True),
-    "bsv100": Software(attention="unfused", fused=True, recomputes_ends=True),
-    "tr11": Software(attention="unfused", fused=True, recomputes_ends=True),
+    "megatron21": Software(attention="unfused", fused=True, recomputes_ends=True, copies=False),
+    "bsv100": Software(attention="unfused", fused=True, recomputes_ends=True, copies=False),
+    "tr11": Software(attention="unfused", fused=True, recomputes_ends=True, copies=False),
     "nanogpt": Software(attention="flash", fused=True),
     "litgpt": Software(attention="flash", fused=False),
 }

@@ -137,6 +137,8 @@ class Software:
             once it has all that the backward pass needs, before the last product of the layer and its sum over ranks.
         divides_borders: whether stages send each other only a rank's part of hidden states that are divided,
             of a sequence.
+        copies: whether weights and gradients are cast and added up by passes of their own, as in PyTorch. Megatron-LM
+            and DeepSpeed keep weights in 16 bits, and Megatron-LM's products add to gradients.
     """
 
     attention: AttentionKernel = "flash"
@@ -146,6 +148,7 @@ class Software:
     recomputed_products: float = 0.0
     recomputes_ends: bool = False
     divides_borders: bool = False
+    copies: bool = True
 
     def describe(self) -> str:
         """One line for the user."""

@@ -167,7 +167,7 @@ def estimate_time(
 
 def _copy_seconds(step: Step, num_parameters: float) -> float:
     """Seconds of the copies of weights and gradients on GPUs; on CPUs they are a part of the measured layers."""
-    if step.cluster.kind != "cuda":
+    if step.cluster.kind != "cuda" or not step.software.copies:
         return 0.0
     adapter = step.plan.adapter
     trained = 1.0 if adapter is None else adapter.num_trained_parameters / step.shape.num_parameters
