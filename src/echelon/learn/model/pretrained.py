@@ -105,7 +105,8 @@ def _read_index(path: Path) -> dict[str, Path]:
             if file.parent != path.parent or file.suffix != ".safetensors" or not file.is_file():
                 raise ValueError(f"it names {str(file)[:200]!r}, which is not a safetensors file in its folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); download or copy the file again.") from error
+        reason = str(error)[:300]  # which may quote a name of any length
+        raise CheckpointError(f"{path} cannot be read ({reason}); download or copy the file again.") from error
     return files
 
 

@@ -123,10 +123,17 @@ def test_damaged_weights_are_refused_by_training_and_evaluation(tmp_path):
     save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=f"lack the weight {name}"):  # transformers would initialize it randomly
         load_target(tmp_path, Host(Team(torch.device("cpu"))))
-    for files in ({name: "../model.safetensors"}, {name: "model.bin"}, {name: None}, []):
+    for files in (
+        {name: "../model.safetensors"},
+        {name: "model.bin"},
+        {name: None},
+        [],
+        {name: "9" * 5000 + ".safetensors"},
+    ):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-        with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json cannot be read"):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json cannot be read") as refused:
             load(tmp_path)
+        assert len(str(refused.value)) < 1000
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "model.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read \(File does not contain tensor x\)"):
         load(tmp_path)
