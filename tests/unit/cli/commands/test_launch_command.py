@@ -91,7 +91,7 @@ def test_the_plan_is_checked_against_the_requested_gpus(recipe, capsys):
     launch(recipe, ["launch.accelerator=H100"], dry_run=True, to="kubernetes", nodes="2")
     assert "zero1 on 4 x H100 needs" in capsys.readouterr().out
     launch(recipe, ["launch.accelerator=H100", "launch.slurm.gpus_per_node=1"], dry_run=True, to="slurm")
-    assert "zero2 on 1 x H100 needs" in capsys.readouterr().out
+    assert "zero1 on 1 x H100 needs" in capsys.readouterr().out
     with pytest.raises(
         ConfigError, match=r"^launch\.accelerator=H100: the number per machine .* set launch\.nproc_per_node, or"
     ):
