@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -215,6 +215,8 @@ def load_manifest(folder: Path) -> Manifest:
 
 def _parse_manifest(content: dict[str, Any]) -> Manifest:
     """Parse a manifest. Raises ValueError if it is invalid."""
+    if missing := {field.name for field in fields(Manifest)} - content.keys():
+        raise ValueError(f"it has no {', '.join(sorted(missing))}")
     manifest = TypeAdapter(Manifest).validate_python(content)
     for dtype, shard in manifest.files():
         if Path(shard.file).name != shard.file:

@@ -11,8 +11,9 @@ from kubernetes import client
 
 from echelon.ground.errors import ConfigError
 from echelon.launch.job_checks import refuse_secrets
-from echelon.launch.kubernetes import KubernetesLauncher, manifest
+from echelon.launch.kubernetes import manifest
 from echelon.launch.kubernetes.checks import FIELDS, read_quantity
+from echelon.launch.kubernetes.launcher import KubernetesLauncher
 from echelon.launch.kubernetes.pod import build_env
 from echelon.launch.patch import merge_patch
 from echelon.recipe.load import load_recipe
