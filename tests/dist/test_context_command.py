@@ -35,7 +35,8 @@ def test_a_run_with_divided_sequences_is_that_of_one_process(echelon, tmp_path):
         assert ending.code == 0, ending.err
         run = Path("runs") / name
         found[name] = read_lines(run / "metrics.jsonl"), read_lines(run / "samples.jsonl")
-        assert name == "one" or f"cp 2 ({'ulysses' if name == 'heads' else 'allgather'})" in ending.out
+        plan = json.loads((run / "plan.json").read_text())
+        assert name == "one" or (plan["cp"], plan["cp_method"]) == (2, "ulysses" if name == "heads" else "allgather")
     expected, texts = found.pop("one")
     for rows, samples in found.values():
         assert len(rows) == len(expected) and samples == texts

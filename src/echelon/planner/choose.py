@@ -314,7 +314,7 @@ def _find_fitting(
 
 def _explain_activations(request: _Request, plan: ParallelPlan, fitting: list[ParallelPlan]) -> list[str]:
     """The line about a policy that the recipe leaves to echelon. `fitting`: the plans that were weighed."""
-    policies = [kept.policy for kept in request.policies]
+    policies = [kept.policy for kept in list_activations(request.recipe)]
     if request.recipe.train.activation_checkpointing != "auto":
         return []
     if len(fitting) > 1:
@@ -325,10 +325,10 @@ def _explain_activations(request: _Request, plan: ParallelPlan, fitting: list[Pa
         reason = f"the fastest of those that fit: {', '.join(weighed)}"
     elif len(policies) == 1:
         reason = "the only one that this recipe allows"
-    elif plan.activation_checkpointing == policies[0]:
-        reason = "all activations fit"
+    elif not fitting:
+        reason = "and even so it does not fit"
     else:
-        reason = "the first that fits" if fitting else "and even so it does not fit"
+        reason = "all activations fit" if plan.activation_checkpointing == policies[0] else "the first that fits"
     if request.usable_bytes is None:
         reason = "device memory unknown"
     return [f"activation_checkpointing auto: {plan.activation_checkpointing}, {reason}"]
