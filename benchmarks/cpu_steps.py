@@ -1,10 +1,10 @@
 """What a training step on one CPU core takes with each choice that echelon makes there, side by side.
 
-    python benchmarks/cpu_steps.py [--rounds 3] [--steps 5] [--out benchmarks/results/cpu-steps.md]
+    python benchmarks/cpu_steps.py [--rounds 3] [--steps 5] [--dtype fp32] [--out benchmarks/results/cpu-steps.md]
 
-A Llama of 34 M parameters, 4 sequences of 512 tokens, bf16 autocast, AdamW and clipping, in a plain PyTorch loop on one
-thread. Each variant runs in a process of its own, because memory is kept or returned per process, in turns with the
-others. Times are CPU seconds of the thread, which other work on the machine disturbs little.
+A Llama of 34 M parameters, 4 sequences of 512 tokens, bf16 autocast or fp32, AdamW and clipping, in a plain PyTorch
+loop on one thread. Each variant runs in a process of its own, because memory is kept or returned per process, in turns
+with the others. Times are CPU seconds of the thread, which other work on the machine disturbs little.
 """
 
 import argparse
@@ -34,7 +34,7 @@ VARIANTS = {
 }
 
 
-def measure(attention: str, compiles: bool, keeps: bool, num_steps: int) -> dict[str, float]:
+def measure(attention: str, compiles: bool, keeps: bool, num_steps: int, dtype: str) -> dict[str, float]:
     """Train in this process: the seconds of a step, of the first step, and the largest resident memory in bytes."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -57,7 +57,7 @@ def measure(attention: str, compiles: bool, keeps: bool, num_steps: int) -> dict
     seconds = []
     for _ in range(num_steps + 2):
         started = time.thread_time()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
             logits = model(input_ids=ids, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
         loss.backward()
@@ -69,7 +69,7 @@ def measure(attention: str, compiles: bool, keeps: bool, num_steps: int) -> dict
     return {"step": statistics.median(seconds[2:]), "first": seconds[0], "peak": peak, "loss": loss.item()}
 
 
-def render(rows: dict[str, list[dict[str, float]]]) -> str:
+def render(rows: dict[str, list[dict[str, float]]], dtype: str) -> str:
     """The measurements as Markdown, relative to the second variant, the default of other trainers."""
     machine = f"one core of {os.cpu_count()} ({platform.machine()}), Python {platform.python_version()}"
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers"))
@@ -77,7 +77,8 @@ def render(rows: dict[str, list[dict[str, float]]]) -> str:
     lines = [
         "# A training step on a CPU",
         "",
-        f"`python benchmarks/cpu_steps.py`, {time.strftime('%Y-%m-%d')}: {machine}, {versions}, load {load:.1f}.",
+        f"`python benchmarks/cpu_steps.py --dtype {dtype}`, {time.strftime('%Y-%m-%d')}: {machine}, {versions}, "
+        f"load {load:.1f}.",
         "Median over the rounds of the median CPU seconds of a step, with the smallest and largest round; the tokens "
         "per second of that median; the ratio of the seconds to those of torch's attention, compiled; the peak memory.",
         "",
@@ -100,20 +101,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.variant:
-        print(json.dumps(measure(*VARIANTS[options.variant], options.steps)))
+        print(json.dumps(measure(*VARIANTS[options.variant], options.steps, options.dtype)))
         return
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
     for number in range(options.rounds):
         for name in VARIANTS:
-            command = [sys.executable, __file__, "--variant", name, "--steps", str(options.steps)]
+            given = ["--steps", str(options.steps), "--dtype", options.dtype]
+            command = [sys.executable, __file__, "--variant", name, *given]
             out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             rows[name].append(json.loads(out.splitlines()[-1]))
             print(f"round {number + 1}: {name}: {rows[name][-1]['step']:.3f} s", flush=True)
-    text = render(rows)
+    text = render(rows, options.dtype)
     print(text)
     if options.out:
         options.out.write_text(text)

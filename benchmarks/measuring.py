@@ -51,11 +51,12 @@ def free_cache():
         torch.cuda.empty_cache()
 
 
-def measure_matmul():
-    """FLOP/s of a square bf16 product of random numbers; constant numbers would be faster on a GPU."""
+def measure_matmul(precision="bf16"):
+    """FLOP/s of a square product of random numbers in bf16 or fp32; constant numbers would be faster on a GPU."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     size = MATMUL_SIZE[kind]
-    left, right = (torch.randn(size, size, device=kind, dtype=torch.bfloat16) for _ in range(2))
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+    left, right = (torch.randn(size, size, device=kind, dtype=dtype) for _ in range(2))
     return 2 * size**3 / median_seconds(lambda: torch.mm(left, right))
 
 

@@ -78,12 +78,12 @@ def render_table(results, differences):
     lines = [
         "# Pretraining beside other trainers, on CPUs", "",
         "`make bench-peers`. " + results["machine"] + ".", "",
-        f"A Llama with {results['work']}, bf16. The sides run in {results['turns']} turns of a few seconds, while the "
+        f"A Llama with {results['work']}. The sides run in {results['turns']} turns of a few seconds, while the "
         "others are stopped. Tokens/s are those of the median step of a turn: the median over the turns and the range. "
         "*echelon*: how many times as fast echelon was with its defaults, in the same turns. p10, p50 and p90 are "
         "percentiles of all counted steps. *Limit*: the share of the speed at which the cores would do the model's "
-        f"FLOPs as one square bf16 product, {spread(results['limits'], ',.0f')} tokens/s. *Start*: from the command to "
-        "the end of the first step. *Usual*: as its users run it, in bf16, compiled, with the default attention; of "
+        f"FLOPs as one square product, {spread(results['limits'], ',.0f')} tokens/s. *Start*: from the command to "
+        "the end of the first step. *Usual*: as its users run it, compiled, with the default attention; of "
         "echelon, the recipe's defaults. *Best*: the fastest setting of a search.", "",
         "| Side | Settings | Tokens/s | echelon | Limit | p10, s | p50, s | p90, s | Peak of a rank, MiB | Start, s "
         "| Loss difference |",

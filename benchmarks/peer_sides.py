@@ -110,11 +110,12 @@ def train_expert(work, record):
     """A loop of plain PyTorch: DDP with gradients as views of its buckets, or fully_shard layer by layer."""
     dist.init_process_group("gloo")
     model = compile_in_place(load_model(work).train(), work["setting"]["compiles"])
-    autocast = torch.autocast("cpu", torch.bfloat16)
+    half = work["precision"] == "bf16"
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=half)
     if work["mode"] == "fsdp":
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(torch.bfloat16 if half else torch.float32, torch.float32)
         for layer in model.model.layers:
             fully_shard(layer, mp_policy=policy)
         wrapped = fully_shard(model, mp_policy=policy)
@@ -163,7 +164,7 @@ def train_hf_trainer(work, record):
         adam_beta2=BETAS[1],
         adam_epsilon=EPSILON,
         max_grad_norm=MAX_NORM,
-        bf16=True,
+        bf16=work["precision"] == "bf16",
         torch_compile=compiles != "no",
         train_sampling_strategy="sequential",
         remove_unused_columns=False,  # it would remove shift_labels
@@ -201,7 +202,7 @@ def train_accelerate(work, record):
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         )
-    accelerator = Accelerator(mixed_precision="bf16", cpu=True, **plugins)
+    accelerator = Accelerator(mixed_precision="bf16" if work["precision"] == "bf16" else "no", cpu=True, **plugins)
     model = load_model(work).train()
     optimizer = build_optimizer(model, work)
     loader = torch.utils.data.DataLoader(Rows(work["rows"]), batch_size=work["micro_batch"], shuffle=False)
@@ -222,7 +223,8 @@ def train_fabric(work, record):
     from lightning.fabric import Fabric
 
     ranks = int(os.environ["WORLD_SIZE"])
-    fabric = Fabric(accelerator="cpu", devices=ranks, strategy="ddp", precision="bf16-mixed")
+    precision = "bf16-mixed" if work["precision"] == "bf16" else "32-true"
+    fabric = Fabric(accelerator="cpu", devices=ranks, strategy="ddp", precision=precision)
     fabric.launch()
     model = compile_in_place(load_model(work).train(), work["setting"]["compiles"])
     optimizer = build_optimizer(model, work)
@@ -241,7 +243,7 @@ def train_fabric(work, record):
 
 
 def train_deepspeed(work, record):
-    """DeepSpeed with torch's AdamW: ZeRO 1, or ZeRO 3 under fsdp; weights in bf16, its master weights in fp32."""
+    """DeepSpeed with torch's AdamW: ZeRO 1, or ZeRO 3 under fsdp; in bf16 its master weights are fp32."""
     import deepspeed
 
     deepspeed.init_distributed("gloo")
@@ -254,7 +256,7 @@ def train_deepspeed(work, record):
         "gradient_clipping": MAX_NORM,
         "zero_optimization": {"stage": 3 if work["mode"] == "fsdp" else 1},
         "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": work["precision"] == "bf16"},
     }
     optimizer = build_optimizer(model, work)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)

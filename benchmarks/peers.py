@@ -3,17 +3,18 @@
     python benchmarks/peers.py [--turns 6] [--steps 4] [--loss-steps 200] [--sides hf-trainer ...] [--modes ddp fsdp]
         [--search-turns 2 | --settings RESULTS.json] [--together 5] [--out benchmarks/results/peers-cpu]
 
-A Llama of 34 M parameters, sequences of 512 tokens, micro batch 4, bf16, AdamW with clipping, on processes with one
-core each. Every side starts from the same weights and trains on the same batches; a side whose losses differ fails the
-run. A side is measured with the settings of its users, and with the fastest of CANDIDATES, found by a search before.
+A Llama of 34 M parameters, sequences of 512 tokens, micro batch 4, bf16 or fp32 (`--precision`), AdamW with clipping,
+on processes with one core each. Every side starts from the same weights and trains on the same batches; a side whose
+losses differ fails the run. A side is measured with the settings of its users, and with the fastest of CANDIDATES,
+found by a search before.
 
 The sides of a group are all started, and then run in turns of a few seconds (paused_runs.py), because a machine's speed
 changes over minutes by more than what is measured. Every group contains echelon with its defaults, and each side is
 compared with it turn by turn. Nothing else should run.
 
 *start-up* is the time from the command to the end of the first step. *peak* is the largest resident memory of a rank.
-*limit* is the speed at which the cores would do the model's FLOPs at the rate of a square bf16 product, measured by all
-processes at once before each round of turns. Writes FILE.json, FILE.md and FILE.svg.
+*limit* is the speed at which the cores would do the model's FLOPs at the rate of a square product of this precision,
+measured by all processes at once before each round of turns. Writes FILE.json, FILE.md and FILE.svg.
 """
 
 import argparse
@@ -112,6 +113,7 @@ class Inputs:
 
     scratch: Path
     size: Size
+    precision: str
     processes: int
     num_steps: int
 
@@ -124,7 +126,7 @@ class Inputs:
         return self.scratch / "rows.npy"
 
 
-def write_inputs(scratch, size, processes, num_steps):
+def write_inputs(scratch, size, precision, processes, num_steps):
     """Write the weights and the tokenizer, prepare the text, and write the rows of tokens in echelon's order."""
     from echelon.learn.data.order import SampleOrder
     from echelon.learn.data.prepared import open_prepared
@@ -132,7 +134,7 @@ def write_inputs(scratch, size, processes, num_steps):
     from echelon.recipe.load import load_recipe
     from echelon.run.lifecycle.setup import prepare_run
 
-    inputs = Inputs(scratch, size, processes, num_steps)
+    inputs = Inputs(scratch, size, precision, processes, num_steps)
     write_base(scratch, size, "fp32")
     sources = sorted(Path(inspect.__file__).parent.glob("*.py"))
     (scratch / "all.txt").write_text("\n".join(path.read_text(errors="ignore") for path in sources))
@@ -160,12 +162,13 @@ def write_recipe(inputs, folder, side):
     folder.mkdir(parents=True)
     train = {
         "steps": LONG_STEPS, "global_batch_size": inputs.size.micro_batch * inputs.processes, "eval_every": NEVER,
+        "precision": inputs.precision,
     }  # fmt: skip
     model = {"checkpoint": str(inputs.base)}
     setting = side.setting
     if side.variant == "best":
         compiles = {"yes": True, "no": False}.get(setting.compiles, "auto")
-        train |= {"precision": "bf16", "micro_batch_size": inputs.size.micro_batch, "compile": compiles}
+        train |= {"micro_batch_size": inputs.size.micro_batch, "compile": compiles}
         model |= {"attn_implementation": setting.attention} if setting.attention else {}
     recipe = {
         "run": {"name": "peers", "dir": str(folder / "run"), "seed": SEED},
@@ -204,7 +207,7 @@ def start_side(inputs, side, folder):
         work = {
             "engine": side.engine, "mode": side.mode, "setting": asdict(side.setting), "base": str(inputs.base),
             "rows": str(inputs.rows), "micro_batch": inputs.size.micro_batch, "steps": inputs.num_steps, "rate": RATE,
-            "folder": str(folder),
+            "folder": str(folder), "precision": inputs.precision,
         }  # fmt: skip
         (folder / "work.json").write_text(json.dumps(work))
         ranks = ["--standalone", "--nproc-per-node", inputs.processes]
@@ -265,7 +268,7 @@ def measure_limit(inputs):
     from echelon.learn.model.build import load_config
     from echelon.planner.shape import build_shape
 
-    command = [sys.executable, __file__, "--matmul"]
+    command = [sys.executable, __file__, "--matmul", "--precision", inputs.precision]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(inputs.processes)
@@ -375,6 +378,7 @@ def parse_arguments():
     parser.add_argument("--sides", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--modes", nargs="+", choices=["ddp", "fsdp"], default=["ddp", "fsdp"])
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--size", choices=["full", "tiny"], default="full", help="tiny: a test of this program")
     parser.add_argument("--out", type=Path, help="the results, without their suffixes")
     parser.add_argument("--matmul", action="store_true", help=argparse.SUPPRESS)
@@ -385,7 +389,7 @@ def main():
     arguments = parse_arguments()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # `run_in_turns` ends its processes
     if arguments.matmul:
-        print(max(measure_matmul() for _ in range(20)))
+        print(max(measure_matmul(arguments.precision) for _ in range(20)))
         return
     if hasattr(os, "sched_setaffinity"):  # a core for each process, also on a machine with more
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.processes])
@@ -395,14 +399,15 @@ def main():
         turns = max(arguments.turns, arguments.search_turns) * (arguments.steps + SETTLING_STEPS + 2)
         num_steps = WARMUP_STEPS + turns + arguments.loss_steps + 10
         size = TINY if arguments.size == "tiny" else FULL
-        inputs = write_inputs(Path(scratch), size, arguments.processes, num_steps)
+        inputs = write_inputs(Path(scratch), size, arguments.precision, arguments.processes, num_steps)
         sides, searched = choose_sides(arguments, inputs, remarks)
         runs, limits = measure(arguments, inputs, sides, remarks)
     sides = [side for side in sides if runs[side.name]]
     packages = [each for each in ("torch", "transformers", *PACKAGES.values()) if find_spec(each)]
     results = {
         "machine": describe_machine(*dict.fromkeys(packages)),
-        "work": f"{size.sequence_len} tokens, micro batch {size.micro_batch}, {arguments.processes} processes",
+        "work": f"{size.sequence_len} tokens, micro batch {size.micro_batch}, {arguments.processes} processes, "
+        f"{arguments.precision}",
         "tokens": size.sequence_len * size.micro_batch * arguments.processes,
         "turns": arguments.turns, "limits": limits, "search": searched, "remarks": remarks,
         "sides": [asdict(side) | {"name": side.name, "words": str(side.setting)} for side in sides],

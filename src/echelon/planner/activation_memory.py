@@ -12,6 +12,7 @@ from echelon.planner.axes.table import AXES
 from echelon.planner.hardware.accelerators import DeviceKind
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
+from echelon.planner.rates import attends_in_blocks
 
 FP32_BYTES = 4
 
@@ -200,7 +201,7 @@ def _blocks_bytes(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind
     """Scores that the backward pass of learn/model/blocked_attention.py holds at once."""
     parts = shape.parts
     is_fused = not parts.attention_matrix and not parts.attention_dropout
-    if kind != "cpu" or plan.precision.compute != "bfloat16" or plan.divides_sequences or not is_fused:
+    if kind != "cpu" or not attends_in_blocks(plan) or plan.divides_sequences or not is_fused:
         return 0
     sequences = plan.micro_batch_size * plan.rows_per_sequence
     block = min(_BLOCK_QUERIES, sequence_len) * sequence_len * DTYPE_BYTES[plan.precision.compute]

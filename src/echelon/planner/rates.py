@@ -171,8 +171,14 @@ def choose_software(plan: ParallelPlan, cluster: Cluster) -> Software:
     """What echelon runs: the attention that PyTorch chooses, and fused layers if they are compiled."""
     half = plan.precision.compute != "float32"
     on_gpu: AttentionKernel = "cudnn" if half and cluster.accelerator.name in _CUDNN else "flash"
-    on_cpu: AttentionKernel = "cpu_blocks" if plan.precision.compute == "bfloat16" else "cpu"
+    on_cpu: AttentionKernel = "cpu_blocks" if attends_in_blocks(plan) else "cpu"
     return Software(attention=on_gpu if cluster.kind == "cuda" else on_cpu, fused=plan.compile)
+
+
+def attends_in_blocks(plan: ParallelPlan) -> bool:
+    """Whether attention on a CPU takes blocks of queries: where that is faster than PyTorch's kernel."""
+    compute = plan.precision.compute
+    return compute == "bfloat16" or (compute == "float32" and plan.compile)
 
 
 def product_flops(device: Accelerator, compute: str, float8: bool, rates: Rates) -> float:

@@ -21,7 +21,7 @@ from transformers.masking_utils import (
 )
 
 from echelon.ground.errors import ConfigError
-from echelon.learn.model.blocked_attention import blocked_attention
+from echelon.learn.model.blocked_attention import blocked_attention, is_traced
 from echelon.learn.model.flex_attention import FLEX, get_softcap
 from echelon.learn.model.parts import autocast_dtype, unwrapped
 from echelon.learn.model.varlen_attention import VARLEN, count_starts, find_starts
@@ -188,9 +188,10 @@ def _plain_causal(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute what `sdpa` computes; in bf16 on a CPU in blocks, which is faster there."""
-    dtype = autocast_dtype(query)
-    if query.device.type == "cpu" and dtype == torch.bfloat16 and not dropout and query.shape[2] == key.shape[2]:
+    """Compute what `sdpa` computes; on a CPU in blocks where that is faster: in bf16, and in compiled fp32."""
+    dtype, length = autocast_dtype(query), query.shape[2]
+    is_faster = dtype == torch.bfloat16 or (dtype == torch.float32 and is_traced(length))
+    if query.device.type == "cpu" and is_faster and not dropout and length == key.shape[2]:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return blocked_attention(query.to(dtype), key.to(dtype), value.to(dtype), scale, attention_mask), None
     output, _ = sdpa_attention_forward(

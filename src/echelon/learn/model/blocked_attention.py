@@ -1,7 +1,7 @@
 """Causal attention on a CPU, as matrix products over blocks of queries.
 
-torch's attention kernel for CPUs multiplies small tiles. Large products are faster in bf16, and a block of queries
-needs only the keys up to its end, half of all on average.
+torch's attention kernel for CPUs multiplies small tiles. Large products are faster in bf16, and in fp32 if a compiler
+fuses what is between them. A block of queries needs only the keys up to its end, half of all on average.
 
 There are two forms. One is an operation of its own: its backward pass computes the probabilities again, so that memory
 grows with the length of sequences, as with torch's kernel. Under `torch.compile` short sequences of a constant length
@@ -39,11 +39,15 @@ def blocked_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, m
     Returns:
         [batch, seq, query heads, width].
     """
-    length = query.shape[2]
-    if torch.compiler.is_compiling() and has_static_value(length) and length <= _KEPT:
+    if is_traced(query.shape[2]):
         return _trace(query, key, value, scale, mask)
     output: Tensor = _attend(query, key, value, scale, mask)[0]
     return output
+
+
+def is_traced(length: int) -> bool:
+    """Whether a compiler that is tracing this call gets plain products and softmaxes, which it fuses."""
+    return torch.compiler.is_compiling() and bool(has_static_value(length)) and length <= _KEPT
 
 
 def _trace(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Tensor:

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from echelon.learn.model import attention
 from echelon.learn.model.attention import PLAIN_CAUSAL
@@ -85,6 +86,25 @@ def test_a_compiler_sees_into_it_for_constant_short_lengths(heads, groups):
     assert any("echelon.blocked_attention" in name for name in graphs[-1])
 
 
+@pytest.mark.parametrize(("length", "is_split"), [(300, True), (2048, False)])
+def test_compiled_fp32_is_split_into_products_where_a_compiler_fuses_them(length, is_split):
+    """Run operation by operation, and for long sequences, torch's own kernel is faster in fp32."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    def attend(query, key, value):
+        return ALL_ATTENTION_FUNCTIONS[PLAIN_CAUSAL](torch.nn.Module(), query, key, value, None)[0]
+
+    torch._dynamo.reset()
+    inputs = [each.detach() for each in draw(length, 1, 1, torch.float32)]
+    found = torch.compile(attend, backend=keep, fullgraph=True)(*inputs)
+    torch.testing.assert_close(found, attend(*inputs), rtol=1e-5, atol=1e-6)
+    assert any("scaled_dot_product" in name for name in graphs[0]) is not is_split
+
+
 def test_in_bf16_rounding_is_like_that_of_torch():
     """And less than half of that of scores rounded before their largest is subtracted, as in eager attention."""
     inputs = draw(300, 4, 1, torch.bfloat16)
@@ -130,7 +150,7 @@ def run_model(model, input_ids, labels, dtype):
     ],
 )
 def test_a_model_in_bf16_trains_with_it(family, change, monkeypatch):
-    """Its gradients are as close to those in fp32 as with torch's attention; in fp32 torch's attention is used."""
+    """Its gradients are as close to those in fp32 as with torch's attention; fp32 takes torch's unless compiled."""
     input_ids, labels = random_batch(length=200)
     model = small_model(family, max_position_embeddings=256)
     for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
@@ -151,7 +171,12 @@ def test_a_model_in_bf16_trains_with_it(family, change, monkeypatch):
     assert set(calls) == {torch.bfloat16}
     assert (found - exact).norm() < 1.5 * (usual - exact).norm()
     calls.clear()
-    assert torch.equal(run_model(model, input_ids, labels, torch.float32)[1], exact) and not calls
+    _, found = run_model(model, input_ids, labels, torch.float32)
+    if change == "compiled":
+        assert set(calls) == {torch.float32}
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-6)
+    else:
+        assert torch.equal(found, exact) and not calls
 
 
 @pytest.mark.slow  # a machine's matrix products may allocate memory of their own
