@@ -156,7 +156,7 @@ class RunFolderFiles:
             other = rng.choice((*_OTHER_TYPES[:-1], *whole, None, None, None))
             try:
                 lines[number] = damage_json(rng, lines[number]) if other is None else other
-            except (ValueError, IndexError):  # it is already damaged
+            except (ValueError, IndexError, RecursionError):  # it is already damaged
                 lines[number] = b"null"
         return b"\n".join(lines) + b"\n"
 
