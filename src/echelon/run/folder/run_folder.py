@@ -356,5 +356,6 @@ class TextRecord:
         return next((text.digest for text in self.read_texts()), None)
 
     def read_packing(self) -> bool | None:
-        """Return whether the run's samples share sequences; None if that is not recorded. Raises DataError."""
-        return next((text.packing for text in self.read_texts()), None)
+        """Return whether the run's samples share sequences; None unless one answer is recorded. Raises DataError."""
+        found = {text.packing for text in self.read_texts()}
+        return found.pop() if len(found) == 1 else None

@@ -284,6 +284,18 @@ def test_a_damaged_path_of_the_text_is_replaced_by_that_of_the_events(tmp_path, 
     assert folder.text.read_prepared_path() == text
 
 
+def test_packing_counts_only_if_data_json_and_the_events_agree(tmp_path):
+    """For plain text it is null; a damaged `true` would make samples of it."""
+    folder = RunFolder(tmp_path)
+    for stored, started, expected in ((None, None, None), (True, True, True), (True, None, None), (None, False, None)):
+        folder.text.write_prepared_path(tmp_path, "d", stored)
+        folder.rows.append_event("start", prepared=str(tmp_path), digest="d", packing=started)
+        assert folder.text.read_packing() is expected
+    folder.events_path.unlink()
+    folder.text.write_prepared_path(tmp_path, "d", False)
+    assert folder.text.read_packing() is False
+
+
 def test_a_pid_that_is_removed_while_it_is_read_does_not_count(tmp_path):
     folder = leave_run(tmp_path / "run")
     folder.write_pid(0)
