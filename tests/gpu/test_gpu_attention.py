@@ -8,7 +8,13 @@ from echelon.learn.model.flex_attention import FLEX, has_flex
 from echelon.learn.model.varlen_attention import VARLEN, has_kernel
 from echelon.learn.parallel.activation import apply_activation_checkpointing
 from echelon.learn.parallel.compilation import apply_compile
+from echelon.planner.choose import resolve_plan
+from echelon.planner.hardware.detection import detect_cluster
+from echelon.planner.rates import choose_software
+from echelon.planner.shape import build_shape
+from echelon.recipe.load import load_recipe
 from tests.families import small_config, small_model
+from tests.parity.training import Row, write_recipe
 from tests.unit.learn.model.test_document_mask import FIELDS, LENGTHS, loss_alone, losses, packed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.device]
@@ -78,3 +84,17 @@ def test_gradients_of_soft_capped_attention_are_those_of_eager_attention(gpu, co
     for (name, expected), parameter in zip(eager.named_parameters(), flex.parameters(), strict=True):
         error = (parameter.grad - expected.grad).norm() / expected.grad.norm().clamp(min=1e-8)
         assert error < 1e-2, name
+
+
+def test_plain_causal_attention_takes_the_kernel_that_the_planner_charges(gpu, text, tmp_path):
+    """cuDNN's or FlashAttention-2, by the names of the kernels that ran."""
+    recipe, _ = load_recipe(write_recipe(Row(precision="bf16"), tmp_path, text, steps=2))
+    cluster = detect_cluster(1)
+    plan = resolve_plan(recipe, build_shape(recipe.model.config), cluster, num_samples=1000)
+    query = torch.randn(2, 16, 2048, 128, device=gpu.device, dtype=torch.bfloat16)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+        torch.cuda.synchronize()
+    names = " ".join(event.name for event in profile.events())
+    print(cluster.accelerator.name, names)
+    assert ("cudnn" in names) == (choose_software(plan, cluster).attention == "cudnn"), names

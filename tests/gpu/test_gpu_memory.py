@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from echelon.learn.model.parts import HeadArithmetic
-from echelon.learn.objectives.loss import chunked_loss_sum
+from echelon.learn.objectives.loss import add_product, chunked_loss_sum
 from echelon.planner.memory import estimate_memory
 from echelon.planner.shape import build_shape
 from tests.gpu.gpu_training import OFFLOAD, Case, model_overrides, trainer_on_gpu
@@ -119,3 +119,17 @@ def test_offloading_keeps_the_training_state_on_the_host(gpu, text, tmp_path):
             states = sum(parameter.numel() for parameter in decoder.parameters()) * 12
     print({name: f"{peak / 1e6:.0f} MB" for name, peak in peaks.items()}, f"states {states / 1e6:.0f} MB")
     assert peaks["kept"] - peaks["offloaded"] > 0.8 * states
+
+
+def test_the_product_adds_to_the_gradient_of_the_head_without_a_copy(gpu):
+    """A bf16 product is added to an fp32 matrix: no temporary matrix, and no rounding of the sum to bf16."""
+    generator = torch.Generator(gpu.device).manual_seed(0)
+    left = torch.randn(8192, 512, device=gpu.device, dtype=torch.bfloat16, generator=generator)
+    right = torch.randn(512, 2048, device=gpu.device, dtype=torch.bfloat16, generator=generator)
+    total = torch.full((8192, 2048), 4096.0, device=gpu.device)  # bf16 would round it to multiples of 32
+    add_product(total, left, right)  # cuBLAS allocates its workspace
+    before = start_measuring()
+    add_product(total, left, right)
+    assert torch.cuda.max_memory_allocated() - before < total.nbytes / 2
+    expected = 4096 + 2 * (left.double() @ right.double())
+    assert ((total - expected).norm() / (expected - 4096).norm()).item() < 1e-5
