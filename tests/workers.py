@@ -17,6 +17,8 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from echelon.ground.launch_environment import exported
+
 TIMEOUT_SECONDS = 120.0
 
 WARM: Any = multiprocessing.get_context("forkserver")
@@ -85,7 +87,9 @@ class WorkerPool:
     """
 
     def __init__(self, size: int, seconds: float = TIMEOUT_SECONDS) -> None:
-        forkserver.ensure_running()  # in the environment and folder of the session, not of the first test
+        # In the environment and folder of the session, not of the first test; a fork cannot use the GPU of its parent.
+        with exported({"CUDA_VISIBLE_DEVICES": ""}):
+            forkserver.ensure_running()
         self._size, self._seconds = size, seconds
         self._workers: list[tuple[Any, Connection]] = []
 

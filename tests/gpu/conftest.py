@@ -18,7 +18,7 @@ if "torch" not in sys.modules:
 
 import torch
 
-from echelon.learn.distributed.runtime import stop_runtime
+from echelon.learn.distributed.runtime import stop_runtime, use_deterministic_algorithms
 from echelon.run.lifecycle.process_group import start_runtime
 from tests.gpu.gpu_training import OFFLOAD, Case
 from tests.parity.training import train
@@ -75,3 +75,12 @@ def references(workers, text, tmp_path_factory):
         return trained[row]
 
     return find
+
+
+@pytest.fixture
+def deterministic():
+    """Runs in this test are equal bit for bit: without it, attention adds up gradients in varying order."""
+    use_deterministic_algorithms()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False

@@ -68,8 +68,11 @@ def test_soft_capped_documents_have_the_loss_that_eager_attention_gives_them_alo
     check_documents(eager, flex, gpu.device, dtype)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
-@pytest.mark.parametrize("compiles", [False, True], ids=["eager layers", "compiled layers"])
+@pytest.mark.parametrize(
+    ("compiles", "checkpointing"),
+    # Not compiled and checkpointed: `choose_attention_kernel` takes eager attention there.
+    [(False, "none"), (False, "full"), (False, "selective"), (True, "none")],
+)
 def test_gradients_of_soft_capped_attention_are_those_of_eager_attention(gpu, compiles, checkpointing):
     from echelon.learn.objectives.causal_lm import CausalLM
     from echelon.learn.objectives.outputs import ObjectiveModule
@@ -81,9 +84,11 @@ def test_gradients_of_soft_capped_attention_are_those_of_eager_attention(gpu, co
         apply_compile(flex.model.layers, "inductor")
     for model in (eager, flex):
         ObjectiveModule(model)(packed().to(gpu.device), CausalLM().loss_sum).backward()
-    for (name, expected), parameter in zip(eager.named_parameters(), flex.parameters(), strict=True):
-        error = (parameter.grad - expected.grad).norm() / expected.grad.norm().clamp(min=1e-8)
-        assert error < 1e-2, name
+    errors = {
+        name: float((parameter.grad - expected.grad).norm() / expected.grad.norm().clamp(min=1e-8))
+        for (name, expected), parameter in zip(eager.named_parameters(), flex.parameters(), strict=True)
+    }
+    assert max(errors.values()) < 1e-2, errors
 
 
 def test_plain_causal_attention_takes_the_kernel_that_the_planner_charges(gpu, text, tmp_path):

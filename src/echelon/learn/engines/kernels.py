@@ -9,7 +9,13 @@ from echelon.learn.distributed.objects import broadcast_object, gather_objects
 from echelon.learn.model.flex_attention import FLEX, get_softcap, has_flex
 from echelon.learn.model.liger import find_obstacle, is_installed
 from echelon.learn.model.traits import Traits, apply_plain_causal, computes_as_eager, find_traits
-from echelon.learn.model.varlen_attention import VARLEN, activate_flash_3, deactivate_flash_3, has_kernel
+from echelon.learn.model.varlen_attention import (
+    VARLEN,
+    activate_flash_3,
+    deactivate_flash_3,
+    has_dropout,
+    has_kernel,
+)
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
 
@@ -17,6 +23,10 @@ from echelon.recipe import Recipe
 _MOST_TOKENS = 4096
 LIGER = "kernels: Liger's for norms, rotary embeddings and MLPs, which are equal up to rounding and faster here"
 _EAGER = "attention: eager, because this GPU's flex attention does not compute the model's soft-capped attention"
+_EAGER_LAYERS = (
+    "attention: eager, because flex attention is wrong in layers that are both compiled and checkpointed; it needs "
+    "less memory, and train.compile=false or train.activation_checkpointing=none"
+)
 _FLASH_3 = "attention: FlashAttention-3 where documents or windows bound it"
 _FLEX = "attention: flex attention, whose kernels cap the scores"
 
@@ -26,9 +36,21 @@ def choose_attention_kernel(
 ) -> tuple[Traits, str | None]:
     """Choose the attention of a model on meta, unless the recipe names one, and set it. Collective.
 
+    `sdpa` loses cuDNN's kernels in this process if the model passes masks or has dropout in its attention. With a mask,
+    releases of cuDNN before 9.26 return NaN gradients for some lengths: github.com/pytorch/pytorch/issues/196678.
+
     Returns:
         The model's traits, and a line for the user about another kernel than the usual one.
     """
+    traits, line = _choose(skeleton, recipe, plan, meshes, device)
+    if skeleton.config._attn_implementation != VARLEN or has_dropout(skeleton.config):
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return traits, line
+
+
+def _choose(
+    skeleton: PreTrainedModel, recipe: Recipe, plan: ParallelPlan, meshes: Meshes, device: torch.device
+) -> tuple[Traits, str | None]:
     length, dtype = recipe.data.sequence_len, getattr(torch, plan.precision.compute)
     # Gathered keys and values need masks of a part of the queries, which the kernels below do not take.
     is_free = recipe.model.attn_implementation is None and plan.cp_method != "allgather"
@@ -40,7 +62,9 @@ def choose_attention_kernel(
             return traits, _choose_flash_3(skeleton, recipe, dtype, meshes, device)
         skeleton.set_attn_implementation(default)
     has_cap = default == "eager" and get_softcap(skeleton.config) is not None
-    if has_cap and _agree(has_flex(device, dtype, skeleton.config), meshes):
+    # With torch 2.11 on an H200, the loss and all gradients of such layers are wrong, the latter by 5 %.
+    is_traced = plan.compile and plan.activation_checkpointing != "none"
+    if has_cap and not is_traced and _agree(has_flex(device, dtype, skeleton.config), meshes):
         skeleton.set_attn_implementation(FLEX)
         traits = _agree_on_traits(skeleton, length, meshes)
         if traits.mask is not None and _agree(computes_as_eager(skeleton, FLEX, length), meshes):
@@ -48,7 +72,9 @@ def choose_attention_kernel(
         skeleton.set_attn_implementation(default)
     traits = _agree_on_traits(skeleton, length, meshes)
     apply_plain_causal(skeleton, traits)
-    return traits, _EAGER if has_cap and device.type == "cuda" else None
+    if not has_cap or device.type != "cuda":
+        return traits, None
+    return traits, _EAGER_LAYERS if is_traced else _EAGER
 
 
 def _choose_flash_3(

@@ -114,8 +114,13 @@ def resolve_config(recipe: Recipe, vocab_size: int, tokenizer: PreTrainedTokeniz
     The config of a checkpoint is used as it is. A config from the recipe takes the vocabulary size and special token
     ids that it omits from the tokenizer: the family's default bos or pad id could be an ordinary token here.
 
+    The embedding of the padding token is zero, and never trained. A tokenizer may pad with the end of a text, which
+    the model reads: a sequence that begins with zeros would stay zero in every layer, where each norm makes its
+    gradient a thousand times larger. Such a model gets no padding token.
+
     Raises:
-        ConfigError: the vocabulary is smaller than the tokenizer's, or `transformers` rejects the config.
+        ConfigError: the vocabulary is smaller than the tokenizer's, the config pads with the start or end of a text,
+            or `transformers` rejects it.
     """
     if recipe.model.config is None:
         assert recipe.model.checkpoint is not None
@@ -126,8 +131,15 @@ def resolve_config(recipe: Recipe, vocab_size: int, tokenizer: PreTrainedTokeniz
         return config
     fields = dict(recipe.model.config)
     fields["vocab_size"], _ = resolve_vocab_size(fields, vocab_size)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    for name in ("bos_token_id", "eos_token_id"):
         fields.setdefault(name, getattr(tokenizer, name))
+    ends = fields["eos_token_id"] if isinstance(fields["eos_token_id"], list) else [fields["eos_token_id"]]
+    borders, pad = {fields["bos_token_id"], *ends} - {None}, tokenizer.pad_token_id
+    if fields.setdefault("pad_token_id", None if pad in borders else pad) in borders:
+        raise ConfigError(
+            f"model.config.pad_token_id={fields['pad_token_id']} is also the start or the end of a text: its embedding "
+            "would stay zero, and gradients could overflow; remove the key."
+        )
     config = load_config(fields)
     config.architectures = [type(build_on_meta(config)).__name__]
     return config

@@ -2,7 +2,8 @@
 
 Caps of scores (Gemma 2) rule out the fused kernels of `sdpa`. Flex attention compiles a kernel with the cap and the
 document mask in it. It is used where it computes what the definition says; elsewhere attention stays eager.
-`transformers` knows this implementation as `FLEX`; it is its own, and in addition follows autocast.
+`transformers` knows this implementation as `FLEX`. Its own makes the cap and the scale constants of the kernel, and
+torch fails to compile the kernel for a second value of them.
 """
 
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
-from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.integrations.flex_attention import compile_friendly_flex_attention, repeat_kv
 from transformers.masking_utils import (
     AttentionMaskInterface,
     and_masks,
@@ -48,14 +49,37 @@ def has_flex(device: torch.device, dtype: torch.dtype, config: PretrainedConfig)
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float,
+    softcap: float,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """The function that `transformers` calls. Under autocast, rotary embeddings return fp32, but values are not."""
+    """The function that `transformers` calls, with a block mask.
+
+    Under autocast, rotary embeddings return fp32, but values are not.
+    """
     dtype = autocast_dtype(query)
-    inputs = (tensor.to(dtype) for tensor in (query, key, value))
-    output, _ = flex_attention_forward(module, *inputs, attention_mask, **options)
+    query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    cap = query.new_full((), softcap, dtype=torch.float32)
+    factor = query.new_full((), scaling / softcap, dtype=torch.float32)
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, query_place: Tensor, key_place: Tensor) -> Tensor:
+        return cap * torch.tanh(score * factor)
+
+    groups = query.shape[1] // key.shape[1]
+    is_power = query.shape[1] & (query.shape[1] - 1) == 0  # what flex attention asks for where heads share keys
+    if not is_power:
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    output = compile_friendly_flex_attention(
+        query, key, value, module.training, score_mod=score_mod, block_mask=attention_mask, scale=1.0,
+        enable_gqa=is_power and groups > 1,
+    )  # fmt: skip
     assert isinstance(output, Tensor)
-    return output, None
+    return output.transpose(1, 2).contiguous(), None
 
 
 def run_flex(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, window: int | None, scale: float) -> Tensor:

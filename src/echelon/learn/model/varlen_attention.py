@@ -72,9 +72,7 @@ def activate_flash_3(device: torch.device, dtype: torch.dtype, config: Pretraine
     They need the package `flash_attn_interface` and a Hopper GPU, for which it is faster than torch's own version 2,
     and know no dropout. Returns whether they are active; `deactivate_flash_3` undoes it.
     """
-    text = config.get_text_config(decoder=True)
-    has_dropout = any(getattr(text, name, 0) for name in ("attention_dropout", "attn_pdrop"))
-    if device.type != "cuda" or has_dropout or find_spec("flash_attn_interface") is None:
+    if device.type != "cuda" or has_dropout(config) or find_spec("flash_attn_interface") is None:
         return False
     if torch.cuda.get_device_capability(device) != (9, 0):
         return False
@@ -89,6 +87,12 @@ def deactivate_flash_3() -> None:
     """Have the kernels be torch's own again, if they are not."""
     if current_flash_attention_impl() is not None:
         restore_flash_attention_impl()
+
+
+def has_dropout(config: PretrainedConfig) -> bool:
+    """Whether a model drops attention probabilities in training."""
+    text = config.get_text_config(decoder=True)
+    return any(getattr(text, name, 0) for name in ("attention_dropout", "attn_pdrop"))
 
 
 def head_width(config: PretrainedConfig) -> int | None:

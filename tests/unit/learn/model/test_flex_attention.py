@@ -1,5 +1,7 @@
 """Soft-capped attention by flex attention: what a CPU can show of the path that GPUs take."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import masking_utils
@@ -81,15 +83,18 @@ def test_gradients_of_a_model_are_those_of_eager_attention(differentiable):
 
 @pytest.mark.parametrize("fault", ["cap", "mask", "scale", "missing"])
 def test_a_kernel_that_computes_something_else_is_not_used(differentiable, monkeypatch, fault):
-    original = flex_attention.flex_attention_forward
+    original = flex_attention.compile_friendly_flex_attention
+    changes = {
+        "cap": {"score_mod": lambda score, *_: score / 4},
+        "scale": {"scale": 4.0},
+        "mask": {"block_mask": None},
+        "missing": {"of another release": None},
+    }[fault]
 
-    def faulty(module, query, key, value, mask, **options):
-        if fault == "missing":
-            raise RuntimeError("no kernel image")
-        changes = {"cap": {"softcap": None}, "scale": {"scaling": 1.0}}.get(fault, {})
-        return original(module, query, key, value, None if fault == "mask" else mask, **(options | changes))
+    def faulty(*inputs, **options):
+        return original(*inputs, **(options | changes))
 
-    monkeypatch.setattr(flex_attention, "flex_attention_forward", faulty)
+    monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", faulty)
     error = find_error(flex_attention.run_flex, CPU, torch.float32, 16, flex_attention.attend_capped)
     assert error > TOLERANCE
 
@@ -124,25 +129,47 @@ def test_other_documents_do_not_compile_again(monkeypatch):
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+def test_another_cap_does_not_compile_again():
+    """torch makes a number that changes a variable of the kernel, for which it cannot compile flex attention."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    counts = []
+    for cap in (1.0, 50.0, 0.5):
+        model = build(FLEX, attn_logit_softcapping=cap, query_pre_attn_scalar=int(16 + cap)).eval()
+        with torch.no_grad():
+            losses(model, packed())
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert counts[0] and len(set(counts)) == 1, counts
+
+
 EAGER = "attention: eager, because this GPU's flex attention does not compute the model's soft-capped attention"
+LAYERS = (
+    "attention: eager, because flex attention is wrong in layers that are both compiled and checkpointed; it needs "
+    "less memory, and train.compile=false or train.activation_checkpointing=none"
+)
+COMPILED = replace(PLAN, compile=True)
 CHOSEN = "attention: flex attention, whose kernels cap the scores"
 
 
 @pytest.mark.parametrize(
-    ("wanted", "here", "equal", "chosen", "line"),
+    ("wanted", "here", "equal", "plan", "chosen", "line"),
     [
-        (None, True, True, FLEX, CHOSEN),
-        (None, False, True, "eager", EAGER),
-        (None, True, False, "eager", EAGER),
-        ("eager", True, True, "eager", None),
+        (None, True, True, PLAN, FLEX, CHOSEN),
+        (None, False, True, PLAN, "eager", EAGER),
+        (None, True, False, PLAN, "eager", EAGER),
+        ("eager", True, True, PLAN, "eager", None),
+        (None, True, True, COMPILED, FLEX, CHOSEN),
+        (None, True, True, replace(PLAN, activation_checkpointing="full"), FLEX, CHOSEN),
+        (None, True, True, replace(COMPILED, activation_checkpointing="full"), "eager", LAYERS),
+        (None, True, True, replace(COMPILED, activation_checkpointing="selective"), "eager", LAYERS),
     ],
 )
-def test_it_is_used_where_it_works(alone, monkeypatch, wanted, here, equal, chosen, line):  # noqa: F811
+def test_it_is_used_where_it_works(alone, monkeypatch, wanted, here, equal, plan, chosen, line):  # noqa: F811
     monkeypatch.setattr(kernels, "has_flex", lambda *_: here)
     monkeypatch.setattr(kernels, "computes_as_eager", lambda *_: equal)
     recipe, _ = parse_recipe(DEMO, "recipe.yaml", [] if wanted is None else [f"model.attn_implementation={wanted}"])
     skeleton = build_on_meta(load_config(small_config("gemma2")), wanted)
-    traits, found = kernels.choose_attention_kernel(skeleton, recipe, PLAN, alone, torch.device("cuda"))
+    traits, found = kernels.choose_attention_kernel(skeleton, recipe, plan, alone, torch.device("cuda"))
     assert (skeleton.config._attn_implementation, found) == (chosen, line)
     assert traits.mask == "by_layer"
     assert ("flex attention" in describe_document_mask(chosen, traits.mask)) == (chosen == FLEX)

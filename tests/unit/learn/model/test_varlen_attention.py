@@ -138,6 +138,28 @@ def test_the_kernel_is_used_where_it_works(alone, monkeypatch, family, fields, h
     assert skeleton.config._attn_implementation == chosen
 
 
+@pytest.mark.parametrize(
+    ("family", "fields", "here", "keeps"),
+    [
+        ("llama", {}, True, True),
+        ("llama", {"attention_dropout": 0.1}, True, False),  # the flash kernels have none: a mask is made
+        ("gpt2", {"attn_pdrop": 0.1}, True, False),
+        ("llama", {}, False, False),
+    ],
+)
+def test_a_model_that_passes_masks_gets_no_kernel_of_cudnn(alone, monkeypatch, family, fields, here, keeps):
+    """Their gradients can be NaN with a mask: github.com/pytorch/pytorch/issues/196678."""
+    monkeypatch.setattr(kernels, "has_kernel", lambda *_: here)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    recipe, _ = parse_recipe(DEMO, "recipe.yaml", [])
+    kernels.choose_attention_kernel(
+        build_on_meta(load_config(small_config(family, **fields))), recipe, PLAN, alone, CPU
+    )
+    found = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    assert found == keeps
+
+
 @pytest.fixture
 def flash_3(monkeypatch):
     """Pretends that a Hopper GPU and FlashAttention-3 are here; notes what torch activates."""
