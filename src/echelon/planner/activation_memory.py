@@ -27,13 +27,14 @@ _LAYERS_LEAVING = 2
 class _Kept:
     """Inputs of the activation estimate: bytes per number, and whether the layer's own weights are frozen.
 
-    residual: of the residual stream. mask: of a dropout mask. adapter: bytes per token of PEFT's adapter layers.
-    sequence_ranks: the ranks that divide norms and residuals along the sequence.
+    residual: of the residual stream. mask: of a dropout mask. power: of a power. adapter: bytes per token of PEFT's
+    adapter layers. sequence_ranks: the ranks that divide norms and residuals along the sequence.
     """
 
     compute: int
     residual: int
     mask: int
+    power: int
     frozen: bool
     adapter: float = 0.0
     sequence_ranks: int = 1
@@ -43,15 +44,18 @@ def _what_is_kept(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> _K
     compute = DTYPE_BYTES[plan.precision.compute]
     mask = 1 if kind == "cuda" else compute
     ranks = plan.sequence_ranks
+    # Autocast computes powers in fp32 on a GPU, but not on a CPU.
+    power = FP32_BYTES if kind == "cuda" and plan.uses_autocast else compute
     if plan.adapter is None:
         # autocast leaves the residual stream in fp32
-        return _Kept(compute, FP32_BYTES if plan.uses_autocast else compute, mask, frozen=False, sequence_ranks=ranks)
+        residual = FP32_BYTES if plan.uses_autocast else compute
+        return _Kept(compute, residual, mask, power, frozen=False, sequence_ranks=ranks)
     # Frozen embeddings are in the compute dtype, and so is the stream. DoRA casts its inputs to its own dtype, and
     # autocast those that a LayerNorm outputs in fp32.
     casts = plan.uses_autocast and (plan.adapter.method == "dora" or shape.parts.norm == "layer")
     own_mask = 1 if kind == "cuda" else DTYPE_BYTES[plan.precision.param] if casts else compute
     beside = adapter_bytes_per_token(shape, plan.adapter, compute, casts, own_mask)
-    return _Kept(compute, compute, mask, frozen=True, adapter=beside, sequence_ranks=ranks)
+    return _Kept(compute, compute, mask, power, frozen=True, adapter=beside, sequence_ranks=ranks)
 
 
 def activation_bytes(
@@ -153,7 +157,7 @@ def _compiled_bytes(shape: ModelShape, compute: int) -> int:
     inputs of norms of queries and keys with their statistics, as was measured (test_activation.py).
     """
     parts, heads = shape.parts, shape.num_heads + shape.num_kv_heads
-    tensors = 2 if parts.num_mlp_matrices == 2 and parts.mlp_saved == 5 else 1
+    tensors = 2 if _writes_out_gelu(shape) else 1
     head_norms = heads * (shape.head_dim * compute + FP32_BYTES) if parts.head_norms else 0
     return compute * (tensors * shape.intermediate_size + shape.hidden_size) + head_norms
 
@@ -180,9 +184,17 @@ def _mlp_half_bytes(shape: ModelShape, by: _Kept, rows_per_token: int) -> float:
     inputs = 2 if _keeps_copies(shape, by) else 1  # gate and up
     share, _ = shape.expert_widths
     # A frozen projection keeps no input: one tensor less of the intermediate width, for the last one.
-    mlp = (1 - share) * (parts.mlp_saved - by.frozen) * by.compute * shape.intermediate_size
+    number = (parts.mlp_saved - by.frozen) * by.compute
+    # The input of a written-out GELU's power, its tangent, and that plus 1.
+    number += 3 * (by.power - by.compute) if _writes_out_gelu(shape) else 0
+    mlp = (1 - share) * number * shape.intermediate_size
     mlp += share * rows_per_token * _expert_row_bytes(shape, by)
     return _half_bytes(shape, by, inputs, parts.num_norms // 2) + mlp
+
+
+def _writes_out_gelu(shape: ModelShape) -> bool:
+    """Whether the GELU of the MLP is `gelu_new`, written out in Python."""
+    return shape.parts.num_mlp_matrices == 2 and shape.parts.mlp_saved == 5
 
 
 def _keeps_copies(shape: ModelShape, by: _Kept) -> bool:

@@ -456,3 +456,40 @@ def test_tensor_parallelism_divides_matrices_activations_and_logits(sequence_par
     assert parts.activations == 100 * (4 * kept + norm + 8) + 2 * 100 * 16 * 4
     # the logits and the head of half of the vocabulary
     assert parts.loss == estimate_parts(replace(shape, vocab_size=50), ParallelPlan("ddp"), 100).loss
+
+
+LLAMA_270M = {
+    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 32000, "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+GPT2_124M = {
+    "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50304, "n_positions": 1024,
+    "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+}  # fmt: skip
+QWEN3_218M = {
+    "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 65536,
+    "max_position_embeddings": 2048, "tie_word_embeddings": True,
+}  # fmt: skip
+ON_H200 = {"micro_batch_size": 4, "num_microbatches": 2}
+FSDP_H200 = ParallelPlan(
+    "fsdp", precision=BF16, reshard_after_forward=True, reduce_gradients="each", **ON_H200
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "length", "plan", "measured"),
+    [
+        (LLAMA_270M, 1024, ParallelPlan("ddp", precision=BF16, **ON_H200), 10_129e6),
+        (LLAMA_270M, 1024, ParallelPlan("ddp", **ON_H200), 11_227e6),
+        (LLAMA_270M, 1024, ParallelPlan("ddp", precision=BF16, activation_offloading=True, **ON_H200), 6_572e6),
+        (GPT2_124M, 1024, ParallelPlan("ddp", precision=BF16, **ON_H200), 7_673e6),
+        (QWEN3_218M, 2048, ParallelPlan("ddp", precision=BF16, activation_checkpointing="full", **ON_H200), 7_426e6),
+        (LLAMA_270M, 1024, FSDP_H200, 9_307e6),
+    ],
+    ids=["llama", "llama fp32", "llama, offloaded", "gpt2", "qwen3, checkpointed", "llama, fsdp"],
+)
+def test_the_estimate_is_near_the_peak_of_an_h200(config, length, plan, measured):
+    """The peak of allocated bytes in tests/gpu/test_gpu_memory.py, on an H200 with torch 2.11 on 2026-11-27."""
+    assert estimate_memory(build_shape(config), plan, length, "cuda").total == pytest.approx(measured, rel=0.04)
