@@ -85,8 +85,8 @@ CALLS = {
     1: Call(
         "the tests that need a GPU",
         (
-            Part("tests", _pytest("tests/gpu", *_ELSEWHERE, "-n", "4", "-ra"), 300, 60, PYTEST, False,
-                 tiny=_pytest("tests/gpu", *_ELSEWHERE, "-ra"), processes=4),
+            Part("tests", _pytest("tests/gpu", *_ELSEWHERE, "-n", "8", "--dist", "worksteal", "-vra"), 300, 60, PYTEST,
+                 False, tiny=_pytest("tests/gpu", *_ELSEWHERE, "-ra"), processes=8),
             Part("memory-and-host", _pytest(*_ALONE, "-rA"), 150, 30, PYTEST, False, tiny=_pytest(*_ALONE, "-rA")),
         ),
         ("bitsandbytes", "liger_kernel"),
