@@ -62,19 +62,32 @@ def _choose(
             return traits, _choose_flash_3(skeleton, recipe, dtype, meshes, device)
         skeleton.set_attn_implementation(default)
     has_cap = default == "eager" and get_softcap(skeleton.config) is not None
+    if has_cap and device.type == "cuda":
+        return _choose_flex(skeleton, plan, length, meshes, device)
+    return _keep(skeleton, length, meshes), None
+
+
+def _choose_flex(
+    skeleton: PreTrainedModel, plan: ParallelPlan, length: int, meshes: Meshes, device: torch.device
+) -> tuple[Traits, str]:
+    """Have a soft-capped model use flex attention where that works, else eager attention. Collective."""
     # With torch 2.11 on an H200, the loss and all gradients of such layers are wrong, the latter by 5 %.
-    is_traced = plan.compile and plan.activation_checkpointing != "none"
-    if has_cap and not is_traced and _agree(has_flex(device, dtype, skeleton.config), meshes):
+    if plan.compile and plan.activation_checkpointing != "none":
+        return _keep(skeleton, length, meshes), _EAGER_LAYERS
+    if _agree(has_flex(device, getattr(torch, plan.precision.compute), skeleton.config), meshes):
         skeleton.set_attn_implementation(FLEX)
         traits = _agree_on_traits(skeleton, length, meshes)
         if traits.mask is not None and _agree(computes_as_eager(skeleton, FLEX, length), meshes):
             return traits, _FLEX
-        skeleton.set_attn_implementation(default)
+        skeleton.set_attn_implementation("eager")
+    return _keep(skeleton, length, meshes), _EAGER
+
+
+def _keep(skeleton: PreTrainedModel, length: int, meshes: Meshes) -> Traits:
+    """Leave the attention of a model as it is, without a mask where it needs none. Collective."""
     traits = _agree_on_traits(skeleton, length, meshes)
     apply_plain_causal(skeleton, traits)
-    if not has_cap or device.type != "cuda":
-        return traits, None
-    return traits, _EAGER_LAYERS if is_traced else _EAGER
+    return traits
 
 
 def _choose_flash_3(

@@ -49,8 +49,8 @@ def random_lines(part: Places, device: torch.device, name: str, seed: int, step:
     words = (key & 0x7FFFFFFF, (key >> 31) & 0x7FFFFFFF)
     bits, line = torch.zeros((), dtype=torch.int32, device=device), torch.zeros((), dtype=torch.int32, device=device)
     for dim, piece in enumerate(part):
-        is_slice = isinstance(piece, slice)
-        numbers = torch.arange(piece.start, piece.stop, device=device) if is_slice else piece
+        # On the device: a copy from the host would wait for it.
+        numbers = torch.arange(piece.start, piece.stop, device=device) if isinstance(piece, slice) else piece
         places = numbers.to(device, torch.int32)
         shape = [-1 if other == dim else 1 for other in range(len(part))]
         bits = spread_bits((bits, line), _ALL_BITS) if dim else bits
