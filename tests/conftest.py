@@ -8,9 +8,11 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,3 +67,32 @@ def started() -> Callable[[], list[BaseProcess]]:
     """The live child processes that the test has started, without those of the worker pool."""
     before = {process.pid for process in multiprocessing.active_children()}
     return lambda: [process for process in multiprocessing.active_children() if process.pid not in before]
+
+
+# The make targets of the tests that a run may leave out, by their folder.
+TARGETS = {name: f"make {name}" for name in ("engines", "faults", "fuzz", "gpu", "launchers", "parity")}
+LEFT_OUT = pytest.StashKey[Counter[str]]()
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """Count the slow and the GPU tests that a run leaves out. Workers of xdist tell their controller."""
+    for item in items:
+        if not (item.get_closest_marker("slow") or item.get_closest_marker("gpu")):
+            continue
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        item.config.stash.setdefault(LEFT_OUT, Counter())[TARGETS.get(folder, "make slow")] += 1
+    if items and hasattr(items[0].config, "workeroutput"):
+        items[0].config.workeroutput["left out"] = dict(items[0].config.stash.get(LEFT_OUT, {}))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker of xdist has counted."""
+    node.config.stash[LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left out", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say how many tests were not run, and what runs them."""
+    if left_out := config.stash.get(LEFT_OUT, None):
+        counts = ", ".join(f"{number:,} by `{target}`" for target, number in sorted(left_out.items()))
+        terminalreporter.write_line(f"Not run: {counts}.")

@@ -131,3 +131,11 @@ def test_the_suites_are_those_of_the_make_targets():
 
 def named(folder):
     return (ROOT / "tests" / folder).rglob("test_*.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_says_what_it_left_out(workers):
+    command = [sys.executable, "-m", "pytest", "-n", str(workers), "tests/gpu/test_gpu_records.py", "tests/house"]
+    printed = subprocess.run([*command, "-k", "records"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    assert "Not run: 2 by `make gpu`" in printed
