@@ -109,11 +109,17 @@ def test_an_attention_without_the_cap_is_noticed():
     assert not computes_as_eager(model, VARLEN)
 
 
-def test_other_documents_do_not_compile_again(monkeypatch):
+@pytest.fixture
+def uncompiled_masks(monkeypatch):
+    """Compiling what builds a mask for a CPU takes long."""
+
     def build_mask(*args, _compile, build=masking_utils.create_block_mask, **options):
-        return build(*args, **options)  # compiling it for a CPU takes long
+        return build(*args, **options)
 
     monkeypatch.setattr(masking_utils, "create_block_mask", build_mask)
+
+
+def test_other_documents_do_not_compile_again(uncompiled_masks):
     model = small_model("gemma2", **CAPPED).eval()
     model.set_attn_implementation(FLEX)
     find_traits(model)
@@ -129,17 +135,19 @@ def test_other_documents_do_not_compile_again(monkeypatch):
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_another_cap_does_not_compile_again():
-    """torch makes a number that changes a variable of the kernel, for which it cannot compile flex attention."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    counts = []
-    for cap in (1.0, 50.0, 0.5):
-        model = build(FLEX, attn_logit_softcapping=cap, query_pre_attn_scalar=int(16 + cap)).eval()
-        with torch.no_grad():
-            losses(model, packed())
-        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert counts[0] and len(set(counts)) == 1, counts
+def test_the_cap_and_the_scale_are_no_constants_of_the_kernel(uncompiled, monkeypatch):
+    """torch makes a constant that changes a variable on the CPU, with which it cannot compile flex attention."""
+    found = []
+
+    def noting(*inputs, score_mod, scale, original=flex_attention.compile_friendly_flex_attention, **options):
+        found.append((scale, [cell.cell_contents for cell in score_mod.__closure__]))
+        return original(*inputs, score_mod=score_mod, scale=scale, **options)
+
+    monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", noting)
+    losses(build(FLEX).eval(), packed())
+    assert found
+    for scale, captured in found:
+        assert scale == 1.0 and [type(value) for value in captured] == [torch.Tensor] * 2
 
 
 EAGER = "attention: eager, because this GPU's flex attention does not compute the model's soft-capped attention"
