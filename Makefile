@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test check slow slow-part fuzz parity parity-table model-table pictures faults launchers engines bench bench-engines bench-peers scaling bench-techniques oldest gpu lint clean
+.PHONY: help demo test check slow slow-part fuzz parity parity-table model-table pictures faults launchers engines bench bench-engines bench-peers scaling bench-techniques oldest gpu lint site clean
 .DEFAULT_GOAL := help
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo "make oldest   run tests/unit, tests/parity and, on a CPU, tests/gpu with the oldest versions that pyproject.toml admits, and a CUDA build of torch (.venv-oldest, 6 GB)"
 	@echo "make gpu      on a machine with an NVIDIA GPU: run the GPU tests, then the GPU benchmarks, in six calls (54 minutes)"
 	@echo "make lint     check style and types"
+	@echo "make site     build the documentation as web pages into site/, with search and a reference of the API; warnings are errors"
 	@echo "make clean    remove .venv and the other environments"
 
 .venv/.installed: pyproject.toml
@@ -55,7 +56,7 @@ test: .venv/.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .venv/.slow: .venv/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[slow]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[slow,site]'
 	@touch $@
 
 # Unit tests mirror the source: src/echelon/A/b.py has tests/unit/A/test_b.py, or tests beside where that would be.
@@ -242,5 +243,14 @@ lint: .venv/.linters
 	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
 
+.venv/.site: .venv/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[site]'
+	@touch $@
+
+# mkdocs stays below 2, so its note on that version is of no use here.
+site: .venv/.site
+	@echo "== building the pages; serve them with: python3 -m http.server --directory site"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf .venv .venv-peers .venv-oldest $(ENGINES:%=.venv-%)
+	rm -rf site .venv .venv-peers .venv-oldest $(ENGINES:%=.venv-%)
