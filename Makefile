@@ -247,10 +247,9 @@ lint: .venv/.linters
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[site]'
 	@touch $@
 
-# mkdocs stays below 2, so its note on that version is of no use here.
 site: .venv/.site
 	@echo "== building the pages; serve them with: python3 -m http.server --directory site"
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	$(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf site .venv .venv-peers .venv-oldest $(ENGINES:%=.venv-%)

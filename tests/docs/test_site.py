@@ -114,6 +114,11 @@ def test_the_pages_show_what_github_shows(pages: dict[str, Page]) -> None:
         assert pages[f"{path.stem}.html"].elements == Page(f"<article>{html}</article>").elements, path.name
 
 
+def test_every_table_is_one(site: Path) -> None:
+    """Rows of a table that were wrapped as text are a paragraph with the line below the head."""
+    assert [path.name for path in site.rglob("*.html") if "--|--" in path.read_text(encoding="utf-8")] == []
+
+
 def test_the_tabs_are_the_sections_of_the_index(site: Path, pages: dict[str, Page]) -> None:
     hook = importlib.import_module("tests.docs.site_hook")
     assert [title for title, _ in hook.read_index()] == SECTIONS
