@@ -254,6 +254,7 @@ def test_resume_refuses_a_malicious_checkpoint(echelon, run):
     assert not Path("owned").exists()
 
 
+@pytest.mark.slow
 def test_non_finite_loss(echelon, run):
     """A non-finite loss ends a run that was started with --fresh, which moves the old run aside."""
     settings = ("optim.learning_rate=1e30", "optim.max_grad_norm=null", "checkpoint.every_steps=1")
@@ -375,6 +376,7 @@ def test_refusal_under_torchrun_is_printed_before_the_ranks_end(echelon, tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_concurrent_preparation_and_a_stop_during_it(echelon, tmp_path):
     write_recipe(tmp_path, data={"prepare_workers": 2})
     text = tmp_path / "text.txt"

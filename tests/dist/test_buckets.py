@@ -58,6 +58,7 @@ def sum_in_buckets(rank, world_size):
     return gradients_of(model), gradients_of(plain)
 
 
+@pytest.mark.slow
 def test_the_backward_pass_does_not_wait_for_a_sum(workers):
     for ours, theirs in workers.run(sum_in_buckets, 2):
         assert ours.keys() == theirs.keys()

@@ -61,8 +61,9 @@ def shim(tmp_path):
     return {"LD_PRELOAD": str(library), "SHIFT_FILE": str(tmp_path / "shift")}
 
 
-@pytest.mark.parametrize("days", [30, pytest.param(-30, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("moment", ["the start", pytest.param("the training", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("days", [30, -30])
+@pytest.mark.parametrize("moment", ["the start", "the training"])
 def test_a_clock_that_is_set_uses_up_no_budget(tmp_path, shim, days, moment):
     write_recipe(tmp_path, train={"steps": STEPS, "eval_every": 10}, checkpoint={"every_steps": 10})
     run = RunFolder(tmp_path / "runs" / "tiny")

@@ -98,6 +98,7 @@ def trained_in(run, step=STEPS):
     return {name.removeprefix("model."): each for name, each in found.items() if name.startswith("model.")}
 
 
+@pytest.mark.slow
 def test_from_conversations_to_an_adapter_and_a_merged_model(echelon, base, tmp_path):
     run = write_recipe(tmp_path)
     ending = echelon("data", "recipe.json", "--samples", "1")

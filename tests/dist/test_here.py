@@ -86,6 +86,7 @@ def test_a_loss_is_printed_and_the_run_is_the_same(echelon, folder):
     assert "done: 6 steps" in terminal.shown and rows(folder, "here") == rows(folder, "plain")
 
 
+@pytest.mark.slow
 def test_a_reader_and_a_callback_stop_too_and_ctrl_c_ends_the_debugger(folder):
     parts = ("data={train: {path: text.txt, format: 'parts:Text'}}", "train.callbacks=[{name: 'parts:Diary'}]")
     terminal = train(folder, "here", *parts, "data.sequence_len=32")
@@ -151,6 +152,7 @@ def test_a_lost_rank_ends_the_one_in_the_debugger_when_it_goes_on(folder):
     assert "was killed by SIGKILL" in terminal.shown
 
 
+@pytest.mark.slow
 def test_a_breakpoint_without_a_terminal_says_how_to_stop_there(echelon, folder):
     ending = echelon("train", "recipe.json", "--nproc", "1", objective(0))
     assert ending.code == 1 and "start the same command with --here --rank 0" in ending.err, ending.err

@@ -126,6 +126,7 @@ def check_pruning(echelon, run):
         assert ending.code == 2 and "is not a run folder" in ending.err
 
 
+@pytest.mark.slow
 def test_saving_is_tested_before_the_first_step(echelon, tmp_path):
     """Without write permission: exit code 1 and one message before training. (Full disk: test_bad_input.py.)"""
     write_recipe(tmp_path)

@@ -65,6 +65,7 @@ def test_refusal_is_code_2_and_one_message(tmp_path):
     assert len(lines) == 2
 
 
+@pytest.mark.slow
 def test_exception_names_its_rank_and_the_traceback_stays_in_the_log(tmp_path):
     code, lines, message = run_job(tmp_path, "raise")
     assert code == 1

@@ -39,6 +39,7 @@ def kept_console(folder):
     return (folder / "runs" / "tiny" / "logs" / "console.log").read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_a_quiet_run_prints_nothing_but_logs_everything(echelon, tmp_path):
     ending = echelon("train", "recipe.json", "--nproc", "2", "-q")
     assert (ending.code, ending.out, ending.err) == (0, "", "")

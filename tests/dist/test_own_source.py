@@ -64,6 +64,7 @@ def rows_of(folder, keys=EXACT):
     ]
 
 
+@pytest.mark.slow
 def test_a_killed_run_repeats_the_batches_bit_for_bit(echelon, tmp_path, monkeypatch):
     folders = {name: tmp_path / name for name in ("whole", "killed")}
     for name, folder in folders.items():

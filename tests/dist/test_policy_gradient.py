@@ -53,6 +53,7 @@ def test_the_script_is_short_and_imports_public_names_alone():
     assert len(text.splitlines()) <= 200
 
 
+@pytest.mark.slow
 def test_the_reward_rises_although_a_rank_is_killed(folder):
     assert_learned(train(folder, 2, kills=True))
 

@@ -85,9 +85,8 @@ ATTACKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=() if each == "over" else pytest.mark.slow) for each in ATTACKS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ATTACKS)
 def test_a_client_of_the_board_cannot_block_the_job(tmp_path, request, name):
     attack, failure = ATTACKS[name]
     job = Job(tmp_path, STEPS, replicas=2, fault={"hang_seconds": 6}).begin()

@@ -141,13 +141,8 @@ def short_rows(tmp_path_factory):
     return train_alone(folder)
 
 
-@pytest.mark.parametrize(
-    ("sync", "servers"),
-    [
-        pytest.param(None, 0, id="quorum"),
-        pytest.param(SERVER, 1, id="parameter server", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("sync", "servers"), [(None, 0), (SERVER, 1)], ids=["quorum", "parameter server"])
 def test_two_replicas_lost_at_random_moments(tmp_path, short_rows, sync, servers):
     """The second is lost before the first has returned."""
     draw = random.Random(SEED)

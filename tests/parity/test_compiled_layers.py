@@ -132,6 +132,7 @@ def check_many_shapes(workers, text, folder, config, adapter, num_again, max_gra
     return breaks, warnings
 
 
+@pytest.mark.slow
 def test_two_graphs_serve_all_widths_and_one_evaluation(workers, text, tmp_path):
     """The first width, any width, and evaluation: two more than one. The loss: the first number of tokens, and any."""
     assert check_many_shapes(workers, text, tmp_path, small_config("llama"), "full", 3) == ({}, [])

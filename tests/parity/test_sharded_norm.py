@@ -102,6 +102,7 @@ def norm_of_large(rank, world_size):
     return global_norm([part]).item(), exact_norm([gradient])
 
 
+@pytest.mark.slow
 def test_a_large_gradient_in_parts_is_not_off(workers):
     for norm, exact in workers.run(norm_of_large, 2):
         assert norm == pytest.approx(exact, rel=1e-6)

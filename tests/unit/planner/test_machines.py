@@ -33,6 +33,7 @@ def shape(recipe):
     return build_shape({**recipe.model.config, "vocab_size": 32000})
 
 
+@pytest.mark.slow
 def test_the_type_on_which_the_whole_run_costs_least(recipe, shape):
     one = choose_instance(recipe, shape, 1)
     # The cheapest per hour that fits is one L40S at 2.80; eight H100 at 63.296 finish 22.6 times sooner or more.

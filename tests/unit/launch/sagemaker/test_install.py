@@ -119,6 +119,7 @@ def test_without_missing_packages_neither_pip_nor_network_is_used(started, tmp_p
     assert not started.checkpoints.exists()
 
 
+@pytest.mark.slow
 def test_a_restart_installs_the_versions_of_the_first_start(started, index, tmp_path):
     def publish(version):
         for name, needs in (("gadget", ["part"]), ("part", [])):
@@ -159,6 +160,7 @@ def test_a_file_of_versions_adds_no_package_and_no_option(started, index, tmp_pa
     assert (code, packages) == (0, {"gadget": "1.0"}), log
 
 
+@pytest.mark.slow
 def test_wheels_of_the_job_need_no_index(started):
     build_wheel(started.place / "data" / "wheels" / "mine", "part", "1.0")
     build_wheel(started.place, "gadget", "1.0", ["part"])

@@ -257,6 +257,7 @@ def checksums(prepared: PreparedData) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in prepared.path.glob("*.bin")}
 
 
+@pytest.mark.slow
 def test_the_same_bytes_from_any_number_of_workers_and_after_a_stop(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenize, "PIECE_BYTES", 2**16)
     monkeypatch.setattr(tokenize, "cut_file", partial(cut_file, piece_bytes=2**16))

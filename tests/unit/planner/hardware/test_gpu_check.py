@@ -219,6 +219,7 @@ def test_every_other_cause_has_its_fix(tmp_path, image):
     assert "'this machine has 1 GPU'" in done.stdout and "torch sees none; the NVIDIA driver is 580.95" in done.stdout
 
 
+@pytest.mark.slow
 def test_hosts_are_asked_for_the_gpus_that_they_have(tmp_path, monkeypatch):
     env = machine(tmp_path, ECHELON_GPUS="any launch.to=torchrun")
     for number, (vendor, kind) in enumerate((("0x10de", "0x030200"), ("0x10de", "0x040300"), ("0x8086", "0x030000"))):

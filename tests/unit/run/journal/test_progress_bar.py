@@ -101,6 +101,7 @@ def run(tmp_path, terminal=True, seconds=0.02, rank=0, **variables):
     return output.decode().replace("\r\n", "\n")
 
 
+@pytest.mark.slow
 def test_a_terminal_has_one_line_that_changes_below_the_log(tmp_path):
     output = run(tmp_path)
     screen = Screen(output)

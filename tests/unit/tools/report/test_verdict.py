@@ -165,6 +165,7 @@ def test_eval_says_what_its_numbers_mean():
     assert list(render_lines({"loss": 0.6, "pairs": 3})) == ["loss: 0.6000", "pairs: 3"]
 
 
+@pytest.mark.slow
 def test_a_real_run_ends_with_a_verdict(tmp_path):
     """A byte model of three letters that take turns: 30 steps are enough to know more than how often each occurs."""
     (tmp_path / "text.txt").write_text("abc" * 20_000)

@@ -51,6 +51,7 @@ def no_store(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.slow
 def test_mlflow_stores_the_run_once_however_often_it_is_opened(store, no_store):
     from mlflow import MlflowClient
 
