@@ -95,11 +95,12 @@ def test_plain_causal_attention_takes_the_kernel_that_the_planner_charges(gpu, t
     """cuDNN's or FlashAttention-2, by the names of the kernels that ran."""
     recipe, _ = load_recipe(write_recipe(Row(precision="bf16"), tmp_path, text, steps=2))
     cluster = detect_cluster(1)
-    plan = resolve_plan(recipe, build_shape(recipe.model.config), cluster, num_samples=1000)
+    shape = build_shape(recipe.model.config)
+    plan = resolve_plan(recipe, shape, cluster, num_samples=1000)
     query = torch.randn(2, 16, 2048, 128, device=gpu.device, dtype=torch.bfloat16)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
         torch.cuda.synchronize()
     names = " ".join(event.name for event in profile.events())
     print(cluster.accelerator.name, names)
-    assert ("cudnn" in names) == (choose_software(plan, cluster).attention == "cudnn"), names
+    assert ("cudnn" in names) == (choose_software(shape, plan, cluster).attention == "cudnn"), names

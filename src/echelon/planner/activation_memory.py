@@ -12,7 +12,7 @@ from echelon.planner.axes.table import AXES
 from echelon.planner.hardware.accelerators import DeviceKind
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
-from echelon.planner.rates import attends_in_blocks
+from echelon.planner.rates import attends_in_blocks, compiles_checkpoints
 
 FP32_BYTES = 4
 
@@ -27,6 +27,7 @@ _LAYERS_LEAVING = 2
 class _Kept:
     """Inputs of the activation estimate: bytes per number, and whether the layer's own weights are frozen.
 
+    scores: whether soft-capped attention is eager, and keeps its scores: GPUs have flex attention.
     residual: of the residual stream. mask: of a dropout mask. power: of a power. adapter: bytes per token of PEFT's
     adapter layers. sequence_ranks: the ranks that divide norms and residuals along the sequence.
     """
@@ -35,6 +36,7 @@ class _Kept:
     residual: int
     mask: int
     power: int
+    scores: bool
     frozen: bool
     adapter: float = 0.0
     sequence_ranks: int = 1
@@ -46,16 +48,17 @@ def _what_is_kept(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> _K
     ranks = plan.sequence_ranks
     # Autocast computes powers in fp32 on a GPU, but not on a CPU.
     power = FP32_BYTES if kind == "cuda" and plan.uses_autocast else compute
+    scores = shape.parts.attention_matrix and (kind == "cpu" or compiles_checkpoints(plan))
     if plan.adapter is None:
         # autocast leaves the residual stream in fp32
         residual = FP32_BYTES if plan.uses_autocast else compute
-        return _Kept(compute, residual, mask, power, frozen=False, sequence_ranks=ranks)
+        return _Kept(compute, residual, mask, power, scores, frozen=False, sequence_ranks=ranks)
     # Frozen embeddings are in the compute dtype, and so is the stream. DoRA casts its inputs to its own dtype, and
     # autocast those that a LayerNorm outputs in fp32.
     casts = plan.uses_autocast and (plan.adapter.method == "dora" or shape.parts.norm == "layer")
     own_mask = 1 if kind == "cuda" else DTYPE_BYTES[plan.precision.param] if casts else compute
     beside = adapter_bytes_per_token(shape, plan.adapter, compute, casts, own_mask)
-    return _Kept(compute, compute, mask, power, frozen=True, adapter=beside, sequence_ranks=ranks)
+    return _Kept(compute, compute, mask, power, scores, frozen=True, adapter=beside, sequence_ranks=ranks)
 
 
 def activation_bytes(
@@ -229,7 +232,7 @@ def _attention_bytes(shape: ModelShape, by: _Kept, sequence_len: int, kind: Devi
     if parts.head_norms:
         kept = FP32_BYTES if by.frozen else 2 * FP32_BYTES if parts.norm == "rms_fp32" else FP32_BYTES + compute
         head_norms = (query + key_value) * kept + FP32_BYTES * (shape.num_heads + shape.num_kv_heads)
-    if parts.attention_matrix and kind == "cpu":  # GPUs have flex attention
+    if by.scores:
         # soft-capped scores, fp32 softmax, its cast copy; key and value are repeated for every query head
         cast = compute if compute != FP32_BYTES else 0
         return head_norms + 4 * compute * query + scores * (compute + FP32_BYTES + cast)

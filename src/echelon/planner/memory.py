@@ -19,6 +19,7 @@ from echelon.planner.axes.table import AXES, count_absent, keep_heaviest, rank_l
 from echelon.planner.hardware.accelerators import DeviceKind
 from echelon.planner.model_shape import ModelShape, logits_chunk_tokens
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
+from echelon.planner.rates import compiles_checkpoints
 from echelon.planner.replica_costs import agreement_bytes, saved_bytes
 from echelon.recipe.engines import NATIVE
 from echelon.recipe.names import OPTIMIZER_FROM_OUTSIDE, OPTIMIZERS
@@ -226,7 +227,7 @@ def _rotary_bytes(shape: ModelShape, sequence_len: int) -> int:
 
 
 def _list_assumptions(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> Iterator[str]:
-    if shape.parts.attention_matrix and kind == "cuda":
+    if shape.parts.attention_matrix and kind == "cuda" and not compiles_checkpoints(plan):
         yield "soft-capped attention is flex attention, which keeps no scores; eager attention needs more"
     if plan.engine != NATIVE:
         yield f"the engine {plan.engine} is counted as the native one; what it copies beside that is not counted"

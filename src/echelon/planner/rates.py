@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 
 from echelon.ground.errors import PlanError
 from echelon.planner.hardware.accelerators import Accelerator, Cluster
+from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 
 AttentionKernel = Literal["flash", "flash3", "cudnn", "unfused", "cpu", "cpu_blocks"]
@@ -167,12 +168,20 @@ class Software:
         return rates.launch * (0.35 if self.fused else 1.0)
 
 
-def choose_software(plan: ParallelPlan, cluster: Cluster) -> Software:
+def choose_software(shape: ModelShape, plan: ParallelPlan, cluster: Cluster) -> Software:
     """What echelon runs: the attention that PyTorch chooses, and fused layers if they are compiled."""
     half = plan.precision.compute != "float32"
+    if cluster.kind == "cuda" and shape.parts.attention_matrix and compiles_checkpoints(plan):
+        return Software(attention="unfused", fused=plan.compile)
     on_gpu: AttentionKernel = "cudnn" if half and cluster.accelerator.name in _CUDNN else "flash"
     on_cpu: AttentionKernel = "cpu_blocks" if attends_in_blocks(plan) else "cpu"
     return Software(attention=on_gpu if cluster.kind == "cuda" else on_cpu, fused=plan.compile)
+
+
+def compiles_checkpoints(plan: ParallelPlan) -> bool:
+    """Whether layers are compiled with their recomputation. Flex attention is wrong in these, so that soft-capped
+    attention is eager: with torch 2.11 on an H200, all gradients of a model were off by 4 to 7 %."""
+    return plan.compile and plan.activation_checkpointing != "none"
 
 
 def attends_in_blocks(plan: ParallelPlan) -> bool:

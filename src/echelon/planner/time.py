@@ -122,7 +122,7 @@ def estimate_time(
 
     Raises PlanError if the speed of the devices is unknown.
     """
-    software = software or choose_software(plan, cluster)
+    software = software or choose_software(shape, plan, cluster)
     rates = rates or rates_of(cluster)
     step = Step(shape, plan, sequence_len, cluster, software, rates, divide_shape(shape, plan), between)
     launch = launch_time(step)

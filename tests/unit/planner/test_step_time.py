@@ -11,6 +11,7 @@ from echelon.planner.collectives import Group, find_group
 from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster, parse_devices
 from echelon.planner.hardware.instances import INSTANCES, cluster_of
 from echelon.planner.hardware.links import LINKS, Link, Links
+from echelon.planner.memory import estimate_memory
 from echelon.planner.payoff import describe_payoff, find_payoff
 from echelon.planner.plan import ParallelPlan, Precision, SyncPlan
 from echelon.planner.rates import GPU_RATES, Rates, Software, choose_software
@@ -26,6 +27,7 @@ LLAMA = build_shape(
         "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000, "tie_word_embeddings": False,
     }
 )  # fmt: skip
+GEMMA2 = build_shape({"model_type": "gemma2"})
 PLAIN = Rates(
     product=1, small_dim=0, attention=1, fused=1, eager=1, overlap=0, launch=0, step_seconds=0, bandwidth_share=1
 )
@@ -155,9 +157,25 @@ def test_full_recomputation_repeats_a_part_of_what_tensor_parallelism_sends(poli
 def test_attention_is_the_kernel_that_pytorch_chooses(devices, compute, kernel):
     """cuDNN's on devices of compute capability 9.0 and 10.0, with the builds of PyTorch 2.11 and later."""
     plan = replace(FSDP, precision=Precision(compute=compute))
-    software = choose_software(plan, parse_devices(devices))
+    software = choose_software(LLAMA, plan, parse_devices(devices))
     assert software.attention == kernel
     assert ("documents" in software.describe()) == (kernel == "cudnn")
+
+
+@pytest.mark.parametrize(("compile", "kept", "kernel"), [
+    (True, "none", "cudnn"), (False, "full", "cudnn"), (True, "full", "unfused"), (True, "selective", "unfused"),
+])  # fmt: skip
+def test_soft_capped_attention_is_eager_in_layers_that_are_compiled_and_checkpointed(compile, kept, kernel):
+    """As `choose_attention_kernel` takes it; a Gemma 2 of 2 billion parameters."""
+    plan = replace(FSDP, precision=Precision(compute="bfloat16"), compile=compile, activation_checkpointing=kept)
+    assert choose_software(GEMMA2, plan, parse_devices("8xH200")).attention == kernel
+
+
+def test_eager_soft_capped_attention_needs_memory_for_the_scores_of_a_layer():
+    plan = replace(FSDP, precision=Precision(compute="bfloat16"), activation_checkpointing="full")
+    flex, eager = (estimate_memory(GEMMA2, replace(plan, compile=each), 8192, "cuda").total for each in (False, True))
+    scores = 8192**2 * GEMMA2.num_heads * plan.micro_batch_size * (2 + 4 + 2)  # bf16, the fp32 softmax, and its cast
+    assert eager - flex == pytest.approx(scores, rel=0.1)
 
 
 def test_stages_send_each_other_whole_sequences():

@@ -17,6 +17,7 @@ from echelon.learn.model.varlen_attention import (
     has_kernel,
 )
 from echelon.planner.plan import ParallelPlan
+from echelon.planner.rates import compiles_checkpoints
 from echelon.recipe import Recipe
 
 # Tokens of the test of Liger's kernels: enough that a kernel takes longer than its launch.
@@ -71,8 +72,7 @@ def _choose_flex(
     skeleton: PreTrainedModel, plan: ParallelPlan, length: int, meshes: Meshes, device: torch.device
 ) -> tuple[Traits, str]:
     """Have a soft-capped model use flex attention where that works, else eager attention. Collective."""
-    # With torch 2.11 on an H200, the loss and all gradients of such layers are wrong, the latter by 5 %.
-    if plan.compile and plan.activation_checkpointing != "none":
+    if compiles_checkpoints(plan):
         return _keep(skeleton, length, meshes), _EAGER_LAYERS
     if _agree(has_flex(device, getattr(torch, plan.precision.compute), skeleton.config), meshes):
         skeleton.set_attn_implementation(FLEX)
