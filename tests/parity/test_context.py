@@ -1,6 +1,7 @@
 """Context parallelism: sequences divided between ranks compute what one process computes, and send what docs say."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -146,12 +147,26 @@ class CallCounter(TorchDispatchMode):
         self.calls, self.bytes = Counter(), Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
-            name = function.__name__.split(".")[0]
-            tensors = args[1] if name == "allgather_" else args[:2]
+        name = function.__name__.split(".")[0]
+        if function.namespace in ("c10d", "_c10d_functional") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
             self.calls[name] += 1
-            self.bytes[name] += max(each.numel() * each.element_size() for each in tensors if hasattr(each, "numel"))
+            tensors = [each for each in args[:2] if isinstance(each, torch.Tensor)]
+            self.bytes[name] += max(each.numel() * each.element_size() for each in tensors)
         return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("method", ["allgather", pytest.param("ulysses", marks=pytest.mark.slow)])
+def test_selective_checkpointing_does_not_send_again(workers, text, tmp_path, method):
+    plan = ParallelPlan(
+        "fsdp+cp", dp_shard=1, cp=2, cp_method=method, reshard_after_forward=True, reduce_gradients="each",
+        num_microbatches=1, micro_batch_size=SEQUENCES,
+    )  # fmt: skip
+    recipe = str(write_recipe(Row(), tmp_path, text, steps=4))
+    calls = {}
+    for policy in ("none", "selective", "full"):
+        found = workers.run(count_context, 2, recipe, replace(plan, activation_checkpointing=policy))[0][0]
+        calls[policy] = sum(found.get(name, 0) for name in ("all_gather_into_tensor", "all_to_all_single"))
+    assert calls["none"] == calls["selective"] < calls["full"]
 
 
 WIDTH, SEQUENCES = 16, 2
@@ -198,13 +213,13 @@ def test_a_step_sends_and_holds_what_the_page_says(workers, text, tmp_path, cp, 
     calls = {"_allgather_base_": units + 3 * shape.num_layers, "alltoall_base_": units}
     sent = {"_allgather_base_": 4 * 3 * (whole + layers), "alltoall_base_": 4 * 3 * whole}
     if method == "allgather":
-        calls |= {"allgather_": passes, "alltoall_base_": units + passes}
+        calls |= {"all_gather_into_tensor": passes, "all_to_all_single": passes}
         part = 4 * tokens // cp * 2 * kv * shape.head_dim
-        sent |= {"allgather_": passes * part, "alltoall_base_": sent["alltoall_base_"] + passes * cp * part}
+        sent |= {"all_gather_into_tensor": passes * part, "all_to_all_single": passes * cp * part}
     else:
         repeated = max(kv, cp)  # both are powers of two
-        calls["alltoall_base_"] += 4 * passes
-        sent["alltoall_base_"] += passes * 2 * 4 * tokens // cp * (2 * heads + 2 * repeated) * shape.head_dim
+        calls["all_to_all_single"] = 4 * passes
+        sent["all_to_all_single"] = passes * 2 * 4 * tokens // cp * (2 * heads + 2 * repeated) * shape.head_dim
     recipe = write_recipe(Row(), tmp_path, text, steps=4)
     for found in workers.run(count_context, cp * shards, str(recipe), plan):
         assert found[0] == calls

@@ -47,14 +47,15 @@ def measure(rank, world_size, path, plan, config=CONFIG):
     engine = build_native_engine(EngineSpec(recipe, load_config(config), plan, meshes, device, "aot_eager"))
     tokens = torch.randint(0, 256, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     places = np.arange(BATCH)
-    rehearsal = engine.rehearse(Microbatch(tokens, tokens, places, places), plan.num_microbatches, CausalLM())
+    microbatch = Microbatch(tokens, tokens, places, places).cut(meshes.sequence_part)
+    rehearsal = engine.rehearse(microbatch, plan.num_microbatches, CausalLM())
     return rehearsal.memory, estimate_parts(build_shape(config), plan, LENGTH, "cpu")
 
 
-def measure_both(workers, text, tmp_path, plan):
+def measure_both(workers, text, tmp_path, plan, config=CONFIG):
     recipe = write_recipe(Row(), tmp_path, text, steps=4)
     plan = replace(plan, micro_batch_size=BATCH, num_microbatches=2)
-    first, second = workers.run(measure, 2, str(recipe), plan)
+    first, second = workers.run(measure, 2, str(recipe), plan, config)
     assert first == second, "every rank knows the largest of all"
     return first
 
@@ -87,6 +88,7 @@ def test_parts_by_hand(workers, text, tmp_path, plan, share):
         pytest.param({**TP, "activation_checkpointing": "selective"}, marks=pytest.mark.slow),
         pytest.param({"compile": True, "activation_memory_budget": 0.5}, marks=pytest.mark.slow),
         pytest.param({"compile": True, "activation_memory_budget": 0.0}, marks=pytest.mark.slow),
+        pytest.param({"compile": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -94,6 +96,27 @@ def test_the_planned_peak_of_layers_that_are_recomputed(workers, text, tmp_path,
     measured, planned = measure_both(workers, text, tmp_path, replace(DDP, **kept))
     assert measured.activations - HIDDEN == pytest.approx(planned.activations, rel=0.1)
     assert sum(astuple(measured)) == pytest.approx(sum(astuple(planned)), rel=0.15)
+
+
+MOE = small_config("qwen3_moe", moe_intermediate_size=64, num_experts_per_tok=4)
+CP = replace(FSDP, dp_shard=1, cp=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "config"),
+    [
+        (replace(CP, cp_method="allgather"), CONFIG),
+        (replace(CP, cp_method="ulysses"), CONFIG),
+        (replace(FSDP, ep=2), MOE),
+    ],
+    ids=["allgather", "ulysses", "ep"],
+)
+def test_what_was_sent_is_kept_by_selective_checkpointing(workers, text, tmp_path, plan, config):
+    """The rehearsal, in which nothing is sent, holds as much as a step."""
+    plan = replace(plan, activation_checkpointing="selective")
+    measured, planned = measure_both(workers, text, tmp_path, plan, config)
+    assert measured.activations - HIDDEN // plan.cp == pytest.approx(planned.activations, rel=0.05)
 
 
 def test_gradients_wait_for_those_of_the_weights(workers, text, tmp_path):

@@ -16,8 +16,10 @@ from echelon.planner.rates import attends_in_blocks, compiles_checkpoints
 
 FP32_BYTES = 4
 
-# Attention in blocks on a CPU: the queries of a block, at most, and the blocks of scores that are held at once.
+# Attention in blocks on a CPU: the queries of a block, at most, and the blocks of scores that are held at once. In
+# compiled layers up to a length: the queries of a block, whose probabilities are kept.
 _BLOCK_QUERIES, _BLOCKS_HELD = 256, 3
+_KEPT_LENGTH, _KEPT_QUERIES = 1024, 128
 
 # With activation offloading, in the forward pass: the layer that runs, and the one whose activations leave.
 _LAYERS_LEAVING = 2
@@ -72,11 +74,13 @@ def activation_bytes(
     mlp = _mlp_half_bytes(shape, by, rows)
     layer = mlp + _attention_half_bytes(shape, by, sequence_len, kind) + by.adapter
     layer += _beside_bytes(shape, plan, by.compute)
+    probabilities = _probability_bytes(shape, plan, sequence_len, kind)
+    layer += probabilities
     # The first layer's input needs no gradient if the embedding is frozen: its norm keeps nothing.
     num_redone = 0 if plan.activation_checkpointing == "none" else shape.num_layers // plan.checkpoint_every
     norms = 0 if by.frozen and num_redone < shape.num_layers else _norm_bytes(shape, by)
     outside = norms + by.residual * shape.hidden_size * (shape.parts.residual_dropout > 0)
-    kept, redone = _kept_by_layer(shape, plan, by, layer, rows)
+    kept, redone = _kept_by_layer(shape, plan, by, layer, rows, probabilities)
     rotary = 2 * plan.part_len(sequence_len) * shape.head_dim * by.residual if shape.num_position_parameters == 0 else 0
     # Expert weights with an adapter are added up before they are used, those in 4 bits are dequantized; it is kept.
     adapter = plan.adapter
@@ -117,11 +121,12 @@ def deferred_bytes(shape: ModelShape, plan: ParallelPlan, sequence_len: int) -> 
 
 
 def _kept_by_layer(
-    shape: ModelShape, plan: ParallelPlan, by: _Kept, layer: float, rows: int
+    shape: ModelShape, plan: ParallelPlan, by: _Kept, layer: float, rows: int, probabilities: float
 ) -> tuple[list[float], float]:
     """Per token: (bytes that each layer keeps, additional bytes when the last of those that do not keep all is redone).
 
-    `layer`: the bytes that the backward pass of one layer needs. `rows`: of experts, per token.
+    `layer`: the bytes that the backward pass of one layer needs, `probabilities`: of these, those of attention. `rows`:
+    of experts, per token.
     """
     layer_input = by.residual * shape.hidden_size / by.sequence_ranks
     outputs = _matmul_output_bytes(shape, by, rows)
@@ -130,6 +135,7 @@ def _kept_by_layer(
             most = layer
             if not shape.parts.attention_matrix:
                 most = outputs + _compiled_bytes(shape, by.compute) + _beside_bytes(shape, plan, by.compute)
+                most += probabilities
             budget = 1.0 if plan.activation_memory_budget is None else plan.activation_memory_budget
             kept = layer_input + budget * most
             redone = max(0.0, layer - kept)
@@ -212,11 +218,24 @@ def _half_bytes(shape: ModelShape, by: _Kept, inputs: int, num_norms: int) -> fl
     return norms + dropout + (0 if by.frozen else inputs * by.compute * shape.hidden_size)
 
 
+def _probability_bytes(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> float:
+    """Per token: the probabilities that learn/model/blocked_attention.py keeps in compiled layers."""
+    if not plan.compile or sequence_len > _KEPT_LENGTH or not _has_blocks(shape, plan, kind):
+        return 0.0
+    blocks = -(-sequence_len // _KEPT_QUERIES)
+    keys = (sequence_len + min(sequence_len, sequence_len / blocks)) / 2  # on average; a block sees none behind its end
+    return DTYPE_BYTES[plan.precision.compute] * shape.num_heads * keys
+
+
+def _has_blocks(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> bool:
+    """Whether attention takes blocks of queries."""
+    is_fused = not shape.parts.attention_matrix and not shape.parts.attention_dropout
+    return kind == "cpu" and attends_in_blocks(plan) and not plan.divides_sequences and is_fused
+
+
 def _blocks_bytes(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> int:
     """Scores that the backward pass of learn/model/blocked_attention.py holds at once."""
-    parts = shape.parts
-    is_fused = not parts.attention_matrix and not parts.attention_dropout
-    if kind != "cpu" or not attends_in_blocks(plan) or plan.divides_sequences or not is_fused:
+    if not _has_blocks(shape, plan, kind):
         return 0
     sequences = plan.micro_batch_size * plan.rows_per_sequence
     block = min(_BLOCK_QUERIES, sequence_len) * sequence_len * DTYPE_BYTES[plan.precision.compute]

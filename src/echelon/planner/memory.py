@@ -25,6 +25,10 @@ from echelon.recipe.engines import NATIVE
 from echelon.recipe.names import OPTIMIZER_FROM_OUTSIDE, OPTIMIZERS
 from echelon.recipe.synchronization import QUORUM
 
+_CAPPED = (
+    "soft-capped attention is flex attention, which keeps no scores; eager attention needs more",
+    "soft-capped attention is eager in layers that are compiled and checkpointed, and computes all scores of a layer",
+)
 _COMPILED = "compiled layers keep what was measured on a CPU: their input, results of products and attention"
 _EAGER = "activations are those of eager execution; a compiled model needs less"
 _COPIED = "a quorum sends copies of gradients, which count as optimizer"
@@ -227,8 +231,8 @@ def _rotary_bytes(shape: ModelShape, sequence_len: int) -> int:
 
 
 def _list_assumptions(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> Iterator[str]:
-    if shape.parts.attention_matrix and kind == "cuda" and not compiles_checkpoints(plan):
-        yield "soft-capped attention is flex attention, which keeps no scores; eager attention needs more"
+    if shape.parts.attention_matrix and kind == "cuda":
+        yield _CAPPED[compiles_checkpoints(plan)]
     if plan.engine != NATIVE:
         yield f"the engine {plan.engine} is counted as the native one; what it copies beside that is not counted"
     if plan.compile:

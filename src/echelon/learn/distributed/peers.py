@@ -6,9 +6,32 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_tensor, all_to_all_single, wait_tensor
 from typing_extensions import override
 
 from echelon.learn.distributed.isolation import Isolatable
+
+
+def keep_received(tensor: Tensor) -> Tensor:
+    """Return what other ranks have sent, or what stands for it, once it is there.
+
+    Selective checkpointing keeps this, so that a repeated pass does not send again.
+    """
+    found: Tensor = wait_tensor(tensor)  # type: ignore[no-untyped-call]
+    return found
+
+
+def send_rows(
+    rows: Tensor, group: dist.ProcessGroup, sent: list[int] | None = None, expected: list[int] | None = None
+) -> Tensor:
+    """Send rows to each rank of a group and return those received, both in the order of the ranks. Collective.
+
+    Args:
+        rows: [rows, ...].
+        sent: the number of rows for each rank; None if all get as many.
+        expected: the number of rows from each rank; None likewise.
+    """
+    return keep_received(all_to_all_single(rows.contiguous(), expected, sent, group))
 
 
 class Peers(Protocol):
@@ -57,20 +80,16 @@ class GroupPeers(Isolatable, Peers):
 
     def collect(self, part: Tensor) -> Tensor:
         """`gather` without gradient."""
-        whole = part.new_empty(self.size, part.numel())
-        if self._sends:
-            dist.all_gather(list(whole.unbind()), part.flatten(), group=self._group)
-        else:
-            whole.copy_(part.flatten())
-        return whole.view(self.size, *part.shape)
+        if not self._sends:
+            return keep_received(part.expand(self.size, *part.shape).clone())
+        whole: Tensor = all_gather_tensor(part.contiguous().flatten(), 0, self._group)
+        return keep_received(whole).view(self.size, *part.shape)
 
     def deliver(self, parts: Tensor) -> Tensor:
         """`swap` without gradient."""
         if not self._sends:
-            return parts.clone()
-        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, parts.contiguous(), group=self._group)
-        return received
+            return keep_received(parts.clone())
+        return send_rows(parts, self._group)
 
 
 class _Gather(torch.autograd.Function):

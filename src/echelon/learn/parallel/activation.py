@@ -44,7 +44,7 @@ def apply_activation_checkpointing(layers: Sequence[nn.Module] | nn.ModuleList, 
 
     Args:
         policy: `none`; `full` keeps a layer's input alone (Chen et al. 2016); `selective` also keeps the
-            results of matrix products, attention (Korthikanti et al. 2022) and the collectives of `tp`.
+            results of matrix products, attention (Korthikanti et al. 2022) and collectives.
         every: only layers whose number, from 1, this divides.
     """
     if policy == "none":

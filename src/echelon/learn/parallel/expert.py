@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
 from echelon.learn.distributed.mesh import Meshes
+from echelon.learn.distributed.peers import keep_received, send_rows
 from echelon.learn.model.sharding import local_part
 from echelon.planner.plan import ParallelPlan
 
@@ -89,10 +90,8 @@ class ExpertGroup:
             received: the number of rows from each rank.
         """
         if self._group is None or not self.sends:
-            return rows.clone()
-        result = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=self._group)
-        return result
+            return keep_received(rows.clone())
+        return send_rows(rows, self._group, sent, received)
 
     def find_route(self, chosen: Tensor, num_local: int, capacity: int) -> Route:
         """Find the ways of the pairs of a layer from their experts. Collective.
@@ -113,8 +112,11 @@ class ExpertGroup:
         """The pairs for each expert of each rank, [size, num_local], and those of each rank for the experts here."""
         counts = torch.zeros(self.size * num_local + 1, dtype=torch.int64, device=chosen.device)
         by_rank = counts.scatter_add_(0, chosen, torch.ones_like(chosen))[:-1].view(self.size, num_local)
-        ones = [1] * self.size
-        return by_rank, self.exchange(by_rank, ones, ones)
+        if self._group is None or not self.sends:
+            return by_rank, by_rank.clone()
+        from_ranks = torch.empty_like(by_rank)
+        dist.all_to_all_single(from_ranks, by_rank, group=self._group)
+        return by_rank, from_ranks
 
 
 class FixedCapacity(ExpertGroup):

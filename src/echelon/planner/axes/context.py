@@ -57,6 +57,15 @@ class _Context(Axis):
         return key_value * (plan.cp - 1)
 
     @override
+    def result_bytes(self, shape: ModelShape, plan: ParallelPlan, number: int) -> float:
+        if plan.cp == 1:
+            return 0.0
+        width = shape.head_dim * number
+        if plan.cp_method == "ulysses":
+            return width * (2 * shape.num_heads + 2 * math.lcm(shape.num_kv_heads, plan.cp))
+        return width * 2 * shape.num_kv_heads * plan.cp
+
+    @override
     def layer_seconds(self, step: Step, layer: LayerTime) -> float:
         plan, shape = step.plan, step.part
         if plan.cp == 1:

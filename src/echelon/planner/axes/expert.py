@@ -70,6 +70,11 @@ class _Expert(Axis):
         return 2 * rows * shape.hidden_size * DTYPE_BYTES[plan.precision.compute]
 
     @override
+    def result_bytes(self, shape: ModelShape, plan: ParallelPlan, number: int) -> float:
+        share, _ = shape.expert_widths
+        return 0.0 if plan.ep == 1 else 2 * share * shape.num_chosen_experts * shape.hidden_size * number
+
+    @override
     def layer_seconds(self, step: Step, layer: LayerTime) -> float:
         plan, shape = step.plan, step.shape
         share, _ = shape.expert_widths
