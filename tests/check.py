@@ -35,7 +35,13 @@ SUITES = {
     "fuzz": "tests/fuzz -m slow --show-capture=no",
     "parity": 'tests/parity -m "not gpu"',
 }
-LINT = ("ruff check src tests", "ruff format --check src tests", "mypy")
+LINT = (
+    "ruff check src tests",
+    "ruff format --check src tests",
+    "mypy",
+    "zizmor --offline --no-progress --strict-collection .github",
+    "hadolint docker/cpu.Dockerfile docker/cuda.Dockerfile docker/aws.Dockerfile",
+)
 MOST_TESTS = 40  # of a part
 BAD = ("failed", "broken")
 
@@ -242,6 +248,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.check", description=__doc__.partition("\n")[0])
     parser.add_argument("suites", nargs="*", help=f"of lint, {', '.join(SUITES)}; by default all")
     parser.add_argument("--keep", action="store_true", help="count what has passed with another source")
+    parser.add_argument("--table", action="store_true", help="run nothing; print the table of what has been run")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="run N tests at a time; by default 2")
     parser.add_argument("--folder", type=Path, default=ROOT / ".check", help="where the results are")
     parser.add_argument("--limit", type=int, default=1800, metavar="SECONDS", help="of one test")
@@ -260,7 +267,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
     limit = ["-o", f"faulthandler_timeout={options.limit}", "-o", "faulthandler_exit_on_timeout=true"]
     argv = [sys.executable, "-m", "pytest", "-p", "tests.check", "--results", str(results.path), results.source, *limit]
     argv += ["-m", ""]
-    return Check(options.folder, results, tests, argv, options.keep, options.workers).run()
+    check = Check(options.folder, results, tests, argv, options.keep, options.workers)
+    return check.print_table() if options.table else check.run()
 
 
 if __name__ == "__main__":

@@ -88,12 +88,15 @@ def test_a_killed_check_goes_on_and_reports_what_failed(project):
     assert "1 skipped: no browser" in printed
     assert (project / "good.txt").read_text() == "once "  # not run again after it had passed
 
+    assert finish(start(project, "--table"))[:2] == (1, ["5", "2", "2", "1", "0"])
     (project / "mended").touch()
     assert finish(start(project))[:2] == (0, ["5", "4", "0", "1", "0"])
 
     (project / "docs").mkdir()
     (project / "docs" / "page.md").touch()  # another source: everything runs again, but with --keep
     assert finish(start(project, "--keep"))[:2] == (0, ["5", "4", "0", "1", "0"])
+    assert (project / "good.txt").read_text() == "once "
+    assert finish(start(project, "--table"))[:2] == (1, ["5", "0", "0", "1", "4"])  # --keep skipped one anew
     assert (project / "good.txt").read_text() == "once "
     assert finish(start(project))[:2] == (0, ["5", "4", "0", "1", "0"])
     assert (project / "good.txt").read_text() == "once once "
