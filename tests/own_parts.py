@@ -100,9 +100,13 @@ class ZLoss:
     needs_reference = False
     unit = "target_tokens"
     measures = ()
+    batch_means = ()
 
     def __init__(self, config, weight=0.0):
         self.weight = weight
+
+    def batch_sums(self, batch, run):
+        return torch.zeros(0)
 
     def count(self, batch):
         return (batch.labels != -100).sum()

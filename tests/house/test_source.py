@@ -8,8 +8,9 @@ from typing import get_args
 
 import pytest
 
-from echelon.recipe.inputs import AdapterConfig, ObjectiveConfig
+from echelon.recipe.inputs import AdapterConfig
 from echelon.recipe.names import OneOf
+from echelon.recipe.objective import ObjectiveConfig
 from echelon.recipe.synchronization import SyncConfig
 from echelon.recipe.training import EngineName, OptimConfig, ParallelName
 from tests.house.source_tree import ECHELON, Module, SourceTree

@@ -13,6 +13,10 @@ from tests.parity.training import Row, bounds, difference, equal_tensors, hashes
 pytestmark = pytest.mark.dist
 
 DPO = {"objective": {"name": "dpo", "beta": 0.5}}
+RPO = {"objective": {"name": "dpo", "beta": 0.5, "loss": "sigmoid_norm", "sft_weight": 0.5}}
+ORPO = {"objective": {"name": "orpo", "beta": 0.5}}
+SIMPO = {"objective": {"name": "simpo", "beta": 2.0, "gamma": 0.5}}
+CPO = {"objective": {"name": "cpo", "beta": 0.1}}
 STEPS = 4
 
 ROWS = [
@@ -31,6 +35,20 @@ ROWS = [
         marks=pytest.mark.slow,
     ),
 ]
+# With the mean number of tokens of a chosen answer in the whole batch, and without a reference.
+ROWS += [
+    pytest.param("pairs", replace(row, changes=changes), marks=[pytest.mark.slow] if is_slow else [], id=f"{changes}")
+    for row, changes, is_slow in (
+        (with_ranks(Row("ddp"), 2, micro_batch=2), ORPO, False),
+        (with_ranks(Row("fsdp"), 2), RPO, False),
+        (Row({"tp": 2}, ranks=2, micro_batch=4), ORPO, True),
+        (Row({"pp": 2}, ranks=2, micro_batch=2), ORPO, True),
+        (with_ranks(Row("fsdp", adapter="lora"), 2, micro_batch=2), CPO, True),
+        (with_ranks(Row("zero1"), 2, micro_batch=2), SIMPO, True),
+        (with_ranks(Row("ddp", adapter="lora"), 2), RPO, True),
+        (with_ranks(Row("fsdp", family="mamba"), 2), ORPO, True),
+    )
+]
 PLANS = [("ddp", 2), ("ddp", 4), ("zero1", 2), ("zero2", 4), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4)]
 FAMILIES = [("llama", False), ("gpt2", True), ("gemma2", True)]
 FULL = [
@@ -48,7 +66,7 @@ FULL += [
 
 
 def run(workers, samples, row, folder, text, **options):
-    row = replace(row, changes=DPO if samples == "pairs" else None)
+    row = replace(row, changes=(row.changes or DPO) if samples == "pairs" else None)
     return train(PackedPool(workers, samples), row, folder, text, steps=STEPS, **options)
 
 
@@ -58,9 +76,10 @@ def alone(workers, text, tmp_path_factory):
     trained = {}
 
     def find(samples, row):
-        key = (samples, row.family, row.tied, row.adapter)
+        key = (samples, row.family, row.tied, row.adapter, str(row.changes))
         if key not in trained:
-            trained[key] = run(workers, samples, row.reference(), tmp_path_factory.mktemp("one"), text)
+            one = replace(row.reference(), changes=row.changes)
+            trained[key] = run(workers, samples, one, tmp_path_factory.mktemp("one"), text)
         return trained[key]
 
     return find

@@ -1,7 +1,7 @@
 """The mean loss of held-out sequences over all ranks, and what follows from it."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,10 @@ from echelon.learn.data.loader import LONGEST, Microbatch, Padding, StepBatch, b
 from echelon.learn.data.shards import Dataset
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.engines.engine import Evaluation
+from echelon.learn.objectives.batch_means import with_batch_means
 from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.objective import Objective
+from echelon.learn.objectives.outputs import OutputsFn
 
 
 @dataclass(frozen=True)
@@ -129,16 +131,47 @@ def evaluate(
     device: torch.device,
 ) -> EvalResult:
     """Return the mean loss of batches over all ranks. Collective: each rank gives the same number of microbatches."""
+
+    def add_up(sums: Tensor) -> None:
+        for group in (meshes.loss, meshes.outer):
+            if group is not None:
+                dist.all_reduce(sums, group=group)
+
+    whole = (each for batch in batches for each in (batch.microbatches if isinstance(batch, StepBatch) else (batch,)))
+    return sum_up(evaluation, objective, whole, add_up, device)
+
+
+def sum_up(
+    evaluation: Evaluation,
+    objective: Objective,
+    microbatches: Iterable[Microbatch],
+    add_up: Callable[[Tensor], object],
+    device: torch.device,
+    bytes_per_token: float | None = None,
+) -> EvalResult:
+    """Return the mean loss of microbatches over all ranks. Collective.
+
+    An objective with `batch_means` takes them over all microbatches, which are read twice and kept in host memory.
+
+    Args:
+        add_up: sums a tensor in place over the ranks with other sequences.
+    """
     sums = torch.zeros(3 + len(objective.measures), dtype=torch.float64, device=device)
-    for batch in batches:
-        for microbatch in batch.microbatches if isinstance(batch, StepBatch) else (batch,):
-            here = microbatch.to(device)
-            sums[:2] += count_labels(objective, here)
-            sums[2:] += evaluation.sums(here)
-    for group in (meshes.loss, meshes.outer):
-        if group is not None:
-            dist.all_reduce(sums, group=group)
-    return build_result(objective, sums.tolist(), None)
+    if objective.batch_means:
+        microbatches = list(microbatches)
+        num_terms = torch.stack([objective.count(microbatch) for microbatch in microbatches]).sum().to(device)
+        add_up(num_terms)
+
+        def run(microbatch: Microbatch, compute: OutputsFn) -> Tensor:
+            return evaluation.run(microbatch.to(device), compute)
+
+        microbatches = with_batch_means(objective, microbatches, num_terms.clamp(min=1), run, add_up)
+    for microbatch in microbatches:
+        here = microbatch.to(device)
+        sums[:2] += count_labels(objective, here)
+        sums[2:] += evaluation.sums(here)
+    add_up(sums)
+    return build_result(objective, sums.tolist(), bytes_per_token)
 
 
 def read_held_out(

@@ -47,6 +47,6 @@ def open_recipe(recipe: Recipe, plan: ParallelPlan | None) -> tuple[EngineSpec, 
 def _resolve_plan(recipe: Recipe, shape: ModelShape, data: PreparedData, runtime: Runtime) -> ParallelPlan:
     """Return the plan of a recipe on the processes of this job."""
     cluster = describe_cluster(runtime.world_size, runtime.local_world_size)
-    if recipe.objective.name == "dpo":
+    if recipe.objective.row.answers == "pairs":
         shape = replace(shape, obeys_masks=find_mask_obstacle(recipe) is None)
     return resolve_plan(recipe, shape, cluster, num_samples=data.train.num_samples)

@@ -152,6 +152,7 @@ class _LoadBytes:
         head: hidden states with their gradient, and the head's gradient; 0 without the head.
         beside: rotary tables, rows sent to experts, and what is received from another stage.
         agreement: what replicas and compressed gradients need. Not in `parts`, which are measured before it is there.
+        reference: the frozen copy of the initial weights. Not in `parts`, which are measured without it.
         host: what is kept in host memory.
         assumptions: what the count simplifies.
     """
@@ -164,6 +165,7 @@ class _LoadBytes:
     head: int
     beside: int
     agreement: int
+    reference: int
     host: int
     assumptions: tuple[str, ...]
 
@@ -172,7 +174,7 @@ class _LoadBytes:
         at_redone = self.redone > self.chunk
         activations = self.activations + self.deferred
         return MemoryEstimate(
-            parameters=self.states.parameters + self.states.cast + self.states.gathered,
+            parameters=self.states.parameters + self.states.cast + self.states.gathered + self.reference,
             gradients=self.states.gradients + self.states.unreduced,
             optimizer=self.states.optimizer + self.agreement,
             activations=activations + self.redone if at_redone else activations,
@@ -221,9 +223,21 @@ def _count_load(load: RankLoad, plan: ParallelPlan, sequence_len: int, kind: Dev
         head=head * load.num_kept,
         agreement=agreement_bytes(plan, _num_held(shape, plan)),
         beside=_rotary_bytes(shape, length) + sending + load.received_bytes,
-        host=moved + (sum(_shard_states(shape, plan)) if plan.cpu_offload else 0),
+        reference=0 if plan.cpu_offload else reference_bytes(shape, plan),
+        host=moved + (sum(_shard_states(shape, plan)) + reference_bytes(shape, plan) if plan.cpu_offload else 0),
         assumptions=tuple(_list_assumptions(shape, plan, kind)),
     )
+
+
+def reference_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
+    """Bytes of one rank's part of the frozen copy of the initial weights; 0 for a plan without one.
+
+    With `fully_shard` it is in the compute dtype and sharded between forward passes, else as the trained weights are.
+    """
+    if not plan.keeps_reference:
+        return 0
+    number = DTYPE_BYTES[plan.precision.compute if plan.uses_fully_shard else plan.precision.param]
+    return -(-shape.num_parameters // plan.num_shards) * number
 
 
 def _rotary_bytes(shape: ModelShape, sequence_len: int) -> int:

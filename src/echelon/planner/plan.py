@@ -223,6 +223,8 @@ class ParallelPlan:
     """Sequences without targets: they pad a batch that the ranks of a resumed run cannot share evenly."""
     rows_per_sequence: Count = 1
     """Rows that a sequence takes in a forward pass: 2 for preference pairs of a model without a document mask."""
+    keeps_reference: bool = False
+    """Whether each rank keeps its part of a frozen copy of the initial weights, with which the objective compares."""
     reshard_after_forward: bool = False
     """Whether gathered parameters are freed after use."""
     reduce_gradients: ReduceGradients = "last"

@@ -6,6 +6,8 @@ from echelon.recipe.engines import NATIVE
 
 _ROWS = "pairs: the two answers run as sequences of their own, because no document mask keeps them apart in this model"
 
+_REFERENCE = "reference: a frozen copy of the initial weights, which each microbatch passes once more without gradient"
+
 
 def describe_plan(plan: ParallelPlan) -> list[str]:
     """Lines that say all: the plan, the precision policy, the batch arithmetic, and why."""
@@ -65,6 +67,7 @@ def _describe_batch(plan: ParallelPlan) -> list[str]:
         f"{count_noun(plan.num_microbatches, 'microbatch', 'es')} x {count_noun(plan.micro_batch_size, 'sequence')}"
         f"{padding if plan.num_fill else ''}",
         *([] if plan.rows_per_sequence == 1 else [_ROWS]),
+        *([_REFERENCE] if plan.keeps_reference else []),
         *([] if plan.sync == SyncPlan() else [plan.sync.describe(plan.num_replicas, plan.replica_size)]),
     ]
 

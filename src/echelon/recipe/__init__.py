@@ -8,13 +8,13 @@ from echelon.recipe.inputs import (
     AdapterConfig,
     DataConfig,
     ModelConfig,
-    ObjectiveConfig,
     RunConfig,
     SourceConfig,
     TrainedTokenizerConfig,
     TrainTokenizerConfig,
 )
 from echelon.recipe.launch_sections import LaunchConfig
+from echelon.recipe.objective import ObjectiveConfig
 from echelon.recipe.operation import (
     BudgetConfig,
     CheckpointConfig,

@@ -15,11 +15,11 @@ from echelon.recipe.inputs import (
     AdapterConfig,
     DataConfig,
     ModelConfig,
-    ObjectiveConfig,
     RunConfig,
     TrainedTokenizerConfig,
 )
 from echelon.recipe.launch_sections import LaunchConfig
+from echelon.recipe.objective import ObjectiveConfig
 from echelon.recipe.operation import (
     BudgetConfig,
     CheckpointConfig,
@@ -107,24 +107,28 @@ class Recipe(Section):
 
     @rule
     def _a_reference_is_what_was_there(self) -> None:
-        if self.objective.name == "dpo" and self.adapter.init == "pissa":
+        if not self.objective.row.needs_reference:
+            return
+        named = f"objective.name={self.objective.name}"
+        if self.adapter.init == "pissa":
             raise ValueError(
-                "adapter.init=pissa changes the frozen weights, and objective.name=dpo compares with them as they "
-                "were; use adapter.init=default."
+                f"adapter.init=pissa changes the frozen weights, and {named} compares with them as they were; use "
+                "adapter.init=default."
             )
-        if self.objective.name == "dpo" and self.adapter.modules_to_save:
+        if self.adapter.modules_to_save:
             raise ValueError(
                 f"adapter.modules_to_save={list(self.adapter.modules_to_save)} trains weights in place, and "
-                "objective.name=dpo needs the original weights; remove it (rows of model.new_tokens are trained "
+                f"{named} needs the original weights; remove it (rows of model.new_tokens are trained "
                 "anyway), or use adapter.method=full, which keeps a copy."
             )
 
     @rule
     def _answers_of_a_pair_are_apart(self) -> None:
-        if self.objective.name == "dpo" and self.data.document_mask is False:
+        if self.objective.row.answers == "pairs" and self.data.document_mask is False:
             raise ValueError(
-                "data.document_mask=false lets documents of a sequence attend to each other, and objective.name=dpo "
-                "has both answers of a pair in one sequence; use data.document_mask=auto."
+                "data.document_mask=false lets documents of a sequence attend to each other, and "
+                f"objective.name={self.objective.name} has both answers of a pair in one sequence; use "
+                "data.document_mask=auto."
             )
 
     @rule

@@ -79,7 +79,7 @@ _DEEPSPEED = EngineRow(
         Limit("parallel.prefetch", (None,), "prefetches by zero_optimization.stage3_prefetch_bucket_size"),
         Limit("sync.name", ("every_step",), "reduces gradients in every step"),
         Limit("sync.compress.method", ("none",), "sends gradients as they are"),
-        Limit("objective.name", ("causal_lm", OWN), "has no reference model"),
+        Limit("objective.name", ("causal_lm", OWN), "has no pass for a reference or for means over the batch"),
         Limit("adapter.method", ("full", "lora"), "casts all weights, so packed and rescaled ones do not work"),
         Limit("adapter.init", ("default",), "casts all weights, and this start changes the frozen ones"),
         Limit("train.precision", ("auto", "fp32", "bf16", "fp16"), "has no float8"),

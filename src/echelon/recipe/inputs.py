@@ -1,4 +1,4 @@
-"""Sections of the recipe: run, model, tokenizer, adapter, data and objective."""
+"""Sections of the recipe: run, model, tokenizer, adapter and data."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from echelon.recipe.data_formats import check_fields
-from echelon.recipe.names import FormatName, ObjectiveName, Options, OwnName, check_has_options
+from echelon.recipe.names import FormatName, Options, OwnName, check_has_options
 from echelon.recipe.section import (
     MAX_NAME,
     AnyPath,
@@ -381,38 +381,4 @@ class DataConfig(Section):
             raise ValueError(
                 "data.validation and data.validation_fraction are both given; evaluate on separate data or on a "
                 "fraction of the training data: remove one."
-            )
-
-
-class ObjectiveConfig(Section):
-    """What is minimised."""
-
-    name: ObjectiveName = Field(
-        "causal_lm",
-        description="`causal_lm` predicts the next token; `dpo` prefers chosen over rejected answers. Your own is a "
-        "loss function of (logits, labels, extra), or an objective class.",
-    )
-    options: Options = Field(None, description="Arguments of your own loss or objective, by their names.")
-    beta: Positive = Field(0.1, description="`dpo`: how strongly the model is kept close to the reference.")
-    loss: Literal["sigmoid", "ipo"] = Field("sigmoid", description="`dpo`: the loss on the margin of a pair.")
-    label_smoothing: Number = Field(
-        0.0, ge=0, lt=0.5, description="`dpo`: the probability that a preference label is wrong."
-    )
-    router_loss: Flag = Field(
-        True, description="Mixtures of experts: add the router loss that the model config enables."
-    )
-
-    @rule
-    def _every_key_means_something(self) -> None:
-        check_has_options("objective.name", self.name, self.options)
-        for name in ("beta", "loss", "label_smoothing"):
-            if self.name != "dpo" and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(
-                    f"objective.{name}={getattr(self, name)} has no effect with objective.name={self.name}; set "
-                    "objective.name=dpo, or remove it."
-                )
-        if self.loss == "ipo" and self.label_smoothing:
-            raise ValueError(
-                f"objective.label_smoothing={self.label_smoothing} applies only to the sigmoid loss; remove it, or set "
-                "objective.loss=sigmoid."
             )

@@ -5,7 +5,7 @@ To add one, write a file and add a row here. A row holds the import path of the 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
@@ -82,11 +82,54 @@ FORMATS: dict[str, FormatRow] = {
 }
 """The file formats by `data.train[].format`."""
 
-OBJECTIVES: dict[str, str] = {
-    "causal_lm": "echelon.learn.objectives.causal_lm:build_causal_lm",
-    "dpo": "echelon.learn.objectives.dpo:build_dpo",
-}
-"""The objectives by `objective.name`. Each builder is called with the recipe's section."""
+
+Answers = Literal["pairs"]
+"""What an objective compares."""
+
+
+@dataclass(frozen=True)
+class ObjectiveRow:
+    """The import path of the builder, which is called with the recipe's section, and what the objective needs.
+
+    `answers`: what its data must be: `pairs` of a chosen and a rejected answer; None: single texts. `needs_reference`:
+    whether it compares with the weights that training starts from. `keys`: those of the section that it alone reads.
+    `losses`: the values of `objective.loss`, the default first.
+    """
+
+    place: str
+    answers: Answers | None = None
+    needs_reference: bool = False
+    keys: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ()
+
+
+_OBJECTIVES = "echelon.learn.objectives"
+_DPO_LOSSES = (
+    "sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "sppo_hard", "apo_zero", "apo_down"
+)  # fmt: skip
+
+OBJECTIVES: dict[str, ObjectiveRow] = {
+    "causal_lm": ObjectiveRow(f"{_OBJECTIVES}.causal_lm:build_causal_lm"),
+    "dpo": ObjectiveRow(
+        f"{_OBJECTIVES}.dpo:build_dpo", "pairs", True, ("beta", "loss", "label_smoothing", "sft_weight"), _DPO_LOSSES
+    ),
+    "orpo": ObjectiveRow(f"{_OBJECTIVES}.reference_free:build_orpo", "pairs", keys=("beta",)),
+    "simpo": ObjectiveRow(
+        f"{_OBJECTIVES}.reference_free:build_simpo", "pairs", keys=("beta", "gamma", "label_smoothing", "sft_weight")
+    ),
+    "cpo": ObjectiveRow(
+        f"{_OBJECTIVES}.reference_free:build_cpo", "pairs", keys=("beta", "loss", "label_smoothing", "sft_weight"),
+        losses=("sigmoid", "hinge", "ipo"),
+    ),
+}  # fmt: skip
+"""The objectives by `objective.name`."""
+
+
+def list_objectives(compares: Answers | None = None, key: str | None = None) -> str:
+    """Name the objectives on such answers, or those that read a key of the section, for a message: `dpo or orpo`."""
+    rows = OBJECTIVES.items()
+    *names, last = [name for name, row in rows if (row.answers == compares if key is None else key in row.keys)]
+    return f"{', '.join(names)} or {last}" if names else last
 
 
 SYNCHRONIZERS: dict[str, str] = {

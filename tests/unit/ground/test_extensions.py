@@ -199,6 +199,6 @@ def test_table_rows_exist():
         choose_rule(OptimConfig(name=name, learning_rate=1.0), True)
     for name in FORMATS:
         assert isinstance(find_reader(SourceFile(None, "", name, 0, 0, True)), Reader)
-    for table in (OBJECTIVES, SYNCHRONIZERS):
+    for table in ({name: row.place for name, row in OBJECTIVES.items()}, SYNCHRONIZERS):
         for name in table:
             assert callable(find_named("key", name, table))

@@ -14,12 +14,17 @@ from echelon.learn.model.attention import choose_attention
 from echelon.learn.model.build import build_on_meta
 from echelon.learn.optimizer import build_optimizer
 from echelon.planner.adapter_plan import build_adapter_plan
+from echelon.planner.choose import resolve_plan
+from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.memory import estimate_memory, estimate_parts
 from echelon.planner.model_shape import logits_chunk_tokens
 from echelon.planner.plan import ParallelPlan, Precision
+from echelon.planner.plan_lines import describe_plan
 from echelon.planner.shape import build_shape
 from echelon.recipe import AdapterConfig, OptimConfig
 from tests.families import small_model
+from tests.parity.training import MACHINE
+from tests.unit.recipe_samples import SMALL, load_text
 
 BF16 = Precision(compute="bfloat16")
 FP16 = Precision(compute="float16")
@@ -493,3 +498,41 @@ FSDP_H200 = ParallelPlan(
 def test_the_estimate_is_near_the_peak_of_an_h200(config, length, plan, measured):
     """The peak of allocated bytes in tests/gpu/test_gpu_memory.py, on an H200 with torch 2.11 on 2026-11-27."""
     assert estimate_memory(build_shape(config), plan, length, "cuda").total == pytest.approx(measured, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("plan", "on_device", "on_host"),
+    [
+        (ParallelPlan("ddp", dp_replicate=2), 4, 0),
+        (ParallelPlan("ddp", precision=BF16), 4, 0),
+        (ParallelPlan("fsdp", dp_shard=4, precision=BF16), 2 / 4, 0),
+        (ParallelPlan("fsdp", dp_shard=2, precision=BF16, cpu_offload=True), 0, 2 / 2),
+    ],
+    ids=["ddp", "autocast", "fsdp", "offloaded"],
+)
+def test_the_reference_of_dpo_is_counted(plan, on_device, on_host):
+    """A frozen copy of every weight: whole as it trains, or this rank's shard in the compute dtype."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS["llama"]))
+    shape, numel = build_shape(MODELS["llama"]), sum(each.numel() for each in model.parameters())
+    without, kept = (estimate_memory(shape, replace(plan, keeps_reference=keeps), SEQUENCE) for keeps in (False, True))
+    assert kept.parameters - without.parameters == numel * on_device and kept.host - without.host == numel * on_host
+    parts = [estimate_parts(shape, replace(plan, keeps_reference=keeps), SEQUENCE) for keeps in (False, True)]
+    assert parts[0] == parts[1], "what the rehearsal measures"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keeps"),
+    [
+        (["objective.name=dpo"], True),
+        (["objective.name=dpo", "adapter.method=lora"], False),
+        (["objective.name=simpo"], False),
+        (["objective.name=orpo"], False),
+        ([], False),
+    ],
+    ids=str,
+)
+def test_the_plan_knows_whether_there_is_a_reference(tmp_path, overrides, keeps):
+    recipe, _ = load_text(tmp_path, SMALL, *overrides)
+    plan = resolve_plan(recipe, build_shape(MODELS["llama"]), Cluster(MACHINE, 1, 1, kind="cpu"))
+    assert plan.keeps_reference == keeps
+    assert any(line.startswith("reference: a frozen copy") for line in describe_plan(plan)) == keeps

@@ -12,7 +12,7 @@ from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster, parse_d
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.plan_lines import describe_plan, summarize_plan
 from echelon.planner.shape import build_shape
-from echelon.recipe import AdapterConfig, BatchRampConfig, SyncConfig
+from echelon.recipe import AdapterConfig, BatchRampConfig, ObjectiveConfig, SyncConfig
 from echelon.recipe.batches import constant_batch, ramp_batch
 from echelon.recipe.training import ParallelConfig
 from tests.families import small_config
@@ -66,7 +66,7 @@ def build_recipe(
         optim=SimpleNamespace(name=optimizer),
         adapter=adapter,
         model=SimpleNamespace(new_tokens=(), trust_remote_code=False, attn_implementation=None),
-        objective=SimpleNamespace(name="causal_lm"),
+        objective=ObjectiveConfig(),
         train=SimpleNamespace(global_batch_tokens=batch_tokens, **{"epochs": None, **defaults, **train}),
         num_steps=lambda num_samples: 1000,
     )

@@ -109,7 +109,15 @@ class DeepspeedEngine(NativeEngine):
     def forward_backward(
         self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective
     ) -> StepSums:
-        """DeepSpeed multiplies the loss by the scale, and takes it out of the gradients in its step."""
+        """DeepSpeed multiplies the loss by the scale, and takes it out of the gradients in its step.
+
+        Raises ConfigError for an objective with `batch_means`.
+        """
+        if objective.batch_means:
+            raise ConfigError(
+                f"the loss {type(objective).__name__} needs means over the batch ({', '.join(objective.batch_means)}), "
+                "and engine=deepspeed has no pass for them; use engine=native."
+            )
         self._step = step
         if self.loss_scale is not None:
             self.zero.optimizer.loss_scaler.cur_scale = float(self.loss_scale)

@@ -29,6 +29,7 @@ from echelon.learn.model.build import build_on_meta, materialize
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.objective import Objective
+from echelon.learn.objectives.outputs import OutputsFn
 from echelon.learn.optimizer import Served
 from echelon.learn.optimizer.groups import find_members
 from echelon.learn.parallel.step import StepSums
@@ -170,6 +171,11 @@ class TensorflowEvaluation(Evaluation):
     @override
     def sums(self, microbatch: Microbatch) -> Tensor:
         return torch.tensor([self._passes.loss_sum(microbatch.input_ids, microbatch.labels)])
+
+    @override
+    def run(self, microbatch: Microbatch, compute: OutputsFn) -> Tensor:
+        """Raises ConfigError: TensorFlow's passes end in a loss of their own."""
+        raise ConfigError("engine=tensorflow runs no function in PyTorch on its model; use engine=native.")
 
     @override
     def log_probabilities(self, microbatch: Microbatch) -> Tensor:

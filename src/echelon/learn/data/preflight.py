@@ -21,6 +21,7 @@ from echelon.learn.data.templates import NAMED_TEMPLATES, load_template, own_tem
 from echelon.learn.data.tokenizer import EOS, separator_id
 from echelon.recipe.data_formats import PAIR_FORMATS, PROMPTS
 from echelon.recipe.inputs import is_template
+from echelon.recipe.names import Answers, list_objectives
 from echelon.recipe.render import plain_value
 from echelon.recipe.yaml_text import show_value
 
@@ -37,13 +38,13 @@ _PROBE = tuple({"role": role, "content": text} for role, text in (("user", _QUES
 @dataclass(frozen=True)
 class InstructionOptions:
     """The recipe's settings for examples: `data.chat_template`, `train_on`, `system_prompt`, `document_separator`,
-    `eot_tokens`, and whether the objective compares answers."""
+    `eot_tokens`, and what the objective compares."""
 
     chat_template: str | None = None
     train_on: str = "assistant"
     system_prompt: str | None = None
     separator: str | None = EOS
-    preferences: bool = False
+    answers: Answers | None = None
     eot_tokens: tuple[str, ...] = ()
 
 
@@ -91,16 +92,17 @@ def _keep_template(tokenizer: "PreTrainedTokenizerFast", template: str | None) -
 
 
 def _check_formats(options: InstructionOptions, formats: set[str]) -> None:
-    if formats & PAIR_FORMATS and not options.preferences:
+    if formats & PAIR_FORMATS and options.answers != "pairs":
         raise ConfigError(
             "objective.name=causal_lm trains on single texts, but the data has preferences (chosen, rejected); set "
-            "objective.name=dpo, or select one field: data.train.0.format: messages, fields: {messages: chosen}."
+            f"objective.name={list_objectives('pairs')}, or select one field: data.train.0.format: messages, "
+            "fields: {messages: chosen}."
         )
-    if options.preferences and (not formats or formats - PAIR_FORMATS):
+    if options.answers == "pairs" and (not formats or formats - PAIR_FORMATS):
         found = ", ".join(sorted(formats - PAIR_FORMATS)) or "plain text"
         raise ConfigError(
-            f"objective.name=dpo compares two answers, but the data has {found}; give records with chosen and rejected "
-            f"(and the prompt in one of {', '.join(PROMPTS)}, or in both answers) or with messages and "
+            f"the method of objective.name compares two answers, but the data has {found}; give records with chosen "
+            f"and rejected (and the prompt in one of {', '.join(PROMPTS)}, or in both answers) or with messages and "
             "rejected_response, name your fields in data.train.0.fields, or set objective.name=causal_lm."
         )
     given = {

@@ -75,7 +75,7 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
             train_on=data.train_on,
             system_prompt=data.system_prompt,
             separator=data.document_separator,
-            preferences=recipe.objective.name == "dpo",
+            answers=recipe.objective.row.answers,
             eot_tokens=data.eot_tokens,
         ),
         new_tokens=recipe.model.new_tokens,

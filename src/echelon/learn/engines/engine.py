@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from echelon.learn.checkpoint.adapter_folder import AdapterContent
     from echelon.learn.model.kv_cache import Advance
     from echelon.learn.objectives.objective import Objective
+    from echelon.learn.objectives.outputs import OutputsFn
     from echelon.learn.parallel.step import StepSums
     from echelon.planner.memory import MemoryParts
 
@@ -82,6 +83,9 @@ class Evaluation(Protocol):
 
     def sums(self, microbatch: Microbatch) -> Tensor:
         """Return the summed loss of a held-out microbatch and the objective's measures: `Objective.evaluation_sums`."""
+
+    def run(self, microbatch: Microbatch, compute: "OutputsFn") -> Tensor:
+        """Return what a function computes of the forward pass of a microbatch, the same on ranks with its sequences."""
 
     def log_probabilities(self, microbatch: Microbatch) -> Tensor:
         """Return the log-probability of each label of a microbatch on this rank: [batch, seq], fp32, 0 for none."""

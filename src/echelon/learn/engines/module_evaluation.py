@@ -35,6 +35,10 @@ class ModuleEvaluation(Evaluation):
         return self._module(microbatch, self._objective.evaluation_sums)
 
     @override
+    def run(self, microbatch: Microbatch, compute: OutputsFn) -> Tensor:
+        return self._module(microbatch, compute)
+
+    @override
     def log_probabilities(self, microbatch: Microbatch) -> Tensor:
         return self._module(microbatch, lambda outputs, batch: outputs.log_probabilities(batch.labels))
 

@@ -1,7 +1,7 @@
 """The native Engine, built on PyTorch's DDP, `fully_shard` and fused optimizers."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from typing_extensions import override
 from echelon.ground.errors import is_out_of_memory
 from echelon.learn.checkpoint.adapter_folder import AdapterContent, describe_adapter, join_adapters
 from echelon.learn.data.loader import LONGEST, Microbatch, Padding
+from echelon.learn.distributed.mesh import all_reduce
 from echelon.learn.distributed.objects import gather_objects
 from echelon.learn.engines.engine import Engine, Finding, Rehearsal
 from echelon.learn.engines.footprint import Footprint
@@ -26,8 +27,10 @@ from echelon.learn.model.parts import find_parts
 from echelon.learn.model.pissa import PrincipalParts
 from echelon.learn.model.sharding import local_part, whole
 from echelon.learn.model.traits import Traits
+from echelon.learn.objectives.batch_means import put_means, with_batch_means
 from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.objective import Objective
+from echelon.learn.objectives.outputs import OutputsFn
 from echelon.learn.optimizer import (
     LossScale,
     Optimizer,
@@ -55,6 +58,8 @@ class NativeParts:
     traits: Traits
     everyone: dist.ProcessGroup
     """All ranks."""
+    readers: dist.ProcessGroup | None = None
+    """The ranks over which targets are counted; None for all."""
     stages: dist.ProcessGroup | None = None
     """The ranks of this rank's pipeline; None without one."""
     loss_scale: LossScale | None = None
@@ -100,11 +105,28 @@ class NativeEngine(Engine):
     ) -> StepSums:
         """The loss scale divides the number of targets; it is a power of two, so this is exact."""
         self._step = step
+        microbatches = self._with_means(microbatches, num_targets, objective)
         self.parallel.begin_step(step)
         divisor = num_targets if self.loss_scale is None else num_targets / self.loss_scale
         sums = self._parts.forward_backward(step, microbatches, divisor, objective)
         self.parallel.reduce()
         return sums
+
+    def _with_means(
+        self, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective
+    ) -> Sequence[Microbatch]:
+        """Add what the objective must know of the whole batch; weights are gathered only if it runs the model."""
+        with ExitStack() as scope:
+            module: list[Callable[[Microbatch, OutputsFn], Tensor]] = []
+
+            def run(microbatch: Microbatch, compute: OutputsFn) -> Tensor:
+                if not module:
+                    module.append(scope.enter_context(self.parallel.evaluation()))
+                return module[0](microbatch, compute)
+
+            return with_batch_means(
+                objective, microbatches, num_targets, run, lambda sums: all_reduce(sums, self._parts.readers)
+            )
 
     @override
     def clip(self, max_norm: float | None) -> Tensor:
@@ -176,6 +198,7 @@ class NativeEngine(Engine):
         the new buckets: with the old ones, its first gradients would be allocated beside them.
         """
         masked = replace(microbatch, labels=torch.full_like(microbatch.labels, IGNORE))
+        [masked] = put_means(objective, [masked], torch.zeros(len(objective.batch_means), device=masked.labels.device))
         one = torch.ones((), device=masked.labels.device)
         num_rehearsals = self.parallel.num_rehearsals if num_microbatches > 1 else 1
         has_buckets = self.parallel.num_rehearsals > 1  # DDP's, which are the gradients

@@ -1,104 +1,128 @@
-"""Direct preference optimization."""
+"""Direct preference optimization, and its variants."""
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from echelon.learn.data.loader import Microbatch
-from echelon.learn.objectives.loss import IGNORE
-from echelon.learn.objectives.objective import Objective
-from echelon.learn.objectives.outputs import DecoderOutputs
+from echelon.learn.objectives.pairs import Answers, PairObjective
 from echelon.recipe import ObjectiveConfig
 
 
 @dataclass(frozen=True)
-class DPO(Objective):
+class DPO(PairObjective):
     """Direct preference optimization, on pairs of a chosen and a rejected answer (Rafailov et al. 2023,
     arXiv:2305.18290).
 
-    The margin m of a pair is log p(chosen) - log p(rejected) of the model minus that of the reference, where
-    log-probabilities are summed over the answer's tokens. Losses of a pair:
-
-    sigmoid: -(1 - label_smoothing) log sigmoid(beta m) - label_smoothing log sigmoid(-beta m)
-    ipo: (m - 1 / (2 beta))^2 (Azar et al. 2023, arXiv:2310.12036)
-
-    The reward of an answer is beta times the difference between its log-probability and the reference's. A pair is two
-    consecutive documents of a sequence, of which the chosen one has an even index; it counts if any of its tokens has a
-    label.
+    `loss` names a function of this module, with the names of TRL's `DPOConfig.loss_type`. The growth g of an answer is
+    its log-probability less that under the reference, summed over its tokens. The reward of an answer is beta g.
+    `sft_weight` adds the cross-entropy of the chosen answers (RPO, Pang et al. 2024, arXiv:2404.19733), as
+    TRL's loss type `sft` beside another one does: the mean over the tokens of the batch.
     """
 
     beta: float
     loss: str = "sigmoid"
     label_smoothing: float = 0.0
+    sft_weight: float = 0.0
 
     needs_reference = True
-    unit = "pairs"
-    measures = ("reward_accuracy", "reward_margin")
 
     @override
-    def count(self, batch: Microbatch) -> Tensor:
-        """Count the pairs with a label."""
-        return _labelled_pairs(batch).sum()
+    def losses(self, chosen: Answers, rejected: Answers) -> Tensor:
+        return LOSSES[self.loss](chosen, rejected, self.beta, self.label_smoothing)
 
     @override
-    def token_weights(self, batch: Microbatch) -> Tensor:
-        """Return equal weights for the labelled tokens of a pair, which add up to 1 per pair."""
-        labelled = (batch.labels != IGNORE).float()
-        of_document = _sum_by_document(labelled, batch)
-        of_pair = of_document[:, 0::2] + of_document[:, 1::2]
-        assert batch.documents is not None
-        return labelled / of_pair.gather(1, batch.documents.clamp(min=0) // 2).clamp(min=1)
-
-    @override
-    def loss_sum(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
-        """Return the summed loss of the pairs."""
-        return self._sum_losses(self._margins(outputs, batch), _labelled_pairs(batch))
-
-    @override
-    def evaluation_sums(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
-        """Return the summed loss, the number of chosen answers with the larger reward, and the summed reward margin."""
-        margins, counts = self._margins(outputs, batch), _labelled_pairs(batch)
-        right, rewards = (margins > 0) & counts, self.beta * margins * counts
-        return torch.stack([self._sum_losses(margins, counts), right.sum().float(), rewards.sum()])
-
-    def _margins(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
-        """Compute the margin of each pair: [batch, pairs], fp32."""
-        reference = outputs.reference_log_probabilities(batch.labels)
-        growth = _sum_by_document(outputs.log_probabilities(batch.labels) - reference, batch)
-        return growth[:, 0::2] - growth[:, 1::2]
-
-    def _sum_losses(self, margins: Tensor, counts: Tensor) -> Tensor:
-        if self.loss == "ipo":
-            losses = (margins - 1 / (2 * self.beta)) ** 2
-        else:
-            scaled, wrong = self.beta * margins, self.label_smoothing
-            losses = -(1 - wrong) * F.logsigmoid(scaled) - wrong * F.logsigmoid(-scaled)
-        return (losses * counts).sum()
+    def rewards(self, answers: Answers) -> Tensor:
+        return self.beta * answers.growth
 
 
-def _labelled_pairs(batch: Microbatch) -> Tensor:
-    """Return which pairs exist: boolean [batch, pairs], with space for the most pairs that a sequence can have."""
-    labels = _sum_by_document((batch.labels != IGNORE).float(), batch)
-    return labels[:, 0::2] + labels[:, 1::2] > 0
+PairLoss = Callable[[Answers, Answers, float, float], Tensor]
+"""The loss of each pair: (chosen, rejected, beta, label_smoothing) to [batch, pairs]."""
 
 
-def _sum_by_document(values: Tensor, batch: Microbatch) -> Tensor:
-    """Sum values over each document of a sequence: [batch, seq] to [batch, documents].
+def _margin(chosen: Answers, rejected: Answers) -> Tensor:
+    return chosen.growth - rejected.growth
 
-    The result has space for the largest possible (even) number of documents: the actual number is only known on the
-    device. Padding has no labels, so its zeros may be added to any document.
-    """
-    assert batch.documents is not None, "pairs are documents"
-    num_rows, length = values.shape
-    width = length + length % 2
-    rows = torch.arange(num_rows, device=values.device)[:, None] * width
-    places = rows + batch.documents.clamp(min=0)
-    return values.new_zeros(num_rows * width).index_add(0, places.flatten(), values.flatten()).view(num_rows, width)
+
+def smoothed_sigmoid(rewards: Tensor, wrong: float) -> Tensor:
+    """Return -(1 - w) log sigmoid(r) - w log sigmoid(-r) for the difference r of the rewards and `wrong` w."""
+    return -(1 - wrong) * F.logsigmoid(rewards) - wrong * F.logsigmoid(-rewards)
+
+
+def sigmoid(chosen: Answers, rejected: Answers, beta: float, wrong: float) -> Tensor:
+    """Equation 7 of Rafailov et al. 2023; conservative DPO for `wrong` > 0 (Mitchell 2023, "A note on DPO with noisy
+    preferences")."""
+    return smoothed_sigmoid(beta * _margin(chosen, rejected), wrong)
+
+
+def sigmoid_norm(chosen: Answers, rejected: Answers, beta: float, wrong: float) -> Tensor:
+    """DPO with log-probabilities per token: length-normalised DPO (Lambert et al. 2024, arXiv:2411.15124)."""
+    return -F.logsigmoid(beta * (chosen.mean_growth - rejected.mean_growth))
+
+
+def hinge(chosen: Answers, rejected: Answers, beta: float, wrong: float) -> Tensor:
+    """max(0, 1 - beta m): the hinge loss of SLiC (Zhao et al. 2023, arXiv:2305.10425) on the margin of DPO (RSO, Liu
+    et al. 2023, arXiv:2309.06657)."""
+    return F.relu(1 - beta * _margin(chosen, rejected))
+
+
+def ipo(chosen: Answers, rejected: Answers, beta: float, wrong: float) -> Tensor:
+    """(m - 1 / (2 beta))^2 (Azar et al. 2023, arXiv:2310.12036, equation 17). The margin m is of growths per token:
+    TRL's authors confirmed with those of the paper that its results are of this form."""
+    return (chosen.mean_growth - rejected.mean_growth - 1 / (2 * beta)) ** 2
+
+
+def robust(chosen: Answers, rejected: Answers, beta: float, wrong: float) -> Tensor:
+    """The unbiased estimate of DPO's loss if labels are wrong with this probability (Chowdhury et al. 2024,
+    arXiv:2403.00409)."""
+    rewards = beta * _margin(chosen, rejected)
+    return (-(1 - wrong) * F.logsigmoid(rewards) + wrong * F.logsigmoid(-rewards)) / (1 - 2 * wrong)
+
+
+def exo_pair(chosen: Answers, rejected: Answers, beta: float, wrong: float) -> Tensor:
+    """The reverse KL divergence from the smoothed labels, which needs `wrong` > 0 (EXO, Ji et al. 2024,
+    arXiv:2402.00856, equation 16)."""
+    rewards = beta * _margin(chosen, rejected)
+    likely, unlikely = F.logsigmoid(rewards), F.logsigmoid(-rewards)
+    return likely.exp() * (likely - math.log1p(-wrong)) + unlikely.exp() * (unlikely - math.log(wrong))
+
+
+def nca_pair(chosen: Answers, rejected: Answers, beta: float, wrong: float) -> Tensor:
+    """Noise contrastive alignment with one rejected answer (Chen et al. 2024, arXiv:2402.05369)."""
+    good, bad = beta * chosen.growth, beta * rejected.growth
+    return -F.logsigmoid(good) - 0.5 * F.logsigmoid(-good) - 0.5 * F.logsigmoid(-bad)
+
+
+def sppo_hard(chosen: Answers, rejected: Answers, beta: float, wrong: float) -> Tensor:
+    """Self-play preference optimization (Wu et al. 2024, arXiv:2405.00675, equation 4.7), where the chosen answer wins
+    with probability 1."""
+    return (chosen.growth - 0.5 / beta) ** 2 + (rejected.growth + 0.5 / beta) ** 2
+
+
+def apo_zero(chosen: Answers, rejected: Answers, beta: float, wrong: float) -> Tensor:
+    """Makes chosen answers likelier and rejected ones less likely (APO, D'Oosterlinck et al. 2024, arXiv:2408.06266,
+    equation 7)."""
+    return F.sigmoid(-beta * chosen.growth) + F.sigmoid(beta * rejected.growth)
+
+
+def apo_down(chosen: Answers, rejected: Answers, beta: float, wrong: float) -> Tensor:
+    """Makes both answers less likely, the rejected one more so: for chosen answers that are worse than the model's own
+    (APO, D'Oosterlinck et al. 2024, arXiv:2408.06266, equation 8)."""
+    return F.sigmoid(beta * chosen.growth) + F.sigmoid(-beta * _margin(chosen, rejected))
+
+
+LOSSES: Mapping[str, PairLoss] = {
+    loss.__name__: loss
+    for loss in (
+        sigmoid, sigmoid_norm, hinge, ipo, robust, exo_pair, nca_pair, sppo_hard, apo_zero, apo_down
+    )
+}  # fmt: skip
+"""The losses by `objective.loss`."""
 
 
 def build_dpo(config: ObjectiveConfig) -> DPO:
     """Build the objective from the recipe's section."""
-    return DPO(config.beta, config.loss, config.label_smoothing)
+    return DPO(config.beta, config.loss_name, config.label_smoothing, config.sft_weight or 0.0)

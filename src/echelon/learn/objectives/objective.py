@@ -14,11 +14,12 @@ from echelon.ground.extensions import build_named, check_options, find_named, is
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.loss_function import LossFn, name_of
-from echelon.learn.objectives.outputs import DecoderOutputs, OutputsFn
+from echelon.learn.objectives.outputs import DecoderOutputs, OutputsFn, RunFn
 from echelon.recipe import ObjectiveConfig
 from echelon.recipe.names import OBJECTIVES
 
 _KEY = "objective.name"
+_PLACES = {name: row.place for name, row in OBJECTIVES.items()}
 _PARAMETERS = ("logits", "labels", "extra")
 
 
@@ -26,7 +27,8 @@ class Objective(ABC):
     """A loss that is a sum over countable terms: target tokens for language modelling, pairs for DPO.
 
     A subclass defines `loss_sum`. The other methods hold for a sum over labelled tokens; override `count` and
-    `token_weights` together for other terms, and `measures` and `evaluation_sums` together for more metrics.
+    `token_weights` together for other terms, `measures` and `evaluation_sums` together for more metrics, and
+    `batch_means` and `batch_sums` for a loss of more than its own terms.
     """
 
     needs_reference: bool = False
@@ -36,6 +38,14 @@ class Objective(ABC):
     measures: tuple[str, ...] = ()
     """The metrics that evaluation reports besides the loss: the columns of `evaluation_sums` after the first."""
 
+    @property
+    def batch_means(self) -> tuple[str, ...]:
+        """What the loss must know of the whole batch before: means over its terms on all ranks, in `Microbatch.extra`.
+
+        In training the batch is that of the step, in evaluation the held-out set. One value per sequence, fp32.
+        """
+        return ()
+
     def count(self, batch: Microbatch) -> Tensor:
         """Count the terms of `loss_sum` for this microbatch on this rank: int64 scalar on the batch's device."""
         return (batch.labels != IGNORE).sum()
@@ -43,6 +53,15 @@ class Objective(ABC):
     def token_weights(self, batch: Microbatch) -> Tensor:
         """Distribute the count over its tokens: weights [batch, seq], fp32, which add up to the count."""
         return (batch.labels != IGNORE).float()
+
+    def batch_sums(self, batch: Microbatch, run: RunFn) -> Tensor:
+        """Return the sum of each of `batch_means` over the terms of a microbatch on this rank: [batch_means].
+
+        Args:
+            run: runs a forward pass without gradient and dropout; collective, so it must be called on every rank, or on
+                none. A sum that needs no model leaves it.
+        """
+        return torch.zeros(len(self.batch_means), device=batch.labels.device)
 
     @abstractmethod
     def loss_sum(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
@@ -95,7 +114,7 @@ def find_loss(name: str) -> LossFn | None:
     So a class is an objective and a function is a loss, whose parameters after the first three are options. Raises
     ConfigError for a function with other parameters: it is never called.
     """
-    found = find_named(_KEY, name, OBJECTIVES)
+    found = find_named(_KEY, name, _PLACES)
     if not is_extension(name) or not inspect.isfunction(found):
         return None
     given = tuple(inspect.signature(found).parameters)
@@ -113,7 +132,7 @@ def build_objective(config: ObjectiveConfig) -> Objective:
     if (function := find_loss(config.name)) is not None:
         check_options(_KEY, config.name, function, len(_PARAMETERS), config.options)
         return LogitsLoss(partial(function, **(config.options or {})))
-    return as_objective(build_named(_KEY, config.name, OBJECTIVES, Objective, config, options=config.options))
+    return as_objective(build_named(_KEY, config.name, _PLACES, Objective, config, options=config.options))
 
 
 def training_sums(objective: Objective) -> OutputsFn:

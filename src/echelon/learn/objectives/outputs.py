@@ -209,6 +209,10 @@ OutputsFn = Callable[[DecoderOutputs, Microbatch], Tensor]
 """Computes a tensor from the outputs of a forward pass and its microbatch, for example `objective.loss_sum`."""
 
 
+RunFn = Callable[[Microbatch, OutputsFn], Tensor]
+"""Runs a forward pass of a model on a microbatch, and returns what the function computes of it."""
+
+
 class ObjectiveModule(nn.Module):
     """A decoder whose forward returns what an `OutputsFn` computes: in training, the objective's summed loss.
 

@@ -34,10 +34,11 @@ class _Context(Axis):
     def check(self, recipe: "Recipe", shape: ModelShape, plan: ParallelPlan) -> None:
         if plan.cp == 1:
             return
-        if recipe.objective.name == "dpo":
+        if recipe.objective.row.answers is not None:
             raise ConfigError(
-                f"parallel.cp={plan.cp} does not work with objective.name=dpo: its loss is a function of the sum over "
-                "an answer, and each process has only a part of it; use cp: 1, or objective.name=causal_lm."
+                f"parallel.cp={plan.cp} does not work with objective.name={recipe.objective.name}: its loss is a "
+                "function of the sum over an answer, and each process has only a part of it; use cp: 1, or "
+                "objective.name=causal_lm."
             )
         heads = shape.num_heads
         if plan.cp_method == "ulysses" and heads % plan.cp:

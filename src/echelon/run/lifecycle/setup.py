@@ -184,7 +184,7 @@ def _check_against_data(recipe: Recipe, here: _LocalRecipe, data: "PreparedData"
     check_evaluation(recipe, data)
     fields, line = size_vocabulary(here.recipe, here.fields, data.vocab_size)
     logger.info(f"model: {line}")
-    obeys_masks = recipe.objective.name != "dpo" or here.obstacle is None
+    obeys_masks = recipe.objective.row.answers != "pairs" or here.obstacle is None
     return replace(build_shape(fields), obeys_masks=obeys_masks)
 
 

@@ -1,11 +1,9 @@
 """Loss on held-out text: during training on all ranks, and by `echelon eval` for a run or an HF folder."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -18,11 +16,13 @@ from echelon.learn.checkpoint.export import TRAINING
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.data.prepared import ValidationSet
 from echelon.learn.data.shards import unigram_entropy
-from echelon.learn.evaluation import EvalResult, EvalResults, build_result, count_labels, read_in_order
+from echelon.learn.engines.engine import Evaluation
+from echelon.learn.engines.module_evaluation import ModuleEvaluation
+from echelon.learn.evaluation import EvalResult, EvalResults, read_in_order, sum_up
 from echelon.learn.model.traits import find_traits
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.learn.objectives.objective import Objective, build_objective
-from echelon.learn.objectives.outputs import ObjectiveModule
+from echelon.learn.objectives.outputs import ObjectiveModule, OutputsFn
 from echelon.tools.inference.held_out import open_held_out, prepare_given
 from echelon.tools.inference.target import find_device, load_first_weights, load_target
 from echelon.tools.inference.team import Host, Team
@@ -72,12 +72,13 @@ def evaluate_model(
             module.refer_to(ObjectiveModule(load_first_weights(target, reference), traits=traits).eval())
         batch = EVAL_TOKENS[team.device.type] // sequence_len
 
-        def add_up(microbatch: Microbatch) -> Tensor:
-            sums: Tensor = host.run(lambda: reference.run(lambda: module(microbatch, objective.evaluation_sums)))
-            return sums
+        def run(microbatch: Microbatch, compute: OutputsFn) -> Tensor:
+            found: Tensor = host.run(lambda: reference.run(lambda: module(microbatch, compute)))
+            return found
 
+        evaluation = ModuleEvaluation(run, objective)
         results = EvalResults(
-            {held_out.name: _evaluate_set(add_up, objective, held_out, batch, team) for held_out in sets}
+            {held_out.name: _evaluate_set(evaluation, objective, held_out, batch, team) for held_out in sets}
         )
         entropy = unigram_entropy([held_out.dataset for held_out in sets])
         entropies = {held_out.name: unigram_entropy([held_out.dataset]) for held_out in sets}
@@ -108,21 +109,19 @@ def _render(result: EvalResult, entropy: float) -> dict[str, Any]:
 
 
 def _evaluate_set(
-    add_up: Callable[[Microbatch], Tensor], objective: Objective, given: ValidationSet, batch: int, team: Team
+    evaluation: Evaluation, objective: Objective, given: ValidationSet, batch: int, team: Team
 ) -> EvalResult:
     """Evaluate a set, divided over the team: every process has the same number of microbatches of `batch` sequences.
 
     The size of a microbatch does not depend on the number of processes: rounding depends on it.
     """
-    sums = torch.zeros(3 + len(objective.measures), dtype=torch.float64, device=team.device)
     num_samples = given.dataset.num_samples
     batch = max(1, min(batch, num_samples))
-    for first in range(0, num_samples, batch * team.size):
-        start = first + team.rank * batch
-        microbatch = read_in_order(given.dataset, start, batch, num_samples).to(team.device)
-        sums[:2] += count_labels(objective, microbatch)
-        sums[2:] += add_up(microbatch)
-    return build_result(objective, team.add_up(sums).tolist(), given.bytes_per_token)
+    microbatches = (
+        read_in_order(given.dataset, first + team.rank * batch, batch, num_samples)
+        for first in range(0, num_samples, batch * team.size)
+    )
+    return sum_up(evaluation, objective, microbatches, team.add_up, team.device, given.bytes_per_token)
 
 
 def _find_window(target: Path, model: PreTrainedModel) -> int:

@@ -20,6 +20,7 @@ from echelon.learn.data.source import Source, list_files
 from echelon.learn.model.traits import describe_obstacle, find_traits
 from echelon.recipe import Recipe
 from echelon.recipe.data_formats import PAIR_FORMATS
+from echelon.recipe.names import Answers, list_objectives
 from echelon.run.folder.run_folder import RunFolder
 
 
@@ -61,10 +62,10 @@ def prepare_given(
     source = _find_source(path, recipe)
     formats = {file.fields.format for file in list_files(source) if isinstance(file.fields, ExampleFields)}
     pairs = not PAIR_FORMATS.isdisjoint(formats)
-    if pairs and (recipe is None or recipe.objective.name != "dpo"):
+    if pairs and (recipe is None or recipe.objective.row.answers != "pairs"):
         raise ConfigError(
-            f"--data {path} contains preference pairs (chosen, rejected), which only a run with objective.name=dpo can "
-            "be evaluated on; give text or conversations."
+            f"--data {path} contains preference pairs (chosen, rejected), which only a run with "
+            f"objective.name={list_objectives('pairs')} can be evaluated on; give text or conversations."
         )
     tokenizer.save_pretrained(scratch / "tokenizer")
     spec = PrepareSpec(
@@ -101,7 +102,8 @@ def _as_own(spec: PrepareSpec, recipe: Recipe, formats: set[str]) -> PrepareSpec
     own = prepare_spec(recipe)
     instruction = InstructionOptions(separator=own.separator)
     if formats:
-        instruction = replace(own.instruction, chat_template=None, preferences=not PAIR_FORMATS.isdisjoint(formats))
+        answers: Answers | None = None if PAIR_FORMATS.isdisjoint(formats) else "pairs"
+        instruction = replace(own.instruction, chat_template=None, answers=answers)
     return replace(
         spec,
         separator=own.separator,

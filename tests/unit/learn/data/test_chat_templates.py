@@ -161,7 +161,7 @@ SAME_PAIR = [
 @pytest.mark.parametrize("record", SAME_PAIR, ids=lambda record: "-".join(record))
 def test_every_layout_of_a_pair_is_rendered_alike(tokenizer, record):
     """Compared with text written by hand: the targets are only the answer and its stop token."""
-    encoding = build(tokenizer, "preference", chat_template="chatml", preferences=True)
+    encoding = build(tokenizer, "preference", chat_template="chatml", answers="pairs")
     asked = "<|im_start|>user\nOne and one?<|im_end|>\n<|im_start|>assistant\n"
     texts = [bracket(encoding, document) for document in encoding.encode(record)]
     assert texts == [f"{asked}[Two.<|im_end|>]\n", f"{asked}[Three.<|im_end|>]\n"]
@@ -325,7 +325,7 @@ def test_missing_tokens_and_templates_are_named(tmp_path):
         match="compares two answers, but the data has messages; give records with chosen and "
         r"rejected \(and the prompt in one of prompt, question, .*with messages and rejected_response",
     ):
-        build(plain, preferences=True)
+        build(plain, answers="pairs")
     with pytest.raises(ConfigError, match=r"data\.train_on=last is for conversations"):
         build_instruction_encoding(InstructionOptions(train_on="last"), plain, [])
     plain.chat_template = NAMED_TEMPLATES["alpaca"].text

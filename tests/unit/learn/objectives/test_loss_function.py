@@ -249,7 +249,8 @@ def test_an_objective_is_what_has_the_members_of_one():
             return 2 * outputs.token_loss_sum(batch.labels)
 
     class Duck:
-        needs_reference, unit, measures = False, "target_tokens", ()
+        needs_reference, unit, measures, batch_means = False, "target_tokens", (), ()
+        batch_sums = Own.batch_sums
         count, token_weights, evaluation_sums = Own.count, Own.token_weights, Own.evaluation_sums
         loss_sum = Own.loss_sum
 

@@ -1,0 +1,96 @@
+"""The section of the recipe about what is minimised."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from echelon.recipe.names import OBJECTIVES, ObjectiveName, ObjectiveRow, Options, check_has_options, list_objectives
+from echelon.recipe.section import Flag, Number, Positive, PositiveOrZero, Section, rule
+
+_OWN = ObjectiveRow("")
+"""What the recipe knows of an objective from outside of echelon."""
+
+SMOOTHED = ("sigmoid", "robust", "exo_pair")
+"""The losses on pairs that take `label_smoothing`."""
+
+
+class ObjectiveConfig(Section):
+    """What is minimised."""
+
+    name: ObjectiveName = Field(
+        "causal_lm",
+        description="`causal_lm` predicts the next token; `dpo`, `orpo`, `simpo` and `cpo` prefer chosen over rejected "
+        "answers. Your own is a loss function of (logits, labels, extra), or an objective class.",
+    )
+    options: Options = Field(None, description="Arguments of your own loss or objective, by their names.")
+    beta: Positive = Field(
+        0.1,
+        description="`dpo`: how strongly the model is kept close to the reference. `simpo`, `cpo`: the factor of "
+        "rewards. `orpo`: the weight of the odds ratio.",
+    )
+    loss: (
+        Literal[
+            "sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "sppo_hard", "apo_zero",
+            "apo_down",
+        ]
+        | None
+    ) = Field(None, description="`dpo`, `cpo`: the loss of a pair; `cpo` takes `sigmoid`, `hinge` and `ipo`. Default: "
+        "`sigmoid`.")  # fmt: skip
+    label_smoothing: Number = Field(
+        0.0,
+        ge=0,
+        lt=0.5,
+        description="`dpo`, `simpo`, `cpo`: the probability that a preference label is wrong; with the losses "
+        "`sigmoid`, `robust` and `exo_pair`.",
+    )
+    gamma: PositiveOrZero = Field(0.5, description="`simpo`: the reward margin that a pair should have.")
+    sft_weight: PositiveOrZero | None = Field(
+        None,
+        description="`dpo`, `simpo`, `cpo`: the weight of the cross-entropy of the chosen answers, per token. Default: "
+        "0, for `cpo` 1.",
+    )
+    router_loss: Flag = Field(
+        True, description="Mixtures of experts: add the router loss that the model config enables."
+    )
+
+    @property
+    def row(self) -> ObjectiveRow:
+        """What the recipe knows of the objective."""
+        return OBJECTIVES.get(self.name, _OWN)
+
+    @property
+    def loss_name(self) -> str:
+        """The value of `loss`, or the default of the objective; empty if it has only one loss."""
+        return self.loss or next(iter(self.row.losses), "")
+
+    @rule
+    def _every_key_means_something(self) -> None:
+        check_has_options("objective.name", self.name, self.options)
+        for key in sorted({key for row in OBJECTIVES.values() for key in row.keys} - set(self.row.keys)):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"objective.{key}={getattr(self, key)} has no effect with objective.name={self.name}; set "
+                    f"objective.name={list_objectives(key=key)}, or remove it."
+                )
+
+    @rule
+    def _loss_is_of_this_objective(self) -> None:
+        losses = self.row.losses
+        if self.loss is not None and self.loss not in losses:
+            raise ValueError(
+                f"objective.loss={self.loss} is no loss of objective.name={self.name}; use {', '.join(losses)}."
+            )
+
+    @rule
+    def _smoothing_has_a_meaning(self) -> None:
+        wrong, loss = self.label_smoothing, self.loss_name
+        if wrong and loss and loss not in SMOOTHED:
+            raise ValueError(
+                f"objective.label_smoothing={wrong} has no effect with objective.loss={loss}; remove it, or set "
+                f"objective.loss={' or '.join(name for name in SMOOTHED if name in self.row.losses)}."
+            )
+        if loss == "exo_pair" and not wrong:
+            raise ValueError(
+                "objective.loss=exo_pair compares with smoothed labels, and objective.label_smoothing=0 makes it "
+                "infinite; set objective.label_smoothing, for example to 0.001, as in the paper of EXO."
+            )

@@ -1,0 +1,86 @@
+"""The losses on preferences compared with TRL's trainers, on the same completions: loss and every gradient."""
+
+import importlib
+
+import pytest
+import torch
+
+from echelon.learn.objectives.batch_means import with_batch_means
+from echelon.learn.objectives.dpo import DPO, LOSSES
+from echelon.learn.objectives.reference_free import CPO, ORPO, SimPO
+from tests.families import small_model
+from tests.peer.trl_trainers import ROWS, build, gradients_of, take_apart
+from tests.unit.learn.objectives.pair_samples import PAIRS, module_of, pair_batch
+
+pytest.importorskip("trl", exc_type=ImportError)
+pytestmark = pytest.mark.slow
+
+PLACES = [(row, chosen) for row, chosen in PAIRS], [(row, chosen + 1) for row, chosen in PAIRS]
+
+
+def ours(objective, batch, reference):
+    """The mean loss and its gradients in one process."""
+    model = small_model("llama")
+    module = module_of(model, reference)
+    [batch] = with_batch_means(objective, [batch], objective.count(batch), module, lambda sums: None)
+    loss = module(batch, objective.loss_sum) / objective.count(batch)
+    return loss.item(), gradients_of(model, loss)
+
+
+def check(found, loss, gradients):
+    assert found[0] == pytest.approx(loss, abs=1e-5)
+    assert found[1].keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        size = max(1.0, gradient.abs().max().item())
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-5 * size, msg=name)
+
+
+DPO_CASES = {
+    **{name: (DPO(0.3, name), {"loss_type": [name]}) for name in LOSSES},
+    "robust": (DPO(0.3, "robust", 0.1), {"loss_type": ["robust"], "label_smoothing": 0.1}),
+    "exo_pair": (DPO(0.3, "exo_pair", 1e-3), {"loss_type": ["exo_pair"], "label_smoothing": 1e-3}),
+    "rpo": (DPO(0.3, sft_weight=0.5), {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
+}
+
+
+@pytest.mark.parametrize("name", DPO_CASES)
+def test_dpo(tmp_path, name):
+    trl = importlib.import_module("trl")
+    objective, settings = DPO_CASES[name]
+    model, reference, batch = small_model("llama"), small_model("llama", seed=1), pair_batch()
+    settings = {**settings, "beta": objective.beta, "max_length": None}
+    trainer = build(trl.DPOTrainer, trl.DPOConfig, tmp_path, model, ROWS, small_model("llama", seed=1), **settings)
+    ids, filled, completions = take_apart(batch, PLACES[0] + PLACES[1])
+    given = {"input_ids": ids, "attention_mask": filled, "completion_mask": completions}
+    loss = trainer.compute_loss(trainer.model, given)
+    check(ours(objective, batch, reference), loss.item(), gradients_of(model, loss))
+
+
+CPO_CASES = {
+    "cpo": (CPO(0.3, sft_weight=1.0), {"loss_type": "sigmoid", "cpo_alpha": 1.0}),
+    "cpo smoothed": (CPO(0.3, "sigmoid", 0.1, 0.5), {"label_smoothing": 0.1, "cpo_alpha": 0.5}),
+    "cpo hinge": (CPO(0.3, "hinge"), {"loss_type": "hinge"}),
+    "cpo ipo": (CPO(0.3, "ipo"), {"loss_type": "ipo"}),
+    "simpo": (SimPO(2.0, 0.7), {"loss_type": "simpo", "simpo_gamma": 0.7, "cpo_alpha": 0.0}),
+    "cpo-simpo": (SimPO(2.0, 0.7, sft_weight=0.5), {"loss_type": "simpo", "simpo_gamma": 0.7, "cpo_alpha": 0.5}),
+    "orpo": (ORPO(0.3), {}),
+}
+
+
+@pytest.mark.parametrize("name", CPO_CASES)
+def test_without_a_reference(tmp_path, name):
+    """TRL's ORPO also has the cross-entropy of the prompt, which here is one token, and has none."""
+    kind = "ORPO" if name == "orpo" else "CPO"
+    room = importlib.import_module(f"trl.experimental.{kind.lower()}")
+    objective, settings = CPO_CASES[name]
+    model, batch = small_model("llama"), pair_batch(num_prompt=1 if name == "orpo" else 3)
+    classes = getattr(room, f"{kind}Trainer"), getattr(room, f"{kind}Config")
+    trainer = build(*classes, tmp_path, model, ROWS, beta=objective.beta, remove_unused_columns=False, **settings)
+    given = {}
+    for side, places in zip(("chosen", "rejected"), PLACES, strict=True):
+        ids, filled, completions = take_apart(batch, places)
+        labels = ids.where(completions.bool(), -100)
+        given |= {f"{side}_input_ids": ids, f"{side}_attention_mask": filled, f"{side}_labels": labels}
+    given |= {"prompt_input_ids": given["chosen_input_ids"], "prompt_attention_mask": given["chosen_attention_mask"]}
+    loss = trainer.compute_loss(trainer.model, given)
+    check(ours(objective, batch, model), loss.item(), gradients_of(model, loss))
