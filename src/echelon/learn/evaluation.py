@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -137,7 +138,7 @@ def evaluate(
             if group is not None:
                 dist.all_reduce(sums, group=group)
 
-    whole = (each for batch in batches for each in (batch.microbatches if isinstance(batch, StepBatch) else (batch,)))
+    whole = chain.from_iterable(batch.microbatches if isinstance(batch, StepBatch) else (batch,) for batch in batches)
     return sum_up(evaluation, objective, whole, add_up, device)
 
 
