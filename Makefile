@@ -51,13 +51,7 @@ help:
 	@touch $@
 
 demo: .venv/.installed
-	@echo "== training a small Llama on the source of Python's standard library, on two processes"
-	$(BIN)/echelon train recipes/demo.yaml --nproc 2
-	@echo "== evaluating it on the text that was held out"
-	$(BIN)/echelon eval runs/demo
-	@echo "== sampling from it"
-	$(BIN)/echelon generate runs/demo --prompt 'def read(' --max-tokens 120
-	@echo "== the run, with its plan, metrics and checkpoints, is in runs/demo"
+	$(BIN)/echelon demo
 
 test: .venv/.installed
 	@echo "== running the tests: units, then real processes over gloo"

@@ -53,7 +53,7 @@ def median_step(method, is_beside, megabits):
             f"run.dir={folder}/run", f"data.prepared_dir={ROOT}/runs/prepared",
             f"sync={json.dumps({'compress': {'method': method}})}", *chosen, *OVERRIDES,
         ]  # fmt: skip
-        command = [sys.executable, "-m", "echelon", "train", str(ROOT / "recipes/demo.yaml"), *shown]
+        command = [sys.executable, "-m", "echelon", "train", str(ROOT / "benchmarks/stdlib.yaml"), *shown]
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         seconds = train_over_link(command, folder, megabits, environment=os.environ | {"PYTHONPATH": path})
     return statistics.median(seconds[WARM_UPS:])

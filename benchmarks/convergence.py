@@ -2,9 +2,9 @@
 
     python benchmarks/convergence.py OUT [--full] [--link] [--seeds N] [--only NAME ...]
 
-Trains the demo on two processes once for each method, and appends each result to OUT.json, so that it can be stopped
-and continued; then writes OUT.md and OUT.svg. By default the model is smaller than the demo's and sees one million
-tokens, in about a minute for each method on two cores; --full: the demo's model and three million. --seeds N: every
+Trains `benchmarks/stdlib.yaml` on two processes once for each method, and appends each result to OUT.json, so that it can be stopped
+and continued; then writes OUT.md and OUT.svg. By default the model is smaller than that recipe's and sees one million
+tokens, in about a minute for each method on two cores; --full: the recipe's model and three million. --seeds N: every
 method of --only runs with the seeds 0 to N - 1, which choose the first weights and the order of the data.
 
 --link: also trains some steps with each process on a machine of its own (a network namespace, so as root on Linux),
@@ -60,13 +60,13 @@ ROW_HEIGHT, LABEL_WIDTH, BAR_WIDTH, NOTE_WIDTH = 26, 210, 380, 320
 
 
 def command_of(folder, sync, seed, overrides):
-    """The command that trains the demo with a method, in a folder."""
+    """The command that trains the recipe with a method, in a folder."""
     shown = [
         f"run.dir={folder}/run", f"data.prepared_dir={ROOT}/runs/prepared", f"sync={json.dumps(sync)}",
         f"run.seed={seed}", "train.eval_every=100000", "checkpoint.every_steps=100000", "train.log_every=100",
         *overrides,
     ]  # fmt: skip
-    return [sys.executable, "-m", "echelon", "train", str(ROOT / "recipes/demo.yaml"), *shown]
+    return [sys.executable, "-m", "echelon", "train", str(ROOT / "benchmarks/stdlib.yaml"), *shown]
 
 
 def read_rows(folder):

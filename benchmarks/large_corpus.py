@@ -1,8 +1,9 @@
 """A large corpus: the memory needed to prepare it, and the waits for data when it is read from a cold disk.
 
-The script writes a .jsonl of the given size from the source of the standard library, and prepares it with the demo
-recipe while it measures the memory of every process. It then removes the shards from the page cache, trains the demo
-model for some steps, and prints how long the steps waited for data. All files are deleted at the end.
+The script writes a .jsonl of the given size from the source of the standard library, and prepares it with
+`benchmarks/stdlib.yaml` while it measures the memory of every process. It then removes the shards from the page cache,
+trains the recipe's model for some steps, and prints how long the steps waited for data. All files are deleted at the
+end.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[1]
-RECIPE = ROOT / "recipes" / "demo.yaml"
+RECIPE = ROOT / "benchmarks" / "stdlib.yaml"
 
 
 def read_library() -> list[str]:
@@ -109,7 +110,7 @@ def report_waits(metrics: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=10.0)
-    parser.add_argument("--tokenizer", help="value of the recipe key; default: that of the demo, trained on the corpus")
+    parser.add_argument("--tokenizer", help="value of the recipe key; default: that of the recipe, trained on the corpus")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument(

@@ -2,8 +2,8 @@
 
     python benchmarks/late_gradients.py [--updates N] [--late 0 1 2] [--rates 1e-3 3e-4]
 
-A loop in plain PyTorch trains the demo's model on the demo's text, 8 sequences an update, and applies the gradient of
-each batch K updates later: with two workers of equal speed that do not wait for each other, K is 1. Prints the mean
+A loop in plain PyTorch trains the model of `benchmarks/stdlib.yaml` on its text, 8 sequences an update, and applies the
+gradient of each batch K updates later: with two workers of equal speed that do not wait for each other, K is 1. Prints the mean
 training loss of the last 40 updates. The learning rate grows over the first 100 updates, and then stays.
 """
 
@@ -60,7 +60,7 @@ def main():
     parser.add_argument("--late", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--rates", type=float, nargs="*", default=[1e-3, 3e-4])
     given = parser.parse_args()
-    recipe, _ = load_recipe(ROOT / "recipes/demo.yaml", [f"data.prepared_dir={ROOT}/runs/prepared"])
+    recipe, _ = load_recipe(ROOT / "benchmarks/stdlib.yaml", [f"data.prepared_dir={ROOT}/runs/prepared"])
     prepared = prepare(prepare_spec(recipe))
     config = recipe.model.config | {"vocab_size": prepared.vocab_size}
     print(f"{describe_machine('torch', 'transformers')}; {given.updates} updates of {BATCH} sequences")

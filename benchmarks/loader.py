@@ -1,6 +1,6 @@
 """The loader: tokens per second of one process, from a cold and a warm page cache, in random order, without training.
 
-Prepares a corpus with `tokenizer: bytes`, so that it is large, then reads batches of the demo recipe for some seconds:
+Prepares a corpus with `tokenizer: bytes`, so that it is large, then reads batches of a small recipe for some seconds:
 twice after the shards were removed from the page cache, once after they were read into it.
 """
 

@@ -65,7 +65,7 @@ def measure(sync, times):
             f"run.dir={folder}/run", f"data.prepared_dir={ROOT}/runs/prepared-slow", f"sync={json.dumps(sync)}",
             f"objective={json.dumps(objective)}", *OVERRIDES,
         ]  # fmt: skip
-        command = [sys.executable, "-m", "echelon", "train", str(ROOT / "recipes/demo.yaml"), *shown]
+        command = [sys.executable, "-m", "echelon", "train", str(ROOT / "benchmarks/stdlib.yaml"), *shown]
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
         subprocess.run([*command, "--nproc", str(PROCESSES)], check=True, env=environment)
         rows = [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]

@@ -1,6 +1,6 @@
 """Start-up: from the command to the first step of a prepared run, and from a killed rank to the next step.
 
-Each round starts `recipes/demo.yaml` on two processes with prepared data, waits for the first row of metrics.jsonl,
+Each round starts `benchmarks/stdlib.yaml` on two processes with prepared data, waits for the first row of metrics.jsonl,
 then for a checkpoint, kills rank 1, waits for the first row after the restart, and stops the run. Processor
 seconds are those of all processes of the command; they depend less on other work on the machine than the time does.
 
@@ -30,12 +30,12 @@ LOOK_SECONDS = 0.01
 
 
 class Run:
-    """One run of the demo with the source folder `src`, in `folder`."""
+    """One run of the recipe with the source folder `src`, in `folder`."""
 
     def __init__(self, src: Path, folder: Path, name: str) -> None:
         self.path = folder / "runs" / name
         self.began = time.time()
-        recipe = str(ROOT / "recipes" / "demo.yaml")
+        recipe = str(ROOT / "benchmarks" / "stdlib.yaml")
         command = [sys.executable, "-m", "echelon", "train", recipe, "--nproc", "2", f"run.dir={self.path}", *OVERRIDES]
         environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
         self.process = subprocess.Popen(
@@ -95,8 +95,8 @@ def measure(src: Path, folder: Path) -> dict[str, float]:
 
 
 def prepare(folder: Path) -> None:
-    """Prepare the data of the demo."""
-    recipe = str(ROOT / "recipes" / "demo.yaml")
+    """Prepare the data of the recipe."""
+    recipe = str(ROOT / "benchmarks" / "stdlib.yaml")
     command = [sys.executable, "-m", "echelon", "prepare", recipe, f"run.dir={folder / 'runs' / 'run'}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     subprocess.run(command, check=True, cwd=folder, env=environment, stdout=subprocess.DEVNULL)

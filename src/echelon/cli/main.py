@@ -12,6 +12,7 @@ import typer
 from echelon.cli.commands.arguments import VersionOption
 from echelon.cli.commands.checkpoint import app as checkpoint_app
 from echelon.cli.commands.data import data
+from echelon.cli.commands.demo import demo
 from echelon.cli.commands.doctor import doctor
 from echelon.cli.commands.drill import drill
 from echelon.cli.commands.evaluate import evaluate
@@ -70,6 +71,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor,
     "import": import_file,
     "init": init,
+    "demo": demo,
     "schema": schema,
 }
 _STOPPED: dict[str, tuple[signal.Signals, ...]] = {

@@ -31,6 +31,7 @@ OverridesArgument = Annotated[
 NprocOption = Annotated[
     str, typer.Option("--nproc", metavar="N|auto", help="Processes; auto: one per GPU, or per two CPU cores.")
 ]
+FreshOption = Annotated[bool, typer.Option("--fresh", help="Move an existing run aside instead of resuming it.")]
 ShardsOption = Annotated[
     str,
     typer.Option(

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from echelon.cli.commands.arguments import NprocOption, OverridesArgument, RecipeArgument, parse_nproc, read_recipe
+from echelon.cli.commands.arguments import (
+    FreshOption,
+    NprocOption,
+    OverridesArgument,
+    RecipeArgument,
+    parse_nproc,
+    read_recipe,
+)
 from echelon.cli.commands.terminal import complain
 from echelon.ground.errors import ConfigError, EchelonError, explain_storage_error, render_traceback
 from echelon.ground.logs import keep_console
@@ -35,7 +42,7 @@ def train(
     recipe_path: RecipeArgument,
     overrides: OverridesArgument = None,
     nproc: NprocOption = "auto",
-    fresh: Annotated[bool, typer.Option("--fresh", help="Move an existing run aside instead of resuming it.")] = False,
+    fresh: FreshOption = False,
     nodes: Annotated[
         str | None,
         typer.Option("--nodes", metavar="N|MIN:MAX", help="Number of machines, or MIN:MAX; the same on each."),
