@@ -8,7 +8,7 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo     set up, train a small model on real text with two processes, evaluate it, sample from it"
+	@echo "make demo     set up, then run echelon demo: train a small model on real text with two processes, evaluate it, sample from it"
 	@echo "make test     set up, run the tests"
 	@echo "make check    run all of lint, test, faults, launchers, slow, fuzz and parity, two tests at a time, and print a table; goes on after a kill; SUITES='slow faults' chooses (a day)"
 	@echo "make test-for FILE=src/echelon/learn/learner.py  the unit tests of a file, and those of the house's rules"

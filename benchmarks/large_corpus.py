@@ -110,7 +110,7 @@ def report_waits(metrics: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=10.0)
-    parser.add_argument("--tokenizer", help="value of the recipe key; default: that of the recipe, trained on the corpus")
+    parser.add_argument("--tokenizer", help="value of the recipe key; default: the recipe's, trained on the corpus")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument(

@@ -3,8 +3,8 @@
     python benchmarks/late_gradients.py [--updates N] [--late 0 1 2] [--rates 1e-3 3e-4]
 
 A loop in plain PyTorch trains the model of `benchmarks/stdlib.yaml` on its text, 8 sequences an update, and applies the
-gradient of each batch K updates later: with two workers of equal speed that do not wait for each other, K is 1. Prints the mean
-training loss of the last 40 updates. The learning rate grows over the first 100 updates, and then stays.
+gradient of each batch K updates later: with two workers of equal speed that do not wait for each other, K is 1. Prints
+the mean training loss of the last 40 updates. The learning rate grows over the first 100 updates, and then stays.
 """
 
 import argparse

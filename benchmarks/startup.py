@@ -1,7 +1,7 @@
 """Start-up: from the command to the first step of a prepared run, and from a killed rank to the next step.
 
-Each round starts `benchmarks/stdlib.yaml` on two processes with prepared data, waits for the first row of metrics.jsonl,
-then for a checkpoint, kills rank 1, waits for the first row after the restart, and stops the run. Processor
+Each round starts `benchmarks/stdlib.yaml` on two processes with prepared data, waits for the first row of metrics.jsonl
+and for a checkpoint, kills rank 1, waits for the first row after the restart, and stops the run. Processor
 seconds are those of all processes of the command; they depend less on other work on the machine than the time does.
 
 `--before SRC` also runs the `src` folder of another checkout, in alternation.

@@ -1,5 +1,6 @@
-"""The diffs in CONTRIBUTING.md apply to the current source, and the classes they add work."""
+"""The diffs in CONTRIBUTING.md apply to the current source, and do what the page says."""
 
+import doctest
 import json
 import os
 import re
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.test_docs import BLOCK, ELLIPSIS, read_commands
+
 ROOT = Path(__file__).parents[2]
-DIFFS = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M | re.S)
+SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.M | re.S))
 ADDED = {
     "src/echelon/learn/optimizer/sign.py",
     "src/echelon/learn/data/readers/mail.py",
@@ -46,14 +49,18 @@ assert files[0].format == "mail" and count_documents(files, 1000, Reading()) == 
 """
 
 
+def apply(diff, folder):
+    subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=folder, check=True)
+
+
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory):
     """A copy of the source with the three diffs applied, and a recipe that uses the added classes."""
     folder = tmp_path_factory.mktemp("changed")
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     before = {path.relative_to(folder).as_posix(): path.read_text() for path in (folder / "src").rglob("*.py")}
-    for diff in DIFFS:
-        subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=folder, check=True)
+    for block in BLOCK.finditer(SECTIONS["Adding an optimizer, a file format or an objective"]):
+        apply(block["text"], folder)
     after = {path.relative_to(folder).as_posix(): path.read_text() for path in (folder / "src").rglob("*.py")}
     assert after.keys() - before.keys() == ADDED
     changed = [name for name in before if after[name] != before[name]]
@@ -85,3 +92,34 @@ def test_added_classes_train(changed):
     rows = [json.loads(line) for line in (changed / "runs" / "added" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if row["kind"] == "train"]
     assert len(losses) == 8 and losses[-1] < losses[0]
+
+
+def test_the_first_change_does_in_each_step_what_the_page_shows(tmp_path):
+    for name in ("src", "tests", "docs", "recipes", "pyproject.toml", "CHANGELOG.md"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        options = {"symlinks": True, "ignore": shutil.ignore_patterns("__pycache__", "*.egg-info")}
+        copy(ROOT / name, tmp_path / name, **(options if copy is shutil.copytree else {}))
+    (tmp_path / "echelon").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m echelon "$@"\n')
+    (tmp_path / "echelon").chmod(0o755)
+    programs = os.pathsep.join([str(tmp_path), os.path.dirname(sys.executable), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": programs, "PYTHONPATH": str(tmp_path / "src")}
+    _, *blocks = BLOCK.finditer(SECTIONS["A first change, in 15 minutes"])  # the first one sets the environment up
+    num_commands = 0
+    for block in blocks:
+        if block["language"] == "diff":
+            apply(block["text"], tmp_path)
+            continue
+        for command, shown in read_commands(block["text"]):
+            done = subprocess.run(
+                ["sh", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+                timeout=300,
+            )  # fmt: skip
+            assert (done.returncode != 0) == ("failed" in shown), done.stdout + done.stderr
+            assert not shown or doctest.OutputChecker().check_output(shown, done.stdout, ELLIPSIS), done.stdout
+            num_commands += 1
+    assert num_commands == 5
+    rewritten = (tmp_path / "docs" / "recipe.md").read_text().splitlines()
+    before = (ROOT / "docs" / "recipe.md").read_text().splitlines()
+    assert [line for line in rewritten if line not in before] == [
+        line for line in rewritten if line.startswith("| `optim.schedule` | `cosine`, `linear`, `exponential`, ")
+    ]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import echelon
+from echelon.run.lifecycle.process_group import default_num_processes
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "docs" / "first-run.ipynb"
@@ -23,7 +25,7 @@ def code_cells():
 
 def check_results(folder):
     run = echelon.Run(folder / "runs" / "notebook")
-    assert (run.status, run.step, run.plan.world_size) == ("done", 40, 2)
+    assert (run.status, run.step, run.plan.world_size) == ("done", 40, 1)
     assert (folder / "model" / "model.safetensors").is_file()
 
 
@@ -44,6 +46,10 @@ def test_the_notebook_runs_in_a_kernel(tmp_path, monkeypatch):
     nbclient.NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = ["".join(each.get("text", "") for each in cell.get("outputs", [])) for cell in notebook.cells]
     assert any("step 40/40" in text for text in shown), "the run's messages are not shown below its cell"
+    plans = [re.search(r"^cluster: (\d+) x ", text, re.MULTILINE) for text in shown]
+    assert [found[1] for found in plans if found] == [str(default_num_processes()), "8"]
+    planned, peak = next(re.findall(r"(\d+) MiB", text) for text in shown if text.startswith("planned: "))
+    assert 0 < int(planned) < int(peak)
     assert shown[-1] == "group: False\n"
     check_results(tmp_path)
 
