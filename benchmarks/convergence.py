@@ -4,8 +4,9 @@
 
 Trains `benchmarks/stdlib.yaml` on two processes once for each method, and appends each result to OUT.json, so that it
 can be stopped and continued; then writes OUT.md and OUT.svg. By default the model is smaller than that recipe's and
-sees one million tokens, in about a minute for each method on two cores; --full: the recipe's model and three million. --seeds N: every
-method of --only runs with the seeds 0 to N - 1, which choose the first weights and the order of the data.
+sees one million tokens, in about a minute for each method on two cores; --full: the recipe's model and three million.
+--seeds N: every method of --only runs with the seeds 0 to N - 1, which choose the first weights and the order of the
+data.
 
 --link: also trains some steps with each process on a machine of its own (a network namespace, so as root on Linux),
 over a link of 100 Mbit/s on which each packet arrives 20 ms later, and shows how long the run would take over it;
