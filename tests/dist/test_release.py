@@ -13,7 +13,22 @@ from tests import release
 from tests.house.source_tree import ROOT
 
 INIT = '"""A package of this name, for the release."""\n\n__version__ = "0.1.0"\n'
-COMMAND = 'import sys\n\ndef main():\n    print("echelon 0.1.0" if "--version" in sys.argv else "cluster: 8 x H100")\n'
+COMMAND = '''
+import sys
+
+DEMO = """
+eval at step 1: loss 6.0  perplexity 403.4
+eval at step 2: loss 5.0  perplexity 148.4
+eval at step 3: loss 4.0  perplexity 54.6
+== letting it continue 'def'
+def read(self): return self if self is not None else self
+== done
+next: more
+"""
+
+def main():
+    print({"--version": "echelon 0.1.0", "plan": "cluster: 8 x H100", "demo": DEMO}[sys.argv[1]])
+'''
 PROJECT = """
 [build-system]
 requires = ["setuptools>=77"]
@@ -160,10 +175,16 @@ def test_a_release_is_built_tried_and_tagged(project):
 def test_files_that_a_wheel_lacks_and_a_command_that_fails_are_found(project):
     (project / "src" / "echelon" / "page.css").touch()  # no package data
     replace(project, "src/echelon/command.py", "echelon 0.1.0", "echelon 0.0.9")
+    replace(project, "src/echelon/command.py", "loss 5.0", "loss 6.5")
+    replace(project, "src/echelon/command.py", "self if self is not None else self", "1")
+    replace(project, "src/echelon/command.py", "next: more", "")
     code, printed = start(project, "--wheel")
     assert code == 1
     assert "the wheel lacks echelon/page.css" in printed
     assert "echelon --version prints 'echelon 0.0.9' instead of 'echelon 0.1.0'" in printed
+    assert "the held-out losses of echelon demo are [6.0, 6.5, 4.0]; they should fall" in printed
+    assert "the sample of echelon demo does not read like Python: 'def read(self): return 1'" in printed
+    assert "echelon demo does not end with what to do next: == done" in printed
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from echelon.ground.sizes import render_seconds
 from echelon.ground.stop_request import stops_told
 
 _RECIPE = Path(__file__).with_name("demo.yaml")
-_PROMPT = "def read("
-_SAMPLE_TOKENS = 160
+_PROMPT = "def __init__(self, path"
+_SAMPLE_TOKENS, _TEMPERATURE, _TOP_P = 160, 0.6, 0.9
 
 
 def demo(
@@ -55,7 +55,7 @@ def demo(
         show("== evaluating it on text that was held out from training")
         evaluate(run, nproc="1")
         show(f"== letting it continue {_PROMPT!r}")
-        generate(run, prompt=_PROMPT, max_tokens=_SAMPLE_TOKENS, nproc="1")
+        generate(run, prompt=_PROMPT, max_tokens=_SAMPLE_TOKENS, temperature=_TEMPERATURE, top_p=_TOP_P, nproc="1")
         show("== drawing what happened")
         report([str(run)])
     show(f"== done in {render_seconds(time.monotonic() - started)}")
