@@ -18,9 +18,10 @@ ARG EXTRAS=qlora,data,tensorboard,s3,float8,liger
 WORKDIR /opt/echelon
 COPY pyproject.toml README.md LICENSE constraints.txt ./
 COPY src src
-RUN python3 -c 'import torch; print(f"torch=={torch.__version__}")' > versions.txt \
+RUN python3 -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > versions.txt \
     && grep -v '^torch==' constraints.txt >> versions.txt \
-    && python3 -m pip install --no-cache-dir -c versions.txt ".[${EXTRAS}]"
+    && python3 -m pip install --no-cache-dir -c versions.txt ".[${EXTRAS}]" \
+    && rm -r build src
 
 # No USER: SageMaker needs root, which owns /opt/ml there. No ENTRYPOINT: SageMaker's jobs and Kubernetes' pods name
 # their own command.

@@ -23,7 +23,8 @@ ARG EXTRAS=peft,data,tensorboard,s3
 WORKDIR /opt/echelon
 COPY pyproject.toml README.md LICENSE constraints.txt ./
 COPY src src
-RUN python3 -m pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" -c constraints.txt ".[${EXTRAS}]"
+RUN python3 -m pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" -c constraints.txt ".[${EXTRAS}]" \
+    && rm -r build src
 
 # A number, so that Kubernetes can verify runAsNonRoot. Group 0 may write where the user may, for clusters that start
 # containers under a uid of their own (OpenShift); USER is set because no such uid has a name.

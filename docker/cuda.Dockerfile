@@ -25,7 +25,8 @@ ARG EXTRAS=qlora,data,tensorboard,s3,float8,liger
 WORKDIR /opt/echelon
 COPY pyproject.toml README.md LICENSE constraints.txt ./
 COPY src src
-RUN python3 -m pip install --no-cache-dir -c constraints.txt ".[${EXTRAS}]"
+RUN python3 -m pip install --no-cache-dir -c constraints.txt ".[${EXTRAS}]" \
+    && rm -r build src
 
 # A number, so that Kubernetes can verify runAsNonRoot. Group 0 may write where the user may, for clusters that start
 # containers under a uid of their own (OpenShift); USER is set because no such uid has a name. Ubuntu's own user has 1000.
