@@ -36,7 +36,7 @@ def render_recipe_reference() -> str:
 def _keys(section: Mapping[str, Any], root: Mapping[str, Any], prefix: str = "") -> Iterator[_Key]:
     for name, field in section["properties"].items():
         yield _Key(prefix + name, field, name in section.get("required", ()))
-        entry = "[]" if "items" in field else ""
+        entry = "[]" if any("items" in branch for branch in (field, *field.get("anyOf", ()))) else ""
         for reference in _references(field):
             yield from _keys(root["$defs"][reference], root, f"{prefix}{name}{entry}.")
 

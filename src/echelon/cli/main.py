@@ -1,6 +1,7 @@
 """The `echelon` command: registers its commands, and turns errors into a message and an exit code."""
 
 import functools
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -11,12 +12,20 @@ import typer
 
 from echelon.cli.commands.arguments import VersionOption
 from echelon.cli.commands.checkpoint import app as checkpoint_app
+from echelon.cli.commands.common_options import (
+    JsonErrorsOption,
+    QuietOption,
+    VerboseOption,
+    set_verbosity,
+    with_common_options,
+)
 from echelon.cli.commands.data import data
 from echelon.cli.commands.demo import demo
 from echelon.cli.commands.doctor import doctor
 from echelon.cli.commands.drill import drill
 from echelon.cli.commands.evaluate import evaluate
 from echelon.cli.commands.export import export
+from echelon.cli.commands.failure import UsageError, report_failure, report_usage, wants_json
 from echelon.cli.commands.generate import generate
 from echelon.cli.commands.import_recipe import import_file
 from echelon.cli.commands.init import init
@@ -27,9 +36,7 @@ from echelon.cli.commands.prepare import prepare
 from echelon.cli.commands.report import report
 from echelon.cli.commands.schema import schema
 from echelon.cli.commands.sweep import sweep
-from echelon.cli.commands.terminal import complain
 from echelon.cli.commands.train import train
-from echelon.cli.commands.verbosity import QuietOption, VerboseOption, set_verbosity, with_verbosity
 from echelon.cli.commands.watch import watch
 from echelon.ground.errors import (
     EchelonError,
@@ -83,6 +90,9 @@ _STOPPED: dict[str, tuple[signal.Signals, ...]] = {
 """The commands that these signals end with a message, after cleanup. The others handle signals themselves, or write
 nothing."""
 
+_INTERRUPTED = 130
+"""The exit code that typer gives to a command which Ctrl-C ends, without a message."""
+
 
 def _stoppable(name: str, command: Callable[..., None]) -> Callable[..., None]:
     """The command, ended by the signals of _STOPPED. A rank is not: its parent reports the stop."""
@@ -101,7 +111,7 @@ def _stoppable(name: str, command: Callable[..., None]) -> Callable[..., None]:
 
 
 for name, command in COMMANDS.items():
-    app.command(name)(with_verbosity(_stoppable(name, command)))
+    app.command(name)(with_common_options(_stoppable(name, command)))
 app.add_typer(checkpoint_app, name="checkpoint")
 
 
@@ -110,6 +120,7 @@ def begin(
     version: VersionOption = False,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
+    as_json: JsonErrorsOption = False,
     local_rank: Annotated[int | None, typer.Option("--local-rank", "--local_rank", hidden=True)] = None,
 ) -> None:
     """Set up logging. `python -m torch.distributed.launch` passes `--local-rank` to each rank, in addition to
@@ -135,22 +146,39 @@ def main() -> None:
         restart_in_utf8()
     _use_compatible_libraries()
     try:
-        app()
+        code = app(standalone_mode=not wants_json())
     except EchelonError as error:
-        complain(str(error))
+        report_failure(str(error), error.exit_code, error.faults)
         sys.exit(error.exit_code)
+    except UsageError as error:
+        report_usage(error)
+        sys.exit(error.exit_code)
+    except (
+        BrokenPipeError
+    ):  # what reads the result has ended, and so does this command, as typer ends it without --json
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except KeyboardInterrupt:
-        complain("stopped by SIGINT")
+        report_failure("stopped by SIGINT", 1)
         sys.exit(1)
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        if storage := explain_storage_error(error, Path.cwd()):
-            complain(f"{storage}.")
-            sys.exit(1)
-        if is_out_of_memory(error):
-            complain(f"not enough memory for this command on this machine ({first_line(error)}).")
-            sys.exit(1)
-        complain(f"{type(error).__name__}: {error}; this is a bug in echelon; its traceback follows")
-        sys.stderr.write(render_traceback(error))
+        _report_unexpected(error)
         sys.exit(1)
+    if code == _INTERRUPTED:
+        report_failure("stopped by SIGINT", _INTERRUPTED)
+    sys.exit(code)
+
+
+def _report_unexpected(error: BaseException) -> None:
+    if storage := explain_storage_error(error, Path.cwd()):
+        report_failure(f"{storage}.", 1)
+    elif is_out_of_memory(error):
+        report_failure(f"not enough memory for this command on this machine ({first_line(error)}).", 1)
+    elif wants_json():  # what programs read comes last
+        sys.stderr.write(render_traceback(error))
+        report_failure(f"{type(error).__name__}: {error}; this is a bug in echelon", 1)
+    else:
+        report_failure(f"{type(error).__name__}: {error}; this is a bug in echelon; its traceback follows", 1)
+        sys.stderr.write(render_traceback(error))

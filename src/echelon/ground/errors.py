@@ -7,8 +7,11 @@ A message states the value given, the rule, and the change that fixes it, with t
 import errno
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from typing_extensions import override
 
 from echelon.ground.redaction import make_printable, redact_text
 
@@ -18,13 +21,45 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
+@dataclass(frozen=True)
+class Fault:
+    """The parts of one line of a message, which programs read; None: the line does not have it.
+
+    `place` is the line of the file, or `command line`. `key` is a recipe's dotted key, or an option such as `--nproc`.
+    """
+
+    place: str | None = None
+    key: str | None = None
+    value: str | None = None
+    rule: str | None = None
+    fix: str | None = None
+
+    @override
+    def __str__(self) -> str:
+        """The line: `recipe.yaml, line 9: train.steps=0 must be at least 1; use a larger number.`"""
+        place = f"{self.place}: " if self.place else ""
+        subject = " ".join(filter(None, (self.key if self.value is None else f"{self.key}={self.value}", self.rule)))
+        text = f"{place}{subject}; {self.fix}" if self.fix else f"{place}{subject}"
+        return text if text.endswith(("?", ".")) else f"{text}."
+
+    def within(self, message: str) -> "Fault":
+        """This fault without the parts that the message does not have: it has no secrets."""
+        shown = {name: part for name, part in vars(self).items() if part is not None and part in message}
+        return Fault(**shown)
+
+
 class EchelonError(Exception):
-    """An error reported as one message without a traceback, with secrets and control characters replaced."""
+    """An error reported as one message without a traceback, with secrets and control characters replaced.
+
+    `faults`: the parts of the message's lines, if who raises the error gives them.
+    """
 
     exit_code = 1
 
-    def __init__(self, message: str) -> None:
-        super().__init__(make_printable(redact_text(message)))
+    def __init__(self, message: str, faults: Sequence[Fault] = ()) -> None:
+        shown = make_printable(redact_text(message))
+        super().__init__(shown)
+        self.faults = tuple(fault.within(shown) for fault in faults)
 
 
 class ConfigError(EchelonError, ValueError):

@@ -41,6 +41,7 @@ from echelon.planner.model_shape import ModelShape
 from echelon.planner.replica_limits import refuse_quorum
 from echelon.recipe import LaunchConfig, Recipe
 from echelon.recipe.launch_sections import Target
+from echelon.recipe.message_parts import read_fault
 from echelon.recipe.render import find_secret_keys, plain_value, recipe_mapping
 from echelon.recipe.yaml_text import show_value
 from echelon.run.folder.cost import check_budget, describe_cost, find_price_at_target
@@ -76,7 +77,7 @@ def check_job(job: JobSpec) -> CheckedJob:
     if len(missing) == 1:
         raise missing[0]
     if missing:
-        raise ConfigError(describe_missing(missing, shown=False))
+        raise refuse_missing(missing, shown=False)
     return _check_whole(filled, lines, ())
 
 
@@ -88,11 +89,11 @@ def preview_job(job: JobSpec) -> CheckedJob:
     except EchelonError as error:
         if not missing:
             raise
-        raise ConfigError(describe_missing([*missing, error], shown=False)) from error
+        raise refuse_missing([*missing, error], shown=False) from error
 
 
-def describe_missing(missing: Sequence[EchelonError], shown: bool = True) -> str:
-    """The missing settings in one list; `shown`: with the placeholder of each, which the user sees in its place."""
+def refuse_missing(missing: Sequence[EchelonError], shown: bool = True) -> ConfigError:
+    """The error with all missing settings; `shown`: with the placeholder of each, which the user sees in its place."""
     one = len(missing) == 1
     lines = [f"nothing can be submitted yet; {'one setting is' if one else f'{len(missing)} settings are'} not right:"]
     for error in missing:
@@ -101,7 +102,7 @@ def describe_missing(missing: Sequence[EchelonError], shown: bool = True) -> str
             value = next(iter(error.placeholders.values()))
             words += " Left out here." if value is None else f" Shown here as {show_value(plain_value(value))}."
         lines.append(f"  - {words}")
-    return "\n".join(lines)
+    return ConfigError("\n".join(lines), [read_fault(str(error)) for error in missing])
 
 
 def _fill_missing(job: JobSpec) -> tuple[JobSpec, list[str], tuple[EchelonError, ...]]:
@@ -132,7 +133,7 @@ def _fill_missing(job: JobSpec) -> tuple[JobSpec, list[str], tuple[EchelonError,
         except EchelonError as error:
             if not missing:
                 raise
-            raise ConfigError(describe_missing([*missing, error], shown=False)) from error
+            raise refuse_missing([*missing, error], shown=False) from error
 
 
 def _lacks_machines(recipe: Recipe) -> bool:

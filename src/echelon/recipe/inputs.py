@@ -255,7 +255,11 @@ def expand_sources(value: Any) -> Any:
     return [{"path": source} if isinstance(source, str) else source for source in sources]
 
 
-Sources = Annotated[tuple[SourceConfig, ...], BeforeValidator(expand_sources)]
+_SourceOrPath = SourceConfig | str
+Sources = Annotated[
+    tuple[SourceConfig, ...],
+    BeforeValidator(expand_sources, json_schema_input_type=_SourceOrPath | list[_SourceOrPath]),
+]
 
 
 class DataConfig(Section):

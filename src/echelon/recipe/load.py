@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from echelon.ground.errors import ConfigError
+from echelon.ground.errors import ConfigError, Fault
 from echelon.ground.extensions import find_named
 from echelon.ground.stored import read_text
 from echelon.recipe.aliases import ALIASES, apply_aliases, translate
@@ -79,7 +79,7 @@ def _finish(draft: Draft, overrides: Overrides, origin: str) -> tuple[Recipe, li
     try:
         return Recipe.model_validate(draft.data), notes
     except ValidationError as error:
-        raise ConfigError(explain_errors(error, draft)) from None
+        raise explain_errors(error, draft) from None
 
 
 def _translate_dialects(draft: Draft) -> list[str]:
@@ -94,7 +94,7 @@ def _read_text(path: Path) -> str:
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; name a recipe file, or make one with `echelon init`.") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text; a recipe is a YAML file.") from None
+        raise ConfigError(f"{path} is not UTF-8 text; give a YAML file.") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
 
@@ -104,7 +104,7 @@ def _start_draft(data: Any, origins: dict[KeyPath, str], source: str) -> Draft:
         raise ConfigError(f"{source} is empty; make a recipe to start from with `echelon init`.")
     if not isinstance(data, dict):
         raise ConfigError(
-            f"{source} is not a recipe: it must be a mapping of keys, such as run, model, data and train."
+            f"{source} is not a recipe: it must be a mapping of keys; write keys such as run, model, data and train."
         )
     # A section whose lines are all commented out is null in YAML; it gets its defaults.
     return Draft({key: value for key, value in data.items() if value is not None}, origins, source)
@@ -155,11 +155,11 @@ def _alternatives(path: KeyPath) -> list[KeyPath]:
 
 
 def _refuse_unknown_keys(draft: Draft) -> None:
-    lines = []
+    faults = []
     for path, section in find_unknown_keys(draft.data, Recipe):
         nearest = nearest_key(path, Recipe, ALIASES)
         parent = dotted(path[:-1]) or "a recipe"
-        hint = f"did you mean {nearest}?" if nearest else f"{parent} has the keys {', '.join(section_fields(section))}."
-        lines.append(f"{draft.origin(path)}: {dotted(path)} is not a recipe key; {hint}")
-    if lines:
-        raise ConfigError("\n".join(lines))
+        hint = f"did you mean {nearest}?" if nearest else f"{parent} has the keys {', '.join(section_fields(section))}"
+        faults.append(Fault(draft.origin(path), dotted(path), None, "is not a recipe key", hint))
+    if faults:
+        raise ConfigError("\n".join(map(str, faults)), faults)

@@ -1,28 +1,42 @@
-"""Converts pydantic's errors to a message for the user: file and line, key, value, rule."""
+"""Converts pydantic's errors to a message for the user: file and line, key, value, rule, fix."""
 
+import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from echelon.ground.errors import ConfigError, Fault
+from echelon.ground.redaction import HIDDEN, redact
 from echelon.recipe.draft import Draft
-from echelon.recipe.keys import KeyPath, dotted
+from echelon.recipe.keys import NEAR_ENOUGH, KeyPath, dotted
+from echelon.recipe.message_parts import read_fault
+from echelon.recipe.section import read_count
 from echelon.recipe.yaml_text import read_table, show_value
 
-_RULES: Mapping[str, str] = read_table(Path(__file__).with_name("messages.yaml"))
+_TABLE: Mapping[str, Mapping[str, str]] = read_table(Path(__file__).with_name("messages.yaml"))
+
+_DECIMAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+# What other versions of YAML, and people, write for a boolean.
+_FLAGS = {"yes": "true", "on": "true", "true": "true", "no": "false", "off": "false", "false": "false"}
 
 
-def explain_errors(error: ValidationError, draft: Draft) -> str:
-    """Return one line for each wrong key: `recipe.yaml, line 9: train.steps=0 must be at least 1.`"""
+def explain_errors(error: ValidationError, draft: Draft) -> ConfigError:
+    """Return the error for the user, with a line for each wrong key.
+
+    A line is `recipe.yaml, line 9: train.steps=0 must be at least 1; use a larger number.`
+    """
     by_key: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         # A default could not be computed from another key, which is wrong and has its own line.
         if detail["type"] != "default_factory_not_called":
             by_key.setdefault(_given_path(detail, draft), []).append(detail)
-    return "\n".join(_explain(path, details, draft) for path, details in by_key.items())
+    lines, faults = zip(*(_explain(path, details, draft) for path, details in by_key.items()), strict=True)
+    return ConfigError("\n".join(lines), faults)
 
 
 def _given_path(detail: ErrorDetails, draft: Draft) -> KeyPath:
@@ -38,22 +52,67 @@ def _given_path(detail: ErrorDetails, draft: Draft) -> KeyPath:
     return path
 
 
-def _explain(path: KeyPath, details: list[ErrorDetails], draft: Draft) -> str:
+def _explain(path: KeyPath, details: list[ErrorDetails], draft: Draft) -> tuple[str, Fault]:
+    """The line about a key, and its parts."""
     origin, first = draft.origin(path), details[0]
     if first["type"] == "value_error":
-        message = str(first["ctx"]["error"])
-        # A rule on several keys has no line; the message refers to the line of the first key that it names.
-        named = re.search(r"[a-z_]+(\.[a-z_]+)+", message)
-        named_origin = draft.origin(tuple(named.group().split("."))) if named else draft.source
-        return f"{origin if named_origin == draft.source else named_origin}: {message}"
+        return _explain_rule(str(first["ctx"]["error"]), origin, draft)
     if first["type"] == "missing" and draft.get(path) is None:
-        return f"{origin}: {dotted(path)} is missing; add it to the recipe."
-    rules = list(dict.fromkeys(_rule(detail) for detail in details))
-    return f"{origin}: {dotted(path)}={show_value(draft.get(path))} must be {' or '.join(rules)}."
+        fault = Fault(origin, dotted(path), None, "is missing", "add it to the recipe")
+    else:
+        rules = list(dict.fromkeys(_rule(detail) for detail in details))
+        fix = _fix(details, draft.get(path))
+        fault = Fault(origin, dotted(path), _show(path, draft), f"must be {' or '.join(rules)}", fix)
+    return str(fault), fault
+
+
+def _explain_rule(message: str, origin: str, draft: Draft) -> tuple[str, Fault]:
+    """The line about a broken rule of a section. A rule on several keys has the place of the first that it names."""
+    fault = read_fault(message)
+    named = fault.key or next(iter(re.findall(r"[a-z_]+(?:\.[a-z_]+)+", message)), "")
+    path: KeyPath = tuple(int(part) if part.isdigit() else part for part in named.split("."))
+    place = draft.origin(path)
+    place = origin if place == draft.source else place
+    given = None if draft.get(path) is None else _show(path, draft)
+    value = given if given is not None and given in message else fault.value
+    return f"{place}: {message}", replace(fault, place=place, key=named or None, value=value)
+
+
+def _show(path: KeyPath, draft: Draft) -> str:
+    """The value of a key on a line, without secrets."""
+    shown = redact({path[-1]: draft.get(path)})[path[-1]] if path else None
+    return HIDDEN if shown == HIDDEN else show_value(shown)
 
 
 def _rule(detail: ErrorDetails) -> str:
-    if (template := _RULES.get(detail["type"])) is None:
-        return detail["msg"].removeprefix("Input should be ")
+    return _fill("rules", detail) or detail["msg"].removeprefix("Input should be ")
+
+
+def _fill(table: str, detail: ErrorDetails) -> str | None:
+    """The row of a table for this type of error, with its limits filled in."""
     context: dict[str, Any] = detail.get("ctx", {})
-    return template.format(**context).replace("'", "")
+    template = _TABLE[table].get(detail["type"])
+    return None if template is None else template.format(**context).replace("'", "")
+
+
+def _fix(details: Sequence[ErrorDetails], value: Any) -> str | None:
+    """What to write instead: what the value was probably meant to be, or by the first rule that is not of names."""
+    of_names = [detail for detail in details if detail["type"] in ("literal_error", "name")]
+    others = [detail for detail in details if detail not in of_names]
+    names = [name for detail in of_names for name in re.split(", | or ", _rule(detail))]
+    if isinstance(value, str):
+        if near := difflib.get_close_matches(value.lower(), names, 1, NEAR_ENOUGH):
+            return f"did you mean {near[0]}?"
+        if meant := _find_meaning(value, {detail["type"] for detail in others}):
+            return f"use {meant}"
+    return _fill("fixes", others[0]) if others else f"use {names[0]}" if len(names) == 1 else "use one of them"
+
+
+def _find_meaning(text: str, expected: Set[str]) -> str | None:
+    """The flag or the number that a text stands for, if a value of these types of error should have been one."""
+    if "bool_type" in expected:
+        return _FLAGS.get(text.lower())
+    number = read_count(text)
+    if number is not None and ("float_type" in expected or ("int_type" in expected and number.denominator == 1)):
+        return f"{float(number):g}" if number.denominator > 1 else str(number)
+    return text.strip() if "float_type" in expected and _DECIMAL.fullmatch(text.strip()) else None

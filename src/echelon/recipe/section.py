@@ -14,7 +14,6 @@ from pydantic import (
     ConfigDict,
     Field,
     Strict,
-    ValidationInfo,
     WithJsonSchema,
     model_validator,
 )
@@ -107,9 +106,9 @@ def _count_of_text(value: Any) -> Any:
 _FromWholeFloat = BeforeValidator(_integer_when_whole)
 
 
-def _is_a_path(value: PathOrText, info: ValidationInfo) -> PathOrText:
+def _is_a_path(value: PathOrText) -> PathOrText:
     if any(len(name.encode()) > 255 for name in str(value).split("/")) or len(str(value)) > 4000:
-        raise ValueError(f"{info.field_name}={str(value)[:40]}... is longer than any path can be.")
+        raise PydanticCustomError("path_length", "a path of at most 4000 characters, each name of at most 255 bytes")
     return value
 
 

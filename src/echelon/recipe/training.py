@@ -62,7 +62,11 @@ def _expand_callbacks(value: Any) -> Any:
     return [{"name": entry} if isinstance(entry, str) else entry for entry in callbacks]
 
 
-Callbacks = Annotated[tuple[CallbackConfig, ...], BeforeValidator(_expand_callbacks)]
+_CallbackOrName = CallbackConfig | OwnName
+Callbacks = Annotated[
+    tuple[CallbackConfig, ...],
+    BeforeValidator(_expand_callbacks, json_schema_input_type=_CallbackOrName | list[_CallbackOrName]),
+]
 
 
 class CheckpointingConfig(Section):

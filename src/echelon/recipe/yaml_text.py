@@ -116,13 +116,14 @@ def parse_yaml(text: str, source: str) -> tuple[Any, dict[KeyPath, str]]:
         return _unshared(loader.construct_document(node)), origins
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{source}{line}: this is not valid YAML: {shorten(str(error.problem))}.") from None
+        problem = shorten(str(error.problem))
+        raise ConfigError(f"{source}{line}: this is not valid YAML: {problem}; correct it.") from None
     except _TooManyError:
         raise ConfigError(f"{source}: this YAML has more than {MAX_PLACES:,} entries; write fewer.") from None
     except RecursionError:
-        raise ConfigError(f"{source}: lists and mappings are nested more than {MAX_DEPTH} deep.") from None
+        raise ConfigError(f"{source}: lists and mappings are nested more than {MAX_DEPTH} deep; nest less.") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: this is not valid YAML: {shorten(str(error))}.") from None
+        raise ConfigError(f"{source}: this is not valid YAML: {shorten(str(error))}; correct it.") from None
 
 
 def read_table(path: Path) -> Any:
@@ -192,7 +193,7 @@ def _find_origins(loader: _RecipeLoader, root: yaml.Node, source: str) -> dict[K
             for key_node, value_node in node.value:
                 line = f"{source}, line {key_node.start_mark.line + 1}"
                 if not isinstance(key_node, yaml.ScalarNode):
-                    raise ConfigError(f"{line}: a key must be a word, not a list or a mapping.")
+                    raise ConfigError(f"{line}: a key must be a word, not a list or a mapping; put it in quotes.")
                 check(key_node, around)
                 key = "<<" if key_node.tag == _TAG + "merge" else loader.construct_object(key_node, deep=True)
                 if key in here:
@@ -207,17 +208,17 @@ def _find_origins(loader: _RecipeLoader, root: yaml.Node, source: str) -> dict[K
 def _find_fault(node: yaml.Node, around: tuple[yaml.Node, ...], num_places: int) -> str | None:
     """Return why a node is not a plain value of an acceptable size, or None."""
     if node in around:
-        return "this anchor contains itself"
+        return "this anchor contains itself; write it out"
     if len(around) > MAX_DEPTH:
-        return f"lists and mappings are nested more than {MAX_DEPTH} deep"
+        return f"lists and mappings are nested more than {MAX_DEPTH} deep; nest less"
     if num_places > MAX_PLACES:
-        return f"with its anchors written out this has more than {MAX_PLACES:,} entries"
+        return f"with its anchors written out this has more than {MAX_PLACES:,} entries; write fewer"
     if not isinstance(node, yaml.ScalarNode):
         plain = node.tag in _CONTAINERS
     else:
         plain = any(pattern.fullmatch(node.value) for pattern in _TEXTS.get(node.tag, ()))
         if _UNTEXTUAL.search(node.value):
-            return "a string has a character that cannot be stored in a file"
+            return "a string has a character that cannot be stored in a file; remove it"
         if plain and node.tag == _TAG + "int" and len(node.value) > MAX_DIGITS:
-            return f"{show_value(node.value)} has more than {MAX_DIGITS} digits"
+            return f"{show_value(node.value)} has more than {MAX_DIGITS} digits; write fewer"
     return None if plain else f"this is not valid YAML: {shorten(node.tag)} does not match its value; remove the tag"

@@ -185,7 +185,7 @@ def test_callbacks_are_names_or_mappings(package, tmp_path):
     assert build_callbacks(recipe.train.callbacks[1:])[0].path.name == "x"
     with pytest.raises(ConfigError, match=r"^train.callbacks.0.options=\{\} does not fit .*argument: 'path'\)"):
         check_extensions(recipe)
-    with pytest.raises(ConfigError, match=r"train.callbacks=tqdm must be package.module:Name\."):
+    with pytest.raises(ConfigError, match=r"train.callbacks=tqdm must be package.module:Name; use"):
         build(train__callbacks="tqdm")
     assert not blocking_differences(build(), recipe), "a run may go on with others"
 

@@ -148,7 +148,8 @@ def test_overrides_may_use_aliases(tmp_path: Path) -> None:
         ("training: {gradient_accumulation_steps: 4}", "line 13: training.gradient_accumulation_steps"),
         ("deepspeed: ds.json", "line 13: deepspeed=ds.json must be a mapping of keys; to train with DeepSpeed"),
         ("training: {stepps: 4}", "line 13: training is not a recipe key; did you mean train?"),
-        ("per_device_train_batch_size: 0", "line 13: train.micro_batch_size=0 must be at least 1 or auto."),
+        ("per_device_train_batch_size: 0",
+         "line 13: train.micro_batch_size=0 must be at least 1 or auto; use 1 or more."),
     ],
 )  # fmt: skip
 def test_contradictions_and_keys_without_a_meaning_are_refused(tmp_path: Path, added: str, message: str) -> None:

@@ -81,7 +81,7 @@ def test_counts_of_tokens_may_have_a_suffix(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (["train.stps=5"], "command line: train.stps is not a recipe key; did you mean train.steps?"),
-        (["train.steps=0"], "command line: train.steps=0 must be at least 1."),
+        (["train.steps=0"], "command line: train.steps=0 must be at least 1; use 1 or more."),
         (["train.steps"], "command line: 'train.steps' is not KEY=VALUE; for example train.steps=100."),
         (["=5"], "command line: '=5' is not KEY=VALUE"),
         (["train..steps=5"], "command line: 'train..steps=5' is not KEY=VALUE"),
@@ -93,9 +93,9 @@ def test_counts_of_tokens_may_have_a_suffix(tmp_path: Path) -> None:
         (["train.tokens=2GB"], "command line: train.tokens=2GB must be a whole number, or one with K, M, B or T"),
         (["train.tokens=2X"], "command line: train.tokens=2X must be a whole number, or one with K, M, B or T"),
         (["train.tokens=0.0001K"], "command line: train.tokens=0.0001K must be a whole number, or one with K"),
-        (["train.tokens=0K"], "command line: train.tokens=0K must be at least 1."),
+        (["train.tokens=0K"], "command line: train.tokens=0K must be at least 1; use 1 or more."),
         (["train.tokens='64'"], "command line: train.tokens='64' must be a whole number, or one with K, M, B or T"),
-        (["train.steps=2K"], "command line: train.steps=2K must be a whole number."),
+        (["train.steps=2K"], "command line: train.steps=2K must be a whole number; use 2000."),
         (["optim.warmup_steps=101"], "command line: optim.warmup_steps=101 is more than the 100 steps"),
     ],
 )

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
@@ -13,6 +14,7 @@ from echelon.recipe.keys import recipe_keys
 from echelon.recipe.load import load_recipe
 from echelon.recipe.render import recipe_json_schema, render_recipe
 from echelon.recipe.starter import render_starter
+from echelon.recipe.yaml_text import parse_yaml
 from tests.docs.reference import render_recipe_reference
 from tests.unit.recipe_samples import load_text
 
@@ -72,6 +74,19 @@ def test_the_starter_names_its_file_and_its_comments_stand_in_one_column() -> No
     assert not any("recipe.yaml" in line for line in lines)
     columns = [line.index("# ") for line in lines if "# " in line[1:] and not line.startswith("tokenizer:")]
     assert len(columns) >= 10 and len(set(columns)) == 1
+
+
+def test_every_recipe_of_the_documentation_is_valid_by_the_schema() -> None:
+    """An editor underlines nothing in them, shorthands included."""
+    valid = jsonschema.Draft202012Validator(recipe_json_schema())
+    texts = [path.read_text() for path in (ROOT / "recipes").glob("*.yaml")]
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        blocks = re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+        texts += [block for block in blocks if re.search("^run:", block, re.MULTILINE)]
+    assert len(texts) > 50
+    for text in texts:
+        assert [error.message for error in valid.iter_errors(parse_yaml(text, "text")[0])] == [], text
+    assert not valid.is_valid(parse_yaml(texts[0].replace("train:", "trian:"), "text")[0])
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)

@@ -45,7 +45,7 @@ CheckpointOption = Annotated[
     str | None,
     typer.Option("--checkpoint", metavar="newest|best|STEP", help="newest, best or a step of a run. Default: newest."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines; errors too.")]
 VersionOption = Annotated[
     bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
 ]

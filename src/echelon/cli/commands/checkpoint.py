@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
+from echelon.cli.commands.common_options import with_common_options
 from echelon.cli.commands.terminal import show
-from echelon.cli.commands.verbosity import with_verbosity
+from echelon.ground.errors import CheckpointError
 from echelon.ground.run_files import require_folder
 
 app = typer.Typer(help="List, verify and remove the checkpoints of a run.", no_args_is_help=True, rich_markup_mode=None)
@@ -15,7 +16,7 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder."
 
 
 @app.command("list")
-@with_verbosity
+@with_common_options
 def list_run_checkpoints(run: RunArgument) -> None:
     """List the checkpoints of a run. Oldest first; then those in `checkpoint.remote`."""
     require_folder(run)
@@ -32,7 +33,7 @@ def list_run_checkpoints(run: RunArgument) -> None:
 
 
 @app.command()
-@with_verbosity
+@with_common_options
 def verify(run: RunArgument) -> None:
     """Compare every checkpoint with its checksums. Also those in `checkpoint.remote`; exit code 1 if any is damaged."""
     require_folder(run)
@@ -42,24 +43,24 @@ def verify(run: RunArgument) -> None:
 
     require_run(run)
     found = list_checkpoints(run)
-    any_damaged = False
+    num_damaged = 0
     for checkpoint in found:
         faults = find_faults(checkpoint.path, checksums=True)
         if not checkpoint.path.exists():
             continue  # a live run removed it meanwhile
         show(f"step {checkpoint.step}  {'damaged: ' + '; '.join(faults) if faults else 'whole'}")
-        any_damaged |= bool(faults)
+        num_damaged += bool(faults)
     if not found:
         show(f"checkpoint: {run} has none yet")
     for line, is_damaged in describe_remote(run, verify=True):
         show(line)
-        any_damaged |= is_damaged
-    if any_damaged:
-        raise typer.Exit(1)
+        num_damaged += is_damaged
+    if num_damaged:
+        raise CheckpointError(f"{run}: damaged checkpoints: {num_damaged}; training resumes from the newest whole one.")
 
 
 @app.command()
-@with_verbosity
+@with_common_options
 def prune(
     run: RunArgument,
     keep: Annotated[

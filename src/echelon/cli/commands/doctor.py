@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.cli.commands.arguments import parse_hosts
-from echelon.cli.commands.terminal import complain, log_to_stderr, show
+from echelon.cli.commands.arguments import JsonOption, parse_hosts
+from echelon.cli.commands.failure import report_failure
+from echelon.cli.commands.terminal import show
 from echelon.ground.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,13 +35,11 @@ def doctor(
     hosts: Annotated[
         str | None, typer.Option("--hosts", metavar="A,B", help="Check these machines and the network between them.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check this machine, or several and their network. Exit code 1 if a problem is found."""
     from echelon.tools.doctor.machine import examine_machine
 
-    if as_json:
-        log_to_stderr()
     launch = _read_launch(words or [], hosts)
     measured: dict[str, Any] = {}
     if launch.torchrun.hosts:
@@ -57,9 +56,9 @@ def doctor(
     problems = [finding for finding in findings if not finding.is_well]
     if as_json:
         show(json.dumps({"is_well": not problems, "findings": [asdict(row) for row in findings], **measured}))
-    elif problems:
-        complain(f"{len(problems)} of {len(findings)} checks found a problem")
-    raise typer.Exit(1 if problems else 0)
+    if problems:
+        report_failure(f"{len(problems)} of {len(findings)} checks found a problem", 1)
+        raise typer.Exit(1)
 
 
 def _read_launch(words: list[str], hosts: str | None) -> "LaunchConfig":

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from echelon.cli.commands.arguments import NprocOption, OverridesArgument, RecipeArgument, parse_nproc, read_recipe
-from echelon.cli.commands.terminal import log_to_stderr, show
+from echelon.cli.commands.failure import report_failure
+from echelon.cli.commands.terminal import show
 from echelon.ground.stop_request import STOP_SIGNALS, handled
 
 if TYPE_CHECKING:
@@ -28,11 +29,9 @@ def drill(
     """Inject faults into a small version of a recipe. Reports the recovery from each; exit code 1 if one failed."""
     from echelon.tools.drill.exercise import run_drill
 
-    if as_json:
-        log_to_stderr()
     recipe = read_recipe(recipe_path, overrides)
     num_processes = parse_nproc(nproc) or _choose_num_processes()
-    all_well = True
+    failed: list[str] = []
     with _stops_noted() as asked:
         for number, finding in enumerate(
             run_drill(recipe, recipe_path, overrides or [], num_processes, lambda: next(iter(asked), None))
@@ -41,8 +40,10 @@ def drill(
                 show(json.dumps(asdict(finding)))
             else:
                 show(_render(finding) if number else f"{_COLUMNS}\n{_render(finding)}")
-            all_well &= finding.identical
-    if not all_well:
+            if not finding.identical:
+                failed.append(finding.fault)
+    if failed:
+        report_failure(f"the run did not recover from {', '.join(failed)}; see above", 1)
         raise typer.Exit(1)
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from echelon.cli.commands.arguments import OverridesArgument, RecipeArgument, parse_hosts, read_recipe
-from echelon.cli.commands.jobs import describe_job
+from echelon.cli.commands.failure import report_failure
+from echelon.cli.commands.jobs import describe_job, name_job, summarize_job
 from echelon.cli.commands.terminal import show
 from echelon.ground.errors import ConfigError, LaunchError
 from echelon.ground.redaction import redact_text
@@ -47,6 +48,9 @@ def launch(
     follow: Annotated[
         bool, typer.Option("--follow", help="Show the job's output until it ends, and exit with its exit code.")
     ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the job, or the files of --dry-run, as one JSON object; errors too.")
+    ] = False,
 ) -> None:
     """Submit a recipe to a cluster or to the background. First makes all checks that are possible on this machine."""
     from echelon.launch.job_checks import check_job, preview_job, settle_instance
@@ -61,33 +65,41 @@ def launch(
     for line in checked.lines:
         logger.info(line)
     if dry_run:
-        _show_files(checked)
+        _show_files(checked, as_json)
         return
     with _handed_over_whole(job.name):
         record = submit_job(job, checked.launcher, checked.texts)
-        show(f"launched {record.name} as {record.id}; echelon status {record.name}, echelon logs {record.name}")
+        if not as_json:
+            show(f"launched {record.name} as {record.id}; echelon status {record.name}, echelon logs {record.name}")
+        elif not follow:
+            show(json.dumps(name_job(record)))
     if follow:
         try:
             for line in checked.launcher.logs(record, True):
-                show(redact_text(line))
+                (logger.info if as_json else show)(redact_text(line))
             ended = _await_end(checked.launcher, record)
         except KeyboardInterrupt:
             raise LaunchError(
                 f"no longer followed; {record.name} continues, `echelon cancel {record.name}` stops it."
             ) from None
-        show(describe_job(record, ended))
-        raise typer.Exit(1 if ended.exit_code is None else ended.exit_code)
+        show(json.dumps(summarize_job(record, ended)) if as_json else describe_job(record, ended))
+        code = 1 if ended.exit_code is None else ended.exit_code
+        if code and as_json:
+            report_failure(f"{record.name} ended with exit code {code}; see its output", code)
+        raise typer.Exit(code)
 
 
-def _show_files(checked: "CheckedJob") -> None:
+def _show_files(checked: "CheckedJob", as_json: bool) -> None:
     """Show what would be submitted. Raises ConfigError, after it, with the settings that are missing."""
-    from echelon.launch.job_checks import describe_missing
+    from echelon.launch.job_checks import refuse_missing
 
-    for name, text in checked.texts.items():
+    if as_json:
+        show(json.dumps({"files": checked.texts}))
+    for name, text in () if as_json else checked.texts.items():
         show(f"--- {name}" + (", with placeholders for what is missing" if checked.missing else ""))
         show(text.rstrip("\n"))
     if checked.missing:
-        raise ConfigError(describe_missing(checked.missing))
+        raise refuse_missing(checked.missing)
 
 
 def _read_options(to: str | None, hosts: str | None, nodes: str | None, instance: str | None) -> list[str]:

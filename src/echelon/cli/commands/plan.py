@@ -47,7 +47,7 @@ def plan(
         return _show_accuracy([recipe_path, *map(Path, overrides or [])])
     from echelon.cli.commands.plan_search import find_plans, read_reliability, show_found
 
-    recipe = read_recipe(recipe_path, overrides, quiet=as_json)
+    recipe = read_recipe(recipe_path, overrides)
     asked: dict[str, Any] = {
         "devices": devices,
         "devices_per_node": devices_per_node,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from echelon.cli.commands.terminal import complain
+from echelon.cli.commands.failure import report_failure
 
 if TYPE_CHECKING:
     from echelon.tools.inference.team import Team
@@ -37,7 +37,7 @@ def run_with_model(target: Path, num_processes: int | None, work: Callable[["Tea
         return work(None)
     outcome = start_ranks(sys.argv[1:], count)
     if outcome.message:
-        complain(outcome.message)
+        report_failure(outcome.message, outcome.code)
     if outcome.code:
         raise typer.Exit(outcome.code)
     return None

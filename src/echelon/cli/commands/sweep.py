@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from echelon.cli.commands.terminal import complain, log_to_stderr, show
+from echelon.cli.commands.failure import report_failure
+from echelon.cli.commands.terminal import show
 
 if TYPE_CHECKING:
     from echelon.tools.sweep.conductor import StopWord
@@ -49,8 +50,6 @@ def sweep(
 
     checked = check_sweep(sweep_path, to)
     slots = share_slots(checked)
-    if as_json:
-        log_to_stderr()
     for line in describe_sweep(checked, slots):
         logger.info(line)
     job, lines = first_job(checked)
@@ -68,14 +67,14 @@ def sweep(
     if as_json:
         show(json.dumps(results))
     if ending.state == "stopped":
-        complain(ending.message)
+        report_failure(ending.message, STOPPED)
         raise typer.Exit(STOPPED)
     if ending.state == "failed":
         limit = f"sweep.max_failures={checked.sweep.sweep.max_failures}"
-        complain(f"{ending.message}; {limit} is reached; the same command continues with the next trial")
+        report_failure(f"{ending.message}; {limit} is reached; the same command continues with the next trial", 1)
         raise typer.Exit(1)
     if results["best"] is None:
-        complain("no trial ended with a result; see the table above")
+        report_failure("no trial ended with a result; see the table above", 1)
         raise typer.Exit(1)
 
 
@@ -92,7 +91,7 @@ def stops_noted(stop: "StopWord") -> Iterator[None]:
             asked_at.append(now)
             stop.name = name
         elif now - asked_at[0] > ECHO_SECONDS:
-            complain(f"ended immediately by {name}; trials may still run; the same command takes them over")
+            report_failure(f"ended immediately by {name}; trials may still run; the same command takes them over", 1)
             raise typer.Exit(1)  # not a LaunchError, which the sweep would treat as a target that does not answer
 
     with handled(STOP_SIGNALS, ask):

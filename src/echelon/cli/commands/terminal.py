@@ -1,9 +1,10 @@
 """Output of commands: results, errors, and logging to stderr. No other file of the commands writes to a stream."""
 
 import logging
+import os
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 import typer
 
@@ -51,14 +52,37 @@ def clear_terminal() -> None:
     sys.stdout.write(_CLEAR)
 
 
-def complain(message: str) -> None:
+def complain(message: str, machine_line: str | None = None) -> None:
     """Print an error to stderr, with the prefix `echelon: `, with secrets and control characters replaced; also to a
-    kept console."""
+    kept console.
+
+    `machine_line`: what stderr gets instead, for programs.
+    """
     line = f"echelon: {make_printable(redact_text(message))}"
     keep_line(line)
     with suppress(OSError):  # a closed terminal must not change the exit code
+        if machine_line is not None:
+            typer.echo(machine_line, err=True)
+            return
         colours = find_look(sys.stderr, logging.ERROR).has_colours
         typer.secho(line, err=True, fg="red" if colours else None, color=colours)
+
+
+@contextmanager
+def stdout_kept_for_result(wanted: bool) -> Iterator[None]:
+    """If wanted, send to stderr what this process, native code and child processes write to stdout in the block."""
+    if not wanted:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def log_to_stderr() -> None:

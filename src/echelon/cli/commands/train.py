@@ -1,5 +1,6 @@
 """`echelon train`: a new job on this machine, this machine's agent of a larger job, or one rank of it."""
 
+import json
 import logging
 import signal
 import time
@@ -18,7 +19,8 @@ from echelon.cli.commands.arguments import (
     parse_nproc,
     read_recipe,
 )
-from echelon.cli.commands.terminal import complain
+from echelon.cli.commands.failure import report_failure
+from echelon.cli.commands.terminal import show, stdout_kept_for_result
 from echelon.ground.errors import ConfigError, EchelonError, explain_storage_error, render_traceback
 from echelon.ground.logs import keep_console
 from echelon.ground.stop_request import BEFORE_TRAINING, STOP_SIGNALS, stops_told
@@ -66,6 +68,9 @@ def train(
         int | None,
         typer.Option("--rank", min=0, metavar="N", help="With --here: which rank of --nproc. Default: 0."),
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the run as one JSON object at the end; the lines go to stderr.")
+    ] = False,
 ) -> None:
     """Train a recipe, or resume its run. Resumes from the newest complete checkpoint."""
     from echelon.ground.launch_environment import keep_hub_cache_beside, launch_role
@@ -82,11 +87,15 @@ def train(
     recipe = _read_as_rank(recipe_path, overrides) if role == "worker" else read_recipe(recipe_path, overrides)
     keep_hub_cache_beside(recipe.run.dir)
     with _faults_logged(recipe.run.dir / "logs" / "parent.log"):
-        if role == "worker":
-            _train_as_rank(recipe, fresh)
-        if role == "agent":
-            _train_as_agent(recipe, [str(recipe_path), *(overrides or [])], group, num_processes, fresh)
-        _finish(_train_locally(recipe, num_processes, fresh, here_rank), at_once=here)
+        with stdout_kept_for_result(as_json):
+            if role == "worker":
+                _train_as_rank(recipe, fresh)
+            if role == "agent":
+                _train_as_agent(recipe, [str(recipe_path), *(overrides or [])], group, num_processes, fresh)
+            outcome = _train_locally(recipe, num_processes, fresh, here_rank)
+        if as_json:
+            _show_result(recipe.run.dir, outcome)
+        _finish(outcome, at_once=here)
 
 
 def _check_here(here: bool, rank: int | None, role: "Role") -> int | None:
@@ -134,6 +143,15 @@ def _train_locally(recipe: "Recipe", num_processes: int | None, fresh: bool, her
         from echelon.run.lifecycle.session import train_locally
 
         return train_locally(recipe, num_processes, fresh, warm, here)
+
+
+def _show_result(run_dir: Path, outcome: "Outcome") -> None:
+    """Show the run as `echelon runs --json` does, if it is done, or stopped after a save."""
+    from echelon.run.folder.overview import summarize_run
+    from echelon.run.supervise.outcome import DONE, STOPPED
+
+    if outcome.code in (DONE, STOPPED):
+        show(json.dumps(summarize_run(run_dir).to_dict()))
 
 
 def _train_as_rank(recipe: "Recipe", fresh: bool) -> NoReturn:
@@ -195,7 +213,7 @@ def _faults_logged(log: Path) -> Iterator[None]:
 
         with suppress(OSError), open_to_append(log) as file:
             file.write(render_traceback(error).encode())
-        complain(f"{type(error).__name__}: {error}; see {log}")
+        report_failure(f"{type(error).__name__}: {error}; see {log}", 1)
         raise typer.Exit(1) from error
 
 
@@ -205,7 +223,7 @@ def _finish(outcome: "Outcome", at_once: bool = False, silent: bool = False) -> 
     `at_once`: exit without the interpreter's teardown, which may hang.
     """
     if outcome.message and not silent:
-        complain(outcome.message)
+        report_failure(outcome.message, outcome.code)
     if at_once:
         from echelon.run.lifecycle.worker import leave
 

@@ -13,7 +13,7 @@ from echelon.foreign.importers.ledger import Entry, Fate, Ledger
 from echelon.foreign.importers.model import carry_adapter, carry_model
 from echelon.foreign.importers.objective import TRAINERS, carry_objective, carry_v1_objective, find_trainer
 from echelon.foreign.importers.operation import carry_operation, carry_parallel, carry_run, refuse_plugins
-from echelon.foreign.importers.result import render_imported, render_notes, render_refusal
+from echelon.foreign.importers.result import refuse_keys, render_imported, render_notes
 from echelon.foreign.importers.source_file import (
     DEFAULTS,
     LOST,
@@ -63,7 +63,7 @@ def import_recipe(
     _carry(ledger, kind, path, amounts or Amounts(), trainer)
     ledger.close(DEFAULTS, NEEDLESS, LOST, REFUSED, SETTINGS)
     if any(ledger.by_fate("refused")):
-        raise ConfigError(render_refusal(ledger, str(path)))
+        raise refuse_keys(ledger, str(path))
     text = render_imported(ledger, path.name)
     try:
         parse_recipe(text, "the imported recipe")

@@ -37,10 +37,13 @@ class Entry:
     fate: Fate
     text: str = ""
 
+    def show(self) -> str:
+        """The value on a line, without secrets."""
+        return show_value(redact({self.name: self.value})[self.name])
+
     @override
     def __str__(self) -> str:
-        shown = redact({self.name: self.value})[self.name]
-        return f"{self.name}: {show_value(shown)}" + (f": {self.text}" if self.text else "")
+        return f"{self.name}: {self.show()}" + (f": {self.text}" if self.text else "")
 
 
 class Ledger:

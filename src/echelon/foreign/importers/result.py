@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from echelon.foreign.importers.ledger import Fate, Ledger
-from echelon.ground.errors import ConfigError
+from echelon.foreign.importers.ledger import Entry, Fate, Ledger
+from echelon.ground.errors import ConfigError, Fault
 from echelon.recipe.yaml_text import LONGEST_SHOWN, parse_yaml, render_inline
 
 _SECTIONS = (
@@ -51,12 +51,16 @@ def _block(text: str, indent: str) -> list[str]:
     return lines if same else []
 
 
-def render_refusal(ledger: Ledger, path: str) -> str:
-    """Render the refused keys with the reasons."""
-    refused = [str(entry) for entry in ledger.by_fate("refused")]
-    if len(refused) == 1:
-        return f"{path} cannot be imported: {refused[0]}"
-    return f"{path} cannot be imported:\n" + "\n".join(f"  {entry}" for entry in refused)
+def refuse_keys(ledger: Ledger, path: str) -> ConfigError:
+    """Return the error with the refused keys and the reasons."""
+    refused = list(ledger.by_fate("refused"))
+    shown = f" {refused[0]}" if len(refused) == 1 else "\n" + "\n".join(f"  {entry}" for entry in refused)
+    return ConfigError(f"{path} cannot be imported:{shown}", [_find_fault(entry, path) for entry in refused])
+
+
+def _find_fault(entry: Entry, path: str) -> Fault:
+    rule, _, fix = entry.text.removesuffix(".").partition("; ")
+    return Fault(path, entry.name, entry.show(), rule, fix or None)
 
 
 def render_notes(ledger: Ledger, source: str) -> list[str]:

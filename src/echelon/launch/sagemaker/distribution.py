@@ -194,5 +194,5 @@ def _change(recipe: Recipe, changes: Mapping[str, Any], smp: Mapped | None) -> R
     try:
         changed = Recipe.model_validate(draft.data)
     except ValidationError as error:
-        raise ConfigError(explain_errors(error, draft)) from None
+        raise explain_errors(error, draft) from None
     return changed

@@ -120,7 +120,7 @@ def load_sweep(path: Path) -> Sweep:
     try:
         return Sweep.model_validate(draft.data)
     except ValidationError as error:
-        raise ConfigError(explain_errors(error, draft)) from None
+        raise explain_errors(error, draft) from None
 
 
 def _parse_draft(path: Path) -> Draft:
