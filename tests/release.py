@@ -141,8 +141,9 @@ def try_demo(programs: Path, folder: Path) -> Iterator[str]:
     sample = printed.partition("== letting it continue ")[2].partition("\n")[2].partition("\n== ")[0]
     if len(re.findall(r"\b(?:self|def|return|if|for|in|not|None|True|False)\b", sample)) < 8:
         yield f"the sample of echelon demo does not read like Python: {sample!r}"
-    if not printed.splitlines()[-1].startswith("next"):
-        yield f"echelon demo does not end with what to do next: {printed.splitlines()[-1]}"
+    last = printed.strip().rpartition("\n")[2]
+    if not last.startswith("next"):
+        yield f"echelon demo does not end with what to do next: {last}"
 
 
 def report(title: str, faults: Iterable[str]) -> list[str]:
