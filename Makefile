@@ -214,6 +214,8 @@ bench-techniques: .venv/.installed
 OLDEST_PYTHON ?= $(shell PYENV_VERSION=3.12 python3.12 -c 'import sys; print(sys.executable)' 2> /dev/null || echo $(PYTHON))
 OLDEST_EXTRAS := test float8 liger
 OLDEST := .venv-oldest/bin
+# The oldest boto3 of SageMaker's launcher, in a folder of its own: the oldest s3fs asks for an older botocore.
+OLDEST_BOTO := .venv-oldest/sagemaker
 
 .venv-oldest/.installed: pyproject.toml
 	@echo "== setting up .venv-oldest: echelon, and the oldest versions that pyproject.toml admits (3 GB to download)"
@@ -223,11 +225,16 @@ OLDEST := .venv-oldest/bin
 	    --python $(OLDEST)/python $(OLDEST_EXTRAS:%=--extra %) pyproject.toml -o .venv-oldest/versions.txt
 	$(OLDEST)/uv pip install --quiet --compile-bytecode --python $(OLDEST)/python -r .venv-oldest/versions.txt
 	$(OLDEST)/uv pip install --quiet --python $(OLDEST)/python --no-deps -e .
+	$(OLDEST)/uv pip compile --quiet --resolution lowest --only-binary :all: --no-header --no-annotate \
+	    --python $(OLDEST)/python --extra sagemaker pyproject.toml | grep -E '^(boto3|botocore|s3transfer)=' > $(OLDEST_BOTO).txt
+	$(OLDEST)/uv pip install --quiet --python $(OLDEST)/python --no-deps --target $(OLDEST_BOTO) -r $(OLDEST_BOTO).txt
 	@touch $@
 
 oldest: .venv-oldest/.installed
 	@echo "== running unit and parity tests with the versions of .venv-oldest/versions.txt"
-	$(OLDEST)/python -m pytest tests/unit tests/parity -n 2 --dist loadfile --no-loadscope-reorder
+	$(OLDEST)/python -m pytest tests/unit tests/parity --ignore tests/unit/launch/sagemaker -n 2 --dist loadfile --no-loadscope-reorder
+	@echo "== running the tests of SageMaker with the versions of $(OLDEST_BOTO).txt"
+	PYTHONPATH=$(CURDIR)/$(OLDEST_BOTO) $(OLDEST)/python -m pytest tests/unit/launch/sagemaker
 	@echo "== training the cases of tests/gpu on a CPU"
 	$(OLDEST)/python -m pytest tests/gpu -m gpu --on-cpu
 	@echo "== compiling the kernels of a training step for an H100"

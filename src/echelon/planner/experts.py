@@ -71,7 +71,7 @@ def _find_taken_names(model: Any, names: Collection[str]) -> set[str]:
     try:
         from peft import LoraConfig
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:  # PEFT is not installed, or a release that takes no name for another
+    except ImportError:  # PEFT is not installed
         return set()
     taken = set()
     for name in names:

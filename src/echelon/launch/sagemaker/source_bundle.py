@@ -23,8 +23,8 @@ CORE = (
 )  # fmt: skip
 HELPFUL = ("nvidia-ml-py>=12; sys_platform == 'linux'",)  # reads the load of GPUs
 EXTRAS: dict[str, tuple[str, ...]] = {
-    "peft": ("peft>=0.18",),
-    "qlora": ("peft>=0.18", "bitsandbytes>=0.49"),
+    "peft": ("peft>=0.20",),
+    "qlora": ("peft>=0.20", "bitsandbytes>=0.49"),
     "tensorboard": ("tensorboard>=2.16.2",),
     "data": ("datasets>=3", "pyarrow>=17", "zstandard>=0.22"),
     "mlflow": ("mlflow>=3.17,<4", "psutil>=5.9"),
@@ -33,8 +33,8 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "gcs": ("gcsfs>=2024.6",),
     "deepspeed": ("deepspeed>=0.19.8,<0.20",),
     "tensorflow": ("tensorflow-cpu>=2.21,<2.22", "keras-hub>=0.32,<0.33"),
-    "float8": ("torchao>=0.15",),
-    "sagemaker": ("boto3>=1.40",),
+    "float8": ("torchao>=0.16",),
+    "sagemaker": ("boto3>=1.42.44",),
     "liger": ("liger-kernel>=0.8",),
 }
 # AWS's plugin, with which MLflow accepts the ARN of a SageMaker server as tracking URI.

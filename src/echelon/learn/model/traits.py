@@ -277,18 +277,19 @@ def pack_documents(model: PreTrainedModel) -> Packed:
 
 def _find_mask(model: PreTrainedModel, attention: str | None) -> tuple[MaskForm | None, str]:
     """Return the first form of mask that the model obeys; or None and the reason."""
-    packed, faults = pack_documents(model), list[tuple[int, str]]()
+    forms, faults = find_forms(attention), list[tuple[int, str]]()
+    if not forms:
+        return None, f"model.attn_implementation={attention} takes no such mask; remove that key"
+    packed = pack_documents(model)
     try:
         alone = {place: run_copy(model, tokens[None])[0] for place, tokens in packed.cut(packed.tokens).items()}
     except Exception as error:  # transformers raises many types of exception
         return None, f"its forward pass fails ({describe_error(error)})"
-    for form in find_forms(attention):
+    for form in forms:
         fault = _find_fault(model, form, packed, alone)
         if fault is None:
             return form, ""
         faults.append(fault)
-    if not faults:
-        return None, f"model.attn_implementation={attention} takes no such mask; remove that key"
     return None, max(faults)[1]
 
 

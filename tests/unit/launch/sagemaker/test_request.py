@@ -343,7 +343,7 @@ def test_requirements_follow_the_recipe(tmp_path):
     job = make_job(tmp_path, "adapter.method=qlora", "track=[wandb]", "checkpoint.remote=s3://b/run", text=text)
     staging = build_submission(job).staging
     lines = next(each for each in staging.uploads if each.address.endswith("requirements.txt")).source().decode()
-    assert {"peft>=0.18", "bitsandbytes>=0.49", "wandb>=0.31,<1", "s3fs>=2024.6"} <= set(lines.splitlines())
+    assert {"peft>=0.20", "bitsandbytes>=0.49", "wandb>=0.31,<1", "s3fs>=2024.6"} <= set(lines.splitlines())
     assert "torch" not in [re.split(r"[^\w-]", line)[0] for line in lines.splitlines()]
     plain = bundle.list_requirements(make_job(tmp_path, "data.train=python-stdlib").recipe)
     assert plain.splitlines() == [*bundle.CORE, OPTIONAL, *bundle.HELPFUL]
@@ -355,7 +355,7 @@ def test_the_container_installs_what_an_engine_or_a_precision_needs(tmp_path):
         return bundle.list_requirements(job.recipe).splitlines(), describe_packages(job.recipe)
 
     fp8 = ("train.precision=fp8", "launch.sagemaker.instance_type=ml.p5.48xlarge")
-    assert "torchao>=0.15" in ask(*fp8)[0]
+    assert "torchao>=0.16" in ask(*fp8)[0]
     assert ask(*fp8)[1] == [
         "packages: the container installs what its image lacks of echelon's extras float8 (train.precision=fp8)"
     ]
