@@ -7,7 +7,7 @@ from typing import Any
 
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.experts import find_expert_weights, find_unadaptable
-from echelon.planner.families import FAMILIES
+from echelon.planner.families import FAMILIES, MIXTURES
 from echelon.planner.model_shape import ExpertShape, LayerParts, LinearShape, ModelShape
 
 
@@ -62,8 +62,8 @@ def _build_on_meta(config: Mapping[str, Any]) -> Any:
         from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
     except ImportError as missing:
         raise PlanError(
-            f"model.config.model_type={model_type}: only {', '.join(FAMILIES)} and gpt2 can be counted without "
-            f"building the model, and {missing.name} is not installed; install it."
+            f"model.config.model_type={model_type}: only {', '.join((*FAMILIES, *MIXTURES))} and gpt2 can be counted "
+            f"without building the model, and {missing.name} is not installed; install it."
         ) from missing
     if model_type not in CONFIG_MAPPING:
         close = difflib.get_close_matches(model_type, list(CONFIG_MAPPING), n=3)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from echelon.ground.errors import ConfigError
-from echelon.planner.model_shape import LayerParts, LinearShape, ModelShape, divisors
+from echelon.planner.model_shape import ExpertShape, LayerParts, LinearShape, ModelShape, divisors
 
 MAX_WIDTH = 10**9
 
@@ -131,6 +131,13 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+# Mixtures of experts: a family's attention and norms, with experts and a router in place of the MLP.
+MIXTURES: dict[str, Family] = {
+    "mixtral": Family(
+        {**_defaults(32000, 4096, 14336, 32, (32, 8), None, 131072), "num_local_experts": 8, "num_experts_per_tok": 2}
+    ),
+}
+
 _GPT2_DEFAULTS: dict[str, Any] = {
     "vocab_size": 50257,
     "hidden_size": 768,
@@ -153,13 +160,15 @@ _GPT2_ALIASES = {
 
 
 def count_shape(config: Mapping[str, Any]) -> ModelShape | None:
-    """Shape of a config of a known family or of GPT-2, by formula; None for any other model type.
+    """Shape of a config of a known family, a mixture or GPT-2, by formula; None for any other model type.
 
     Raises ConfigError naming the key under `model.config` that is wrong.
     """
     model_type = config["model_type"]
     if model_type == "gpt2":
         return _gpt2_shape(config)
+    if model_type in MIXTURES:
+        return _mixture_shape(config, MIXTURES[model_type])
     return _llama_like_shape(config, FAMILIES[model_type]) if model_type in FAMILIES else None
 
 
@@ -232,6 +241,27 @@ def _llama_like_shape(config: Mapping[str, Any], family: Family) -> ModelShape:
             up_proj=(hidden, inner),
             down_proj=(inner, hidden),
         ),
+    )
+
+
+def _mixture_shape(config: Mapping[str, Any], family: Family) -> ModelShape:
+    """The shape with all layers' MLPs replaced: experts as two stacked tensors, and a router without bias."""
+    dense, fields = _llama_like_shape(config, family), ConfigFields(config, family.defaults)
+    hidden, inner, layers = dense.hidden_size, dense.intermediate_size, dense.num_layers
+    num_experts, num_chosen = fields.count("num_local_experts"), fields.count("num_experts_per_tok")
+    experts = (
+        ExpertShape("mlp.experts.gate_up_proj", num_experts, 2 * inner, hidden, layers),
+        ExpertShape("mlp.experts.down_proj", num_experts, hidden, inner, layers),
+    )
+    expert = 3 * hidden * inner
+    added = (num_experts - 1) * expert + num_experts * hidden
+    return replace(
+        dense,
+        num_parameters=dense.num_parameters + layers * added,
+        num_layer_parameters=dense.num_layer_parameters + added,
+        linears=dense.linears[:4],  # those of attention
+        experts=experts,
+        num_idle_parameters=layers * expert * max(0, num_experts - num_chosen),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from echelon.ground.errors import ConfigError
 from echelon.planner.count_on_meta import measure_shape
-from echelon.planner.families import FAMILIES, ConfigFields, count_shape
+from echelon.planner.families import FAMILIES, MIXTURES, ConfigFields, count_shape
 from echelon.planner.model_shape import ModelShape
 
 MAX_LAYERS = 2000
@@ -27,7 +27,7 @@ def build_shape(config: Mapping[str, Any]) -> ModelShape:
     if not isinstance(model_type, str):
         raise ConfigError(
             f"model.config.model_type={model_type!r:.80}: a config needs a model type; add for example "
-            f"`model_type: llama`. Counted by formula: {', '.join(FAMILIES)}, gpt2."
+            f"`model_type: llama`. Counted by formula: {', '.join((*FAMILIES, *MIXTURES))}, gpt2."
         )
     counted = count_shape(config)
     return measure_shape(config) if counted is None else counted
