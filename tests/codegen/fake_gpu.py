@@ -20,10 +20,13 @@ FuncSetAttribute FuncSetCacheConfig GetErrorString LaunchCooperativeKernel Launc
 LinkCreate_v2 ModuleGetFunction ModuleLoad ModuleLoadData ModuleLoadDataEx ModuleUnload
 OccupancyMaxActiveBlocksPerMultiprocessor PointerGetAttribute TensorMapEncodeTiled"""
 # 100 is CUDA_ERROR_NO_DEVICE. torch's own count of devices is replaced too, once its device guard is: the guard of a
-# build without GPUs says that there are many devices.
+# build without GPUs says that there are many devices. From the properties of the device, SDPA chooses its kernel: it
+# reads the capability, which is at byte 360 of CUDA 13's struct.
 _SOURCE = """
 signed char counted = 0;
 signed char _ZN3c104cuda12device_countEv(void) { return counted; }
+struct { char before[360]; int major, minor; char after[4096]; } device = {.major = 9, .minor = 0};
+void *_ZN2at4cuda26getCurrentDevicePropertiesEv(void) { return &device; }
 int cuInit(unsigned flags) { return 100; }
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *flags = 0; *active = 0; return 0; }
 """ + "".join(f"int cu{name}(void) {{ return 100; }}\n" for name in _UNUSED.split())
@@ -97,10 +100,12 @@ def _watch_compilation(torch):
     from torch._inductor.graph import GraphLowering
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
     from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction, MockTensor
 
     class Driver:
         get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
         get_current_device = staticmethod(_answering(0))
+        get_current_stream = staticmethod(_answering(0))
         get_device_capability = staticmethod(_answering((9, 0)))
         get_active_torch_device = staticmethod(lambda: torch.device("cuda", 0))
         is_active = staticmethod(_answering(True))
@@ -109,16 +114,27 @@ def _watch_compilation(torch):
     helpers.set_driver_to_gpu = _answering(None)
     config.compile_threads, config.fx_graph_cache, config.max_autotune = 1, False, False
     config.triton.cudagraphs = False
-    compiled, precompile = Compiled(), CachingAutotuner.precompile
+    compiled, precompile, launch = Compiled(), CachingAutotuner.precompile, JITFunction.run
+
+    @contextlib.contextmanager
+    def noting(kernel):
+        try:
+            yield
+            compiled.kernels[kernel.__name__] += 1
+        except Exception as error:
+            compiled.failures.append(f"{kernel.__name__}: {error!r:.300}")
 
     def compile_alone(self, warm_cache_only=False, **options):
-        try:
+        with noting(self.fn):
             precompile(self, warm_cache_only=True)
-            compiled.kernels[self.fn.__name__] += 1
-        except Exception as error:
-            compiled.failures.append(f"{self.fn.__name__}: {error!r:.300}")
 
-    CachingAutotuner.precompile = compile_alone
+    def compile_launched(self, *arguments, warmup, **options):
+        """For kernels that are called outside inductor: Triton needs no more of a tensor than its dtype."""
+        given = [each.dtype if isinstance(each, torch.Tensor) else each for each in arguments]
+        with noting(self):
+            launch(self, *map(MockTensor.wrap_dtype, given), warmup=True, **options)
+
+    CachingAutotuner.precompile, JITFunction.run = compile_alone, compile_launched
     GraphLowering.save_output_code = staticmethod(compiled.code.append)
     return compiled
 
