@@ -27,7 +27,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "qlora": ("peft>=0.20", "bitsandbytes>=0.49"),
     "tensorboard": ("tensorboard>=2.16.2",),
     "data": ("datasets>=3", "pyarrow>=17", "zstandard>=0.22"),
-    "mlflow": ("mlflow>=3.17,<4", "psutil>=5.9"),
+    "mlflow": ("mlflow>=3.17,<4", "psutil>=6"),
     "wandb": ("wandb>=0.31,<1",),
     "s3": ("s3fs>=2024.6",),
     "gcs": ("gcsfs>=2024.6",),

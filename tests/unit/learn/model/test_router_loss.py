@@ -190,9 +190,8 @@ def test_the_strength_depends_on_the_config_field():
 
 def test_scores_equal_the_weights_of_the_router():
     fields = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
-    deep = {"model_type": "deepseek_v3", "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2}
-    deep |= {"n_group": 1, "topk_group": 1, **fields}
-    [router] = find_routers(build_on_meta(load_config(deep)))
+    laguna = {"model_type": "laguna", "num_experts_per_tok": 2, **fields}  # its first layer is dense
+    [router] = find_routers(build_on_meta(load_config(laguna)))
     assert router.scores is torch.sigmoid
     logits = torch.randn(3, 4)
     [first, _] = find_routers(build_on_meta(load_config(small_config("qwen3_moe"))))
