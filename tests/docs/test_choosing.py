@@ -42,7 +42,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "mixture of experts": {"model": {"config": MIXTURE}},
     "LoRA": {"adapter": {"method": "lora", "rank": 4}},
     "QLoRA": {"adapter": {"method": "qlora", "rank": 4}},
-    "DPO": {"objective": {"name": "dpo"}, "data": {"train": [{"path": "pairs.jsonl"}]}},
+    "DPO, KTO": {"objective": {"name": "dpo"}, "data": {"train": [{"path": "pairs.jsonl"}]}},
     "ORPO, SimPO, CPO": {"objective": {"name": "simpo"}, "data": {"train": [{"path": "pairs.jsonl"}]}},
     "Muon": {"optim": {"name": "muon"}},
     "Adafactor": {"optim": {"name": "adafactor"}},

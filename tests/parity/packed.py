@@ -1,4 +1,4 @@
-"""Prepared text as it would be with several documents in a sequence, or preference pairs."""
+"""Prepared text as it would be with several documents in a sequence, preference pairs, or judged answers."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 
 from echelon.learn.data.prepare import PreparedData
-from echelon.learn.data.shards import NO_LABEL, Samples
+from echelon.learn.data.shards import GOOD, NO_LABEL, Samples
 from echelon.planner.plan import ParallelPlan
 from echelon.run.lifecycle import run_learner
 from tests.parity.training import train_rank
@@ -44,14 +44,37 @@ class Packed:
         return replace(samples, documents=documents)
 
 
+class Judged:
+    """A dataset whose sequences are answers of different lengths, good ones and bad ones, each after a prompt."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self.num_samples, self.num_tokens = dataset.num_samples, dataset.num_tokens
+        self.iter_tokens, self.sequence_len = dataset.iter_tokens, dataset.sequence_len
+
+    def read_samples(self, ids: Any) -> Samples:
+        samples = self._dataset.read_samples(ids)
+        documents = np.zeros(samples.inputs.shape, dtype=np.int32)
+        for row, sample in enumerate(ids.tolist()):
+            documents[row, samples.inputs.shape[1] - sample % 9 :] = -1
+            samples.labels[row, : PROMPT + sample % 5] = NO_LABEL
+        samples.labels[documents < 0] = NO_LABEL
+        return replace(samples, documents=documents, apart=False, extra={GOOD: ids % 3 != 0})
+
+
+def see(dataset: Any, kind: str) -> Any:
+    """The dataset as `packed`, `pairs` or `judged`."""
+    return Judged(dataset) if kind == "judged" else Packed(dataset, kind == "pairs")
+
+
 def pack(data: PreparedData, kind: str) -> PreparedData:
-    """Prepared text seen as `packed` or as `pairs`."""
-    sets = tuple(replace(each, dataset=Packed(each.dataset, kind == "pairs")) for each in data.validation)
-    return replace(data, train=Packed(data.train, kind == "pairs"), validation=sets, apart=True)
+    """Prepared text seen as `packed`, as `pairs` or as `judged`."""
+    sets = tuple(replace(each, dataset=see(each.dataset, kind)) for each in data.validation)
+    return replace(data, train=see(data.train, kind), validation=sets, apart=kind != "judged")
 
 
 def packed_samples(kind: str) -> AbstractContextManager[Any]:
-    """Makes a trainer that is built inside see its text as `packed` or as `pairs`; an empty kind changes nothing."""
+    """Makes a trainer that is built inside see its text as such a kind; an empty kind changes nothing."""
     if not kind:
         return nullcontext()
     opened = run_learner.open_prepared

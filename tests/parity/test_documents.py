@@ -1,4 +1,4 @@
-"""Packed documents and preference pairs under every data-parallel strategy: the curve of one process."""
+"""Packed documents, pairs and judged answers under every data-parallel strategy: the curve of one process."""
 
 import itertools
 import math
@@ -17,6 +17,8 @@ RPO = {"objective": {"name": "dpo", "beta": 0.5, "loss": "sigmoid_norm", "sft_we
 ORPO = {"objective": {"name": "orpo", "beta": 0.5}}
 SIMPO = {"objective": {"name": "simpo", "beta": 2.0, "gamma": 0.5}}
 CPO = {"objective": {"name": "cpo", "beta": 0.1}}
+KTO = {"objective": {"name": "kto", "beta": 0.5, "desirable_weight": 1.5}}
+CHANGES = {"packed": None, "pairs": DPO, "judged": KTO}
 STEPS = 4
 
 ROWS = [
@@ -49,6 +51,22 @@ ROWS += [
         (with_ranks(Row("fsdp", family="mamba"), 2), ORPO, True),
     )
 ]
+ROWS += [
+    ("judged", with_ranks(Row("ddp"), 2, micro_batch=2)),
+    ("judged", with_ranks(Row("fsdp"), 2)),
+    *(
+        pytest.param("judged", row, marks=pytest.mark.slow)
+        for row in (
+            with_ranks(Row("ddp"), 4, micro_batch=1),
+            with_ranks(Row("fsdp", checkpointing="full"), 4, micro_batch=1),
+            Row({"tp": 2}, ranks=2, micro_batch=4),
+            with_ranks(Row("ddp", adapter="lora"), 2, micro_batch=2),
+            with_ranks(Row("fsdp", adapter="lora"), 2),
+            with_ranks(Row("fsdp", precision="bf16"), 2),
+            with_ranks(Row("fsdp", family="mamba"), 2),
+        )
+    ),
+]
 PLANS = [("ddp", 2), ("ddp", 4), ("zero1", 2), ("zero2", 4), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4)]
 FAMILIES = [("llama", False), ("gpt2", True), ("gemma2", True)]
 FULL = [
@@ -66,7 +84,7 @@ FULL += [
 
 
 def run(workers, samples, row, folder, text, **options):
-    row = replace(row, changes=(row.changes or DPO) if samples == "pairs" else None)
+    row = replace(row, changes=row.changes or CHANGES[samples])
     return train(PackedPool(workers, samples), row, folder, text, steps=STEPS, **options)
 
 
@@ -93,9 +111,9 @@ def check(workers, alone, text, folder, samples, row):
     assert hashes(rows) == hashes(expected)
     ours, theirs = ([each for each in rows if each["kind"] == "eval"][-1] for rows in (rows, expected))
     assert ours["loss"] == pytest.approx(theirs["loss"], abs=loss_bound)
-    for key in ("target_tokens", "pairs"):
+    for key in ("target_tokens", "pairs", "answers"):
         assert ours[key] == theirs[key]
-    if samples == "pairs":
+    if samples != "packed":
         assert ours["reward_margin"] == pytest.approx(theirs["reward_margin"], abs=loss_bound)
 
 

@@ -5,12 +5,14 @@ import importlib
 import pytest
 import torch
 
+from echelon.learn.data.shards import GOOD
 from echelon.learn.objectives.batch_means import with_batch_means
 from echelon.learn.objectives.dpo import DPO, LOSSES
+from echelon.learn.objectives.kto import KTO
 from echelon.learn.objectives.reference_free import CPO, ORPO, SimPO
 from tests.families import small_model
-from tests.peer.trl_trainers import ROWS, build, gradients_of, take_apart
-from tests.unit.learn.objectives.pair_samples import PAIRS, module_of, pair_batch
+from tests.peer.trl_trainers import ANSWERS, ROWS, build, gradients_of, take_apart
+from tests.unit.learn.objectives.pair_samples import PAIRS, judged_batch, module_of, pair_batch
 
 pytest.importorskip("trl", exc_type=ImportError)
 pytestmark = pytest.mark.slow
@@ -22,7 +24,12 @@ def ours(objective, batch, reference):
     """The mean loss and its gradients in one process."""
     model = small_model("llama")
     module = module_of(model, reference)
-    [batch] = with_batch_means(objective, [batch], objective.count(batch), module, lambda sums: None)
+
+    @torch.no_grad()
+    def run(microbatch, compute):
+        return module(microbatch, compute)
+
+    [batch] = with_batch_means(objective, [batch], objective.count(batch), run, lambda sums: None)
     loss = module(batch, objective.loss_sum) / objective.count(batch)
     return loss.item(), gradients_of(model, loss)
 
@@ -84,3 +91,29 @@ def test_without_a_reference(tmp_path, name):
     given |= {"prompt_input_ids": given["chosen_input_ids"], "prompt_attention_mask": given["chosen_attention_mask"]}
     loss = trainer.compute_loss(trainer.model, given)
     check(ours(objective, batch, model), loss.item(), gradients_of(model, loss))
+
+
+@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
+@pytest.mark.parametrize("seed", [1, 4], ids=["one reference", "another"])
+def test_kto(tmp_path, loss, seed):
+    """The batch is one microbatch of TRL's; its own preprocessing rotates the answers, and it takes z over them."""
+    trl = importlib.import_module("trl")
+    model, reference = small_model("llama"), small_model("llama", seed=seed)
+    objective, batch = KTO(0.5, loss, 1.5, 0.75), judged_batch()
+    settings = {"loss_type": loss, "beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 0.75}
+    classes, first = (trl.KTOTrainer, trl.KTOConfig), small_model("llama", seed=seed)
+    count = len(batch.labels)
+    trainer = build(*classes, tmp_path, model, ANSWERS, first, per_device_train_batch_size=count, **settings)
+    ids, filled, completions = take_apart(batch, [(row, 0) for row in range(count)])
+    examples = []
+    for row in range(count):
+        own, answer = ids[row][filled[row].bool()], completions[row][filled[row].bool()].bool()
+        examples.append({"prompt_ids": own[~answer].tolist(), "completion_ids": own[answer].tolist()})
+    for row, example in enumerate(examples):  # as add_kl_completion_ids of its _prepare_dataset
+        example |= {"KL_completion_ids": examples[row - 1]["completion_ids"], "label": bool(batch.extra[GOOD][row])}
+    if loss != "kto":
+        examples = [{name: value for name, value in each.items() if name[:2] != "KL"} for each in examples]
+    given = trl.trainer.kto_trainer.DataCollatorForUnpairedPreference(pad_token_id=0)(examples)
+    trainer.model.train()
+    found = trainer.compute_loss(trainer.model, given)
+    check(ours(objective, batch, reference), found.item(), gradients_of(model, found))

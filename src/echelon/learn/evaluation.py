@@ -11,45 +11,51 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.learn.data.loader import LONGEST, Microbatch, Padding, StepBatch, build_microbatch, set_width
-from echelon.learn.data.shards import Dataset
+from echelon.learn.data.loader import LONGEST, Microbatch, Padding, StepBatch, build_rows
+from echelon.learn.data.mismatched import mismatch
+from echelon.learn.data.shards import GOOD, Dataset
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.engines.engine import Evaluation
 from echelon.learn.objectives.batch_means import with_batch_means
 from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.objective import Objective
-from echelon.learn.objectives.outputs import OutputsFn
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Mean loss in nats per target token, and derived metrics; for preference pairs, mean loss and rewards per pair."""
+    """Mean loss in nats per target token, and derived metrics; for preferences, per pair or per judged answer."""
 
     loss: float
     num_targets: int
     bytes_per_token: float | None
     num_pairs: int | None = None
     reward_accuracy: float | None = None
-    """Fraction of pairs whose chosen answer has the larger reward."""
+    """Fraction of pairs whose chosen answer has the larger reward, or of answers whose reward is on the right side."""
     reward_margin: float | None = None
-    """Mean difference between the rewards of the chosen and the rejected answer."""
+    """Mean reward of the chosen, or good answers less that of the others; None if there are none of one kind."""
+    num_answers: int | None = None
 
     @property
     def count(self) -> int:
-        """The number of terms in the means: target tokens, or pairs."""
-        return self.num_targets if self.num_pairs is None else self.num_pairs
+        """The number of terms in the means: target tokens, pairs, or judged answers."""
+        return next(count for count in (self.num_pairs, self.num_answers, self.num_targets) if count is not None)
+
+    @property
+    def is_of_answers(self) -> bool:
+        """Whether the terms are answers or pairs of them, not tokens."""
+        return self.num_pairs is not None or self.num_answers is not None
 
     @property
     def perplexity(self) -> float | None:
-        """exp(loss); infinite on overflow. None for pairs, whose loss is not per token."""
-        if self.num_pairs is not None:
+        """exp(loss); infinite on overflow. None for preferences, whose loss is not per token."""
+        if self.is_of_answers:
             return None
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
         """loss / ln 2 * tokens / bytes, comparable between models with different tokenizers; None if unknown."""
-        if not self.bytes_per_token or self.num_pairs is not None:
+        if not self.bytes_per_token or self.is_of_answers:
             return None
         return self.loss / math.log(2) / self.bytes_per_token
 
@@ -61,6 +67,7 @@ class EvalResult:
             "bits_per_byte": self.bits_per_byte,
             "target_tokens": self.num_targets,
             "pairs": self.num_pairs,
+            "answers": self.num_answers,
             "reward_accuracy": self.reward_accuracy,
             "reward_margin": self.reward_margin,
         }
@@ -74,10 +81,13 @@ class EvalResults:
 
     @property
     def whole(self) -> EvalResult:
-        """The result over all sets as one text: every target token, or pair, counts once."""
+        """The result over all sets as one text: every target token, pair, or answer, counts once."""
         results = list(self.sets.values())
         num_targets = sum(result.num_targets for result in results)
-        pairs = [result.num_pairs for result in results if result.num_pairs is not None]
+        pairs, answers = (
+            [count for count in counts if count is not None]
+            for counts in ([result.num_pairs for result in results], [result.num_answers for result in results])
+        )
         sizes = [
             result.num_targets * result.bytes_per_token for result in results if result.bytes_per_token is not None
         ]
@@ -89,6 +99,7 @@ class EvalResults:
             sum(pairs) if pairs else None,
             _mean(results, [result.reward_accuracy for result in results]),
             _mean(results, [result.reward_margin for result in results]),
+            sum(answers) if answers else None,
         )
 
     def select(self, name: str | None) -> EvalResult:
@@ -119,9 +130,12 @@ def build_result(objective: Objective, sums: Sequence[float], bytes_per_token: f
     """Compute the result of a set from its sums: those of `count_labels`, then `Objective.evaluation_sums`."""
     count, num_labels, *totals = sums
     loss, *measures = [total / max(1.0, count) for total in totals]
-    pairs = int(count) if objective.unit == "pairs" else None
-    rewards = dict(zip(objective.measures, measures, strict=True))
-    return EvalResult(loss, int(num_labels), bytes_per_token, pairs, **rewards)
+    units = {"pairs": "num_pairs", "answers": "num_answers"}
+    known = [None if math.isnan(value) else value for value in measures]
+    values: dict[str, Any] = dict(zip(objective.measures, known, strict=True))
+    if objective.unit in units:
+        values[units[objective.unit]] = int(count)
+    return EvalResult(loss, int(num_labels), bytes_per_token, **values)
 
 
 def evaluate(
@@ -162,11 +176,7 @@ def sum_up(
         microbatches = list(microbatches)
         num_terms = torch.stack([objective.count(microbatch) for microbatch in microbatches]).sum().to(device)
         add_up(num_terms)
-
-        def run(microbatch: Microbatch, compute: OutputsFn) -> Tensor:
-            return evaluation.run(microbatch.to(device), compute)
-
-        microbatches = with_batch_means(objective, microbatches, num_terms.clamp(min=1), run, add_up)
+        microbatches = with_batch_means(objective, microbatches, num_terms.clamp(min=1), evaluation.run, add_up)
     for microbatch in microbatches:
         here = microbatch.to(device)
         sums[:2] += count_labels(objective, here)
@@ -191,6 +201,8 @@ def read_in_order(dataset: Dataset, start: int, count: int, stop: int, padding: 
     """Read sequences start..start+count of a dataset; those from `stop` on repeat sequence 0 without targets."""
     ids = np.arange(start, start + count, dtype=np.int64)
     inside = ids < stop
-    samples = dataset.read_samples(np.where(inside, ids, 0))
+    samples, mismatched = dataset.read_samples(np.where(inside, ids, 0)), None
+    if GOOD in samples.extra:
+        mismatched = mismatch(samples, dataset.read_samples(np.where(inside, ids - 1, 0) % stop))
     samples.labels[~inside] = IGNORE
-    return build_microbatch(set_width(samples, padding=padding), ids, ids, padding)
+    return build_rows(samples, slice(None), ids, ids, padding, mismatched)

@@ -18,12 +18,14 @@ class RecordFormat:
     """The fields of a format: those by which it is detected, and optional ones.
 
     `turns` are the fields with lists of turns; `turn_fields` are the fields of a turn that a recipe can rename.
+    `is_named`: a recipe must name the format, because other records have such fields too.
     """
 
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
     turns: tuple[str, ...] = ()
     turn_fields: tuple[str, ...] = ()
+    is_named: bool = False
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -44,6 +46,12 @@ RECORD_FORMATS: dict[str, RecordFormat] = {
     "rejected_response": RecordFormat(
         ("messages", "rejected_response"), ("system", "tools"), ("messages", "rejected_response"), _TURN
     ),
+    "unpaired_messages": RecordFormat(
+        ("messages", "label"), ("system", "tools"), ("messages",), _TURN, is_named=True
+    ),
+    "unpaired_preference": RecordFormat(
+        ("prompt", "completion", "label"), ("system", "tools"), ("prompt", "completion"), _TURN
+    ),
     "messages": RecordFormat(("messages",), ("system", "tools"), ("messages",), _TURN),
     "sharegpt": RecordFormat(
         ("conversations",), ("system", "tools"), ("conversations",), ("from", "value", "train", "weight")
@@ -60,15 +68,20 @@ RECORD_FORMATS: dict[str, RecordFormat] = {
 PAIR_FORMATS = frozenset(("preference", "rejected_response"))
 """The formats with a chosen and a rejected answer."""
 
+JUDGED_FORMATS = frozenset(("unpaired_preference", "unpaired_messages"))
+"""The formats with one answer and whether it is good."""
 
-def recognise_format(fields: Collection[str]) -> str | None:
+
+def recognise_format(fields: Collection[str], is_named: bool = False) -> str | None:
     """Return the format of records with these fields; None for plain text, token ids, and unknown records.
 
-    A record with a `text` field is plain text, whatever other fields it has.
+    `is_named`: the fields are those of a format that the recipe names, or that was recognised before. A record with a
+    `text` field is plain text, whatever other fields it has.
     """
     if "text" in fields:
         return None
-    return next((name for name, row in RECORD_FORMATS.items() if all(field in fields for field in row.required)), None)
+    rows = ((name, row) for name, row in RECORD_FORMATS.items() if is_named or not row.is_named)
+    return next((name for name, row in rows if all(field in fields for field in row.required)), None)
 
 
 def describe_formats() -> str:

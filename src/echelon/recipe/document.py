@@ -132,6 +132,23 @@ class Recipe(Section):
             )
 
     @rule
+    def _a_judged_answer_has_a_sequence(self) -> None:
+        if self.objective.row.answers != "judged":
+            return
+        named = f"objective.name={self.objective.name}"
+        if self.data.packing is True:
+            raise ValueError(
+                f"data.packing=true puts several answers into a sequence, and {named} compares each with the prompt of "
+                "the next sequence; use data.packing=auto."
+            )
+        if self.objective.loss_name == "kto" and self.global_batch_size < 2:
+            key = self.train.batch_key
+            raise ValueError(
+                f"train.{key}={getattr(self.train, key)} is one sequence, and {named} needs another answer to compare "
+                "with; use a larger batch, or objective.loss=apo_zero_unpaired."
+            )
+
+    @rule
     def _own_loop_calls_the_learner(self) -> None:
         if self.train.loop is None:
             return

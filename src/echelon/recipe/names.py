@@ -83,17 +83,17 @@ FORMATS: dict[str, FormatRow] = {
 """The file formats by `data.train[].format`."""
 
 
-Answers = Literal["pairs"]
-"""What an objective compares."""
+Answers = Literal["pairs", "judged"]
+"""What an objective compares: pairs of answers to one prompt, or single answers, each judged good or bad."""
 
 
 @dataclass(frozen=True)
 class ObjectiveRow:
     """The import path of the builder, which is called with the recipe's section, and what the objective needs.
 
-    `answers`: what its data must be: `pairs` of a chosen and a rejected answer; None: single texts. `needs_reference`:
-    whether it compares with the weights that training starts from. `keys`: those of the section that it alone reads.
-    `losses`: the values of `objective.loss`, the default first.
+    `answers`: what its data must be; None: single texts. `needs_reference`: whether it compares with the weights that
+    training starts from. `keys`: those of the section that it reads, which others may not. `losses`: the values of
+    `objective.loss`, the default first.
     """
 
     place: str
@@ -120,6 +120,10 @@ OBJECTIVES: dict[str, ObjectiveRow] = {
     "cpo": ObjectiveRow(
         f"{_OBJECTIVES}.reference_free:build_cpo", "pairs", keys=("beta", "loss", "label_smoothing", "sft_weight"),
         losses=("sigmoid", "hinge", "ipo"),
+    ),
+    "kto": ObjectiveRow(
+        f"{_OBJECTIVES}.kto:build_kto", "judged", True, ("beta", "loss", "desirable_weight", "undesirable_weight"),
+        losses=("kto", "apo_zero_unpaired"),
     ),
 }  # fmt: skip
 """The objectives by `objective.name`."""

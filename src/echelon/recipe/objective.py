@@ -20,22 +20,23 @@ class ObjectiveConfig(Section):
     name: ObjectiveName = Field(
         "causal_lm",
         description="`causal_lm` predicts the next token; `dpo`, `orpo`, `simpo` and `cpo` prefer chosen over rejected "
-        "answers. Your own is a loss function of (logits, labels, extra), or an objective class.",
+        "answers; `kto` prefers good over bad ones. Your own is a loss function of (logits, labels, extra), or an "
+        "objective class.",
     )
     options: Options = Field(None, description="Arguments of your own loss or objective, by their names.")
     beta: Positive = Field(
         0.1,
-        description="`dpo`: how strongly the model is kept close to the reference. `simpo`, `cpo`: the factor of "
-        "rewards. `orpo`: the weight of the odds ratio.",
+        description="`dpo`, `kto`: how strongly the model is kept close to the reference. `simpo`, `cpo`: the factor "
+        "of rewards. `orpo`: the weight of the odds ratio.",
     )
     loss: (
         Literal[
             "sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "sppo_hard", "apo_zero",
-            "apo_down",
+            "apo_down", "kto", "apo_zero_unpaired",
         ]
         | None
-    ) = Field(None, description="`dpo`, `cpo`: the loss of a pair; `cpo` takes `sigmoid`, `hinge` and `ipo`. Default: "
-        "`sigmoid`.")  # fmt: skip
+    ) = Field(None, description="`dpo`, `cpo`: the loss of a pair; `cpo` takes `sigmoid`, `hinge` and `ipo`; of an "
+        "answer of `kto`: `kto` and `apo_zero_unpaired`. Default: `sigmoid`, for `kto` `kto`.")  # fmt: skip
     label_smoothing: Number = Field(
         0.0,
         ge=0,
@@ -49,6 +50,8 @@ class ObjectiveConfig(Section):
         description="`dpo`, `simpo`, `cpo`: the weight of the cross-entropy of the chosen answers, per token. Default: "
         "0, for `cpo` 1.",
     )
+    desirable_weight: Positive = Field(1.0, description="`kto`: the weight of good answers.")
+    undesirable_weight: Positive = Field(1.0, description="`kto`: the weight of bad answers.")
     router_loss: Flag = Field(
         True, description="Mixtures of experts: add the router loss that the model config enables."
     )

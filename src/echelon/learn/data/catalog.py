@@ -41,7 +41,7 @@ class SampleRule:
 class SampleRecord:
     """The samples that one source contributes to one stream, in addition to their tokens.
 
-    `targets` has a 0 or 1 for each token, `lengths` a word for each document (see `packing`). A sample has
+    `targets` has a mark for each token (see `shards`), `lengths` a word for each document (see `packing`). A sample has
     `documents_each` documents: one, or two for a preference pair; 0 if there is no sample. Of `num_overlong` samples
     that did not fit, `num_dropped` were dropped; `lost_tokens` counts the tokens lost in total. `num_unlabelled`
     samples had no target, or none after the cut, and were dropped.

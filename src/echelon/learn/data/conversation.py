@@ -16,6 +16,8 @@ class EncodedDocument:
 
     ids: npt.NDArray[np.int64]
     targets: npt.NDArray[np.bool_]
+    is_good: bool | None = None
+    """Whether it is a good answer; None if nobody says."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,24 @@ class Preference:
     rejected: Text
 
 
-def check_answers(example: Text | Preference | EncodedDocument, train_on: str) -> None:
-    """Raise BrokenRecordError for a trained answer that is empty. A rejected one may be, and ids are not judged."""
+@dataclass(frozen=True)
+class Judged:
+    """An answer to a prompt, and whether it is good."""
+
+    text: Text
+    is_good: bool
+
+
+Parsed = Text | Preference | Judged | EncodedDocument
+"""An example of any format."""
+
+
+def check_answers(example: Parsed, train_on: str) -> None:
+    """Raise BrokenRecordError for a trained answer that is empty. A rejected or bad one may be; ids are not checked."""
+    if isinstance(example, Judged) and not example.is_good:
+        return
     text = example.chosen if isinstance(example, Preference) else example
+    text = text.text if isinstance(text, Judged) else text
     if isinstance(text, Completion):
         is_empty = not text.completion.strip()
     else:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from echelon.learn.data.conversation import Completion, Conversation, EncodedDocument, Preference, Text
+from echelon.learn.data.conversation import Completion, Conversation, EncodedDocument, Judged, Parsed, Preference, Text
 from echelon.learn.data.readers.record import BrokenRecordError, Example, parse_ids
 from echelon.recipe.data_formats import PROMPTS, recognise_format
 
@@ -30,9 +30,9 @@ _ROLES = {
 }
 
 
-def parse_example(record: Example) -> Text | Preference | EncodedDocument:
+def parse_example(record: Example) -> Parsed:
     """Parse an example of any format. Raises BrokenRecordError."""
-    if (format := recognise_format(record)) is None:
+    if (format := recognise_format(record, is_named=True)) is None:
         raise BrokenRecordError(f"does not have the fields of any format; its fields are {', '.join(record) or 'none'}")
     return _PARSERS[format](record)
 
@@ -70,6 +70,27 @@ def _ask_alpaca(record: Example) -> list[dict[str, Any]]:
 
 def _parse_prompt_completion(record: Example) -> Text:
     return _parse_answer(record, record["prompt"], record["completion"], "completion")
+
+
+def _parse_unpaired(record: Example) -> Judged:
+    """Parse an answer and whether it is good, in TRL's unpaired preference format."""
+    return Judged(_parse_answer(record, record["prompt"], record["completion"], "completion"), _read_label(record))
+
+
+def _parse_unpaired_messages(record: Example) -> Judged:
+    """Parse a conversation that ends with the judged answer."""
+    turns = _list(record["messages"], "messages")
+    if len(turns) < 2 or _role(turns[-1]) != "assistant":
+        raise BrokenRecordError("has `messages` that do not end with a judged answer after a prompt")
+    return Judged(_parse_answer(record, turns[:-1], turns[-1:], "messages"), _read_label(record))
+
+
+def _read_label(record: Example) -> bool:
+    """Read `label`: true or 1 for a good answer, false or 0 for a bad one."""
+    label = record["label"]
+    if not isinstance(label, bool | int | float) or label not in (0, 1):
+        raise BrokenRecordError(f"has label={label!r}; use true for a good answer, false for a bad one")
+    return bool(label)
 
 
 def _parse_preference(record: Example) -> Preference:
@@ -199,7 +220,9 @@ def _parse_tokens(record: Example) -> EncodedDocument:
     return EncodedDocument(ids, targets)
 
 
-_PARSERS: dict[str, Callable[[Example], Text | Preference | EncodedDocument]] = {
+_PARSERS: dict[str, Callable[[Example], Parsed]] = {
+    "unpaired_messages": _parse_unpaired_messages,
+    "unpaired_preference": _parse_unpaired,
     "messages": _parse_messages,
     "sharegpt": _parse_sharegpt,
     "alpaca": _parse_alpaca,

@@ -1,14 +1,22 @@
 """Encode examples of any instruction format as token ids with targets. Worker processes receive and run this."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from echelon.learn.data.conversation import Completion, Conversation, EncodedDocument, Preference, Text, check_answers
+from echelon.learn.data.conversation import (
+    Completion,
+    Conversation,
+    EncodedDocument,
+    Judged,
+    Preference,
+    Text,
+    check_answers,
+)
 from echelon.learn.data.examples import parse_example
 from echelon.learn.data.readers.record import BrokenRecordError, Example
 from echelon.learn.data.sample_text import ChatTemplate, Rendered
@@ -50,6 +58,8 @@ class InstructionEncoding:
                 self._encode_text(example.chosen),
                 self._encode_text(example.rejected),
             )
+        elif isinstance(example, Judged):
+            documents = (replace(self._encode_text(example.text), is_good=example.is_good),)
         elif isinstance(example, EncodedDocument):
             documents = (self._check_ids(example),)
         else:

@@ -13,8 +13,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from echelon.ground.errors import DataError
+from echelon.learn.data.mismatched import mismatch
 from echelon.learn.data.order import DataOrder, OrderAhead, Words, mix
-from echelon.learn.data.shards import NO_LABEL, Dataset, Samples
+from echelon.learn.data.shards import GOOD, NO_LABEL, Dataset, Samples
 from echelon.learn.distributed.sequence_part import SequencePart
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.batches import BatchSchedule
@@ -48,6 +49,9 @@ class Microbatch:
     """boolean `[batch, seq]`: the positions other than padding. None: those with a label."""
     document_shape: tuple[int, int] | None = None
     """The most documents of a sequence, and a width that every document fits in; None without a document mask."""
+    mismatched: "Microbatch | None" = None
+    """The prompts of these sequences with the answers of the sequences before them in the batch of the step, the first
+    with that of the last. For judged answers; else None."""
     part: SequencePart | None = None
     """What input_ids, labels, `filled` and `extra` hold of each sequence; None for all of it."""
     extra: Mapping[str, Tensor] = field(default_factory=dict)
@@ -78,6 +82,7 @@ class Microbatch:
             return self
         return replace(
             self,
+            mismatched=None if self.mismatched is None else self.mismatched.cut(part),
             input_ids=part.take(self.input_ids),
             labels=part.take(self.labels),
             filled=None if self.filled is None else part.take(self.filled),
@@ -98,7 +103,9 @@ class Microbatch:
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "Microbatch":
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        changed = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
+        changed: dict[str, Any] = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
+        if self.mismatched is not None:
+            changed["mismatched"] = self.mismatched._with_tensors(change)
         extra = {name: change(tensor) for name, tensor in self.extra.items()}
         return Microbatch(**{**values, **changed, "extra": extra})
 
@@ -257,20 +264,33 @@ class BatchLoader(BatchSource):
 
     @override
     def batch(self, step: int) -> StepBatch:
-        size = self._batches.sequences(step)
+        size, first = self._batches.sequences(step), self._batches.first_sequence(step)
         share = self.place.share(size)
-        sample_ids = self._order.sample_ids(self._batches.first_sequence(step) + share.start, len(share))
-        return divide_samples(step, self.dataset.read_samples(sample_ids), sample_ids, self.place, size)
+        sample_ids = self._order.sample_ids(first + share.start, len(share))
+        samples = self.dataset.read_samples(sample_ids)
+        mismatched = None
+        if GOOD in samples.extra:
+            before = np.roll(self._order.sample_ids(first, size), 1)[share.start : share.stop]
+            mismatched = mismatch(samples, self.dataset.read_samples(before))
+        return divide_samples(step, samples, sample_ids, self.place, size, mismatched)
 
     @override
     def close(self) -> None:
         pass
 
 
-def divide_samples(step: int, samples: Samples, sample_ids: Ids, place: BatchPlace, num_sequences: int) -> StepBatch:
+def divide_samples(
+    step: int,
+    samples: Samples,
+    sample_ids: Ids,
+    place: BatchPlace,
+    num_sequences: int,
+    mismatched: Samples | None = None,
+) -> StepBatch:
     """Build a rank's batch of a step from samples, those of `place.share(num_sequences)`, and their ids `[n]`.
 
-    Sequences that are not full are sorted by length, the longest first, to reduce padding.
+    `mismatched`: see Microbatch; not part of the hash, because it follows from the samples of all ranks. Sequences that
+    are not full are sorted by length, the longest first, to reduce padding.
     """
     count = place.count(num_sequences)
     fill, indices = count - len(sample_ids), place.rank * count + np.arange(count)
@@ -279,11 +299,11 @@ def divide_samples(step: int, samples: Samples, sample_ids: Ids, place: BatchPla
     if fill:
         sample_ids = np.pad(sample_ids, (0, fill), constant_values=-1)
         samples = fill_up(samples, fill)
+        mismatched = None if mismatched is None else fill_up(mismatched, fill)
     microbatches, by_length = [], order_by_length(samples)
     for first in range(0, count, place.micro_batch_size):
         rows = by_length[first : first + place.micro_batch_size]
-        chosen = set_width(samples, rows, place.padding)
-        microbatch = build_microbatch(chosen, sample_ids[rows], indices[rows], place.padding).cut(place.part)
+        microbatch = build_rows(samples, rows, sample_ids, indices, place.padding, mismatched).cut(place.part)
         microbatches.append(microbatch.pin_memory() if place.pin_memory else microbatch)
     return StepBatch(step, microbatches, digest, num_fed(samples), int((samples.labels != NO_LABEL).sum()))
 
@@ -352,6 +372,22 @@ def build_microbatch(samples: Samples, sample_ids: Ids, batch_indices: Ids, padd
         None if documents is None or positions is None else _measure_documents(documents, positions, padding),
         extra={name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in samples.extra.items()},
     )
+
+
+def build_rows(
+    samples: Samples,
+    rows: slice | Ids,
+    sample_ids: Ids,
+    batch_indices: Ids,
+    padding: Padding = LONGEST,
+    mismatched: Samples | None = None,
+) -> Microbatch:
+    """Build the microbatch of some rows of samples. `sample_ids` and `batch_indices` `[n]` are those of all rows."""
+    own = sample_ids[rows], batch_indices[rows], padding
+    microbatch = build_microbatch(set_width(samples, rows, padding), *own)
+    if mismatched is None:
+        return microbatch
+    return replace(microbatch, mismatched=build_microbatch(set_width(mismatched, rows, padding), *own))
 
 
 def _measure_documents(

@@ -119,7 +119,8 @@ class MixtureDataset:
             np.concatenate([getattr(samples, name) for samples in found])[back] for name in ("inputs", "labels")
         )
         documents = [samples.documents for samples in found if samples.documents is not None]
-        return Samples(inputs, labels, np.concatenate(documents)[back] if documents else None, found[0].apart)
+        extra = {name: np.concatenate([samples.extra[name] for samples in found])[back] for name in found[0].extra}
+        return Samples(inputs, labels, np.concatenate(documents)[back] if documents else None, found[0].apart, extra)
 
     def iter_tokens(self, chunk_tokens: int = 2**22) -> Iterator[npt.NDArray[Any]]:
         """Yield the tokens of all sources, one source after the other, in chunks."""

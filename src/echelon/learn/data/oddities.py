@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import dropwhile
 
-from echelon.learn.data.conversation import Completion, Conversation, EncodedDocument, Preference, Text
+from echelon.learn.data.conversation import Completion, Conversation, EncodedDocument, Judged, Parsed, Preference, Text
 
 EMPTY_ANSWER = "an empty answer that is not trained on"
 EMPTY_REJECTED = "an empty rejected answer"
@@ -25,8 +25,9 @@ _MEANINGS = {
 }
 
 
-def find_oddities(example: Text | Preference | EncodedDocument) -> Iterator[str]:
+def find_oddities(example: Parsed) -> Iterator[str]:
     """Yield the oddities of an example that `check_answers` has passed, each once."""
+    example = example.text if isinstance(example, Judged) else example
     texts = (example.chosen, example.rejected) if isinstance(example, Preference) else (example,)
     conversations = [text for text in texts if isinstance(text, Conversation)]
     if isinstance(example, Preference) and _has_empty_answer(example.rejected):

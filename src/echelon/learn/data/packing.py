@@ -7,6 +7,7 @@ pack. So any pack is read in O(1), nothing is kept in memory, and the order of a
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.learn.data.catalog import INDEX_DTYPE, LENGTHS_DTYPE, PackRecord, SampleRule
-from echelon.learn.data.shards import NO_LABEL, Samples, ShardRecord, ShardWriter, TokenStore
+from echelon.learn.data.shards import GOOD, GOOD_TARGET, NO_LABEL, TARGET, Samples, ShardRecord, ShardWriter, TokenStore
 
 CONTINUES = 2**31
 """Set in the word of a document's length where the document is of the same sample as the one before it."""
@@ -146,6 +147,7 @@ class PackedDataset:
         inputs = np.full(shape, self.pad_id, dtype=np.int64)
         labels = np.full(shape, NO_LABEL, dtype=np.int64)
         documents = np.full(shape, -1, dtype=np.int32)
+        good = np.zeros(sample_ids.size, dtype=np.bool_)
         for row, pack in enumerate(sample_ids.tolist()):
             place = 0
             for number, (first, length) in enumerate(self._find_documents(pack)):
@@ -154,8 +156,15 @@ class PackedDataset:
                 inputs[row, positions] = ids[:-1]
                 labels[row, positions] = np.where(learned[1:], ids[1:].astype(np.int64), NO_LABEL)
                 documents[row, positions] = number
+                good[row] = learned.max() == GOOD_TARGET
                 place += length - 1
-        return Samples(inputs, labels, documents, self._apart)
+        return Samples(inputs, labels, documents, self._apart, {GOOD: good} if self._is_judged else {})
+
+    @cached_property
+    def _is_judged(self) -> bool:
+        """Whether each sequence is an answer that is judged; all are, or none."""
+        first, length = self._find_documents(0)[0]
+        return bool((self._targets.read(first, first + length) > TARGET).any())
 
     def iter_tokens(self, chunk_tokens: int = 2**22) -> Iterator[npt.NDArray[Any]]:
         """Yield the target tokens in reading order, in chunks."""

@@ -4,7 +4,7 @@ The template is tried on a short conversation, so a stop token that would never 
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from echelon.learn.data.readers.record import BrokenRecordError, ExampleFields, 
 from echelon.learn.data.shards import TokenStore
 from echelon.learn.data.templates import NAMED_TEMPLATES, load_template, own_template
 from echelon.learn.data.tokenizer import EOS, separator_id
-from echelon.recipe.data_formats import PAIR_FORMATS, PROMPTS
+from echelon.recipe.data_formats import JUDGED_FORMATS, PAIR_FORMATS, PROMPTS
 from echelon.recipe.inputs import is_template
 from echelon.recipe.names import Answers, list_objectives
 from echelon.recipe.render import plain_value
@@ -91,8 +91,15 @@ def _keep_template(tokenizer: "PreTrainedTokenizerFast", template: str | None) -
         tokenizer.chat_template = template
 
 
+def find_answers(formats: Collection[str]) -> Answers | None:
+    """Return what records of these formats are for an objective that compares answers; None for single texts."""
+    if not PAIR_FORMATS.isdisjoint(formats):
+        return "pairs"
+    return "judged" if not JUDGED_FORMATS.isdisjoint(formats) else None
+
+
 def _check_formats(options: InstructionOptions, formats: set[str]) -> None:
-    if formats & PAIR_FORMATS and options.answers != "pairs":
+    if formats & PAIR_FORMATS and options.answers is None:
         raise ConfigError(
             "objective.name=causal_lm trains on single texts, but the data has preferences (chosen, rejected); set "
             f"objective.name={list_objectives('pairs')}, or select one field: data.train.0.format: messages, "
@@ -104,6 +111,20 @@ def _check_formats(options: InstructionOptions, formats: set[str]) -> None:
             f"the method of objective.name compares two answers, but the data has {found}; give records with chosen "
             f"and rejected (and the prompt in one of {', '.join(PROMPTS)}, or in both answers) or with messages and "
             "rejected_response, name your fields in data.train.0.fields, or set objective.name=causal_lm."
+        )
+    if formats & JUDGED_FORMATS and options.answers is None:
+        raise ConfigError(
+            "objective.name=causal_lm trains on every answer, but the data judges them (label); set "
+            f"objective.name={list_objectives('judged')}, or data.train.0.format: prompt_completion to train on bad "
+            "answers too."
+        )
+    if options.answers == "judged" and (not formats or formats - JUDGED_FORMATS):
+        found = ", ".join(sorted(formats - JUDGED_FORMATS)) or "plain text"
+        pairs = f", for pairs objective.name={list_objectives('pairs')}" if formats & PAIR_FORMATS else ""
+        raise ConfigError(
+            f"objective.name={list_objectives('judged')} trains on judged answers, but the data has {found}; give "
+            "records with prompt, completion and label (true or false), name your fields in data.train.0.fields, set "
+            f"data.train.0.format: unpaired_messages for messages with a label{pairs}, or objective.name=causal_lm."
         )
     given = {
         "train_on": options.train_on == "last",  # the other values have no effect on plain text

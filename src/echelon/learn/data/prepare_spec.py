@@ -67,7 +67,8 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
         separator=data.document_separator,
         deduplicate=data.deduplicate,
         max_broken_fraction=data.max_broken_fraction,
-        packing=data.packing,
+        # The answer of a sequence is compared with the prompt of the next one.
+        packing=False if recipe.objective.row.answers == "judged" else data.packing,
         document_mask=data.document_mask,
         on_overlong=data.on_overlong,
         instruction=InstructionOptions(

@@ -25,6 +25,10 @@ BLOCK_BYTES = 2**17
 """The bytes that one checksum of a shard covers: the usual readahead of the system around a page fault."""
 NO_LABEL = -100
 """The label of a position without a target."""
+TARGET, GOOD_TARGET, BAD_TARGET = 1, 2, 3
+"""The marks of targets: of a text, of an answer judged good, and of one judged bad; 0 is none."""
+GOOD = "good"
+"""The key of `Samples.extra` with whether an answer is judged good, boolean `[n]`; only judged answers have it."""
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "uint8": np.dtype("u1"), "uint16": np.dtype("<u2"), "uint32": np.dtype("<u4"), "uint64": np.dtype("<u8")

@@ -82,7 +82,7 @@ class SampleSink(Sink):
     def append(self, piece: Piece) -> None:
         """Add a sample, or a piece of a text that forms one sample."""
         if piece.is_first and piece.ends:
-            targets = np.ones(piece.tokens.size, dtype=np.bool_) if piece.targets is None else piece.targets
+            targets = np.ones(piece.tokens.size, dtype=np.uint8) if piece.targets is None else piece.targets
             self._add(piece.tokens, targets, piece.lengths or (piece.tokens.size,))
             return
         state = self._state
@@ -90,10 +90,10 @@ class SampleSink(Sink):
         state.begun_tokens += piece.tokens.size
         if piece.ends:
             ids = np.array(state.begun, dtype=piece.tokens.dtype)
-            self._add(ids, np.ones(ids.size, dtype=np.bool_), (state.begun_tokens,))
+            self._add(ids, np.ones(ids.size, dtype=np.uint8), (state.begun_tokens,))
             state.begun, state.begun_tokens = [], 0
 
-    def _add(self, ids: npt.NDArray[Any], targets: npt.NDArray[np.bool_], lengths: Sequence[int]) -> None:
+    def _add(self, ids: npt.NDArray[Any], targets: npt.NDArray[np.uint8], lengths: Sequence[int]) -> None:
         """Add a whole sample. If it must be cut anyway, `ids` may be shorter than `lengths`."""
         counts = self._state.counts
         if counts.documents_each not in (0, len(lengths)):

@@ -76,7 +76,9 @@ def _count_source(prepared: PreparedData, stream: str, record: SourceRecord) -> 
     words = TokenStore(prepared.path, labelled.lengths, LENGTHS_DTYPE)
     targets = TokenStore(prepared.path, labelled.targets, TARGETS_DTYPE)
     chunks = range(0, targets.num_tokens, _CHUNK)
-    learned = sum(int(targets.read(first, min(first + _CHUNK, targets.num_tokens)).sum()) for first in chunks)
+    learned = sum(
+        int(np.count_nonzero(targets.read(first, min(first + _CHUNK, targets.num_tokens)))) for first in chunks
+    )
     lengths = (words.read(0, words.num_tokens) & np.uint32(CONTINUES - 1)).astype(np.int64)
     return SourceCounts(*names, labelled.samples, record.tokens, record.num_broken, lengths, learned)
 

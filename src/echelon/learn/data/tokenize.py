@@ -37,10 +37,12 @@ from echelon.learn.data.readers.record import (
     digest_document,
     hash_for_split,
 )
+from echelon.learn.data.shards import BAD_TARGET, GOOD_TARGET, TARGET
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
 _TASKS_AHEAD = 2
+_MARKS = {None: np.uint8(TARGET), True: np.uint8(GOOD_TARGET), False: np.uint8(BAD_TARGET)}
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
@@ -89,7 +91,7 @@ class Piece:
     """The tokens of a document or of a piece of it, and the size of their text in bytes, None if ids were given.
 
     `hash` and `digest` belong to the document and are set if `is_first`, else 0 and None; `digest` only if requested.
-    The sample of a record is one piece: `lengths` of its documents, `targets` `[n]`, the tokens with loss.
+    The sample of a record is one piece: `lengths` of its documents, `targets` `[n]`, a mark for the tokens with loss.
     """
 
     tokens: Tokens
@@ -98,7 +100,7 @@ class Piece:
     hash: int
     text_bytes: int | None
     digest: bytes | None = None
-    targets: npt.NDArray[np.bool_] | None = None
+    targets: npt.NDArray[np.uint8] | None = None
     lengths: tuple[int, ...] = ()
 
 
@@ -201,7 +203,7 @@ class TaskEncoder:
             hash=hash_for_split(example),
             text_bytes=None,
             digest=digest_document([example]) if self._encoding.digests else None,
-            targets=np.concatenate([document.targets for document in documents]),
+            targets=np.concatenate([document.targets * _MARKS[document.is_good] for document in documents]),
             lengths=tuple(document.ids.size for document in documents),
         )
 

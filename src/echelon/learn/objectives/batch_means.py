@@ -30,7 +30,8 @@ def with_batch_means(
     names = objective.batch_means
     if all(name in microbatch.extra for microbatch in microbatches for name in names):
         return microbatches
-    sums = torch.stack([objective.batch_sums(microbatch, run).double() for microbatch in microbatches]).sum(0)
+    here = (microbatch.to(num_terms.device) for microbatch in microbatches)
+    sums = torch.stack([objective.batch_sums(microbatch, run).double() for microbatch in here]).sum(0)
     add_up(sums)
     return put_means(objective, microbatches, sums / num_terms)
 

@@ -34,7 +34,7 @@ class Objective(ABC):
     needs_reference: bool = False
     """Whether it needs a reference model: the weights that training started from."""
     unit: str = "target_tokens"
-    """The name of its terms in eval rows: target_tokens, or pairs."""
+    """The name of its terms in eval rows: target_tokens, pairs, or answers."""
     measures: tuple[str, ...] = ()
     """The metrics that evaluation reports besides the loss: the columns of `evaluation_sums` after the first."""
 

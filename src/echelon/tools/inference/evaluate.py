@@ -44,8 +44,8 @@ def evaluate_model(
     Returns:
         loss (nats per token), perplexity, bits_per_byte, unigram_entropy (the loss of a model that only knows token
         frequencies, on the same text), tokens, data, sequence_len (tokens per sequence), all over all sets together;
-        and sets: the same metrics for each named set. For preference pairs: loss, reward_accuracy and reward_margin per
-        pair, pairs and tokens.
+        and sets: the same metrics for each named set. For preferences: loss, reward_accuracy and reward_margin per pair
+        or answer, pairs or answers, and tokens.
 
     Raises:
         ConfigError: an HF folder without `data`, or a run without held-out text.
@@ -63,9 +63,9 @@ def evaluate_model(
             objective = build_objective(read_run_recipe(target).objective)
         else:
             scratch = stack.enter_context(scratch_folder("eval"))
-            given, pairs = prepare_given(target, data, model, tokenizer, sequence_len, scratch)
+            given, compares = prepare_given(target, data, model, tokenizer, sequence_len, scratch)
             sets, source = [given], str(data)
-            objective = build_objective(read_run_recipe(target).objective) if pairs else objective
+            objective = build_objective(read_run_recipe(target).objective) if compares else objective
         traits = find_traits(model, sequence_len)
         module = ObjectiveModule(model, traits=traits).eval()
         if objective.needs_reference and not read_run_recipe(target).adapter.is_adapter:
@@ -91,12 +91,13 @@ def evaluate_model(
 
 
 def _render(result: EvalResult, entropy: float) -> dict[str, Any]:
-    if result.num_pairs is not None:
+    if result.is_of_answers:
+        counts = {"pairs": result.num_pairs} if result.num_answers is None else {"answers": result.num_answers}
         return {
             "loss": result.loss,
             "reward_accuracy": result.reward_accuracy,
             "reward_margin": result.reward_margin,
-            "pairs": result.num_pairs,
+            **counts,
             "tokens": result.num_targets,
         }
     return {

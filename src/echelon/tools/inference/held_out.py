@@ -11,7 +11,7 @@ from echelon.ground.errors import ConfigError, DataError
 from echelon.ground.logs import warnings_only
 from echelon.ground.run_files import is_run
 from echelon.learn.checkpoint.adapted import read_run_recipe
-from echelon.learn.data.preflight import InstructionOptions
+from echelon.learn.data.preflight import InstructionOptions, find_answers
 from echelon.learn.data.prepare import prepare
 from echelon.learn.data.prepare_spec import PrepareSpec, prepare_spec
 from echelon.learn.data.prepared import PreparedData, ValidationSet, open_prepared
@@ -19,8 +19,7 @@ from echelon.learn.data.readers.record import ExampleFields
 from echelon.learn.data.source import Source, list_files
 from echelon.learn.model.traits import describe_obstacle, find_traits
 from echelon.recipe import Recipe
-from echelon.recipe.data_formats import PAIR_FORMATS
-from echelon.recipe.names import Answers, list_objectives
+from echelon.recipe.names import list_objectives
 from echelon.run.folder.run_folder import RunFolder
 
 
@@ -51,21 +50,22 @@ def prepare_given(
         scratch: folder for the prepared tokens.
 
     Returns:
-        The set, and whether it consists of preference pairs.
+        The set, and whether it consists of preferences.
 
     Raises:
-        ConfigError: preference pairs for a model not trained on them, conversations without a template, or packed
+        ConfigError: preferences for a model not trained on such, conversations without a template, or packed
             documents that the model cannot keep apart.
         DataError: the text cannot be used.
     """
     recipe = read_run_recipe(target) if is_run(target) else None
     source = _find_source(path, recipe)
     formats = {file.fields.format for file in list_files(source) if isinstance(file.fields, ExampleFields)}
-    pairs = not PAIR_FORMATS.isdisjoint(formats)
-    if pairs and (recipe is None or recipe.objective.row.answers != "pairs"):
+    answers = find_answers(formats)
+    if answers is not None and (recipe is None or recipe.objective.row.answers != answers):
+        what = {"pairs": "preference pairs (chosen, rejected)", "judged": "judged answers (label)"}[answers]
         raise ConfigError(
-            f"--data {path} contains preference pairs (chosen, rejected), which only a run with "
-            f"objective.name={list_objectives('pairs')} can be evaluated on; give text or conversations."
+            f"--data {path} contains {what}, which only a run with objective.name={list_objectives(answers)} can be "
+            "evaluated on; give text or conversations."
         )
     tokenizer.save_pretrained(scratch / "tokenizer")
     spec = PrepareSpec(
@@ -83,7 +83,7 @@ def prepare_given(
         prepared = prepare(spec, find_obstacle=lambda: describe_obstacle(find_traits(model, length), model.config))
     [record] = prepared.manifest.streams["train"]
     density = None if record.text_bytes is None else record.text_bytes / max(1, record.tokens)
-    return ValidationSet(path.name or str(path), prepared.train, density), pairs
+    return ValidationSet(path.name or str(path), prepared.train, density), answers is not None
 
 
 def _find_source(path: Path, recipe: Recipe | None) -> Source:
@@ -102,8 +102,7 @@ def _as_own(spec: PrepareSpec, recipe: Recipe, formats: set[str]) -> PrepareSpec
     own = prepare_spec(recipe)
     instruction = InstructionOptions(separator=own.separator)
     if formats:
-        answers: Answers | None = None if PAIR_FORMATS.isdisjoint(formats) else "pairs"
-        instruction = replace(own.instruction, chat_template=None, answers=answers)
+        instruction = replace(own.instruction, chat_template=None, answers=find_answers(formats))
     return replace(
         spec,
         separator=own.separator,

@@ -105,10 +105,13 @@ def test_formats_are_recognised_by_their_fields():
         "messages": ["prompt", "messages"],
         "prompt_completion": ["prompt", "completion"], "rejected_response": ["messages", "rejected_response"],
         "preference": ["prompt", "chosen", "rejected", "messages"],
-        "tokens": ["input_ids", "attention_mask", "labels"],
+        "tokens": ["input_ids", "attention_mask", "labels"], "unpaired_preference": ["prompt", "completion", "label"],
     }  # fmt: skip
     assert {name: recognise_format(fields) for name, fields in wanted.items()} == {name: name for name in wanted}
-    assert set(wanted) == set(RECORD_FORMATS)
+    assert {*wanted, "unpaired_messages"} == set(RECORD_FORMATS)
+    labelled = ["messages", "label"]  # which may be any label
+    assert recognise_format(labelled) == "messages"
+    assert recognise_format(labelled, is_named=True) == "unpaired_messages"
     for fields in (["text", "messages"], ["input_ids"], ["body"], []):
         assert recognise_format(fields) is None
 

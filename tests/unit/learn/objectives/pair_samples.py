@@ -3,7 +3,9 @@
 import numpy as np
 import torch
 
-from echelon.learn.data.loader import Microbatch, positions_in_documents
+from echelon.learn.data.loader import Microbatch, build_rows, positions_in_documents
+from echelon.learn.data.mismatched import mismatch
+from echelon.learn.data.shards import GOOD, Samples
 from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.outputs import ObjectiveModule
 
@@ -50,3 +52,18 @@ def scores_by_hand(model, batch):
     """log p of each pair's chosen and rejected answer: two tensors [3]."""
     rows = [[answer_score(model, batch, row, number) for number in (chosen, chosen + 1)] for row, chosen in PAIRS]
     return [torch.stack(side) for side in zip(*rows, strict=True)]
+
+
+def judged_batch():
+    """Four answers in sequences of their own, two of them good, with the answers before them as `mismatched`."""
+    generator = torch.Generator().manual_seed(7)
+    inputs, labels = np.zeros((4, LENGTH), dtype=np.int64), np.full((4, LENGTH), IGNORE)
+    documents = np.full((4, LENGTH), -1, dtype=np.int32)
+    for row, (prompt, answer) in enumerate(((3, 8), (5, 4), (2, 11), (7, 6))):
+        ids = torch.randint(1, 256, (prompt + answer,), generator=generator).numpy()
+        inputs[row, : len(ids)], documents[row, : len(ids)] = ids, 0
+        labels[row, prompt - 1 : len(ids) - 1] = ids[prompt:]
+    samples = Samples(inputs, labels, documents, True, {GOOD: np.array([True, False, False, True])})
+    before = Samples(*(np.roll(values, 1, axis=0) for values in (inputs, labels, documents)))
+    ids = np.arange(4)
+    return build_rows(samples, slice(None), ids, ids, mismatched=mismatch(samples, before))

@@ -115,6 +115,7 @@ def test_evaluation_reports_rewards():
         "bits_per_byte": None,
         "target_tokens": sum(map(sum, PAIRS.values())),
         "pairs": 3,
+        "answers": None,
         "reward_accuracy": pytest.approx((margins > 0).float().mean().item()),
         "reward_margin": pytest.approx(0.5 * margins.mean().item(), rel=1e-4, abs=1e-6),
     }
