@@ -141,16 +141,18 @@ def test_pairs_are_learned_from_where_training_began(alone):
     assert trained[-1]["target_tokens"] > 100, "tokens with a label, not pairs"
 
 
-@pytest.mark.parametrize("adapter", ["full", "lora"])
-def test_the_command_reports_what_training_did(workers, text, tmp_path, monkeypatch, adapter):
+@pytest.mark.parametrize(
+    ("samples", "adapter"), [("pairs", "full"), ("pairs", "lora"), ("judged", "full")], ids=["full", "lora", "judged"]
+)
+def test_the_command_reports_what_training_did(workers, text, tmp_path, monkeypatch, samples, adapter):
     """`echelon eval`: the reference is made again, or is the model without its adapter."""
     whole = {"evaluate": {"batches": 100}}
-    row = Row(adapter=adapter, changes=DPO | whole)
-    rows = train(PackedPool(workers, "pairs"), row, tmp_path, text, steps=2)
+    row = Row(adapter=adapter, changes=CHANGES[samples] | whole)
+    rows = train(PackedPool(workers, samples), row, tmp_path, text, steps=2)
     opened = held_out.open_prepared
-    monkeypatch.setattr(held_out, "open_prepared", lambda *args: pack(opened(*args), "pairs"))
+    monkeypatch.setattr(held_out, "open_prepared", lambda *args: pack(opened(*args), samples))
     found = evaluate.evaluate_model(tmp_path / "run")
-    for key in ("loss", "reward_accuracy", "reward_margin", "pairs"):
+    for key in ("loss", "reward_accuracy", "reward_margin", "pairs" if samples == "pairs" else "answers"):
         assert found[key] == pytest.approx(rows[-1][key], rel=1e-4, abs=1e-5), key
     assert "perplexity" not in found and found["tokens"] == rows[-1]["target_tokens"]
 
