@@ -84,10 +84,6 @@ class EvalResults:
         """The result over all sets as one text: every target token, pair, or answer, counts once."""
         results = list(self.sets.values())
         num_targets = sum(result.num_targets for result in results)
-        pairs, answers = (
-            [count for count in counts if count is not None]
-            for counts in ([result.num_pairs for result in results], [result.num_answers for result in results])
-        )
         sizes = [
             result.num_targets * result.bytes_per_token for result in results if result.bytes_per_token is not None
         ]
@@ -96,10 +92,10 @@ class EvalResults:
             _mean(results, [result.loss for result in results]) or 0.0,
             num_targets,
             sum(sizes) / num_targets if known else None,
-            sum(pairs) if pairs else None,
+            _total([result.num_pairs for result in results]),
             _mean(results, [result.reward_accuracy for result in results]),
             _mean(results, [result.reward_margin for result in results]),
-            sum(answers) if answers else None,
+            _total([result.num_answers for result in results]),
         )
 
     def select(self, name: str | None) -> EvalResult:
@@ -110,6 +106,12 @@ class EvalResults:
         """Return the row for metrics.jsonl."""
         sets = {name: result.row() for name, result in self.sets.items()}
         return {"kind": "eval", "step": step, **self.whole.row(), "sets": sets}
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    """Return the sum of the known counts; None if there are none."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 def _mean(results: Sequence[EvalResult], values: Sequence[float | None]) -> float | None:

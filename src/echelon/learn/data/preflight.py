@@ -112,6 +112,23 @@ def _check_formats(options: InstructionOptions, formats: set[str]) -> None:
             f"and rejected (and the prompt in one of {', '.join(PROMPTS)}, or in both answers) or with messages and "
             "rejected_response, name your fields in data.train.0.fields, or set objective.name=causal_lm."
         )
+    _check_judged(options, formats)
+    given = {
+        "train_on": options.train_on == "last",  # the other values have no effect on plain text
+        "system_prompt": options.system_prompt,
+        "eot_tokens": options.eot_tokens,
+    }
+    for key, is_given in given.items():
+        if is_given and not formats:
+            value = show_value(plain_value(getattr(options, key)))
+            raise ConfigError(
+                f"data.{key}={value} is for conversations, but the data is plain text; remove it, or "
+                "set data.train.0.format to the format of the records."
+            )
+
+
+def _check_judged(options: InstructionOptions, formats: set[str]) -> None:
+    """Raise ConfigError for judged answers that the objective does not judge, and for other records where it does."""
     if formats & JUDGED_FORMATS and options.answers is None:
         raise ConfigError(
             "objective.name=causal_lm trains on every answer, but the data judges them (label); set "
@@ -126,18 +143,6 @@ def _check_formats(options: InstructionOptions, formats: set[str]) -> None:
             "records with prompt, completion and label (true or false), name your fields in data.train.0.fields, set "
             f"data.train.0.format: unpaired_messages for messages with a label{pairs}, or objective.name=causal_lm."
         )
-    given = {
-        "train_on": options.train_on == "last",  # the other values have no effect on plain text
-        "system_prompt": options.system_prompt,
-        "eot_tokens": options.eot_tokens,
-    }
-    for key, is_given in given.items():
-        if is_given and not formats:
-            value = show_value(plain_value(getattr(options, key)))
-            raise ConfigError(
-                f"data.{key}={value} is for conversations, but the data is plain text; remove it, or "
-                "set data.train.0.format to the format of the records."
-            )
 
 
 def _check_ends(encoding: InstructionEncoding) -> None:
