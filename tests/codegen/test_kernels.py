@@ -45,9 +45,10 @@ ATTENTION = dict.fromkeys(COMPILED_LAYERS, "_varlen_attn") | {
     "layer with soft-capped attention": "flex_attention",
 }
 # Calls in the forward and the backward pass. A layer has seven linear layers; each adds its adapter by one product.
+# With QLoRA, the compiler keeps the dequantised weights: the reason why `train.compile: auto` is off.
 CALLS = {
     "layer with LoRA": ("extern_kernels.addmm", 7, None),
-    "layer with QLoRA": ("extern_kernels.addmm", 7, None),
+    "layer with QLoRA": ("bitsandbytes.dequantize_4bit.default", 7, 0),
     "layer in float8": ("extern_kernels._scaled_mm", 7, 14),
 }
 

@@ -98,6 +98,13 @@ def estimate_seconds(
     return flops / (cluster.num_devices * peak * _EAGER_MFU)
 
 
+# tests/codegen shows it: the compiler takes the weights of the forward pass instead of dequantising them again.
+_KEEPS_WEIGHTS = (
+    "compiled layers keep their 4-bit weights in 16 bits for the backward pass, except with "
+    "train.activation_checkpointing=full or {memory_budget: 0.5}"
+)
+
+
 def choose_compile(
     recipe: "Recipe", cluster: Cluster, kept: KeptActivations, seconds: float | None, gain: float
 ) -> tuple[bool, list[str]]:
@@ -112,18 +119,31 @@ def choose_compile(
             f"train.compile=true: with adapter.{key} the weights of experts are replaced in each forward pass, which "
             "cannot be compiled; set train.compile=false."
         )
+    keeps = _keeps_weights(recipe, kept)
     if isinstance(wanted, bool):
-        return wanted, []
+        return wanted, [f"compile: on, {_KEEPS_WEIGHTS}; this plan does not count them"] if wanted and keeps else []
     if (obstacle := _find_compile_obstacle(recipe)) is not None:
         return False, [f"compile auto: off, {obstacle}"]
     if kept.memory_budget is not None:
         return True, ["compile auto: on, the compiler keeps activations within the memory budget"]
     if key is not None:
         return False, [f"compile auto: off, with adapter.{key} the weights of experts change in each forward pass"]
+    if keeps:
+        return False, [f"compile auto: off, {_KEEPS_WEIGHTS}"]
     if recipe.train.activation_offloading and not kept.is_input_alone:
         return False, ["compile auto: off, the activations of compiled layers cannot be offloaded"]
     if cluster.kind == "cuda":
         return True, ["compile auto: on, fused kernels are faster on a GPU"]
+    return _choose_on_cpu(cluster, seconds, gain)
+
+
+def _keeps_weights(recipe: "Recipe", kept: KeptActivations) -> bool:
+    """Whether compiled layers would keep dequantised weights for the backward pass."""
+    return recipe.adapter.method == "qlora" and not kept.is_input_alone and kept.memory_budget is None
+
+
+def _choose_on_cpu(cluster: Cluster, seconds: float | None, gain: float) -> tuple[bool, list[str]]:
+    """Decide as `choose_compile`, on CPUs: compiling must save more time than it takes."""
     if seconds is None:
         return False, ["compile auto: off, the length of the training on this CPU is unknown"]
     length = (

@@ -12,6 +12,8 @@ from echelon.learn.model.adapters import apply_adapter
 from echelon.learn.model.build import build_on_meta
 from echelon.learn.model.quantization import QuantizedLinear
 from echelon.planner.adapter_plan import build_adapter_plan, frozen_bytes
+from echelon.planner.choose import resolve_plan
+from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.memory import estimate_memory
 from echelon.planner.plan import AdapterPlan, ParallelPlan, Precision
 from echelon.planner.plan_lines import describe_plan
@@ -261,3 +263,18 @@ def test_experts_without_an_adapter_are_reported(tmp_path):
     dense = Row(adapter="lora")
     recipe, _ = load_recipe(write_recipe(dense, tmp_path / "dense", tmp_path / "text.txt", steps=4))
     assert not any("experts" in line for line in describe_plan(resolve(dense, recipe, 1000)))
+
+
+@pytest.mark.parametrize(
+    ("kept", "compiles"), [("auto", False), ("selective", False), ("full", True), ("{memory_budget: 0.5}", True)]
+)
+def test_4_bit_weights_are_compiled_where_the_compiler_does_not_keep_them_in_16_bits(tmp_path, kept, compiles):
+    overrides = ["adapter={method: qlora}", f"train.activation_checkpointing={kept}"]
+    shape, gpu = build_shape(small_config("llama")), parse_devices("1xH100")
+
+    def plan(*more):
+        return resolve_plan(load_text(tmp_path, SMALL_RECIPE, *overrides, *more)[0], shape, gpu)
+
+    assert plan().compile is compiles
+    wanted = plan("train.compile=true")
+    assert wanted.compile and any("this plan does not count them" in line for line in wanted.why) is not compiles
