@@ -31,7 +31,9 @@ def import_file(
     trainer: Annotated[
         str | None,
         typer.Option(
-            "--trainer", metavar="sft|dpo|transformers", help="For HF files: the trainer that the file is for."
+            "--trainer",
+            metavar="sft|dpo|orpo|cpo|kto|transformers",
+            help="For HF files: the trainer that the file is for.",
         ),
     ] = None,
     devices: Annotated[

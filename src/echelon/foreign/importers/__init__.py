@@ -81,14 +81,14 @@ def _carry(ledger: Ledger, tool: Tool, path: Path, amounts: Amounts, asked: str 
     trainer = find_trainer(ledger, asked) if tool == "hf" else None
     defaults = defaults_of(tool, trainer)
     carry_run(ledger, defaults, path)
-    dpo = tool != "llamafactory-v1" and carry_objective(ledger, tool, trainer)
+    answers = None if tool == "llamafactory-v1" else carry_objective(ledger, tool, trainer)
     refuse_plugins(ledger)
     carry_model(ledger, tool)
     carry_adapter(ledger, tool, defaults)
     read = read_data(ledger, tool, trainer, path.parent)
     if tool == "llamafactory-v1":
-        dpo = carry_v1_objective(ledger, read, asked)
-    carry_data(ledger, tool, read, defaults, dpo)
+        answers = carry_v1_objective(ledger, read, asked)
+    carry_data(ledger, tool, read, defaults, answers)
     named = carry_parallel(ledger, path.parent)
     steps = carry_training(ledger, tool, defaults, replace(amounts, devices=amounts.devices or named))
     carry_optimizer(ledger, tool, defaults, steps)

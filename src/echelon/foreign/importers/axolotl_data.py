@@ -13,6 +13,7 @@ from echelon.foreign.importers.wording import (
     prompt_wording,
 )
 from echelon.recipe.inputs import is_template
+from echelon.recipe.names import OBJECTIVES, Answers
 from echelon.recipe.yaml_text import show_value
 
 _CONTAINERS = ("json", "jsonl", "csv", "parquet", "arrow", "text")
@@ -27,6 +28,11 @@ _ALPACA_TYPES: Mapping[str, str] = {
 _NOT_A_WORDING = (
     "this prompt format is not supported; rewrite the records as conversations (type: chat_template) or as texts "
     "(type: completion)."
+)
+
+_NOT_JUDGED = (
+    "judged answers with a prompt format are not supported; rewrite them with prompt, completion and label, and remove "
+    "the type."
 )
 
 
@@ -124,8 +130,10 @@ def _form(
         return None, renames({"field": "text", "text_column": "text"}), None
     if any(key.startswith(f"{name}.type.") for key in ledger.given):
         return _own_prompt(ledger, name, renames)
+    answers = _compares(ledger)
     if kind in (None, ""):
-        return "tokens", {}, None
+        form = "tokens" if answers is None else {"pairs": "preference", "judged": "unpaired_preference"}[answers]
+        return form, {}, None
     assert kind is not None
     eos = ledger.given.get("special_tokens.eos_token")
     if kind in _ALPACA_TYPES:
@@ -133,10 +141,17 @@ def _form(
         ledger.differ(f"{name}.type", wording.difference)
         return "alpaca", renames(_ALPACA), wording
     if kind in ("sharegpt", "chat_template", "chat_template.default"):
-        pairs = bool(ledger.values.get("objective.name") == "dpo")
-        return *_conversation(ledger, name, kind, pairs), _template(ledger, name)
+        if answers == "judged":
+            ledger.refuse(f"{name}.type", _NOT_JUDGED)
+        return *_conversation(ledger, name, kind, answers == "pairs"), _template(ledger, name)
     ledger.refuse(f"{name}.type", _NOT_A_WORDING)
     return None, {}, None
+
+
+def _compares(ledger: Ledger) -> Answers | None:
+    """What the objective of the file compares."""
+    name = ledger.values.get("objective.name")
+    return None if name is None else OBJECTIVES[str(name)].answers
 
 
 def _own_prompt(ledger: Ledger, name: str, renames: Any) -> tuple[str, dict[str, str], Wording]:
@@ -145,11 +160,10 @@ def _own_prompt(ledger: Ledger, name: str, renames: Any) -> tuple[str, dict[str,
     with_input = ledger.take(f"{name}.type.format")
     system = ledger.take(f"{name}.type.system_format")
     fields = renames(_ALPACA)
-    pairs = ledger.values.get("objective.name") == "dpo"
-    if pairs:
+    if _compares(ledger) is not None:
         ledger.refuse(
             f"{name}.path",
-            "preference pairs with a custom prompt format are not supported; rewrite them as conversations.",
+            "preferences with a custom prompt format are not supported; rewrite them as conversations.",
         )
     message = ledger.take(f"{name}.type.system_prompt")
     wording = prompt_wording(

@@ -12,6 +12,7 @@ from echelon.foreign.importers.ledger import Ledger
 from echelon.foreign.importers.source_file import Tool
 from echelon.foreign.importers.sources import Read
 from echelon.recipe.aliases import spellings
+from echelon.recipe.names import Answers
 from echelon.recipe.yaml_text import show_value
 
 _PLACE_OF_DATA = "path/to/data.jsonl"
@@ -30,7 +31,7 @@ def read_data(ledger: Ledger, tool: Tool, trainer: Trainer | None, folder: Path)
             return read_hf(ledger, trainer)
 
 
-def carry_data(ledger: Ledger, tool: Tool, read: Read, defaults: Defaults, dpo: bool) -> None:
+def carry_data(ledger: Ledger, tool: Tool, read: Read, defaults: Defaults, answers: Answers | None) -> None:
     """Import the recipe's `data`: sources, validation, sequence length, packing, chat template, trained tokens."""
     if not (sources := list(read.train)):
         sources = [{"path": _PLACE_OF_DATA}]
@@ -40,9 +41,9 @@ def carry_data(ledger: Ledger, tool: Tool, read: Read, defaults: Defaults, dpo: 
     _carry_validation(ledger, list(read.validation))
     if ledger.move("data.sequence_len", "model_max_length") is None:
         put_default(ledger, defaults, "data.sequence_len", defaults.sequence_len)
-    _carry_packing(ledger, tool, defaults, read, dpo)
+    _carry_packing(ledger, tool, defaults, read, answers)
     _carry_wording(ledger, read)
-    _carry_learned(ledger, tool, defaults, read, dpo)
+    _carry_learned(ledger, tool, defaults, read, answers)
     _carry_overlong(ledger, tool, defaults)
     _carry_ends(ledger, read)
     if ledger.peek("dataset_exact_deduplication"):
@@ -80,7 +81,7 @@ def _carry_validation(ledger: Ledger, validation: list[dict[str, object]]) -> No
         ledger.put("data.validation_fraction", 0, "nothing is held out" if full is None else f"{full}")
 
 
-def _carry_packing(ledger: Ledger, tool: Tool, defaults: Defaults, read: Read, dpo: bool) -> None:
+def _carry_packing(ledger: Ledger, tool: Tool, defaults: Defaults, read: Read, answers: Answers | None) -> None:
     neat, full = ledger.take("neat_packing"), ledger.find("sample_packing", "packing")
     value = ledger.take("sample_packing", "packing")
     if tool == "llamafactory-v1":
@@ -92,8 +93,8 @@ def _carry_packing(ledger: Ledger, tool: Tool, defaults: Defaults, read: Read, d
         _carry_joined(ledger, packs)
         return
     _refuse_padding(ledger, tool, full, is_padded=bool(read.plain) and not packs)
-    if dpo and packs:
-        ledger.put("data.packing", False, "one pair at a time")
+    if answers and packs:
+        ledger.put("data.packing", False, "one pair, or one judged answer, at a time")
         return
     ledger.put(
         "data.packing", packs, f"the default of {defaults.name}" if full is None else f"{full}: {show_value(value)}"
@@ -171,12 +172,12 @@ def _carry_wording(ledger: Ledger, read: Read) -> None:
         ledger.move("data.system_prompt", "default_system_message", "default_system", "system_prompt")
 
 
-def _carry_learned(ledger: Ledger, tool: Tool, defaults: Defaults, read: Read, dpo: bool) -> None:
+def _carry_learned(ledger: Ledger, tool: Tool, defaults: Defaults, read: Read, answers: Answers | None) -> None:
     """Set `data.train_on`, also if the value is echelon's default: the tools differ most in this setting."""
     whole, last = ledger.find("train_on_inputs", "train_on_prompt"), ledger.find("mask_history")
     only_answers = ledger.find("assistant_only_loss")
     assistant = ledger.take("assistant_only_loss")
-    if read.plain or dpo:
+    if read.plain or answers:
         why = "all tokens of plain text are targets." if read.plain else "DPO compares the answers of a pair."
         for name in filter(None, (whole, last)):
             ledger.need_not(name, why)

@@ -6,8 +6,8 @@ from typing import Literal
 from echelon.foreign.importers.ledger import Ledger
 from echelon.foreign.importers.source_file import TABLE, Tool
 
-Trainer = Literal["transformers", "sft", "dpo"]
-"""The trainer that a file of the Hugging Face family is for: transformers' Trainer, or TRL's SFT or DPO trainer."""
+Trainer = Literal["sft", "dpo", "orpo", "cpo", "kto", "transformers"]
+"""The trainer that a file of the Hugging Face family is for: one of TRL's, or transformers' own."""
 
 
 @dataclass(frozen=True)

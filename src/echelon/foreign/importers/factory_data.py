@@ -116,26 +116,37 @@ def _form(
     columns: Mapping[str, str],
     tags: Mapping[str, str],
 ) -> tuple[str | None, dict[str, str]]:
+    is_judged = "kto_tag" in columns and ledger.given.get("stage") == "kto"
     if entry.get("formatting") == "sharegpt":
-        by_role = tags.get("role_tag") == "role"
-        form = "messages" if by_role else "sharegpt"
-        keys = ("messages", "role", "content") if by_role else ("conversations", "from", "value")
-        theirs = (columns.get("messages"), tags.get("role_tag"), tags.get("content_tag"))
-        fields = {ours: own for ours, own in zip(keys, theirs, strict=True) if own}
-        fields |= {column: columns[column] for column in ("system", "tools") if column in columns}
-        if not entry.get("ranking"):
-            return form, fields
-        pairs = {"prompt": columns.get("messages", "conversations"), "chosen": columns["chosen"]}
-        return "preference", {**pairs, "rejected": columns["rejected"], **_turns(fields)}
-    if entry.get("ranking"):
+        return _form_of_turns(entry, columns, tags, is_judged)
+    if entry.get("ranking") or is_judged:
         ledger.refuse(
-            name, f"{dataset} has pairs of texts, to which LLaMA-Factory applies a chat template and echelon does "
-            "not; rewrite them as conversations."
+            name, f"{dataset} has preferences as texts, to which LLaMA-Factory applies a chat template and echelon "
+            "does not; rewrite them as conversations."
         )  # fmt: skip
         return "preference", {}
     if ledger.given.get("stage") == "pt":
         return None, {"text": columns["prompt"]} if "prompt" in columns else {}
     return "alpaca", {ours: columns[key] for key, ours in _ALPACA.items() if key in columns}
+
+
+def _form_of_turns(
+    entry: Mapping[str, Any], columns: Mapping[str, str], tags: Mapping[str, str], is_judged: bool
+) -> tuple[str, dict[str, str]]:
+    """Return the format and the field names of records with turns."""
+    by_role = tags.get("role_tag") == "role"
+    form = "messages" if by_role else "sharegpt"
+    keys = ("messages", "role", "content") if by_role else ("conversations", "from", "value")
+    theirs = (columns.get("messages"), tags.get("role_tag"), tags.get("content_tag"))
+    fields = {ours: own for ours, own in zip(keys, theirs, strict=True) if own}
+    fields |= {column: columns[column] for column in ("system", "tools") if column in columns}
+    if is_judged:
+        own = {"messages": columns.get("messages", "conversations"), "label": columns["kto_tag"]}
+        return "unpaired_messages", {**own, **_turns(fields)}
+    if not entry.get("ranking"):
+        return form, fields
+    pairs = {"prompt": columns.get("messages", "conversations"), "chosen": columns["chosen"]}
+    return "preference", {**pairs, "rejected": columns["rejected"], **_turns(fields)}
 
 
 def _turns(fields: Mapping[str, str]) -> dict[str, str]:

@@ -32,6 +32,9 @@ def read_hf(ledger: Ledger, trainer: Trainer | None) -> Read:
     limit = ledger.number("max_train_samples")
     for source in train if limit is not None else ():
         source["max_samples"] = int(limit or 0)
+    for source in train if trainer == "kto" else ():
+        if source.get("format") == "prompt_completion":
+            source["format"] = "unpaired_preference"
     plain = True if trainer == "transformers" or field is not None else None
     return Read(tuple(train), tuple(_held_out(ledger, trainer)), () if plain else (wording,), plain)
 
@@ -135,7 +138,7 @@ def _held_out(ledger: Ledger, trainer: Trainer | None) -> list[dict[str, Any]]:
         return [build_source(str(ledger.take(full)), None, {})]
     evaluates = ledger.given.get("eval_strategy") not in (None, "no")
     name = ledger.given.get("dataset_name")
-    if evaluates and trainer in ("sft", "dpo") and name is not None and is_hub_id(str(name)):
+    if evaluates and trainer not in (None, "transformers") and name is not None and is_hub_id(str(name)):
         split = ledger.take("dataset_test_split")
         ledger.reasons["data.validation"] = "dataset_test_split" if split else "the default of TRL"
         return [{"path": str(name), "format": "hub", "split": split or "test"}]

@@ -1,15 +1,18 @@
 """Import the objective of another tool's file, and detect the trainer of a file of the Hugging Face family."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import get_args
 
 from echelon.foreign.importers.defaults import Trainer
 from echelon.foreign.importers.ledger import Ledger
 from echelon.foreign.importers.source_file import TABLE, Tool
 from echelon.foreign.importers.sources import Read
 from echelon.ground.errors import ConfigError
+from echelon.recipe.names import OBJECTIVES, Answers
+from echelon.recipe.objective import SMOOTHED
 from echelon.recipe.yaml_text import show_value
 
-TRAINERS: Mapping[str, Trainer] = {"sft": "sft", "dpo": "dpo", "transformers": "transformers"}
+TRAINERS: Mapping[str, Trainer] = {name: name for name in get_args(Trainer)}
 
 _SFT, _PAIRS, _TRL, _SCRIPTS, _SFT_LOSSES = (
     tuple(TABLE["trainer_keys"][kind].split()) for kind in ("sft", "pairs", "trl", "scripts", "sft_losses")
@@ -29,8 +32,8 @@ def find_trainer(ledger: Ledger, asked: str | None) -> Trainer:
         return "sft"
     if (pairs := ledger.find(*_PAIRS, "loss_type")) is not None:
         raise ConfigError(
-            f"{pairs}: {show_value(ledger.given[pairs])}: several trainers of TRL have this key (DPO, ORPO, CPO, KTO, "
-            "GRPO), and the file does not specify the trainer; if it is for DPO, import it with --trainer dpo."
+            f"{pairs}: {show_value(ledger.given[pairs])}: several trainers of TRL have this key, and the file does not "
+            "specify the trainer; import it with --trainer, for example --trainer dpo, one of dpo, orpo, cpo and kto."
         )
     name = ledger.find(*_TRL, "dataset_name")
     if name is not None and ledger.find(*_SCRIPTS) is None:
@@ -44,45 +47,130 @@ def find_trainer(ledger: Ledger, asked: str | None) -> Trainer:
     return "transformers"
 
 
-def carry_objective(ledger: Ledger, tool: Tool, trainer: Trainer | None) -> bool:
-    """Import the objective and return whether it is DPO. Raises ConfigError for an unsupported objective."""
+def carry_objective(ledger: Ledger, tool: Tool, trainer: Trainer | None) -> Answers | None:
+    """Import the objective and return what it compares, if it does. Raises ConfigError for an unsupported objective."""
     full = ledger.find("stage", "rl")
-    wanted = ledger.take("stage", "rl") if full is not None else "dpo" if trainer == "dpo" else None
+    wanted = ledger.take("stage", "rl") if full is not None else trainer if trainer in _METHODS else None
     if wanted in (None, "sft", "pt", False):
         if tool == "hf" and (loss := ledger.find("loss_type")) is not None:
             if ledger.given[loss] in ("nll", "chunked_nll"):
                 ledger.need_not(loss, "the loss is next-token cross-entropy, computed in chunks.")
             else:
                 ledger.refuse(loss, "echelon supports only the next-token cross-entropy loss.")
-        return False
-    if wanted not in ("dpo", "ipo"):
+        return None
+    if not isinstance(wanted, str) or wanted not in _METHODS:
         raise ConfigError(
-            f"{full}: {wanted} is not supported; echelon supports causal_lm (pt, sft) and dpo (dpo, ipo)."
+            f"{full}: {wanted} is not supported; echelon supports causal_lm (pt, sft) and the preference methods "
+            f"{', '.join(_METHODS)}."
         )
-    ledger.put("objective.name", "dpo", f"{full}: {wanted}" if full else "--trainer dpo")
-    put_preference(ledger, str(wanted))
-    return True
-
-
-def put_preference(ledger: Ledger, wanted: str = "dpo") -> None:
-    """Import the settings of the DPO loss."""
-    if ledger.move("objective.beta", "pref_beta", "rl_beta", "dpo_beta", "beta") is None:
-        ledger.put("objective.beta", 0.1, "the tool's default")
-    loss = ledger.find("pref_loss", "dpo_loss_type", "loss_type")
-    value = ledger.take("pref_loss", "dpo_loss_type", "loss_type") or ("ipo" if wanted == "ipo" else "sigmoid")
-    value = value[0] if isinstance(value, list) and len(value) == 1 else value
-    if value in ("sigmoid", "ipo"):
-        ledger.put("objective.loss", value, f"{loss}: {value}" if loss else "the tool's default")
-    else:
-        ledger.refuse(str(loss), "echelon supports the DPO losses sigmoid and ipo.")
-    if ledger.peek("dpo_label_smoothing", "label_smoothing"):
-        ledger.move("objective.label_smoothing", "dpo_label_smoothing", "label_smoothing")
+    _METHODS[wanted](ledger, f"{full}: {wanted}" if full else f"--trainer {trainer}")
     if (name := ledger.find("max_prompt_length")) is not None:
         ledger.differ(name, "prompts have no separate limit: data.sequence_len limits prompt and answer together.")
+    return OBJECTIVES[str(ledger.values["objective.name"])].answers
 
 
-def carry_v1_objective(ledger: Ledger, read: Read, asked: str | None) -> bool:
-    """Import the objective of a LLaMA-Factory v1 file and return whether it is DPO.
+def _put_dpo(ledger: Ledger, reason: str) -> None:
+    """Import DPO and its variants; in LLaMA-Factory, `pref_loss` may name another method."""
+    asks_ipo = reason.endswith(": ipo")
+    loss = ledger.find("pref_loss", "dpo_loss_type", "loss_type")
+    values = ledger.take("pref_loss", "dpo_loss_type", "loss_type") or ("ipo" if asks_ipo else "sigmoid")
+    value, *more = values if isinstance(values, list) and values else [values]
+    said = f"{loss}: {show_value(values)}" if loss else "the tool's default"
+    if loss == "pref_loss" and value in ("orpo", "simpo"):
+        _put_of_factory(ledger, value, said)
+        return
+    ledger.put("objective.name", "dpo", reason)
+    _put_beta(ledger)
+    if value in OBJECTIVES["dpo"].losses and more in ([], ["sft"]):
+        ledger.put("objective.loss", value, said)
+    else:
+        known = ", ".join(OBJECTIVES["dpo"].losses)
+        ledger.refuse(str(loss), f"echelon supports the DPO losses {known}, alone or with sft.")
+    if more == ["sft"]:
+        _put_sft_weight(ledger, said)
+    elif ledger.peek("rpo_alpha"):
+        ledger.move("objective.sft_weight", "rpo_alpha")
+    _put_smoothing(ledger, str(value))
+
+
+def _put_sft_weight(ledger: Ledger, said: str) -> None:
+    """Import the weights of a loss and of the cross-entropy beside it."""
+    name = ledger.find("loss_weights", "dpo_loss_weights")
+    weights = ledger.take("loss_weights", "dpo_loss_weights") or [1.0, 1.0]
+    if not isinstance(weights, list) or len(weights) != 2 or weights[0] != 1:
+        ledger.refuse(str(name), "echelon weights the preference loss with 1, and the cross-entropy with sft_weight.")
+        return
+    ledger.put("objective.sft_weight", weights[1], f"{name}: {show_value(weights)}" if name else said)
+
+
+def _put_of_factory(ledger: Ledger, method: str, said: str) -> None:
+    """Import ORPO or SimPO of LLaMA-Factory, where they are losses of the stage dpo."""
+    ledger.put("objective.name", method, said)
+    _put_beta(ledger)
+    if method == "simpo":
+        ledger.move("objective.gamma", "simpo_gamma")
+    else:
+        ledger.differ("pref_loss", "echelon averages the cross-entropy over tokens, LLaMA-Factory over answers.")
+
+
+def _put_orpo(ledger: Ledger, reason: str) -> None:
+    ledger.put("objective.name", "orpo", reason)
+    _put_beta(ledger, "orpo_alpha")
+    ledger.remark("ORPO: the tool also trains on the tokens of prompts; echelon trains on answers, as the paper does.")
+
+
+def _put_cpo(ledger: Ledger, reason: str) -> None:
+    """Import TRL's CPOTrainer, which is also that of SimPO. The default weight of its cross-entropy is 1."""
+    loss = ledger.find("loss_type")
+    value = ledger.take("loss_type") or ("simpo" if reason.endswith(": simpo") else "sigmoid")
+    is_simpo = value in ("simpo", "alphapo")
+    ledger.put("objective.name", "simpo" if is_simpo else "cpo", f"{loss}: {value}" if loss else reason)
+    _put_beta(ledger)
+    if is_simpo:
+        ledger.move("objective.gamma", "simpo_gamma")
+    elif value in OBJECTIVES["cpo"].losses:
+        ledger.put("objective.loss", value, f"{loss}: {value}" if loss else "the tool's default")
+    if value not in ("simpo", *OBJECTIVES["cpo"].losses):
+        ledger.refuse(str(loss), "echelon supports the losses simpo, sigmoid, hinge and ipo of CPO.")
+    if ledger.move("objective.sft_weight", "cpo_alpha") is None:
+        ledger.put("objective.sft_weight", 1.0, "the tool's default")
+    _put_smoothing(ledger, "sigmoid" if is_simpo else str(value))
+
+
+def _put_kto(ledger: Ledger, reason: str) -> None:
+    ledger.put("objective.name", "kto", reason)
+    _put_beta(ledger)
+    loss = ledger.find("loss_type")
+    if (value := ledger.take("loss_type")) in OBJECTIVES["kto"].losses:
+        ledger.put("objective.loss", value, f"{loss}: {value}")
+    elif value is not None:
+        ledger.refuse(str(loss), f"echelon supports the KTO losses {', '.join(OBJECTIVES['kto'].losses)}.")
+    ledger.move("objective.desirable_weight", "kto_desirable_weight", "kto_chosen_weight", "desirable_weight")
+    ledger.move("objective.undesirable_weight", "kto_undesirable_weight", "kto_rejected_weight", "undesirable_weight")
+    ledger.remark("KTO: the baseline is the mean over the batch of a step; that of the tool is over a microbatch.")
+
+
+_METHODS: Mapping[str, Callable[[Ledger, str], None]] = {
+    "dpo": _put_dpo, "ipo": _put_dpo, "orpo": _put_orpo, "simpo": _put_cpo, "cpo": _put_cpo, "kto": _put_kto
+}  # fmt: skip
+"""The preference methods by `rl` of Axolotl, `stage` of LLaMA-Factory, and the trainer of TRL."""
+
+
+def _put_beta(ledger: Ledger, *more: str) -> None:
+    if ledger.move("objective.beta", *more, "pref_beta", "rl_beta", "dpo_beta", "beta") is None:
+        ledger.put("objective.beta", 0.1, "the tool's default")
+
+
+def _put_smoothing(ledger: Ledger, loss: str) -> None:
+    name = ledger.find("dpo_label_smoothing", "label_smoothing")
+    if name is not None and ledger.given[name] and loss in SMOOTHED:
+        ledger.move("objective.label_smoothing", "dpo_label_smoothing", "label_smoothing")
+    elif name is not None and ledger.given[name]:
+        ledger.need_not(name, f"it has no effect with the loss {loss}.")
+
+
+def carry_v1_objective(ledger: Ledger, read: Read, asked: str | None) -> Answers | None:
+    """Import the objective of a LLaMA-Factory v1 file and return what it compares, if it does.
 
     The command specifies it, not the file: preference pairs are for DPO or for a reward model.
     """
@@ -93,13 +181,12 @@ def carry_v1_objective(ledger: Ledger, read: Read, asked: str | None) -> bool:
         for name in ("pref_beta", "pref_loss", "pref_ftx", "simpo_gamma", "dpo_label_smoothing", "ld_alpha"):
             if ledger.find(name) is not None:
                 ledger.need_not(name, "the data has no preference pairs.")
-        return False
+        return None
     if asked != "dpo":
         ledger.refuse(
             "train_dataset", "the data has preference pairs, for llamafactory-cli dpo or rm, and the file does not "
             "specify which; if it is for dpo, import it with --trainer dpo."
         )  # fmt: skip
-        return True
-    ledger.put("objective.name", "dpo", "--trainer dpo")
-    put_preference(ledger)
-    return True
+    else:
+        _put_dpo(ledger, "--trainer dpo")
+    return "pairs"

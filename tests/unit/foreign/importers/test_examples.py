@@ -57,8 +57,8 @@ def _import(path: Path) -> Imported:
     try:
         return import_recipe(path)
     except ConfigError as error:
-        trainer = next((part for part in reversed(path.parts) if part in ("sft", "dpo", "orpo")), "sft")
-        if "--trainer" not in str(error) or trainer == "orpo":
+        trainer = next((part for part in reversed(path.parts) if part in ("sft", "dpo", "orpo", "cpo", "kto")), "sft")
+        if "--trainer" not in str(error):
             raise
         return import_recipe(path, trainer=trainer)
 
@@ -87,9 +87,11 @@ def _differences(given: dict[str, Any], found: Imported) -> Iterator[str]:
         if entry.fate == "refused" or _UNKNOWN in entry.text or (entry.fate in ("lost", "needless") and not entry.text):
             yield f"{entry.name} is {entry.fate}: {entry.text!r}"
     wanted = given.get("rl") or given.get("stage")
+    methods = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
+    by_loss = {"orpo": "orpo", "simpo": "simpo"}.get(str(given.get("pref_loss")))
     lengths = ("sequence_len", "cutoff_len", "max_length", "max_seq_length")
     expected = {
-        "objective.name": "dpo" if wanted in ("dpo", "ipo") or "beta" in given else "causal_lm",
+        "objective.name": by_loss or methods.get(str(wanted), None if "beta" in given else "causal_lm"),
         "adapter.method": _method(flat, found.tool),
         "model.checkpoint": given.get("base_model") or given.get("model_name_or_path") or given.get("model"),
         "optim.learning_rate": _number(given.get("learning_rate")),
@@ -158,9 +160,9 @@ def _course(given: dict[str, Any], recipe: Recipe, tool: str) -> Iterator[str]:
 
 def _data(given: dict[str, Any], recipe: Recipe) -> Iterator[str]:
     """Packing and targets."""
-    packs = given.get("sample_packing", given.get("packing"))
+    packs, is_plain = given.get("sample_packing", given.get("packing")), recipe.objective.row.answers is None
     pretrains = bool(given.get("pretraining_dataset"))
-    if packs is not None and recipe.objective.name != "dpo" and not pretrains and recipe.data.packing != bool(packs):
+    if packs is not None and is_plain and not pretrains and recipe.data.packing != bool(packs):
         yield f"data.packing is {recipe.data.packing}, and the file says {packs}"
     if given.get("stage") == "pt" and packs is None and not recipe.data.packing:
         yield "data.packing is false, and stage: pt packs"
@@ -168,7 +170,7 @@ def _data(given: dict[str, Any], recipe: Recipe) -> Iterator[str]:
     if "alpaca" in kinds and "### Instruction:" not in (recipe.data.chat_template or ""):
         yield "type: alpaca is not worded as Axolotl's"
     everything = given.get("train_on_inputs") or ("dataset_mixture" in given and not given.get("assistant_only_loss"))
-    if everything and recipe.objective.name != "dpo" and kinds != {"completion"} and recipe.data.train_on != "all":
+    if everything and is_plain and kinds != {"completion"} and recipe.data.train_on != "all":
         yield f"data.train_on is {recipe.data.train_on}, and everything is learned there"
 
 

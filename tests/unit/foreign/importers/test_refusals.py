@@ -51,10 +51,10 @@ def dataset(**keys: Any) -> dict[str, Any]:
     ("given", "key"),
     [
         # other objectives
-        ({**AXOLOTL, "rl": "orpo"}, "rl"),
-        ({**AXOLOTL, "rl": "kto"}, "rl"),
         ({**AXOLOTL, "rl": "grpo", "trl": {"beta": 0.1}}, "rl"),
-        ({**AXOLOTL, "rl": "simpo"}, "rl"),
+        ({**AXOLOTL, "rl": "ebft"}, "rl"),
+        ({**AXOLOTL, "rl": "kto"}, TYPE),
+        ({**AXOLOTL, "orpo_alpha": 0.1}, "orpo_alpha"),
         ({**AXOLOTL, "reward_model": True}, "reward_model"),
         ({**AXOLOTL, "process_reward_model": True}, "process_reward_model"),
         ({**AXOLOTL, "model_type": "AutoModelForSequenceClassification"}, "model_type"),
@@ -63,13 +63,11 @@ def dataset(**keys: Any) -> dict[str, Any]:
         ({**AXOLOTL, "plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]}, "plugins"),
         ({**AXOLOTL, "use_eaft": True}, "use_eaft"),
         ({**AXOLOTL, "trainer_cls": "my.Trainer"}, "trainer_cls"),
-        ({**AXOLOTL, "rl": "dpo", "rpo_alpha": 1.0}, "rpo_alpha"),
-        ({**AXOLOTL, "rl": "dpo", "dpo_loss_type": ["hinge"]}, "dpo_loss_type"),
+        ({**AXOLOTL, "rl": "dpo", "dpo_loss_type": ["discopop"]}, "dpo_loss_type"),
+        ({**AXOLOTL, "rl": "dpo", "dpo_loss_type": ["sigmoid", "bco_pair", "sft"]}, "dpo_loss_type"),
         ({**FACTORY, "stage": "rm"}, "stage"),
         ({**FACTORY, "stage": "ppo", "reward_model": "r"}, "stage"),
-        ({**FACTORY, "stage": "kto"}, "stage"),
-        ({**FACTORY, "stage": "dpo", "pref_loss": "simpo"}, "pref_loss"),
-        ({**FACTORY, "stage": "dpo", "pref_loss": "orpo"}, "pref_loss"),
+        ({**FACTORY, "stage": "dpo", "pref_loss": "kto_pair"}, "pref_loss"),
         ({**FACTORY, "stage": "dpo", "pref_ftx": 0.2}, "pref_ftx"),
         ({**FACTORY, "stage": "dpo", "ref_model": "other"}, "ref_model"),
         ({**FACTORY, "use_dft_loss": True}, "use_dft_loss"),
@@ -206,12 +204,12 @@ PAIRS = {"model_name_or_path": "m", "dataset_name": "o/n", "beta": 0.05, "max_pr
 
 def test_a_file_for_several_trainers_requires_the_trainer(tmp_path: Path) -> None:
     """TRL's files for DPO and ORPO have the same keys."""
-    with pytest.raises(ConfigError, match=r"beta: 0[.]05: several trainers of TRL have this key .* --trainer dpo"):
+    with pytest.raises(ConfigError, match=r"beta: 0[.]05: several trainers of TRL have this key.* --trainer dpo"):
         run(tmp_path, PAIRS)
     recipe = parse_recipe(run(tmp_path, PAIRS, trainer="dpo").text, "imported")[0]
     assert (recipe.objective.name, recipe.objective.beta, recipe.optim.learning_rate) == ("dpo", 0.05, 1e-6)
-    with pytest.raises(ConfigError, match="--trainer orpo is not supported"):
-        run(tmp_path, PAIRS, trainer="orpo")
+    with pytest.raises(ConfigError, match="--trainer grpo is not supported; use one of sft, dpo, orpo, cpo, kto, tr"):
+        run(tmp_path, PAIRS, trainer="grpo")
     with pytest.raises(ConfigError, match="dataset_name: o/n: the file does not specify the trainer"):
         run(tmp_path, {"model_name_or_path": "m", "dataset_name": "o/n"})
     with pytest.raises(ConfigError, match="--trainer dpo: files of axolotl specify the trainer"):
