@@ -140,6 +140,8 @@ def _form(
         wording = alpaca_wording(_ALPACA_TYPES[kind], f"{name}.type: {kind}", eos)
         ledger.differ(f"{name}.type", wording.difference)
         return "alpaca", renames(_ALPACA), wording
+    if kind == "chat_template.argilla" and answers == "pairs":  # both answers contain the prompt
+        return "preference", {}, _template(ledger, name)
     if kind in ("sharegpt", "chat_template", "chat_template.default"):
         if answers == "judged":
             ledger.refuse(f"{name}.type", _NOT_JUDGED)

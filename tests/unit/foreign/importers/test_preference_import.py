@@ -111,6 +111,9 @@ def test_the_data_is_that_of_the_method(tmp_path: Path) -> None:
     assert source.format == "unpaired_preference"
     [source] = bring_in(tmp_path, CASES["axolotl orpo"][0])[0].data.train
     assert source.format == "preference" and (source.fields["chosen"], source.fields["rejected"]) == ("good", "bad")
+    argilla = {**AXOLOTL, "rl": "orpo", "datasets": [{"path": "a.jsonl", "type": "chat_template.argilla"}]}
+    [source] = bring_in(tmp_path, argilla)[0].data.train
+    assert (source.format, source.fields) == ("preference", {}), "both answers contain the prompt"
     [source] = bring_in(tmp_path, CASES["factory kto"][0])[0].data.train
     assert source.format == "unpaired_messages"
     assert source.fields == {"messages": "talk", "label": "liked"}, "the others have echelon's own names"
