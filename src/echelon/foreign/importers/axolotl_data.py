@@ -30,6 +30,13 @@ _NOT_A_WORDING = (
     "(type: completion)."
 )
 
+_CHAT_TYPES = ("sharegpt", "chat_template", "chat_template.default")
+_PAIRS_WITH_PROMPTS = "chat_template.argilla"
+"""The type of conversations in which both answers contain the prompt."""
+_UNTYPED: Mapping[Answers | None, str] = {
+    None: "tokens", "pairs": "preference", "judged": "unpaired_preference"
+}  # fmt: skip
+"""The format of a dataset without a type, by what the objective compares."""
 _NOT_JUDGED = (
     "judged answers with a prompt format are not supported; rewrite them with prompt, completion and label, and remove "
     "the type."
@@ -132,20 +139,15 @@ def _form(
         return _own_prompt(ledger, name, renames)
     answers = _compares(ledger)
     if kind in (None, ""):
-        form = "tokens" if answers is None else {"pairs": "preference", "judged": "unpaired_preference"}[answers]
-        return form, {}, None
+        return _UNTYPED[answers], {}, None
     assert kind is not None
     eos = ledger.given.get("special_tokens.eos_token")
     if kind in _ALPACA_TYPES:
         wording = alpaca_wording(_ALPACA_TYPES[kind], f"{name}.type: {kind}", eos)
         ledger.differ(f"{name}.type", wording.difference)
         return "alpaca", renames(_ALPACA), wording
-    if kind == "chat_template.argilla" and answers == "pairs":  # both answers contain the prompt
-        return "preference", {}, _template(ledger, name)
-    if kind in ("sharegpt", "chat_template", "chat_template.default"):
-        if answers == "judged":
-            ledger.refuse(f"{name}.type", _NOT_JUDGED)
-        return *_conversation(ledger, name, kind, answers == "pairs"), _template(ledger, name)
+    if kind in _CHAT_TYPES or (kind == _PAIRS_WITH_PROMPTS and answers == "pairs"):
+        return *_conversation(ledger, name, kind, answers), _template(ledger, name)
     ledger.refuse(f"{name}.type", _NOT_A_WORDING)
     return None, {}, None
 
@@ -180,12 +182,16 @@ def _own_prompt(ledger: Ledger, name: str, renames: Any) -> tuple[str, dict[str,
     return "alpaca", fields, wording
 
 
-def _conversation(ledger: Ledger, name: str, kind: str, pairs: bool) -> tuple[str, dict[str, str]]:
+def _conversation(ledger: Ledger, name: str, kind: str, answers: Answers | None) -> tuple[str, dict[str, str]]:
+    if answers == "judged":
+        ledger.refuse(f"{name}.type", _NOT_JUDGED)
     role = ledger.take(f"{name}.message_property_mappings.role", f"{name}.message_field_role")
     content = ledger.take(f"{name}.message_property_mappings.content", f"{name}.message_field_content")
     messages = ledger.take(f"{name}.field_messages")
     trained = ledger.take(f"{name}.message_field_training")
-    if pairs:
+    if kind == _PAIRS_WITH_PROMPTS:
+        return "preference", {}
+    if answers == "pairs":
         named = {"prompt": messages or "messages", "role": role, "content": content}
         named |= {"chosen": ledger.take(f"{name}.field_chosen"), "rejected": ledger.take(f"{name}.field_rejected")}
         form = "preference"
