@@ -27,7 +27,7 @@ def render_recipe_reference() -> str:
     schema = recipe_json_schema()
     parts = [Path(__file__).with_name("reference.md").read_text(encoding="utf-8")]
     for name in schema["properties"]:
-        keys = [key for key in _keys(schema, schema) if key.name.partition(".")[0] == name]
+        keys = [key for key in _keys(schema, schema) if key.name.partition(".")[0].removesuffix("[]") == name]
         parts.append(_render_section(name, keys, schema))
     parts.append(_render_aliases())
     return "\n".join(parts)

@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import random
+import re
 import signal
 import time
 from contextlib import suppress
@@ -176,7 +177,7 @@ class Teller:
             time.sleep(0.02)
         ending = finish(job, 30)
         kill.exit_code = ending.code
-        assert "Traceback" not in ending.err, ending.err
+        assert "Traceback" not in without_cut_starts(ending.err), ending.err
         assert not wait_until_gone(self._left), "processes of the job outlive it"
         return self._start()
 
@@ -198,6 +199,11 @@ class Teller:
             if after is not None and not any(each in ends for each in after):
                 return phase
         return "step" if "start" in names or "resume" in names else "start"
+
+
+def without_cut_starts(text):
+    """Drop what Python itself prints in a child that starts while its parent is killed: nobody sends it its work."""
+    return re.sub(r"Traceback \(most recent call last\):\n(?: .*\n)*? .*spawn_main\n(?: .*\n)*EOFError: .*\n", "", text)
 
 
 def is_up(row):

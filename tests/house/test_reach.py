@@ -7,9 +7,9 @@ from tests.house.source_tree import ECHELON, SourceTree
 # Files and lines, at most. The first row is the loop.
 REACH = {
     "run.training.trainer": (150, 22_000),
-    "learn.learner": (150, 21_500),
-    "learn.engines.native": (149, 21_700),
-    "learn.engines.native_build": (162, 23_600),
+    "learn.learner": (151, 21_700),
+    "learn.engines.native": (150, 21_900),
+    "learn.engines.native_build": (163, 23_800),
     "learn.objectives.causal_lm": (70, 11_000),
     "learn.data.loader": (40, 6_500),
     "planner.plan": (30, 5_000),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.ground.errors import ConfigError
+from echelon.ground.redaction import find_secrets
 
 # cuBLAS sums in a fixed order only with this setting; of the two in NVIDIA's documentation, the faster one.
 CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -80,6 +81,12 @@ def set_default_variables(variables: Mapping[str, str]) -> None:
     """Set each variable that is not yet in this process's environment, for a library that reads it."""
     for key, value in variables.items():
         os.environ.setdefault(key, value)
+
+
+def remove_secrets() -> None:
+    """Remove the variables that hold a secret, by their name or their value, from this process's environment."""
+    for name, *_ in find_secrets(dict(os.environ)):
+        del os.environ[str(name)]
 
 
 def use_one_tokenizer_thread() -> None:

@@ -23,7 +23,10 @@ from echelon.learn.objectives.objective import Objective
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Mean loss in nats per target token, and derived metrics; for preferences, per pair or per judged answer."""
+    """Mean loss in nats per target token, and derived metrics; for preferences, per pair or per judged answer.
+
+    For answers to prompts, the negative mean reward takes the place of the loss, so that less is better as elsewhere.
+    """
 
     loss: float
     num_targets: int
@@ -34,6 +37,8 @@ class EvalResult:
     reward_margin: float | None = None
     """Mean reward of the chosen, or good answers less that of the others; None if there are none of one kind."""
     num_answers: int | None = None
+    solved: float | None = None
+    """Fraction of the model's own answers with the full reward."""
 
     @property
     def count(self) -> int:
@@ -61,7 +66,8 @@ class EvalResult:
 
     def row(self) -> dict[str, float | int | None]:
         """Return the result as JSON values."""
-        return {
+        rewards = {} if self.solved is None else {"reward": -self.loss, "solved": self.solved}
+        return rewards | {
             "loss": self.loss,
             "perplexity": self.perplexity,
             "bits_per_byte": self.bits_per_byte,
@@ -96,6 +102,7 @@ class EvalResults:
             _mean(results, [result.reward_accuracy for result in results]),
             _mean(results, [result.reward_margin for result in results]),
             _total([result.num_answers for result in results]),
+            _mean(results, [result.solved for result in results]),
         )
 
     def select(self, name: str | None) -> EvalResult:

@@ -25,10 +25,14 @@ class Passes(Protocol):
 
 @dataclass(frozen=True)
 class Continuation:
-    """What follows some prompts, [rows, new]: token ids, and their fp32 log-probabilities under the model."""
+    """What follows some prompts, [rows, new]: token ids, and their fp32 log-probabilities under the model.
+
+    `at_temperature`: the same with the logits divided by the temperature of sampling.
+    """
 
     tokens: Tensor
     log_probabilities: Tensor
+    at_temperature: Tensor
 
 
 def continue_prompts(
@@ -59,18 +63,25 @@ def continue_prompts(
     filled = torch.arange(width, device=device) >= width - lengths[:, None]
     process = build_processors(sampling, seeds, filled)
     advance = passes.start_cached() or _Uncached(passes, width + sampling.max_tokens)
-    new, chosen = ids, []
+    temperature = sampling.temperature or 1.0
+    new, chosen, cooled = ids, [], []
     for _ in range(sampling.max_tokens):
         logits = advance(new, filled)
         tokens = process(ids, logits).argmax(-1)
         for group in peers:
             dist.broadcast(tokens, group=group, group_src=0)
         new, filled = tokens[:, None], torch.ones_like(filled[:, :1])
-        chosen.append(logits.gather(1, new)[:, 0] - logits.logsumexp(-1))
+        chosen.append(_score(logits, new))
+        cooled.append(chosen[-1] if temperature == 1.0 else _score(logits / temperature, new))
         ids = torch.cat([ids, new], 1)
         if is_over(ids[:, width:]):
             break
-    return Continuation(ids[:, width:], torch.stack(chosen, 1))
+    return Continuation(ids[:, width:], torch.stack(chosen, 1), torch.stack(cooled, 1))
+
+
+def _score(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return the log-probability of a token of each row, [rows]; logits [rows, vocabulary], tokens [rows, 1]."""
+    return logits.gather(1, tokens)[:, 0] - logits.logsumexp(-1)
 
 
 class _Uncached:

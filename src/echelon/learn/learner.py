@@ -180,6 +180,7 @@ class Learner:
             sums.loss,
             sums.router,
             sums.expert_tokens,
+            sums.measures,
             targets=targets,
             num_tokens=batch.num_tokens,
             num_labels=batch.num_labels,
@@ -216,14 +217,15 @@ class Learner:
         loss, count = map(float, values.tolist())
         return loss / max(1.0, count)
 
-    def log_probabilities(self, batch: StepBatch) -> list[Tensor]:
+    def log_probabilities(self, batch: StepBatch, temperature: float = 1.0) -> list[Tensor]:
         """Return the log-probability of every label of a batch, without dropout and gradient. Collective.
 
         One tensor for each microbatch: [batch, seq], fp32, 0 where there is no label. Under context parallelism it is
-        for the positions of this rank, [batch, seq / cp].
+        for the positions of this rank, [batch, seq / cp]. `temperature`: divides the logits, as in sampling.
         """
+        microbatches = batch.to(self.device).microbatches
         with self.engine.evaluation(self.objective) as evaluation:
-            return [evaluation.log_probabilities(microbatch) for microbatch in batch.to(self.device).microbatches]
+            return [evaluation.log_probabilities(microbatch, temperature) for microbatch in microbatches]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, stops: Sequence[int] | None = None

@@ -29,6 +29,8 @@ class Rollouts:
     """Token ids, the stop token that ended it included."""
     log_probabilities: Sequence[Tensor]
     """fp32 `[len(answer)]` on the CPU: of each token under the model itself, before temperature, top_k and so on."""
+    at_temperature: Sequence[Tensor]
+    """The same with the logits divided by the temperature of sampling."""
     ended: Sequence[bool]
     """Whether a stop token ended the answer, and not `Sampling.max_tokens`."""
     place: BatchPlace
@@ -36,11 +38,18 @@ class Rollouts:
     most: int
     """The number of answers of the rank that has most. Batches are filled up to it by sequences without targets."""
 
-    def batch(self, step: int = 0, micro_batch_size: int | None = None, **extra: Sequence[Any] | Tensor) -> StepBatch:
+    def batch(
+        self,
+        step: int = 0,
+        micro_batch_size: int | None = None,
+        trained: Sequence[bool] | None = None,
+        **extra: Sequence[Any] | Tensor,
+    ) -> StepBatch:
         """Return the answers as a batch of a step, with labels on their tokens alone.
 
         Args:
             micro_batch_size: sequences of one forward pass; None: as the plan says.
+            trained: whether each answer has labels; None: all have.
             extra: what the loss needs, by name. Of each answer one value: a number, or a tensor [1, ...], for the
                 answer; or a tensor [len(answer), ...], whose values get the positions of the labels. There is always
                 `old_log_probabilities`, those of the tokens under the model that drew them.
@@ -55,7 +64,11 @@ class Rollouts:
         fill = self.most - count
         heads = [len(prompt) - 1 for prompt in self.prompts]
         sequences = [[*prompt, *answer[:-1]] for prompt, answer in zip(self.prompts, self.answers, strict=True)]
-        labels = [[NO_LABEL] * head + list(answer) for head, answer in zip(heads, self.answers, strict=True)]
+        kept = [True] * count if trained is None else trained
+        labels = [
+            [NO_LABEL] * head + (list(answer) if is_kept else [NO_LABEL] * len(answer))
+            for head, answer, is_kept in zip(heads, self.answers, kept, strict=True)
+        ]
         placed = {name: self._place(values, heads) for name, values in given.items()}
         return build_step_batch(
             step,
@@ -114,12 +127,17 @@ def generate(
     peers = [group for group in (holders, meshes.cp) if group is not None]
     padded, seeds = rows + [(0,)] * fill, seeds + [0] * fill
     found = continue_prompts(passes, padded, sampling, seeds, device, is_over, peers, width)
-    tokens, scores = found.tokens[: len(rows)].tolist(), found.log_probabilities.cpu()
+    tokens, scores, cooled = (
+        found.tokens[: len(rows)].tolist(),
+        found.log_probabilities.cpu(),
+        found.at_temperature.cpu(),
+    )
     lengths = [min(len(row), find_end(row, stops) + 1) for row in tokens]
     return Rollouts(
         rows,
         [tuple(row[:length]) for row, length in zip(tokens, lengths, strict=True)],
         [row[:length] for row, length in zip(scores, lengths, strict=False)],
+        [row[:length] for row, length in zip(cooled, lengths, strict=False)],
         [row[length - 1] in stops for row, length in zip(tokens, lengths, strict=True)],
         place,
         most,

@@ -359,7 +359,7 @@ def _build_plan(
         sync=build_sync_plan(request.recipe.sync),
         num_fill=layout.num_readers * num_microbatches * micro_batch_size - request.recipe.global_batch_size,
         rows_per_sequence=1 if request.shape.obeys_masks or request.recipe.objective.row.answers != "pairs" else 2,
-        keeps_reference=request.recipe.objective.row.needs_reference and not request.recipe.adapter.is_adapter,
+        keeps_reference=request.recipe.objective.needs_reference and not request.recipe.adapter.is_adapter,
         activation_offloading=request.recipe.train.activation_offloading,
         activation_loading_horizon=request.recipe.train.activation_loading_horizon,
         compile=request.compile,

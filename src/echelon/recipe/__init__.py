@@ -23,6 +23,7 @@ from echelon.recipe.operation import (
     MlflowConfig,
     WandbConfig,
 )
+from echelon.recipe.rollout import RewardConfig, RolloutConfig
 from echelon.recipe.synchronization import SyncConfig
 from echelon.recipe.training import BatchRampConfig, OptimConfig, ParallelConfig, TrainConfig
 
@@ -41,6 +42,8 @@ __all__ = [
     "OptimConfig",
     "ParallelConfig",
     "Recipe",
+    "RewardConfig",
+    "RolloutConfig",
     "RunConfig",
     "SourceConfig",
     "SyncConfig",

@@ -19,6 +19,7 @@ class RecordFormat:
 
     `turns` are the fields with lists of turns; `turn_fields` are the fields of a turn that a recipe can rename.
     `is_named`: a recipe must name the format, because other records have such fields too.
+    `keeps_record`: the whole record is kept too, as the field `WHOLE_RECORD`.
     """
 
     required: tuple[str, ...]
@@ -26,6 +27,7 @@ class RecordFormat:
     turns: tuple[str, ...] = ()
     turn_fields: tuple[str, ...] = ()
     is_named: bool = False
+    keeps_record: bool = False
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -61,9 +63,16 @@ RECORD_FORMATS: dict[str, RecordFormat] = {
     ),
     "alpaca": RecordFormat(("instruction", "output"), ("input", "system", "history")),
     "tokens": RecordFormat(("input_ids", "labels")),
+    "prompt": RecordFormat(("prompt",), ("system", "tools"), ("prompt",), _TURN, keeps_record=True),
 }  # fmt: skip
 """The formats by their name in `data.train[].format`, in the order in which they are tried."""
 
+
+PROMPT_FORMAT = "prompt"
+"""The format of a prompt without an answer, and whatever a reward needs to judge answers to it."""
+
+WHOLE_RECORD = "record"
+"""The field of an example with the record that it is from, unchanged."""
 
 PAIR_FORMATS = frozenset(("preference", "rejected_response"))
 """The formats with a chosen and a rejected answer."""

@@ -19,6 +19,7 @@ from echelon.recipe.inputs import (
     TrainedTokenizerConfig,
 )
 from echelon.recipe.launch_sections import LaunchConfig
+from echelon.recipe.names import LOOPS
 from echelon.recipe.objective import ObjectiveConfig
 from echelon.recipe.operation import (
     BudgetConfig,
@@ -30,6 +31,7 @@ from echelon.recipe.operation import (
     Tracker,
     WandbConfig,
 )
+from echelon.recipe.rollout import Rewards, RolloutConfig
 from echelon.recipe.schedule import find_fault
 from echelon.recipe.section import PathOrName, Section, name_or_mapping, rule
 from echelon.recipe.synchronization import QUORUM, SyncConfig
@@ -61,6 +63,12 @@ class Recipe(Section):
     adapter: AdapterConfig = AdapterConfig()
     data: DataConfig
     objective: ObjectiveConfig = ObjectiveConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: Rewards = Field(
+        (),
+        description="With `objective.name: grpo`: what judges the model's answers. `reward: exact` is a shorthand for "
+        "one.",
+    )
     train: TrainConfig
     optim: OptimConfig
     parallel: Parallel = Field(
@@ -107,7 +115,7 @@ class Recipe(Section):
 
     @rule
     def _a_reference_is_what_was_there(self) -> None:
-        if not self.objective.row.needs_reference:
+        if not self.objective.needs_reference:
             return
         named = f"objective.name={self.objective.name}"
         if self.adapter.init == "pissa":
@@ -150,9 +158,9 @@ class Recipe(Section):
 
     @rule
     def _own_loop_calls_the_learner(self) -> None:
-        if self.train.loop is None:
+        if self.loop is None:
             return
-        own = f"train.loop={self.train.loop}"
+        own = f"train.loop={self.loop}" if self.train.loop else f"objective.name={self.objective.name}"
         for key, value, allowed, reason in (
             ("engine", self.engine, ("native",), "other engines run only echelon's loop"),
             ("sync.name", self.sync.name, ("every_step",), "only echelon's loop has the steps in which replicas agree"),
@@ -162,6 +170,47 @@ class Recipe(Section):
             if value not in allowed:
                 fix = " or ".join("null" if choice is None else choice for choice in allowed)
                 raise ValueError(f"{key}={value} does not go with {own}: {reason}; set {key}={fix}, or remove {own}.")
+
+    @rule
+    def _rewards_have_a_loop(self) -> None:
+        if not self.draws_answers:
+            for key, section, default in (("rollout", self.rollout, RolloutConfig()), ("reward", self.reward, ())):
+                if section != default:
+                    raise ValueError(
+                        f"{key} has no effect with objective.name={self.objective.name}; set objective.name=grpo, or "
+                        f"remove {key}."
+                    )
+        elif not self.reward and self.train.loop is None:
+            raise ValueError(
+                "objective.name=grpo needs a reward; set for example reward: exact, which compares an answer with the "
+                "field `answer` of its prompt's record."
+            )
+
+    @rule
+    def _answers_fit_the_batch(self) -> None:
+        if not self.draws_answers:
+            return
+        group, room, length = self.rollout.group_size, self.rollout.max_tokens, self.data.sequence_len
+        if group < 2 and self.objective.advantage != "centered":
+            raise ValueError(
+                f"rollout.group_size={group}: answers are compared with others to the same prompt; use 2 or more."
+            )
+        if self.global_batch_size % group:
+            raise ValueError(
+                f"train.{self.train.batch_key}={getattr(self.train, self.train.batch_key)} is {self.global_batch_size} "
+                f"answers in each step, which rollout.group_size={group} does not divide; use a multiple of it."
+            )
+        if room > length - 2:
+            raise ValueError(
+                f"rollout.max_tokens={room} leaves no room for a prompt in data.sequence_len={length}; increase "
+                "data.sequence_len, or lower rollout.max_tokens."
+            )
+        for key, value, unset in (
+            ("train.batch_ramp", self.train.batch_ramp, None),
+            ("data.source", self.data.source, None),
+        ):
+            if value != unset:
+                raise ValueError(f"{key} does not go with objective.name=grpo, whose batches are answers; remove it.")
 
     @rule
     def _replicas_are_the_snapshots(self) -> None:
@@ -236,6 +285,21 @@ class Recipe(Section):
             raise ValueError(fault)
 
     @property
+    def loop(self) -> str | None:
+        """The training loop instead of echelon's usual one: that of `train.loop`, or of the objective."""
+        return self.train.loop or LOOPS.get(self.objective.name)
+
+    @property
+    def draws_answers(self) -> bool:
+        """Whether the data is prompts, which the model answers during training."""
+        return self.objective.row.answers == "prompts"
+
+    @property
+    def sample_len(self) -> int:
+        """The positions of a prepared sample: a sequence, less the room for the answer of a prompt."""
+        return self.data.sequence_len - (self.rollout.max_tokens if self.draws_answers else 0)
+
+    @property
     def global_batch_size(self) -> int:
         """Sequences per optimizer step, over all processes; with a batch ramp, at its end."""
         if self.train.global_batch_size is not None:
@@ -277,5 +341,6 @@ class Recipe(Section):
         if self.train.tokens is not None:
             return self.batches.num_steps(-(-self.train.tokens // self.data.sequence_len))
         assert self.train.epochs is not None
+        num_samples *= self.rollout.group_size if self.draws_answers else 1
         # In decimal arithmetic: in binary, 0.1 of 30 samples is slightly more than 3, which would add a step.
         return self.batches.num_steps(math.ceil(Fraction(str(self.train.epochs)) * num_samples))

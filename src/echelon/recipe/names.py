@@ -83,8 +83,9 @@ FORMATS: dict[str, FormatRow] = {
 """The file formats by `data.train[].format`."""
 
 
-Answers = Literal["pairs", "judged"]
-"""What an objective compares: pairs of answers to one prompt, or single answers, each judged good or bad."""
+Answers = Literal["pairs", "judged", "prompts"]
+"""What the data of an objective on answers has: pairs of answers to one prompt; single answers, each judged good or
+bad; or prompts alone, which the model answers during training."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,10 @@ OBJECTIVES: dict[str, ObjectiveRow] = {
         f"{_OBJECTIVES}.kto:build_kto", "judged", True, ("beta", "loss", "desirable_weight", "undesirable_weight"),
         losses=("kto", "apo_zero_unpaired"),
     ),
+    "grpo": ObjectiveRow(
+        f"{_OBJECTIVES}.grpo:build_grpo", "prompts",
+        keys=("advantage", "normalize", "ratio", "clip_low", "clip_high", "kl_weight"),
+    ),
 }  # fmt: skip
 """The objectives by `objective.name`."""
 
@@ -135,6 +140,16 @@ def list_objectives(compares: Answers | None = None, key: str | None = None) -> 
     *names, last = [name for name, row in rows if (row.answers == compares if key is None else key in row.keys)]
     return f"{', '.join(names)} or {last}" if names else last
 
+
+LOOPS: dict[str, str] = {"grpo": "echelon.run.training.reward_loop:train_from_rewards"}
+"""The training loops of objectives that do not train on batches of the data alone."""
+
+REWARDS: dict[str, str] = {
+    "exact": "echelon.learn.reward_functions:exact",
+    "number": "echelon.learn.reward_functions:number",
+    "regex": "echelon.learn.reward_functions:regex",
+}
+"""The rewards by `reward[].name`: functions of (answers, records), and of their options."""
 
 SYNCHRONIZERS: dict[str, str] = {
     "every_step": "echelon.learn.sync.every_step:EveryStep",
@@ -170,6 +185,7 @@ OptimizerName = Annotated[str, OneOf(OPTIMIZERS)]
 FormatName = Annotated[str, OneOf(["auto", *FORMATS, *RECORD_FORMATS])]
 SynchronizerName = Annotated[str, OneOf(SYNCHRONIZERS)]
 ObjectiveName = Annotated[str, OneOf(OBJECTIVES)]
+RewardName = Annotated[str, OneOf(REWARDS)]
 
 
 OwnName = Annotated[str, OneOf(())]

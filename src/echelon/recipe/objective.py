@@ -20,8 +20,8 @@ class ObjectiveConfig(Section):
     name: ObjectiveName = Field(
         "causal_lm",
         description="`causal_lm` predicts the next token; `dpo`, `orpo`, `simpo` and `cpo` prefer chosen over rejected "
-        "answers; `kto` prefers good over bad ones. Your own is a loss function of (logits, labels, extra), or an "
-        "objective class.",
+        "answers; `kto` prefers good over bad ones; `grpo` raises the `reward` of the model's own answers to the "
+        "prompts of the data. Your own is a loss function of (logits, labels, extra), or an objective class.",
     )
     options: Options = Field(None, description="Arguments of your own loss or objective, by their names.")
     beta: Positive = Field(
@@ -52,6 +52,29 @@ class ObjectiveConfig(Section):
     )
     desirable_weight: Positive = Field(1.0, description="`kto`: the weight of good answers.")
     undesirable_weight: Positive = Field(1.0, description="`kto`: the weight of bad answers.")
+    advantage: Literal["normalized", "centered", "leave_one_out"] = Field(
+        "normalized",
+        description="`grpo`: what an answer's reward is compared with: the mean of its group, in standard deviations "
+        "of the group (GRPO); the mean alone, `centered` (Dr. GRPO); the mean of the others, `leave_one_out` (RLOO).",
+    )
+    normalize: Literal["sequence", "token", "constant"] = Field(
+        "sequence",
+        description="`grpo`: the loss is a mean over the tokens of each answer, then over answers (`sequence`, GRPO); "
+        "over all tokens (`token`, DAPO); or a sum divided by answers times `rollout.max_tokens` (`constant`, Dr. "
+        "GRPO).",
+    )
+    ratio: Literal["token", "sequence"] = Field(
+        "token",
+        description="`grpo`: the importance ratio of each token, or the geometric mean of those of an answer "
+        "(`sequence`, GSPO). It is 1 with `rollout.updates: 1`.",
+    )
+    clip_low: Number = Field(0.2, ge=0, lt=1, description="`grpo`: how far below 1 the ratio counts.")
+    clip_high: PositiveOrZero = Field(0.2, description="`grpo`: how far above 1 the ratio counts; DAPO: 0.28.")
+    kl_weight: PositiveOrZero = Field(
+        0.0,
+        description="`grpo`: the weight of the divergence from the reference, the weights that training started from. "
+        "0 needs no reference.",
+    )
     router_loss: Flag = Field(
         True, description="Mixtures of experts: add the router loss that the model config enables."
     )
@@ -60,6 +83,11 @@ class ObjectiveConfig(Section):
     def row(self) -> ObjectiveRow:
         """What the recipe knows of the objective."""
         return OBJECTIVES.get(self.name, _OWN)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it compares with the weights that training starts from."""
+        return self.row.needs_reference or self.kl_weight > 0
 
     @property
     def loss_name(self) -> str:

@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[3]
 # The top-level keys of the public contract.
 CONTRACT = ["run", "model", "tokenizer", "adapter", "data", "objective", "train", "optim", "parallel", "checkpoint",
             "evaluate", "fault", "sync", "engine", "track", "launch", "profile", "budget"]  # fmt: skip
-ADDED = ["mlflow", "wandb", "smp", "deepspeed", "horovod", "tensorflow"]  # settings of trackers and engines
+# Settings of trackers and engines, and of training from rewards.
+ADDED = ["mlflow", "wandb", "smp", "deepspeed", "horovod", "tensorflow", "rollout", "reward"]
 
 
 def test_the_schema_has_every_key_with_a_description() -> None:

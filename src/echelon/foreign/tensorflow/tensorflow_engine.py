@@ -178,7 +178,9 @@ class TensorflowEvaluation(Evaluation):
         raise ConfigError("engine=tensorflow runs no function in PyTorch on its model; use engine=native.")
 
     @override
-    def log_probabilities(self, microbatch: Microbatch) -> Tensor:
+    def log_probabilities(self, microbatch: Microbatch, temperature: float = 1.0) -> Tensor:
+        if temperature != 1.0:
+            raise ConfigError("engine=tensorflow has log-probabilities at temperature 1 alone; use engine=native.")
         return self._passes.log_probabilities(microbatch.input_ids, microbatch.labels)
 
     @override

@@ -84,7 +84,7 @@ def fetch_base(run: Path) -> None:
     A command calls this first. Raises the errors of `hub.fetch`.
     """
     recipe = read_run_recipe(run) if is_run(run) else None
-    if recipe is not None and (recipe.adapter.is_adapter or recipe.objective.row.needs_reference):
+    if recipe is not None and (recipe.adapter.is_adapter or recipe.objective.needs_reference):
         fetch_models(recipe, find_commits(recipe, read_commits(RunFiles(run).hub_path)))
 
 

@@ -20,6 +20,7 @@ MANIFEST_NAME = "manifest.json"
 
 TARGETS_DTYPE = "uint8"
 LENGTHS_DTYPE = "uint32"
+RECORDS_DTYPE = "uint8"
 INDEX_DTYPE = "uint64"
 
 
@@ -44,7 +45,8 @@ class SampleRecord:
     `targets` has a mark for each token (see `shards`), `lengths` a word for each document (see `packing`). A sample has
     `documents_each` documents: one, or two for a preference pair; 0 if there is no sample. Of `num_overlong` samples
     that did not fit, `num_dropped` were dropped; `lost_tokens` counts the tokens lost in total. `num_unlabelled`
-    samples had no target, or none after the cut, and were dropped.
+    samples had no target, or none after the cut, and were dropped. Of prompts, `records` has the JSON of each sample's
+    record, one byte per value, and `record_lengths` its length.
     """
 
     samples: int
@@ -55,6 +57,8 @@ class SampleRecord:
     num_dropped: int
     lost_tokens: int
     num_unlabelled: int
+    records: tuple[ShardRecord, ...] = ()
+    record_lengths: tuple[ShardRecord, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -156,12 +160,21 @@ class Manifest:
         """The shards with the document lengths of a stream of samples."""
         return [shard for source in self.streams[stream] if source.labelled for shard in source.labelled.lengths]
 
+    def records(self, stream: str) -> list[ShardRecord]:
+        """The shards with the records of a stream of prompts."""
+        return [shard for source in self.streams[stream] if source.labelled for shard in source.labelled.records]
+
+    def record_lengths(self, stream: str) -> list[ShardRecord]:
+        """The shards with the length of each record in bytes."""
+        return [shard for source in self.streams[stream] if source.labelled for shard in source.labelled.record_lengths]
+
     def files(self) -> Iterator[tuple[str, ShardRecord]]:
         """Yield every shard with its dtype."""
         for stream in self.streams:
             yield from ((self.dtype, shard) for shard in self.shards(stream))
             yield from ((TARGETS_DTYPE, shard) for shard in self.targets(stream))
-            yield from ((LENGTHS_DTYPE, shard) for shard in self.lengths(stream))
+            yield from ((LENGTHS_DTYPE, shard) for shard in (*self.lengths(stream), *self.record_lengths(stream)))
+            yield from ((RECORDS_DTYPE, shard) for shard in self.records(stream))
         for packs in (split.packs for split in (*self.train, *self.validation)):
             if packs is not None:
                 yield from ((INDEX_DTYPE, shard) for shard in (*packs.stops, *packs.documents))

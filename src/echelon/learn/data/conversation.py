@@ -76,6 +76,14 @@ Text = Conversation | Completion
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """A prompt without an answer: plain text, or the turns before the answer. `tools`: the tool schemas."""
+
+    content: str | tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
 class Preference:
     """A chosen and a rejected answer to the same prompt."""
 
@@ -91,7 +99,7 @@ class Judged:
     is_good: bool
 
 
-Parsed = Text | Preference | Judged | EncodedDocument
+Parsed = Text | Preference | Judged | EncodedDocument | Prompt
 """An example of any format."""
 
 

@@ -272,8 +272,13 @@ class CorpusWriter:
         source, shards = self._corpus[index].source, sink.parts["tokens"].shards
         labelled = None
         if self._options.samples is not None:
-            targets, lengths = (sink.parts[part].shards for part in ("targets", "lengths"))
-            labelled = SampleRecord(targets=targets, lengths=lengths, **asdict(sink.counts))
+            labelled = SampleRecord(
+                targets=sink.parts["targets"].shards,
+                lengths=sink.parts["lengths"].shards,
+                records=sink.parts["records"].shards,
+                record_lengths=sink.parts["record_lengths"].shards,
+                **asdict(sink.counts),
+            )
         return SourceRecord(
             source=source.key,
             name=source.name,

@@ -11,9 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from echelon.learn.data.conversation import Completion, Conversation, EncodedDocument, Judged, Parsed, Preference, Text
+from echelon.learn.data.conversation import (
+    Completion,
+    Conversation,
+    EncodedDocument,
+    Judged,
+    Parsed,
+    Preference,
+    Prompt,
+    Text,
+)
 from echelon.learn.data.readers.record import BrokenRecordError, Example, parse_ids
-from echelon.recipe.data_formats import PROMPTS, recognise_format
+from echelon.recipe.data_formats import PROMPT_FORMAT, PROMPTS, recognise_format
 
 IGNORED_LABEL = -100
 """The label of a token without loss, as in `transformers`."""
@@ -220,6 +229,20 @@ def _parse_tokens(record: Example) -> EncodedDocument:
     return EncodedDocument(ids, targets)
 
 
+def _parse_prompt(record: Example) -> Prompt:
+    """Parse a prompt: a text, which no template renders, or turns, of which the last one is not the assistant's."""
+    prompt = _as_turns(record["prompt"])
+    if isinstance(prompt, str) and not ("system" in record or "tools" in record):
+        return Prompt(_text(prompt, "prompt"))
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _read_turns(prompt, "prompt")
+    if turns[-1]["role"] == "assistant":
+        raise BrokenRecordError("has an assistant turn at the end of `prompt`")
+    system = _text(record.get("system", ""), "system")
+    if system and not any(turn["role"] == "system" for turn in turns):
+        turns.insert(0, {"role": "system", "content": system})
+    return Prompt(tuple(turns), _read_tools(record.get("tools")))
+
+
 _PARSERS: dict[str, Callable[[Example], Parsed]] = {
     "unpaired_messages": _parse_unpaired_messages,
     "unpaired_preference": _parse_unpaired,
@@ -230,6 +253,7 @@ _PARSERS: dict[str, Callable[[Example], Parsed]] = {
     "preference": _parse_preference,
     "rejected_response": _parse_rejected_response,
     "tokens": _parse_tokens,
+    PROMPT_FORMAT: _parse_prompt,
 }
 
 

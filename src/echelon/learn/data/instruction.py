@@ -14,6 +14,7 @@ from echelon.learn.data.conversation import (
     EncodedDocument,
     Judged,
     Preference,
+    Prompt,
     Text,
     check_answers,
 )
@@ -62,6 +63,8 @@ class InstructionEncoding:
             documents = (replace(self._encode_text(example.text), is_good=example.is_good),)
         elif isinstance(example, EncodedDocument):
             documents = (self._check_ids(example),)
+        elif isinstance(example, Prompt):
+            documents = (self.encode_prompt(example),)
         else:
             documents = (self._encode_text(example),)
         if not all(document.targets.any() for document in documents):
@@ -70,16 +73,33 @@ class InstructionEncoding:
 
     def encode_conversation(self, conversation: Conversation) -> EncodedDocument:
         """Render a conversation with the chat template and encode it. Raises BrokenRecordError."""
+        template = self._need_template()
+        has_system = any(message["role"] == "system" for message in conversation.messages)
+        if self.system_prompt is not None and not has_system:
+            conversation = _put_system(self.system_prompt, conversation)
+        ids, targets = self._tokenize(template.render(conversation))
+        return EncodedDocument(ids, _mask_first(targets))
+
+    def encode_prompt(self, prompt: Prompt) -> EncodedDocument:
+        """Encode a prompt as the model sees it before it answers; all tokens count as targets. BrokenRecordError."""
+        if isinstance(prompt.content, str):
+            ids, _ = self._tokenize(Rendered(prompt.content, []))
+            if self.before and tuple(ids[: len(self.before)].tolist()) != self.before:
+                ids = np.concatenate([np.array(self.before, dtype=np.int64), ids])
+        else:
+            turns, template = prompt.content, self._need_template()
+            if self.system_prompt is not None and turns[0]["role"] != "system":
+                turns = ({"role": "system", "content": self.system_prompt}, *turns)
+            ids, _ = self._tokenize(Rendered(template.prompt(turns, generate=True, tools=prompt.tools), []))
+        return EncodedDocument(ids, _mask_first(np.ones(len(ids), dtype=bool)))
+
+    def _need_template(self) -> ChatTemplate:
         if self.chat_template is None:
             raise BrokenRecordError(
                 "is a conversation, but the tokenizer has no chat template; set data.chat_template, for example to "
                 "chatml"
             )
-        has_system = any(message["role"] == "system" for message in conversation.messages)
-        if self.system_prompt is not None and not has_system:
-            conversation = _put_system(self.system_prompt, conversation)
-        ids, targets = self._tokenize(self.chat_template.render(conversation))
-        return EncodedDocument(ids, _mask_first(targets))
+        return self.chat_template
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import dropwhile
 
-from echelon.learn.data.conversation import Completion, Conversation, EncodedDocument, Judged, Parsed, Preference, Text
+from echelon.learn.data.conversation import Completion, Conversation, Judged, Parsed, Preference
 
 EMPTY_ANSWER = "an empty answer that is not trained on"
 EMPTY_REJECTED = "an empty rejected answer"
@@ -45,7 +45,7 @@ def describe_oddity(source: str, what: str, count: int, total: int, place: str) 
     return f"{source}: {count:,} of {total:,} examples have {what}: {_MEANINGS[what]} (the first: {place})"
 
 
-def _has_empty_answer(text: Text | EncodedDocument) -> bool:
+def _has_empty_answer(text: Parsed) -> bool:
     if isinstance(text, Completion):
         return not text.completion.strip()
     return isinstance(text, Conversation) and any(map(text.is_empty, range(len(text.messages))))

@@ -19,7 +19,7 @@ from echelon.learn.data.readers.record import BrokenRecordError, ExampleFields, 
 from echelon.learn.data.shards import TokenStore
 from echelon.learn.data.templates import NAMED_TEMPLATES, load_template, own_template
 from echelon.learn.data.tokenizer import EOS, separator_id
-from echelon.recipe.data_formats import JUDGED_FORMATS, PAIR_FORMATS, PROMPTS
+from echelon.recipe.data_formats import JUDGED_FORMATS, PAIR_FORMATS, PROMPT_FORMAT, PROMPTS
 from echelon.recipe.inputs import is_template
 from echelon.recipe.names import Answers, list_objectives
 from echelon.recipe.render import plain_value
@@ -38,7 +38,7 @@ _PROBE = tuple({"role": role, "content": text} for role, text in (("user", _QUES
 @dataclass(frozen=True)
 class InstructionOptions:
     """The recipe's settings for examples: `data.chat_template`, `train_on`, `system_prompt`, `document_separator`,
-    `eot_tokens`, and what the objective compares."""
+    `eot_tokens`, and what the objective needs of answers."""
 
     chat_template: str | None = None
     train_on: str = "assistant"
@@ -99,6 +99,21 @@ def find_answers(formats: Collection[str]) -> Answers | None:
 
 
 def _check_formats(options: InstructionOptions, formats: set[str]) -> None:
+    if options.answers == "prompts":
+        if formats != {PROMPT_FORMAT}:
+            found = ", ".join(sorted(formats - {PROMPT_FORMAT})) or "plain text"
+            raise ConfigError(
+                f"objective.name={list_objectives('prompts')} draws answers to prompts, but the data has {found}; give "
+                "records with a field `prompt`, a text or messages, and what the reward needs; set "
+                "data.train.0.format=prompt if they have an answer too, or name your field: data.train.0.fields: "
+                "{prompt: NAME}."
+            )
+    elif PROMPT_FORMAT in formats:
+        raise ConfigError(
+            "the method of objective.name trains on answers, but the data has prompts without one; set "
+            f"objective.name={list_objectives('prompts')} to draw answers from the model, or name the field with the "
+            "answer: data.train.0.fields: {completion: NAME}."
+        )
     if formats & PAIR_FORMATS and options.answers is None:
         raise ConfigError(
             "objective.name=causal_lm trains on single texts, but the data has preferences (chosen, rejected); set "

@@ -310,7 +310,7 @@ def write_folder(
         encoding = _encoding(tokenizer, spec, _instruction(spec, corpus, tokenizer))
         writer = CorpusWriter(partial, corpus, encoding, options)
         manifest = writer.write(_num_workers(spec, corpus))
-        if encoding.instruction is not None:
+        if encoding.instruction is not None and spec.instruction.answers != "prompts":
             check_stops_learned(partial, manifest, encoding.instruction, _sources_with_ends(corpus))
         save_settings(partial, spec, None if isinstance(spec.tokenizer, int) else tokenizer)
         save_manifest(partial, manifest)

@@ -60,17 +60,18 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
         tokenizer=tokenizer if tokenizer is None or isinstance(tokenizer, str) else tokenizer.train.vocab_size,
         checkpoint=recipe.model.checkpoint and find_model_dir(recipe.model.checkpoint),
         prepared_dir=Path(recipe.prepared_dir),
-        sequence_len=data.sequence_len,
+        sequence_len=recipe.sample_len,
         workers=None if data.prepare_workers == "auto" else int(data.prepare_workers),
         trust_remote_code=recipe.model.trust_remote_code,
         mixture=data.is_mixture,
         separator=data.document_separator,
         deduplicate=data.deduplicate,
         max_broken_fraction=data.max_broken_fraction,
-        # The answer of a sequence is compared with the prompt of the next one.
-        packing=False if recipe.objective.row.answers == "judged" else data.packing,
+        # With `judged`, the answer of a sequence is compared with the prompt of the next one.
+        packing=False if recipe.objective.row.answers in ("judged", "prompts") else data.packing,
         document_mask=data.document_mask,
-        on_overlong=data.on_overlong,
+        # The end of a prompt is what the model answers to, so no prompt is cut.
+        on_overlong="drop" if recipe.draws_answers and data.on_overlong == "cut" else data.on_overlong,
         instruction=InstructionOptions(
             chat_template=data.chat_template,
             train_on=data.train_on,

@@ -13,6 +13,7 @@ from echelon.ground.stored import read_text
 from echelon.learn.data.catalog import TARGETS_DTYPE, Manifest, Split, check_shards, load_manifest
 from echelon.learn.data.mixture import MixtureDataset
 from echelon.learn.data.packing import PackedDataset
+from echelon.learn.data.prompt_records import PromptDataset, Records
 from echelon.learn.data.shards import Dataset, TokenDataset, TokenStore, unigram_entropy
 from echelon.learn.data.tokenizer import fingerprint_json, load_tokenizer
 
@@ -175,6 +176,11 @@ class _Cutter:
         self._apart = apart
         self._tokens = {name: TokenStore(path, manifest.shards(name), manifest.dtype) for name in manifest.streams}
         self._targets = {name: TokenStore(path, manifest.targets(name), TARGETS_DTYPE) for name in manifest.streams}
+        self._records = {
+            name: Records(path, shards, manifest.record_lengths(name))
+            for name in manifest.streams
+            if (shards := manifest.records(name))
+        }
 
     def __call__(self, split: Split) -> Dataset:
         tokens, rule = self._tokens[split.stream], self._manifest.samples
@@ -182,4 +188,7 @@ class _Cutter:
             separator = self._manifest.separator if self._apart else None
             return TokenDataset([tokens], self._sequence_len, start=split.start, stop=split.stop, separator=separator)
         targets = self._targets[split.stream]
-        return PackedDataset(self._path, tokens, targets, split.packs, rule.sequence_len, rule.padding, self._apart)
+        place = (self._path, tokens, targets, split.packs, rule.sequence_len, rule.padding, self._apart)
+        if split.stream in self._records:
+            return PromptDataset(self._records[split.stream], split.start, *place)
+        return PackedDataset(*place)

@@ -61,9 +61,10 @@ class ChatTemplate:
         """Render a whole conversation with its spans. Raises BrokenRecordError if the template cannot render it."""
         return self._limited(lambda: self._render(conversation))
 
-    def prompt(self, messages: Sequence[dict[str, Any]], generate: bool) -> str:
+    def prompt(self, messages: Sequence[dict[str, Any]], generate: bool, tools: Sequence[dict[str, Any]] = ()) -> str:
         """Render turns as text, with or without the generation prompt. Raises BrokenRecordError."""
-        conversation = Conversation(tuple(messages), (None,) * len(messages))
+        conversation = Conversation(tuple(messages), (None,) * len(messages), tuple(tools))
+        self._check_tools(conversation)
         return self._limited(lambda: self._run(conversation, len(messages), generate=generate)[0])
 
     def _limited(self, call: Callable[[], _Result]) -> _Result:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from echelon.ground.errors import DataError
-from echelon.learn.data.catalog import LENGTHS_DTYPE, TARGETS_DTYPE, SampleRule
+from echelon.learn.data.catalog import LENGTHS_DTYPE, RECORDS_DTYPE, TARGETS_DTYPE, SampleRule
 from echelon.learn.data.packing import CONTINUES
 from echelon.learn.data.resume import PartState, SinkState, part_prefix
 from echelon.learn.data.shards import ShardWriter
@@ -83,7 +83,10 @@ class SampleSink(Sink):
         """Add a sample, or a piece of a text that forms one sample."""
         if piece.is_first and piece.ends:
             targets = np.ones(piece.tokens.size, dtype=np.uint8) if piece.targets is None else piece.targets
-            self._add(piece.tokens, targets, piece.lengths or (piece.tokens.size,))
+            is_kept = self._add(piece.tokens, targets, piece.lengths or (piece.tokens.size,))
+            if is_kept and piece.record is not None:
+                self._writers["records"].append(np.frombuffer(piece.record, dtype=np.uint8))
+                self._writers["record_lengths"].append(np.array([len(piece.record)], dtype=np.uint32))
             return
         state = self._state
         state.begun.extend(piece.tokens[: self._rule.sequence_len + 1 - len(state.begun)].tolist())
@@ -93,8 +96,8 @@ class SampleSink(Sink):
             self._add(ids, np.ones(ids.size, dtype=np.uint8), (state.begun_tokens,))
             state.begun, state.begun_tokens = [], 0
 
-    def _add(self, ids: npt.NDArray[Any], targets: npt.NDArray[np.uint8], lengths: Sequence[int]) -> None:
-        """Add a whole sample. If it must be cut anyway, `ids` may be shorter than `lengths`."""
+    def _add(self, ids: npt.NDArray[Any], targets: npt.NDArray[np.uint8], lengths: Sequence[int]) -> bool:
+        """Add a whole sample; return False if it is dropped. If it must be cut, `ids` may be shorter than `lengths`."""
         counts = self._state.counts
         if counts.documents_each not in (0, len(lengths)):
             raise DataError(
@@ -105,18 +108,19 @@ class SampleSink(Sink):
         if fitting != tuple(lengths):
             counts.num_overlong += 1
             if not self._may_cut(lengths, sum(lengths) - sum(fitting)):
-                return
+                return False
         starts = np.cumsum([0, *lengths])[:-1].tolist()
         spans = [slice(start, start + length) for start, length in zip(starts, fitting, strict=True)]
         if not all(targets[span][1:].any() for span in spans):
             counts.num_unlabelled += 1
-            return
+            return False
         counts.samples += 1
         for span in spans:
             self._writers["tokens"].append(ids[span])
             self._writers["targets"].append(targets[span])
         words = [length + CONTINUES * (number > 0) for number, length in enumerate(fitting)]
         self._writers["lengths"].append(np.array(words, dtype=np.uint32))
+        return True
 
     def _may_cut(self, lengths: Sequence[int], num_beyond: int) -> bool:
         """Return whether a sample that is too long is cut, and count the lost tokens."""
@@ -160,4 +164,5 @@ def open_sink(
     if rule is None:
         return TextSink(folder, prefix, state, {"tokens": dtype}, max_shard_tokens)
     dtypes = {"tokens": dtype, "targets": TARGETS_DTYPE, "lengths": LENGTHS_DTYPE}
+    dtypes |= {"records": RECORDS_DTYPE, "record_lengths": LENGTHS_DTYPE}
     return SampleSink(source, rule, folder, prefix, state, dtypes, max_shard_tokens)

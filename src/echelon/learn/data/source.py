@@ -24,7 +24,7 @@ from echelon.learn.data.readers.datasets import find_on_hub, is_saved_dataset, l
 from echelon.learn.data.readers.megatron import is_megatron_index
 from echelon.learn.data.readers.record import EITHER_FIELD, ExampleFields, Fields, SourceFile
 from echelon.learn.data.readers.separated import read_header
-from echelon.recipe.data_formats import PLAIN_FIELDS, RECORD_FORMATS, recognise_format
+from echelon.recipe.data_formats import PLAIN_FIELDS, PROMPT_FORMAT, RECORD_FORMATS, recognise_format
 from echelon.recipe.names import FORMATS
 
 PYTHON_STDLIB = "python-stdlib"
@@ -279,7 +279,13 @@ def _recognise(source: NamedFields, records: Sequence[SourceFile]) -> str | None
     names = _own_names(source.fields, _first_names(records))
     if source.format == "tokens":
         return "tokens" if "labels" in names else None
-    meant = [name for name, row in RECORD_FORMATS.items() if source.fields and set(row.required) <= set(source.fields)]
+    meant = [
+        name
+        for name, row in RECORD_FORMATS.items()
+        if source.fields
+        and set(row.required) <= set(source.fields)
+        and name != PROMPT_FORMAT  # others have a prompt too
+    ]
     return next((name for name in meant if set(source.fields) & set(names)), None) or recognise_format(names)
 
 

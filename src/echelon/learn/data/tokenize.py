@@ -36,8 +36,10 @@ from echelon.learn.data.readers.record import (
     Span,
     digest_document,
     hash_for_split,
+    serialize_example,
 )
 from echelon.learn.data.shards import BAD_TARGET, GOOD_TARGET, TARGET
+from echelon.recipe.data_formats import WHOLE_RECORD
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -92,6 +94,7 @@ class Piece:
 
     `hash` and `digest` belong to the document and are set if `is_first`, else 0 and None; `digest` only if requested.
     The sample of a record is one piece: `lengths` of its documents, `targets` `[n]`, a mark for the tokens with loss.
+    `record`: the record itself as JSON, of a prompt whose answers will be judged by it.
     """
 
     tokens: Tokens
@@ -102,6 +105,7 @@ class Piece:
     digest: bytes | None = None
     targets: npt.NDArray[np.uint8] | None = None
     lengths: tuple[int, ...] = ()
+    record: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -205,6 +209,7 @@ class TaskEncoder:
             digest=digest_document([example]) if self._encoding.digests else None,
             targets=np.concatenate([document.targets * _MARKS[document.is_good] for document in documents]),
             lengths=tuple(document.ids.size for document in documents),
+            record=serialize_example(example[WHOLE_RECORD]) if WHOLE_RECORD in example else None,
         )
 
     def _check(self, ids: Content, file: SourceFile) -> Tokens:

@@ -87,8 +87,11 @@ class Evaluation(Protocol):
     def run(self, microbatch: Microbatch, compute: "OutputsFn") -> Tensor:
         """Return what a function computes of the forward pass of a microbatch, the same on ranks with its sequences."""
 
-    def log_probabilities(self, microbatch: Microbatch) -> Tensor:
-        """Return the log-probability of each label of a microbatch on this rank: [batch, seq], fp32, 0 for none."""
+    def log_probabilities(self, microbatch: Microbatch, temperature: float = 1.0) -> Tensor:
+        """Return the log-probability of each label of a microbatch on this rank: [batch, seq], fp32, 0 for none.
+
+        `temperature`: divides the logits.
+        """
 
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
         """Return fp32 logits [batch, vocabulary] of the token after position `places` [batch] of ids [batch, seq]."""

@@ -39,8 +39,8 @@ class ModuleEvaluation(Evaluation):
         return self._module(microbatch, compute)
 
     @override
-    def log_probabilities(self, microbatch: Microbatch) -> Tensor:
-        return self._module(microbatch, lambda outputs, batch: outputs.log_probabilities(batch.labels))
+    def log_probabilities(self, microbatch: Microbatch, temperature: float = 1.0) -> Tensor:
+        return self._module(microbatch, lambda outputs, batch: outputs.log_probabilities(batch.labels, temperature))
 
     @override
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:

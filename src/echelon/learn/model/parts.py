@@ -22,6 +22,11 @@ class HeadArithmetic:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 
+    def at_temperature(self, temperature: float) -> "HeadArithmetic":
+        """The same, followed by a division of the logits by the temperature of sampling."""
+        softcap = None if self.softcap is None else self.softcap / temperature
+        return HeadArithmetic(self.scale / temperature, softcap)
+
     def differentiate(self, factor: Tensor, logits: Tensor) -> Tensor:
         """Return `factor` times the derivative of `apply`, given its result; the derivative of tanh is 1 - tanh^2.
 

@@ -37,6 +37,8 @@ class Objective(ABC):
     """The name of its terms in eval rows: target_tokens, pairs, or answers."""
     measures: tuple[str, ...] = ()
     """The metrics that evaluation reports besides the loss: the columns of `evaluation_sums` after the first."""
+    step_measures: tuple[str, ...] = ()
+    """What a training step adds up besides the loss: the columns of `step_sums` after the first."""
 
     @property
     def batch_means(self) -> tuple[str, ...]:
@@ -69,6 +71,13 @@ class Objective(ABC):
 
     def evaluation_sums(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
         """Return the summed loss and the sum of each measure over the same terms: [1 + measures], fp32."""
+        return self.loss_sum(outputs, batch).reshape(1)
+
+    def step_sums(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
+        """Return the summed loss and the sum of each of `step_measures`: [1 + step_measures], fp32.
+
+        The loss alone is differentiated.
+        """
         return self.loss_sum(outputs, batch).reshape(1)
 
 
@@ -136,10 +145,11 @@ def build_objective(config: ObjectiveConfig) -> Objective:
 
 
 def training_sums(objective: Objective) -> OutputsFn:
-    """Return the function of a training step: the summed loss and the summed router loss, [2]."""
+    """Return the function of a training step: summed loss, summed router loss, and measures, [2 + step_measures]."""
 
     def compute(outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
-        loss = objective.loss_sum(outputs, batch)
-        return torch.stack([loss, outputs.router_loss_sum(objective.token_weights(batch))])
+        sums = objective.step_sums(outputs, batch)
+        router = outputs.router_loss_sum(objective.token_weights(batch)).reshape(1)
+        return torch.cat([sums[:1], router, sums[1:].detach()])
 
     return compute

@@ -168,15 +168,20 @@ class DecoderOutputs:
         weight, bias, vocabulary = self._head
         return chunked_function_sum(function, self.hidden, labels, rows, weight, bias, parts.arithmetic, vocabulary)
 
-    def log_probabilities(self, labels: Tensor) -> Tensor:
-        """Return the log-probability of each label: [batch, seq], fp32, 0 for IGNORE."""
+    def log_probabilities(self, labels: Tensor, temperature: float = 1.0) -> Tensor:
+        """Return the log-probability of each label: [batch, seq], fp32, 0 for IGNORE.
+
+        `temperature`: of the softmax, as in sampling: the logits are divided by it.
+        """
         parts = self._parts
         if parts is None:
-            return token_log_probabilities(self._logits.flatten(0, -2), labels.flatten()).view_as(labels)
+            logits = self._logits.flatten(0, -2).float() / temperature
+            return token_log_probabilities(logits, labels.flatten()).view_as(labels)
         weight, bias, vocabulary = self._head
-        return chunked_log_probabilities(self.hidden, labels, weight, bias, parts.arithmetic, vocabulary)
+        arithmetic = parts.arithmetic if temperature == 1.0 else parts.arithmetic.at_temperature(temperature)
+        return chunked_log_probabilities(self.hidden, labels, weight, bias, arithmetic, vocabulary)
 
-    def reference_log_probabilities(self, labels: Tensor) -> Tensor:
+    def reference_log_probabilities(self, labels: Tensor, temperature: float = 1.0) -> Tensor:
         """Return the log-probabilities under the initial weights, without dropout and gradient.
 
         Uses the frozen copy if there is one, else this model with its adapter disabled. Collective if weights are
@@ -184,7 +189,9 @@ class DecoderOutputs:
         """
         if (reference := self._module.reference) is not None:
             with torch.no_grad():
-                scores: Tensor = reference(self._batch, lambda outputs, _: outputs.log_probabilities(labels))
+                scores: Tensor = reference(
+                    self._batch, lambda outputs, _: outputs.log_probabilities(labels, temperature)
+                )
             return scores
         assert self._inflow is None, "a pass without the adapter needs all layers here"
         trains = self._model.training
@@ -192,7 +199,7 @@ class DecoderOutputs:
         try:
             with torch.no_grad(), disabled_adapter(self._model):
                 outputs = DecoderOutputs(self._module, self._batch, taps_routers=False)
-                return outputs.log_probabilities(labels)
+                return outputs.log_probabilities(labels, temperature)
         finally:
             self._model.train(trains)
 

@@ -35,7 +35,7 @@ from echelon.learn.model.stage import Absent, StageRange
 from echelon.learn.objectives.objective import Objective, training_sums
 from echelon.learn.objectives.outputs import DecoderOutputs, ObjectiveModule, OutputsFn
 from echelon.learn.parallel.protocol import DataParallel, SendsWhole
-from echelon.learn.parallel.step import ForwardBackward, StepSums, poison_if_not_finite
+from echelon.learn.parallel.step import ForwardBackward, StepSums, loss_factors, poison_if_not_finite
 from echelon.planner.axes.pipeline_schedule import microbatches_kept, passes_deferred
 from echelon.planner.plan import ParallelPlan
 
@@ -209,7 +209,7 @@ class Pipeline(SendsWhole, ForwardBackward):
     ) -> StepSums:
         """The loss is on the last stage alone."""
         self._work = _Work(step, microbatches, num_targets, objective)
-        self._totals = torch.zeros_like(self._totals)
+        self._totals = self._totals.new_zeros(2 + len(objective.step_measures))
         try:
             if not self._sends:
                 self._run_alone(microbatches)
@@ -219,16 +219,16 @@ class Pipeline(SendsWhole, ForwardBackward):
                 self._run_scheduled(microbatches)
         finally:
             self._work = None
-        loss, router = self._totals
+        loss, router, measures = self._totals[0], self._totals[1], self._totals[2:]
         if self._sends:
             self._sum_shared()
         if self._router_strength is None:
-            return StepSums(loss)
+            return StepSums(loss, measures=measures)
         if self._sends:
             dist.all_reduce(router, group=self._group)
         taps = [part.module.tap for part in self._parts]
         counts = torch.stack([tap.take_expert_tokens(self._device) for tap in taps if tap is not None])
-        return StepSums(loss, router, counts.sum(0))
+        return StepSums(loss, router, counts.sum(0), measures)
 
     @override
     def clear_gradients(self) -> None:
@@ -420,8 +420,7 @@ class Pipeline(SendsWhole, ForwardBackward):
     def _weigh(self, sums: Tensor, target: Tensor | None = None) -> Tensor:
         """Return what the last stage begins its backward pass from. `target`: PyTorch's schedules give one."""
         assert self._work is not None
-        factors = torch.ones(2, device=sums.device)
-        factors[1].fill_(self._router_strength or 0.0)
+        factors = loss_factors(self._work.objective, self._router_strength, sums.device)
         return (sums * (poison_if_not_finite(factors, sums) / self._work.num_targets)).sum()
 
     def _evaluate(self, microbatch: Microbatch, compute: OutputsFn) -> Tensor:

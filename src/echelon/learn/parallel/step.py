@@ -22,12 +22,13 @@ class StepSums:
 
     `loss` is the objective's alone. `router`: the balance losses of sequences, each times its targets; None where no
     router loss is trained. `expert_tokens`: the tokens of each router's experts, [routers, experts]; None likewise. A
-    router is counted where its pipeline stage is.
+    router is counted where its pipeline stage is. `measures`: of the objective's `step_measures`.
     """
 
     loss: Tensor
     router: Tensor | None = None
     expert_tokens: Tensor | None = None
+    measures: Tensor | None = None
 
 
 class ForwardBackward(Protocol):
@@ -55,9 +56,8 @@ class SingleStage(ForwardBackward):
     def __call__(
         self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective
     ) -> StepSums:
-        total = torch.zeros(2, dtype=torch.float64, device=num_targets.device)
-        factors = torch.ones(2, device=num_targets.device)
-        factors[1].fill_(self._router_strength or 0.0)
+        factors = loss_factors(objective, self._router_strength, num_targets.device)
+        total = torch.zeros_like(factors, dtype=torch.float64)
         compute = training_sums(objective)
         for index, microbatch in enumerate(microbatches):
             # Random state is not saved but derived, so that dropout is the same after a resume.
@@ -72,8 +72,16 @@ class SingleStage(ForwardBackward):
                 self._parallel.backward(sums, poison_if_not_finite(factors, sums) / num_targets)
             total += sums.detach()
         if self._tap is None:
-            return StepSums(total[0])
-        return StepSums(total[0], total[1], self._tap.take_expert_tokens(total.device))
+            return StepSums(total[0], measures=total[2:])
+        return StepSums(total[0], total[1], self._tap.take_expert_tokens(total.device), total[2:])
+
+
+def loss_factors(objective: Objective, router_strength: float | None, device: torch.device) -> Tensor:
+    """Return the factors of the gradients of `training_sums`: 1 for the loss, the strength of the router loss, 0s."""
+    factors = torch.zeros(2 + len(objective.step_measures), device=device)
+    factors[0].fill_(1.0)
+    factors[1].fill_(router_strength or 0.0)
+    return factors
 
 
 def poison_if_not_finite(factors: Tensor | float, sums: Tensor) -> Tensor:

@@ -225,7 +225,7 @@ def _check_settings(recipe: "Recipe", plan: ParallelPlan) -> None:
     assert isinstance(parallel, ParallelConfig)
     splits = plan.schedule == "zero_bubble"
     refused = (
-        (recipe.objective.row.needs_reference, f"objective.name={recipe.objective.name}",
+        (recipe.objective.needs_reference, f"objective.name={recipe.objective.name}",
          "its reference needs all layers on each process"),
         (recipe.adapter.init == "pissa", "adapter.init=pissa", "it broadcasts each layer from the first process"),
         (bool(recipe.model.new_tokens), "model.new_tokens", "their rows would be on two stages"),

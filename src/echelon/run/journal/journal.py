@@ -4,7 +4,7 @@ import io
 import json
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -124,12 +124,15 @@ class Journal:
 
     def samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
         """Write the samples of an evaluation to samples.jsonl, and log one line for each."""
-        rows = [{"step": step, "prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
         for text in texts:
             logger.info(render_sample_line(text))
+        self.keep_samples(step, [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)])
+
+    def keep_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append rows with a `prompt` and a `text` to samples.jsonl. On a full disk they are not written."""
         try:
             with open_to_append(self._folder.samples_path) as file:
-                file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+                file.write("".join(json.dumps({"step": step, **row}) + "\n" for row in rows).encode())
         except OSError as error:
             if not is_disk_full(error):
                 raise

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from echelon.ground.stop_request import StopRequest
 from echelon.learn.distributed.runtime import Runtime
+from echelon.learn.judging import Judge
 from echelon.learn.learner import Learner
 from echelon.planner.plan import ParallelPlan
 from echelon.run.folder.run_folder import RunFolder
@@ -76,7 +77,8 @@ def assemble(
         stop.agreed = restored.held.stopped_by
     saver = build_saver(learner, restored, accounting)
     step = TrainingStep(learner, sync, restored.contents.judge, feed, stop)
-    evaluations = build_evaluations(learner, sync, sampler, accounting, stop)
+    judge = Judge(learner) if recipe.draws_answers else None
+    evaluations = build_evaluations(learner, sync, sampler, accounting, stop, judge)
     trainer = Trainer(
         step,
         accounting,
@@ -87,8 +89,8 @@ def assemble(
         build_recorder(recipe.profile, folder, runtime, heart.resting),
         build_straggler_watch(learner.meshes, recipe.fault.on_straggler == "stop"),
     )
-    if recipe.train.loop is not None:
-        trainer.loop = partial(run_loop, find_loop(recipe.train.loop))
+    if recipe.loop is not None:
+        trainer.loop = partial(run_loop, find_loop(recipe.loop), judge)
     if restored.held is not None:  # a group of replicas ended before this work was done
         trainer.owes_pause, trainer.owes_save = restored.held.owes_pause, restored.held.owes_save
     return trainer

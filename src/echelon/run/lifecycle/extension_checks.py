@@ -7,6 +7,7 @@ from typing import Any
 
 from echelon.ground.errors import ConfigError
 from echelon.ground.extensions import check_options, find_named, is_extension
+from echelon.learn.rewards import check_rewards
 from echelon.recipe import Recipe
 
 
@@ -32,6 +33,8 @@ def _list_named(recipe: Recipe) -> Iterator[Named]:
         yield Named("data.source", recipe.data.source, recipe.data.options)
     if recipe.train.loop is not None:
         yield Named("train.loop", recipe.train.loop, None)
+    for index, reward in enumerate(recipe.reward):
+        yield Named(f"reward.{index}.name", reward.name, reward.options)
     for index, callback in enumerate(recipe.train.callbacks):
         yield Named(f"train.callbacks.{index}.name", callback.name, callback.options)
     for key, section in (("objective", recipe.objective), ("optim", recipe.optim), ("sync", recipe.sync)):
@@ -57,9 +60,12 @@ def check_extensions(recipe: Recipe) -> None:
         if extension.key == "train.loop":
             find_loop(extension.name)
             continue
+        if extension.key.startswith("reward."):
+            continue
         kind, num_arguments = _find_kind(extension)
         found = find_named(extension.key, extension.name, {}, kind)
         check_options(extension.key, extension.name, found, num_arguments, extension.options)
+    check_rewards(recipe.reward)
 
 
 def find_loop(name: str) -> Callable[..., None]:

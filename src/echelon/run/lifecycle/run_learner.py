@@ -35,8 +35,8 @@ def build_run_learner(
     meshes = build_mesh(plan, runtime.device.type, runtime.is_one_machine)
     if number is not None:
         meshes = replace(meshes, number=number)
-    prepared, wanted = folder.text.read_prepared_path(), recipe.data
-    data = open_prepared(prepared, wanted.sequence_len, wanted.document_mask, was_opened=True)
+    prepared = folder.text.read_prepared_path()
+    data = open_prepared(prepared, recipe.sample_len, recipe.data.document_mask, was_opened=True)
     # The hub is not asked again: the run keeps the commits of its first start.
     here = with_copies(recipe, read_commits(folder.hub_path))
     config = resolve_config(here, data.vocab_size, data.tokenizer)

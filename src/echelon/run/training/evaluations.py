@@ -19,6 +19,7 @@ from echelon.run.training.run_log import Accounting
 from echelon.run.training.state import TrainState
 
 if TYPE_CHECKING:
+    from echelon.learn.judging import Judge
     from echelon.learn.learner import Learner
 
 DEFAULT_BATCHES = 200
@@ -38,6 +39,8 @@ class Evaluations:
     sampler: PromptSampler | None
     accounting: Accounting
     stop: StopRequest
+    judge: "Judge | None" = None
+    """What evaluates a recipe with rewards."""
 
     @cached_property
     def rhythm(self) -> Rhythm:
@@ -78,6 +81,9 @@ class Evaluations:
     def _evaluate_set(self, held_out: ValidationSet, beat: Callable[[], None]) -> EvalResult:
         recipe = self.learner.recipe
         num_sequences = (recipe.evaluate.batches or DEFAULT_BATCHES) * recipe.global_batch_size
+        if self.judge is not None:
+            beat()
+            return self.judge.evaluate(held_out.dataset, num_sequences)
         batches = self.learner.held_out(held_out.dataset, num_sequences)
         result = self.learner.evaluate(self._watched(batches, beat))
         return replace(result, bytes_per_token=held_out.bytes_per_token)
@@ -100,10 +106,15 @@ class Evaluations:
 
 
 def build_evaluations(
-    learner: "Learner", sync: Synchronizer, sampler: PromptSampler | None, accounting: Accounting, stop: StopRequest
+    learner: "Learner",
+    sync: Synchronizer,
+    sampler: PromptSampler | None,
+    accounting: Accounting,
+    stop: StopRequest,
+    judge: "Judge | None" = None,
 ) -> Evaluations | None:
     """Build the evaluations of a run, if there is held-out text."""
-    return Evaluations(learner, sync, sampler, accounting, stop) if learner.data.validation else None
+    return Evaluations(learner, sync, sampler, accounting, stop, judge) if learner.data.validation else None
 
 
 def build_sampler(learner: "Learner") -> PromptSampler | None:

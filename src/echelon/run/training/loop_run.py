@@ -1,7 +1,7 @@
 """The run, as a training loop of your own sees it: `def loop(learner, run)`, named by `train.loop`."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from echelon.learn.data.loader import StepBatch
 from echelon.run.training.trainer import Trainer
 
 if TYPE_CHECKING:
+    from echelon.learn.judging import Judge
     from echelon.learn.learner import CountedSums, Learner
 
 _EVALUATIONS, _SAVES = ("evaluation",), ("checkpoint", "snapshot")
@@ -23,8 +24,10 @@ class LoopRun:
     1 in rows and names of checkpoints.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, judge: "Judge | None" = None) -> None:
         self._trainer = trainer
+        self.judge = judge
+        """Gives the prompts of the recipe, and judges answers by its rewards; None for a recipe without any."""
         self._wait_seconds = 0.0
 
     @property
@@ -92,6 +95,19 @@ class LoopRun:
         self._trainer.record(step, sums, grad_norm, rate, self._wait_seconds, moved)
         self._wait_seconds = 0.0
 
+    def beat(self, activity: str) -> None:
+        """Report progress within a step, and the activity that begins. A verdict about a hang names it."""
+        self._trainer.accounting.heart.beat(activity)
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Append a line to events.jsonl, from rank 0 alone. Raises OSError if that fails."""
+        self._trainer.accounting.event(name, **fields)
+
+    def keep_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append rows to samples.jsonl, from rank 0 alone: a `prompt`, a `text`, and further fields of your own."""
+        if (journal := self._trainer.accounting.journal) is not None:
+            journal.keep_samples(step + 1, rows)
+
     def evaluate_if_due(self, step: int) -> None:
         """Evaluate the recipe's objective on held-out text if that is due after this step. Collective."""
         self._trainer.expect(step, is_recorded=True)
@@ -103,6 +119,6 @@ class LoopRun:
         self._trainer.do_due(step, _SAVES)
 
 
-def run_loop(loop: "Callable[[Learner, LoopRun], None]", trainer: Trainer) -> None:
+def run_loop(loop: "Callable[[Learner, LoopRun], None]", judge: "Judge | None", trainer: Trainer) -> None:
     """Run a loop of the user's own with what the trainer has. Collective."""
-    loop(trainer.train_step.learner, LoopRun(trainer))
+    loop(trainer.train_step.learner, LoopRun(trainer, judge))

@@ -25,8 +25,8 @@ from echelon.run.folder.run_folder import RunFolder
 
 def open_run_text(run: Path) -> PreparedData:
     """Open the prepared text of a run. Raises DataError if it is no longer available."""
-    data = read_run_recipe(run).data
-    return open_prepared(RunFolder(run).text.read_prepared_path(), data.sequence_len, data.document_mask)
+    recipe = read_run_recipe(run)
+    return open_prepared(RunFolder(run).text.read_prepared_path(), recipe.sample_len, recipe.data.document_mask)
 
 
 def open_held_out(run: Path) -> Sequence[ValidationSet]:

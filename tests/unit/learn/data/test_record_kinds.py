@@ -106,6 +106,7 @@ def test_formats_are_recognised_by_their_fields():
         "prompt_completion": ["prompt", "completion"], "rejected_response": ["messages", "rejected_response"],
         "preference": ["prompt", "chosen", "rejected", "messages"],
         "tokens": ["input_ids", "attention_mask", "labels"], "unpaired_preference": ["prompt", "completion", "label"],
+        "prompt": ["prompt", "answer"],
     }  # fmt: skip
     assert {name: recognise_format(fields) for name, fields in wanted.items()} == {name: name for name in wanted}
     assert {*wanted, "unpaired_messages"} == set(RECORD_FORMATS)

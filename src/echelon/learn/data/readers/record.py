@@ -18,7 +18,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from echelon.ground.errors import DataError
-from echelon.recipe.data_formats import RECORD_FORMATS
+from echelon.recipe.data_formats import RECORD_FORMATS, WHOLE_RECORD
 
 PIECE_BYTES = 2**20
 """The approximate size of a span in bytes, and its minimum, except for the last span of a file."""
@@ -110,6 +110,8 @@ class ExampleFields:
         present, row = set(names), RECORD_FORMATS[self.format]
         if not all(self._name(field) in present for field in row.required):
             return ()
+        if row.keeps_record:
+            return tuple(names)
         return tuple(self._name(field) for field in row.fields if self._name(field) in present)
 
     def pick(self, record: Any) -> Content:
@@ -121,6 +123,8 @@ class ExampleFields:
             raise BrokenRecordError("is not a JSON object")
         row = RECORD_FORMATS[self.format]
         values = {field: record.get(self._name(field)) for field in row.fields}
+        if row.keeps_record:
+            values[WHOLE_RECORD] = dict(record)
         for field in row.required:
             if values[field] is None:
                 raise BrokenRecordError(f"has no field `{self._name(field)}`, which the format {self.format} requires")
@@ -318,7 +322,7 @@ def hash_for_split(content: Content) -> int:
     if isinstance(content, np.ndarray):
         data = _serialize(content[: HASHED_BYTES // 4])
     else:
-        data = content[:HASHED_BYTES] if isinstance(content, bytes) else _serialize_example(content)
+        data = content[:HASHED_BYTES] if isinstance(content, bytes) else serialize_example(content)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8, key=_SPLIT_KEY).digest(), "little")
 
 
@@ -332,7 +336,7 @@ def digest_document(pieces: Iterable[Content]) -> bytes:
         elif isinstance(piece, np.ndarray):
             data = _serialize(piece)
         else:
-            key, data = _EXAMPLE_KEY, _serialize_example(piece)
+            key, data = _EXAMPLE_KEY, serialize_example(piece)
         if digest is None:
             digest = hashlib.blake2b(digest_size=DIGEST_BYTES, key=key)
         digest.update(data)
@@ -344,13 +348,13 @@ def content_bytes(content: Content) -> int:
     """The size of a record in bytes: of text or ids in memory, of an example as JSON."""
     if isinstance(content, np.ndarray):
         return content.nbytes
-    return len(content) if isinstance(content, bytes) else len(_serialize_example(content))
+    return len(content) if isinstance(content, bytes) else len(serialize_example(content))
 
 
 def _serialize(ids: TokenIds) -> bytes:
     return ids.astype("<i8").tobytes()
 
 
-def _serialize_example(example: Example) -> bytes:
+def serialize_example(example: Example) -> bytes:
     """Serialize an example as JSON with sorted keys; values without a JSON type, such as dates, become text."""
     return json.dumps(example, sort_keys=True, default=str).encode("utf-8", "surrogatepass")

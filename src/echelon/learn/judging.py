@@ -1,0 +1,179 @@
+"""Answers of a model to the prompts of a recipe, judged by its rewards, on all ranks."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.ground.errors import ConfigError
+from echelon.learn.data.mixture import build_order
+from echelon.learn.data.prompt_records import PromptRecord, read_prompts
+from echelon.learn.data.shards import Dataset
+from echelon.learn.distributed.mesh import Meshes
+from echelon.learn.distributed.objects import gather_objects
+from echelon.learn.evaluation import EvalResult
+from echelon.learn.rewards import RewardProcess, Scores
+from echelon.learn.rollouts import Rollouts
+from echelon.learn.sampling import Sampling
+from echelon.recipe import Recipe
+
+if TYPE_CHECKING:
+    from echelon.learn.learner import Learner
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """The rewards of this rank's answers, one per answer."""
+
+    texts: Sequence[str]
+    """The answers as text, without special tokens."""
+    rewards: Tensor
+    """fp64 [answers] on the CPU; NaN for an answer that could not be judged."""
+    parts: Mapping[str, Tensor]
+    """Of each reward of the recipe, by its name, without its weight."""
+    failures: Sequence[str]
+    """What went wrong on any rank, a sentence each; the same on every rank."""
+
+
+@dataclass(frozen=True)
+class RewardStats:
+    """What the answers of all ranks earned: means over the answers that were judged; NaN if none was."""
+
+    reward: float
+    solved: float
+    """The share with the full reward: that of every reward function at 1."""
+    spread: float
+    """The mean standard deviation of the rewards within a group."""
+    unjudged: float
+    """The share that could not be judged."""
+    parts: Mapping[str, float]
+
+
+class Judge:
+    """Gives a learner the prompts of its recipe, and judges the answers by the recipe's rewards.
+
+    Of the ranks that hold the same answers one runs the reward functions, in a process beside it.
+    """
+
+    def __init__(self, learner: "Learner") -> None:
+        """Start the process of the rewards. Collective.
+
+        Raises:
+            ConfigError: a reward cannot be imported, or does not accept its options; on every rank.
+        """
+        self._learner, meshes = learner, learner.meshes
+        places = gather_objects(meshes.data_rank, meshes.everyone)
+        self._process, problem = None, None
+        if places.index(meshes.data_rank) == dist.get_rank(meshes.everyone):
+            try:
+                self._process = RewardProcess(learner.recipe.reward)
+            except ConfigError as error:
+                problem = error
+        for found in gather_objects(problem, meshes.everyone):
+            if found is not None:
+                self.close()
+                raise found
+
+    def prompts(self, step: int) -> list[PromptRecord]:
+        """Return this rank's prompts of a step, counted from 0: a function of the seed, the step and the place alone.
+
+        Raises:
+            ConfigError: a step has fewer prompts than there are ranks that read different data.
+        """
+        recipe, place, dataset = self._learner.recipe, self._learner.place, self._learner.data.train
+        count = recipe.global_batch_size // recipe.rollout.group_size
+        if (place.size - 1) * place.count(count) >= count:
+            raise ConfigError(
+                f"a step has {count} prompts (train.global_batch_size={recipe.global_batch_size} answers, "
+                f"rollout.group_size={recipe.rollout.group_size} to each), which leaves one of the {place.size} "
+                "processes that read different ones without any; increase train.global_batch_size, or use fewer "
+                "processes."
+            )
+        share = place.share(count)
+        samples = build_order(recipe, dataset).sample_ids(step * count + share.start, len(share))
+        return read_prompts(dataset, samples.tolist())
+
+    def judge(self, rollouts: Rollouts, prompts: Sequence[PromptRecord]) -> Rewarded:
+        """Return the rewards of answers; `prompts`: those that they answer, each as often. Collective.
+
+        A function that fails, or takes longer than its `timeout_seconds`, gives NaN, and a sentence in `failures`.
+        """
+        tokenizer, meshes = self._learner.tokenizer, self._learner.meshes
+        texts = [tokenizer.decode(list(answer), skip_special_tokens=True) for answer in rollouts.answers]
+        group_size = len(texts) // len(prompts)
+        records = [prompt.record for prompt in prompts for _ in range(group_size)]
+        scores = None if self._process is None else self._process.score(texts, records)
+        gathered = gather_objects((meshes.data_rank, scores), meshes.everyone)
+        mine = next(found for place, found in gathered if place == meshes.data_rank and found is not None)
+        failures = [failure for _, found in gathered if found is not None for failure in found.failures]
+        return _as_judged(texts, mine, [reward.name for reward in self._learner.recipe.reward], failures)
+
+    def evaluate(self, dataset: Dataset, num_prompts: int | None = None) -> EvalResult:
+        """Answer the prompts of a held-out set greedily, and judge the answers. Collective.
+
+        `num_prompts`: so many from the start of the set; None: all.
+        """
+        recipe, place = self._learner.recipe, self._learner.place
+        count = dataset.num_samples if num_prompts is None else min(num_prompts, dataset.num_samples)
+        share = place.share(count)
+        size = max(1, recipe.global_batch_size // place.size)
+        sampling = Sampling(max_tokens=recipe.rollout.max_tokens, temperature=0)
+        totals = torch.zeros(4, dtype=torch.float64)
+        for first in range(0, place.count(count), size):
+            samples = list(share[first : first + size])
+            prompts = read_prompts(dataset, samples or [0])  # every rank takes part in every round
+            rollouts = self._learner.generate([prompt.ids for prompt in prompts], sampling)
+            judged = self.judge(rollouts, prompts)
+            totals += len(samples[:1]) * _sums_of(recipe, rollouts, judged)
+        return _build_result(totals, self._learner.meshes)
+
+    def summarize(self, rollouts: Rollouts, judged: Rewarded) -> RewardStats:
+        """Return what the answers of all ranks earned. Collective."""
+        recipe, meshes = self._learner.recipe, self._learner.meshes
+        groups = judged.rewards.view(-1, recipe.rollout.group_size)
+        spreads = groups.std(1, unbiased=False).nan_to_num(0.0)
+        sums = [*_sums_of(recipe, rollouts, judged)[:3], spreads.sum(), len(groups), len(judged.rewards)]
+        own = [float(value) for value in (*sums, *(part.nan_to_num(0.0).sum() for part in judged.parts.values()))]
+        of_places: dict[int, list[float]] = dict(gather_objects((meshes.data_rank, own), meshes.everyone))
+        known, solved, reward, spread, num_groups, count, *parts = map(sum, zip(*of_places.values(), strict=True))
+        if not known:
+            return RewardStats(math.nan, math.nan, math.nan, 1.0, dict.fromkeys(judged.parts, math.nan))
+        means = {name: value / known for name, value in zip(judged.parts, parts, strict=True)}
+        return RewardStats(reward / known, solved / known, spread / num_groups, 1 - known / count, means)
+
+    def close(self) -> None:
+        """End the process of the rewards."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+
+def _as_judged(texts: Sequence[str], scores: Scores, names: Sequence[str], failures: Sequence[str]) -> Rewarded:
+    parts = {
+        name: torch.tensor(list(values), dtype=torch.float64) for name, values in zip(names, scores.parts, strict=True)
+    }
+    return Rewarded(texts, torch.tensor(list(scores.total), dtype=torch.float64), parts, tuple(dict.fromkeys(failures)))
+
+
+def _sums_of(recipe: Recipe, rollouts: Rollouts, judged: Rewarded) -> Tensor:
+    """Return the number of judged answers, of those with the full reward, their summed rewards, and their tokens, [4].
+
+    The full reward is that of every reward function at 1.
+    """
+    known = ~judged.rewards.isnan()
+    full = sum(max(0.0, reward.weight) for reward in recipe.reward)
+    solved = (judged.rewards >= full - 1e-6) & known
+    tokens = torch.tensor([len(answer) for answer in rollouts.answers])
+    return torch.stack([known.sum(), solved.sum(), judged.rewards[known].sum(), tokens[known].sum()]).double()
+
+
+def _build_result(totals: Tensor, meshes: Meshes) -> EvalResult:
+    """Return the result of an evaluation from `_sums_of` on each rank. Collective."""
+    of_places = dict(gather_objects((meshes.data_rank, totals.tolist()), meshes.everyone))
+    count, solved, reward, tokens = map(sum, zip(*of_places.values(), strict=True))
+    share = 1 / max(1.0, count)
+    return EvalResult(-reward * share, int(tokens), None, num_answers=int(count), solved=solved * share)

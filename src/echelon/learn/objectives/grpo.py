@@ -1,0 +1,141 @@
+"""Policy gradients on the model's own answers, with advantages relative to other answers to the same prompt."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from echelon.learn.data.loader import Microbatch
+from echelon.learn.objectives.loss import IGNORE
+from echelon.learn.objectives.objective import Objective
+from echelon.learn.objectives.outputs import DecoderOutputs
+from echelon.recipe import ObjectiveConfig
+
+
+@dataclass(frozen=True)
+class GRPO(Objective):
+    """Group relative policy optimization (GRPO, Shao et al. 2024, arXiv:2402.03300, equation 3) and its variants.
+
+    With the ratio r = p(token) / p_old(token) and the advantage A of the answer, the loss of a token is
+
+        -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_weight (q - log q - 1),   q = p_reference / p
+
+    whose last term is an estimate of the KL divergence from the reference that is never negative (Schulman 2020,
+    "Approximating KL divergence", k3).
+
+    ratio: `token`, or `sequence` for the geometric mean of the ratios of an answer (GSPO, arXiv:2507.18071).
+    normalize: what losses are divided by. `sequence`: the mean over an answer's tokens, then over answers (GRPO);
+        `token`: the number of tokens of all answers (DAPO, arXiv:2503.14476); `constant`: answers times `max_tokens`,
+        so that length does not change the weight of a token (Dr. GRPO, arXiv:2503.20783).
+
+    A microbatch has in `extra` the `advantages`, [batch] or [batch, 1], and the `old_log_probabilities` of the labels,
+    [batch, seq]. Without the latter the ratio is 1 and the gradient is that of A log p. With `importance_cap`, the loss
+    of a token is multiplied by min(p_old / p_sampled, importance_cap), of `sampled_log_probabilities`, [batch, seq]:
+    truncated importance sampling, for a sampler whose probabilities differ from those of the model in training.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    ratio: Literal["token", "sequence"] = "token"
+    normalize: Literal["sequence", "token", "constant"] = "sequence"
+    kl_weight: float = 0.0
+    needs_reference: bool = False
+    max_tokens: int = 1
+    """Tokens of an answer at most: the divisor of `constant`."""
+    temperature: float = 1.0
+    """Of the probabilities, as the answers were sampled."""
+    importance_cap: float | None = None
+
+    unit = "answers"
+    step_measures = ("clipped", "kl")
+
+    @override
+    def count(self, batch: Microbatch) -> Tensor:
+        """Count tokens, answers, or answers times `max_tokens`, as `normalize` says."""
+        labelled = batch.labels != IGNORE
+        if self.normalize == "token":
+            return labelled.sum()
+        return labelled.any(1).sum() * (self.max_tokens if self.normalize == "constant" else 1)
+
+    @override
+    def token_weights(self, batch: Microbatch) -> Tensor:
+        """Distribute the count of an answer evenly over its tokens."""
+        labelled = (batch.labels != IGNORE).float()
+        if self.normalize == "token":
+            return labelled
+        weight = self.max_tokens if self.normalize == "constant" else 1
+        return weight * labelled / labelled.sum(1, keepdim=True).clamp(min=1)
+
+    @override
+    def loss_sum(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
+        """Return the summed loss of the answers."""
+        return self.step_sums(outputs, batch)[0]
+
+    @override
+    def step_sums(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
+        """Return the summed loss, and over the same tokens the number that the clip held back and the summed KL."""
+        labelled = (batch.labels != IGNORE).float()
+        lengths = labelled.sum(1, keepdim=True).clamp(min=1)
+        scores = outputs.log_probabilities(batch.labels, self.temperature)
+        old = batch.extra.get("old_log_probabilities", scores.detach())
+        # The rehearsal of a step has no answers, and so no advantages.
+        advantages = batch.extra.get("advantages", labelled.new_zeros(len(labelled))).float().reshape(-1, 1)
+
+        growth = (scores - old) * labelled
+        if self.ratio == "sequence":
+            growth = growth.sum(1, keepdim=True) / lengths
+        ratio = growth.exp()
+        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages
+        losses = -torch.minimum(ratio * advantages, clipped) * labelled
+        if self.importance_cap is not None and "sampled_log_probabilities" in batch.extra:
+            gap = (old.detach() - batch.extra["sampled_log_probabilities"]) * labelled
+            losses = losses * gap.exp().clamp(max=self.importance_cap)
+        divergence = self._divergence(outputs, batch, scores) * labelled
+        losses = losses + self.kl_weight * divergence
+
+        if self.normalize == "sequence":
+            losses = losses / lengths
+        is_clipped = (clipped < ratio * advantages).float() * labelled
+        return torch.stack([losses.sum(), is_clipped.sum(), divergence.detach().sum()])
+
+    def _divergence(self, outputs: DecoderOutputs, batch: Microbatch, scores: Tensor) -> Tensor:
+        """Estimate the KL divergence from the reference at each token, [batch, seq]; 0 if it has no weight."""
+        if self.kl_weight == 0:
+            return torch.zeros_like(scores)
+        gap = outputs.reference_log_probabilities(batch.labels, self.temperature) - scores
+        return gap.exp() - gap - 1
+
+
+def advantages_of(rewards: Tensor, scale: Literal["normalized", "centered", "leave_one_out"] = "normalized") -> Tensor:
+    """Return how much better each answer of a group is than the others, of the same shape.
+
+    Args:
+        rewards: [groups, answers], NaN where an answer has none; its advantage is 0, and the others ignore it.
+        scale: `normalized`: the reward less the group's mean, over its standard deviation (GRPO); `centered`: without
+            the division (Dr. GRPO, arXiv:2503.20783); `leave_one_out`: less the mean of the others (RLOO,
+            arXiv:2402.14740).
+    """
+    known = ~rewards.isnan()
+    count, values = known.sum(1, keepdim=True), rewards.nan_to_num(0.0)
+    centred = (values - values.sum(1, keepdim=True) / count.clamp(min=1)) * known
+    others = (count - 1).clamp(min=1)
+    if scale == "leave_one_out":
+        return centred * count / others
+    if scale == "centered":
+        return centred
+    deviation = (centred.square().sum(1, keepdim=True) / others).sqrt()
+    return centred / (deviation + 1e-4)
+
+
+def build_grpo(config: ObjectiveConfig) -> GRPO:
+    """Build the objective from the recipe's section."""
+    return GRPO(
+        config.clip_low,
+        config.clip_high,
+        config.ratio,
+        config.normalize,
+        config.kl_weight,
+        needs_reference=config.kl_weight > 0,
+    )

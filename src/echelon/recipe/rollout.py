@@ -1,0 +1,68 @@
+"""Sections of the recipe for training from rewards: how answers are drawn, and what judges them."""
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from echelon.recipe.names import Options, RewardName
+from echelon.recipe.section import Count, CountOrZero, Flag, Number, Positive, Section
+
+
+class RolloutConfig(Section):
+    """The answers that the model gives in each step, on which it is then trained."""
+
+    group_size: Count = Field(8, description="Answers to each prompt, which are compared with each other.")
+    max_tokens: Count = Field(
+        256, description="Tokens of an answer at most. A prompt has the rest of `data.sequence_len`."
+    )
+    temperature: Positive = Field(1.0, description="Temperature of sampling. The loss is that of the same temperature.")
+    top_p: Number = Field(1.0, gt=0, le=1, description="Sample from the likeliest tokens with this total probability.")
+    top_k: CountOrZero = Field(0, description="Sample from so many of the likeliest tokens; 0: from all.")
+    updates: Count = Field(
+        1,
+        description="Optimizer updates on the answers of a step. After the first, answers are weighted by how much "
+        "more likely they have become (the importance ratio), within `objective.clip_low` and `clip_high`.",
+    )
+    skip_uniform_groups: Flag = Field(
+        False, description="Leave out the groups in which all answers have the same reward: they have no gradient."
+    )
+    skip_truncated: Flag = Field(False, description="Leave out answers that `max_tokens` has cut off.")
+    max_mismatch: Positive | None = Field(
+        None,
+        description="Stop the run when the log-probability of a token differs by more than this between the sampler "
+        "and the training pass. The largest and the mean difference are in every row.",
+    )
+    importance_cap: Positive | None = Field(
+        None,
+        description="Weight each token by its probability in the training pass over that of the sampler, at most this "
+        "(truncated importance sampling).",
+    )
+
+
+class RewardConfig(Section):
+    """One reward of an answer. The weighted rewards are added up."""
+
+    name: RewardName = Field(
+        description="`exact` (the answer is the text of a field), `number` (its last number is that of a field), "
+        "`regex` (a pattern matches), or a function of your own, `package.module:function`, of (answers, records)."
+    )
+    weight: Number = Field(1.0, description="Factor on the reward.")
+    options: Options = Field(None, description="Further arguments of the function, by name.")
+    timeout_seconds: Positive = Field(
+        60.0, description="Longest time for the answers of a step; later ones have no reward, and are not trained on."
+    )
+
+
+def expand_rewards(value: Any) -> Any:
+    """Expand the shorthands `reward: exact` and `reward: [exact]` to a list of `{name: ...}`."""
+    rewards = [value] if isinstance(value, str | dict | RewardConfig) else value
+    if not isinstance(rewards, list | tuple):
+        return rewards
+    return [{"name": reward} if isinstance(reward, str) else reward for reward in rewards]
+
+
+_RewardOrName = RewardConfig | RewardName
+Rewards = Annotated[
+    tuple[RewardConfig, ...],
+    BeforeValidator(expand_rewards, json_schema_input_type=_RewardOrName | list[_RewardOrName]),
+]

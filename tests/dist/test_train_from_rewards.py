@@ -1,0 +1,203 @@
+"""Training from rewards: the reward rises, on any number of processes alike, also after kills; failing rewards."""
+
+import json
+import signal
+
+import pytest
+
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import await_line, finish, process_of, read_lines, start, write_recipe
+
+pytestmark = pytest.mark.dist
+
+STEPS = 16
+REWARDS = '''
+import os
+import time
+
+
+def small_letters(answers, records):
+    """The fraction of small letters, and a little for the letter that the record asks for."""
+    return [
+        (sum("a" <= c <= "z" for c in answer) + (record["letter"] in answer)) / (len(answer) + 1)
+        for answer, record in zip(answers, records, strict=True)
+    ]
+
+
+def fails_at_first(answers, records):
+    count = int(open("calls").read()) if os.path.exists("calls") else 0
+    with open("calls", "w") as file:
+        file.write(str(count + 1))
+    if count < 2:
+        time.sleep(600)
+    return small_letters(answers, records)
+
+
+def never(answers, records):
+    raise RuntimeError("the judge is ill")
+'''
+
+
+@pytest.fixture
+def folder(echelon, tmp_path):
+    (tmp_path / "letters.py").write_text(REWARDS)
+    records = [{"prompt": f"{n} is ", "letter": chr(97 + n % 26)} for n in range(48)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_recipe(
+        tmp_path,
+        data={"train": "prompts.jsonl", "validation_fraction": 0.2, "sequence_len": 16},
+        objective={"name": "grpo"},
+        rollout={"group_size": 8, "max_tokens": 6, "max_mismatch": 1e-3},
+        reward="letters:small_letters",
+        train={"steps": STEPS, "global_batch_size": 32, "log_every": 1, "eval_every": 8, "compile": False},
+        optim={"learning_rate": 2e-2, "schedule": "constant"},
+        checkpoint={"every_steps": 4},
+    )
+    return tmp_path
+
+
+def train(folder, name, nproc, *settings, kill_at=None):
+    """Train in a process of its own; returns its ending, its run, and its rows."""
+    job = start("train", "recipe.json", f"run.name={name}", *settings, "--nproc", str(nproc), cwd=folder)
+    run = RunFolder(folder / "runs" / name)
+    if kill_at is not None:
+        await_line(run.metrics_path, f'"step": {kill_at},', job, seconds=200)
+        process_of(run, nproc - 1).kill()
+    ending = finish(job, 300)
+    rows = read_lines(run.metrics_path) if run.metrics_path.exists() else []
+    return ending, run, rows
+
+
+EXACT = ("step", "loss", "grad_norm", "reward", "solved", "answer_tokens", "entropy", "batch_hash", "tokens")
+
+
+def exact(rows):
+    return [[row[key] for key in EXACT] for row in rows if row["kind"] == "train"]
+
+
+def rewards(rows):
+    return [row["reward"] for row in rows if row["kind"] == "train"]
+
+
+def test_the_reward_rises_and_is_evaluated(folder):
+    ending, run, rows = train(folder, "plain", 2)
+    assert ending.code == 0, ending
+    assert sum(rewards(rows)[-4:]) > 1.5 * sum(rewards(rows)[:4]), rewards(rows)
+    evaluations = [row for row in rows if row["kind"] == "eval"]
+    assert [row["step"] for row in evaluations] == [8, 16]
+    assert all(row["answers"] > 0 and row["loss"] == -row["reward"] for row in evaluations)
+    assert evaluations[1]["reward"] > rewards(rows)[0]
+    assert "eval at step 16: reward 0." in ending.out
+    last = rows[-2]
+    assert last["mismatch_max"] < 1e-3 and last["sample_seconds"] > 0 and last["truncated"] == 1.0
+    samples = read_lines(run.rows.samples_path)
+    assert {row["step"] for row in samples} == {1, 11, 16}
+    assert all(isinstance(row["reward"], float) and row["text"] for row in samples)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "{tp: 2}"])
+def test_processes_draw_the_same_answers(folder, parallel):
+    """In fp32 sums differ in their last bits; the draws of the first steps are the same."""
+    _, _, alone = train(folder, "one", 1)
+    ending, _, together = train(folder, "two", 2, f"parallel={parallel}")
+    assert ending.code == 0, ending
+    assert rewards(together)[:6] == pytest.approx(rewards(alone)[:6], abs=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_killed_run_equals_an_uninterrupted_one(folder, nproc):
+    _, _, whole = train(folder, "whole", nproc)
+    ending, _, killed = train(folder, "killed", nproc, kill_at=6)
+    assert ending.code == 0 and "restart 1 of" in ending.out, ending
+    assert exact(killed) == exact(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("rollout.updates=3", "objective.clip_high=0.28", "objective.normalize=token"),
+        ("objective.advantage=leave_one_out", "objective.normalize=constant", "rollout.skip_uniform_groups=true"),
+        ("objective.ratio=sequence", "objective.kl_weight=0.05", "rollout.updates=2", "rollout.temperature=0.9"),
+        (
+            "adapter.method=lora",
+            "adapter.r=16",
+            "optim.learning_rate=0.1",
+            "objective.kl_weight=0.05",
+            "rollout.importance_cap=2.0",
+            "parallel=fsdp",
+        ),
+    ],
+    ids=["dapo", "rloo and dr grpo", "gspo with kl", "lora"],
+)
+def test_variants_raise_the_reward(folder, settings):
+    ending, _, rows = train(folder, "variant", 2, *settings)
+    assert ending.code == 0, ending
+    assert sum(rewards(rows)[-4:]) > 1.1 * sum(rewards(rows)[:4]), rewards(rows)
+    assert all(row["mismatch_max"] < 1e-3 for row in rows if row["kind"] == "train")
+    if any(setting.startswith("objective.kl_weight") for setting in settings):
+        kl = [row["kl"] for row in rows if row["kind"] == "train"]
+        assert 0 <= kl[0] < kl[-1]
+    if settings[0].startswith("rollout.updates"):
+        assert any(0 < row["clipped"] < 1 for row in rows if row["kind"] == "train")
+
+
+@pytest.mark.slow
+def test_a_reward_that_hangs_is_ended_and_its_answers_are_left_out(folder):
+    reward = json.dumps([{"name": "letters:fails_at_first", "timeout_seconds": 2}])
+    ending, run, rows = train(folder, "hanging", 1, f"reward={reward}")
+    assert ending.code == 0, ending
+    failed = [row for row in read_lines(run.events_path) if row["event"] == "reward_failed"]
+    assert [row["step"] for row in failed] == [1, 2]
+    assert failed[0]["message"].endswith("did not answer within reward.0.timeout_seconds=2.")
+    assert rewards(rows)[:2] == [None, None] and rewards(rows)[2] is not None
+    assert [row["unjudged"] for row in rows if row["step"] <= 2 and row["kind"] == "train"] == [1.0, 1.0]
+
+
+@pytest.mark.slow
+def test_a_reward_that_always_fails_ends_the_run_with_one_message(folder):
+    ending, _, _ = train(folder, "ill", 2, "reward=letters:never")
+    assert ending.code == 1, ending
+    assert (
+        "no answer had a reward in 3 steps: reward.0 (letters:never) raised RuntimeError: the judge is ill."
+        in ending.err
+    )
+    assert "Traceback" not in ending.err
+
+
+@pytest.mark.slow
+def test_a_signal_while_sampling_saves_and_the_same_command_resumes(folder):
+    _, _, whole = train(folder, "whole", 2)
+    job = start("train", "recipe.json", "run.name=stopped", "--nproc", "2", cwd=folder)
+    run = RunFolder(folder / "runs" / "stopped")
+    await_line(run.metrics_path, '"step": 5,', job, seconds=200)
+    job.send_signal(signal.SIGTERM)
+    assert finish(job, 200).code == 3
+    ending, _, rows = train(folder, "stopped", 2)
+    assert ending.code == 0, ending
+    assert exact(rows) == exact(whole)
+
+
+def test_a_reward_that_is_not_there_is_refused(folder):
+    ending, run, _ = train(folder, "absent", 1, "reward=letters:no_such")
+    assert ending.code == 2 and "reward.0.name=letters:no_such: the module letters has no no_such" in ending.err
+    assert not run.metrics_path.exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["reward=[]"], "objective.name=grpo needs a reward"),
+        (["rollout.group_size=5"], "which rollout.group_size=5 does not divide; use a multiple of it"),
+        (["rollout.max_tokens=15"], "rollout.max_tokens=15 leaves no room for a prompt in data.sequence_len=16"),
+        (["objective.name=causal_lm"], "rollout has no effect with objective.name=causal_lm"),
+        (["objective.beta=0.2"], "objective.beta=0.2 has no effect with objective.name=grpo; set objective.name=dpo"),
+        (["sync.name=local_sgd"], "sync.name=local_sgd does not go with objective.name=grpo"),
+    ],
+)
+def test_what_cannot_train_is_refused(echelon, folder, settings, message):
+    ending = echelon("train", folder / "recipe.json", *settings)
+    assert ending.code == 2 and message in ending.err, ending
+    assert not (folder / "runs" / "tiny" / "metrics.jsonl").exists()

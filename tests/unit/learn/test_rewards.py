@@ -1,0 +1,176 @@
+"""Rewards: the built-in functions, and functions of the user's that fail in every way, in a real process."""
+
+import math
+import os
+import sys
+import time
+
+import pytest
+
+from echelon.ground.errors import ConfigError
+from echelon.learn.reward_functions import exact, number, regex
+from echelon.learn.rewards import RewardProcess
+from echelon.recipe import RewardConfig
+
+RECORDS = [{"answer": "7"}, {"answer": 12}, {"answer": "it is 1,234.5"}]
+
+
+def test_exact_ignores_white_space_around_an_answer():
+    assert exact([" 7\n", "12", "1234.5"], RECORDS) == [1.0, 1.0, 0.0]
+    assert exact(["b"], [{"right": "b"}], field="right") == [1.0]
+
+
+def test_number_compares_the_last_numbers():
+    assert number(["4 + 3 = 7.", "so 12.0", "1234.50 $"], RECORDS) == [1.0, 1.0, 1.0]
+    assert number(["7 or 8", "none", "-1234.5"], RECORDS) == [0.0, 0.0, 0.0]
+    assert number(["99"], [{"answer": "100"}], tolerance=0.02) == [1.0]
+    assert number(["3e2"], [{"answer": "300"}]) == [1.0]
+
+
+def test_regex_finds_a_pattern_or_its_group():
+    assert regex(["<a>\n1</a>", "1"], RECORDS[:2], pattern="<a>.*</a>") == [1.0, 0.0]
+    assert regex([r"\boxed{7}", r"\boxed{13}"], RECORDS[:2], pattern=r"\\boxed\{(.*)\}", field="answer") == [1.0, 0.0]
+
+
+OWN = """
+import asyncio
+import os
+import time
+
+
+def length(answers, records, factor=1.0):
+    return [factor * len(answer) for answer in answers]
+
+
+async def slow_but_sure(answers, records):
+    await asyncio.sleep(0.01)
+    return [1.0] * len(answers)
+
+
+def raises(answers, records):
+    raise KeyError("answer")
+
+
+def hangs(answers, records):
+    time.sleep(600)
+
+
+def hangs_once(answers, records):
+    if not os.path.exists("hung"):
+        open("hung", "w").close()
+        time.sleep(600)
+    return [1.0] * len(answers)
+
+
+def ends(answers, records):
+    os._exit(3)
+
+
+def too_few(answers, records):
+    return [1.0]
+
+
+def unsure(answers, records):
+    return [None, float("nan"), 2]
+
+
+def infinite(answers, records):
+    return [float("inf")] * len(answers)
+
+
+def secrets(answers, records):
+    return [float(name in os.environ) for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PLAIN")]
+
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Build a process with functions of the user's own module."""
+    (tmp_path / "own_rewards_of_the_test.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    started = []
+
+    def build(*names, **further):
+        rewards = [RewardConfig(name=f"own_rewards_of_the_test:{name}", **further) for name in names]
+        started.append(RewardProcess(rewards))
+        return started[-1]
+
+    yield build
+    for process in started:
+        process.close()
+    sys.modules.pop("own_rewards_of_the_test", None)
+
+
+ANSWERS = ["a", "bb", "ccc"]
+
+
+def test_parts_are_weighted_and_added_up(own):
+    process = RewardProcess(
+        [
+            RewardConfig(name="own_rewards_of_the_test:length", weight=0.5, options={"factor": 2.0}),
+            RewardConfig(name="own_rewards_of_the_test:slow_but_sure", weight=-1.0),
+        ]
+    )
+    with process:
+        scores = process.score(ANSWERS, RECORDS)
+    assert [list(part) for part in scores.parts] == [[2.0, 4.0, 6.0], [1.0, 1.0, 1.0]]
+    assert list(scores.total) == [0.0, 1.0, 2.0] and list(scores.failures) == []
+    assert "own_rewards_of_the_test" not in sys.modules, "the function was imported in this process"
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("raises", "raised KeyError: 'answer'"),
+        ("hangs", "did not answer within reward.0.timeout_seconds=0.3"),
+        ("ends", "ended the process in which rewards are computed"),
+        ("too_few", "returned 1 numbers for 3 answers"),
+        ("infinite", "returned an infinite number"),
+    ],
+)
+def test_a_function_that_fails_gives_no_reward_and_is_named(own, name, problem):
+    process = own(name, timeout_seconds=0.3)
+    for _ in range(2):  # it is asked again
+        started = time.monotonic()
+        scores = process.score(ANSWERS, RECORDS)
+        assert all(map(math.isnan, scores.total)) and len(scores.total) == 3
+        assert list(scores.failures) == [f"reward.0 (own_rewards_of_the_test:{name}) {problem}."]
+        assert time.monotonic() - started < 60
+
+
+def test_the_process_works_again_after_a_time_limit(own):
+    process = own("hangs_once", timeout_seconds=5.0)
+    assert math.isnan(process.score(ANSWERS, RECORDS).total[0])
+    assert list(process.score(ANSWERS, RECORDS).total) == [1.0, 1.0, 1.0]
+
+
+def test_an_answer_that_cannot_be_judged_is_left_out_alone(own):
+    scores = own("unsure").score(ANSWERS, RECORDS)
+    assert [math.isnan(value) for value in scores.total] == [True, True, False] and scores.total[2] == 2.0
+    assert list(scores.failures) == ["reward.0 (own_rewards_of_the_test:unsure) gave no number for 2 of 3 answers."]
+
+
+def test_a_function_does_not_see_secrets(own, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_aB3dE5fG7hJ9kL1mN3pQ5rS7")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")
+    monkeypatch.setenv("PLAIN", "here")
+    assert list(own("secrets").score(ANSWERS, RECORDS).total) == [0.0, 0.0, 1.0]
+    assert "HF_TOKEN" in os.environ
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ({"name": "no_such_package:f"}, r"^reward\.0\.name=no_such_package:f: no_such_package cannot be imported"),
+        ({"name": "own_rewards_of_the_test:NUMBER"}, r"it must be a function of \(answers, records\), but it is a int"),
+        ({"name": "exact", "options": {"fied": "x"}}, r"^reward\.0\.options=\{'fied': 'x'\} does not fit exact"),
+    ],
+    ids=["package", "no function", "option"],
+)
+def test_a_reward_that_cannot_be_used_is_refused(own, reward, message):
+    with pytest.raises(ConfigError, match=message):
+        RewardProcess([RewardConfig(**reward)])
