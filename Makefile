@@ -221,7 +221,7 @@ OLDEST_BOTO := .venv-oldest/sagemaker
 	@echo "== setting up .venv-oldest: echelon, and the oldest versions that pyproject.toml admits (3 GB to download)"
 	$(OLDEST_PYTHON) -m venv .venv-oldest
 	$(OLDEST)/pip install --quiet --disable-pip-version-check uv
-	$(OLDEST)/uv pip compile --quiet --resolution lowest-direct --only-binary :all: --no-header --no-annotate \
+	$(OLDEST)/uv pip compile --quiet --upgrade --resolution lowest-direct --only-binary :all: --no-header --no-annotate \
 	    --python $(OLDEST)/python $(OLDEST_EXTRAS:%=--extra %) pyproject.toml -o .venv-oldest/versions.txt
 	$(OLDEST)/uv pip install --quiet --compile-bytecode --python $(OLDEST)/python -r .venv-oldest/versions.txt
 	$(OLDEST)/uv pip install --quiet --python $(OLDEST)/python --no-deps -e .
