@@ -147,6 +147,8 @@ ROWS = [
 ROWS += [
     ("packed", with_ranks(Row("fsdp", family="gemma3_text", precision="bf16"), 2, micro_batch=2)),
     ("pairs", with_ranks(Row("ddp", changes={"objective": {"name": "dpo"}}), 2, micro_batch=2)),
+    ("pairs", with_ranks(Row("ddp", changes={"objective": {"name": "orpo"}}), 2, micro_batch=2)),
+    ("judged", with_ranks(Row("fsdp", changes={"objective": {"name": "kto"}}), 2, micro_batch=2)),
 ]
 LONG_ROWS = [
     with_ranks(Row({"tp": 2}), 2, micro_batch=2),
