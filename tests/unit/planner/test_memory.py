@@ -525,6 +525,7 @@ def test_the_reference_of_dpo_is_counted(plan, on_device, on_host):
     [
         (["objective.name=dpo"], True),
         (["objective.name=dpo", "adapter.method=lora"], False),
+        (["objective.name=kto"], True),
         (["objective.name=simpo"], False),
         (["objective.name=orpo"], False),
         ([], False),
