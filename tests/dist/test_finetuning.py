@@ -345,3 +345,28 @@ def test_preferences_move_an_adapter(echelon, base, tmp_path):
     torch.testing.assert_close(logits_of(model, ids), logits_of(load_run_model(run.path, torch.device("cpu")), ids))
     ending = echelon("eval", "base", "--data", "pairs.jsonl")
     assert ending.code == 2 and "only a run with objective.name=dpo, orpo, simpo or cpo can be evaluated" in ending.err
+
+
+@pytest.mark.slow
+def test_judged_answers_move_an_adapter(echelon, base, tmp_path):
+    """The loss falls below 1/2, its initial value, and good answers gain over bad ones."""
+    answers = [{"prompt": f"{n} plus {n}?", "completion": f"{2 * n}.", "label": True} for n in range(96)]
+    answers += [{"prompt": f"{n} plus {n}?", "completion": f"{2 * n} or so.", "label": False} for n in range(96)]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    run = write_recipe(
+        tmp_path, data={"train": "answers.jsonl", "sequence_len": 128}, objective={"name": "kto", "beta": 0.5},
+        train={"steps": 30, "eval_every": 10}, optim={"learning_rate": 5e-3},
+    )  # fmt: skip
+    ending = echelon("train", "recipe.json", "--nproc", "2")
+    assert ending.code == 0, ending
+    rows = read_lines(run.metrics_path)
+    assert rows[0]["loss"] == pytest.approx(0.5, abs=1e-6)
+    evals = [row for row in rows if row["kind"] == "eval"]
+    assert evals[-1]["loss"] < evals[0]["loss"] < 0.5 and evals[-1]["answers"] > 0 and evals[-1]["pairs"] is None
+    assert evals[-1]["reward_margin"] > evals[0]["reward_margin"] > 0 and evals[-1]["reward_accuracy"] > 0.8
+    own = json.loads(echelon("eval", run.path, "--json").out)
+    assert own["loss"] == pytest.approx(evals[-1]["loss"], abs=1e-4)
+    given = json.loads(echelon("eval", run.path, "--data", "answers.jsonl", "--json").out)
+    assert given["answers"] == 192 and given["reward_margin"] > 0
+    ending = echelon("eval", "base", "--data", "answers.jsonl")
+    assert ending.code == 2 and "only a run with objective.name=kto can be evaluated" in ending.err

@@ -95,8 +95,9 @@ def _parse_unpaired_messages(record: Example) -> Judged:
 
 
 def _read_label(record: Example) -> bool:
-    """Read `label`: true or 1 for a good answer, false or 0 for a bad one."""
+    """Read `label`: true or 1 for a good answer, false or 0 for a bad one; in tables it may be the word."""
     label = record["label"]
+    label = {"true": True, "false": False}.get(label.lower(), label) if isinstance(label, str) else label
     if not isinstance(label, bool | int | float) or label not in (0, 1):
         raise BrokenRecordError(f"has label={label!r}; use true for a good answer, false for a bad one")
     return bool(label)

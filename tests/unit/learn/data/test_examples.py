@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from echelon.learn.data.conversation import Completion, Conversation, EncodedDocument, Preference
+from echelon.learn.data.conversation import Completion, Conversation, EncodedDocument, Judged, Preference
 from echelon.learn.data.examples import parse_example
 from echelon.learn.data.instruction import InstructionEncoding
 from echelon.learn.data.readers.record import BrokenRecordError
@@ -166,6 +166,27 @@ def test_preferences(name):
             assert (side.messages, side.answers) == (wanted, len(wanted) - 1)
 
 
+JUDGED = {
+    "texts": ({"prompt": "a", "completion": "b", "label": True}, True, Completion("a", "b")),
+    "a number": ({"prompt": "a", "completion": "b", "label": 0}, False, Completion("a", "b")),
+    "a word of a table": ({"prompt": "a", "completion": "b", "label": "True"}, True, Completion("a", "b")),
+    "turns": ({"prompt": [ASKED[0]], "completion": [A], "label": False}, False, (ASKED[0], A)),
+    "a conversation": ({"messages": [SAID, ASKED[0], A], "label": True}, True, (SAID, ASKED[0], A)),
+}
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_judged_answers(name):
+    record, is_good, wanted = JUDGED[name]
+    found = parse_example(record)
+    assert isinstance(found, Judged) and found.is_good == is_good
+    assert (found.text if isinstance(wanted, Completion) else found.text.messages) == wanted
+    if not isinstance(wanted, Completion):
+        assert found.text.answers == len(wanted) - 1
+    [document] = encoding().encode(record)
+    assert document.is_good == is_good and document.targets.any()
+
+
 def encoding(**changes) -> InstructionEncoding:
     """Bytes, with `~` as the stop token."""
     values = {
@@ -252,6 +273,10 @@ BROKEN = {
     "chosen by nobody": ({"messages": [ASKED[0]], "rejected_response": "x"}, "do not end with an assistant turn"),
     "a rejected user": ({"prompt": "a", "chosen": A, "rejected": ASKED[0]}, "has no assistant turn"),
     "the same response": ({"messages": [ASKED[0], A], "rejected_response": "A"}, "the same chosen and rejected answer"),
+    "a judgement": ({"prompt": "a", "completion": "b", "label": "good"}, "has label='good'; use true for a good"),
+    "half a judgement": ({"prompt": "a", "completion": "b", "label": 0.5}, "has label=0.5; use true for a good answer"),
+    "an empty good answer": ({"prompt": "a", "completion": " ", "label": True}, "has an empty answer"),
+    "a judged question": ({"messages": [ASKED[0]], "label": True}, "do not end with a judged answer after a prompt"),
     "lengths": ({"input_ids": [1, 2], "labels": [1]}, "has 2 `input_ids` and 1 `labels`"),
     "shifted": ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "the label 2 at position 0, where the id is 1; "),
     "range": ({"input_ids": [1, 256], "labels": [1, 256]}, "has the id 256, but the tokenizer has the ids 0 to 255"),
@@ -279,6 +304,7 @@ def test_without_a_template_conversations_are_refused_with_the_fix():
 def test_malformed_records_are_refused_cleanly():
     """Records with parts replaced by values of every type are encoded with a target, or raise BrokenRecordError."""
     records = [record for record, _ in CONVERSATIONS.values()] + [record for record, *_ in PREFERENCES.values()]
+    records += [record for record, *_ in JUDGED.values()]
     records += [{"prompt": "a", "completion": "b"}, {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}]
     odd = [
         None,
