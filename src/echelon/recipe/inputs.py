@@ -1,5 +1,6 @@
 """Sections of the recipe: run, model, tokenizer, adapter and data."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +19,7 @@ from echelon.recipe.section import (
     Section,
     Whole,
     distinct,
+    expand_list,
     folder_name,
     rule,
 )
@@ -247,18 +249,10 @@ def is_template(text: str) -> bool:
     return "{{" in text or "{%" in text
 
 
-def expand_sources(value: Any) -> Any:
-    """Expand the shorthands `train: some/path` and `train: [some/path]` to a list of `{path: ...}`."""
-    sources = [value] if isinstance(value, str | dict | SourceConfig) else value
-    if not isinstance(sources, list | tuple):
-        return sources
-    return [{"path": source} if isinstance(source, str) else source for source in sources]
-
-
 _SourceOrPath = SourceConfig | str
 Sources = Annotated[
     tuple[SourceConfig, ...],
-    BeforeValidator(expand_sources, json_schema_input_type=_SourceOrPath | list[_SourceOrPath]),
+    BeforeValidator(partial(expand_list, key="path"), json_schema_input_type=_SourceOrPath | list[_SourceOrPath]),
 ]
 
 

@@ -13,10 +13,10 @@ from echelon.recipe.aliases import ALIASES, apply_aliases, translate
 from echelon.recipe.deepspeed import read_deepspeed
 from echelon.recipe.document import Recipe
 from echelon.recipe.draft import Draft
-from echelon.recipe.inputs import expand_sources
 from echelon.recipe.keys import KeyPath, dotted, find_unknown_keys, nearest_key, section_fields
 from echelon.recipe.messages import explain_errors
 from echelon.recipe.render import plain_value
+from echelon.recipe.section import expand_list
 from echelon.recipe.training import BATCH_KEYS, STEP_KEYS
 from echelon.recipe.yaml_text import MAX_TEXT_BYTES, parse_yaml, shorten
 
@@ -115,7 +115,7 @@ def _write_sources_out(draft: Draft) -> None:
     data = draft.get(("data",))
     for key in ("train", "validation"):
         if isinstance(data, dict) and data.get(key) is not None:
-            data[key] = expand_sources(data[key])
+            data[key] = expand_list(data[key], "path")
 
 
 def _read_overrides(overrides: Overrides, origin: str) -> Iterator[tuple[KeyPath, Any]]:

@@ -1,11 +1,12 @@
 """Sections of the recipe for training from rewards: how answers are drawn, and what judges them."""
 
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
 from echelon.recipe.names import Options, RewardName
-from echelon.recipe.section import Count, CountOrZero, Flag, Number, Positive, Section
+from echelon.recipe.section import Count, CountOrZero, Flag, Number, Positive, Section, expand_list
 
 
 class RolloutConfig(Section):
@@ -53,16 +54,8 @@ class RewardConfig(Section):
     )
 
 
-def expand_rewards(value: Any) -> Any:
-    """Expand the shorthands `reward: exact` and `reward: [exact]` to a list of `{name: ...}`."""
-    rewards = [value] if isinstance(value, str | dict | RewardConfig) else value
-    if not isinstance(rewards, list | tuple):
-        return rewards
-    return [{"name": reward} if isinstance(reward, str) else reward for reward in rewards]
-
-
 _RewardOrName = RewardConfig | RewardName
 Rewards = Annotated[
     tuple[RewardConfig, ...],
-    BeforeValidator(expand_rewards, json_schema_input_type=_RewardOrName | list[_RewardOrName]),
+    BeforeValidator(partial(expand_list, key="name"), json_schema_input_type=_RewardOrName | list[_RewardOrName]),
 ]

@@ -45,6 +45,14 @@ def rule(check: Callable[[Any], None]) -> Any:
     return model_validator(mode="after")(obey)
 
 
+def expand_list(value: Any, key: str) -> Any:
+    """Expand the shorthands for a list of sections: one section alone, and the value of `key` instead of a section."""
+    entries = [value] if isinstance(value, str | dict | Section) else value
+    if not isinstance(entries, list | tuple):
+        return entries
+    return [{key: entry} if isinstance(entry, str) else entry for entry in entries]
+
+
 def distinct(key: str) -> AfterValidator:
     """The check of a list of names that none is empty and none occurs twice. A word instead of a list has a meaning."""
 

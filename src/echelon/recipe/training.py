@@ -1,6 +1,7 @@
 """Sections of the recipe: steps and batch, optimizer, parallelism."""
 
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
@@ -15,6 +16,7 @@ from echelon.recipe.section import (
     Section,
     Tokens,
     TokensOrZero,
+    expand_list,
     name_or_mapping,
     rule,
 )
@@ -55,17 +57,10 @@ class CallbackConfig(Section):
     options: Options = Field(None, description="Its arguments, by their names.")
 
 
-def _expand_callbacks(value: Any) -> Any:
-    callbacks = [value] if isinstance(value, str | dict | CallbackConfig) else value
-    if not isinstance(callbacks, list | tuple):
-        return callbacks
-    return [{"name": entry} if isinstance(entry, str) else entry for entry in callbacks]
-
-
 _CallbackOrName = CallbackConfig | OwnName
 Callbacks = Annotated[
     tuple[CallbackConfig, ...],
-    BeforeValidator(_expand_callbacks, json_schema_input_type=_CallbackOrName | list[_CallbackOrName]),
+    BeforeValidator(partial(expand_list, key="name"), json_schema_input_type=_CallbackOrName | list[_CallbackOrName]),
 ]
 
 
