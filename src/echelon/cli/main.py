@@ -153,9 +153,8 @@ def main() -> None:
     except UsageError as error:
         report_usage(error)
         sys.exit(error.exit_code)
-    except (
-        BrokenPipeError
-    ):  # what reads the result has ended, and so does this command, as typer ends it without --json
+    except BrokenPipeError:
+        # What reads the result has ended, and so does this command, as typer ends it without --json.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:
