@@ -47,7 +47,7 @@ def folder(echelon, tmp_path):
         tmp_path,
         data={"train": "prompts.jsonl", "validation_fraction": 0.2, "sequence_len": 16},
         objective={"name": "grpo"},
-        rollout={"group_size": 8, "max_tokens": 6, "max_mismatch": 1e-3},
+        rollout={"group_size": 8, "max_new_tokens": 6, "max_mismatch": 1e-3},
         reward="letters:small_letters",
         train={"steps": STEPS, "global_batch_size": 32, "log_every": 1, "eval_every": 8, "compile": False},
         optim={"learning_rate": 2e-2, "schedule": "constant"},
@@ -203,7 +203,10 @@ def test_a_reward_that_is_not_there_is_refused(folder):
     [
         (["reward=[]"], "objective.name=grpo needs a reward"),
         (["rollout.group_size=5"], "which rollout.group_size=5 does not divide; use a multiple of it"),
-        (["rollout.max_tokens=15"], "rollout.max_tokens=15 leaves no room for a prompt in data.sequence_len=16"),
+        (
+            ["rollout.max_new_tokens=15"],
+            "rollout.max_new_tokens=15 leaves no room for a prompt in data.sequence_len=",
+        ),
         (["objective.name=causal_lm"], "rollout has no effect with objective.name=causal_lm"),
         (["objective.beta=0.2"], "objective.beta=0.2 has no effect with objective.name=grpo; set objective.name=dpo"),
         (["sync.name=local_sgd"], "sync.name=local_sgd does not go with objective.name=grpo"),

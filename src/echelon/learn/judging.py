@@ -121,7 +121,7 @@ class Judge:
         count = dataset.num_samples if num_prompts is None else min(num_prompts, dataset.num_samples)
         share = place.share(count)
         size = max(1, recipe.global_batch_size // place.size)
-        sampling = Sampling(max_tokens=recipe.rollout.max_tokens, temperature=0)
+        sampling = Sampling(max_tokens=recipe.rollout.max_new_tokens, temperature=0)
         totals = torch.zeros(4, dtype=torch.float64)
         for first in range(0, place.count(count), size):
             samples = list(share[first : first + size])

@@ -190,7 +190,7 @@ class Recipe(Section):
     def _answers_fit_the_batch(self) -> None:
         if not self.draws_answers:
             return
-        group, room, length = self.rollout.group_size, self.rollout.max_tokens, self.data.sequence_len
+        group, room, length = self.rollout.group_size, self.rollout.max_new_tokens, self.data.sequence_len
         if group < 2 and self.objective.advantage != "centered":
             raise ValueError(
                 f"rollout.group_size={group}: answers are compared with others to the same prompt; use 2 or more."
@@ -202,8 +202,8 @@ class Recipe(Section):
             )
         if room > length - 2:
             raise ValueError(
-                f"rollout.max_tokens={room} leaves no room for a prompt in data.sequence_len={length}; increase "
-                "data.sequence_len, or lower rollout.max_tokens."
+                f"rollout.max_new_tokens={room} leaves no room for a prompt in data.sequence_len={length}; increase "
+                "data.sequence_len, or lower rollout.max_new_tokens."
             )
         for key, value, unset in (
             ("train.batch_ramp", self.train.batch_ramp, None),
@@ -297,7 +297,7 @@ class Recipe(Section):
     @property
     def sample_len(self) -> int:
         """The positions of a prepared sample: a sequence, less the room for the answer of a prompt."""
-        return self.data.sequence_len - (self.rollout.max_tokens if self.draws_answers else 0)
+        return self.data.sequence_len - (self.rollout.max_new_tokens if self.draws_answers else 0)
 
     @property
     def global_batch_size(self) -> int:

@@ -60,7 +60,7 @@ class ObjectiveConfig(Section):
     normalize: Literal["sequence", "token", "constant"] = Field(
         "sequence",
         description="`grpo`: the loss is a mean over the tokens of each answer, then over answers (`sequence`, GRPO); "
-        "over all tokens (`token`, DAPO); or a sum divided by answers times `rollout.max_tokens` (`constant`, Dr. "
+        "over all tokens (`token`, DAPO); or a sum divided by answers times `rollout.max_new_tokens` (`constant`, Dr. "
         "GRPO).",
     )
     ratio: Literal["token", "sequence"] = Field(

@@ -13,7 +13,7 @@ class RolloutConfig(Section):
     """The answers that the model gives in each step, on which it is then trained."""
 
     group_size: Count = Field(8, description="Answers to each prompt, which are compared with each other.")
-    max_tokens: Count = Field(
+    max_new_tokens: Count = Field(
         256, description="Tokens of an answer at most. A prompt has the rest of `data.sequence_len`."
     )
     temperature: Positive = Field(1.0, description="Temperature of sampling. The loss is that of the same temperature.")
@@ -27,7 +27,7 @@ class RolloutConfig(Section):
     skip_uniform_groups: Flag = Field(
         False, description="Leave out the groups in which all answers have the same reward: they have no gradient."
     )
-    skip_truncated: Flag = Field(False, description="Leave out answers that `max_tokens` has cut off.")
+    skip_truncated: Flag = Field(False, description="Leave out answers that `max_new_tokens` has cut off.")
     max_mismatch: Positive | None = Field(
         None,
         description="Stop the run when the log-probability of a token differs by more than this between the sampler "

@@ -69,7 +69,7 @@ def find_objective(learner: "Learner") -> GRPO:
     rollout = learner.recipe.rollout
     return replace(
         cast(GRPO, learner.objective),
-        max_tokens=rollout.max_tokens,
+        max_tokens=rollout.max_new_tokens,
         temperature=rollout.temperature,
         importance_cap=rollout.importance_cap,
     )
@@ -79,7 +79,7 @@ def choose_sampling(recipe: Recipe, step: int) -> Sampling:
     """Return how the answers of a step are drawn."""
     rollout = recipe.rollout
     return Sampling(
-        max_tokens=rollout.max_tokens,
+        max_tokens=rollout.max_new_tokens,
         temperature=rollout.temperature,
         top_k=rollout.top_k,
         top_p=rollout.top_p,

@@ -15,7 +15,7 @@ model: {{config: {{model_type: llama, hidden_size: 32, num_hidden_layers: 1, num
 tokenizer: {tokenizer}
 data: {{train: {sources}, sequence_len: {length}, {more}}}
 objective: {{name: grpo}}
-rollout: {{max_tokens: 8}}
+rollout: {{max_new_tokens: 8}}
 reward: exact
 train: {{steps: 2, global_batch_size: 8}}
 optim: {{learning_rate: 1.0e-3}}
@@ -119,7 +119,7 @@ def test_prompts_without_answers_are_refused_by_other_objectives(tmp_path):
     path = write(tmp_path / "sums.jsonl", [{"prompt": "2+2=", "answer": "4"}])
     text = RECIPE.format(folder=tmp_path, sources=json.dumps(path), length=64, more="validation_fraction: 0",
                          tokenizer="bytes")  # fmt: skip
-    text = text.replace("objective: {name: grpo}\nrollout: {max_tokens: 8}\nreward: exact\n", "")
+    text = text.replace("objective: {name: grpo}\nrollout: {max_new_tokens: 8}\nreward: exact\n", "")
     recipe, _ = load_text(tmp_path, text)
     with pytest.raises(ConfigError, match=r"prompts without one; set objective\.name=grpo"):
         prepare_data(recipe)
