@@ -84,7 +84,8 @@ def check_record(run):
     assert all(len(row["batch_hash"]) == 16 and int(row["batch_hash"], 16) >= 0 for row in train)
     evals = [row for row in rows if row["kind"] == "eval"]
     assert [row["step"] for row in evals] == [2, 4, 6, 7]
-    numbers = {"loss", "perplexity", "bits_per_byte", "target_tokens", "pairs", "reward_accuracy", "reward_margin"}
+    numbers = {"loss", "perplexity", "bits_per_byte", "target_tokens", "pairs", "answers"}
+    numbers |= {"reward_accuracy", "reward_margin"}
     assert all(set(row) == {"kind", "step", "sets"} | numbers for row in evals)
     assert all(list(row["sets"]) == ["validation"] and set(row["sets"]["validation"]) == numbers for row in evals)
     assert all(math.isclose(math.exp(row["loss"]), row["perplexity"], rel_tol=1e-9) for row in evals)

@@ -9,13 +9,13 @@ from typing_extensions import override
 
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.objectives.loss import IGNORE
-from echelon.learn.objectives.objective import Objective
+from echelon.learn.objectives.objective import MeasuredObjective
 from echelon.learn.objectives.outputs import DecoderOutputs
 from echelon.recipe import ObjectiveConfig
 
 
 @dataclass(frozen=True)
-class GRPO(Objective):
+class GRPO(MeasuredObjective):
     """Group relative policy optimization (GRPO, Shao et al. 2024, arXiv:2402.03300, equation 3) and its variants.
 
     With the ratio r = p(token) / p_old(token) and the advantage A of the answer, the loss of a token is
@@ -67,11 +67,6 @@ class GRPO(Objective):
             return labelled
         weight = self.max_tokens if self.normalize == "constant" else 1
         return weight * labelled / labelled.sum(1, keepdim=True).clamp(min=1)
-
-    @override
-    def loss_sum(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
-        """Return the summed loss of the answers."""
-        return self.step_sums(outputs, batch)[0]
 
     @override
     def step_sums(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:

@@ -37,8 +37,6 @@ class Objective(ABC):
     """The name of its terms in eval rows: target_tokens, pairs, or answers."""
     measures: tuple[str, ...] = ()
     """The metrics that evaluation reports besides the loss: the columns of `evaluation_sums` after the first."""
-    step_measures: tuple[str, ...] = ()
-    """What a training step adds up besides the loss: the columns of `step_sums` after the first."""
 
     @property
     def batch_means(self) -> tuple[str, ...]:
@@ -73,12 +71,24 @@ class Objective(ABC):
         """Return the summed loss and the sum of each measure over the same terms: [1 + measures], fp32."""
         return self.loss_sum(outputs, batch).reshape(1)
 
+
+class MeasuredObjective(Objective):
+    """An objective of which a training step adds up more than the loss."""
+
+    step_measures: tuple[str, ...] = ()
+    """What it adds up: the columns of `step_sums` after the first, and of `CountedSums.measures`."""
+
+    @abstractmethod
     def step_sums(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
         """Return the summed loss and the sum of each of `step_measures`: [1 + step_measures], fp32.
 
         The loss alone is differentiated.
         """
-        return self.loss_sum(outputs, batch).reshape(1)
+
+    @override
+    def loss_sum(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
+        """Return the summed loss."""
+        return self.step_sums(outputs, batch)[0]
 
 
 class LogitsLoss(Objective):
@@ -144,11 +154,19 @@ def build_objective(config: ObjectiveConfig) -> Objective:
     return as_objective(build_named(_KEY, config.name, _PLACES, Objective, config, options=config.options))
 
 
+def count_measures(objective: Objective) -> int:
+    """Return how many sums a training step has besides the losses."""
+    return len(objective.step_measures) if isinstance(objective, MeasuredObjective) else 0
+
+
 def training_sums(objective: Objective) -> OutputsFn:
-    """Return the function of a training step: summed loss, summed router loss, and measures, [2 + step_measures]."""
+    """Return the function of a training step: summed loss, summed router loss and measures, [2 + count_measures]."""
 
     def compute(outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
-        sums = objective.step_sums(outputs, batch)
+        if isinstance(objective, MeasuredObjective):
+            sums = objective.step_sums(outputs, batch)
+        else:
+            sums = objective.loss_sum(outputs, batch).reshape(1)
         router = outputs.router_loss_sum(objective.token_weights(batch)).reshape(1)
         return torch.cat([sums[:1], router, sums[1:].detach()])
 

@@ -32,7 +32,7 @@ from echelon.learn.distributed.stamp import Stamp
 from echelon.learn.model.seeds import derive_seed, seed_generators
 from echelon.learn.model.sharding import local_part
 from echelon.learn.model.stage import Absent, StageRange
-from echelon.learn.objectives.objective import Objective, training_sums
+from echelon.learn.objectives.objective import Objective, count_measures, training_sums
 from echelon.learn.objectives.outputs import DecoderOutputs, ObjectiveModule, OutputsFn
 from echelon.learn.parallel.protocol import DataParallel, SendsWhole
 from echelon.learn.parallel.step import ForwardBackward, StepSums, loss_factors, poison_if_not_finite
@@ -209,7 +209,7 @@ class Pipeline(SendsWhole, ForwardBackward):
     ) -> StepSums:
         """The loss is on the last stage alone."""
         self._work = _Work(step, microbatches, num_targets, objective)
-        self._totals = self._totals.new_zeros(2 + len(objective.step_measures))
+        self._totals = self._totals.new_zeros(2 + count_measures(objective))
         try:
             if not self._sends:
                 self._run_alone(microbatches)

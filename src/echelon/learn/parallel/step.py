@@ -12,7 +12,7 @@ from typing_extensions import override
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.model.router import RouterTap
 from echelon.learn.model.seeds import derive_seed, seed_generators
-from echelon.learn.objectives.objective import Objective, training_sums
+from echelon.learn.objectives.objective import Objective, count_measures, training_sums
 from echelon.learn.parallel.protocol import DataParallel
 
 
@@ -22,7 +22,7 @@ class StepSums:
 
     `loss` is the objective's alone. `router`: the balance losses of sequences, each times its targets; None where no
     router loss is trained. `expert_tokens`: the tokens of each router's experts, [routers, experts]; None likewise. A
-    router is counted where its pipeline stage is. `measures`: of the objective's `step_measures`.
+    router is counted where its pipeline stage is. `measures`: those of a MeasuredObjective.
     """
 
     loss: Tensor
@@ -78,7 +78,7 @@ class SingleStage(ForwardBackward):
 
 def loss_factors(objective: Objective, router_strength: float | None, device: torch.device) -> Tensor:
     """Return the factors of the gradients of `training_sums`: 1 for the loss, the strength of the router loss, 0s."""
-    factors = torch.zeros(2 + len(objective.step_measures), device=device)
+    factors = torch.zeros(2 + count_measures(objective), device=device)
     factors[0].fill_(1.0)
     factors[1].fill_(router_strength or 0.0)
     return factors

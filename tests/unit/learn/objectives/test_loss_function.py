@@ -251,7 +251,6 @@ def test_an_objective_is_what_has_the_members_of_one():
     class Duck:
         needs_reference, unit, measures, batch_means = False, "target_tokens", (), ()
         batch_sums = Own.batch_sums
-        step_measures, step_sums = (), Own.step_sums
         count, token_weights, evaluation_sums = Own.count, Own.token_weights, Own.evaluation_sums
         loss_sum = Own.loss_sum
 
