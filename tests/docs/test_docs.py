@@ -198,7 +198,7 @@ SLOW_PAGES = {
     "schedules.md", "slurm.md", "sweeps.md", "tracking.md",
 }  # fmt: skip
 # Pages whose commands take minutes: tests/docs/test_tutorials.py runs them.
-TUTORIALS = {"tutorial-chat.md", "tutorial-text.md"}
+TUTORIALS = {"tutorial-chat.md", "tutorial-rewards.md", "tutorial-text.md"}
 
 
 @pytest.mark.parametrize(

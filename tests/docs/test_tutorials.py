@@ -71,6 +71,11 @@ def test_from_a_folder_of_text_to_a_first_model(tmp_path: Path, check_picture: C
 
 
 @pytest.mark.slow
+def test_from_right_answers_to_rewards(tmp_path: Path) -> None:
+    Session(tmp_path, SECONDS).run_page(ROOT / "docs" / "tutorial-rewards.md")
+
+
+@pytest.mark.slow
 def test_from_chats_to_an_assistant(tmp_path: Path, check_picture: Check) -> None:
     session = Session(tmp_path, SECONDS)
     session.run_page(ROOT / "docs" / "tutorial-chat.md")

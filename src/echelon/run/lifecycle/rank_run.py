@@ -85,7 +85,9 @@ def conduct(trainer: Trainer, recipe: Recipe, folder: RunFolder, stop: StopReque
             finish(trainer, folder)
         if journal is not None:
             cost = None if journal.meter is None else journal.meter.describe_usd()
-            for line in describe_end(folder, state, trainer.accounting.goodput.wall_seconds, cost):
+            for line in describe_end(
+                folder, state, trainer.accounting.goodput.wall_seconds, cost, recipe.draws_answers
+            ):
                 logger.info(line)
     except StoppedError:
         store.close(time_left)

@@ -125,17 +125,21 @@ def _describe_token(kind: str, config: PretrainedConfig, tokenizer: PreTrainedTo
     return next((f"{kind} {ids[name]} ({name})" for name in order if ids[name] is not None), f"{kind} none")
 
 
-def describe_end(folder: RunFolder, state: TrainState, seconds: float, cost: str | None) -> Iterator[str]:
+def describe_end(
+    folder: RunFolder, state: TrainState, seconds: float, cost: str | None, draws_answers: bool = False
+) -> Iterator[str]:
     """Lines about a run that is done: what came out, and the commands that use it.
 
-    `seconds`: the wall time of all starts. `cost`: of all starts, None if no price is known.
+    `seconds`: the wall time of all starts. `cost`: of all starts, None if no price is known. `draws_answers`: whether
+    it trained from rewards.
     """
     last = folder.rows.last_loss()
     parts = [f"done: {state.step:,} steps in {render_duration(seconds)}"]
-    if last is not None:
+    if last is not None and not draws_answers:
         parts.append(f"last training loss {last:.4f}")
     if state.best_loss is not None:
-        parts.append(f"best held-out loss {state.best_loss:.4f} at step {state.best_step:,}")
+        name, best = ("reward", -state.best_loss) if draws_answers else ("loss", state.best_loss)
+        parts.append(f"best held-out {name} {best:.4f} at step {state.best_step:,}")
     if cost is not None:
         parts.append(f"cost {cost}")
     yield "; ".join(parts)
@@ -143,7 +147,8 @@ def describe_end(folder: RunFolder, state: TrainState, seconds: float, cost: str
         yield from (f"verdict: {sentence}" for sentence in judge_run(read_record(folder.path, with_traces=False)))
     yield f"run folder: {folder.path}"
     run = shlex.quote(str(folder.path))
-    yield f"next: echelon eval {run}"
+    if not draws_answers:
+        yield f"next: echelon eval {run}"
     yield f'next: echelon generate {run} --prompt "..."'
     yield f"next: echelon export {run} {shlex.quote(f'{folder.path.name}-exported')}"
 

@@ -1,6 +1,7 @@
 """What a run achieved, in plain sentences: has it learned, does it overfit, was it still improving, what comes next.
 
-Each sentence follows from the losses of the run by the rules below; where they are too few, it says so.
+Each sentence follows from the losses of the run by the rules below; where they are too few, it says so. A run that
+trains from rewards is judged by these.
 """
 
 import statistics
@@ -11,6 +12,7 @@ from typing import Literal
 from echelon.run.report.blocks import Point
 from echelon.run.report.nested import read_number, read_numbers, read_points, read_value
 from echelon.run.report.numbers import render_number, render_percent
+from echelon.run.report.reward_judgement import judge_rewards
 from echelon.run.report.run_record import RunRecord
 
 _FEWEST_STEPS, _FEWEST_EVALUATIONS = 20, 3
@@ -54,6 +56,8 @@ class _Curves:
 
 def judge_run(record: RunRecord) -> list[str]:
     """Return two to four sentences about a run; none before its first step."""
+    if sentences := judge_rewards(record):
+        return sentences
     applied = [row for row in record.train_rows if row.get("skipped") is not True]
     entropies = [read_number(event, "unigram_entropy") for event in record.starts]
     curves = _Curves(read_points(applied, "loss"), read_points(record.eval_rows, "loss"), (entropies or [None])[-1])

@@ -185,3 +185,42 @@ def test_a_real_run_ends_with_a_verdict(tmp_path):
     assert told[0].startswith("It has learned: the evaluation loss is 0.") and "below the 1.09" in told[0]
     assert told[1].startswith("There is no sign of overfitting") and told[-1].startswith("Next: ")
     assert told == judge_run(read_record(tmp_path / "runs" / "abc"))
+
+
+def judge_rewards(path, rewards, spreads, held=()):
+    """The verdict about a run from rewards, with evaluations after equal numbers of steps."""
+    path.mkdir()
+    pairs = zip(rewards, spreads, strict=True)
+    rows = [
+        {"kind": "train", "step": step, "loss": 0.0, "reward": reward, "reward_spread": spread}
+        for step, (reward, spread) in enumerate(pairs, start=1)
+    ]
+    every = len(rows) // max(1, len(held))
+    rows += [
+        {"kind": "eval", "step": every * place, "loss": -reward, "reward": reward}
+        for place, reward in enumerate(held, start=1)
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path / "events.jsonl").write_text(json.dumps({"event": "start", "time": 1.0, "step": 0}) + "\n")
+    (path / "recipe.yaml").write_text(RECIPE)
+    return judge_run(read_record(path))
+
+
+def test_a_run_from_rewards_is_judged_by_them(tmp_path):
+    """100 rewards from 0.20 to 0.695: the means of the first and last 20 are 0.2475 and 0.6475."""
+    rising = [0.2 + step / 200 for step in range(100)]
+    assert judge_rewards(tmp_path / "a", rising, [0.4] * 100, held=(0.3, 0.5, 0.7)) == [
+        "It has learned: the mean reward rose from 0.2475 to 0.6475 (means of 20 steps).",
+        "On held-out prompts the reward went from 0.3000 to 0.7000.",
+        "Next: train for longer: the same command with more train.steps goes on from here.",
+    ]
+    assert judge_rewards(tmp_path / "b", rising[::-1], [0.4] * 100, held=(0.7, 0.5)) == [
+        "It has not learned: the mean reward fell from 0.6475 to 0.2475 (means of 20 steps).",
+        "On held-out prompts it was better before: 0.7000 at step 50, 0.5000 at the end.",
+        "Next: look at samples.jsonl: does the reward prefer the better answers? Then another optim.learning_rate.",
+    ]
+    [hardly, advice] = judge_rewards(tmp_path / "c", [0.5] * 100, [0.4] * 80 + [0.01] * 20)
+    assert hardly == "It has hardly learned: the mean reward went from 0.5000 to 0.5000 (means of 20 steps)."
+    assert advice.startswith("Next: other prompts: at the end the answers to one prompt had nearly the same reward")
+    [short] = judge_rewards(tmp_path / "d", [0.5] * 5, [0.4] * 5)
+    assert short.startswith("Too short to say whether the model has learned: 5 steps have a reward")
