@@ -165,7 +165,7 @@ def test_the_look_of_a_stream(monkeypatch, is_terminal, variables, look):
 def test_forced_colours_in_a_pipe_bring_no_bar(tmp_path):
     output = run(tmp_path, terminal=False, seconds=0.0, FORCE_COLOR="1")
     assert "\x1b[33ma warning with ***\x1b[0m\n" in output and "\x1b[2K" not in output
-    assert output.count("\nstep ") == 39
+    assert output.count("\nstep ") == 20
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_a_closed_console_ends_nothing(tmp_path, terminal):
     os.close(ours)
     assert (process.communicate(timeout=120)[1], process.returncode) == ("", 0)
     kept = (tmp_path / "logs" / "console.log").read_text()
-    assert kept.count("step ") == 41 and kept.endswith("the last line\n")
+    assert kept.count("step ") == 22 and kept.endswith("the last line\n")
 
 
 def test_the_training_thread_does_not_draw(tmp_path, monkeypatch):
