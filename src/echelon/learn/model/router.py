@@ -14,6 +14,7 @@ does not depend on how sequences are distributed over microbatches and ranks. `l
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -248,7 +249,11 @@ def _find_scores(router: nn.Module, index: int, hidden_size: int) -> Scores:
     for buffer in module.buffers():
         buffer.zero_()
     try:
-        outputs = module(torch.randn(_PROBE_TOKENS, hidden_size, generator=generator))
+        # Some are also given the bias by which experts are chosen, one number for each; without it, 0.
+        further = list(inspect.signature(module.forward).parameters.values())[1:]
+        num_experts = next(parameter.shape[0] for parameter in module.parameters() if parameter.dim() == 2)
+        biases = [torch.zeros(num_experts) for parameter in further if parameter.default is parameter.empty]
+        outputs = module(torch.randn(_PROBE_TOKENS, hidden_size, generator=generator), *biases)
         chosen = next(output for output in outputs if isinstance(output, Tensor) and not output.is_floating_point())
         weights = next(output for output in outputs if isinstance(output, Tensor) and output.shape == chosen.shape
                        and output.is_floating_point())  # fmt: skip

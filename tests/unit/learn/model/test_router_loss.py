@@ -193,6 +193,10 @@ def test_scores_equal_the_weights_of_the_router():
     laguna = {"model_type": "laguna", "num_experts_per_tok": 2, **fields}  # its first layer is dense
     [router] = find_routers(build_on_meta(load_config(laguna)))
     assert router.scores is torch.sigmoid
+    # Its router is also given the bias that balances its experts.
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16}
+    minimax = {"model_type": "minimax_m2", "num_key_value_heads": 4, **experts, **fields}
+    assert {router.scores for router in find_routers(build_on_meta(load_config(minimax)))} == {torch.sigmoid}
     logits = torch.randn(3, 4)
     [first, _] = find_routers(build_on_meta(load_config(small_config("qwen3_moe"))))
     assert torch.equal(first.scores(logits), logits.softmax(-1))
