@@ -249,11 +249,7 @@ def _find_scores(router: nn.Module, index: int, hidden_size: int) -> Scores:
     for buffer in module.buffers():
         buffer.zero_()
     try:
-        # Some are also given the bias by which experts are chosen, one number for each; without it, 0.
-        further = list(inspect.signature(module.forward).parameters.values())[1:]
-        num_experts = next(parameter.shape[0] for parameter in module.parameters() if parameter.dim() == 2)
-        biases = [torch.zeros(num_experts) for parameter in further if parameter.default is parameter.empty]
-        outputs = module(torch.randn(_PROBE_TOKENS, hidden_size, generator=generator), *biases)
+        outputs = module(torch.randn(_PROBE_TOKENS, hidden_size, generator=generator), *_list_biases(module))
         chosen = next(output for output in outputs if isinstance(output, Tensor) and not output.is_floating_point())
         weights = next(output for output in outputs if isinstance(output, Tensor) and output.shape == chosen.shape
                        and output.is_floating_point())  # fmt: skip
@@ -264,6 +260,13 @@ def _find_scores(router: nn.Module, index: int, hidden_size: int) -> Scores:
     except Exception:  # the router needs other inputs than hidden states
         return _softmax
     return _softmax
+
+
+def _list_biases(router: nn.Module) -> list[Tensor]:
+    """Return zeros for what a router is given besides hidden states: a bias of the experts, one number for each."""
+    further = list(inspect.signature(router.forward).parameters.values())[1:]
+    num_experts = next(parameter.shape[0] for parameter in router.parameters() if parameter.dim() == 2)
+    return [torch.zeros(num_experts) for parameter in further if parameter.default is parameter.empty]
 
 
 def check_routers(model: PreTrainedModel) -> None:
