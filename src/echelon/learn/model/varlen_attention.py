@@ -96,13 +96,19 @@ def has_dropout(config: PretrainedConfig) -> bool:
 
 
 def head_width(config: PretrainedConfig) -> int | None:
-    """Return the width of a model's heads; None if it is not known, or values have another than queries."""
+    """Return the width of a model's heads; None if it is not known, differs, or values have another than queries."""
     text = config.get_text_config(decoder=True)
-    heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
+    # Where layers differ, `transformers` refuses to read what differs from the config of all.
+    widths = {_layer_width(layer) for layer in getattr(text, "per_layer_config", None) or (text,)}
+    return widths.pop() if len(widths) == 1 else None
+
+
+def _layer_width(config: PretrainedConfig) -> int | None:
+    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if not heads or not hidden:
         return None
-    width: int = getattr(text, "head_dim", None) or hidden // heads
-    return width if getattr(text, "v_head_dim", width) == width else None
+    width: int = getattr(config, "head_dim", None) or hidden // heads
+    return width if getattr(config, "v_head_dim", width) == width else None
 
 
 def find_error(

@@ -7,6 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +57,7 @@ def ask_to_stop(job: Job) -> None:
 
 def kill_a_rank(job: Job) -> None:
     """Kill a rank, as the kernel does when memory runs out."""
-    os.kill(job.ranks()[-1], signal.SIGKILL)
+    _signal_a_rank(job, signal.SIGKILL)
 
 
 def kill_the_agent(job: Job) -> None:
@@ -70,7 +71,15 @@ def kill_the_agent(job: Job) -> None:
 
 def suspend_a_rank(job: Job) -> None:
     """Suspend a rank."""
-    os.kill(job.ranks()[-1], signal.SIGSTOP)
+    _signal_a_rank(job, signal.SIGSTOP)
+
+
+def _signal_a_rank(job: Job, number: signal.Signals) -> None:
+    """Send a signal to the last rank that is there: one may end by itself after it was listed."""
+    for rank in reversed(job.ranks()):
+        with suppress(ProcessLookupError):
+            os.kill(rank, number)
+            return
 
 
 def fill_the_disk(job: Job) -> None:
