@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from echelon.ground.errors import ConfigError
 from echelon.learn.data.mixture import build_order
+from echelon.learn.data.order import DataOrder
 from echelon.learn.data.prompt_records import PromptRecord, read_prompts
 from echelon.learn.data.shards import Dataset
 from echelon.learn.distributed.mesh import Meshes
@@ -94,8 +96,12 @@ class Judge:
                 "processes."
             )
         share = place.share(count)
-        samples = build_order(recipe, dataset).sample_ids(step * count + share.start, len(share))
+        samples = self._order.sample_ids(step * count + share.start, len(share))
         return read_prompts(dataset, samples.tolist())
+
+    @cached_property
+    def _order(self) -> DataOrder:
+        return build_order(self._learner.recipe, self._learner.data.train)
 
     def judge(self, rollouts: Rollouts, prompts: Sequence[PromptRecord]) -> Rewarded:
         """Return the rewards of answers; `prompts`: those that they answer, each as often. Collective.
@@ -138,8 +144,7 @@ class Judge:
         spreads = groups.std(1, unbiased=False).nan_to_num(0.0)
         sums = [*_sums_of(recipe, rollouts, judged)[:3], spreads.sum(), len(groups), len(judged.rewards)]
         own = [float(value) for value in (*sums, *(part.nan_to_num(0.0).sum() for part in judged.parts.values()))]
-        of_places: dict[int, list[float]] = dict(gather_objects((meshes.data_rank, own), meshes.everyone))
-        known, solved, reward, spread, num_groups, count, *parts = map(sum, zip(*of_places.values(), strict=True))
+        known, solved, reward, spread, num_groups, count, *parts = _add_up(own, meshes)
         if not known:
             return RewardStats(math.nan, math.nan, math.nan, 1.0, dict.fromkeys(judged.parts, math.nan))
         means = {name: value / known for name, value in zip(judged.parts, parts, strict=True)}
@@ -171,9 +176,14 @@ def _sums_of(recipe: Recipe, rollouts: Rollouts, judged: Rewarded) -> Tensor:
     return torch.stack([known.sum(), solved.sum(), judged.rewards[known].sum(), tokens[known].sum()]).double()
 
 
+def _add_up(own: list[float], meshes: Meshes) -> list[float]:
+    """Return the sum of each number over the ranks, of which those with the same answers count once. Collective."""
+    of_places: dict[int, list[float]] = dict(gather_objects((meshes.data_rank, own), meshes.everyone))
+    return [sum(values) for values in zip(*of_places.values(), strict=True)]
+
+
 def _build_result(totals: Tensor, meshes: Meshes) -> EvalResult:
     """Return the result of an evaluation from `_sums_of` on each rank. Collective."""
-    of_places = dict(gather_objects((meshes.data_rank, totals.tolist()), meshes.everyone))
-    count, solved, reward, tokens = map(sum, zip(*of_places.values(), strict=True))
+    count, solved, reward, tokens = _add_up(totals.tolist(), meshes)
     share = 1 / max(1.0, count)
     return EvalResult(-reward * share, int(tokens), None, num_answers=int(count), solved=solved * share)

@@ -127,11 +127,8 @@ def generate(
     peers = [group for group in (holders, meshes.cp) if group is not None]
     padded, seeds = rows + [(0,)] * fill, seeds + [0] * fill
     found = continue_prompts(passes, padded, sampling, seeds, device, is_over, peers, width)
-    tokens, scores, cooled = (
-        found.tokens[: len(rows)].tolist(),
-        found.log_probabilities.cpu(),
-        found.at_temperature.cpu(),
-    )
+    tokens = found.tokens[: len(rows)].tolist()
+    scores, cooled = found.log_probabilities.cpu(), found.at_temperature.cpu()
     lengths = [min(len(row), find_end(row, stops) + 1) for row in tokens]
     return Rollouts(
         rows,

@@ -154,19 +154,22 @@ class Manifest:
 
     def targets(self, stream: str) -> list[ShardRecord]:
         """The shards with the targets of a stream of samples, one value per token."""
-        return [shard for source in self.streams[stream] if source.labelled for shard in source.labelled.targets]
+        return [shard for labelled in self._labelled(stream) for shard in labelled.targets]
 
     def lengths(self, stream: str) -> list[ShardRecord]:
         """The shards with the document lengths of a stream of samples."""
-        return [shard for source in self.streams[stream] if source.labelled for shard in source.labelled.lengths]
+        return [shard for labelled in self._labelled(stream) for shard in labelled.lengths]
 
     def records(self, stream: str) -> list[ShardRecord]:
         """The shards with the records of a stream of prompts."""
-        return [shard for source in self.streams[stream] if source.labelled for shard in source.labelled.records]
+        return [shard for labelled in self._labelled(stream) for shard in labelled.records]
 
     def record_lengths(self, stream: str) -> list[ShardRecord]:
         """The shards with the length of each record in bytes."""
-        return [shard for source in self.streams[stream] if source.labelled for shard in source.labelled.record_lengths]
+        return [shard for labelled in self._labelled(stream) for shard in labelled.record_lengths]
+
+    def _labelled(self, stream: str) -> Iterator[SampleRecord]:
+        return (source.labelled for source in self.streams[stream] if source.labelled)
 
     def files(self) -> Iterator[tuple[str, ShardRecord]]:
         """Yield every shard with its dtype."""

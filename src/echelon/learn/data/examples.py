@@ -238,10 +238,7 @@ def _parse_prompt(record: Example) -> Prompt:
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _read_turns(prompt, "prompt")
     if turns[-1]["role"] == "assistant":
         raise BrokenRecordError("has an assistant turn at the end of `prompt`")
-    system = _text(record.get("system", ""), "system")
-    if system and not any(turn["role"] == "system" for turn in turns):
-        turns.insert(0, {"role": "system", "content": system})
-    return Prompt(tuple(turns), _read_tools(record.get("tools")))
+    return Prompt(tuple(_with_system(record, turns)), _read_tools(record.get("tools")))
 
 
 _PARSERS: dict[str, Callable[[Example], Parsed]] = {
@@ -260,16 +257,22 @@ _PARSERS: dict[str, Callable[[Example], Parsed]] = {
 
 def _converse(record: Example, turns: Sequence[dict[str, Any]], answers: int = 0) -> Conversation:
     """Build a conversation from turns, with the record's own system message and tools."""
-    turns = list(turns)
-    system = _text(record.get("system", ""), "system")
-    if system and not any(turn["role"] == "system" for turn in turns):
-        turns.insert(0, {"role": "system", "content": system})
-        answers += answers > 0
+    given = len(turns)
+    turns = _with_system(record, turns)
+    answers += (answers > 0) * (len(turns) - given)
     if not any(turn["role"] == "assistant" for turn in turns[answers:]):
         raise BrokenRecordError("has no assistant turn, so there is nothing to train on")
     learned = tuple(_read_flag(turn) for turn in turns)
     messages = tuple({key: turn[key] for key in turn if key not in ("train", "weight")} for turn in turns)
     return Conversation(messages, learned, _read_tools(record.get("tools")), answers)
+
+
+def _with_system(record: Example, turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the turns after the record's own system message, if it has one and they have none."""
+    system = _text(record.get("system", ""), "system")
+    if not system or any(turn["role"] == "system" for turn in turns):
+        return list(turns)
+    return [{"role": "system", "content": system}, *turns]
 
 
 def _read_flag(turn: Mapping[str, Any]) -> bool | None:

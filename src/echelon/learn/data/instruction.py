@@ -84,8 +84,7 @@ class InstructionEncoding:
         """Encode a prompt as the model sees it before it answers; all tokens count as targets. BrokenRecordError."""
         if isinstance(prompt.content, str):
             ids, _ = self._tokenize(Rendered(prompt.content, []))
-            if self.before and tuple(ids[: len(self.before)].tolist()) != self.before:
-                ids = np.concatenate([np.array(self.before, dtype=np.int64), ids])
+            ids = np.concatenate([np.array(self._missing_before(ids), dtype=np.int64), ids])
         else:
             turns, template = prompt.content, self._need_template()
             if self.system_prompt is not None and turns[0]["role"] != "system":
@@ -153,11 +152,15 @@ class InstructionEncoding:
             )
         whole = text.prompt + text.completion
         ids, targets = self._tokenize(Rendered(whole, [(len(text.prompt), len(whole))]))
-        before = () if tuple(ids[: len(self.before)].tolist()) == self.before else self.before
+        before = self._missing_before(ids)
         after = () if self.stop is None else (self.stop,)
         ids = np.concatenate([np.array(part, dtype=np.int64) for part in (before, ids, after)])
         targets = np.concatenate([np.zeros(len(before), bool), targets, np.ones(len(after), bool)])
         return EncodedDocument(ids, _mask_first(targets))
+
+    def _missing_before(self, ids: npt.NDArray[np.int64]) -> tuple[int, ...]:
+        """Return `before`; nothing if the ids of a text begin with it already."""
+        return () if tuple(ids[: len(self.before)].tolist()) == self.before else self.before
 
     def _tokenize(self, rendered: Rendered) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Return the ids of a text and their target mask, both `[n]`. A target token is completely inside a span.

@@ -156,7 +156,8 @@ class PackedDataset:
                 inputs[row, positions] = ids[:-1]
                 labels[row, positions] = np.where(learned[1:], ids[1:].astype(np.int64), NO_LABEL)
                 documents[row, positions] = number
-                good[row] = learned.max() == GOOD_TARGET
+                if self._is_judged:
+                    good[row] = learned.max() == GOOD_TARGET
                 place += length - 1
         return Samples(inputs, labels, documents, self._apart, {GOOD: good} if self._is_judged else {})
 

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.objectives.loss import IGNORE
-from echelon.learn.objectives.objective import MeasuredObjective
+from echelon.learn.objectives.objective import MeasuredObjective, sequence_weights
 from echelon.learn.objectives.outputs import DecoderOutputs
 from echelon.recipe import ObjectiveConfig
 
@@ -62,11 +62,10 @@ class GRPO(MeasuredObjective):
     @override
     def token_weights(self, batch: Microbatch) -> Tensor:
         """Distribute the count of an answer evenly over its tokens."""
-        labelled = (batch.labels != IGNORE).float()
         if self.normalize == "token":
-            return labelled
+            return super().token_weights(batch)
         weight = self.max_tokens if self.normalize == "constant" else 1
-        return weight * labelled / labelled.sum(1, keepdim=True).clamp(min=1)
+        return weight * sequence_weights(batch.labels)
 
     @override
     def step_sums(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:

@@ -11,7 +11,7 @@ from echelon.ground.errors import ConfigError
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.data.shards import GOOD
 from echelon.learn.objectives.loss import IGNORE
-from echelon.learn.objectives.objective import Objective
+from echelon.learn.objectives.objective import Objective, sequence_weights
 from echelon.learn.objectives.outputs import DecoderOutputs, RunFn
 from echelon.recipe import ObjectiveConfig
 
@@ -71,8 +71,7 @@ class KTO(Objective):
     @override
     def token_weights(self, batch: Microbatch) -> Tensor:
         """Return equal weights for the labelled tokens of an answer, which add up to 1."""
-        labelled = (batch.labels != IGNORE).float()
-        return labelled / labelled.sum(1, keepdim=True).clamp(min=1)
+        return sequence_weights(batch.labels)
 
     @override
     def loss_sum(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:

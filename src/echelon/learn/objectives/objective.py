@@ -72,6 +72,12 @@ class Objective(ABC):
         return self.loss_sum(outputs, batch).reshape(1)
 
 
+def sequence_weights(labels: Tensor) -> Tensor:
+    """Return equal weights for the labelled tokens of a sequence, [batch, seq], fp32, which add up to 1, or to 0."""
+    labelled = (labels != IGNORE).float()
+    return labelled / labelled.sum(1, keepdim=True).clamp(min=1)
+
+
 class MeasuredObjective(Objective):
     """An objective of which a training step adds up more than the loss."""
 

@@ -15,6 +15,7 @@ from echelon.ground.errors import TrainingError
 from echelon.learn.distributed.mesh import all_reduce
 from echelon.learn.judging import Rewarded, RewardStats
 from echelon.learn.objectives.grpo import GRPO, advantages_of
+from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.rollouts import Rollouts
 from echelon.learn.sampling import Sampling, row_seed
 from echelon.recipe import Recipe
@@ -50,7 +51,7 @@ def train_from_rewards(learner: "Learner", run: LoopRun) -> None:
             stats = judge.summarize(rollouts, judged)
         failures = _count_failures(step, judged, stats, failures, run)
         with clock.timing("update", run):
-            batch = build_batch(recipe, step, rollouts, judged)
+            batch = build_batch(recipe, step, rollouts, judged).to(learner.device)
             batch, mismatch = _compare(learner, batch, recipe)
             for update in range(recipe.rollout.updates):
                 if update:
@@ -115,8 +116,8 @@ def _compare(learner: "Learner", batch: "StepBatch", recipe: Recipe) -> "tuple[S
     """
     scores = learner.log_probabilities(batch, recipe.rollout.temperature)
     sums, largest = torch.zeros(3, dtype=torch.float64, device=learner.device), torch.zeros(1, device=learner.device)
-    for own, microbatch in zip(scores, batch.to(learner.device).microbatches, strict=True):
-        labelled = microbatch.labels != -100
+    for own, microbatch in zip(scores, batch.microbatches, strict=True):
+        labelled = microbatch.labels != IGNORE
         gap = (own - microbatch.extra["sampled_log_probabilities"]).abs() * labelled
         sums += torch.stack([gap.sum(), (gap > 0.01).sum(), labelled.sum()]).double()
         largest = torch.maximum(largest, gap.max())

@@ -59,13 +59,14 @@ def evaluate_model(
     objective: Objective = CausalLM()
     with ExitStack() as stack:
         if data is None:
-            if read_run_recipe(target).draws_answers:
+            recipe = read_run_recipe(target)
+            if recipe.draws_answers:
                 raise ConfigError(
                     f"{target} was trained from rewards, and its held-out prompts have no answers to evaluate; its own "
                     "evaluations are in metrics.jsonl, or give text with --data PATH."
                 )
             sets, source = open_held_out(target), "held-out text of the run"
-            objective = build_objective(read_run_recipe(target).objective)
+            objective = build_objective(recipe.objective)
         else:
             scratch = stack.enter_context(scratch_folder("eval"))
             given, compares = prepare_given(target, data, model, tokenizer, sequence_len, scratch)
