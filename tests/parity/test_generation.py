@@ -1,6 +1,7 @@
 """Answers of a model while it trains: under every plan those of `transformers`, and without a trace in the training."""
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -155,11 +156,16 @@ def answer_uneven(rank, world_size, path, plan):
             assert ended == (stop in whole)
         batch = stopped.batch()
         assert len(batch.microbatches) == 2 and batch.num_labels == sum(map(len, stopped.answers))
+        group = learner.generate(prompts, SAMPLED)
+        second = learner.generate(prompts, replace(SAMPLED, num_samples=1), numbers=[1] * len(prompts))
+        assert second.answers == group.answers[1::2] and second.answers != group.answers[::2]
         errors = []
         for wrong, sampling in ((prompts if rank else [], GREEDY), (prompts, Sampling(seed=rank)), ([[]], GREEDY)):
             with pytest.raises(ConfigError) as error:
                 learner.generate(wrong, sampling)
             errors.append(str(error.value))
+        with pytest.raises(ConfigError, match="there are 2 numbers for 1 prompts; give one for each"):
+            learner.generate(PROMPTS[:1], GREEDY, numbers=[0, 1])
         return errors
 
 

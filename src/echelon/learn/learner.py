@@ -228,7 +228,11 @@ class Learner:
             return [evaluation.log_probabilities(microbatch, temperature) for microbatch in microbatches]
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, stops: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        stops: Sequence[int] | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> Rollouts:
         """Answer prompts with the weights as they are now, `sampling.num_samples` times each. Collective.
 
@@ -240,13 +244,15 @@ class Learner:
             prompts: token ids of this rank's prompts, at least one. Ranks with one `meshes.data_rank` give the same.
             sampling: the same on every rank, without `stop`.
             stops: token ids that end an answer; None: `self.stops`.
+            numbers: of each prompt the number of its first sample; None: 0. The draws of a conversation that goes on
+                depend on it, where several have the same text.
 
         Raises:
             ConfigError: on every rank, if what one of them gives cannot be used.
         """
         ends = self.stops if stops is None else stops
         with self.engine.evaluation(self.objective) as evaluation:
-            return generate(evaluation, self.meshes, self.device, prompts, sampling, ends, self.place)
+            return generate(evaluation, self.meshes, self.device, prompts, sampling, ends, self.place, numbers)
 
     def evaluate(self, batches: Iterable[StepBatch | Microbatch], loss: Objective | LossFn | None = None) -> EvalResult:
         """Return the mean loss of batches over all ranks, without dropout and gradient. Collective.

@@ -20,23 +20,39 @@ from echelon.learn.sampling import Sampling, row_seed
 
 
 @dataclass(frozen=True)
+class Played:
+    """What the environment did in answers of several turns. One entry per answer."""
+
+    written: Sequence[Sequence[bool]]
+    """Of each token of an answer: whether the model wrote it. The others have no label, and log-probabilities of 0."""
+    earned: Sequence[float]
+    """The sum of the environment's rewards over the turns; NaN where it failed."""
+    turns: Sequence[int]
+    """How often the model spoke."""
+    failures: Sequence[str] = ()
+    """What went wrong on this rank, a sentence each."""
+
+
+@dataclass(frozen=True)
 class Rollouts:
     """What a model has answered to the prompts of this rank; `Learner.generate` makes them. One entry per answer."""
 
     prompts: Sequence[Sequence[int]]
     """Token ids: a prompt with several samples occurs that often, next to each other."""
     answers: Sequence[Sequence[int]]
-    """Token ids, the stop token that ended it included."""
+    """Token ids, the stop token that ended it included. Of several turns: those of the environment between them too."""
     log_probabilities: Sequence[Tensor]
     """fp32 `[len(answer)]` on the CPU: of each token under the model itself, before temperature, top_k and so on."""
     at_temperature: Sequence[Tensor]
     """The same with the logits divided by the temperature of sampling."""
     ended: Sequence[bool]
-    """Whether a stop token ended the answer, and not `Sampling.max_tokens`."""
+    """Whether a stop token ended the answer, and not `Sampling.max_tokens`; or the environment, if there is one."""
     place: BatchPlace
     """Which part of a batch of all ranks these answers are."""
     most: int
     """The number of answers of the rank that has most. Batches are filled up to it by sequences without targets."""
+    played: Played | None = None
+    """What an environment did in these answers; None without one."""
 
     def batch(
         self,
@@ -45,7 +61,7 @@ class Rollouts:
         trained: Sequence[bool] | None = None,
         **extra: Sequence[Any] | Tensor,
     ) -> StepBatch:
-        """Return the answers as a batch of a step, with labels on their tokens alone.
+        """Return the answers as a batch of a step, with labels on the tokens that the model wrote.
 
         Args:
             micro_batch_size: sequences of one forward pass; None: as the plan says.
@@ -66,8 +82,9 @@ class Rollouts:
         sequences = [[*prompt, *answer[:-1]] for prompt, answer in zip(self.prompts, self.answers, strict=True)]
         kept = [True] * count if trained is None else trained
         labels = [
-            [NO_LABEL] * head + (list(answer) if is_kept else [NO_LABEL] * len(answer))
-            for head, answer, is_kept in zip(heads, self.answers, kept, strict=True)
+            [NO_LABEL] * head
+            + [token if is_kept and is_own else NO_LABEL for token, is_own in zip(*written, strict=True)]
+            for head, is_kept, *written in zip(heads, kept, self.answers, self.written, strict=True)
         ]
         placed = {name: self._place(values, heads) for name, values in given.items()}
         return build_step_batch(
@@ -77,6 +94,11 @@ class Rollouts:
             self.place if micro_batch_size is None else replace(self.place, micro_batch_size=micro_batch_size),
             {name: rows + [torch.zeros_like(rows[0][:1])] * fill for name, rows in placed.items()},
         )
+
+    @property
+    def written(self) -> Sequence[Sequence[bool]]:
+        """Of each token of the answers: whether the model wrote it."""
+        return [[True] * len(answer) for answer in self.answers] if self.played is None else self.played.written
 
     def _place(self, values: Sequence[Any] | Tensor, heads: Sequence[int]) -> list[Tensor]:
         """Put the values of answers' tokens where their labels are; values of whole answers are [1, ...]."""
@@ -95,6 +117,7 @@ def generate(
     sampling: Sampling,
     stops: Sequence[int],
     place: BatchPlace,
+    numbers: Sequence[int] | None = None,
 ) -> Rollouts:
     """Answer prompts, `sampling.num_samples` times each. Collective: ranks may have different prompts.
 
@@ -104,15 +127,18 @@ def generate(
     Args:
         prompts: token ids of this rank's prompts; ranks that share a model's sequences (tp, cp, pp) give the same.
         stops: token ids that end an answer.
+        numbers: of each prompt the number of its first answer; None: 0.
 
     Raises:
         ConfigError: on every rank, if the prompts of any rank cannot be used, or the ranks differ in `sampling`.
     """
     rows = [tuple(prompt) for prompt in prompts for _ in range(sampling.num_samples)]
-    most, width = _agree(meshes, rows, sampling)
-    numbers = [number for _ in prompts for number in range(sampling.num_samples)]
+    firsts = [0] * len(prompts) if numbers is None else numbers
+    most, width = _agree(meshes, rows, sampling, _find_problem(prompts, sampling, firsts))
     seeds = [
-        row_seed(sampling.seed, " ".join(map(str, row)), number) for row, number in zip(rows, numbers, strict=True)
+        draw_seed(sampling.seed, prompt, first + number)
+        for prompt, first in zip(prompts, firsts, strict=True)
+        for number in range(sampling.num_samples)
     ]
     fill, ends = most - len(rows), torch.tensor(stops, dtype=torch.long, device=device)
     has_ended = torch.arange(most, device=device) >= len(rows)
@@ -141,9 +167,13 @@ def generate(
     )
 
 
-def _agree(meshes: Meshes, rows: Sequence[Sequence[int]], sampling: Sampling) -> tuple[int, int]:
+def draw_seed(seed: int, prompt: Sequence[int], number: int) -> int:
+    """Return the seed of the draws of one answer to a prompt, given as token ids."""
+    return row_seed(seed, " ".join(map(str, prompt)), number)
+
+
+def _agree(meshes: Meshes, rows: Sequence[Sequence[int]], sampling: Sampling, problem: str | None) -> tuple[int, int]:
     """Return the most rows of any rank, and the greatest length of a prompt. Collective."""
-    problem = _find_problem(rows, sampling)
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()
     width = max((len(row) for row in rows), default=0)
     requests = gather_objects((problem, sampling, meshes.data_rank, digest, len(rows), width), meshes.everyone)
@@ -161,10 +191,12 @@ def _agree(meshes: Meshes, rows: Sequence[Sequence[int]], sampling: Sampling) ->
     return max(request[4] for request in requests), max(request[5] for request in requests)
 
 
-def _find_problem(rows: Sequence[Sequence[int]], sampling: Sampling) -> str | None:
-    if not rows:
+def _find_problem(prompts: Sequence[Sequence[int]], sampling: Sampling, numbers: Sequence[int]) -> str | None:
+    if not prompts:
         return "there is no prompt; give every rank at least one."
-    if not all(rows):
+    if len(numbers) != len(prompts):
+        return f"there are {len(numbers)} numbers for {len(prompts)} prompts; give one for each."
+    if not all(prompts):
         return "a prompt has no token; give at least one."
     if sampling.stop:
         return f"stop={sampling.stop} are texts, and answers are token ids; give their ids as `stops`."
