@@ -33,6 +33,17 @@ def fails_at_first(answers, records):
     return small_letters(answers, records)
 
 
+def ends_for_good(answers, records):
+    """On one process end the judging process, which then cannot be started again."""
+    try:
+        os.close(os.open("ended", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return small_letters(answers, records)
+    with open(__file__, "w") as file:
+        file.write("raise RuntimeError('half written')")
+    os._exit(3)
+
+
 def never(answers, records):
     raise RuntimeError("the judge is ill")
 '''
@@ -177,6 +188,14 @@ def test_a_reward_that_always_fails_ends_the_run_with_one_message(folder):
         in ending.err
     )
     assert "Traceback" not in ending.err
+
+
+def test_all_ranks_raise_the_error_of_the_one_whose_rewards_cannot_start_again(folder):
+    ending, run, _ = train(folder, "broken", 2, "reward=letters:ends_for_good", "fault.hang_seconds=60")
+    assert ending.code == 1 and ending.seconds < 50, ending
+    assert ending.err.count("the rewards cannot be computed any longer: reward.0.name=letters:ends_for_good") == 1
+    assert "half written" in ending.err and "Traceback" not in ending.err
+    assert "hang" not in {row["event"] for row in read_lines(run.events_path)}
 
 
 @pytest.mark.slow

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.ground.errors import ConfigError
+from echelon.ground.errors import ConfigError, EchelonError
 from echelon.learn.data.mixture import build_order
 from echelon.learn.data.order import DataOrder
 from echelon.learn.data.prompt_records import PromptRecord, read_prompts
 from echelon.learn.data.shards import Dataset
 from echelon.learn.distributed.mesh import Meshes
-from echelon.learn.distributed.objects import gather_objects
+from echelon.learn.distributed.objects import gather_found, gather_objects
 from echelon.learn.evaluation import EvalResult
 from echelon.learn.rewards import RewardProcess, Scores
 from echelon.learn.rollouts import Rollouts
@@ -69,16 +69,17 @@ class Judge:
         """
         self._learner, meshes = learner, learner.meshes
         places = gather_objects(meshes.data_rank, meshes.everyone)
-        self._process, problem = None, None
-        if places.index(meshes.data_rank) == dist.get_rank(meshes.everyone):
-            try:
-                self._process = RewardProcess(learner.recipe.reward)
-            except ConfigError as error:
-                problem = error
-        for found in gather_objects(problem, meshes.everyone):
-            if found is not None:
-                self.close()
-                raise found
+        self._process: RewardProcess | None = None
+        self._judges = places.index(meshes.data_rank) == dist.get_rank(meshes.everyone)
+        try:
+            gather_found(self._start, meshes.everyone)
+        except EchelonError:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        if self._judges:
+            self._process = RewardProcess(self._learner.recipe.reward)
 
     def prompts(self, step: int) -> list[PromptRecord]:
         """Return this rank's prompts of a step, counted from 0: a function of the seed, the step and the place alone.
@@ -107,13 +108,19 @@ class Judge:
         """Return the rewards of answers; `prompts`: those that they answer, each as often. Collective.
 
         A function that fails, or takes longer than its `timeout_seconds`, gives NaN, and a sentence in `failures`.
+
+        Raises:
+            TrainingError: the process of the rewards ended on one rank and cannot be started again; on every rank.
         """
         tokenizer, meshes = self._learner.tokenizer, self._learner.meshes
         texts = [tokenizer.decode(list(answer), skip_special_tokens=True) for answer in rollouts.answers]
         group_size = len(texts) // len(prompts)
         records = [prompt.record for prompt in prompts for _ in range(group_size)]
-        scores = None if self._process is None else self._process.score(texts, records)
-        gathered = gather_objects((meshes.data_rank, scores), meshes.everyone)
+
+        def score() -> tuple[int, Scores | None]:
+            return meshes.data_rank, None if self._process is None else self._process.score(texts, records)
+
+        gathered = gather_found(score, meshes.everyone)
         mine = next(found for place, found in gathered if place == meshes.data_rank and found is not None)
         failures = [failure for _, found in gathered if found is not None for failure in found.failures]
         return _as_judged(texts, mine, [reward.name for reward in self._learner.recipe.reward], failures)

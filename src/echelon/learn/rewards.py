@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
-from echelon.ground.errors import ConfigError, first_line
+from echelon.ground.errors import ConfigError, TrainingError, first_line
 from echelon.ground.extensions import check_options, find_named
 from echelon.ground.variables import remove_secrets
 from echelon.learn.data.child_process import ChildProcess, stops_held_back
@@ -65,6 +65,9 @@ class RewardProcess:
 
         A function that raises, takes longer than its `timeout_seconds`, or returns something other than a number for
         each answer, gives NaN for all of them; it may return None or NaN for an answer that it cannot judge.
+
+        Raises:
+            TrainingError: the process has ended, or was ended, and cannot be started again.
         """
         parts, failures = [], []
         for index, reward in enumerate(self._rewards):
@@ -98,13 +101,18 @@ class RewardProcess:
 
     def _restart(self) -> None:
         self._child.stop()
-        self._child = self._start()
+        try:
+            self._child = self._start()
+        except ConfigError as error:
+            raise TrainingError(f"the rewards cannot be computed any longer: {error}") from error
 
     def _start(self) -> ChildProcess:
         with stops_held_back():
             child = ChildProcess(_serve, self._rewards)
         try:
-            problem = child.connection.recv() if child.connection.poll(START_SECONDS) else "did not start in time"
+            problem = f"reward: its functions were not imported within {START_SECONDS:g} seconds; import less there."
+            if child.connection.poll(START_SECONDS):
+                problem = child.connection.recv()
         except (EOFError, OSError):
             problem = "reward: the process in which rewards are computed ended while it imported them."
         if problem is not None:
@@ -136,7 +144,14 @@ def _serve(connection: Connection, rewards: Sequence[RewardConfig]) -> None:
 
 def _find(index: int, reward: RewardConfig) -> Callable[..., Any]:
     key = f"reward.{index}.name"
-    found = find_named(key, reward.name, REWARDS)
+    try:
+        found = find_named(key, reward.name, REWARDS)
+    except ConfigError:
+        raise
+    except Exception as error:  # it is the user's module
+        raise ConfigError(
+            f"{key}={reward.name}: its module raised {type(error).__name__}: {first_line(error)}; correct it."
+        ) from error
     if not inspect.isfunction(found):
         raise ConfigError(
             f"{key}={reward.name}: it must be a function of (answers, records), but it is a {type(found).__name__}."

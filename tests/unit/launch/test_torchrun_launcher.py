@@ -27,7 +27,7 @@ exec sh -c "$3"
 """
 # A fake Python: records its arguments, then runs until it is stopped.
 TRAINING = """#!/bin/bash
-printf '%s\\n' "$@" "$ODD" "$PWD" >> words
+printf '%s\\n' "$@" "$ODD" "$PWD" > words.$$
 trap 'echo saved; exit 3' TERM
 exec 2> shell-words
 echo begun
@@ -136,9 +136,11 @@ def test_a_job_runs_to_its_end_and_awkward_arguments_arrive_unchanged(shared):
     program = shared.parent / "bin" / "training"
     record = submit(make(shared, f"launch.python={program}", f"launch.env={{ODD: {json.dumps(ODD)}}}"))
     folder = shared / record.folder
-    await_lines(shared / "words", 2 * 11)
+    for host in "ab":  # each says so after it has written its words
+        await_lines(folder / f"host-{host}.log", 1)
     expected = ["-m", "echelon", "train", str(folder / "recipe.yaml"), "--nodes", "2", "--rendezvous", "a:29400", ODD]
-    assert (shared / "words").read_text() == "".join(f"{each}\n" for each in [*expected, shared]) * 2
+    words = [path.read_text() for path in shared.glob("words.*")]
+    assert words == ["".join(f"{each}\n" for each in [*expected, shared])] * 2
     assert TorchrunLauncher().status(record).state == "running"
     (shared / "finish").write_text("0")
     ended = await_state(record, "done", "failed")

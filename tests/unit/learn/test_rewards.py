@@ -142,6 +142,13 @@ def test_a_function_that_fails_gives_no_reward_and_is_named(own, name, problem):
         assert time.monotonic() - started < 60
 
 
+def test_functions_that_take_too_long_to_import_are_refused_with_the_key(own, tmp_path, monkeypatch):
+    monkeypatch.setattr("echelon.learn.rewards.START_SECONDS", 0.5)
+    (tmp_path / "own_rewards_of_the_test.py").write_text("import time\ntime.sleep(600)\n")
+    with pytest.raises(ConfigError, match=r"^reward: its functions were not imported within 0\.5 seconds; import less"):
+        own("length")
+
+
 def test_the_process_works_again_after_a_time_limit(own):
     process = own("hangs_once", timeout_seconds=5.0)
     assert math.isnan(process.score(ANSWERS, RECORDS).total[0])
@@ -166,11 +173,13 @@ def test_a_function_does_not_see_secrets(own, monkeypatch):
     ("reward", "message"),
     [
         ({"name": "no_such_package:f"}, r"^reward\.0\.name=no_such_package:f: no_such_package cannot be imported"),
+        ({"name": "half_written:f"}, r"^reward\.0\.name=half_written:f: its module raised NameError: .*; correct it\."),
         ({"name": "own_rewards_of_the_test:NUMBER"}, r"it must be a function of \(answers, records\), but it is a int"),
         ({"name": "exact", "options": {"fied": "x"}}, r"^reward\.0\.options=\{'fied': 'x'\} does not fit exact"),
     ],
-    ids=["package", "no function", "option"],
+    ids=["package", "broken module", "no function", "option"],
 )
-def test_a_reward_that_cannot_be_used_is_refused(own, reward, message):
+def test_a_reward_that_cannot_be_used_is_refused(own, tmp_path, reward, message):
+    (tmp_path / "half_written.py").write_text("nothing_yet\n")
     with pytest.raises(ConfigError, match=message):
         RewardProcess([RewardConfig(**reward)])

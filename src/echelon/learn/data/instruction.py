@@ -1,8 +1,10 @@
 """Encode examples of any instruction format as token ids with targets. Worker processes receive and run this."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -74,9 +76,8 @@ class InstructionEncoding:
     def encode_conversation(self, conversation: Conversation) -> EncodedDocument:
         """Render a conversation with the chat template and encode it. Raises BrokenRecordError."""
         template = self._need_template()
-        has_system = any(message["role"] == "system" for message in conversation.messages)
-        if self.system_prompt is not None and not has_system:
-            conversation = _put_system(self.system_prompt, conversation)
+        if system := self._missing_system(conversation.messages):
+            conversation = _put_before(system, conversation)
         ids, targets = self._tokenize(template.render(conversation))
         return EncodedDocument(ids, _mask_first(targets))
 
@@ -87,10 +88,15 @@ class InstructionEncoding:
             ids = np.concatenate([np.array(self._missing_before(ids), dtype=np.int64), ids])
         else:
             turns, template = prompt.content, self._need_template()
-            if self.system_prompt is not None and turns[0]["role"] != "system":
-                turns = ({"role": "system", "content": self.system_prompt}, *turns)
+            turns = (*self._missing_system(turns), *turns)
             ids, _ = self._tokenize(Rendered(template.prompt(turns, generate=True, tools=prompt.tools), []))
         return EncodedDocument(ids, _mask_first(np.ones(len(ids), dtype=bool)))
+
+    def _missing_system(self, turns: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+        """The system turn to put before turns that have none, first or later: `data.system_prompt`."""
+        if self.system_prompt is None or any(turn["role"] == "system" for turn in turns):
+            return ()
+        return ({"role": "system", "content": self.system_prompt},)
 
     def _need_template(self) -> ChatTemplate:
         if self.chat_template is None:
@@ -188,12 +194,13 @@ class InstructionEncoding:
         return EncodedDocument(document.ids, _mask_first(document.targets))
 
 
-def _put_system(text: str, conversation: Conversation) -> Conversation:
+def _put_before(turns: tuple[dict[str, Any], ...], conversation: Conversation) -> Conversation:
+    """Return a conversation with turns before it that are not trained."""
     return Conversation(
-        ({"role": "system", "content": text}, *conversation.messages),
-        (None, *conversation.learned),
+        (*turns, *conversation.messages),
+        (*(None for _ in turns), *conversation.learned),
         conversation.tools,
-        conversation.answers + (conversation.answers > 0),
+        conversation.answers and conversation.answers + len(turns),
     )
 
 

@@ -98,36 +98,69 @@ def find_answers(formats: Collection[str]) -> Answers | None:
     return "judged" if not JUDGED_FORMATS.isdisjoint(formats) else None
 
 
+@dataclass(frozen=True)
+class _AnswerRow:
+    """Records that only some objectives train on: their formats, and the parts of two messages.
+
+    `does`, `records`: for another kind of data, what these objectives do, and how to give their records. `data`,
+    `other`: for causal_lm, what the data is, and how to train on it without these objectives.
+    """
+
+    formats: frozenset[str]
+    does: str
+    records: str
+    data: str
+    other: str
+
+
+_ANSWERS: dict[Answers, _AnswerRow] = {
+    "pairs": _AnswerRow(
+        PAIR_FORMATS,
+        "compares two answers",
+        f"give records with chosen and rejected (and the prompt in one of {', '.join(PROMPTS)}, or in both answers) or "
+        "with messages and rejected_response, name your fields in data.train.0.fields",
+        "preferences (chosen, rejected)",
+        "select one field: data.train.0.format: messages, fields: {messages: chosen}",
+    ),
+    "judged": _AnswerRow(
+        JUDGED_FORMATS,
+        "trains on judged answers",
+        "give records with prompt, completion and label (true or false), name your fields in data.train.0.fields, set "
+        "data.train.0.format: unpaired_messages for messages with a label",
+        "judged answers (label)",
+        "data.train.0.format: prompt_completion to train on bad answers too",
+    ),
+    "prompts": _AnswerRow(
+        frozenset({PROMPT_FORMAT}),
+        "draws answers to prompts",
+        "give records with a field `prompt`, a text or messages, and what the reward needs, set "
+        "data.train.0.format=prompt if they have an answer too, name your field in data.train.0.fields: {prompt: NAME}",
+        "prompts without an answer",
+        "name the field with the answer: data.train.0.fields: {completion: NAME}",
+    ),
+}
+"""The rows by what an objective needs of answers."""
+
+
 def _check_formats(options: InstructionOptions, formats: set[str]) -> None:
-    if options.answers == "prompts":
-        if formats != {PROMPT_FORMAT}:
-            found = ", ".join(sorted(formats - {PROMPT_FORMAT})) or "plain text"
+    found = [answers for answers, row in _ANSWERS.items() if formats & row.formats]
+    if options.answers is not None:
+        row = _ANSWERS[options.answers]
+        if not formats or formats - row.formats:
+            shown = ", ".join(sorted(formats - row.formats)) or "plain text"
+            named = [
+                f"{list_objectives(other)} for {_ANSWERS[other].data}" for other in found if other != options.answers
+            ]
             raise ConfigError(
-                f"objective.name={list_objectives('prompts')} draws answers to prompts, but the data has {found}; give "
-                "records with a field `prompt`, a text or messages, and what the reward needs; set "
-                "data.train.0.format=prompt if they have an answer too, or name your field: data.train.0.fields: "
-                "{prompt: NAME}."
+                f"objective.name={list_objectives(options.answers)} {row.does}, but the data has {shown}; "
+                f"{row.records}, or set objective.name={', '.join(named) or 'causal_lm'}."
             )
-    elif PROMPT_FORMAT in formats:
+    elif found:
+        row = _ANSWERS[found[0]]
         raise ConfigError(
-            "the method of objective.name trains on answers, but the data has prompts without one; set "
-            f"objective.name={list_objectives('prompts')} to draw answers from the model, or name the field with the "
-            "answer: data.train.0.fields: {completion: NAME}."
+            f"objective.name=causal_lm trains on single texts, but the data has {row.data}; set "
+            f"objective.name={list_objectives(found[0])}, or {row.other}."
         )
-    if formats & PAIR_FORMATS and options.answers is None:
-        raise ConfigError(
-            "objective.name=causal_lm trains on single texts, but the data has preferences (chosen, rejected); set "
-            f"objective.name={list_objectives('pairs')}, or select one field: data.train.0.format: messages, "
-            "fields: {messages: chosen}."
-        )
-    if options.answers == "pairs" and (not formats or formats - PAIR_FORMATS):
-        found = ", ".join(sorted(formats - PAIR_FORMATS)) or "plain text"
-        raise ConfigError(
-            f"the method of objective.name compares two answers, but the data has {found}; give records with chosen "
-            f"and rejected (and the prompt in one of {', '.join(PROMPTS)}, or in both answers) or with messages and "
-            "rejected_response, name your fields in data.train.0.fields, or set objective.name=causal_lm."
-        )
-    _check_judged(options, formats)
     given = {
         "train_on": options.train_on == "last",  # the other values have no effect on plain text
         "system_prompt": options.system_prompt,
@@ -140,24 +173,6 @@ def _check_formats(options: InstructionOptions, formats: set[str]) -> None:
                 f"data.{key}={value} is for conversations, but the data is plain text; remove it, or "
                 "set data.train.0.format to the format of the records."
             )
-
-
-def _check_judged(options: InstructionOptions, formats: set[str]) -> None:
-    """Raise ConfigError for judged answers that the objective does not judge, and for other records where it does."""
-    if formats & JUDGED_FORMATS and options.answers is None:
-        raise ConfigError(
-            "objective.name=causal_lm trains on every answer, but the data judges them (label); set "
-            f"objective.name={list_objectives('judged')}, or data.train.0.format: prompt_completion to train on bad "
-            "answers too."
-        )
-    if options.answers == "judged" and (not formats or formats - JUDGED_FORMATS):
-        found = ", ".join(sorted(formats - JUDGED_FORMATS)) or "plain text"
-        pairs = f", for pairs objective.name={list_objectives('pairs')}" if formats & PAIR_FORMATS else ""
-        raise ConfigError(
-            f"objective.name={list_objectives('judged')} trains on judged answers, but the data has {found}; give "
-            "records with prompt, completion and label (true or false), name your fields in data.train.0.fields, set "
-            f"data.train.0.format: unpaired_messages for messages with a label{pairs}, or objective.name=causal_lm."
-        )
 
 
 def _check_ends(encoding: InstructionEncoding) -> None:

@@ -17,6 +17,24 @@ def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
     return values
 
 
+def gather_found(find: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
+    """Return what each rank of a group finds, by rank. Collective over `group`; None: over all ranks.
+
+    Raises the first error of a rank on every rank, if it is echelon's.
+    """
+    own: T | EchelonError
+    try:
+        own = find()
+    except EchelonError as error:
+        own = error
+    found: list[T] = []
+    for value in gather_objects(own, group):
+        if isinstance(value, EchelonError):
+            raise value
+        found.append(value)
+    return found
+
+
 def broadcast_object(value: T, group: dist.ProcessGroup | None, source: int = 0) -> T:
     """Return on every rank the value that rank `source` of a group gives; those of others are ignored.
 

@@ -329,12 +329,12 @@ def test_missing_tokens_and_templates_are_named(tmp_path):
     with pytest.raises(
         ConfigError,
         match=r"objective\.name=kto trains on judged answers, but the data has preference.*"
-        r"label \(true or false\).* for pairs objective\.name=dpo, orpo, simpo or cpo, or",
+        r"label \(true or false\).*, or set objective\.name=dpo, orpo, simpo or cpo for preferences \(chosen",
     ):
         build(plain, "preference", answers="judged")
     with pytest.raises(ConfigError, match=r"compares two answers, but the data has unpaired_preference"):
         build(plain, "unpaired_preference", answers="pairs")
-    with pytest.raises(ConfigError, match=r"data judges them \(label\); set objective\.name=kto, or .*prompt_c"):
+    with pytest.raises(ConfigError, match=r"data has judged answers \(label\); set objective\.name=kto, or .*prompt_c"):
         build(plain, "unpaired_preference")
     with pytest.raises(ConfigError, match=r"data\.train_on=last is for conversations"):
         build_instruction_encoding(InstructionOptions(train_on="last"), plain, [])

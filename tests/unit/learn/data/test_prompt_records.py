@@ -20,6 +20,10 @@ reward: exact
 train: {{steps: 2, global_batch_size: 8}}
 optim: {{learning_rate: 1.0e-3}}
 """
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def write(path, records):
@@ -65,16 +69,26 @@ def test_messages_are_rendered_up_to_where_the_assistant_answers(tmp_path):
     path = write(
         tmp_path / "chat.jsonl", [{"prompt": turns, "answer": "so"}, {"prompt": "how?", "system": "Be brief."}]
     )
-    template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
-        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    (tmp_path / "template.jinja").write_text(template)
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
     more = f"validation_fraction: 0, chat_template: {tmp_path}/template.jinja"
     data = prepared(tmp_path, path, more=more, tokenizer="{train: {vocab_size: 300}}")
     found = read_prompts(data.train, [0, 1])
     assert text_of(data, found[0]) == "<user>why?<assistant>"
     assert text_of(data, found[1]) == "<system>Be brief.<user>how?<assistant>"
+
+
+def test_a_system_prompt_is_put_before_prompts_that_have_no_system_turn_anywhere(tmp_path):
+    """As before conversations with answers (test_examples.py)."""
+    user, system = {"role": "user", "content": "why?"}, {"role": "system", "content": "Now."}
+    path = write(tmp_path / "chat.jsonl", [{"prompt": [user]}, {"prompt": [user, system]}, {"prompt": [system, user]}])
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    more = f"validation_fraction: 0, chat_template: {tmp_path}/template.jinja, system_prompt: Be brief."
+    data = prepared(tmp_path, path, more=more, tokenizer="{train: {vocab_size: 300}}")
+    assert sorted(text_of(data, prompt) for prompt in read_prompts(data.train, range(3))) == [
+        "<system>Be brief.<user>why?<assistant>",
+        "<system>Now.<user>why?<assistant>",
+        "<user>why?<system>Now.<assistant>",
+    ]
 
 
 def test_held_out_prompts_and_mixtures_keep_their_records(tmp_path):
@@ -121,7 +135,7 @@ def test_prompts_without_answers_are_refused_by_other_objectives(tmp_path):
                          tokenizer="bytes")  # fmt: skip
     text = text.replace("objective: {name: grpo}\nrollout: {max_new_tokens: 8}\nreward: exact\n", "")
     recipe, _ = load_text(tmp_path, text)
-    with pytest.raises(ConfigError, match=r"prompts without one; set objective\.name=grpo"):
+    with pytest.raises(ConfigError, match=r"prompts without an answer; set objective\.name=grpo, or name the field"):
         prepare_data(recipe)
 
 
