@@ -20,6 +20,7 @@ _IMPORTS: dict[str, tuple[str, ...]] = {
     "s3": ("s3fs",),
     "gcs": ("gcsfs",),
     "float8": ("torchao",),
+    "math": ("math_verify",),
 }
 
 

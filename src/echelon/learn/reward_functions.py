@@ -1,4 +1,7 @@
-"""Rewards that a recipe can name. Each is a function of the answers and of the records of their prompts."""
+"""Rewards that a recipe can name. Each is a function of the answers and of the records of their prompts.
+
+For an answer that cannot be judged a function gives the reason, a text, instead of a number.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,28 +11,32 @@ Record = Mapping[str, Any]
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?\.?\d+(?:[eE][-+]?\d+)?")
 
 
-def exact(answers: Sequence[str], records: Sequence[Record], field: str = "answer") -> list[float]:
+def exact(answers: Sequence[str], records: Sequence[Record], field: str = "answer") -> list[float | str]:
     """1 for an answer that is the text of a field of its record, apart from white space around it, else 0."""
     return [
-        float(answer.strip() == str(record[field]).strip()) for answer, record in zip(answers, records, strict=True)
+        float(answer.strip() == str(record[field]).strip()) if field in record else missing(field)
+        for answer, record in zip(answers, records, strict=True)
     ]
 
 
 def number(
     answers: Sequence[str], records: Sequence[Record], field: str = "answer", tolerance: float = 1e-6
-) -> list[float]:
+) -> list[float | str]:
     """1 for an answer whose last number is the last number in a field of its record, within a relative tolerance.
 
     A comma between groups of three digits is no decimal point: 1,234.5 is read as 1234.5.
     """
-    found = [
-        (_last_number(answer), _last_number(str(record[field])))
+    return [
+        _compare(answer, record, field, tolerance) if field in record else missing(field)
         for answer, record in zip(answers, records, strict=True)
     ]
-    return [
-        float(given is not None and wanted is not None and abs(given - wanted) <= tolerance * max(1.0, abs(wanted)))
-        for given, wanted in found
-    ]
+
+
+def _compare(answer: str, record: Record, field: str, tolerance: float) -> float | str:
+    given, wanted = _last_number(answer), _last_number(str(record[field]))
+    if wanted is None:
+        return f"the record's field {field} has no number"
+    return float(given is not None and abs(given - wanted) <= tolerance * max(1.0, abs(wanted)))
 
 
 def _last_number(text: str) -> float | None:
@@ -39,7 +46,7 @@ def _last_number(text: str) -> float | None:
 
 def regex(
     answers: Sequence[str], records: Sequence[Record], pattern: str = "", field: str | None = None
-) -> list[float]:
+) -> list[float | str]:
     """1 for an answer in which a regular expression is found; with `field`, only if its first group is that field.
 
     `.` matches line breaks too, and `^` and `$` are the ends of the answer.
@@ -50,5 +57,12 @@ def regex(
         return [float(match is not None) for match in matches]
     return [
         float(match is not None and match[1].strip() == str(record[field]).strip())
+        if field in record
+        else missing(field)
         for match, record in zip(matches, records, strict=True)
     ]
+
+
+def missing(field: str) -> str:
+    """Return the reason for which an answer to a record without a field cannot be judged."""
+    return f"the record has no field {field}; name another in the reward's options.field"

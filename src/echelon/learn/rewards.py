@@ -64,7 +64,8 @@ class RewardProcess:
         """Judge answers by the records of their prompts.
 
         A function that raises, takes longer than its `timeout_seconds`, or returns something other than a number for
-        each answer, gives NaN for all of them; it may return None or NaN for an answer that it cannot judge.
+        each answer, gives NaN for all of them; for an answer that it cannot judge it may return None, NaN or a text
+        with the reason.
 
         Raises:
             TrainingError: the process has ended, or was ended, and cannot be started again.
@@ -72,8 +73,6 @@ class RewardProcess:
         parts, failures = [], []
         for index, reward in enumerate(self._rewards):
             found, problem = self._ask(index, reward, answers, records)
-            if problem is None and (unjudged := sum(map(math.isnan, found))):
-                problem = f"gave no number for {unjudged} of {len(answers)} answers"
             if problem is not None:
                 failures.append(f"reward.{index} ({reward.name}) {problem}.")
             parts.append(found)
@@ -88,16 +87,17 @@ class RewardProcess:
         self, index: int, reward: RewardConfig, answers: Sequence[str], records: Sequence[Mapping[str, Any]]
     ) -> tuple[list[float], str | None]:
         none = [math.nan] * len(answers)
+        found: tuple[list[float], str | None]
         try:
             self._child.connection.send((index, list(answers), list(records)))
             if not self._child.connection.poll(reward.timeout_seconds):
                 self._restart()
                 return none, f"did not answer within reward.{index}.timeout_seconds={reward.timeout_seconds:g}"
-            found, problem = self._child.connection.recv()
+            found = self._child.connection.recv()
         except (EOFError, OSError):
             self._restart()
             return none, "ended the process in which rewards are computed"
-        return (none if problem else found), problem
+        return found
 
     def _restart(self) -> None:
         self._child.stop()
@@ -163,19 +163,24 @@ def _find(index: int, reward: RewardConfig) -> Callable[..., Any]:
 def _judge(
     function: Callable[..., Any], reward: RewardConfig, answers: list[str], records: list[Any]
 ) -> tuple[list[float], str | None]:
-    """Call a function. Returns its numbers, or what is wrong with them, as a clause."""
+    """Call a function. Returns its numbers, NaN where it gives none, and what is wrong with them, as a clause."""
+    none = [math.nan] * len(answers)
     try:
         found = function(answers, records, **(reward.options or {}))
         if inspect.isawaitable(found):
             found = asyncio.run(_wait_for(found))
-        numbers = [math.nan if value is None else float(value) for value in found]
+        values = list(found)
+        numbers = [math.nan if value is None or isinstance(value, str) else float(value) for value in values]
     except Exception as error:  # it is the user's code
-        return [], f"raised {type(error).__name__}: {first_line(error)}"
+        return none, f"raised {type(error).__name__}: {first_line(error)}"
     if len(numbers) != len(answers):
-        return [], f"returned {len(numbers)} numbers for {len(answers)} answers"
+        return none, f"returned {len(numbers)} numbers for {len(answers)} answers"
     if any(map(math.isinf, numbers)):
-        return [], "returned an infinite number"
-    return numbers, None
+        return none, "returned an infinite number"
+    if not (unjudged := sum(map(math.isnan, numbers))):
+        return numbers, None
+    reason = next((f": {value}" for value in values if isinstance(value, str)), "")
+    return numbers, f"gave no number for {unjudged} of {len(answers)} answers{reason}"
 
 
 async def _wait_for(found: Any) -> Any:

@@ -148,6 +148,7 @@ REWARDS: dict[str, str] = {
     "exact": "echelon.learn.reward_functions:exact",
     "number": "echelon.learn.reward_functions:number",
     "regex": "echelon.learn.reward_functions:regex",
+    "math": "echelon.learn.math_answers:math",
 }
 """The rewards by `reward[].name`: functions of (answers, records), and of their options."""
 

@@ -45,7 +45,8 @@ class RewardConfig(Section):
 
     name: RewardName = Field(
         description="`exact` (the answer is the text of a field), `number` (its last number is that of a field), "
-        "`regex` (a pattern matches), or a function of your own, `package.module:function`, of (answers, records)."
+        "`regex` (a pattern matches), `math` (it equals a field as mathematics), or a function of your own, "
+        "`package.module:function`, of (answers, records)."
     )
     weight: Number = Field(1.0, description="Factor on the reward.")
     options: Options = Field(None, description="Further arguments of the function, by name.")

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from echelon.ground.errors import ConfigError
+from echelon.learn.math_answers import math as equals
 from echelon.learn.reward_functions import exact, number, regex
 from echelon.learn.rewards import RewardProcess
 from echelon.recipe import RewardConfig
@@ -30,6 +31,55 @@ def test_number_compares_the_last_numbers():
 def test_regex_finds_a_pattern_or_its_group():
     assert regex(["<a>\n1</a>", "1"], RECORDS[:2], pattern="<a>.*</a>") == [1.0, 0.0]
     assert regex([r"\boxed{7}", r"\boxed{13}"], RECORDS[:2], pattern=r"\\boxed\{(.*)\}", field="answer") == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("solution", "equal", "others"),
+    [
+        ("1/2", [r"so \boxed{0.5}", r"$\frac{2}{4}$", r"\boxed{50\%}", "it is 1/2."], [r"\boxed{2}", "0.05", ""]),
+        (r"\frac{\sqrt{8}}{2}", [r"\boxed{\sqrt2}", r"$2^{1/2}$"], [r"\boxed{2}", r"\boxed{\frac{\sqrt{8}}"]),
+        ("x^2 + 2x + 1", ["$(x+1)^2$", r"\boxed{(1+x)(x+1)}"], [r"\boxed{x^2+1}"]),
+        (r"\{1, 2\}", [r"\boxed{\{2, 1\}}"], [r"\boxed{\{1, 2, 3\}}"]),
+        (r"We add and get \boxed{1{,}234}.", ["1234", r"\boxed{1,234.0}"], ["1,234 and then 5"]),
+        ("The sum is $-3$.", [r"first $4$, at last $\boxed{-3}$"], ["3"]),
+    ],
+    ids=["fraction", "root", "polynomial", "set", "boxed solution", "solution between dollar signs"],
+)
+def test_math_compares_as_mathematics(solution, equal, others):
+    answers = [*equal, *others]
+    expected = [1.0] * len(equal) + [0.0] * len(others)
+    assert equals(answers, [{"answer": solution}] * len(answers)) == expected
+
+
+def test_a_comparison_that_takes_too_long_is_no_equality():
+    started = time.monotonic()
+    assert equals([r"\boxed{9^{9^{9^{9^9}}}}", "1"], [{"answer": 1}] * 2) == [0.0, 1.0]
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "reason"),
+    [
+        ("exact", {}, "the record has no field answer; name another in the reward's options.field"),
+        ("number", {}, "the record has no field answer; name another in the reward's options.field"),
+        ("math", {}, "the record has no field answer; name another in the reward's options.field"),
+        ("number", {"answer": "seven"}, "the record's field answer has no number"),
+        ("math", {"answer": ""}, "the record's field answer is no formula"),
+    ],
+)
+def test_a_record_that_an_answer_cannot_be_compared_with_costs_no_other_answer(name, record, reason):
+    with RewardProcess([RewardConfig(name=name)]) as process:
+        scores = process.score(["7", "7", ""], [{"answer": "7"}, record, {"answer": "7"}])
+    assert [scores.total[0], scores.total[2]] == [1.0, 0.0] and math.isnan(scores.total[1])
+    assert list(scores.failures) == [f"reward.0 ({name}) gave no number for 1 of 3 answers: {reason}."]
+
+
+def test_math_without_its_package_is_refused_with_the_command(tmp_path, monkeypatch):
+    """In the process of the rewards, which is another: a module that cannot be imported stands in its way."""
+    (tmp_path / "math_verify.py").write_text("raise ModuleNotFoundError('No module named math_verify')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"^reward=math requires the package math-verify.*'echelon\[math\]'"):
+        RewardProcess([RewardConfig(name="math")])
 
 
 OWN = """
@@ -72,6 +122,10 @@ def too_few(answers, records):
 
 def unsure(answers, records):
     return [None, float("nan"), 2]
+
+
+def explains(answers, records):
+    return ["not my language", 1, None]
 
 
 def infinite(answers, records):
@@ -159,6 +213,14 @@ def test_an_answer_that_cannot_be_judged_is_left_out_alone(own):
     scores = own("unsure").score(ANSWERS, RECORDS)
     assert [math.isnan(value) for value in scores.total] == [True, True, False] and scores.total[2] == 2.0
     assert list(scores.failures) == ["reward.0 (own_rewards_of_the_test:unsure) gave no number for 2 of 3 answers."]
+
+
+def test_a_function_may_say_why_it_cannot_judge(own):
+    scores = own("explains").score(ANSWERS, RECORDS)
+    assert [math.isnan(value) for value in scores.total] == [True, False, True]
+    assert list(scores.failures) == [
+        "reward.0 (own_rewards_of_the_test:explains) gave no number for 2 of 3 answers: not my language."
+    ]
 
 
 def test_a_function_does_not_see_secrets(own, monkeypatch):

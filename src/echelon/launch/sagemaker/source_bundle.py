@@ -34,6 +34,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "deepspeed": ("deepspeed>=0.19.8,<0.20",),
     "tensorflow": ("tensorflow-cpu>=2.21,<2.22", "keras-hub>=0.32,<0.33"),
     "float8": ("torchao>=0.16",),
+    "math": ("math-verify>=0.9",),
     "sagemaker": ("boto3>=1.42.44",),
     "liger": ("liger-kernel>=0.8",),
 }
@@ -62,6 +63,8 @@ def list_extras(recipe: Recipe) -> dict[str, str]:
         extras[recipe.engine] = f"engine={recipe.engine}"
     if recipe.train.precision == "fp8":
         extras["float8"] = "train.precision=fp8"
+    if any(reward.name == "math" for reward in recipe.reward):
+        extras["math"] = "reward=math"
     if recipe.adapter.is_adapter:
         extras["qlora" if recipe.adapter.method == "qlora" else "peft"] = f"adapter.method={recipe.adapter.method}"
     if recipe.launch.sagemaker.secrets:
