@@ -1,7 +1,7 @@
 """Answers of a model to the prompts of a recipe, judged by its rewards, on all ranks."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -11,15 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.ground.errors import ConfigError, EchelonError
+from echelon.learn.conversations import Conversations
 from echelon.learn.data.mixture import build_order
 from echelon.learn.data.order import DataOrder
 from echelon.learn.data.prompt_records import PromptRecord, read_prompts
 from echelon.learn.data.shards import Dataset
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.objects import gather_found, gather_objects
+from echelon.learn.environments import EnvironmentProcess
 from echelon.learn.evaluation import EvalResult
-from echelon.learn.rewards import RewardProcess, Scores
-from echelon.learn.rollouts import Rollouts
+from echelon.learn.rewards import Asked, RewardProcess, Scores
+from echelon.learn.rollouts import Played, Rollouts
 from echelon.learn.sampling import Sampling
 from echelon.recipe import Recipe
 
@@ -47,7 +49,7 @@ class RewardStats:
 
     reward: float
     solved: float
-    """The share with the full reward: that of every reward function at 1."""
+    """The share with the full reward: that of every reward function at 1, and 1 from the environment."""
     spread: float
     """The mean standard deviation of the rewards within a group."""
     unjudged: float
@@ -55,21 +57,33 @@ class RewardStats:
     parts: Mapping[str, float]
 
 
+@dataclass(frozen=True)
+class Judging:
+    """Answers of this rank that are being judged."""
+
+    texts: Sequence[str]
+    played: Played | None
+    asked: Asked | None = None
+    """On the rank that runs the reward functions for these answers."""
+
+
 class Judge:
     """Gives a learner the prompts of its recipe, and judges the answers by the recipe's rewards.
 
-    Of the ranks that hold the same answers one runs the reward functions, in a process beside it.
+    Of the ranks that hold the same answers one runs the reward functions, in a process beside it, and the environments
+    in another.
     """
 
     def __init__(self, learner: "Learner") -> None:
-        """Start the process of the rewards. Collective.
+        """Start the processes of the rewards and of the environments. Collective.
 
         Raises:
-            ConfigError: a reward cannot be imported, or does not accept its options; on every rank.
+            ConfigError: a reward or an environment cannot be imported, or does not accept its options; on every rank.
         """
         self._learner, meshes = learner, learner.meshes
         places = gather_objects(meshes.data_rank, meshes.everyone)
-        self._process: RewardProcess | None = None
+        self._rewards: RewardProcess | None = None
+        self._environments: EnvironmentProcess | None = None
         self._judges = places.index(meshes.data_rank) == dist.get_rank(meshes.everyone)
         try:
             gather_found(self._start, meshes.everyone)
@@ -78,8 +92,12 @@ class Judge:
             raise
 
     def _start(self) -> None:
-        if self._judges:
-            self._process = RewardProcess(self._learner.recipe.reward)
+        recipe = self._learner.recipe
+        if not self._judges:
+            return
+        self._rewards = RewardProcess(recipe.reward)
+        if recipe.rollout.environment is not None:
+            self._environments = EnvironmentProcess(recipe.rollout.environment)
 
     def prompts(self, step: int) -> list[PromptRecord]:
         """Return this rank's prompts of a step, counted from 0: a function of the seed, the step and the place alone.
@@ -104,26 +122,73 @@ class Judge:
     def _order(self) -> DataOrder:
         return build_order(self._learner.recipe, self._learner.data.train)
 
-    def judge(self, rollouts: Rollouts, prompts: Sequence[PromptRecord]) -> Rewarded:
-        """Return the rewards of answers; `prompts`: those that they answer, each as often. Collective.
+    def answer(
+        self,
+        prompts: Sequence[PromptRecord],
+        sampling: Sampling,
+        report: Callable[[str], None] = lambda activity: None,
+    ) -> Rollouts:
+        """Answer prompts with the weights as they are now, in turns with the recipe's environment if it has one.
 
-        A function that fails, or takes longer than its `timeout_seconds`, gives NaN, and a sentence in `failures`.
+        `report` is called with each activity that begins. Collective.
+        """
+        if self._learner.recipe.rollout.environment is None:
+            report("sampling answers")
+            return self._learner.generate([prompt.ids for prompt in prompts], sampling)
+        return Conversations(self._learner, self._environments, report).hold(prompts, sampling)
+
+    def judge(self, rollouts: Rollouts, prompts: Sequence[PromptRecord]) -> Rewarded:
+        """Return the rewards of answers: `collect` what `ask` asks for. Collective."""
+        return self.collect(self.ask(rollouts, prompts))
+
+    def ask(self, rollouts: Rollouts, prompts: Sequence[PromptRecord]) -> "Judging":
+        """Have answers judged by the reward functions, and return while these run. Collective.
+
+        Args:
+            prompts: those that they answer, each as often.
 
         Raises:
             TrainingError: the process of the rewards ended on one rank and cannot be started again; on every rank.
         """
-        tokenizer, meshes = self._learner.tokenizer, self._learner.meshes
+        tokenizer = self._learner.tokenizer
         texts = [tokenizer.decode(list(answer), skip_special_tokens=True) for answer in rollouts.answers]
         group_size = len(texts) // len(prompts)
         records = [prompt.record for prompt in prompts for _ in range(group_size)]
+        asked: list[Asked] = []
 
-        def score() -> tuple[int, Scores | None]:
-            return meshes.data_rank, None if self._process is None else self._process.score(texts, records)
+        def begin() -> None:
+            if self._rewards is not None:
+                asked.append(self._rewards.ask(texts, records))
 
-        gathered = gather_found(score, meshes.everyone)
-        mine = next(found for place, found in gathered if place == meshes.data_rank and found is not None)
-        failures = [failure for _, found in gathered if found is not None for failure in found.failures]
-        return _as_judged(texts, mine, [reward.name for reward in self._learner.recipe.reward], failures)
+        gather_found(begin, self._learner.meshes.everyone)
+        return Judging(texts, rollouts.played, *asked)
+
+    def collect(self, judging: "Judging") -> Rewarded:
+        """Wait for the rewards of answers. Collective.
+
+        A function that fails, or takes longer than its `timeout_seconds`, gives NaN, and a sentence in `failures`. So
+        does an environment.
+
+        Raises:
+            TrainingError: the process of the rewards ended on one rank and cannot be started again; on every rank.
+        """
+        recipe, meshes, played = self._learner.recipe, self._learner.meshes, judging.played
+
+        def wait() -> tuple[int, Scores | None, Sequence[str]]:
+            scores = None if judging.asked is None else judging.asked.scores()
+            return meshes.data_rank, scores, () if played is None else played.failures
+
+        gathered = gather_found(wait, meshes.everyone)
+        mine = next(found for place, found, _ in gathered if place == meshes.data_rank and found is not None)
+        failures = [text for _, found, own in gathered for text in (*own, *([] if found is None else found.failures))]
+        parts = {reward.name: part for reward, part in zip(recipe.reward, mine.parts, strict=True)}
+        totals = torch.tensor(list(mine.total), dtype=torch.float64)
+        if played is not None:
+            assert recipe.rollout.environment is not None, "an environment was played with"
+            parts[recipe.rollout.environment.name] = played.earned
+            totals = totals + torch.tensor(list(played.earned), dtype=torch.float64)
+        tensors = {name: torch.tensor(list(part), dtype=torch.float64) for name, part in parts.items()}
+        return Rewarded(judging.texts, totals, tensors, tuple(dict.fromkeys(failures)))
 
     def evaluate(self, dataset: Dataset, num_prompts: int | None = None) -> EvalResult:
         """Answer the prompts of a held-out set greedily, and judge the answers. Collective.
@@ -139,7 +204,7 @@ class Judge:
         for first in range(0, place.count(count), size):
             samples = list(share[first : first + size])
             prompts = read_prompts(dataset, samples or [0])  # every rank takes part in every round
-            rollouts = self._learner.generate([prompt.ids for prompt in prompts], sampling)
+            rollouts = self.answer(prompts, sampling)
             judged = self.judge(rollouts, prompts)
             totals += len(samples[:1]) * _sums_of(recipe, rollouts, judged)
         return _build_result(totals, self._learner.meshes)
@@ -158,28 +223,22 @@ class Judge:
         return RewardStats(reward / known, solved / known, spread / num_groups, 1 - known / count, means)
 
     def close(self) -> None:
-        """End the process of the rewards."""
-        if self._process is not None:
-            self._process.close()
-            self._process = None
-
-
-def _as_judged(texts: Sequence[str], scores: Scores, names: Sequence[str], failures: Sequence[str]) -> Rewarded:
-    parts = {
-        name: torch.tensor(list(values), dtype=torch.float64) for name, values in zip(names, scores.parts, strict=True)
-    }
-    return Rewarded(texts, torch.tensor(list(scores.total), dtype=torch.float64), parts, tuple(dict.fromkeys(failures)))
+        """End the processes."""
+        for process in (self._rewards, self._environments):
+            if process is not None:
+                process.close()
+        self._rewards = self._environments = None
 
 
 def _sums_of(recipe: Recipe, rollouts: Rollouts, judged: Rewarded) -> Tensor:
     """Return the number of judged answers, of those with the full reward, their summed rewards, and their tokens, [4].
 
-    The full reward is that of every reward function at 1.
+    The full reward is that of every reward function at 1, and 1 from the environment.
     """
     known = ~judged.rewards.isnan()
-    full = sum(max(0.0, reward.weight) for reward in recipe.reward)
+    full = sum(max(0.0, reward.weight) for reward in recipe.reward) + (rollouts.played is not None)
     solved = (judged.rewards >= full - 1e-6) & known
-    tokens = torch.tensor([len(answer) for answer in rollouts.answers])
+    tokens = torch.tensor([sum(written) for written in rollouts.written])
     return torch.stack([known.sum(), solved.sum(), judged.rewards[known].sum(), tokens[known].sum()]).double()
 
 

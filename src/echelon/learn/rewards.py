@@ -7,21 +7,17 @@ of the training process.
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
-from echelon.ground.errors import ConfigError, TrainingError, first_line
+from echelon.ground.errors import ConfigError, first_line
 from echelon.ground.extensions import check_options, find_named
 from echelon.ground.variables import remove_secrets
-from echelon.learn.data.child_process import ChildProcess, stops_held_back
+from echelon.learn.data.child_process import AnsweringProcess, serve
 from echelon.recipe.names import REWARDS
 from echelon.recipe.rollout import RewardConfig
-
-START_SECONDS = 120.0
-"""Longest time for the process to start and import the functions."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,8 @@ class RewardProcess:
             ConfigError: a function cannot be imported, or does not accept its options.
         """
         self._rewards = tuple(rewards)
-        self._child = self._start()
+        self._process = AnsweringProcess("reward", _serve, self._rewards)
+        self._asked: Asked | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -58,67 +55,89 @@ class RewardProcess:
 
     def close(self) -> None:
         """End the process."""
-        self._child.stop()
+        self._process.close()
 
-    def score(self, answers: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Scores:
-        """Judge answers by the records of their prompts.
+    def ask(self, answers: Sequence[str], records: Sequence[Mapping[str, Any]]) -> "Asked":
+        """Begin to judge answers by the records of their prompts, and return while the functions run.
 
-        A function that raises, takes longer than its `timeout_seconds`, or returns something other than a number for
-        each answer, gives NaN for all of them; for an answer that it cannot judge it may return None, NaN or a text
-        with the reason.
+        Answers that were asked about before are waited for.
 
         Raises:
             TrainingError: the process has ended, or was ended, and cannot be started again.
         """
-        parts, failures = [], []
-        for index, reward in enumerate(self._rewards):
-            found, problem = self._ask(index, reward, answers, records)
-            if problem is not None:
-                failures.append(f"reward.{index} ({reward.name}) {problem}.")
-            parts.append(found)
-        weights = [reward.weight for reward in self._rewards]
-        total = [
-            sum(weight * value for weight, value in zip(weights, values, strict=True))
-            for values in zip(*parts, strict=True)
-        ]
-        return Scores(parts, total, failures)
+        if self._asked is not None:
+            self._asked.scores()
+        self._asked = Asked(self._rewards, self._process, answers, records)
+        return self._asked
 
-    def _ask(
-        self, index: int, reward: RewardConfig, answers: Sequence[str], records: Sequence[Mapping[str, Any]]
-    ) -> tuple[list[float], str | None]:
-        none = [math.nan] * len(answers)
-        found: tuple[list[float], str | None]
-        try:
-            self._child.connection.send((index, list(answers), list(records)))
-            if not self._child.connection.poll(reward.timeout_seconds):
-                self._restart()
-                return none, f"did not answer within reward.{index}.timeout_seconds={reward.timeout_seconds:g}"
-            found = self._child.connection.recv()
-        except (EOFError, OSError):
-            self._restart()
-            return none, "ended the process in which rewards are computed"
-        return found
+    def score(self, answers: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Scores:
+        """Judge answers by the records of their prompts. See `ask` and `Asked.scores`."""
+        return self.ask(answers, records).scores()
 
-    def _restart(self) -> None:
-        self._child.stop()
-        try:
-            self._child = self._start()
-        except ConfigError as error:
-            raise TrainingError(f"the rewards cannot be computed any longer: {error}") from error
 
-    def _start(self) -> ChildProcess:
-        with stops_held_back():
-            child = ChildProcess(_serve, self._rewards)
+class Asked:
+    """Answers that are being judged. The functions run one after another, and each has a time limit."""
+
+    def __init__(
+        self,
+        rewards: Sequence[RewardConfig],
+        process: AnsweringProcess,
+        answers: Sequence[str],
+        records: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self._rewards, self._process = rewards, process
+        self._answers, self._records = list(answers), list(records)
+        self._scores: Scores | None = None
+        self._problem = self._send(0)
+
+    def scores(self) -> Scores:
+        """Wait for the scores, and return them.
+
+        A function that raises, returns something other than a number for each answer, or takes longer than its
+        `timeout_seconds` from when it is waited for, gives NaN for all of them; for an answer that it cannot judge it
+        may return None, NaN or a text with the reason.
+
+        Raises:
+            TrainingError: the process has ended, or was ended, and cannot be started again.
+        """
+        if self._scores is None:
+            found = [self._receive(index, reward) for index, reward in enumerate(self._rewards)]
+            failures = [
+                f"reward.{index} ({reward.name}) {problem}."
+                for index, (reward, (_, problem)) in enumerate(zip(self._rewards, found, strict=True))
+                if problem is not None
+            ]
+            parts = [values for values, _ in found]
+            weights = [reward.weight for reward in self._rewards]
+            total = [
+                sum(weight * part[number] for weight, part in zip(weights, parts, strict=True))
+                for number in range(len(self._answers))
+            ]
+            self._scores = Scores(parts, total, failures)
+        return self._scores
+
+    def _send(self, first: int) -> str | None:
+        """Ask for the rewards from number `first` on. Returns what went wrong."""
         try:
-            problem = f"reward: its functions were not imported within {START_SECONDS:g} seconds; import less there."
-            if child.connection.poll(START_SECONDS):
-                problem = child.connection.recv()
-        except (EOFError, OSError):
-            problem = "reward: the process in which rewards are computed ended while it imported them."
-        if problem is not None:
-            child.stop()
-            raise ConfigError(problem)
-        return child
+            if first < len(self._rewards):
+                self._process.send((first, self._answers, self._records))
+            return None
+        except ChildProcessError as error:
+            return str(error)
+
+    def _receive(self, index: int, reward: RewardConfig) -> tuple[list[float], str | None]:
+        """Return what a function gave, and what is wrong with it, as a clause."""
+        problem = self._problem
+        try:
+            if problem is None:
+                found: tuple[list[float], str | None] = self._process.receive(reward.timeout_seconds)
+                return found
+        except TimeoutError:
+            problem = f"did not answer within reward.{index}.timeout_seconds={reward.timeout_seconds:g}"
+        except ChildProcessError as error:
+            problem = str(error)
+        self._problem = self._send(index + 1)  # the process has started anew
+        return [math.nan] * len(self._answers), problem
 
 
 def check_rewards(rewards: Sequence[RewardConfig]) -> None:
@@ -128,18 +147,20 @@ def check_rewards(rewards: Sequence[RewardConfig]) -> None:
 
 
 def _serve(connection: Connection, rewards: Sequence[RewardConfig]) -> None:
-    """Answer requests until the pipe is closed: (index, answers, records) -> (numbers, problem)."""
+    """Answer requests: (first, answers, records) -> of each reward from `first` on (numbers, problem)."""
     remove_secrets()
-    try:
+
+    def build() -> Callable[[Any], Iterator[tuple[list[float], str | None]]]:
         functions = [_find(index, reward) for index, reward in enumerate(rewards)]
-    except ConfigError as error:
-        connection.send(str(error))
-        return
-    connection.send(None)
-    with suppress(EOFError, OSError):
-        while True:
-            index, answers, records = connection.recv()
-            connection.send(_judge(functions[index], rewards[index], answers, records))
+
+        def respond(request: Any) -> Iterator[tuple[list[float], str | None]]:
+            first, answers, records = request
+            for function, reward in list(zip(functions, rewards, strict=True))[first:]:
+                yield _judge(function, reward, answers, records)
+
+        return respond
+
+    serve(connection, build)
 
 
 def _find(index: int, reward: RewardConfig) -> Callable[..., Any]:

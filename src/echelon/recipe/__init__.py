@@ -23,7 +23,7 @@ from echelon.recipe.operation import (
     MlflowConfig,
     WandbConfig,
 )
-from echelon.recipe.rollout import RewardConfig, RolloutConfig
+from echelon.recipe.rollout import EnvironmentConfig, RewardConfig, RolloutConfig
 from echelon.recipe.synchronization import SyncConfig
 from echelon.recipe.training import BatchRampConfig, OptimConfig, ParallelConfig, TrainConfig
 
@@ -33,6 +33,7 @@ __all__ = [
     "BudgetConfig",
     "CheckpointConfig",
     "DataConfig",
+    "EnvironmentConfig",
     "EvaluateConfig",
     "FaultConfig",
     "LaunchConfig",

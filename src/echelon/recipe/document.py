@@ -180,7 +180,7 @@ class Recipe(Section):
                         f"{key} has no effect with objective.name={self.objective.name}; set objective.name=grpo, or "
                         f"remove {key}."
                     )
-        elif not self.reward and self.train.loop is None:
+        elif not self.reward and self.rollout.environment is None and self.train.loop is None:
             raise ValueError(
                 "objective.name=grpo needs a reward; set for example reward: exact, which compares an answer with the "
                 "field `answer` of its prompt's record."

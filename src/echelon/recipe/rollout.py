@@ -5,8 +5,24 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from echelon.recipe.names import Options, RewardName
-from echelon.recipe.section import Count, CountOrZero, Flag, Number, Positive, Section, expand_list
+from echelon.recipe.names import Options, OwnName, RewardName
+from echelon.recipe.section import Count, CountOrZero, Flag, Number, Positive, Section, expand_list, expand_name
+
+
+class EnvironmentConfig(Section):
+    """What the model talks with, over several turns."""
+
+    name: OwnName = Field(
+        description="A class of your own, `package.module:Name`, with the methods `reset` and `step`. One is built for "
+        "each answer."
+    )
+    options: Options = Field(None, description="Arguments of the class, by name.")
+    max_turns: Count = Field(8, description="How often the model speaks at most.")
+    timeout_seconds: Positive = Field(
+        60.0,
+        description="Longest time for the replies to one turn of all answers. Without a reply an answer has no reward, "
+        "and is not trained on.",
+    )
 
 
 class RolloutConfig(Section):
@@ -19,6 +35,17 @@ class RolloutConfig(Section):
     temperature: Positive = Field(1.0, description="Temperature of sampling. The loss is that of the same temperature.")
     top_p: Number = Field(1.0, gt=0, le=1, description="Sample from the likeliest tokens with this total probability.")
     top_k: CountOrZero = Field(0, description="Sample from so many of the likeliest tokens; 0: from all.")
+    environment: (
+        Annotated[
+            EnvironmentConfig,
+            BeforeValidator(partial(expand_name, key="name"), json_schema_input_type=EnvironmentConfig | OwnName),
+        ]
+        | None
+    ) = Field(
+        None,
+        description="What replies to the model, for answers of several turns. Each turn has at most `max_new_tokens`, "
+        "and all of an answer `data.sequence_len`. `environment: package.module:Name` is a shorthand.",
+    )
     updates: Count = Field(
         1,
         description="Optimizer updates on the answers of a step. After the first, answers are weighted by how much "

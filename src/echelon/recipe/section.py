@@ -48,9 +48,12 @@ def rule(check: Callable[[Any], None]) -> Any:
 def expand_list(value: Any, key: str) -> Any:
     """Expand the shorthands for a list of sections: one section alone, and the value of `key` instead of a section."""
     entries = [value] if isinstance(value, str | dict | Section) else value
-    if not isinstance(entries, list | tuple):
-        return entries
-    return [{key: entry} if isinstance(entry, str) else entry for entry in entries]
+    return [expand_name(entry, key) for entry in entries] if isinstance(entries, list | tuple) else entries
+
+
+def expand_name(value: Any, key: str) -> Any:
+    """Expand the shorthand for a section: the value of `key` instead of a mapping."""
+    return {key: value} if isinstance(value, str) else value
 
 
 def distinct(key: str) -> AfterValidator:

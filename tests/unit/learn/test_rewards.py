@@ -116,6 +116,11 @@ def ends(answers, records):
     os._exit(3)
 
 
+def naps(answers, records):
+    time.sleep(0.5)
+    return length(answers, records)
+
+
 def too_few(answers, records):
     return [1.0]
 
@@ -181,7 +186,7 @@ def test_parts_are_weighted_and_added_up(own):
     [
         ("raises", "raised KeyError: 'answer'"),
         ("hangs", "did not answer within reward.0.timeout_seconds=0.3"),
-        ("ends", "ended the process in which rewards are computed"),
+        ("ends", "ended the process in which it ran"),
         ("too_few", "returned 1 numbers for 3 answers"),
         ("infinite", "returned an infinite number"),
     ],
@@ -197,9 +202,9 @@ def test_a_function_that_fails_gives_no_reward_and_is_named(own, name, problem):
 
 
 def test_functions_that_take_too_long_to_import_are_refused_with_the_key(own, tmp_path, monkeypatch):
-    monkeypatch.setattr("echelon.learn.rewards.START_SECONDS", 0.5)
+    monkeypatch.setattr("echelon.learn.data.child_process.START_SECONDS", 0.5)
     (tmp_path / "own_rewards_of_the_test.py").write_text("import time\ntime.sleep(600)\n")
-    with pytest.raises(ConfigError, match=r"^reward: its functions were not imported within 0\.5 seconds; import less"):
+    with pytest.raises(ConfigError, match=r"^reward: its code was not imported within 0\.5 seconds; import less"):
         own("length")
 
 
@@ -207,6 +212,27 @@ def test_the_process_works_again_after_a_time_limit(own):
     process = own("hangs_once", timeout_seconds=5.0)
     assert math.isnan(process.score(ANSWERS, RECORDS).total[0])
     assert list(process.score(ANSWERS, RECORDS).total) == [1.0, 1.0, 1.0]
+
+
+def test_answers_are_judged_while_this_process_does_something_else(own):
+    process = own("naps", timeout_seconds=20.0)
+    started = time.monotonic()
+    asked = process.ask(ANSWERS, RECORDS)
+    assert time.monotonic() - started < 0.4
+    time.sleep(0.7)  # the function takes 0.5
+    started = time.monotonic()
+    assert list(asked.scores().total) == [1.0, 2.0, 3.0] and asked.scores() is asked.scores()
+    assert time.monotonic() - started < 0.4
+    first, second = process.ask(["a"], RECORDS[:1]), process.ask(["bbbb"], RECORDS[:1])
+    assert list(second.scores().total) == [4.0] and list(first.scores().total) == [1.0]
+
+
+def test_functions_after_one_that_hangs_are_still_asked(own):
+    scores = own("length", "hangs", "ends", "naps", timeout_seconds=2.0).score(ANSWERS, RECORDS)
+    assert [[None if math.isnan(value) else value for value in part] for part in scores.parts] == [
+        [1.0, 2.0, 3.0], [None] * 3, [None] * 3, [1.0, 2.0, 3.0]
+    ]  # fmt: skip
+    assert len(scores.failures) == 2
 
 
 def test_an_answer_that_cannot_be_judged_is_left_out_alone(own):

@@ -7,12 +7,16 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
+from echelon.ground.errors import ConfigError, TrainingError
 from echelon.ground.stop_request import start_watchdog
+
+START_SECONDS = 120.0
+"""Longest time for an AnsweringProcess to start and import what it needs."""
 
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 
@@ -49,6 +53,95 @@ def _run(parent: int, work: Callable[..., None], connection: Connection, *argume
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)  # the parent blocked them while starting it
     work(connection, *arguments)
+
+
+class AnsweringProcess:
+    """A child process that answers requests one after another, and is started again if it fails.
+
+    For code of the user's: one that hangs is ended, one that crashes takes nothing with it.
+    """
+
+    def __init__(self, key: str, work: Callable[..., None], *arguments: Any) -> None:
+        """Start the process, and wait until it is ready.
+
+        Args:
+            key: the recipe key that asks for it, for messages.
+            work: calls `serve`.
+
+        Raises:
+            ConfigError: it cannot be used, for a reason that the process gave.
+        """
+        self._key, self._work, self._arguments = key, work, arguments
+        self._child = self._start()
+
+    def close(self) -> None:
+        """End the process."""
+        self._child.stop()
+
+    def send(self, request: Any) -> None:
+        """Send a request, and return while the process works on it. Raises as `receive`."""
+        try:
+            self._child.connection.send(request)
+        except OSError:
+            self._fail()
+
+    def receive(self, seconds: float) -> Any:
+        """Return the next answer, of which one request may have several.
+
+        Raises:
+            TimeoutError: it takes longer than `seconds`.
+            ChildProcessError: the process has ended; the message is a clause. After both it has started again.
+            TrainingError: it cannot be started again.
+        """
+        try:
+            if self._child.connection.poll(seconds):
+                return self._child.connection.recv()
+        except (EOFError, OSError):
+            self._fail()
+        self._restart()
+        raise TimeoutError
+
+    def _fail(self) -> NoReturn:
+        self._restart()
+        raise ChildProcessError("ended the process in which it ran")
+
+    def _restart(self) -> None:
+        self._child.stop()
+        try:
+            self._child = self._start()
+        except ConfigError as error:
+            raise TrainingError(f"{self._key}: its process cannot be started again: {error}") from error
+
+    def _start(self) -> ChildProcess:
+        with stops_held_back():
+            child = ChildProcess(self._work, *self._arguments)
+        try:
+            problem = f"{self._key}: its code was not imported within {START_SECONDS:g} seconds; import less there."
+            if child.connection.poll(START_SECONDS):
+                problem = child.connection.recv()
+        except (EOFError, OSError):
+            problem = f"{self._key}: the process of its code ended while it was imported."
+        if problem is not None:
+            child.stop()
+            raise ConfigError(problem)
+        return child
+
+
+def serve(connection: Connection, build: Callable[[], Callable[[Any], Iterable[Any]]]) -> None:
+    """Answer the requests of an AnsweringProcess until it closes the pipe.
+
+    `build` returns the function that is called with each request and yields its answers; it may raise ConfigError.
+    """
+    try:
+        respond = build()
+    except ConfigError as error:
+        connection.send(str(error))
+        return
+    connection.send(None)
+    with suppress(EOFError, OSError):
+        while True:
+            for answer in respond(connection.recv()):
+                connection.send(answer)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 from echelon.ground.errors import ConfigError
 from echelon.ground.extensions import check_options, find_named, is_extension
+from echelon.learn.environments import check_environment
 from echelon.learn.rewards import check_rewards
 from echelon.recipe import Recipe
 
@@ -35,6 +36,8 @@ def _list_named(recipe: Recipe) -> Iterator[Named]:
         yield Named("train.loop", recipe.train.loop, None)
     for index, reward in enumerate(recipe.reward):
         yield Named(f"reward.{index}.name", reward.name, reward.options)
+    if recipe.rollout.environment is not None:
+        yield Named("rollout.environment.name", recipe.rollout.environment.name, recipe.rollout.environment.options)
     for index, callback in enumerate(recipe.train.callbacks):
         yield Named(f"train.callbacks.{index}.name", callback.name, callback.options)
     for key, section in (("objective", recipe.objective), ("optim", recipe.optim), ("sync", recipe.sync)):
@@ -60,12 +63,13 @@ def check_extensions(recipe: Recipe) -> None:
         if extension.key == "train.loop":
             find_loop(extension.name)
             continue
-        if extension.key.startswith("reward."):
-            continue
+        if extension.key.startswith(("reward.", "rollout.")):
+            continue  # they are imported in a process of their own
         kind, num_arguments = _find_kind(extension)
         found = find_named(extension.key, extension.name, {}, kind)
         check_options(extension.key, extension.name, found, num_arguments, extension.options)
     check_rewards(recipe.reward)
+    check_environment(recipe.rollout.environment)
 
 
 def find_loop(name: str) -> Callable[..., None]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -45,7 +46,7 @@ def train_from_rewards(learner: "Learner", run: LoopRun) -> None:
         clock = _Clock()
         with clock.timing("sample", run):
             prompts = judge.prompts(step)
-            rollouts = learner.generate([prompt.ids for prompt in prompts], choose_sampling(recipe, step))
+            rollouts = judge.answer(prompts, choose_sampling(recipe, step), run.beat)
         with clock.timing("reward", run):
             judged = judge.judge(rollouts, prompts)
             stats = judge.summarize(rollouts, judged)
@@ -68,9 +69,10 @@ def train_from_rewards(learner: "Learner", run: LoopRun) -> None:
 def find_objective(learner: "Learner") -> GRPO:
     """Return the recipe's objective, with what it needs to know of the answers."""
     rollout = learner.recipe.rollout
+    turns = 1 if rollout.environment is None else rollout.environment.max_turns
     return replace(
         cast(GRPO, learner.objective),
-        max_tokens=rollout.max_new_tokens,
+        max_tokens=rollout.max_new_tokens * turns,
         temperature=rollout.temperature,
         importance_cap=rollout.importance_cap,
     )
@@ -154,19 +156,22 @@ def _describe(
     learner: "Learner", objective: GRPO, rollouts: Rollouts, batch: "StepBatch", sums: "CountedSums"
 ) -> dict[str, float]:
     """Return what the answers and the last update of a step were like, as means over all ranks. Collective."""
-    tokens = float(sum(map(len, rollouts.answers)))
+    tokens = float(sum(map(sum, rollouts.written)))
     entropy = -sum(float(scores.sum()) for scores in rollouts.at_temperature)
     count = float(len(rollouts.answers))
+    turns = 0 if rollouts.played is None else sum(rollouts.played.turns)
     own = torch.tensor(
-        [count, tokens, count - sum(rollouts.ended), entropy, batch.num_labels],
+        [count, tokens, count - sum(rollouts.ended), entropy, turns, batch.num_labels],
         dtype=torch.float64,
         device=learner.device,
     )
     assert sums.measures is not None
     values = torch.cat([own, sums.measures.double()])
     all_reduce(_counted_once(values, learner), learner.meshes.everyone)
-    count, tokens, cut, entropy, labels, clipped, divergence = values.tolist()
+    count, tokens, cut, entropy, turns, labels, clipped, divergence = values.tolist()
     found = {"answer_tokens": tokens / count, "truncated": cut / count, "entropy": entropy / max(1.0, tokens)}
+    if rollouts.played is not None:
+        found["turns"] = turns / count
     if learner.recipe.rollout.updates > 1:
         found["clipped"] = clipped / max(1.0, labels)
     if objective.kl_weight:
@@ -187,11 +192,10 @@ def _as_metrics(stats: RewardStats) -> dict[str, float]:
 
 def _show(learner: "Learner", rollouts: Rollouts, judged: Rewarded) -> Iterator[dict[str, str | float | None]]:
     """Yield rows with the answers of this rank to its first prompt, and their rewards."""
-    first = rollouts.prompts[0]
-    prompt = learner.tokenizer.decode(list(first))
-    for ids, text, reward in zip(rollouts.prompts, judged.texts, judged.rewards.tolist(), strict=True):
-        if ids == first:
-            yield {"prompt": prompt, "text": text, "reward": None if math.isnan(reward) else reward}
+    rows = zip(rollouts.prompts, judged.texts, judged.rewards.tolist(), strict=True)
+    for ids, text, reward in islice(rows, learner.recipe.rollout.group_size):
+        prompt = learner.tokenizer.decode(list(ids))
+        yield {"prompt": prompt, "text": text, "reward": None if math.isnan(reward) else reward}
 
 
 @dataclass
