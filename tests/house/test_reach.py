@@ -12,7 +12,7 @@ REACH = {
     "learn.engines.native_build": (163, 23_900),
     "learn.objectives.causal_lm": (70, 11_000),
     "learn.data.loader": (40, 6_500),
-    "planner.plan": (30, 5_000),
+    "planner.plan": (30, 5_100),
     "learn.engines.engine": (45, 7_000),
 }
 

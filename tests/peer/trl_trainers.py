@@ -11,14 +11,15 @@ ROWS = {"prompt": ["a b", "b a"], "chosen": [" a", " b"], "rejected": [" b", " a
 ANSWERS = {"prompt": ["a b", "b a"], "completion": [" a", " b"], "label": [True, False]}
 
 
-def build(trainer_class, config_class, folder, model, rows, reference=None, **settings):
+def build(trainer_class, config_class, folder, model, rows, reference=None, reward_funcs=None, **settings):
     """A trainer as a user builds it, from a table of texts that no test reads again."""
     from datasets import Dataset
 
     args = config_class(
         output_dir=str(folder), use_cpu=True, report_to="none", bf16=False, gradient_checkpointing=False, **settings
     )
-    given = {} if reference is None else {"ref_model": reference}
+    given = {"ref_model": reference, "reward_funcs": reward_funcs}
+    given = {name: value for name, value in given.items() if value is not None}
     return trainer_class(
         model=model, args=args, processing_class=small_tokenizer(folder), train_dataset=Dataset.from_dict(rows), **given
     )

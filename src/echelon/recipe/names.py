@@ -128,7 +128,7 @@ OBJECTIVES: dict[str, ObjectiveRow] = {
     ),
     "grpo": ObjectiveRow(
         f"{_OBJECTIVES}.grpo:build_grpo", "prompts",
-        keys=("advantage", "normalize", "ratio", "clip_low", "clip_high", "kl_weight"),
+        keys=("advantage", "normalize", "ratio", "clip_low", "clip_high", "kl_weight", "kl_unbiased"),
     ),
 }  # fmt: skip
 """The objectives by `objective.name`."""

@@ -75,6 +75,11 @@ class ObjectiveConfig(Section):
         description="`grpo`: the weight of the divergence from the reference, the weights that training started from. "
         "0 needs no reference.",
     )
+    kl_unbiased: Flag = Field(
+        False,
+        description="`grpo`: multiply the divergence by the importance ratio, so that its gradient is that of the "
+        "divergence itself (DeepSeek-V3.2). Without it, it is the gradient of the estimate (DeepSeekMath).",
+    )
     router_loss: Flag = Field(
         True, description="Mixtures of experts: add the router loss that the model config enables."
     )

@@ -54,7 +54,11 @@ class RolloutConfig(Section):
     skip_uniform_groups: Flag = Field(
         False, description="Leave out the groups in which all answers have the same reward: they have no gradient."
     )
-    skip_truncated: Flag = Field(False, description="Leave out answers that `max_new_tokens` has cut off.")
+    skip_truncated: Flag = Field(
+        False,
+        description="Do not train on answers that `max_new_tokens` has cut off. Their rewards still count in the mean "
+        "of their group.",
+    )
     max_mismatch: Positive | None = Field(
         None,
         description="Stop the run when the log-probability of a token differs by more than this between the sampler "

@@ -23,17 +23,19 @@ class GRPO(MeasuredObjective):
         -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_weight (q - log q - 1),   q = p_reference / p
 
     whose last term is an estimate of the KL divergence from the reference that is never negative (Schulman 2020,
-    "Approximating KL divergence", k3).
+    "Approximating KL divergence", k3). With `kl_unbiased` this term is multiplied by r, which makes the expectation of
+    its gradient that of the divergence (DeepSeek-V3.2, arXiv:2512.02556).
 
     ratio: `token`, or `sequence` for the geometric mean of the ratios of an answer (GSPO, arXiv:2507.18071).
     normalize: what losses are divided by. `sequence`: the mean over an answer's tokens, then over answers (GRPO);
         `token`: the number of tokens of all answers (DAPO, arXiv:2503.14476); `constant`: answers times `max_tokens`,
         so that length does not change the weight of a token (Dr. GRPO, arXiv:2503.20783).
 
-    A microbatch has in `extra` the `advantages`, [batch] or [batch, 1], and the `old_log_probabilities` of the labels,
-    [batch, seq]. Without the latter the ratio is 1 and the gradient is that of A log p. With `importance_cap`, the loss
-    of a token is multiplied by min(p_old / p_sampled, importance_cap), of `sampled_log_probabilities`, [batch, seq]:
-    truncated importance sampling, for a sampler whose probabilities differ from those of the model in training.
+    A microbatch has in `extra` the `advantages`, [batch], [batch, 1] or at each label [batch, seq], and the
+    `old_log_probabilities` of the labels, [batch, seq]. Without the latter the ratio is 1 and the gradient is that of
+    A log p. With `importance_cap`, the loss of a token is multiplied by min(p_old / p_sampled, importance_cap), of
+    `sampled_log_probabilities`, [batch, seq]: truncated importance sampling, for a sampler whose probabilities differ
+    from those of the model in training.
     """
 
     clip_low: float = 0.2
@@ -41,6 +43,7 @@ class GRPO(MeasuredObjective):
     ratio: Literal["token", "sequence"] = "token"
     normalize: Literal["sequence", "token", "constant"] = "sequence"
     kl_weight: float = 0.0
+    kl_unbiased: bool = False
     needs_reference: bool = False
     max_tokens: int = 1
     """Tokens of an answer at most: the divisor of `constant`."""
@@ -75,7 +78,8 @@ class GRPO(MeasuredObjective):
         scores = outputs.log_probabilities(batch.labels, self.temperature)
         old = batch.extra.get("old_log_probabilities", scores.detach())
         # The rehearsal of a step has no answers, and so no advantages.
-        advantages = batch.extra.get("advantages", labelled.new_zeros(len(labelled))).float().reshape(-1, 1)
+        advantages = batch.extra.get("advantages", labelled.new_zeros(len(labelled))).float()
+        advantages = advantages if advantages.dim() == 2 else advantages[:, None]
 
         growth = (scores - old) * labelled
         if self.ratio == "sequence":
@@ -87,7 +91,7 @@ class GRPO(MeasuredObjective):
             gap = (old.detach() - batch.extra["sampled_log_probabilities"]) * labelled
             losses = losses * gap.exp().clamp(max=self.importance_cap)
         divergence = self._divergence(outputs, batch, scores) * labelled
-        losses = losses + self.kl_weight * divergence
+        losses = losses + self.kl_weight * (divergence * ratio if self.kl_unbiased else divergence)
 
         if self.normalize == "sequence":
             losses = losses / lengths
@@ -131,5 +135,6 @@ def build_grpo(config: ObjectiveConfig) -> GRPO:
         config.ratio,
         config.normalize,
         config.kl_weight,
+        config.kl_unbiased,
         needs_reference=config.kl_weight > 0,
     )

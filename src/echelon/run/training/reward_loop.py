@@ -94,12 +94,11 @@ def choose_sampling(recipe: Recipe, step: int) -> Sampling:
 def build_batch(recipe: Recipe, step: int, rollouts: Rollouts, judged: Rewarded) -> "StepBatch":
     """Return a batch of this rank's answers, each with its advantage; answers that do not train have no labels."""
     rollout = recipe.rollout
-    rewards = judged.rewards.clone()
-    if rollout.skip_truncated:
-        rewards[~torch.tensor(rollouts.ended)] = math.nan
-    groups = rewards.view(-1, rollout.group_size)
+    groups = judged.rewards.view(-1, rollout.group_size)
     advantages = advantages_of(groups, recipe.objective.advantage)
     trains = ~groups.isnan()
+    if rollout.skip_truncated:
+        trains &= torch.tensor(rollouts.ended).view_as(trains)
     if rollout.skip_uniform_groups:
         trains &= (advantages != 0).any(1, keepdim=True)
     return rollouts.batch(

@@ -2,44 +2,14 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
-from echelon.learn.data.loader import Microbatch
 from echelon.learn.objectives.grpo import GRPO, advantages_of
 from echelon.learn.objectives.objective import training_sums
 from echelon.learn.objectives.outputs import ObjectiveModule
 from tests.families import small_model
-
-IGNORE = -100
-PROMPT = 3
-LENGTHS = (5, 9, 2, 7)
-ADVANTAGES = torch.tensor([0.7, -1.2, 1.5, -0.4])
-
-
-def answers_batch():
-    """Four answers after prompts of three tokens, and a sequence that only fills the batch; padding at the end."""
-    generator = torch.Generator().manual_seed(3)
-    width = PROMPT + max(LENGTHS)
-    tokens = torch.zeros(len(LENGTHS) + 1, width, dtype=torch.long)
-    labels = torch.full_like(tokens, IGNORE)
-    old, sampled = torch.zeros(2, *tokens.shape)
-    for row, length in enumerate(LENGTHS):
-        text = torch.randint(1, 256, (PROMPT + length,), generator=generator)
-        tokens[row, : len(text)] = text
-        span = slice(PROMPT - 1, PROMPT + length - 1)
-        labels[row, span] = text[PROMPT:]
-        # About as likely as under the model, so that some ratios are clipped and some are not.
-        old[row, span] = -5.5 + 0.4 * torch.randn(length, generator=generator)
-        sampled[row, span] = old[row, span] + 0.6 * torch.randn(length, generator=generator)
-    ids = np.arange(len(tokens))
-    extra = {
-        "advantages": torch.cat([ADVANTAGES, torch.zeros(1)]),
-        "old_log_probabilities": old,
-        "sampled_log_probabilities": sampled,
-    }
-    return Microbatch(tokens, labels, ids, ids, extra=extra)
+from tests.unit.learn.objectives.answer_samples import ADVANTAGES, LENGTHS, PROMPT, answers_batch
 
 
 def scores_of(model, batch, row, temperature):
@@ -128,6 +98,16 @@ def test_without_old_log_probabilities_it_is_the_policy_gradient():
     sum(-advantage * scores_of(model, batch, row, 1.0).sum() for row, advantage in pairs).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_an_advantage_of_each_token_is_that_of_its_answer():
+    model, batch = small_model("llama"), answers_batch()
+    module, objective = ObjectiveModule(model), GRPO()
+    losses = []
+    for advantages in (batch.extra["advantages"], batch.extra["advantages"][:, None].expand(batch.labels.shape)):
+        batch.extra["advantages"] = advantages
+        losses.append(module(batch, objective.loss_sum).item())
+    assert losses[0] == losses[1]
 
 
 NAN = math.nan
