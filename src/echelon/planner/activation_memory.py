@@ -21,6 +21,10 @@ FP32_BYTES = 4
 _BLOCK_QUERIES, _BLOCKS_HELD = 256, 3
 _KEPT_LENGTH, _KEPT_QUERIES = 1024, 128
 
+# Of a sampled answer: numbers per token of the prompt that are held at once, as multiples of the hidden and of the
+# intermediate size; bytes per entry of the vocabulary: fp32 logits, and copies of them in fp32 and fp64.
+_SAMPLED_HIDDEN, _SAMPLED_INNER, _SCORE_BYTES = 6, 3, 40
+
 # With activation offloading, in the forward pass: the layer that runs, and the one whose activations leave.
 _LAYERS_LEAVING = 2
 
@@ -61,6 +65,22 @@ def _what_is_kept(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> _K
     own_mask = 1 if kind == "cuda" else DTYPE_BYTES[plan.precision.param] if casts else compute
     beside = adapter_bytes_per_token(shape, plan.adapter, compute, casts, own_mask)
     return _Kept(compute, compute, mask, power, scores, frozen=True, adapter=beside, sequence_ranks=ranks)
+
+
+def answer_bytes(shape: ModelShape, plan: ParallelPlan, sequence_len: int) -> int:
+    """Bytes of one answer of `plan.rollout` while it is sampled, at its greatest length, with its prompt.
+
+    Keys and values of every layer, those of one layer twice while a token is added; the hidden states of one layer when
+    the prompt is read; and the scores of the next token, which are drawn from in double precision.
+    """
+    if plan.rollout is None:
+        return 0
+    read = sequence_len if plan.stages else max(1, sequence_len - plan.rollout.max_new_tokens)
+    number = DTYPE_BYTES[plan.precision.compute]
+    pair = 2 * shape.num_kv_heads * shape.head_dim * number
+    kept = 0 if plan.stages else (shape.num_layers + 1) * pair
+    hidden = (_SAMPLED_HIDDEN * shape.hidden_size + _SAMPLED_INNER * shape.intermediate_size) * number
+    return sequence_len * kept + read * hidden + _SCORE_BYTES * shape.vocab_size
 
 
 def activation_bytes(

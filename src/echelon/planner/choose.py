@@ -34,6 +34,7 @@ from echelon.planner.replica_limits import (
     join_quorum,
     join_servers,
 )
+from echelon.planner.sampled_answers import add_rollout, describe_rollout
 from echelon.planner.search_space import list_divided, list_micro_batches
 from echelon.planner.time import estimate_time
 from echelon.recipe.synchronization import PARAMETER_SERVER, QUORUM
@@ -94,7 +95,7 @@ def resolve_plan(
     ConfigError if the recipe is wrong on any cluster, with the values that would fit.
     """
     _check_positions(recipe, shape)
-    policies = list_activations(recipe)
+    kind, policies = cluster.kind, list_activations(recipe)
     check_activations(recipe, policies[0], shape, cluster)
     precision, precision_why = choose_precision(recipe, cluster)
     seconds = estimate_seconds(recipe, shape, cluster, precision, num_samples)
@@ -110,7 +111,7 @@ def resolve_plan(
     check_compression(plan)
     check_replicas(plan)
     check_engine(recipe, plan)
-    plan_why = [*plan_why, *describe_traffic(shape, plan, count_held(shape, plan))]
+    plan_why += [*describe_traffic(shape, plan, count_held(shape, plan)), *describe_rollout(plan, recipe, shape, kind)]
     reach = None if adapter is None else describe_reach(adapter, shape)
     return replace(plan, why=(*plan_why, *precision_why, *compile_why, *([] if reach is None else [reach])))
 
@@ -367,7 +368,8 @@ def _build_plan(
         optimizer=request.recipe.optim.name,
         adapter=request.adapter,
     )
-    return kept.apply(replace(plan, precision=compressed_precision(request.precision, plan)))
+    whole = kept.apply(replace(plan, precision=compressed_precision(request.precision, plan)))
+    return add_rollout(whole, request.recipe, request.shape, request.cluster.kind, request.usable_bytes)
 
 
 def _needs(request: _Request, layout: ParallelPlan, plan: ParallelPlan, needs: MemoryEstimate) -> str:

@@ -10,6 +10,7 @@ from echelon.ground.sizes import render_bytes
 from echelon.planner.activation_memory import (
     FP32_BYTES,
     activation_bytes,
+    answer_bytes,
     deferred_bytes,
     knows_compiled,
 )
@@ -45,6 +46,7 @@ class MemoryEstimate:
     """Bytes on the device of one rank at the peak, by part.
 
     The peak is at the loss, or with checkpointing at the first recomputed layer, when most of `logits` is freed.
+    `answers` are sampled before the loss, when there are no gradients and activations yet; the larger of both counts.
     `buffers` covers communication, rotary tables, and a frozen weight that is dequantized for a product. `host` is not
     part of the total: it is what `parallel.cpu_offload` and `train.activation_offloading` keep in host memory.
     `assumptions`: what the plan uses and the estimate simplifies.
@@ -57,6 +59,7 @@ class MemoryEstimate:
     logits: int
     buffers: int
     host: int = 0
+    answers: int = 0
     assumptions: tuple[str, ...] = ()
 
     @property
@@ -66,8 +69,8 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """All parts together."""
-        return self.states + self.activations + self.logits
+        """All parts that are there at once."""
+        return self.states + max(self.activations + self.logits, self.answers - self.gradients)
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,7 @@ class _LoadBytes:
         agreement: what replicas and compressed gradients need. Not in `parts`, which are measured before it is there.
         reference: the frozen copy of the initial weights. Not in `parts`, which are measured without it.
         host: what is kept in host memory.
+        answers: of answers that are sampled at once, instead of gradients and activations.
         assumptions: what the count simplifies.
     """
 
@@ -167,6 +171,7 @@ class _LoadBytes:
     agreement: int
     reference: int
     host: int
+    answers: int
     assumptions: tuple[str, ...]
 
     def estimate(self) -> MemoryEstimate:
@@ -181,6 +186,7 @@ class _LoadBytes:
             logits=self.head if at_redone else self.chunk + self.head,
             buffers=self.states.buffers + self.beside,
             host=self.host,
+            answers=self.answers,
             assumptions=self.assumptions,
         )
 
@@ -225,6 +231,7 @@ def _count_load(load: RankLoad, plan: ParallelPlan, sequence_len: int, kind: Dev
         beside=_rotary_bytes(shape, length) + sending + load.received_bytes,
         reference=0 if plan.cpu_offload else reference_bytes(shape, plan),
         host=moved + (sum(_shard_states(shape, plan)) + reference_bytes(shape, plan) if plan.cpu_offload else 0),
+        answers=_count_rows(plan) * answer_bytes(shape, plan, sequence_len),
         assumptions=tuple(_list_assumptions(shape, plan, kind)),
     )
 
@@ -238,6 +245,11 @@ def reference_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
         return 0
     number = DTYPE_BYTES[plan.precision.compute if plan.uses_fully_shard else plan.precision.param]
     return -(-shape.num_parameters // plan.num_shards) * number
+
+
+def _count_rows(plan: ParallelPlan) -> int:
+    """The answers that are sampled at once; 0 if the model is not trained on its own."""
+    return 0 if plan.rollout is None else plan.rollout.max_num_seqs
 
 
 def _rotary_bytes(shape: ModelShape, sequence_len: int) -> int:

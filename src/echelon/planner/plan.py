@@ -183,6 +183,18 @@ def build_sync_plan(config: SyncConfig) -> SyncPlan:
 
 @with_config(_STRICT)
 @dataclass(frozen=True)
+class RolloutPlan:
+    """The answers of a step: of the section `rollout` of the recipe, whose keys have the same names and meaning."""
+
+    group_size: Count
+    max_new_tokens: Count
+    updates: Count
+    max_num_seqs: Count
+    """Answers that a rank samples at once."""
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True)
 class ParallelPlan:
     """Degrees, batch arithmetic and policies of one run; strategies are values of it.
 
@@ -245,6 +257,8 @@ class ParallelPlan:
     precision: Precision = field(default_factory=Precision)
     optimizer: OptimizerName = "adamw"
     adapter: AdapterPlan | None = None
+    rollout: RolloutPlan | None = None
+    """What the model answers in each step, if it is trained on its own answers."""
     why: tuple[str, ...] = ()
     """Lines for the user about automatic choices and the figures behind them."""
 
@@ -332,9 +346,14 @@ class ParallelPlan:
         return self.num_fed - self.num_fill
 
     @property
+    def num_read(self) -> int:
+        """Sequences of one optimizer step on one rank."""
+        return self.num_microbatches * self.micro_batch_size
+
+    @property
     def num_fed(self) -> int:
         """Sequences of one optimizer step, with padding sequences."""
-        return self.num_readers * self.num_microbatches * self.micro_batch_size
+        return self.num_readers * self.num_read
 
     @property
     def uses_fully_shard(self) -> bool:
@@ -390,6 +409,7 @@ class ParallelPlan:
             ("plan", cls, content),
             ("plan.precision", Precision, content.get("precision")),
             ("plan.sync", SyncPlan, content.get("sync")),
+            ("plan.rollout", RolloutPlan, content.get("rollout")),
         ):
             if isinstance(part, Mapping) and (missing := {item.name for item in fields(kind)} - part.keys()):
                 raise _explain_version(where, "misses", missing)

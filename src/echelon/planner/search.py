@@ -20,6 +20,7 @@ from echelon.planner.memory import MemoryEstimate, estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.reliability import Goodput
+from echelon.planner.sampled_answers import add_rollout
 from echelon.planner.search_space import list_layouts, list_micro_batches, list_policies
 from echelon.recipe.training import ParallelConfig
 
@@ -200,7 +201,8 @@ def _list_found(
 ) -> Iterator[_Found]:
     """The plans of one layout; of ways to keep activations that differ in time and memory alone, the best that fits."""
 
-    def measure(plan: ParallelPlan) -> _Found:
+    def measure(candidate: ParallelPlan) -> _Found:
+        plan = add_rollout(candidate, variant, shape, cluster.kind, usable)
         return _Found(variant, plan, estimate_memory(shape, plan, variant.data.sequence_len, cluster.kind))
 
     memory = cluster.accelerator.memory_bytes

@@ -26,9 +26,10 @@ from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.rates import Rates, Software, choose_software, rates_of
+from echelon.planner.sampled_answers import describe_sampling, sampling_seconds
 from echelon.planner.waits import expect_waits
 
-_PARTS = ("matmul", "attention", "memory_bound", "recompute", "bubble", "optimizer", "offload", "overhead")
+_PARTS = ("matmul", "attention", "memory_bound", "recompute", "bubble", "optimizer", "offload", "overhead", "sampling")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class TimeEstimate:
         optimizer: the update.
         offload: copies to host memory that do not run beside computation.
         overhead: the host, where it cannot launch kernels as fast as the device runs them.
+        sampling: of the answers of the step, and a forward pass over them, if the model is trained on its own answers.
         assumptions: what the estimate takes for granted.
     """
 
@@ -57,6 +59,7 @@ class TimeEstimate:
     optimizer: float
     offload: float
     overhead: float
+    sampling: float = 0.0
     assumptions: tuple[str, ...] = ()
 
     @property
@@ -72,11 +75,12 @@ class TimeEstimate:
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        return self.compute + self.communication + self.bubble + self.optimizer + self.offload + self.overhead
+        waits = self.communication + self.bubble + self.offload + self.overhead
+        return self.compute + waits + self.optimizer + self.sampling
 
     @property
     def limit(self) -> str:
-        """What takes the largest part: compute, memory bandwidth, network, bubble, offload or host."""
+        """What takes the largest part: compute, memory bandwidth, network, bubble, offload, host or sampling."""
         parts = {
             "compute": self.matmul + self.attention + self.recompute,
             "memory bandwidth": self.memory_bound + self.optimizer,
@@ -84,6 +88,7 @@ class TimeEstimate:
             "bubble": self.bubble,
             "offload": self.offload,
             "host": self.overhead,
+            "sampling": self.sampling,
         }
         return max(parts, key=lambda name: parts[name])
 
@@ -162,7 +167,13 @@ def estimate_time(
     scaled = estimate.scaled(waiting)
     waits = expect_waits(plan, count, scaled.compute + scaled.overhead, rates.jitter)
     exposed = {axis: seconds + waits.get(axis, 0.0) for axis, seconds in scaled.exposed_communication.items()}
-    return replace(scaled, exposed_communication=exposed)
+    trained = replace(scaled, exposed_communication=exposed)
+    if plan.rollout is None:
+        return trained
+    scored = steps * (count * layer.forward + heads * head.forward)
+    assumptions = (*trained.assumptions, describe_sampling(step))
+    repeated = trained.scaled(plan.rollout.updates)
+    return replace(repeated, sampling=sampling_seconds(step) + scored, assumptions=assumptions)
 
 
 def _copy_seconds(step: Step, num_parameters: float) -> float:

@@ -1,7 +1,7 @@
 """Sections of the recipe for training from rewards: how answers are drawn, and what judges them."""
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -50,6 +50,11 @@ class RolloutConfig(Section):
         1,
         description="Optimizer updates on the answers of a step. After the first, answers are weighted by how much "
         "more likely they have become (the importance ratio), within `objective.clip_low` and `clip_high`.",
+    )
+    max_num_seqs: Count | Literal["auto"] = Field(
+        "auto",
+        description="Answers that a process samples at once, at most; there are fewer where its memory has no room for "
+        "so many beside the weights and the optimizer.",
     )
     skip_uniform_groups: Flag = Field(
         False, description="Leave out the groups in which all answers have the same reward: they have no gradient."

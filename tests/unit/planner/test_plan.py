@@ -67,6 +67,7 @@ def build_recipe(
         adapter=adapter,
         model=SimpleNamespace(new_tokens=(), trust_remote_code=False, attn_implementation=None),
         objective=ObjectiveConfig(),
+        draws_answers=False,
         train=SimpleNamespace(global_batch_tokens=batch_tokens, **{"epochs": None, **defaults, **train}),
         num_steps=lambda num_samples: 1000,
     )

@@ -205,6 +205,8 @@ def _describe_memory(estimate: MemoryEstimate, cluster: Cluster) -> Iterator[str
         yield f"  {part:<12} {getattr(estimate, part) / 2**30:10.3f}"
     if cluster.accelerator.memory_bytes is not None:
         yield f"  {'of':<12} {cluster.accelerator.memory_bytes / 2**30:10.3f}"
+    if estimate.answers:
+        yield f"  answers, before there are gradients and activations: {estimate.answers / 2**30:.3f}"
     if estimate.host:
         yield f"  in host memory: {estimate.host / 2**30:.3f}"
     for assumption in estimate.assumptions:
