@@ -13,7 +13,7 @@ from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.engines import EngineSpec, build_engine
 from echelon.learn.model.sharding import local_part
 from echelon.learn.objectives.objective import build_objective
-from echelon.planner.memory import StoredBytes
+from echelon.planner.memory_parts import StoredBytes
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.load import build_recipe
 from echelon.run.lifecycle.plan_build import build_stages

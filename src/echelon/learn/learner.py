@@ -34,7 +34,7 @@ from echelon.recipe import Recipe
 
 if TYPE_CHECKING:
     from echelon.learn.data.shards import Dataset
-    from echelon.planner.memory import MemoryParts
+    from echelon.planner.memory_parts import MemoryParts
     from echelon.planner.model_shape import ModelShape
 
 

@@ -18,6 +18,7 @@ from echelon.planner.adapter_plan import frozen_bytes, trains_head, whole_weight
 from echelon.planner.axes.axis import RankLoad
 from echelon.planner.axes.table import AXES, count_absent, keep_heaviest, rank_loads
 from echelon.planner.hardware.accelerators import DeviceKind
+from echelon.planner.memory_parts import MemoryParts, StoredBytes
 from echelon.planner.model_shape import ModelShape, logits_chunk_tokens
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
 from echelon.planner.rates import compiles_checkpoints
@@ -73,42 +74,11 @@ class MemoryEstimate:
         return self.states + max(self.activations + self.logits, self.answers - self.gradients)
 
 
-@dataclass(frozen=True)
-class MemoryParts:
-    """Bytes on the device of one rank, by part: planned, or measured with each part at its largest.
-
-    Attributes:
-        weights: parameters and buffers, as they are stored between steps.
-        gradients: as they are stored before the update.
-        optimizer: the state of the optimizer.
-        activations: what the forward pass of a microbatch keeps, including weights that autocast casts.
-        loss: what the head and the loss need in addition.
-        other: what the peak of a step needs in addition: gathered weights, gradients before their reduction, buffers
-            of communication, recomputed layers, workspace.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    loss: int
-    other: int
-
-
 def describe_peak_memory(is_gpu: bool) -> str:
     """What the peak memory of a process counts, beside the tensors whose bytes are planned."""
     if is_gpu:
         return "memory that PyTorch has reserved on a GPU, with what its allocator keeps free for later"
     return "memory resident in a process, with Python and its libraries"
-
-
-@dataclass(frozen=True)
-class StoredBytes:
-    """Bytes that one rank stores between steps, and its gradients before the update; in host memory if offloaded."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
 
 
 def estimate_memory(

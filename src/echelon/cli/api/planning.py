@@ -18,7 +18,8 @@ from echelon.planner.hardware.detection import calibrated_cluster, detect_cluste
 from echelon.planner.hardware.instances import find_instance
 from echelon.planner.machines import choose_instance, find_cluster
 from echelon.planner.measured_runs import read_history
-from echelon.planner.memory import MemoryEstimate, StoredBytes, describe_checkpoint, estimate_memory, estimate_stored
+from echelon.planner.memory import MemoryEstimate, describe_checkpoint, estimate_memory, estimate_stored
+from echelon.planner.memory_parts import StoredBytes
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.payoff import describe_payoff
 from echelon.planner.plan import ParallelPlan

@@ -20,7 +20,7 @@ from echelon.learn.model.sharding import local_part
 from echelon.learn.model.traits import apply_plain_causal, find_traits
 from echelon.learn.optimizer import build_optimizer
 from echelon.learn.parallel import shard_stages
-from echelon.planner.memory import StoredBytes
+from echelon.planner.memory_parts import StoredBytes
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
 

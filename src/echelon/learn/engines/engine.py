@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from echelon.learn.objectives.objective import Objective
     from echelon.learn.objectives.outputs import OutputsFn
     from echelon.learn.parallel.step import StepSums
-    from echelon.planner.memory import MemoryParts
+    from echelon.planner.memory_parts import MemoryParts
 
 
 @dataclass(frozen=True)

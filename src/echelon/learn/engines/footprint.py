@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from echelon.ground.variables import set_default_variables
 from echelon.learn.model.sharding import local_part
-from echelon.planner.memory import MemoryParts
+from echelon.planner.memory_parts import MemoryParts
 
 # Moments of a microbatch: before the layers run, when the last hidden states are there, and when their gradient is.
 _MOMENTS = _BEGIN, _HIDDEN, _LOSS = "begin", "hidden", "loss"

@@ -41,7 +41,7 @@ from echelon.learn.optimizer import (
 from echelon.learn.parallel.protocol import Parallel
 from echelon.learn.parallel.step import ForwardBackward, StepSums
 from echelon.learn.sync.synchronizer import Fill
-from echelon.planner.memory import MemoryParts
+from echelon.planner.memory_parts import MemoryParts
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import astuple, fields
 from typing import Any
 
 from echelon.ground.sizes import render_bytes, render_duration, render_gib
-from echelon.planner.memory import MemoryParts
+from echelon.planner.memory_parts import MemoryParts
 
 _SAMPLE_WIDTH = 100
 # Figures of a train row that are averaged by time, and those that are summed.

@@ -12,7 +12,7 @@ from typing import Any
 from echelon.ground.errors import is_disk_full
 from echelon.ground.logs import EMPHASIZED, ON_PROGRESS_BAR
 from echelon.ground.stored import open_to_append
-from echelon.planner.memory import MemoryParts
+from echelon.planner.memory_parts import MemoryParts
 from echelon.recipe.batches import BatchSchedule
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.budget import CostMeter

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import yaml
 
 from echelon.ground.errors import ConfigError, EchelonError, PlanError
-from echelon.planner.memory import StoredBytes
+from echelon.planner.memory_parts import StoredBytes
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe

@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 from echelon.learn.data.tokenizer import train_tokenizer
-from echelon.planner.memory import MemoryParts
+from echelon.planner.memory_parts import MemoryParts
 from echelon.recipe.batches import BatchSchedule, constant_batch, ramp_batch
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal import journal as journal_module

@@ -8,7 +8,7 @@ import torch
 from echelon.ground.errors import PlanError, is_out_of_memory
 from echelon.learn.engines import Rehearsal
 from echelon.learn.micro_batch import fit_micro_batch
-from echelon.planner.memory import MemoryParts
+from echelon.planner.memory_parts import MemoryParts
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
 

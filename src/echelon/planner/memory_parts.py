@@ -1,0 +1,34 @@
+"""Bytes of memory by part, planned or measured."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MemoryParts:
+    """Bytes on the device of one rank, by part: planned, or measured with each part at its largest.
+
+    Attributes:
+        weights: parameters and buffers, as they are stored between steps.
+        gradients: as they are stored before the update.
+        optimizer: the state of the optimizer.
+        activations: what the forward pass of a microbatch keeps, including weights that autocast casts.
+        loss: what the head and the loss need in addition.
+        other: what the peak of a step needs in addition: gathered weights, gradients before their reduction, buffers
+            of communication, recomputed layers, workspace.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    loss: int
+    other: int
+
+
+@dataclass(frozen=True)
+class StoredBytes:
+    """Bytes that one rank stores between steps, and its gradients before the update; in host memory if offloaded."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
