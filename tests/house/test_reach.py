@@ -8,11 +8,11 @@ from tests.house.source_tree import ECHELON, SourceTree
 REACH = {
     "run.training.trainer": (150, 22_000),
     "learn.learner": (151, 22_000),
-    "learn.engines.native": (150, 22_000),
+    "learn.engines.native": (140, 20_000),
     "learn.engines.native_build": (163, 23_900),
     "learn.objectives.causal_lm": (70, 11_000),
     "learn.data.loader": (40, 6_500),
-    "planner.plan": (30, 5_100),
+    "planner.plan": (30, 5_200),
     "learn.engines.engine": (45, 7_000),
 }
 
