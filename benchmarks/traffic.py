@@ -1,4 +1,4 @@
-"""What a plan sends in one step: the formulas of docs/strategies.md, to be held against what the ranks really send."""
+"""What a plan sends in one step: the formulas of docs/memory-and-traffic.md, to be held against what the ranks really send."""
 
 import contextlib
 import os
@@ -37,7 +37,7 @@ class Traffic:
 
 
 def expect_traffic(plan: ParallelPlan, shape: ModelShape) -> Traffic:
-    """The table "What a step sends" of docs/strategies.md, for models whose sizes divide evenly."""
+    """The table "What a step sends" of docs/memory-and-traffic.md, for models whose sizes divide evenly."""
     whole, micro = shape.num_parameters, plan.num_microbatches
     compute, reduce = DTYPE_BYTES[plan.precision.compute], DTYPE_BYTES[plan.precision.reduce]
     if plan.dp_shard == 1:
@@ -87,7 +87,7 @@ def _total(*each: Sent) -> Sent:
 
 
 def expect_muon_bytes(plan: ParallelPlan, shape: ModelShape) -> float:
-    """Bytes that each rank sends on average in a step of Muon, on one machine: docs/strategies.md."""
+    """Bytes that each rank sends on average in a step of Muon, on one machine: docs/memory-and-traffic.md."""
     numbers = sum(each.count * each.size for each in shape.linears)
     if plan.dp_shard > 1:
         return 4 * numbers / plan.dp_shard * (1 - 1 / plan.dp_shard)

@@ -22,7 +22,9 @@ from traffic import expect_traffic
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "strategies.md").read_text(encoding="utf-8")
-RUNS = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+MEMORY = (ROOT / "docs" / "memory-and-traffic.md").read_text(encoding="utf-8")
+FOLDER = (ROOT / "docs" / "run-folder.md").read_text(encoding="utf-8")
+CHECKPOINTS = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
 RECIPE = ROOT / "recipes" / "pretrain-1.3b.yaml"
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "total")
@@ -51,7 +53,7 @@ def render_row(name: str, overrides: list[str]) -> str:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_the_worked_example(name: str) -> None:
-    assert render_row(name, ROWS[name]) in PAGE
+    assert render_row(name, ROWS[name]) in MEMORY
 
 
 def test_bytes_per_parameter() -> None:
@@ -66,7 +68,7 @@ def test_bytes_per_parameter() -> None:
         "FSDP": ParallelPlan("fsdp", **sharded, reduce_gradients="each", reshard_after_forward=True),
     }
     for name, plan in plans.items():
-        shown = re.search(rf"^\| {name} \|.*\| ([\d.]+) \| ([\d.]+) \|$", PAGE, re.MULTILINE)
+        shown = re.search(rf"^\| {name} \|.*\| ([\d.]+) \| ([\d.]+) \|$", MEMORY, re.MULTILINE)
         assert shown is not None, name
         bf16 = resolve_precision(plan)
         for figure, each in zip(shown.groups(), (plan, bf16), strict=True):
@@ -96,11 +98,11 @@ def test_every_key_of_a_row_is_explained() -> None:
             0, 1.0, None, None, 1.0, True, None, 0.1, 1, 1, "0" * 16, 0.0, 0.0, 0.0, [], *[None] * 2, False, 0, None
         )
     )
-    assert set(re.findall(r"^\| `(\w+)` \|", RUNS, re.MULTILINE)) >= set(row)
+    assert set(re.findall(r"^\| `(\w+)` \|", FOLDER, re.MULTILINE)) >= set(row)
 
 
 def test_every_key_that_a_resume_may_change_is_listed() -> None:
-    [table] = re.findall(r"^\| May differ \|.*?\n\n", RUNS, re.MULTILINE | re.DOTALL)
+    [table] = re.findall(r"^\| May differ \|.*?\n\n", CHECKPOINTS, re.MULTILINE | re.DOTALL)
     lengths = {"train.steps", "train.tokens", "train.epochs"}
     assert set(re.findall(r"`([\w.]+)`", table)) == set(RESUMABLE) | lengths
 
@@ -109,8 +111,8 @@ def test_every_file_of_a_run_is_explained() -> None:
     folder = RunFolder(Path("run"))
     for path in (folder.recipe_path, folder.plan_path, folder.estimate_path, folder.environment_path, folder.data_path,
                  folder.metrics_path, folder.events_path, folder.outcome_path):  # fmt: skip
-        assert f"| `{path.name}` |" in RUNS
-    assert f"| `{folder.model_dir.name}/` |" in RUNS
+        assert f"| `{path.name}` |" in FOLDER
+    assert f"| `{folder.model_dir.name}/` |" in FOLDER
 
 
 def test_the_parity_page_shows_the_measurements() -> None:

@@ -1,4 +1,4 @@
-"""The accuracy of the planner in docs/planning.md is that of the report, and the report that of the present planner."""
+"""The accuracy of the planner in docs/planner-accuracy.md is that of the report, and the report that of the present planner."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from published_fits import report_fits
 from published_memory import score_memory
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "planner-accuracy.md").read_text(encoding="utf-8")
 REPORT = (ROOT / "benchmarks" / "results" / "planner-accuracy.md").read_text(encoding="utf-8")
 
 

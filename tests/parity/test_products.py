@@ -117,7 +117,7 @@ def own_numbers(shape, plan, stage):
 
 
 def expect_sent(shape, plan, stage):
-    """The formulas of docs/*-parallelism.md and docs/strategies.md, of a Llama in fp32: collectives by axis."""
+    """The formulas of docs/*-parallelism.md and docs/memory-and-traffic.md, of a Llama in fp32: collectives by axis."""
     layers, units, in_layer, whole = own_numbers(shape, plan, stage)
     tokens, times = SEQUENCES * LENGTH // plan.cp, MICROBATCHES
     hidden, sent = 4 * tokens * shape.hidden_size, {}

@@ -1,4 +1,4 @@
-"""What each strategy sends, counted in real processes, is what docs/strategies.md says."""
+"""What each strategy sends, counted in real processes, is what docs/memory-and-traffic.md says."""
 
 import sys
 from pathlib import Path

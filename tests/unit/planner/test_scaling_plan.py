@@ -31,7 +31,7 @@ from echelon.recipe import Recipe
 from tests.unit.planner.test_search import LLAMA, fields
 
 GIGA = 1e9
-# recipes/pretrain-1.3b.yaml with a Llama vocabulary: the worked example of docs/strategies.md.
+# recipes/pretrain-1.3b.yaml with a Llama vocabulary: the worked example of docs/memory-and-traffic.md.
 SMALL = {
     "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 24,
     "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 32000, "tie_word_embeddings": False,
@@ -50,7 +50,7 @@ def plan_of(parallel, config=None, devices="8xH100", batch=512, length=2048, **t
     [("ddp", 9.4), ("zero1", 7.1), ("zero2", 40.0), ("fsdp", 73.5), ({"dp_replicate": 2, "dp_shard": 4}, 64.4)],
 )
 def test_data_parallel_bytes_are_those_of_the_worked_example(parallel, gigabytes):
-    """docs/strategies.md, whose formulas are counted in real processes by tests/parity/test_traffic.py."""
+    """docs/memory-and-traffic.md, whose formulas are counted in real processes by tests/parity/test_traffic.py."""
     shape = build_shape(SMALL)
     assert shape.num_parameters == pytest.approx(1.345e9, rel=1e-3)
     sent = count_step_bytes(shape, plan_of(parallel), 2048)

@@ -74,7 +74,7 @@ class RunFolder(RunFiles):
 
     @property
     def events_path(self) -> Path:
-        """The events of the run: see docs/checkpoints.md."""
+        """The events of the run: see docs/run-folder.md."""
         return self.rows.events_path
 
     @property

@@ -76,7 +76,7 @@ def recipe(tmp_path):
 
 
 def test_the_constants_of_a_machine_are_found_again_in_its_times():
-    """Rows of a machine whose times follow the formulas of docs/planning.md exactly."""
+    """Rows of a machine whose times follow the formulas of docs/planner-accuracy.md exactly."""
     flops, small, attention, backward, bandwidth, launch = 70e9, 41.0, 20e9, 0.8, 6e9, 1e-3
 
     def product(rows, inner, outer):
