@@ -15,7 +15,7 @@ from echelon.learn.data.own_batches import build_step_batch
 from echelon.learn.data.shards import NO_LABEL
 from echelon.learn.distributed.mesh import Meshes, all_reduce
 from echelon.learn.distributed.objects import gather_objects
-from echelon.learn.generation import Passes, continue_prompts, find_end
+from echelon.learn.generation import Passes, continue_prompts
 from echelon.learn.sampling import Sampling, row_seed
 
 
@@ -140,28 +140,28 @@ def generate(
         for prompt, first in zip(prompts, firsts, strict=True)
         for number in range(sampling.num_samples)
     ]
-    fill, ends = most - len(rows), torch.tensor(stops, dtype=torch.long, device=device)
-    has_ended = torch.arange(most, device=device) >= len(rows)
+    fill, ends = most - len(rows), frozenset(stops)
 
-    def is_over(new: Tensor) -> bool:
-        has_ended.logical_or_(torch.isin(new[:, -1], ends))
-        waits = (~has_ended).any().long()
-        all_reduce(waits, meshes.loss, dist.ReduceOp.MAX)
-        return not waits
+    def has_ended(number: int, tokens: Sequence[int]) -> bool:
+        return number >= len(rows) or tokens[-1] in ends
+
+    def agree(goes_on: bool) -> bool:
+        if meshes.loss is None:
+            return goes_on
+        wanted = torch.tensor(goes_on, dtype=torch.long, device=device)
+        all_reduce(wanted, meshes.loss, dist.ReduceOp.MAX)
+        return bool(wanted)
 
     holders = None if meshes.tp is None else meshes.tp.get_group()
     peers = [group for group in (holders, meshes.cp) if group is not None]
     padded, seeds = rows + [(0,)] * fill, seeds + [0] * fill
-    found = continue_prompts(passes, padded, sampling, seeds, device, is_over, peers, width)
-    tokens = found.tokens[: len(rows)].tolist()
-    scores, cooled = found.log_probabilities.cpu(), found.at_temperature.cpu()
-    lengths = [min(len(row), find_end(row, stops) + 1) for row in tokens]
+    found = continue_prompts(passes, padded, sampling, seeds, device, has_ended, agree, peers, width)[: len(rows)]
     return Rollouts(
         rows,
-        [tuple(row[:length]) for row, length in zip(tokens, lengths, strict=True)],
-        [row[:length] for row, length in zip(scores, lengths, strict=False)],
-        [row[:length] for row, length in zip(cooled, lengths, strict=False)],
-        [row[length - 1] in stops for row, length in zip(tokens, lengths, strict=True)],
+        [tuple(answer.tokens) for answer in found],
+        [torch.tensor(answer.log_probabilities, dtype=torch.float32) for answer in found],
+        [torch.tensor(answer.at_temperature, dtype=torch.float32) for answer in found],
+        [answer.tokens[-1] in ends for answer in found],
         place,
         most,
     )

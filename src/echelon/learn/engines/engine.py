@@ -17,7 +17,7 @@ from echelon.recipe import Recipe
 
 if TYPE_CHECKING:
     from echelon.learn.checkpoint.adapter_folder import AdapterContent
-    from echelon.learn.model.kv_cache import Advance
+    from echelon.learn.model.kv_cache import KeyValueCache
     from echelon.learn.objectives.objective import Objective
     from echelon.learn.objectives.outputs import OutputsFn
     from echelon.learn.parallel.step import StepSums
@@ -96,8 +96,8 @@ class Evaluation(Protocol):
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
         """Return fp32 logits [batch, vocabulary] of the token after position `places` [batch] of ids [batch, seq]."""
 
-    def start_cached(self) -> "Advance | None":
-        """Begin rows of tokens whose keys and values are kept; None if the passes of this engine keep none."""
+    def start_cached(self) -> "KeyValueCache | None":
+        """Return an empty cache of keys and values for passes of this model; None if this engine keeps none."""
 
 
 class Engine(Replica, Protocol):

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from echelon.learn.data.loader import LONGEST, Microbatch, Padding
 from echelon.learn.engines.engine import Evaluation
-from echelon.learn.model.kv_cache import Advance, KeyValueCache, can_cache
+from echelon.learn.model.kv_cache import KeyValueCache, start_cache
 from echelon.learn.objectives.objective import Objective
 from echelon.learn.objectives.outputs import OutputsFn
 
@@ -49,16 +49,14 @@ class ModuleEvaluation(Evaluation):
         return self._module(_unlabelled(input_ids), lambda outputs, _: outputs.logits_at(places))
 
     @override
-    def start_cached(self) -> Advance | None:
-        if self._decoder is None or not can_cache(self._decoder, self._padding.multiple):
+    def start_cached(self) -> KeyValueCache | None:
+        if self._decoder is None:
             return None
-        cache = KeyValueCache(self._decoder, self._padding.multiple)
+        return start_cache(self._decoder, self._padding.multiple, self._run_inside, self._padding.is_equal)
 
-        def advance(input_ids: Tensor, filled: Tensor) -> Tensor:
-            # Inside the forward pass of the module, which gathers the weights.
-            return self._module(_unlabelled(input_ids), lambda outputs, _: cache(input_ids, filled))
-
-        return advance
+    def _run_inside(self, input_ids: Tensor, run: Callable[[], Tensor]) -> Tensor:
+        """Run a pass of the decoder inside the forward pass of the module, which gathers the weights."""
+        return self._module(_unlabelled(input_ids), lambda outputs, _: run())
 
 
 def _unlabelled(input_ids: Tensor) -> Microbatch:

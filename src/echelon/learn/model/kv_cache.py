@@ -3,16 +3,18 @@
 There is no list of model types: a cache is used if, on a small copy, such passes have the logits of whole sequences.
 """
 
+import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from echelon.learn.model.attention import choose_attention, stand_in
 from echelon.learn.model.context_attention import find_attention
@@ -22,6 +24,14 @@ from echelon.learn.model.traits import build_copies, is_close, run_copy, undistu
 Advance = Callable[[Tensor, Tensor], Tensor]
 """Reads the next tokens [rows, new] of some sequences, and which of them are tokens and not padding (boolean, of the
 same shape). Returns the fp32 logits [rows, vocabulary] of the token that follows each row."""
+
+Run = Callable[[Tensor, Callable[[], Tensor]], Tensor]
+"""Runs a pass over ids [rows, new], which is a function without arguments, and returns its logits."""
+
+
+def _run(input_ids: Tensor, run: Callable[[], Tensor]) -> Tensor:
+    return run()
+
 
 # What a model calls its cache, as an argument and in its outputs: it depends on the family and on the release.
 _NAMES = ("cache", "past_key_values", "cache_params")
@@ -37,14 +47,25 @@ class KeyValueCache:
     itself, which obeys padding and computes the same up to rounding. Then the model is as it was.
     """
 
-    def __init__(self, model: PreTrainedModel, multiple: int = 1) -> None:
-        """`multiple`: the width of a pass must be one of this; the passes are padded, and the cache is cut again."""
+    moves_rows: bool
+    """Whether `select` and `join` may be called."""
+
+    def __init__(self, model: PreTrainedModel, multiple: int = 1, run: Run = _run, moves_rows: bool = True) -> None:
+        """See `start_cache`. `multiple`: the passes are padded, and the cache is cut again."""
+        self.moves_rows = moves_rows
         self._model = model
         self._multiple = multiple
+        self._run = run
         self._accepts = inspect.signature(model.forward).parameters.keys()
         self._attention = _find_padded_attention(model)
-        self._filled: Tensor | None = None
+        self._filled = torch.empty(0)
         self._past: dict[str, Any] = {}
+
+    def empty(self) -> Self:
+        """Return an empty cache for other rows of the same model."""
+        other = copy.copy(self)
+        other._past = {}
+        return other
 
     def __call__(self, input_ids: Tensor, filled: Tensor) -> Tensor:
         """Run the model over new tokens; see `Advance`. Collective where the model is divided.
@@ -52,7 +73,10 @@ class KeyValueCache:
         Raises:
             ValueError: the model returned no cache.
         """
-        seen = filled if self._filled is None else torch.cat([self._filled, filled], 1)
+        return self._run(input_ids, lambda: self._pass(input_ids, filled))
+
+    def _pass(self, input_ids: Tensor, filled: Tensor) -> Tensor:
+        seen = torch.cat([self._filled, filled], 1) if self._past else filled
         new, extra = input_ids.shape[1], -input_ids.shape[1] % self._multiple
         # Attention is causal, so nothing that is kept depends on the padding at the end.
         mask = pad(seen, (0, extra)).long()
@@ -79,6 +103,61 @@ class KeyValueCache:
         logits: Tensor = outputs.logits[:, -1 - extra]
         return logits.float()
 
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows, in this order, and the positions that one of them needs. A row may occur more than once."""
+        [cache] = self._past.values()
+        cache.reorder_cache(rows)
+        self._filled = self._filled[rows]
+        self._widen(-int(self._filled.any(0).long().argmax()))
+
+    def join(self, other: "KeyValueCache") -> None:
+        """Append the rows of another cache of this model, which is then of no use any more.
+
+        Raises:
+            TypeError: the cache of a layer is of a kind whose rows cannot be put together.
+        """
+        difference = self._filled.shape[1] - other._filled.shape[1]
+        self._widen(max(0, -difference))
+        other._widen(max(0, difference))
+        for layer, joining in zip(self._layers(), other._layers(), strict=True):
+            layer.keys = torch.cat([layer.keys, joining.keys])
+            layer.values = torch.cat([layer.values, joining.values])
+        self._filled = torch.cat([self._filled, other._filled])
+
+    def _widen(self, count: int) -> None:
+        """Add so many positions of padding on the left, or remove them; `transformers` cuts on the right alone."""
+        if not count:
+            return
+        self._filled = pad(self._filled, (count, 0))
+        for layer in self._layers():
+            width = self._filled.shape[1]
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.cumulative_length = width
+                width = min(width, layer.sliding_window - 1)
+            more = width - layer.keys.shape[-2]
+            layer.keys, layer.values = (pad(tensor, (0, 0, more, 0)) for tensor in (layer.keys, layer.values))
+
+    def _layers(self) -> list[Any]:
+        [cache] = self._past.values()
+        if not all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
+            raise TypeError(f"{cache} has layers with more than keys and values")
+        return list(cache.layers)
+
+
+def start_cache(
+    model: PreTrainedModel, multiple: int = 1, run: Run = _run, is_equal: bool = False
+) -> KeyValueCache | None:
+    """Return an empty cache for passes of a model; None if such passes compute something else than whole sequences do.
+
+    Args:
+        multiple: the width of a pass must be one of this.
+        run: what is needed around a pass.
+        is_equal: ranks need batches of equal shapes, so rows must not move.
+    """
+    if not can_cache(model, multiple):
+        return None
+    return KeyValueCache(model, multiple, run, not is_equal and can_move_rows(model, multiple))
+
 
 def can_cache(model: PreTrainedModel, multiple: int = 1) -> bool:
     """Whether passes with a `KeyValueCache` compute what passes over whole sequences do; once per config and process.
@@ -86,40 +165,76 @@ def can_cache(model: PreTrainedModel, multiple: int = 1) -> bool:
     By a small copy on the CPU. The model may be on meta, divided or with an adapter. Keeps the global random state.
 
     Args:
-        multiple: see KeyValueCache.
+        multiple: see start_cache.
     """
-    return _can_cache(ConfigKey(model.config, type(model), stand_in(find_attention(model)), multiple))
+    return _is_same(_key(model, multiple), _continue_rows)
+
+
+def can_move_rows(model: PreTrainedModel, multiple: int = 1) -> bool:
+    """Whether they also do when rows have left the cache and others have joined; see `can_cache`."""
+    return _is_same(_key(model, multiple), _move_rows)
+
+
+def _key(model: PreTrainedModel, multiple: int) -> ConfigKey:
+    return ConfigKey(model.config, type(model), stand_in(find_attention(model)), multiple)
 
 
 @lru_cache(maxsize=64)
-def _can_cache(key: ConfigKey) -> bool:
+def _is_same(key: ConfigKey, walk: Callable[["_Rows"], bool]) -> bool:
+    """Whether a walk finds the logits of whole rows, with small copies of a model."""
     model_class, attention, multiple = key.others
     with undisturbed():
         try:
-            return all(
-                _is_same_with_cache(copy, multiple) for copy in build_copies(model_class, key.config, attention, None)
-            )
+            copies = build_copies(model_class, key.config, attention, None)
+            return all(walk(_Rows(model, KeyValueCache(model, multiple))) for model in copies)
         except Exception:  # a family may fail in any way
             return False
 
 
-def _is_same_with_cache(model: PreTrainedModel, multiple: int) -> bool:
-    """Whether prompts of different lengths, continued token by token, have the logits of whole sequences."""
-    rows = [random_tokens(model, 1, length + _NEW) for length in _PROMPTS]
-    whole = [run_copy(model, row)[0] for row in rows]
-    width, cache = max(_PROMPTS), KeyValueCache(model, multiple)
-    for place in range(_NEW):
-        if place == 0:
-            new = torch.cat([pad(row[:, :size], (width - size, 0)) for row, size in zip(rows, _PROMPTS, strict=True)])
-            filled = torch.arange(width) >= width - torch.tensor(_PROMPTS)[:, None]
-        else:
-            new = torch.cat([row[:, size + place - 1, None] for row, size in zip(rows, _PROMPTS, strict=True)])
-            filled = torch.ones_like(new, dtype=torch.bool)
-        found = cache(new, filled)
-        expected = [logits[size + place - 1] for logits, size in zip(whole, _PROMPTS, strict=True)]
-        if not is_close(found, torch.stack(expected)):
-            return False
-    return True
+class _Rows:
+    """Random rows of tokens, which a copy reads whole, and a cache in parts."""
+
+    def __init__(self, model: PreTrainedModel, cache: KeyValueCache) -> None:
+        self.cache = cache
+        self._rows = [random_tokens(model, 1, length + _NEW) for length in _PROMPTS]
+        self._whole = [run_copy(model, row)[0] for row in self._rows]
+
+    def read(self, cache: KeyValueCache, numbers: Sequence[int], ends: Sequence[int], size: int | None = 1) -> bool:
+        """Read the tokens of some rows up to an end of each: the last `size`, or all. Whether the logits are right."""
+        parts = [self._rows[number][0, :end][-(size or end) :] for number, end in zip(numbers, ends, strict=True)]
+        width = max(map(len, parts))
+        new = torch.stack([pad(part, (width - len(part), 0)) for part in parts])
+        filled = torch.arange(width) >= width - torch.tensor([[len(part)] for part in parts])
+        expected = [self._whole[number][end - 1] for number, end in zip(numbers, ends, strict=True)]
+        return is_close(cache(new, filled), torch.stack(expected))
+
+
+def _continue_rows(rows: _Rows) -> bool:
+    """Continue prompts of different lengths token by token."""
+    return all(
+        rows.read(rows.cache, (0, 1, 2), [length + place for length in _PROMPTS], 1 if place else None)
+        for place in range(_NEW)
+    )
+
+
+def _move_rows(rows: _Rows) -> bool:
+    """Continue a prompt twice, after it a longer one, without the first a shorter one."""
+    cache, longer, shorter = rows.cache, rows.cache.empty(), rows.cache.empty()
+    (long, short, middle), is_same = _PROMPTS, True
+    is_same &= rows.read(cache, (1, 2), (short, middle), None)
+    cache.select(torch.tensor([1, 0, 1]))
+    is_same &= rows.read(cache, (2, 1, 2), (middle + 1, short + 1, middle + 1))
+    is_same &= rows.read(longer, (0,), (long,), None)
+    cache.join(longer)
+    for place in (1, 2):
+        ends = (middle + 1 + place, short + 1 + place, middle + 1 + place, long + place)
+        is_same &= rows.read(cache, (2, 1, 2, 0), ends)
+    cache.select(torch.tensor([1, 0]))
+    is_same &= rows.read(shorter, (1,), (short,), None)
+    cache.join(shorter)
+    for place in (1, 2):
+        is_same &= rows.read(cache, (1, 2, 1), (short + 3 + place, middle + 3 + place, short + place))
+    return is_same
 
 
 def _find_padded_attention(model: PreTrainedModel) -> str:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from echelon.learn.data.panics import panics_told
@@ -53,13 +52,18 @@ class PromptSampler:
         seeds = [row_seed(self._seed, prompt, 0) for prompt in self.prompts]
         sampling = Sampling(self._max_tokens)
 
-        def go_on(_: Tensor) -> bool:
+        def agree(goes_on: bool) -> bool:
             beat()
-            return False
+            return goes_on
 
         beat()
-        new = continue_prompts(evaluation, self._ids, sampling, seeds, self._device, go_on).tokens.tolist()
-        return [self._decode(ids + row[: find_end(row, self._stops)]) for ids, row in zip(self._ids, new, strict=True)]
+        found = continue_prompts(
+            evaluation, self._ids, sampling, seeds, self._device, lambda number, tokens: False, agree
+        )
+        return [
+            self._decode(ids + continued.tokens[: find_end(continued.tokens, self._stops)])
+            for ids, continued in zip(self._ids, found, strict=True)
+        ]
 
     def _decode(self, ids: list[int]) -> str:
         with panics_told(self._tokenizer.name_or_path, "a sample of evaluate.prompts"):

@@ -15,7 +15,7 @@ from typing_extensions import override
 from echelon.ground.errors import ConfigError
 from echelon.learn.data.panics import panics_told, shorten
 from echelon.learn.generation import Passes, continue_prompts, find_end
-from echelon.learn.model.kv_cache import Advance, KeyValueCache, can_cache
+from echelon.learn.model.kv_cache import KeyValueCache, start_cache
 from echelon.learn.sampling import Sampling, row_seed
 from echelon.tools.inference.chat import Chat
 from echelon.tools.inference.target import find_device, load_target, load_target_tokenizer
@@ -124,8 +124,8 @@ class _WholeModel(Passes):
         return logits[torch.arange(len(places), device=places.device), places].float()
 
     @override
-    def start_cached(self) -> Advance | None:
-        return KeyValueCache(self._model) if can_cache(self._model) else None
+    def start_cached(self) -> KeyValueCache | None:
+        return start_cache(self._model)
 
 
 @torch.no_grad()
@@ -148,23 +148,21 @@ def continue_rows(
     decoders = [_Decoder(tokenizer, row.ids) for row in rows]
     stream = None if write is None else TextStream(decoders[0], sampling.stop, write)
 
-    def is_over(new: Tensor) -> bool:
-        texts = new.tolist()
+    def has_ended(number: int, tokens: Sequence[int]) -> bool:
         if stream is not None:
-            stream.put(texts[0][-1])
-        return all(
-            find_end(tokens, eos) < len(tokens) or any(stop in decoder(tokens) for stop in sampling.stop)
-            for decoder, tokens in zip(decoders, texts, strict=True)
+            stream.put(tokens[-1])
+        return tokens[-1] in eos or (
+            any(sampling.stop) and any(stop in decoders[number](tokens) for stop in sampling.stop)
         )
 
     ids, seeds = [row.ids for row in rows], [row_seed(sampling.seed, row.prompt, row.number) for row in rows]
     peers = [None] if team is not None and team.size > 1 else []
-    found = continue_prompts(_WholeModel(model), ids, sampling, seeds, model.device, is_over, peers)
+    found = continue_prompts(_WholeModel(model), ids, sampling, seeds, model.device, has_ended, peers=peers)
     if stream is not None:
         stream.end()
     return [
         _finish(row, decoder, new, eos, sampling.stop, with_prompt)
-        for row, decoder, new in zip(rows, decoders, found.tokens.tolist(), strict=True)
+        for row, decoder, new in zip(rows, decoders, (continued.tokens for continued in found), strict=True)
     ]
 
 
@@ -202,9 +200,9 @@ class _Decoder:
         self._prompt_ids = prompt_ids
         self.head = _decode(tokenizer, prompt_ids)
 
-    def __call__(self, new_ids: list[int]) -> str:
+    def __call__(self, new_ids: Sequence[int]) -> str:
         """Return the text of the continuation."""
-        return _decode(self._tokenizer, self._prompt_ids + new_ids)[len(self.head) :]
+        return _decode(self._tokenizer, [*self._prompt_ids, *new_ids])[len(self.head) :]
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
