@@ -36,6 +36,8 @@ def train_and_answer(rank, world_size, path, plan, samplings):
         state, found = torch.get_rng_state(), []
         for sampling in samplings:
             rollouts = learner.generate(PROMPTS[learner.meshes.data_rank :: learner.meshes.data_size], sampling)
+            few = learner.generate(rollouts.prompts[:: sampling.num_samples], sampling, max_num_seqs=3)
+            assert few.answers == rollouts.answers and few.ended == rollouts.ended
             if not plan.compile:  # each width would be compiled once more
                 check_batch(learner, rollouts)
             scores = [each.tolist() for each in rollouts.log_probabilities]
@@ -154,6 +156,10 @@ def answer_uneven(rank, world_size, path, plan):
         for whole, answer, ended in zip(free.answers, stopped.answers, stopped.ended, strict=True):
             assert answer == (whole[: whole.index(stop) + 1] if stop in whole else whole)
             assert ended == (stop in whole)
+        # Rank 1 has one prompt and rank 0 four: they run equally many passes, or the next collective would not match.
+        for size in (1, 3):
+            few = learner.generate(prompts, GREEDY, stops=[stop], max_num_seqs=size)
+            assert few.answers == stopped.answers and few.ended == stopped.ended
         batch = stopped.batch()
         assert len(batch.microbatches) == 2 and batch.num_labels == sum(map(len, stopped.answers))
         group = learner.generate(prompts, SAMPLED)
@@ -166,6 +172,10 @@ def answer_uneven(rank, world_size, path, plan):
             errors.append(str(error.value))
         with pytest.raises(ConfigError, match="there are 2 numbers for 1 prompts; give one for each"):
             learner.generate(PROMPTS[:1], GREEDY, numbers=[0, 1])
+        for size in (0, 1 + rank):
+            with pytest.raises(ConfigError) as error:
+                learner.generate(prompts, GREEDY, max_num_seqs=size)
+            errors.append(str(error.value))
         return errors
 
 
@@ -177,3 +187,5 @@ def test_ranks_may_have_different_prompts(workers, text, tmp_path):
         assert errors[0] == "generate, rank 0: there is no prompt; give every rank at least one."
         assert "generate, rank" in errors[1] and "seed=1" in errors[1]
         assert errors[2] == "generate, rank 0: a prompt has no token; give at least one."
+        assert "max_num_seqs=0 leaves no answer to sample; use 1 or more" in errors[3]
+        assert "max_num_seqs=2" in errors[4] and "max_num_seqs=1 on another" in errors[4]

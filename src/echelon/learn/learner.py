@@ -233,12 +233,14 @@ class Learner:
         sampling: Sampling,
         stops: Sequence[int] | None = None,
         numbers: Sequence[int] | None = None,
+        max_num_seqs: int | None = None,
     ) -> Rollouts:
         """Answer prompts with the weights as they are now, `sampling.num_samples` times each. Collective.
 
         It keeps keys and values (a KV cache), except with `pp` and under engines that have none. Weights stay sharded
         as in a forward pass of the plan, and neither they nor the random state change. The draws depend on the prompt,
-        the number of the sample and `sampling.seed`, not on the number of ranks; give each step another seed.
+        the number of the sample and `sampling.seed`, not on the number of ranks; give each step another seed. Answers
+        that have ended leave the batch, and others take their place, unless the model keeps more than keys and values.
 
         Args:
             prompts: token ids of this rank's prompts, at least one. Ranks with one `meshes.data_rank` give the same.
@@ -246,13 +248,17 @@ class Learner:
             stops: token ids that end an answer; None: `self.stops`.
             numbers: of each prompt the number of its first sample; None: 0. The draws of a conversation that goes on
                 depend on it, where several have the same text.
+            max_num_seqs: answers that this rank samples at the same time, at most, which bounds the memory of the
+                cache; None: as many as the plan says, which is all if the recipe does not train from rewards.
 
         Raises:
             ConfigError: on every rank, if what one of them gives cannot be used.
         """
         ends = self.stops if stops is None else stops
+        planned = None if self.plan.rollout is None else self.plan.rollout.max_num_seqs
+        size = planned if max_num_seqs is None else max_num_seqs
         with self.engine.evaluation(self.objective) as evaluation:
-            return generate(evaluation, self.meshes, self.device, prompts, sampling, ends, self.place, numbers)
+            return generate(evaluation, self.meshes, self.device, prompts, sampling, ends, self.place, numbers, size)
 
     def evaluate(self, batches: Iterable[StepBatch | Microbatch], loss: Objective | LossFn | None = None) -> EvalResult:
         """Return the mean loss of batches over all ranks, without dropout and gradient. Collective.

@@ -118,23 +118,27 @@ def generate(
     stops: Sequence[int],
     place: BatchPlace,
     numbers: Sequence[int] | None = None,
+    max_num_seqs: int | None = None,
 ) -> Rollouts:
     """Answer prompts, `sampling.num_samples` times each. Collective: ranks may have different prompts.
 
     The draws of an answer depend on its prompt, its number and the seed, so they are the same on any number of ranks;
-    a prompt that occurs twice has the same answers. All ranks run as many passes as the longest answer needs.
+    a prompt that occurs twice has the same answers. All ranks run as many passes as the one that needs most.
 
     Args:
         prompts: token ids of this rank's prompts; ranks that share a model's sequences (tp, cp, pp) give the same.
         stops: token ids that end an answer.
         numbers: of each prompt the number of its first answer; None: 0.
+        max_num_seqs: answers that a rank samples at the same time, at most; None: all.
 
     Raises:
-        ConfigError: on every rank, if the prompts of any rank cannot be used, or the ranks differ in `sampling`.
+        ConfigError: on every rank, if the prompts of any rank cannot be used, or the ranks differ in `sampling` or
+            `max_num_seqs`.
     """
     rows = [tuple(prompt) for prompt in prompts for _ in range(sampling.num_samples)]
     firsts = [0] * len(prompts) if numbers is None else numbers
-    most, width = _agree(meshes, rows, sampling, _find_problem(prompts, sampling, firsts))
+    problem = _find_problem(prompts, sampling, firsts, max_num_seqs)
+    most, width = _agree(meshes, rows, sampling, max_num_seqs, problem)
     seeds = [
         draw_seed(sampling.seed, prompt, first + number)
         for prompt, first in zip(prompts, firsts, strict=True)
@@ -146,8 +150,6 @@ def generate(
         return number >= len(rows) or tokens[-1] in ends
 
     def agree(goes_on: bool) -> bool:
-        if meshes.loss is None:
-            return goes_on
         wanted = torch.tensor(goes_on, dtype=torch.long, device=device)
         all_reduce(wanted, meshes.loss, dist.ReduceOp.MAX)
         return bool(wanted)
@@ -155,7 +157,9 @@ def generate(
     holders = None if meshes.tp is None else meshes.tp.get_group()
     peers = [group for group in (holders, meshes.cp) if group is not None]
     padded, seeds = rows + [(0,)] * fill, seeds + [0] * fill
-    found = continue_prompts(passes, padded, sampling, seeds, device, has_ended, agree, peers, width)[: len(rows)]
+    found = continue_prompts(passes, padded, sampling, seeds, device, has_ended, agree, peers, width, max_num_seqs)[
+        : len(rows)
+    ]
     return Rollouts(
         rows,
         [tuple(answer.tokens) for answer in found],
@@ -172,17 +176,21 @@ def draw_seed(seed: int, prompt: Sequence[int], number: int) -> int:
     return row_seed(seed, " ".join(map(str, prompt)), number)
 
 
-def _agree(meshes: Meshes, rows: Sequence[Sequence[int]], sampling: Sampling, problem: str | None) -> tuple[int, int]:
+def _agree(
+    meshes: Meshes, rows: Sequence[Sequence[int]], sampling: Sampling, max_num_seqs: int | None, problem: str | None
+) -> tuple[int, int]:
     """Return the most rows of any rank, and the greatest length of a prompt. Collective."""
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()
     width = max((len(row) for row in rows), default=0)
-    requests = gather_objects((problem, sampling, meshes.data_rank, digest, len(rows), width), meshes.everyone)
+    own = (sampling, max_num_seqs)
+    requests = gather_objects((problem, own, meshes.data_rank, digest, len(rows), width), meshes.everyone)
     digests: dict[int, str] = {}
     for rank, (reason, theirs, data_rank, found, *_) in enumerate(requests):
         if reason is not None:
             raise ConfigError(f"generate, rank {rank}: {reason}")
-        if theirs != sampling:
-            raise ConfigError(f"generate, rank {rank}: its {theirs} differs from {sampling} on another; give the same.")
+        if theirs != own:
+            told = [f"{given}, max_num_seqs={size}" for given, size in (theirs, own)]
+            raise ConfigError(f"generate, rank {rank}: its {told[0]} differ from {told[1]} on another; give the same.")
         if found != digests.setdefault(data_rank, found):
             raise ConfigError(
                 f"generate, rank {rank}: its prompts differ from those of the ranks with which it reads the same data; "
@@ -191,7 +199,9 @@ def _agree(meshes: Meshes, rows: Sequence[Sequence[int]], sampling: Sampling, pr
     return max(request[4] for request in requests), max(request[5] for request in requests)
 
 
-def _find_problem(prompts: Sequence[Sequence[int]], sampling: Sampling, numbers: Sequence[int]) -> str | None:
+def _find_problem(
+    prompts: Sequence[Sequence[int]], sampling: Sampling, numbers: Sequence[int], max_num_seqs: int | None
+) -> str | None:
     if not prompts:
         return "there is no prompt; give every rank at least one."
     if len(numbers) != len(prompts):
@@ -200,4 +210,6 @@ def _find_problem(prompts: Sequence[Sequence[int]], sampling: Sampling, numbers:
         return "a prompt has no token; give at least one."
     if sampling.stop:
         return f"stop={sampling.stop} are texts, and answers are token ids; give their ids as `stops`."
+    if max_num_seqs is not None and max_num_seqs < 1:
+        return f"max_num_seqs={max_num_seqs} leaves no answer to sample; use 1 or more, or None for all."
     return None

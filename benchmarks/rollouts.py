@@ -1,0 +1,137 @@
+"""How fast answers are sampled: with and without a cache, and beside the generation of TRL's GRPO trainer.
+
+    python benchmarks/rollouts.py [--rounds N]
+
+One process and one thread, on a CPU. Without vLLM, TRL's GRPOTrainer calls `model.generate` of transformers with each
+prompt as often as it has answers; so does this benchmark, with the same weights, prompts and sampling. A share of the
+vocabulary ends an answer, so lengths differ as those of real answers do: few are long. The random numbers differ, so
+the measure is the tokens of all answers over the processor seconds, which other programs disturb less than the time.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from unittest import mock
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from echelon.learn.engines.module_evaluation import ModuleEvaluation
+from echelon.learn.learner import Learner
+from echelon.learn.sampling import Sampling
+from echelon.recipe.load import load_recipe
+from measuring import describe_machine
+
+VOCABULARY = 32_000
+MODEL = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "vocab_size": VOCABULARY,
+}  # fmt: skip
+RECIPE = """
+run: {{name: rollouts}}
+model: {{config: {model}}}
+tokenizer: bytes
+data: {{train: text.txt, sequence_len: 64}}
+train: {{steps: 1, global_batch_size: 1, precision: fp32, compile: false}}
+"""
+GROUP = 8
+NEW = 256
+
+
+def build_learner(folder):
+    """A model with random weights: each token is about equally likely."""
+    (folder / "text.txt").write_text("any text will do " * 100)
+    (folder / "recipe.yaml").write_text(RECIPE.format(model=MODEL).replace("text.txt", str(folder / "text.txt")))
+    recipe, _ = load_recipe(folder / "recipe.yaml")
+    return Learner.build(recipe)
+
+
+def random_prompts(count, least, most):
+    """Prompts of different lengths; the ids that end an answer do not occur in them."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(least, most + 1, (count,), generator=generator).tolist()
+    return [torch.randint(VOCABULARY // 2, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+def by_echelon(learner, prompts, stops, **options):
+    """Sample; returns the number of tokens of all answers."""
+
+    def sample(seed):
+        sampling = Sampling(max_tokens=NEW, temperature=1.0, top_k=0, num_samples=GROUP, seed=seed)
+        return sum(map(len, learner.generate(prompts, sampling, stops, **options).answers))
+
+    return sample
+
+
+def by_transformers(learner, prompts, stops):
+    """The same by `model.generate`, as GRPOTrainer calls it."""
+    model = AutoModelForCausalLM.from_config(learner.config).eval()
+    state = learner.engine.state_dict()
+    model.load_state_dict({key.removeprefix("model."): state[key] for key in state if key.startswith("model.")}, False)
+    rows, width = [prompt for prompt in prompts for _ in range(GROUP)], max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    config = GenerationConfig(
+        max_new_tokens=NEW, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=stops, pad_token_id=0
+    )
+
+    def sample(seed):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            answers = model.generate(ids, attention_mask=mask, generation_config=config)[:, width:]
+        ended = torch.isin(answers, torch.tensor(stops)).long().cumsum(1)
+        return int((ended == 0).sum() + (ended[:, -1] > 0).sum())
+
+    return sample
+
+
+def without_cache(sample):
+    """The same with a pass over whole sequences for each token."""
+
+    def run(seed):
+        with mock.patch.object(ModuleEvaluation, "start_cached", lambda self: None):
+            return sample(seed)
+
+    return run
+
+
+def compare(title, sides, rounds):
+    """Run the sides in turns; print tokens per processor second."""
+    found = {name: [] for name in sides}
+    for number in range(rounds):
+        for name, sample in sides.items():
+            started = time.thread_time()
+            tokens = sample(number)
+            found[name].append(tokens / (time.thread_time() - started))
+    print(f"\n{title}")
+    for name, rates in found.items():
+        middle, base = statistics.median(rates), statistics.median(found[next(iter(found))])
+        ratio = statistics.median(rate / first for rate, first in zip(rates, found[next(iter(found))], strict=True))
+        print(f"  {name:32s} {middle:8.1f} ({min(rates):.1f} to {max(rates):.1f}) tokens/s, {ratio:.2f} of the first")
+        assert base > 0
+
+
+def main():
+    """Compare, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(describe_machine("torch", "transformers"))
+    with tempfile.TemporaryDirectory() as folder, closing(build_learner(Path(folder))) as learner:
+        prompts, stops = random_prompts(8, 16, 64), list(range(VOCABULARY // 64))
+        sides = {
+            "transformers' generate": by_transformers(learner, prompts, stops),
+            "echelon": by_echelon(learner, prompts, stops),
+            "echelon, 16 rows at once": by_echelon(learner, prompts, stops, max_num_seqs=16),
+        }
+        compare(f"64 answers of 1 to {NEW} tokens, 64 on average, to 8 prompts", sides, options.rounds)
+        few = by_echelon(learner, prompts[:1], [])
+        compare(f"8 answers of {NEW} tokens", {"without a cache": without_cache(few), "with": few}, options.rounds)
+
+
+if __name__ == "__main__":
+    main()
