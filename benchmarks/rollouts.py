@@ -36,6 +36,7 @@ model: {{config: {model}}}
 tokenizer: bytes
 data: {{train: text.txt, sequence_len: 64}}
 train: {{steps: 1, global_batch_size: 1, precision: fp32, compile: false}}
+optim: {{learning_rate: 1.0e-3}}
 """
 GROUP = 8
 NEW = 256
@@ -106,12 +107,14 @@ def compare(title, sides, rounds):
             started = time.thread_time()
             tokens = sample(number)
             found[name].append(tokens / (time.thread_time() - started))
+    first = next(iter(found.values()))
     print(f"\n{title}")
     for name, rates in found.items():
-        middle, base = statistics.median(rates), statistics.median(found[next(iter(found))])
-        ratio = statistics.median(rate / first for rate, first in zip(rates, found[next(iter(found))], strict=True))
-        print(f"  {name:32s} {middle:8.1f} ({min(rates):.1f} to {max(rates):.1f}) tokens/s, {ratio:.2f} of the first")
-        assert base > 0
+        ratios = [rate / other for rate, other in zip(rates, first, strict=True)]
+        print(
+            f"  {name:24s} {statistics.median(rates):7.1f} tokens/s ({min(rates):.1f} to {max(rates):.1f}), "
+            f"{statistics.median(ratios):.2f} times the first ({min(ratios):.2f} to {max(ratios):.2f})"
+        )
 
 
 def main():
