@@ -188,4 +188,6 @@ def test_ranks_may_have_different_prompts(workers, text, tmp_path):
         assert "generate, rank" in errors[1] and "seed=1" in errors[1]
         assert errors[2] == "generate, rank 0: a prompt has no token; give at least one."
         assert "max_num_seqs=0 leaves no answer to sample; use 1 or more" in errors[3]
-        assert "max_num_seqs=2" in errors[4] and "max_num_seqs=1 on another" in errors[4]
+        assert (
+            "rank 1" in errors[4] and "max_num_seqs=2 differ" in errors[4] and "max_num_seqs=1 of rank 0" in errors[4]
+        )

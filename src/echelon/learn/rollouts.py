@@ -182,15 +182,15 @@ def _agree(
     """Return the most rows of any rank, and the greatest length of a prompt. Collective."""
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()
     width = max((len(row) for row in rows), default=0)
-    own = (sampling, max_num_seqs)
-    requests = gather_objects((problem, own, meshes.data_rank, digest, len(rows), width), meshes.everyone)
+    asked = (sampling, max_num_seqs)
+    requests = gather_objects((problem, asked, meshes.data_rank, digest, len(rows), width), meshes.everyone)
     digests: dict[int, str] = {}
     for rank, (reason, theirs, data_rank, found, *_) in enumerate(requests):
         if reason is not None:
             raise ConfigError(f"generate, rank {rank}: {reason}")
-        if theirs != own:
-            told = [f"{given}, max_num_seqs={size}" for given, size in (theirs, own)]
-            raise ConfigError(f"generate, rank {rank}: its {told[0]} differ from {told[1]} on another; give the same.")
+        if theirs != requests[0][1]:
+            told = [f"{given}, max_num_seqs={size}" for given, size in (theirs, requests[0][1])]
+            raise ConfigError(f"generate, rank {rank}: its {told[0]} differ from {told[1]} of rank 0; give the same.")
         if found != digests.setdefault(data_rank, found):
             raise ConfigError(
                 f"generate, rank {rank}: its prompts differ from those of the ranks with which it reads the same data; "
