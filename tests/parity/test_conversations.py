@@ -106,7 +106,7 @@ def check_scores(learner, rollouts):
 
 
 def check_draws(learner, rollouts):
-    """The second turn of an answer is what the model says to the text so far, by the seed of the turn and its number."""
+    """The second turn of an answer is what the model says to the text so far, by the seeds of the turn and number."""
     number = GROUP - 1
     text = [*rollouts.prompts[number], *rollouts.answers[number][: TOKENS + 3]]
     seed = row_seed(SAMPLED.seed, "turn", 1)

@@ -46,6 +46,11 @@ class RolloutConfig(Section):
         description="What replies to the model, for answers of several turns. Each turn has at most `max_new_tokens`, "
         "and all of an answer `data.sequence_len`. `environment: package.module:Name` is a shorthand.",
     )
+    lag: Annotated[CountOrZero, Field(le=1)] = Field(
+        0,
+        description="1: sample the answers of the next step before the updates of this one, so that they are judged "
+        "meanwhile. The importance ratio corrects for the older weights.",
+    )
     updates: Count = Field(
         1,
         description="Optimizer updates on the answers of a step. After the first, answers are weighted by how much "

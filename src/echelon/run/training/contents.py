@@ -1,6 +1,7 @@
 """The content of a run's checkpoint, and how it is loaded."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,16 @@ from echelon.run.training.bad_steps import StepJudge
 from echelon.run.training.state import SavedState, TrainState
 
 
+@dataclass
+class LoopContents:
+    """What a loop of `train.loop` keeps between two steps, as JSON values."""
+
+    describe: Callable[[], dict[str, Any]] = dict
+    """Called when a checkpoint is saved, on every rank."""
+    loaded: dict[str, Any] = field(default_factory=dict)
+    """What was saved with the checkpoint that the run goes on from."""
+
+
 @dataclass(frozen=True)
 class RunContents:
     """The parts of a run that are saved in a checkpoint, other than counters. Every method is collective."""
@@ -25,6 +36,7 @@ class RunContents:
     sync: Synchronizer
     judge: StepJudge
     meshes: Meshes
+    loop: LoopContents = field(default_factory=LoopContents)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor of a checkpoint: the engine's and the synchronizer's."""
@@ -37,6 +49,7 @@ class RunContents:
             "sync": self.sync.state_dict(),
             "judges": self._gather_judges(),
             "goodput": goodput.state_dict(),
+            "loop": self.loop.describe(),
         }
 
     def load(self, checkpoint: Checkpoint, store: CheckpointStore) -> SavedState:
@@ -48,6 +61,7 @@ class RunContents:
         saved = SavedState.from_dict(checkpoint.read_state())
         fill = partial(store.load, checkpoint)
         self.sync.load_state_dict(saved.sync)
+        self.loop.loaded = saved.loop
         self.engine.load(lambda tensors: self.sync.load(tensors, fill))
         judges = saved.judges
         self.judge.load_state_dict(asdict(judges[self.meshes.place["replica"] % len(judges)]))

@@ -108,6 +108,19 @@ class LoopRun:
         if (journal := self._trainer.accounting.journal) is not None:
             journal.keep_samples(step + 1, rows)
 
+    @property
+    def kept(self) -> Mapping[str, Any]:
+        """What the function given to `keep` returned for the checkpoint that the run goes on from; empty at a start."""
+        return self._trainer.saver.contents.loop.loaded
+
+    def keep(self, describe: Callable[[], dict[str, Any]]) -> None:
+        """Save what this function returns, JSON values, with every checkpoint: what the loop has between two steps.
+
+        Args:
+            describe: called on every rank, which must return the same. It may be collective.
+        """
+        self._trainer.saver.contents.loop.describe = describe
+
     def evaluate_if_due(self, step: int) -> None:
         """Evaluate the recipe's objective on held-out text if that is due after this step. Collective."""
         self._trainer.expect(step, is_recorded=True)

@@ -16,14 +16,14 @@ from echelon.ground.errors import TrainingError
 from echelon.learn.distributed.mesh import all_reduce
 from echelon.learn.judging import Rewarded, RewardStats
 from echelon.learn.objectives.grpo import GRPO, advantages_of
-from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.rollouts import Rollouts
-from echelon.learn.sampling import Sampling, row_seed
 from echelon.recipe import Recipe
+from echelon.run.training.answers import Drawn, choose_sampling, compare, pack, score_answers, unpack
 from echelon.run.training.loop_run import LoopRun
 
 if TYPE_CHECKING:
     from echelon.learn.data.loader import StepBatch
+    from echelon.learn.judging import Judge
     from echelon.learn.learner import CountedSums, Learner
 
 logger = logging.getLogger(__name__)
@@ -31,39 +31,61 @@ logger = logging.getLogger(__name__)
 MOST_FAILURES = 3
 """Steps in a row without any reward, after which the run stops."""
 
+_ACTIVITIES = {"sample": "sampling answers", "reward": "the rewards", "update": "the update"}
 _SHOWN_EVERY = 10  # steps between two groups of answers in samples.jsonl
 
 
 def train_from_rewards(learner: "Learner", run: LoopRun) -> None:
     """The loop of `objective.name: grpo`: in each step answers, rewards, and `rollout.updates` updates. Collective.
 
-    A step is a function of its number, the weights and the optimizer, so a killed run goes on as it would have.
+    Rewards are computed in another process, beside the training pass that scores the answers. With `rollout.lag: 1`
+    the answers of the next step are drawn before the updates of this one, and judged beside them.
+
+    A step is a function of its number, the weights, the optimizer and the answers that were drawn before it, which are
+    kept with a checkpoint. So a killed run goes on as it would have.
     """
     recipe, judge, failures = learner.recipe, run.judge, 0
     assert judge is not None, "the recipe has rewards"
     objective = find_objective(learner)
+    ahead = unpack(learner, judge, run.kept) if recipe.rollout.lag else None
+    judging = None if ahead is None else judge.ask(ahead.rollouts, ahead.prompts)
+    run.keep(lambda: {} if ahead is None else pack(learner, ahead))
     for step in run.steps():
-        clock = _Clock()
-        with clock.timing("sample", run):
-            prompts = judge.prompts(step)
-            rollouts = judge.answer(prompts, choose_sampling(recipe, step), run.beat)
-        with clock.timing("reward", run):
-            judged = judge.judge(rollouts, prompts)
-            stats = judge.summarize(rollouts, judged)
+        clock = _Clock(run)
+        if ahead is None or judging is None or ahead.step != step:
+            drawn = _draw(learner, judge, step, clock)
+            judging = judge.ask(drawn.rollouts, drawn.prompts)
+        else:
+            drawn = ahead
+        ahead = _draw(learner, judge, step + 1, clock) if recipe.rollout.lag and step + 1 < run.num_steps else None
+        with clock.timing("reward"):
+            judged = judge.collect(judging)
+            stats = judge.summarize(drawn.rollouts, judged)
+        if ahead is not None:
+            judging = judge.ask(ahead.rollouts, ahead.prompts)
         failures = _count_failures(step, judged, stats, failures, run)
-        with clock.timing("update", run):
-            batch = build_batch(recipe, step, rollouts, judged).to(learner.device)
-            batch, mismatch = _compare(learner, batch, recipe)
+        mismatch = compare(learner, drawn)
+        with clock.timing("update"):
+            batch = build_batch(recipe, drawn, judged).to(learner.device)
             for update in range(recipe.rollout.updates):
                 if update:
                     learner.step(run.learning_rate(step))
                 sums = learner.forward_backward(batch, objective)
                 grad_norm = learner.clip()
             learner.step(run.learning_rate(step))
-        metrics = _as_metrics(stats) | _describe(learner, objective, rollouts, batch, sums)
+        metrics = _as_metrics(stats) | _describe(learner, objective, drawn.rollouts, batch, sums)
         run.record(step, sums, grad_norm, learning_rate=None, **metrics, **mismatch, **clock.seconds)
         if step % _SHOWN_EVERY == 0 or step + 1 == run.num_steps:
-            run.keep_samples(step, list(_show(learner, rollouts, judged)))
+            run.keep_samples(step, list(_show(learner, drawn.rollouts, judged)))
+
+
+def _draw(learner: "Learner", judge: "Judge", step: int, clock: "_Clock") -> Drawn:
+    """Answer this rank's prompts of a step, and score the answers. Collective."""
+    with clock.timing("sample"):
+        prompts = judge.prompts(step)
+        rollouts = judge.answer(prompts, choose_sampling(learner.recipe, step), clock.run.beat)
+    with clock.timing("update"):
+        return Drawn(step, prompts, rollouts, score_answers(learner, rollouts))
 
 
 def find_objective(learner: "Learner") -> GRPO:
@@ -78,22 +100,9 @@ def find_objective(learner: "Learner") -> GRPO:
     )
 
 
-def choose_sampling(recipe: Recipe, step: int) -> Sampling:
-    """Return how the answers of a step are drawn."""
-    rollout = recipe.rollout
-    return Sampling(
-        max_tokens=rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        top_k=rollout.top_k,
-        top_p=rollout.top_p,
-        num_samples=rollout.group_size,
-        seed=row_seed(recipe.run.seed, "rollout", step),
-    )
-
-
-def build_batch(recipe: Recipe, step: int, rollouts: Rollouts, judged: Rewarded) -> "StepBatch":
+def build_batch(recipe: Recipe, drawn: Drawn, judged: Rewarded) -> "StepBatch":
     """Return a batch of this rank's answers, each with its advantage; answers that do not train have no labels."""
-    rollout = recipe.rollout
+    rollout, rollouts = recipe.rollout, drawn.rollouts
     groups = judged.rewards.view(-1, rollout.group_size)
     advantages = advantages_of(groups, recipe.objective.advantage)
     trains = ~groups.isnan()
@@ -102,38 +111,12 @@ def build_batch(recipe: Recipe, step: int, rollouts: Rollouts, judged: Rewarded)
     if rollout.skip_uniform_groups:
         trains &= (advantages != 0).any(1, keepdim=True)
     return rollouts.batch(
-        step,
+        drawn.step,
         trained=trains.flatten().tolist(),
         advantages=advantages.flatten().float(),
+        old_log_probabilities=drawn.scores,
         sampled_log_probabilities=rollouts.at_temperature,
     )
-
-
-def _compare(learner: "Learner", batch: "StepBatch", recipe: Recipe) -> "tuple[StepBatch, dict[str, float]]":
-    """Give the batch the log-probabilities of the trainer's own pass, and compare them with the sampler's. Collective.
-
-    Raises:
-        TrainingError: they differ by more than `rollout.max_mismatch`.
-    """
-    scores = learner.log_probabilities(batch, recipe.rollout.temperature)
-    sums, largest = torch.zeros(3, dtype=torch.float64, device=learner.device), torch.zeros(1, device=learner.device)
-    for own, microbatch in zip(scores, batch.microbatches, strict=True):
-        labelled = microbatch.labels != IGNORE
-        gap = (own - microbatch.extra["sampled_log_probabilities"]).abs() * labelled
-        sums += torch.stack([gap.sum(), (gap > 0.01).sum(), labelled.sum()]).double()
-        largest = torch.maximum(largest, gap.max())
-    all_reduce(_counted_once(sums, learner), learner.meshes.everyone)
-    all_reduce(largest, learner.meshes.everyone, torch.distributed.ReduceOp.MAX)
-    limit = recipe.rollout.max_mismatch
-    if limit is not None and float(largest) > limit:
-        raise TrainingError(
-            f"step {batch.step + 1}: the log-probability of a token differs by {float(largest):.4g} between the "
-            f"sampler and the training pass, more than rollout.max_mismatch={limit:g}; use fp32 or another attention, "
-            "weight tokens by rollout.importance_cap, or raise the limit."
-        )
-    mean, share, _ = (sums / sums[2].clamp(min=1)).tolist()
-    mismatch = {"mismatch": mean, "mismatch_share": share, "mismatch_max": float(largest)}
-    return batch.with_extra(old_log_probabilities=scores), mismatch
 
 
 def _count_failures(step: int, judged: Rewarded, stats: RewardStats, before: int, run: LoopRun) -> int:
@@ -171,7 +154,7 @@ def _describe(
     found = {"answer_tokens": tokens / count, "truncated": cut / count, "entropy": entropy / max(1.0, tokens)}
     if rollouts.played is not None:
         found["turns"] = turns / count
-    if learner.recipe.rollout.updates > 1:
+    if learner.recipe.rollout.updates > 1 or learner.recipe.rollout.lag:
         found["clipped"] = clipped / max(1.0, labels)
     if objective.kl_weight:
         found["kl"] = divergence / max(1.0, labels)
@@ -201,14 +184,12 @@ def _show(learner: "Learner", rollouts: Rollouts, judged: Rewarded) -> Iterator[
 class _Clock:
     """The seconds of each part of a step."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
+    run: LoopRun
+    seconds: dict[str, float] = field(default_factory=lambda: {f"{part}_seconds": 0.0 for part in _ACTIVITIES})
 
     @contextmanager
-    def timing(self, part: str, run: LoopRun) -> Iterator[None]:
-        run.beat(_ACTIVITIES[part])
+    def timing(self, part: str) -> Iterator[None]:
+        self.run.beat(_ACTIVITIES[part])
         started = time.perf_counter()
         yield
-        self.seconds[f"{part}_seconds"] = time.perf_counter() - started
-
-
-_ACTIVITIES = {"sample": "sampling answers", "reward": "the rewards", "update": "the update"}
+        self.seconds[f"{part}_seconds"] += time.perf_counter() - started

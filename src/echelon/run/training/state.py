@@ -96,17 +96,18 @@ class GoodputState:
 @with_config(_STRICT)
 @dataclass(frozen=True)
 class SavedState:
-    """Everything of a checkpoint that is not a tensor. `judges`: of each replica."""
+    """Everything of a checkpoint that is not a tensor. `judges`: of each replica; `loop`: what `train.loop` keeps."""
 
     train: TrainState
     judges: Annotated[tuple[JudgeState, ...], Field(min_length=1)] = (JudgeState(),)
     goodput: GoodputState | None = None
     sync: dict[str, Any] = field(default_factory=dict)
+    loop: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "SavedState":
         """Parse a saved state. Raises CheckpointError for anything else."""
-        names = ["train", "judges", "goodput", "sync"]
+        names = ["train", "judges", "goodput", "sync", "loop"]
         return _parse(cls, {name: values[name] for name in names if name in values})
 
 

@@ -9,6 +9,7 @@ from echelon.learn.data.loader import BatchPlace
 from echelon.learn.data.shards import NO_LABEL
 from echelon.learn.judging import Rewarded
 from echelon.learn.rollouts import Rollouts
+from echelon.run.training.answers import Drawn
 from echelon.run.training.reward_loop import build_batch
 from tests.unit.recipe_samples import DEMO, load_text
 
@@ -27,7 +28,8 @@ def batch_of(folder, rewards, *settings, length=2):
     place = BatchPlace(6)
     answers = [[5] * length] * 6
     rollouts = Rollouts([[3, 4]] * 6, answers, scores, scores, ENDED, place, 6)
-    [batch] = build_batch(recipe, 0, rollouts, Rewarded([""] * 6, rewards, {}, ())).microbatches
+    drawn = Drawn(0, [], rollouts, scores)
+    [batch] = build_batch(recipe, drawn, Rewarded([""] * 6, rewards, {}, ())).microbatches
     return (batch.labels != NO_LABEL).any(1).tolist(), batch.extra["advantages"]
 
 

@@ -1,0 +1,128 @@
+"""The answers of a step of training from rewards: drawn, scored by the training pass, and kept with a checkpoint."""
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from echelon.ground.errors import CheckpointError, TrainingError
+from echelon.learn.data.prompt_records import PromptRecord
+from echelon.learn.distributed.mesh import all_reduce
+from echelon.learn.distributed.objects import gather_objects
+from echelon.learn.rollouts import Played, Rollouts
+from echelon.learn.sampling import Sampling, row_seed
+from echelon.recipe import Recipe
+
+if TYPE_CHECKING:
+    from echelon.learn.judging import Judge
+    from echelon.learn.learner import Learner
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The answers to this rank's prompts of a step, not judged yet."""
+
+    step: int
+    prompts: Sequence[PromptRecord]
+    rollouts: Rollouts
+    scores: Sequence[Tensor]
+    """Of each answer the log-probabilities of its tokens in a training pass of the weights that drew them."""
+
+
+def choose_sampling(recipe: Recipe, step: int) -> Sampling:
+    """Return how the answers of a step are drawn."""
+    rollout = recipe.rollout
+    return Sampling(
+        max_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        num_samples=rollout.group_size,
+        seed=row_seed(recipe.run.seed, "rollout", step),
+    )
+
+
+def score_answers(learner: "Learner", rollouts: Rollouts) -> list[Tensor]:
+    """Return the log-probabilities of answers in a training pass, at the temperature of sampling. Collective.
+
+    One fp32 tensor [len(answer)] for each, on the CPU; 0 for the tokens of an environment.
+    """
+    batch = rollouts.batch()
+    rows: dict[int, Tensor] = {}
+    for scores, microbatch in zip(
+        learner.log_probabilities(batch, learner.recipe.rollout.temperature), batch.microbatches, strict=True
+    ):
+        rows |= zip(microbatch.batch_indices.tolist(), scores.cpu(), strict=True)
+    first = rollouts.place.rank * rollouts.most
+    return [
+        rows[first + number][len(prompt) - 1 :][: len(answer)].clone()
+        for number, (prompt, answer) in enumerate(zip(rollouts.prompts, rollouts.answers, strict=True))
+    ]
+
+
+def compare(learner: "Learner", drawn: Drawn) -> dict[str, float]:
+    """Compare the sampler's log-probabilities with those of the training pass, over all ranks. Collective.
+
+    Raises:
+        TrainingError: they differ by more than `rollout.max_mismatch`.
+    """
+    written = torch.tensor([is_own for row in drawn.rollouts.written for is_own in row])
+    gaps = (torch.cat(list(drawn.scores)) - torch.cat(list(drawn.rollouts.at_temperature))).abs()[written]
+    sums = torch.tensor([gaps.sum(), (gaps > 0.01).sum(), len(gaps)], dtype=torch.float64, device=learner.device)
+    largest = gaps.max().reshape(1).to(learner.device)
+    all_reduce(sums if learner.meshes.counts_loss else sums.zero_(), learner.meshes.everyone)
+    all_reduce(largest, learner.meshes.everyone, torch.distributed.ReduceOp.MAX)
+    limit = learner.recipe.rollout.max_mismatch
+    if limit is not None and float(largest) > limit:
+        raise TrainingError(
+            f"step {drawn.step + 1}: the log-probability of a token differs by {float(largest):.4g} between the "
+            f"sampler and the training pass, more than rollout.max_mismatch={limit:g}; use fp32 or another attention, "
+            "weight tokens by rollout.importance_cap, or raise the limit."
+        )
+    mean, share, _ = (sums / sums[2].clamp(min=1)).tolist()
+    return {"mismatch": mean, "mismatch_share": share, "mismatch_max": float(largest)}
+
+
+def pack(learner: "Learner", drawn: Drawn) -> dict[str, Any]:
+    """Return answers of all ranks as JSON values, to go on from on any number of ranks. Collective."""
+    rollouts, played = drawn.rollouts, drawn.rollouts.played
+    columns = [rollouts.prompts, rollouts.answers, rollouts.log_probabilities, rollouts.at_temperature, rollouts.ended]
+    columns += [drawn.scores] if played is None else [drawn.scores, played.written, played.earned, played.turns]
+    own = (list(zip(*columns, strict=True)), () if played is None else played.failures)
+    places = dict(gather_objects((rollouts.place.rank, own), learner.meshes.everyone))
+    rows = [row for place in sorted(places) for row in places[place][0]]
+    failures = [text for place in sorted(places) for text in places[place][1]]
+    buffer = io.BytesIO()
+    torch.save({"rows": rows, "failures": failures}, buffer)
+    return {"step": drawn.step, "answers": base64.b64encode(buffer.getvalue()).decode("ascii")}
+
+
+def unpack(learner: "Learner", judge: "Judge", saved: Mapping[str, Any]) -> Drawn | None:
+    """Return this rank's share of what `pack` returned; None if it is of another batch size, or nothing was saved.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    if not saved:
+        return None
+    try:
+        step, packed = int(saved["step"]), io.BytesIO(base64.b64decode(saved["answers"], validate=True))
+        found = torch.load(packed, weights_only=True)
+        rows, failures = list(found["rows"]), list(found["failures"])
+    except Exception as error:  # torch raises errors of many kinds
+        raise CheckpointError("state.json has no valid answers of the next step; delete this checkpoint.") from error
+    size, place = learner.recipe.rollout.group_size, learner.place
+    count = learner.recipe.global_batch_size // size
+    if len(rows) != count * size:
+        return None
+    share = place.share(count)
+    prompts, answers, scores, cooled, ended, own, *rest = zip(
+        *rows[share.start * size : share.stop * size], strict=True
+    )
+    played = Played(rest[0], rest[1], rest[2], failures) if rest else None
+    rollouts = Rollouts(prompts, answers, scores, cooled, ended, place, place.count(count) * size, played)
+    return Drawn(step, judge.prompts(step), rollouts, own)
