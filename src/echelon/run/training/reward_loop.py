@@ -67,12 +67,7 @@ def train_from_rewards(learner: "Learner", run: LoopRun) -> None:
         mismatch = compare(learner, drawn)
         with clock.timing("update"):
             batch = build_batch(recipe, drawn, judged).to(learner.device)
-            for update in range(recipe.rollout.updates):
-                if update:
-                    learner.step(run.learning_rate(step))
-                sums = learner.forward_backward(batch, objective)
-                grad_norm = learner.clip()
-            learner.step(run.learning_rate(step))
+            sums, grad_norm = _update(learner, batch, objective, run.learning_rate(step))
         metrics = _as_metrics(stats) | _describe(learner, objective, drawn.rollouts, batch, sums)
         run.record(step, sums, grad_norm, learning_rate=None, **metrics, **mismatch, **clock.seconds)
         if step % _SHOWN_EVERY == 0 or step + 1 == run.num_steps:
@@ -86,6 +81,20 @@ def _draw(learner: "Learner", judge: "Judge", step: int, clock: "_Clock") -> Dra
         rollouts = judge.answer(prompts, choose_sampling(learner.recipe, step), clock.run.beat)
     with clock.timing("update"):
         return Drawn(step, prompts, rollouts, score_answers(learner, rollouts))
+
+
+def _update(
+    learner: "Learner", batch: "StepBatch", objective: GRPO, learning_rate: float
+) -> "tuple[CountedSums, Tensor]":
+    """Train on the answers of a step, `rollout.updates` times. Returns what the last update gave. Collective."""
+    for _ in range(learner.recipe.rollout.updates - 1):
+        learner.forward_backward(batch, objective)
+        learner.clip()
+        learner.step(learning_rate)
+    sums = learner.forward_backward(batch, objective)
+    grad_norm = learner.clip()
+    learner.step(learning_rate)
+    return sums, grad_norm
 
 
 def find_objective(learner: "Learner") -> GRPO:
