@@ -14,6 +14,7 @@ from echelon.foreign.importers.model import carry_adapter, carry_model
 from echelon.foreign.importers.objective import TRAINERS, carry_objective, carry_v1_objective, find_trainer
 from echelon.foreign.importers.operation import carry_operation, carry_parallel, carry_run, refuse_plugins
 from echelon.foreign.importers.result import refuse_keys, render_imported, render_notes
+from echelon.foreign.importers.reward_keys import carry_grpo_sizes
 from echelon.foreign.importers.source_file import (
     DEFAULTS,
     LOST,
@@ -93,3 +94,5 @@ def _carry(ledger: Ledger, tool: Tool, path: Path, amounts: Amounts, asked: str 
     steps = carry_training(ledger, tool, defaults, replace(amounts, devices=amounts.devices or named))
     carry_optimizer(ledger, tool, defaults, steps)
     carry_operation(ledger, defaults, steps)
+    if answers == "prompts":
+        carry_grpo_sizes(ledger, tool)

@@ -34,9 +34,10 @@ _CHAT_TYPES = ("sharegpt", "chat_template", "chat_template.default")
 _PAIRS_WITH_PROMPTS = "chat_template.argilla"
 """The type of conversations in which both answers contain the prompt."""
 _UNTYPED: Mapping[Answers | None, str] = {
-    None: "tokens", "pairs": "preference", "judged": "unpaired_preference"
+    None: "tokens", "pairs": "preference", "judged": "unpaired_preference", "prompts": "prompt"
 }  # fmt: skip
 """The format of a dataset without a type, by what the objective compares."""
+_PLACE_OF_PROMPTS = "path/to/prompts.jsonl"
 _NOT_JUDGED = (
     "judged answers with a prompt format are not supported; rewrite them with prompt, completion and label, and remove "
     "the type."
@@ -74,7 +75,10 @@ def _sources(ledger: Ledger, *names: str) -> Iterator[_Found]:
         for inner in ("type", "message_property_mappings"):
             if isinstance(value := ledger.given.get(f"{name}.{inner}"), dict):
                 ledger.expand(f"{name}.{inner}", value)
-        yield from _source(ledger, name, full == "pretraining_dataset")
+        if _compares(ledger) == "prompts" and ledger.take(f"{name}.type"):
+            yield _made_by_code(ledger, name), _template(ledger, name), False
+        else:
+            yield from _source(ledger, name, full == "pretraining_dataset")
 
 
 def _source(ledger: Ledger, name: str, pretraining: bool) -> Iterator[_Found]:
@@ -99,6 +103,18 @@ def _source(ledger: Ledger, name: str, pretraining: bool) -> Iterator[_Found]:
         put_split(ledger, f"{name}.split", source, "train")
         yield source, wording, form is None
     _take_learned(ledger, name)
+
+
+def _made_by_code(ledger: Ledger, name: str) -> dict[str, Any]:
+    """Return a source for the prompts that a function of the user makes of a dataset."""
+    for key in ("path", "name", "split", "data_files", "ds_type"):
+        ledger.take(f"{name}.{key}")
+    ledger.differ(
+        f"{name}.type",
+        "the prompts are what this function makes of the records of the dataset; write them to "
+        f"{_PLACE_OF_PROMPTS}, each with a field prompt, a text or messages, and what the rewards need.",
+    )
+    return {"path": _PLACE_OF_PROMPTS, "format": "prompt"}
 
 
 def _take_learned(ledger: Ledger, name: str) -> None:

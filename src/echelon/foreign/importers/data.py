@@ -178,7 +178,11 @@ def _carry_learned(ledger: Ledger, tool: Tool, defaults: Defaults, read: Read, a
     only_answers = ledger.find("assistant_only_loss")
     assistant = ledger.take("assistant_only_loss")
     if read.plain or answers:
-        why = "all tokens of plain text are targets." if read.plain else "DPO compares the answers of a pair."
+        why = (
+            "all tokens of plain text are targets."
+            if read.plain
+            else "of a prompt with its answers, only answers are trained."
+        )
         for name in filter(None, (whole, last)):
             ledger.need_not(name, why)
         return

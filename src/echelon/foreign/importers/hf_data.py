@@ -25,7 +25,7 @@ def read_hf(ledger: Ledger, trainer: Trainer | None) -> Read:
     elif isinstance(mixer := ledger.peek("dataset_mixer"), dict):
         train = _mixer(ledger, mixer)
     else:
-        train = _named(ledger)
+        train = _named(ledger, trainer)
     field = ledger.take("dataset_text_field")
     for source in train if field not in (None, "text") else ():
         source["fields"] = {"text": field}
@@ -122,12 +122,12 @@ def _mixer(ledger: Ledger, mixer: dict[str, Any]) -> list[dict[str, Any]]:
     return sources
 
 
-def _named(ledger: Ledger) -> list[dict[str, Any]]:
+def _named(ledger: Ledger, trainer: Trainer | None) -> list[dict[str, Any]]:
     if (full := ledger.find("dataset_name", "train_file", "dataset")) is None:
         return []
     ledger.reasons["data.train"] = f"{full}: {show_value(ledger.given[full])}"
     config = ledger.take("dataset_config", "dataset_config_name") if full == "dataset_name" else None
-    source = build_source(str(ledger.take(full)), None, {}, config)
+    source = build_source(str(ledger.take(full)), "prompt" if trainer == "grpo" else None, {}, config)
     put_split(ledger, "dataset_train_split", source, "train")
     return [source]
 

@@ -5,6 +5,7 @@ from typing import get_args
 
 from echelon.foreign.importers.defaults import Trainer
 from echelon.foreign.importers.ledger import Ledger
+from echelon.foreign.importers.reward_keys import put_grpo
 from echelon.foreign.importers.source_file import TABLE, Tool
 from echelon.foreign.importers.sources import Read
 from echelon.ground.errors import ConfigError
@@ -14,8 +15,8 @@ from echelon.recipe.yaml_text import show_value
 
 TRAINERS: Mapping[str, Trainer] = {name: name for name in get_args(Trainer)}
 
-_SFT, _PAIRS, _TRL, _SCRIPTS, _SFT_LOSSES = (
-    tuple(TABLE["trainer_keys"][kind].split()) for kind in ("sft", "pairs", "trl", "scripts", "sft_losses")
+_SFT, _GRPO, _PAIRS, _TRL, _SCRIPTS, _SFT_LOSSES = (
+    tuple(TABLE["trainer_keys"][kind].split()) for kind in ("sft", "grpo", "pairs", "trl", "scripts", "sft_losses")
 )
 
 
@@ -30,10 +31,13 @@ def find_trainer(ledger: Ledger, asked: str | None) -> Trainer:
         return TRAINERS[asked]
     if ledger.find(*_SFT) is not None or ledger.peek("loss_type") in _SFT_LOSSES:
         return "sft"
+    if ledger.find(*_GRPO) is not None:
+        return "grpo"
     if (pairs := ledger.find(*_PAIRS, "loss_type")) is not None:
         raise ConfigError(
             f"{pairs}: {show_value(ledger.given[pairs])}: several trainers of TRL have this key, and the file does not "
-            "specify the trainer; import it with --trainer, for example --trainer dpo, one of dpo, orpo, cpo and kto."
+            "specify the trainer; import it with --trainer, for example --trainer dpo, one of dpo, orpo, cpo, kto and "
+            "grpo."
         )
     name = ledger.find(*_TRL, "dataset_name")
     if name is not None and ledger.find(*_SCRIPTS) is None:
@@ -60,11 +64,11 @@ def carry_objective(ledger: Ledger, tool: Tool, trainer: Trainer | None) -> Answ
         return None
     if not isinstance(wanted, str) or wanted not in _METHODS:
         raise ConfigError(
-            f"{full}: {wanted} is not supported; echelon supports causal_lm (pt, sft) and the preference methods "
+            f"{full}: {wanted} is not supported; echelon supports causal_lm (pt, sft) and the methods "
             f"{', '.join(_METHODS)}."
         )
     _METHODS[wanted](ledger, f"{full}: {wanted}" if full else f"--trainer {trainer}")
-    if (name := ledger.find("max_prompt_length")) is not None:
+    if (name := ledger.find("max_prompt_length")) is not None and wanted != "grpo":
         ledger.differ(name, "prompts have no separate limit: data.sequence_len limits prompt and answer together.")
     return OBJECTIVES[str(ledger.values["objective.name"])].answers
 
@@ -151,9 +155,10 @@ def _put_kto(ledger: Ledger, reason: str) -> None:
 
 
 _METHODS: Mapping[str, Callable[[Ledger, str], None]] = {
-    "dpo": _put_dpo, "ipo": _put_dpo, "orpo": _put_orpo, "simpo": _put_cpo, "cpo": _put_cpo, "kto": _put_kto
+    "dpo": _put_dpo, "ipo": _put_dpo, "orpo": _put_orpo, "simpo": _put_cpo, "cpo": _put_cpo, "kto": _put_kto,
+    "grpo": put_grpo,
 }  # fmt: skip
-"""The preference methods by `rl` of Axolotl, `stage` of LLaMA-Factory, and the trainer of TRL."""
+"""The methods by `rl` of Axolotl, `stage` of LLaMA-Factory, and the trainer of TRL."""
 
 
 def _put_beta(ledger: Ledger, *more: str) -> None:

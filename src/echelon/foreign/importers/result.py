@@ -8,8 +8,8 @@ from echelon.ground.errors import ConfigError, Fault
 from echelon.recipe.yaml_text import LONGEST_SHOWN, parse_yaml, render_inline
 
 _SECTIONS = (
-    "run", "model", "tokenizer", "adapter", "data", "objective", "train", "optim", "parallel", "checkpoint", "evaluate",
-    "track", "mlflow", "wandb",
+    "run", "model", "tokenizer", "adapter", "data", "objective", "rollout", "reward", "train", "optim", "parallel",
+    "checkpoint", "evaluate", "track", "mlflow", "wandb",
 )  # fmt: skip
 _COLUMN = 40
 

@@ -51,7 +51,7 @@ def dataset(**keys: Any) -> dict[str, Any]:
     ("given", "key"),
     [
         # other objectives
-        ({**AXOLOTL, "rl": "grpo", "trl": {"beta": 0.1}}, "rl"),
+        ({**AXOLOTL, "rl": "grpo", "trl": {"beta": 0.1}}, "trl.beta"),
         ({**AXOLOTL, "rl": "ebft"}, "rl"),
         ({**AXOLOTL, "rl": "kto"}, TYPE),
         ({**AXOLOTL, "orpo_alpha": 0.1}, "orpo_alpha"),
@@ -208,8 +208,8 @@ def test_a_file_for_several_trainers_requires_the_trainer(tmp_path: Path) -> Non
         run(tmp_path, PAIRS)
     recipe = parse_recipe(run(tmp_path, PAIRS, trainer="dpo").text, "imported")[0]
     assert (recipe.objective.name, recipe.objective.beta, recipe.optim.learning_rate) == ("dpo", 0.05, 1e-6)
-    with pytest.raises(ConfigError, match="--trainer grpo is not supported; use one of sft, dpo, orpo, cpo, kto, tr"):
-        run(tmp_path, PAIRS, trainer="grpo")
+    with pytest.raises(ConfigError, match="--trainer rloo is not supported; use one of sft, dpo, orpo, cpo, kto, grpo"):
+        run(tmp_path, PAIRS, trainer="rloo")
     with pytest.raises(ConfigError, match="dataset_name: o/n: the file does not specify the trainer"):
         run(tmp_path, {"model_name_or_path": "m", "dataset_name": "o/n"})
     with pytest.raises(ConfigError, match="--trainer dpo: files of axolotl specify the trainer"):
