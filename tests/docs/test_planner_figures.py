@@ -1,4 +1,4 @@
-"""The accuracy of the planner in docs/planner-accuracy.md is that of the report, and the report that of the present planner."""
+"""docs/planner-accuracy.md has the accuracy of the report, and the report that of the present planner."""
 
 from pathlib import Path
 

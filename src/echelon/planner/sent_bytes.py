@@ -1,4 +1,4 @@
-"""Bytes that a rank sends in one step, by axis: the formulas of docs/memory-and-traffic.md and of the pages of each technique.
+"""Bytes that a rank sends in one step, by axis: the formulas of docs/memory-and-traffic.md and each technique's page.
 
 Tests count the same bytes in real processes (tests/parity/test_traffic.py, test_products.py).
 """
