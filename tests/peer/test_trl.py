@@ -7,6 +7,7 @@ import torch
 
 from echelon.learn.data.shards import GOOD
 from echelon.learn.objectives.batch_means import with_batch_means
+from echelon.learn.objectives.distill import Distill, DistillationLoss
 from echelon.learn.objectives.dpo import DPO, LOSSES
 from echelon.learn.objectives.kto import KTO
 from echelon.learn.objectives.reference_free import CPO, ORPO, SimPO
@@ -117,3 +118,25 @@ def test_kto(tmp_path, loss, seed):
     trainer.model.train()
     found = trainer.compute_loss(trainer.model, given)
     check(ours(objective, batch, reference), found.item(), gradients_of(model, found))
+
+
+DISTILLATION_CASES = {
+    "forward": (DistillationLoss("forward"), 0.0),
+    "reverse": (DistillationLoss("reverse", temperature=2.0), 1.0),
+    "jsd": (DistillationLoss("jsd", 0.3), 0.3),
+    "warm jsd": (DistillationLoss("jsd", 0.8, 1.5), 0.8),
+}
+
+
+@pytest.mark.parametrize("name", DISTILLATION_CASES)
+def test_generalized_jsd(name):
+    """TRL spells the two limits of the divergence as beta 0 and 1."""
+    trainer = importlib.import_module("trl.experimental.gkd").GKDTrainer
+    function, beta = DISTILLATION_CASES[name]
+    model, teacher, batch = small_model("llama"), small_model("qwen3", seed=1), judged_batch()
+    with torch.no_grad():
+        theirs = 20 * teacher(input_ids=batch.input_ids, use_cache=False).logits
+        teacher.get_output_embeddings().weight.mul_(20)
+    logits = model(input_ids=batch.input_ids, use_cache=False).logits
+    loss = trainer.generalized_jsd_loss(logits, theirs, batch.labels, beta, function.temperature)
+    check(ours(Distill(function), batch, teacher), loss.item(), gradients_of(model, loss))

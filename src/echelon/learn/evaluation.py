@@ -20,6 +20,9 @@ from echelon.learn.objectives.batch_means import with_batch_means
 from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.objective import Objective
 
+TAUGHT = ("cross_entropy", "kl", "entropy", "agreement")
+"""The metrics of a model that learns from a teacher."""
+
 
 @dataclass(frozen=True)
 class EvalResult:
@@ -39,6 +42,14 @@ class EvalResult:
     num_answers: int | None = None
     solved: float | None = None
     """Fraction of the model's own answers with the full reward."""
+    cross_entropy: float | None = None
+    """Of the labels, in nats per token, if the loss is a divergence from a teacher; None: it is the loss."""
+    kl: float | None = None
+    """Mean KL(teacher || model) per token."""
+    entropy: float | None = None
+    """Mean entropy of the model's predictions."""
+    agreement: float | None = None
+    """Fraction of tokens for which model and teacher think the same token likeliest."""
 
     @property
     def count(self) -> int:
@@ -51,23 +62,29 @@ class EvalResult:
         return self.num_pairs is not None or self.num_answers is not None
 
     @property
+    def _token_loss(self) -> float:
+        return self.loss if self.cross_entropy is None else self.cross_entropy
+
+    @property
     def perplexity(self) -> float | None:
-        """exp(loss); infinite on overflow. None for preferences, whose loss is not per token."""
+        """exp(cross-entropy); infinite on overflow. None for preferences, whose loss is not per token."""
         if self.is_of_answers:
             return None
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return math.exp(self._token_loss) if self._token_loss < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
-        """loss / ln 2 * tokens / bytes, comparable between models with different tokenizers; None if unknown."""
+        """cross-entropy / ln 2 * tokens / bytes, comparable between models of any tokenizer; None if unknown."""
         if not self.bytes_per_token or self.is_of_answers:
             return None
-        return self.loss / math.log(2) / self.bytes_per_token
+        return self._token_loss / math.log(2) / self.bytes_per_token
 
     def row(self) -> dict[str, float | int | None]:
         """Return the result as JSON values."""
-        rewards = {} if self.solved is None else {"reward": -self.loss, "solved": self.solved}
-        return rewards | {
+        more = {} if self.solved is None else {"reward": -self.loss, "solved": self.solved}
+        if self.kl is not None:
+            more = {name: getattr(self, name) for name in TAUGHT}
+        return more | {
             "loss": self.loss,
             "perplexity": self.perplexity,
             "bits_per_byte": self.bits_per_byte,
@@ -103,6 +120,7 @@ class EvalResults:
             _mean(results, [result.reward_margin for result in results]),
             _total([result.num_answers for result in results]),
             _mean(results, [result.solved for result in results]),
+            *(_mean(results, [getattr(result, name) for result in results]) for name in TAUGHT),
         )
 
     def select(self, name: str | None) -> EvalResult:

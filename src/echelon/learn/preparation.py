@@ -14,6 +14,7 @@ from echelon.learn.distributed.runtime import Runtime, join_group, stop_runtime
 from echelon.learn.engines import EngineSpec
 from echelon.learn.model.build import resolve_config
 from echelon.learn.model.hub import fetch_models, find_commits, with_copies
+from echelon.learn.teacher import check_teacher, open_taught
 from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.detection import describe_cluster
 from echelon.planner.model_shape import ModelShape
@@ -32,6 +33,8 @@ def open_recipe(recipe: Recipe, plan: ParallelPlan | None) -> tuple[EngineSpec, 
     fetch_models(recipe, commits)
     here = with_copies(recipe, commits)
     data = prepare_data(here)  # a lock lets one process of a machine prepare, and the others wait
+    check_teacher(here, data.tokenizer)
+    data = open_taught(here, data)
     config = resolve_config(here, data.vocab_size, data.tokenizer)
     if plan is None:
         plan = agree(lambda: _resolve_plan(here, build_shape(config.to_dict()), data, runtime))

@@ -125,7 +125,8 @@ class _LoadBytes:
         head: hidden states with their gradient, and the head's gradient; 0 without the head.
         beside: rotary tables, rows sent to experts, and what is received from another stage.
         agreement: what replicas and compressed gradients need. Not in `parts`, which are measured before it is there.
-        reference: the frozen copy of the initial weights. Not in `parts`, which are measured without it.
+        reference: the frozen copy of the initial weights, or the teacher. Not in `parts`, which are measured without
+            it.
         host: what is kept in host memory.
         answers: of answers that are sampled at once, instead of gradients and activations.
         assumptions: what the count simplifies.
@@ -207,14 +208,14 @@ def _count_load(load: RankLoad, plan: ParallelPlan, sequence_len: int, kind: Dev
 
 
 def reference_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
-    """Bytes of one rank's part of the frozen copy of the initial weights; 0 for a plan without one.
+    """Bytes of one rank's part of the frozen copy of the initial weights, or of the teacher; 0 for a plan without one.
 
     With `fully_shard` it is in the compute dtype and sharded between forward passes, else as the trained weights are.
+    A teacher counts as if only `fully_shard` divided it.
     """
-    if not plan.keeps_reference:
-        return 0
     number = DTYPE_BYTES[plan.precision.compute if plan.uses_fully_shard else plan.precision.param]
-    return -(-shape.num_parameters // plan.num_shards) * number
+    parameters = plan.num_teacher_parameters + (shape.num_parameters if plan.keeps_reference else 0)
+    return -(-parameters // plan.num_shards) * number
 
 
 def _count_rows(plan: ParallelPlan) -> int:

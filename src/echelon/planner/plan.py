@@ -237,6 +237,8 @@ class ParallelPlan:
     """Rows that a sequence takes in a forward pass: 2 for preference pairs of a model without a document mask."""
     keeps_reference: bool = False
     """Whether each rank keeps its part of a frozen copy of the initial weights, with which the objective compares."""
+    num_teacher_parameters: CountOrZero = 0
+    """Parameters of a frozen teacher, of which each rank keeps its part."""
     reshard_after_forward: bool = False
     """Whether gathered parameters are freed after use."""
     reduce_gradients: ReduceGradients = "last"

@@ -68,8 +68,16 @@ def _describe_batch(plan: ParallelPlan) -> list[str]:
         f"{padding if plan.num_fill else ''}",
         *([] if plan.rows_per_sequence == 1 else [_ROWS]),
         *([_REFERENCE] if plan.keeps_reference else []),
+        *([_describe_teacher(plan)] if plan.num_teacher_parameters else []),
         *([] if plan.sync == SyncPlan() else [plan.sync.describe(plan.num_replicas, plan.replica_size)]),
     ]
+
+
+def _describe_teacher(plan: ParallelPlan) -> str:
+    return (
+        f"teacher: {plan.num_teacher_parameters:,} frozen parameters, divided like the model's, which each microbatch "
+        "passes without gradient"
+    )
 
 
 def _describe_strategy(plan: ParallelPlan) -> str:

@@ -126,6 +126,11 @@ OBJECTIVES: dict[str, ObjectiveRow] = {
         f"{_OBJECTIVES}.kto:build_kto", "judged", True, ("beta", "loss", "desirable_weight", "undesirable_weight"),
         losses=("kto", "apo_zero_unpaired"),
     ),
+    "distill": ObjectiveRow(
+        f"{_OBJECTIVES}.distill:build_distill",
+        keys=("teacher", "loss", "beta", "temperature", "sft_weight", "top_k"),
+        losses=("forward", "reverse", "jsd"),
+    ),
     "grpo": ObjectiveRow(
         f"{_OBJECTIVES}.grpo:build_grpo", "prompts",
         keys=("advantage", "normalize", "ratio", "clip_low", "clip_high", "kl_weight", "kl_unbiased"),

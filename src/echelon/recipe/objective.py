@@ -1,11 +1,11 @@
 """The section of the recipe about what is minimised."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from echelon.recipe.names import OBJECTIVES, ObjectiveName, ObjectiveRow, Options, check_has_options, list_objectives
-from echelon.recipe.section import Flag, Number, Positive, PositiveOrZero, Section, rule
+from echelon.recipe.section import Count, Flag, Number, PathOrName, Positive, PositiveOrZero, Section, rule
 
 _OWN = ObjectiveRow("")
 """What the recipe knows of an objective from outside of echelon."""
@@ -20,23 +20,27 @@ class ObjectiveConfig(Section):
     name: ObjectiveName = Field(
         "causal_lm",
         description="`causal_lm` predicts the next token; `dpo`, `orpo`, `simpo` and `cpo` prefer chosen over rejected "
-        "answers; `kto` prefers good over bad ones; `grpo` raises the `reward` of the model's own answers to the "
-        "prompts of the data. Your own is a loss function of (logits, labels, extra), or an objective class.",
+        "answers; `kto` prefers good over bad ones; `distill` brings the predictions close to those of "
+        "`objective.teacher`; `grpo` raises the `reward` of the model's own answers to the prompts of the data. Your "
+        "own is a loss function of (logits, labels, extra), or an objective class.",
     )
     options: Options = Field(None, description="Arguments of your own loss or objective, by their names.")
     beta: Positive = Field(
         0.1,
         description="`dpo`, `kto`: how strongly the model is kept close to the reference. `simpo`, `cpo`: the factor "
-        "of rewards. `orpo`: the weight of the odds ratio.",
+        "of rewards. `orpo`: the weight of the odds ratio. `distill` with `loss: jsd`: the teacher's share of the "
+        "mixture, between 0 and 1; default there: 0.5.",
     )
     loss: (
         Literal[
             "sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "sppo_hard", "apo_zero",
-            "apo_down", "kto", "apo_zero_unpaired",
+            "apo_down", "kto", "apo_zero_unpaired", "forward", "reverse", "jsd",
         ]
         | None
     ) = Field(None, description="`dpo`, `cpo`: the loss of a pair; `cpo` takes `sigmoid`, `hinge` and `ipo`; of an "
-        "answer of `kto`: `kto` and `apo_zero_unpaired`. Default: `sigmoid`, for `kto` `kto`.")  # fmt: skip
+        "answer of `kto`: `kto` and `apo_zero_unpaired`; the divergence of `distill`: `forward`, KL(teacher || model), "
+        "`reverse`, KL(model || teacher), and `jsd`, the generalised Jensen-Shannon divergence. Default: `sigmoid`, "
+        "for `kto` `kto`, for `distill` `forward`.")  # fmt: skip
     label_smoothing: Number = Field(
         0.0,
         ge=0,
@@ -47,8 +51,8 @@ class ObjectiveConfig(Section):
     gamma: PositiveOrZero = Field(0.5, description="`simpo`: the reward margin that a pair should have.")
     sft_weight: PositiveOrZero | None = Field(
         None,
-        description="`dpo`, `simpo`, `cpo`: the weight of the cross-entropy of the chosen answers, per token. Default: "
-        "0, for `cpo` 1.",
+        description="`dpo`, `simpo`, `cpo`: the weight of the cross-entropy of the chosen answers, per token; "
+        "`distill`: that of the labels. Default: 0, for `cpo` 1.",
     )
     desirable_weight: Positive = Field(1.0, description="`kto`: the weight of good answers.")
     undesirable_weight: Positive = Field(1.0, description="`kto`: the weight of bad answers.")
@@ -80,6 +84,20 @@ class ObjectiveConfig(Section):
         description="`grpo`: multiply the divergence by the importance ratio, so that its gradient is that of the "
         "divergence itself (DeepSeek-V3.2). Without it, it is the gradient of the estimate (DeepSeekMath).",
     )
+    teacher: PathOrName | None = Field(
+        None,
+        description="`distill`: the model whose predictions are learned: a run, an HF folder or a hub id, with the "
+        "same tokenizer.",
+    )
+    top_k: Count | None = Field(
+        None,
+        description="`distill`: learn from so many likeliest tokens of the teacher and the probability of all others, "
+        "which `echelon prepare RECIPE` has written beside the data. Default: each process has the teacher in memory, "
+        "and learns from all tokens.",
+    )
+    temperature: Positive = Field(
+        1.0, description="`distill`: what the logits of teacher and model are divided by before they are compared."
+    )
     router_loss: Flag = Field(
         True, description="Mixtures of experts: add the router loss that the model config enables."
     )
@@ -98,6 +116,18 @@ class ObjectiveConfig(Section):
     def loss_name(self) -> str:
         """The value of `loss`, or the default of the objective; empty if it has only one loss."""
         return self.loss or next(iter(self.row.losses), "")
+
+    @property
+    def teacher_in_memory(self) -> bool:
+        """Whether each process keeps a teacher, or its part of one."""
+        return self.teacher is not None and self.top_k is None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _beta_of_a_mixture(cls, given: Any) -> Any:
+        if isinstance(given, dict) and (given.get("name"), given.get("loss")) == ("distill", "jsd"):
+            return {"beta": 0.5, **given}
+        return given
 
     @rule
     def _every_key_means_something(self) -> None:
@@ -129,4 +159,24 @@ class ObjectiveConfig(Section):
             raise ValueError(
                 "objective.loss=exo_pair compares with smoothed labels, and objective.label_smoothing=0 makes it "
                 "infinite; set objective.label_smoothing, for example to 0.001, as in the paper of EXO."
+            )
+
+    @rule
+    def _a_teacher_is_named(self) -> None:
+        if self.name != "distill":
+            return
+        if self.teacher is None:
+            raise ValueError(
+                "objective.name=distill needs a teacher; set objective.teacher to a run, an HF folder or a hub id."
+            )
+        default = type(self).model_fields["beta"].default
+        if self.loss != "jsd" and self.beta != default:
+            raise ValueError(
+                f"objective.beta={self.beta:g} has no effect with objective.loss={self.loss_name}; set "
+                "objective.loss=jsd, or remove it."
+            )
+        if self.loss == "jsd" and self.beta >= 1:
+            raise ValueError(
+                f"objective.beta={self.beta:g} is the teacher's share of a mixture; use a value between 0 and 1, or "
+                "objective.loss=forward or reverse, the limits of the divergence at 0 and 1."
             )

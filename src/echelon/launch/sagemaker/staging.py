@@ -106,6 +106,8 @@ def stage_job(job: JobSpec, recipe: Recipe) -> Staging:
             ]
     if recipe.model.checkpoint is not None:
         plain["model"]["checkpoint"] = stage.place_model("model.checkpoint", recipe.model.checkpoint, "model")
+    if (teacher := recipe.objective.teacher) is not None:
+        plain["objective"]["teacher"] = stage.place_model("objective.teacher", teacher, "teacher")
     if isinstance(recipe.tokenizer, str) and recipe.tokenizer != "bytes":
         plain["tokenizer"] = stage.place_model("tokenizer", recipe.tokenizer, "tokenizer")
     if (template := recipe.data.chat_template) is not None:

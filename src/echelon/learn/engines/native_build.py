@@ -15,7 +15,7 @@ from echelon.learn.engines.kernels import choose_attention_kernel, choose_liger
 from echelon.learn.engines.native import NativeEngine, NativeParts
 from echelon.learn.engines.prepared_layers import place_buffers, prepare_layers, store_parameters
 from echelon.learn.model.adapters import initialize_adapter
-from echelon.learn.model.build import build_on_meta, materialize
+from echelon.learn.model.build import build_on_meta, load_config, materialize
 from echelon.learn.model.divided_copy import check_divides
 from echelon.learn.model.router import choose_router_loss
 from echelon.learn.model.traits import Traits
@@ -30,11 +30,27 @@ from echelon.learn.optimizer import (
 from echelon.learn.parallel import Parallelize, connect_stages, parallelize, shard_model, shard_stages
 from echelon.planner.axes.pipeline import predict_waiting
 from echelon.planner.shape import build_shape
+from echelon.recipe import ModelConfig
 from echelon.recipe.synchronization import PARAMETER_SERVER
 
 
+def build_teacher(spec: EngineSpec) -> ObjectiveModule:
+    """Build the frozen teacher of the recipe, divided and sharded as the model is. Collective.
+
+    Raises ConfigError if its config cannot be read, or the plan cannot divide it.
+    """
+    recipe = spec.recipe
+    source, trusted = recipe.objective.teacher, recipe.model.trust_remote_code
+    assert source is not None
+    model = ModelConfig(checkpoint=source, trust_remote_code=trusted)
+    spec = replace(spec, recipe=recipe.model_copy(update={"model": model}), config=load_config(source, trusted))
+    skeleton = build_on_meta(spec.config, None, trusted)
+    traits, _ = choose_attention_kernel(skeleton, spec.recipe, spec.plan, spec.meshes, spec.device)
+    return build_reference(skeleton, spec, traits)
+
+
 def build_reference(skeleton: PreTrainedModel, spec: EngineSpec, traits: Traits) -> ObjectiveModule:
-    """Build a frozen copy of the initial weights, sharded like the model. Collective.
+    """Build a frozen copy of the initial weights of `spec.recipe`, sharded like the model. Collective.
 
     Under every plan a rank keeps only its shard between forward passes: there is no backward pass to free the rest.
     With `fully_shard` the copy is stored in the compute dtype, else in the dtype of the trained model, so that autocast
@@ -113,7 +129,10 @@ def build_native_engine(
     if recipe.adapter.is_adapter:
         principal = initialize_adapter(model, recipe.adapter, recipe.run.seed)
     # With an adapter, the model without it is the reference: no copy is needed.
-    if spec.needs_reference and not recipe.adapter.is_adapter:
+    if recipe.objective.teacher_in_memory:
+        [module] = stages.modules
+        module.refer_to(build_teacher(spec))
+    elif spec.needs_reference and not recipe.adapter.is_adapter:
         [module] = stages.modules
         module.refer_to(build_reference(skeleton, spec, traits))
     for module in stages.modules:

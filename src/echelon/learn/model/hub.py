@@ -110,6 +110,8 @@ def find_models(recipe: Recipe, weights: bool = True) -> list[HubModel]:
         found[recipe.tokenizer] = HubModel(recipe.tokenizer, "tokenizer", Part.FILES, code)
     if recipe.model.checkpoint is not None and is_hub_name(recipe.model.checkpoint):
         found[recipe.model.checkpoint] = HubModel(recipe.model.checkpoint, "model.checkpoint", part, code)
+    if recipe.objective.teacher_in_memory and (teacher := recipe.objective.teacher) and is_hub_name(teacher):
+        found[teacher] = HubModel(teacher, "objective.teacher", part, code)
     return list(found.values())
 
 
@@ -201,6 +203,8 @@ def with_copies(recipe: Recipe, commits: Mapping[str, str], weights: bool = True
         changes["model"] = recipe.model.model_copy(update={"checkpoint": copies[recipe.model.checkpoint]})
     if isinstance(recipe.tokenizer, str) and recipe.tokenizer in copies:
         changes["tokenizer"] = copies[recipe.tokenizer]
+    if recipe.objective.teacher in copies:
+        changes["objective"] = recipe.objective.model_copy(update={"teacher": copies[recipe.objective.teacher]})
     pinned = {part: tuple(_pin(source, commits) for source in getattr(recipe.data, part)) for part in _PARTS}
     if any(pinned[part] != getattr(recipe.data, part) for part in _PARTS):
         changes["data"] = recipe.data.model_copy(update=pinned)

@@ -31,6 +31,7 @@ def chunked_function_sum(
     bias: Tensor | None,
     arithmetic: HeadArithmetic,
     vocabulary: VocabularyShard | None = None,
+    num_logits: int = 2,
 ) -> Tensor:
     """Compute the sum of a loss function over all tokens from the last hidden states: an fp32 scalar.
 
@@ -39,10 +40,10 @@ def chunked_function_sum(
 
     Args:
         extra: name -> [batch * seq, ...]. For the other arguments see `chunked_loss_sum`.
+        num_logits: tensors of the logits' size that autograd keeps, in units of those of the derivative by hand.
     """
     size = len(weight) if vocabulary is None else len(weight) * vocabulary.group.size()
-    # Autograd keeps about twice as many tensors of the logits' size as the derivative by hand.
-    chunk = logits_chunk_tokens(2 * size, hidden.device.type, weight.requires_grad)
+    chunk = logits_chunk_tokens(num_logits * size, hidden.device.type, weight.requires_grad)
     targets, loss = _Targets(labels.flatten(), extra), _FunctionLoss(function, vocabulary)
     return sum_chunks(hidden, targets, weight, bias, arithmetic, loss, chunk)
 

@@ -1,12 +1,13 @@
 """The forward pass of a decoder as objectives use it, and the module that runs it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -14,7 +15,7 @@ from echelon.learn.data.loader import Microbatch
 from echelon.learn.model.adapters import disabled_adapter
 from echelon.learn.model.attention import document_inputs
 from echelon.learn.model.context_attention import Context, divided_inputs
-from echelon.learn.model.parts import find_parts
+from echelon.learn.model.parts import autocast_dtype, find_parts
 from echelon.learn.model.router import RouterTap, Sequences, balance_sum, number_sequences
 from echelon.learn.model.sharding import local_part
 from echelon.learn.model.stage import Inflow, find_inlet, run_stage
@@ -161,12 +162,71 @@ class DecoderOutputs:
         Args:
             extra: see `Microbatch.extra`. The function gets each as [tokens, ...], repeated if it is per sequence.
         """
-        function, parts = self._module.prepare_loss(function), self._parts
-        rows = {name: _of_tokens(value, labels) for name, value in (extra or {}).items()}
+        return self._sum_function(self._module.prepare_loss(function), labels, extra or {})
+
+    def _sum_function(
+        self, function: LossFn, labels: Tensor, extra: Mapping[str, Tensor], num_logits: int = 2
+    ) -> Tensor:
+        rows, parts = {name: _of_tokens(value, labels) for name, value in extra.items()}, self._parts
         if parts is None:
             return function_loss_sum(function, self._logits.flatten(0, -2), labels.flatten(), rows)
         weight, bias, vocabulary = self._head
-        return chunked_function_sum(function, self.hidden, labels, rows, weight, bias, parts.arithmetic, vocabulary)
+        arithmetic = parts.arithmetic
+        return chunked_function_sum(
+            function, self.hidden, labels, rows, weight, bias, arithmetic, vocabulary, num_logits
+        )
+
+    def compare_with_reference(
+        self, functions: Sequence[LossFn], labels: Tensor, extra: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return the sum of each loss function over the tokens of labels [batch, seq]: [functions], fp32.
+
+        The functions find the logits of the frozen reference in their extra `teacher_logits`, [n, its vocabulary],
+        fp32. They are computed with each chunk, within the reference's forward pass, where its head is unsharded.
+        """
+        reference = self._module.reference
+        assert reference is not None, "the objective was built with a reference"
+        if self._parts is None:
+            _ = self._logits  # before the pass of the reference, which has no gradient
+        else:
+            _ = self.hidden
+        differentiates, found = torch.is_grad_enabled(), []
+
+        def compare(outputs: DecoderOutputs, _: Microbatch) -> Tensor:
+            name, state, read = outputs.lazy_logits()
+            with torch.set_grad_enabled(differentiates):
+                for function in functions:
+                    prepared = self._module.prepare_loss(function)
+
+                    def with_teacher(
+                        logits: Tensor, labels: Tensor, extra: Mapping[str, Tensor], prepared: LossFn = prepared
+                    ) -> Tensor:
+                        return prepared(logits, labels, {**extra, "teacher_logits": read(extra[name])})
+
+                    found.append(self._sum_function(with_teacher, labels, {**extra, name: state}, 4))
+            return state.new_zeros(())  # the sums have graphs that the hooks of the reference must not see
+
+        with torch.no_grad():
+            reference(self._batch, compare)
+        return torch.stack(found)
+
+    def lazy_logits(self) -> tuple[str, Tensor, Callable[[Tensor], Tensor]]:
+        """Return a name, a tensor for each token, [batch, seq, ...], and what makes fp32 logits of a chunk of it.
+
+        Logits have no gradient. They can be read within the module's forward pass, where its head is unsharded.
+        """
+        if self._parts is None:
+            return "teacher_outputs", self._logits, lambda logits: logits.float()
+        weight, bias, vocabulary = self._head
+        arithmetic, dtype = self._parts.arithmetic, autocast_dtype(self.hidden)
+        head = [tensor.detach().to(dtype) for tensor in (weight, bias) if tensor is not None]
+
+        def read(hidden: Tensor) -> Tensor:
+            with torch.no_grad():
+                logits = arithmetic.apply(F.linear(hidden.to(dtype), *head)).float()
+                return logits if vocabulary is None else vocabulary.gather(logits)
+
+        return "teacher_hidden", self.hidden, read
 
     def log_probabilities(self, labels: Tensor, temperature: float = 1.0) -> Tensor:
         """Return the log-probability of each label: [batch, seq], fp32, 0 for IGNORE.
@@ -257,11 +317,12 @@ class ObjectiveModule(nn.Module):
 
     @property
     def reference(self) -> "ObjectiveModule | None":
-        """The frozen copy of the initial weights; None for an objective that needs none, or has an adapter to omit."""
+        """The frozen copy of the initial weights, or the teacher; None for an objective that needs neither, or has an
+        adapter to omit."""
         return self._reference[0]
 
     def refer_to(self, reference: "ObjectiveModule") -> None:
-        """Set a frozen copy of the initial weights as the reference of the objective."""
+        """Set a frozen copy of the initial weights, or a frozen teacher, as the reference of the objective."""
         self._reference = (reference,)
 
     def compile_loss(self, backend: str) -> None:

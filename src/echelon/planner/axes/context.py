@@ -40,6 +40,11 @@ class _Context(Axis):
                 "function of the sum over an answer, and each process has only a part of it; use cp: 1, or "
                 "objective.name=causal_lm."
             )
+        if recipe.objective.teacher_in_memory:
+            raise ConfigError(
+                f"parallel.cp={plan.cp} does not divide the attention of a teacher; use cp: 1, or prepare its "
+                "log-probabilities with objective.top_k."
+            )
         heads = shape.num_heads
         if plan.cp_method == "ulysses" and heads % plan.cp:
             fits = join_words([str(degree) for degree in divisors(heads) if degree > 1] or ["1"])

@@ -227,6 +227,8 @@ def _check_settings(recipe: "Recipe", plan: ParallelPlan) -> None:
     refused = (
         (recipe.objective.needs_reference, f"objective.name={recipe.objective.name}",
          "its reference needs all layers on each process"),
+        (recipe.objective.teacher_in_memory, f"objective.teacher={recipe.objective.teacher} without objective.top_k",
+         "the teacher needs all layers on each process"),
         (recipe.adapter.init == "pissa", "adapter.init=pissa", "it broadcasts each layer from the first process"),
         (bool(recipe.model.new_tokens), "model.new_tokens", "their rows would be on two stages"),
         (parallel.reduce_gradients == "each", "parallel.reduce_gradients=each",

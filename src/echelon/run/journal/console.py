@@ -88,7 +88,8 @@ def render_memory(planned: MemoryParts, measured: MemoryParts) -> list[str]:
 
 
 def _losses(values: dict[str, Any]) -> str:
-    forms = {"perplexity": ".2f", "bits_per_byte": ".4f", "reward_accuracy": ".1%", "reward_margin": ".4f"}
+    forms = {"kl": ".4f", "agreement": ".1%"} if "kl" in values else {}
+    forms |= {"perplexity": ".2f", "bits_per_byte": ".4f", "reward_accuracy": ".1%", "reward_margin": ".4f"}
     if "solved" in values:
         return f"reward {values['reward']:.4f}  solved {values['solved']:.1%} of {values['answers']:,} answers"
     known = {name: form for name, form in forms.items() if values[name] is not None}

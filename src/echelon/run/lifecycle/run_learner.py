@@ -11,6 +11,7 @@ from echelon.learn.micro_batch import build_rehearsed
 from echelon.learn.model.build import resolve_config
 from echelon.learn.model.hub import read_commits, with_copies
 from echelon.learn.model.model_folder import write_model_folder
+from echelon.learn.teacher import open_taught
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
 from echelon.run.folder.run_folder import RunFolder
@@ -39,6 +40,7 @@ def build_run_learner(
     data = open_prepared(prepared, recipe.sample_len, recipe.data.document_mask, was_opened=True)
     # The hub is not asked again: the run keeps the commits of its first start.
     here = with_copies(recipe, read_commits(folder.hub_path))
+    data = open_taught(here, data)
     config = resolve_config(here, data.vocab_size, data.tokenizer)
     if is_first:
         write_model_folder(folder.model_dir, config, data.tokenizer, data.manifest.stops)

@@ -179,9 +179,13 @@ def prepare_run(
 
 def _check_against_data(recipe: Recipe, here: _LocalRecipe, data: "PreparedData", num_steps: int) -> ModelShape:
     """Make the checks that need the prepared data; returns the shape of the model, which depends on its vocabulary."""
+    from echelon.learn.teacher import check_teacher, open_taught
+
     if fault := find_fault(recipe.optim, num_steps, recipe.batches):
         raise ConfigError(fault)
     check_evaluation(recipe, data)
+    check_teacher(here.recipe, data.tokenizer)
+    open_taught(here.recipe, data)
     fields, line = size_vocabulary(here.recipe, here.fields, data.vocab_size)
     logger.info(f"model: {line}")
     obeys_masks = recipe.objective.row.answers != "pairs" or here.obstacle is None

@@ -60,7 +60,9 @@ def judge_run(record: RunRecord) -> list[str]:
         return sentences
     applied = [row for row in record.train_rows if row.get("skipped") is not True]
     entropies = [read_number(event, "unigram_entropy") for event in record.starts]
-    curves = _Curves(read_points(applied, "loss"), read_points(record.eval_rows, "loss"), (entropies or [None])[-1])
+    is_taught = any("cross_entropy" in row for row in record.eval_rows)  # its loss is the distance from a teacher
+    entropy = None if is_taught or not entropies else entropies[-1]
+    curves = _Curves(read_points(applied, "loss"), read_points(record.eval_rows, "loss"), entropy)
     if not (count := len(curves.train)):
         return []
     if count < _FEWEST_STEPS:

@@ -66,7 +66,8 @@ def evaluate_model(
                     "evaluations are in metrics.jsonl, or give text with --data PATH."
                 )
             sets, source = open_held_out(target), "held-out text of the run"
-            objective = build_objective(recipe.objective)
+            # What a model says of text can be told without its teacher.
+            objective = CausalLM() if recipe.objective.teacher is not None else build_objective(recipe.objective)
         else:
             scratch = stack.enter_context(scratch_folder("eval"))
             given, compares = prepare_given(target, data, model, tokenizer, sequence_len, scratch)

@@ -1,0 +1,125 @@
+"""The teacher of a distillation: does it read the recipe's tokens, which model is it, are its values prepared?"""
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from echelon.ground.checksums import MANIFEST
+from echelon.ground.errors import ConfigError
+from echelon.ground.run_files import is_model_folder, is_run
+from echelon.ground.stored import open_regular, read_bytes
+from echelon.learn.checkpoint.folder import newest_of
+from echelon.learn.data.prepared import PreparedData
+from echelon.learn.data.taught import TaughtRecord, find_records, with_teacher
+from echelon.learn.data.tokenizer import load_tokenizer
+from echelon.learn.model.model_folder import find_model_dir
+from echelon.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_KEY = "objective.teacher"
+_BLOCK = 2**20
+
+
+def check_teacher(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast") -> None:
+    """Refuse a teacher that is not there, or to which a token id means something else than to the recipe's tokenizer.
+
+    A teacher reads ids, so every id of the recipe's tokenizer must be the same token in its own; it may have more.
+
+    Args:
+        recipe: with hub ids replaced by local copies.
+
+    Raises:
+        ConfigError: it names the first id that differs.
+        DataError: the teacher's folder has no tokenizer.
+    """
+    source = recipe.objective.teacher
+    if source is None:
+        return
+    if not is_model_folder(Path(source)) and not is_run(Path(source)):
+        if recipe.objective.top_k is not None:  # its values are there, or `open_taught` says that they are not
+            return
+        raise ConfigError(f"{_KEY}={source} is no run and no HF folder (config.json); give one of these, or a hub id.")
+    theirs = load_tokenizer(find_model_dir(source), recipe.model.trust_remote_code, _KEY)
+    if (difference := _find_difference(tokenizer, theirs)) is not None:
+        raise ConfigError(
+            f"{_KEY}={source} has another tokenizer than the recipe: {difference}. A teacher predicts tokens of its "
+            "own tokenizer; use that one (tokenizer: FOLDER), or another teacher."
+        )
+
+
+def _find_difference(ours: "PreTrainedTokenizerFast", theirs: "PreTrainedTokenizerFast") -> str | None:
+    names = [{number: token for token, number in one.get_vocab().items()} for one in (ours, theirs)]
+    for number in sorted(names[0]):
+        token, other = (known.get(number) for known in names)
+        if token != other:
+            meaning = "none of its tokens" if other is None else repr(other)
+            return f"id {number} is {token!r} to the recipe's tokenizer, and {meaning} to the teacher's"
+    return None
+
+
+def fingerprint_teacher(source: Path) -> str | None:
+    """Return what tells models apart: a hash of the config and of parts of the weights; None without weights here.
+
+    Of each weight file, its size and its first, middle and last MiB; of a run, the checksums of its newest checkpoint.
+    """
+    digest = hashlib.sha256()
+    if is_run(source):
+        digest.update(read_bytes(newest_of(source).path / MANIFEST))
+        return digest.hexdigest()[:16]
+    files = sorted(source.glob("*.safetensors"))
+    if not files:
+        return None
+    digest.update(read_bytes(source / "config.json"))
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with open_regular(path) as stream:
+            for start in (0, max(0, size // 2), max(0, size - _BLOCK)):
+                stream.seek(start)
+                digest.update(stream.read(_BLOCK))
+    return digest.hexdigest()[:16]
+
+
+def describe_values(recipe: Recipe, data: PreparedData, fingerprint: str = "", vocab_size: int = 0) -> TaughtRecord:
+    """Return what determines the teacher's values that a recipe with `objective.top_k` needs."""
+    objective = recipe.objective
+    assert objective.teacher is not None and objective.top_k is not None
+    length, kind = data.train.sequence_len, (objective.top_k, objective.temperature)
+    return TaughtRecord(objective.teacher, fingerprint, *kind, length, data.apart, vocab_size)
+
+
+def open_taught(recipe: Recipe, data: PreparedData) -> PreparedData:
+    """Return the data with the values of the recipe's teacher, if it has `objective.top_k`; else the data.
+
+    The teacher need not be here; if it is, the values must be its own.
+
+    Args:
+        recipe: with hub ids replaced by local copies.
+
+    Raises:
+        ConfigError: they are not prepared, or another model has made them.
+        DataError: they are damaged.
+    """
+    if recipe.objective.top_k is None:
+        return data
+    wanted = describe_values(recipe, data)
+    source, found = Path(wanted.teacher), [pair for pair in find_records(data) if pair[1].fits(wanted)]
+    fingerprint = fingerprint_teacher(source) if is_run(source) or is_model_folder(source) else None
+    own = [pair for pair in found if fingerprint in (None, pair[1].fingerprint)]
+    if len(own) == 1:
+        return with_teacher(data, *own[0])
+    command = f"`echelon prepare RECIPE --teacher {wanted.teacher} --top-k {wanted.top_k}`"
+    if own:
+        raise ConfigError(
+            f"{_KEY}={wanted.teacher} is not here, and the values of {len(own)} teachers are beside the data in "
+            f"{data.path}; put the teacher there, or delete the folders of the others."
+        )
+    known = sorted({record.teacher for _, record in found})
+    made = f" The values there were made by other weights ({', '.join(known)})." if known else ""
+    raise ConfigError(
+        f"objective.top_k={wanted.top_k}: the log-probabilities of {_KEY}={wanted.teacher} for the data in {data.path} "
+        f"are not prepared (objective.temperature={wanted.temperature:g}, data.sequence_len={wanted.sequence_len})."
+        f"{made} Run {command}, or remove objective.top_k to have the teacher in memory."
+    )
