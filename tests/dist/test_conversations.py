@@ -45,9 +45,18 @@ class Spell:
         return f"{self.left}.", sum("a" <= c <= "z" for c in answer) / 4, self.left == 0
 
 
+class Stuck(Copy):
+    def step(self, answer):
+        time.sleep(600)
+
+
 def slow(answers, records):
     time.sleep(0.3)
     return [float(len(set(answer))) / 8 for answer in answers]
+
+
+def stuck(answers, records):
+    time.sleep(600)
 '''
 ROLLOUT = {"group_size": 8, "max_new_tokens": 2, "environment": {"name": "talks:Spell", "max_turns": 3}}
 
@@ -174,6 +183,16 @@ def test_an_environment_that_fails_ends_the_run_with_one_message(folder):
         "no answer had a reward in 3 steps: talks:Copy raised RuntimeError in step: the table is gone (16 of 16 "
         "answers)." in ending.err
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [(("rollout.environment.name=talks:Stuck",), "the environment"), (("reward=talks:stuck",), "the rewards")],
+)
+def test_a_hang_is_named_by_what_is_waited_for(folder, settings, what):
+    ending, _ = train(folder, "stuck", 1, *settings, "fault.hang_seconds=5", "fault.max_restarts=0")
+    assert ending.code == 1 and f"{what} did not end within 5 s" in ending.err, ending
 
 
 def test_an_environment_that_is_not_there_is_refused(folder):

@@ -23,7 +23,7 @@ from echelon.run.training.loop_run import LoopRun
 
 if TYPE_CHECKING:
     from echelon.learn.data.loader import StepBatch
-    from echelon.learn.judging import Judge
+    from echelon.learn.judging import Judge, Judging
     from echelon.learn.learner import CountedSums, Learner
 
 logger = logging.getLogger(__name__)
@@ -52,13 +52,15 @@ def train_from_rewards(learner: "Learner", run: LoopRun) -> None:
     run.keep(lambda: {} if ahead is None else pack(learner, ahead))
     for step in run.steps():
         clock = _Clock(run)
-        if ahead is None or judging is None or ahead.step != step:
-            drawn = _draw(learner, judge, step, clock)
-            judging = judge.ask(drawn.rollouts, drawn.prompts)
-        else:
+        if ahead is not None and ahead.step == step:
             drawn = ahead
-        ahead = _draw(learner, judge, step + 1, clock) if recipe.rollout.lag and step + 1 < run.num_steps else None
+        else:
+            drawn, judging = _draw(learner, judge, step, clock)
+        ahead = None
+        if recipe.rollout.lag and step + 1 < run.num_steps:
+            ahead, _ = _draw(learner, judge, step + 1, clock, asks=False)  # rewards are computed one step at a time
         with clock.timing("reward"):
+            assert judging is not None, "answers are asked about when they are drawn, or a step later"
             judged = judge.collect(judging)
             stats = judge.summarize(drawn.rollouts, judged)
         if ahead is not None:
@@ -74,13 +76,16 @@ def train_from_rewards(learner: "Learner", run: LoopRun) -> None:
             run.keep_samples(step, list(_show(learner, drawn.rollouts, judged)))
 
 
-def _draw(learner: "Learner", judge: "Judge", step: int, clock: "_Clock") -> Drawn:
-    """Answer this rank's prompts of a step, and score the answers. Collective."""
+def _draw(
+    learner: "Learner", judge: "Judge", step: int, clock: "_Clock", asks: bool = True
+) -> "tuple[Drawn, Judging | None]":
+    """Answer this rank's prompts of a step, and score the answers. `asks`: have them judged meanwhile. Collective."""
     with clock.timing("sample"):
         prompts = judge.prompts(step)
         rollouts = judge.answer(prompts, choose_sampling(learner.recipe, step), clock.run.beat)
+    judging = judge.ask(rollouts, prompts) if asks else None
     with clock.timing("update"):
-        return Drawn(step, prompts, rollouts, score_answers(learner, rollouts))
+        return Drawn(step, prompts, rollouts, score_answers(learner, rollouts)), judging
 
 
 def _update(
