@@ -121,3 +121,38 @@ def test_every_fault_is_survived_however_replicas_agree(capfd, monkeypatch, tmp_
     goes_on = sync.get("name") in ("quorum", "parameter_server")
     assert killed["starts"] == 1 and (killed["lost_steps"] == 0) is goes_on
     assert_no_orphan()
+
+
+LETTERS = """
+def small_letters(answers, records):
+    return [sum("a" <= c <= "z" for c in answer) / (len(answer) + 1) for answer in answers]
+"""
+
+
+@pytest.mark.slow
+def test_every_fault_is_survived_by_training_from_rewards(capfd, monkeypatch, tmp_path):
+    """The rewards are those of the undisturbed run; after a reward that hung, the run still takes all its steps."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(MARK, str(tmp_path))
+    (tmp_path / "letters.py").write_text(LETTERS)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n} is "}) + "\n" for n in range(48)))
+    write_recipe(
+        tmp_path,
+        data={"train": "prompts.jsonl", "validation_fraction": 0.2, "sequence_len": 16},
+        objective={"name": "grpo"},
+        rollout={"group_size": 8, "max_new_tokens": 6},
+        reward="letters:small_letters",
+        train={"steps": 40, "global_batch_size": 32, "compile": False},
+        optim={"learning_rate": 2e-2},
+    )
+    ending = CommandLine(capfd, monkeypatch)("drill", "recipe.json", "--nproc", "2", "--json")
+    rows = [json.loads(line) for line in ending.out.splitlines() if line.startswith("{")]
+    findings = {row["fault"]: row for row in rows}
+    assert ending.code == 0, ending
+    assert len(findings) == 8 and all(row["identical"] for row in rows)
+    hung = findings.pop("a reward hangs")
+    assert (hung["starts"], hung["lost_steps"], hung["compared"]) == (1, 0, "the steps")
+    assert 2.0 < hung["noticed_seconds"] < 30
+    assert {row["compared"] for row in findings.values()} == {"every bit"}
+    assert findings["a rank killed"]["starts"] == 1 and findings["a rank killed"]["lost_steps"] > 0
+    assert_no_orphan()

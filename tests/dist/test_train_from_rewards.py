@@ -211,6 +211,35 @@ def test_a_signal_while_sampling_saves_and_the_same_command_resumes(folder):
     assert exact(rows) == exact(whole)
 
 
+@pytest.mark.slow
+def test_a_record_without_the_field_is_an_event_and_costs_no_other_answer(folder):
+    records = [{"prompt": f"{n} is "} | ({"answer": "a"} if n % 6 else {}) for n in range(48)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    ending, run, rows = train(folder, "partial", 2, "reward=exact", "train.steps=4")
+    assert ending.code == 0, ending
+    failed = [row["message"] for row in read_lines(run.events_path) if row["event"] == "reward_failed"]
+    assert failed and all("(exact) gave no number for" in message for message in failed)
+    assert all("the record has no field answer; name another in the reward's options.field." in row for row in failed)
+    shares = [row.get("unjudged", 0.0) for row in rows if row["kind"] == "train"]
+    assert all(0 <= share < 1 for share in shares) and max(shares) > 0
+    assert all(reward is not None for reward in rewards(rows))
+
+
+@pytest.mark.slow
+def test_answers_of_one_token_or_none_are_trained_on(folder):
+    ending, _, rows = train(folder, "short", 2, "rollout.max_new_tokens=1", "train.steps=4", "rollout.updates=2")
+    assert ending.code == 0, ending
+    steps = [row for row in rows if row["kind"] == "train"]
+    assert all(row["answer_tokens"] == 1.0 for row in steps) and any(row["grad_norm"] > 0 for row in steps)
+
+
+def test_prompts_that_are_all_too_long_are_refused(folder):
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": "x" * 40}) + "\n" for _ in range(48)))
+    ending, run, _ = train(folder, "long", 1)
+    assert ending.code == 2 and "data.sequence_len" in ending.err and "Traceback" not in ending.err, ending
+    assert not run.metrics_path.exists()
+
+
 def test_a_reward_that_is_not_there_is_refused(folder):
     ending, run, _ = train(folder, "absent", 1, "reward=letters:no_such")
     assert ending.code == 2 and "reward.0.name=letters:no_such: the module letters has no no_such" in ending.err

@@ -21,6 +21,7 @@ _READ = (
     "It reads YAML and JSON of Axolotl, Hugging Face (Trainer, TRL, PEFT) and LLaMA-Factory; for other tools write a "
     "recipe, beginning with: echelon init"
 )
+_CODE = "whose data is made by functions of its own, so that import cannot read it."
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle")
 
 _KEYS = read_table(Path(__file__).with_name("keys.yaml"))
@@ -65,7 +66,7 @@ def read_foreign(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text; import reads YAML and JSON.") from None
     if path.suffix == ".toml" or _is_toml(text):
-        raise ConfigError(f"{path} is TOML, as of torchtitan, which import does not read. {_READ}")
+        raise ConfigError(f"{path} is TOML, as of torchtitan, {_CODE} {_READ}")
     given = _parse(text, path)
     if not isinstance(given, dict) or not given:
         raise ConfigError(f"{path} is not a mapping of keys; give the configuration file of a training tool.")
@@ -81,10 +82,8 @@ def _refuse_torchtune(given: Mapping[Any, Any], path: Path) -> None:
     """Raise ConfigError for a file of torchtune, known by its key for the class or function that a section builds."""
     for section, value in given.items():
         if isinstance(value, dict) and isinstance(component := value.get("_component_"), str):
-            raise ConfigError(
-                f"{path} is a configuration of torchtune ({section}._component_: {show_value(component)}), which "
-                f"import does not read. {_READ}"
-            )
+            named = f"{section}._component_: {show_value(component)}"
+            raise ConfigError(f"{path} is a configuration of torchtune ({named}), {_CODE} {_READ}")
 
 
 def _is_toml(text: str) -> bool:

@@ -35,6 +35,7 @@ from echelon.run.report.measured_sections import (
 from echelon.run.report.nested import draw_lines, read_mapping, read_number, read_numbers, read_points, read_value
 from echelon.run.report.numbers import UNKNOWN, render_number, render_percent
 from echelon.run.report.profile_section import build_profile
+from echelon.run.report.reward_section import build_rewards
 from echelon.run.report.run_record import RunRecord, percentile
 
 _BAD_EVENTS = ("failure", "restart", "bad_step", "rollback", "replicas_differ", "upload_failed", "straggler")
@@ -73,6 +74,7 @@ def build_sections(record: RunRecord) -> list[Section]:
         Section("Messages", list(_messages(record))),
         Section("Verdict", [Lines(verdict)] if verdict else []),
         Section("Advice", [Lines(advice, "advice")] if advice else []),
+        Section("Rewards", list(build_rewards(record))),
         Section("Loss", list(_losses(record))),
         Section("Throughput", list(build_throughput(record))),
         Section("Predicted and measured", list(build_prediction(record))),
@@ -112,12 +114,13 @@ def list_figures(record: RunRecord) -> dict[str, str]:
     evaluated = read_numbers(record.eval_rows, "loss")
     tokens = read_number(record.train_rows[-1], "tokens") if record.train_rows else None
     bits = read_numbers(record.eval_rows, "bits_per_byte")
-    loss = record.summary.loss
+    loss, solved = record.summary.loss, read_numbers(record.eval_rows, "solved")
     return {
         "steps": record.summary.describe_progress(),
         "tokens": render_number(tokens, 3),
         "training loss": UNKNOWN if loss is None else f"{loss:.4f}",
         "evaluation loss": f"{evaluated[-1]:.4f}" if evaluated else UNKNOWN,
+        "solved": render_percent(solved[-1]) if solved else UNKNOWN,
         "bits per byte": f"{bits[-1]:.4f}" if bits else UNKNOWN,
         "tokens per second": render_number(percentile(speeds, 0.5), 3) if speeds else UNKNOWN,
         "MFU": render_percent(percentile(mfus, 0.5)) if mfus else UNKNOWN,

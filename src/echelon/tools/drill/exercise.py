@@ -88,10 +88,11 @@ def run_drill(
         start_seconds, step_seconds = _measure(build("pilot", _FEWEST_STEPS))
         num_steps = min(_MOST_STEPS, max(_FEWEST_STEPS, round(_RUN_SECONDS / step_seconds)))
         num_steps -= num_steps % SAVES
-        faults = [fault for fault in FAULTS if num_processes > 1 or not fault.needs_peer]
+        possible = [fault for fault in FAULTS if recipe.reward or not fault.needs_rewards]
+        faults = [fault for fault in possible if num_processes > 1 or not fault.needs_peer]
         minutes = estimate_seconds(faults, start_seconds, num_steps * step_seconds) / 60
         logger.info(f"drill: {len(faults)} faults, about {render_duration(60 * minutes)} in total")
-        for fault in FAULTS:
+        for fault in possible:
             if fault not in faults:
                 logger.info(f"drill: skipped with one process: {fault.name}, which only another rank could detect")
         logger.info(
@@ -116,6 +117,8 @@ def run_drill(
 
 def choose_likeness(sync: SyncConfig, fault: Fault, num_processes: int) -> Likeness:
     """What of a run with this fault can be expected to equal the undisturbed one."""
+    if fault.needs_rewards:
+        return Likeness.STEPS
     if sync.name == PARAMETER_SERVER and sync.max_staleness != 0:
         return Likeness.BATCHES  # the order of updates depends on time
     goes_on = sync.name in KEPT and num_processes > max(1, sync.num_essential)

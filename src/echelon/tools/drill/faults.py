@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from echelon.learn.checkpoint.folder import publish, remove
-from echelon.tools.drill.shrink import HANG_SECONDS
-from echelon.tools.drill.trial import Job, Trial, find_living, read_tensors
+from echelon.tools.drill.shrink import HANG_SECONDS, REWARD_SECONDS
+from echelon.tools.drill.trial import Job, Trial, find_children, find_living, read_tensors
 
 _LOOK_SECONDS = 0.02
 
@@ -36,6 +36,7 @@ class Fault:
         starts: how often ranks usually start in its run.
         idle_seconds: how long the run makes no progress.
         needs_peer: whether only another rank can detect it.
+        needs_rewards: whether it is only for recipes that train from rewards.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Fault:
     starts: int = 2
     idle_seconds: float = 0.0
     needs_peer: bool = False
+    needs_rewards: bool = False
 
 
 def ask_to_stop(job: Job) -> None:
@@ -80,6 +82,12 @@ def _signal_a_rank(job: Job, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             os.kill(rank, number)
             return
+
+
+def suspend_a_reward(job: Job) -> None:
+    """Suspend the process in which the rewards of the first rank are computed, as a function that hangs does."""
+    for process in find_children(job.ranks()[0], "spawn_main"):
+        os.kill(process, signal.SIGSTOP)
 
 
 def fill_the_disk(job: Job) -> None:
@@ -133,9 +141,13 @@ FAULTS = (
     Fault("the agent killed", kill_the_agent),
     Fault("a rank hangs", suspend_a_rank, idle_seconds=HANG_SECONDS, needs_peer=True),
     *([Fault("the disk is full", fill_the_disk, over_by=("checkpoint",), starts=1)] if sys.platform == "linux" else []),
+    Fault(
+        "a reward hangs", suspend_a_reward, noticed_by=("reward_failed",), over_by=("reward_failed",), starts=1,
+        idle_seconds=REWARD_SECONDS, needs_rewards=True,
+    ),
     Fault("a damaged checkpoint", kill_the_agent, damage=flip_a_byte, noticed_by=("resume",)),
     Fault("NaN in the weights", kill_the_agent, damage=write_a_nan, repair=remove_the_newest, starts=3),
-)
+)  # fmt: skip
 
 
 def _smallest_part(trial: Trial) -> int:

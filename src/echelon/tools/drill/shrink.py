@@ -9,6 +9,7 @@ import torch
 
 from echelon.learn.model.build import load_config
 from echelon.recipe import Recipe
+from echelon.recipe.render import plain_value
 from echelon.recipe.training import ParallelConfig
 
 # Upper limits, by the generic names of `transformers`, whatever a model family calls them.
@@ -23,8 +24,12 @@ _DIMENSIONS = {
 }
 _SEQUENCE_LEN = 128
 _EVALUATIONS = 3
+_GROUP_SIZE, _NEW_TOKENS = 4, 8
 HANG_SECONDS = 10
 """`fault.hang_seconds` of a drill's run."""
+
+REWARD_SECONDS = 3
+"""`reward[].timeout_seconds` of a drill's run, at most."""
 
 SAVES = 6
 """Number of checkpoints of a drill's run."""
@@ -59,6 +64,8 @@ def shrink(recipe: Recipe, folder: Path, num_processes: int, num_steps: int) -> 
         "budget.max_hours": "null",
         "track": "[]",
     }
+    if recipe.reward:
+        overrides |= _shrink_rollout(recipe)
     if not isinstance(recipe.train.activation_checkpointing, str):
         overrides["train.activation_checkpointing"] = "full"  # a budget is for compiled layers, and few are left
     if isinstance(recipe.parallel, ParallelConfig) and recipe.parallel.stages is not None:
@@ -68,6 +75,19 @@ def shrink(recipe: Recipe, folder: Path, num_processes: int, num_steps: int) -> 
     if recipe.tokenizer is None:
         overrides["tokenizer"] = recipe.model.checkpoint
     return [f"{key}={value}" for key, value in overrides.items()]
+
+
+def _shrink_rollout(recipe: Recipe) -> dict[str, Any]:
+    """The overrides for answers of the model: few and short ones, and rewards that are soon given up."""
+    rewards = [
+        reward.model_copy(update={"timeout_seconds": min(REWARD_SECONDS, reward.timeout_seconds)})
+        for reward in recipe.reward
+    ]
+    return {
+        "rollout.group_size": min(_GROUP_SIZE, recipe.rollout.group_size),
+        "rollout.max_new_tokens": min(_NEW_TOKENS, recipe.rollout.max_new_tokens),
+        "reward": json.dumps([plain_value(reward) for reward in rewards]),
+    }
 
 
 def shrink_model(recipe: Recipe, num_processes: int) -> dict[str, Any]:
@@ -114,8 +134,10 @@ def _choose_length(recipe: Recipe) -> int:
 
 
 def _choose_batch(recipe: Recipe, num_processes: int) -> int:
-    """Two sequences for each process, and as many more as `parallel.microbatches` needs."""
+    """Two sequences, or the answers to two prompts, for each process, and what `parallel.microbatches` needs."""
     parallel = recipe.parallel
+    if recipe.reward:
+        return 2 * num_processes * min(_GROUP_SIZE, recipe.rollout.group_size)
     if not isinstance(parallel, ParallelConfig) or parallel.microbatches is None:
         return 2 * num_processes
     readers = max(1, num_processes // (parallel.tp * parallel.cp * parallel.pp))

@@ -23,9 +23,10 @@ from echelon.learn.checkpoint.safety import read_metadata
 from echelon.run.folder.run_folder import OWNER_ONLY, RunFolder
 
 # Fields of a row that must equal those of the undisturbed run, bit for bit.
-EXACT = ("step", "tokens", "loss", "grad_norm", "learning_rate", "batch_hash")
+EXACT = ("step", "tokens", "loss", "grad_norm", "learning_rate", "batch_hash", "reward")
 # Those that do not depend on the order of sums, or of updates.
 _ORDERLESS = ("step", "tokens", "learning_rate", "batch_hash")
+_STEPS = ("step", "learning_rate")
 # By how much losses may differ if fewer ranks have added up gradients in some steps.
 _ROUNDING = 1e-3
 
@@ -44,6 +45,8 @@ class Likeness(StrEnum):
     """What each step read, and losses within 0.1 %."""
     BATCHES = "the batches"
     """What each step read."""
+    STEPS = "the steps"
+    """That all steps were taken: answers without a reward are not trained on."""
 
 
 class Interrupted(EchelonError):
@@ -106,14 +109,14 @@ class Trial:
 
     def equals(self, other: "Trial", likeness: Likeness) -> bool:
         """Whether both ended alike."""
-        keys = EXACT if likeness is Likeness.BITS else _ORDERLESS
-        mine, theirs = ([[row[key] for key in keys] for row in trial.rows()] for trial in (self, other))
+        keys = {Likeness.BITS: EXACT, Likeness.STEPS: _STEPS}.get(likeness, _ORDERLESS)
+        mine, theirs = ([[row.get(key) for key in keys] for row in trial.rows()] for trial in (self, other))
         if mine != theirs:
             return False
         if likeness is Likeness.BITS:
             return _are_equal(*(read_tensors(trial.newest_checkpoint()) for trial in (self, other)))
         losses = ((row["loss"] for row in trial.rows()) for trial in (self, other))
-        return likeness is Likeness.BATCHES or all(
+        return likeness is not Likeness.ROUNDING or all(
             math.isclose(left, right, rel_tol=_ROUNDING) for left, right in zip(*losses, strict=True)
         )
 
@@ -176,10 +179,18 @@ def find_living(pids: Sequence[int]) -> list[int]:
     return [pid for pid in pids if pid in living]
 
 
-def _list_processes() -> list[tuple[int, int, str]]:
-    """Every process of this machine, with its parent and its state."""
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
-    return [(int(pid), int(parent), state) for pid, parent, state in map(str.split, listed.splitlines())]
+def find_children(pid: int, word: str) -> list[int]:
+    """The children of a process with a word in their command line."""
+    return [process for process, parent, command in _list_processes("args") if parent == pid and word in command]
+
+
+def _list_processes(what: str = "stat") -> list[tuple[int, int, str]]:
+    """Every process of this machine, with its parent and its state, or something else that ps knows."""
+    command = ["ps", "-A", "-ww", "-o", f"pid=,ppid=,{what}="]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [
+        (int(pid), int(parent), text) for pid, parent, text in (line.split(None, 2) for line in listed.splitlines())
+    ]
 
 
 def _find_descendants(pid: int) -> list[int]:

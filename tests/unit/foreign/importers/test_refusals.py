@@ -274,6 +274,7 @@ def test_a_file_of_an_unknown_tool_gets_one_sentence(tmp_path, name, text, words
     answer = CliRunner().invoke(app, ["import", str(path), *options])
     assert isinstance(answer.exception, ConfigError)
     assert str(answer.exception) == (
-        f"{path} {words}, which import does not read. It reads YAML and JSON of Axolotl, Hugging Face (Trainer, TRL, "
-        "PEFT) and LLaMA-Factory; for other tools write a recipe, beginning with: echelon init"
+        f"{path} {words}, whose data is made by functions of its own, so that import cannot read it. It reads YAML and "
+        "JSON of Axolotl, Hugging Face (Trainer, TRL, PEFT) and LLaMA-Factory; for other tools write a recipe, "
+        "beginning with: echelon init"
     )

@@ -67,6 +67,25 @@ def test_the_shape_of_a_checkpoint(tmp_path):
     assert f"tokenizer={tmp_path / 'm'}" in shrink(recipe, tmp_path, 2, 24)
 
 
+def test_answers_are_few_and_short_and_rewards_are_soon_given_up(tmp_path):
+    path = write(
+        tmp_path,
+        data={"train": "prompts.jsonl", "sequence_len": 2048},
+        train={"steps": 100, "global_batch_size": 512},
+        optim={"learning_rate": 1e-3},
+        objective={"name": "grpo"},
+        rollout={"group_size": 8, "max_new_tokens": 1024},
+        reward=[{"name": "exact", "timeout_seconds": 2}, {"name": "my:own", "weight": 0.5, "options": {"most": 2}}],
+    )
+    recipe, _ = load_recipe(path)
+    small, _ = load_recipe(path, shrink(recipe, tmp_path / "drill", 2, 60))
+    assert (small.rollout.group_size, small.rollout.max_new_tokens, small.global_batch_size) == (4, 8, 16)
+    assert [reward.timeout_seconds for reward in small.reward] == [2, 3]
+    assert small.reward[1].model_dump(exclude={"timeout_seconds"}) == recipe.reward[1].model_dump(
+        exclude={"timeout_seconds"}
+    )
+
+
 @pytest.mark.parametrize("warmup", [{"warmup_fraction": 0.1}, {"schedule_unit": "tokens", "warmup_tokens": 1000}])
 def test_a_schedule_that_needs_a_warm_up_keeps_one(tmp_path, warmup):
     path = write(tmp_path, optim={"learning_rate": 1e-3, "schedule": "inverse_sqrt", **warmup})
@@ -142,4 +161,5 @@ def test_what_can_equal_an_undisturbed_run_depends_on_how_replicas_agree(sync, k
     """Two processes, of which the second is killed. Servers that are lost restart the job."""
     for fault in FAULTS:
         found = choose_likeness(SyncConfig.model_validate(sync), fault, 2)
-        assert found is (killed if fault.name == "a rank killed" else others), fault
+        expected = killed if fault.name == "a rank killed" else others
+        assert found is (Likeness.STEPS if fault.needs_rewards else expected), fault

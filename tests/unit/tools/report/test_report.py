@@ -122,6 +122,7 @@ def test_the_figures_are_those_of_the_files(tmp_path):
         "tokens": "4,100",
         "training loss": "3.5900",
         "evaluation loss": "2.0000",
+        "solved": "unknown",
         "bits per byte": "unknown",
         "tokens per second": "100",  # without the first step
         "MFU": "25.0 %",
