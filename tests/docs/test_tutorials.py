@@ -71,8 +71,13 @@ def test_from_a_folder_of_text_to_a_first_model(tmp_path: Path, check_picture: C
 
 
 @pytest.mark.slow
-def test_from_right_answers_to_rewards(tmp_path: Path) -> None:
-    Session(tmp_path, SECONDS).run_page(ROOT / "docs" / "tutorial-rewards.md")
+def test_from_right_answers_to_rewards(tmp_path: Path, check_picture: Check) -> None:
+    session = Session(tmp_path, SECONDS)
+    session.run_page(ROOT / "docs" / "tutorial-rewards.md")
+    command = "echelon report runs/grpo-arithmetic --text"
+    _, head, rest = session.outputs[command].partition("Rewards\n")
+    section = (head + rest).partition("\nLoss\n")[0].rstrip()
+    check_picture("rewards.svg", f"$ {command}\n...\n{section}", "rewards", num_lines=4)
 
 
 @pytest.mark.slow

@@ -127,7 +127,10 @@ def _named(ledger: Ledger, trainer: Trainer | None) -> list[dict[str, Any]]:
         return []
     ledger.reasons["data.train"] = f"{full}: {show_value(ledger.given[full])}"
     config = ledger.take("dataset_config", "dataset_config_name") if full == "dataset_name" else None
-    source = build_source(str(ledger.take(full)), "prompt" if trainer == "grpo" else None, {}, config)
+    form, fields = None, {}
+    if trainer == "grpo":
+        form, fields = "prompt", {"prompt": str(ledger.take("dataset_prompt_column") or "prompt")}
+    source = build_source(str(ledger.take(full)), form, fields, config)
     put_split(ledger, "dataset_train_split", source, "train")
     return [source]
 

@@ -74,6 +74,12 @@ def test_trl(tmp_path: Path) -> None:
     assert (source.path, source.format, source.fields) == ("o/n", "hub", {"prompt": "prompt"})
 
 
+def test_the_column_of_the_prompts(tmp_path: Path) -> None:
+    """As scripts around TRL's trainer name it."""
+    recipe, _ = bring_in(tmp_path, {**TRL, "dataset_prompt_column": "problem"}, "grpo")
+    assert recipe.data.train[0].fields == {"prompt": "problem"}
+
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({"loss_type": "grpo"}, {"normalize": "sequence"}),
     "dr grpo": (
