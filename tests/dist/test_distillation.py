@@ -10,7 +10,8 @@ import torch
 from echelon.ground.run_files import RunFiles
 from echelon.learn.data import taught
 from echelon.learn.data.tokenizer import build_bytes_tokenizer, train_tokenizer
-from tests.dist.command import TEXT, finish, read_lines, start, write_recipe
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import TEXT, await_line, finish, process_of, read_lines, start, write_recipe
 from tests.families import small_model
 
 pytestmark = pytest.mark.dist
@@ -192,3 +193,93 @@ def test_a_full_disk_is_refused_before_work(echelon, folder, monkeypatch):
     ending = echelon("prepare", "recipe.json", "--teacher", "teacher", "--top-k", "8")
     assert ending.code == 1 and "the teacher's values need up to" in ending.err, ending
     assert "use a smaller objective.top_k" in ending.err
+
+
+@pytest.fixture
+def answers(folder):
+    """Prompts with answers, and a recipe that samples its own in most steps."""
+    records = [{"prompt": f"{n} and {n}?", "completion": f" {2 * n}!"} for n in range(60)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_recipe(
+        folder,
+        data={"train": "pairs.jsonl", "validation_fraction": 0.1, "document_separator": None},
+        objective={**DISTILL, "loss": "jsd", "on_policy_fraction": 0.7},
+        rollout={"max_new_tokens": 6},
+        train={"steps": 16, "global_batch_size": 8, "log_every": 1, "eval_every": 8, "compile": False},
+        optim={"learning_rate": 1e-2, "schedule": "constant"},
+        checkpoint={"every_steps": 4},
+    )
+    return folder
+
+
+EXACT = ("step", "loss", "grad_norm", "on_policy", "answer_tokens", "entropy", "batch_hash", "tokens")
+
+
+def exact(folder, name):
+    return [[row[key] for key in EXACT] for row in rows_of(folder, name)]
+
+
+def train_in_process(folder, name, nproc, *settings, kill_at=None):
+    """Train in a process of its own, and kill a rank of it after some step."""
+    job = start("train", "recipe.json", f"run.name={name}", *settings, "--nproc", str(nproc), cwd=folder)
+    run = RunFolder(folder / "runs" / name)
+    if kill_at is not None:
+        await_line(run.metrics_path, f'"step": {kill_at},', job, seconds=200)
+        process_of(run, nproc - 1).kill()
+    ending = finish(job, 300)
+    assert ending.code == 0, ending
+    return ending
+
+
+def test_a_model_learns_on_its_own_answers(answers):
+    ending = train_in_process(answers, "tiny", 2, "objective.on_policy_fraction=1.0")
+    rows, evaluated = rows_of(answers), rows_of(answers, kind="eval")
+    assert all(row["on_policy"] == 1 and 0 < row["answer_tokens"] <= 6 and row["sample_seconds"] > 0 for row in rows)
+    assert sum(row["loss"] for row in rows[-4:]) < 0.9 * sum(row["loss"] for row in rows[:4])
+    assert evaluated[-1]["kl"] < evaluated[0]["kl"] and "rollout: " in ending.out
+    samples = read_lines(RunFolder(answers / "runs" / "tiny").rows.samples_path)
+    assert {row["step"] for row in samples} == {1, 11, 16} and all(row["prompt"].endswith("?") for row in samples)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "{tp: 2}"])
+def test_processes_draw_the_same_answers(answers, parallel):
+    """In fp32 sums differ in their last bits; the draws of the first steps are the same."""
+    train_in_process(answers, "one", 1)
+    train_in_process(answers, "two", 2, f"parallel={parallel}")
+    alone, together = rows_of(answers, "one"), rows_of(answers, "two")
+    assert {row["on_policy"] for row in alone} == {0, 1}
+    for row, expected in zip(together[:6], alone[:6], strict=True):
+        same = ("tokens", "target_tokens", "on_policy", "answer_tokens")
+        assert [row[name] for name in same] == [expected[name] for name in same]
+        assert row["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+        assert row["entropy"] == (None if expected["on_policy"] == 0 else pytest.approx(expected["entropy"], abs=1e-5))
+    first = [read_lines(RunFolder(answers / "runs" / name).rows.samples_path)[0] for name in ("one", "two")]
+    assert first[0] == first[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_killed_run_equals_an_uninterrupted_one(answers, nproc):
+    train_in_process(answers, "whole", nproc)
+    assert "restart 1 of" in train_in_process(answers, "killed", nproc, kill_at=6).out
+    assert exact(answers, "killed") == exact(answers, "whole")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["rollout.group_size=4"], "rollout.group_size has no effect with objective.name=distill"),
+        (["reward=exact"], "reward has no effect with objective.name=distill; set objective.name=grpo, or remove"),
+        (["objective.on_policy_fraction=0"], "rollout has no effect with objective.name=distill; set objective.name=g"),
+        (
+            ["rollout.max_new_tokens=31"],
+            "rollout.max_new_tokens=31 leaves no room for a prompt in data.sequence_len=32",
+        ),
+        (["data.packing=true"], "data.packing=true puts several answers into a sequence"),
+        (["sync.name=local_sgd"], "sync.name=local_sgd does not go with objective.name=distill"),
+    ],
+)
+def test_what_cannot_sample_is_refused(echelon, answers, settings, message):
+    ending = echelon("train", "recipe.json", *settings)
+    assert ending.code == 2 and message in ending.err, ending

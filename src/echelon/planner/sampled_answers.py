@@ -30,11 +30,12 @@ def add_rollout(
     Args:
         usable: bytes of a device; None if unknown.
     """
-    if not recipe.draws_answers:
+    if not recipe.samples_answers:
         return replace(plan, rollout=None)
     config, most = recipe.rollout, plan.num_read
     rows = most if config.max_num_seqs == "auto" else min(most, config.max_num_seqs)
-    rollout = RolloutPlan(config.group_size, config.max_new_tokens, config.updates, 1)
+    group_size = config.group_size if recipe.draws_answers else 1
+    rollout = RolloutPlan(group_size, config.max_new_tokens, config.updates, 1)
     if usable is not None:
         needs = estimate_memory(shape, replace(plan, rollout=rollout), recipe.data.sequence_len, kind)
         room = usable - (needs.states - needs.gradients)

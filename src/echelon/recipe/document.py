@@ -31,7 +31,7 @@ from echelon.recipe.operation import (
     Tracker,
     WandbConfig,
 )
-from echelon.recipe.rollout import Rewards, RolloutConfig
+from echelon.recipe.rollout import OF_DISTILLATION, Rewards, RolloutConfig
 from echelon.recipe.schedule import find_fault
 from echelon.recipe.section import PathOrName, Section, name_or_mapping, rule
 from echelon.recipe.synchronization import QUORUM, SyncConfig
@@ -174,12 +174,18 @@ class Recipe(Section):
     @rule
     def _rewards_have_a_loop(self) -> None:
         if not self.draws_answers:
-            for key, section, default in (("rollout", self.rollout, RolloutConfig()), ("reward", self.reward, ())):
-                if section != default:
-                    raise ValueError(
-                        f"{key} has no effect with objective.name={self.objective.name}; set objective.name=grpo, or "
-                        f"remove {key}."
-                    )
+            used = OF_DISTILLATION if self.samples_answers else frozenset[str]()
+            keys = [
+                f"rollout.{key}" if used else "rollout"
+                for key in RolloutConfig.model_fields
+                if key not in used and getattr(self.rollout, key) != getattr(RolloutConfig(), key)
+            ]
+            for key in [*keys, *(["reward"] if self.reward else [])]:
+                needed = "grpo" if used or self.objective.name != "distill" else "grpo, or objective.on_policy_fraction"
+                raise ValueError(
+                    f"{key} has no effect with objective.name={self.objective.name}; set objective.name={needed}, or "
+                    f"remove {key}."
+                )
         elif not self.reward and self.rollout.environment is None and self.train.loop is None:
             raise ValueError(
                 "objective.name=grpo needs a reward; set for example reward: exact, which compares an answer with the "
@@ -187,10 +193,24 @@ class Recipe(Section):
             )
 
     @rule
+    def _answers_fit_the_sequence(self) -> None:
+        room, length = self.rollout.max_new_tokens, self.data.sequence_len
+        if self.samples_answers and room > length - 2:
+            raise ValueError(
+                f"rollout.max_new_tokens={room} leaves no room for a prompt in data.sequence_len={length}; increase "
+                "data.sequence_len, or lower rollout.max_new_tokens."
+            )
+        if self.objective.on_policy_fraction and self.data.packing is True:
+            raise ValueError(
+                "data.packing=true puts several answers into a sequence, and objective.on_policy_fraction="
+                f"{self.objective.on_policy_fraction:g} needs the prompt of each; use data.packing=auto."
+            )
+
+    @rule
     def _answers_fit_the_batch(self) -> None:
         if not self.draws_answers:
             return
-        group, room, length = self.rollout.group_size, self.rollout.max_new_tokens, self.data.sequence_len
+        group = self.rollout.group_size
         if group < 2 and self.objective.advantage != "centered":
             raise ValueError(
                 f"rollout.group_size={group}: answers are compared with others to the same prompt; use 2 or more."
@@ -199,11 +219,6 @@ class Recipe(Section):
             raise ValueError(
                 f"train.{self.train.batch_key}={getattr(self.train, self.train.batch_key)} is {self.global_batch_size} "
                 f"answers in each step, which rollout.group_size={group} does not divide; use a multiple of it."
-            )
-        if room > length - 2:
-            raise ValueError(
-                f"rollout.max_new_tokens={room} leaves no room for a prompt in data.sequence_len={length}; increase "
-                "data.sequence_len, or lower rollout.max_new_tokens."
             )
         for key, value, unset in (
             ("train.batch_ramp", self.train.batch_ramp, None),
@@ -287,12 +302,17 @@ class Recipe(Section):
     @property
     def loop(self) -> str | None:
         """The training loop instead of echelon's usual one: that of `train.loop`, or of the objective."""
-        return self.train.loop or LOOPS.get(self.objective.name)
+        return self.train.loop or (LOOPS[self.objective.name] if self.samples_answers else None)
 
     @property
     def draws_answers(self) -> bool:
         """Whether the data is prompts, which the model answers during training."""
         return self.objective.row.answers == "prompts"
+
+    @property
+    def samples_answers(self) -> bool:
+        """Whether the model answers prompts during training, and is trained on its answers."""
+        return self.draws_answers or self.objective.on_policy_fraction > 0
 
     @property
     def sample_len(self) -> int:

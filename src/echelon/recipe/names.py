@@ -128,7 +128,7 @@ OBJECTIVES: dict[str, ObjectiveRow] = {
     ),
     "distill": ObjectiveRow(
         f"{_OBJECTIVES}.distill:build_distill",
-        keys=("teacher", "loss", "beta", "temperature", "sft_weight", "top_k"),
+        keys=("teacher", "loss", "beta", "temperature", "sft_weight", "top_k", "on_policy_fraction"),
         losses=("forward", "reverse", "jsd"),
     ),
     "grpo": ObjectiveRow(
@@ -146,8 +146,11 @@ def list_objectives(compares: Answers | None = None, key: str | None = None) -> 
     return f"{', '.join(names)} or {last}" if names else last
 
 
-LOOPS: dict[str, str] = {"grpo": "echelon.run.training.reward_loop:train_from_rewards"}
-"""The training loops of objectives that do not train on batches of the data alone."""
+LOOPS: dict[str, str] = {
+    "distill": "echelon.run.training.distill_loop:distill_on_policy",
+    "grpo": "echelon.run.training.reward_loop:train_from_rewards",
+}
+"""The training loops of objectives on the model's own answers; `distill` is one if the recipe says so."""
 
 REWARDS: dict[str, str] = {
     "exact": "echelon.learn.reward_functions:exact",

@@ -98,6 +98,13 @@ class ObjectiveConfig(Section):
     temperature: Positive = Field(
         1.0, description="`distill`: what the logits of teacher and model are divided by before they are compared."
     )
+    on_policy_fraction: Number = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="`distill`: the share of steps that train on the model's own answers to the prompts of the data, "
+        "drawn as `rollout` says, instead of on the answers of the data.",
+    )
     router_loss: Flag = Field(
         True, description="Mixtures of experts: add the router loss that the model config enables."
     )
@@ -179,4 +186,9 @@ class ObjectiveConfig(Section):
             raise ValueError(
                 f"objective.beta={self.beta:g} is the teacher's share of a mixture; use a value between 0 and 1, or "
                 "objective.loss=forward or reverse, the limits of the divergence at 0 and 1."
+            )
+        if self.on_policy_fraction and self.top_k is not None:
+            raise ValueError(
+                f"objective.top_k={self.top_k} is of answers that the teacher has read before, and "
+                f"objective.on_policy_fraction={self.on_policy_fraction:g} trains on new ones; remove one of them."
             )

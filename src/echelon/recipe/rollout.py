@@ -25,6 +25,10 @@ class EnvironmentConfig(Section):
     )
 
 
+OF_DISTILLATION = frozenset(("max_new_tokens", "temperature", "top_p", "top_k", "max_num_seqs"))
+"""The keys of `rollout` that on-policy distillation reads: each prompt has one answer, and nothing judges it."""
+
+
 class RolloutConfig(Section):
     """The answers that the model gives in each step, on which it is then trained."""
 

@@ -68,7 +68,7 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
         deduplicate=data.deduplicate,
         max_broken_fraction=data.max_broken_fraction,
         # With `judged`, the answer of a sequence is compared with the prompt of the next one.
-        packing=False if recipe.objective.row.answers in ("judged", "prompts") else data.packing,
+        packing=False if recipe.samples_answers or recipe.objective.row.answers == "judged" else data.packing,
         document_mask=data.document_mask,
         # The end of a prompt is what the model answers to, so no prompt is cut.
         on_overlong="drop" if recipe.draws_answers and data.on_overlong == "cut" else data.on_overlong,
