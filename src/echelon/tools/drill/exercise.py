@@ -88,7 +88,8 @@ def run_drill(
         start_seconds, step_seconds = _measure(build("pilot", _FEWEST_STEPS))
         num_steps = min(_MOST_STEPS, max(_FEWEST_STEPS, round(_RUN_SECONDS / step_seconds)))
         num_steps -= num_steps % SAVES
-        possible = [fault for fault in FAULTS if recipe.reward or not fault.needs_rewards]
+        has_rewards = bool(recipe.reward) or recipe.rollout.environment is not None
+        possible = [fault for fault in FAULTS if has_rewards or not fault.needs_rewards]
         faults = [fault for fault in possible if num_processes > 1 or not fault.needs_peer]
         minutes = estimate_seconds(faults, start_seconds, num_steps * step_seconds) / 60
         logger.info(f"drill: {len(faults)} faults, about {render_duration(60 * minutes)} in total")

@@ -64,7 +64,7 @@ def shrink(recipe: Recipe, folder: Path, num_processes: int, num_steps: int) -> 
         "budget.max_hours": "null",
         "track": "[]",
     }
-    if recipe.reward:
+    if recipe.draws_answers:
         overrides |= _shrink_rollout(recipe)
     if not isinstance(recipe.train.activation_checkpointing, str):
         overrides["train.activation_checkpointing"] = "full"  # a budget is for compiled layers, and few are left
@@ -83,11 +83,14 @@ def _shrink_rollout(recipe: Recipe) -> dict[str, Any]:
         reward.model_copy(update={"timeout_seconds": min(REWARD_SECONDS, reward.timeout_seconds)})
         for reward in recipe.reward
     ]
-    return {
+    found: dict[str, Any] = {
         "rollout.group_size": min(_GROUP_SIZE, recipe.rollout.group_size),
         "rollout.max_new_tokens": min(_NEW_TOKENS, recipe.rollout.max_new_tokens),
         "reward": json.dumps([plain_value(reward) for reward in rewards]),
     }
+    if (environment := recipe.rollout.environment) is not None:
+        found["rollout.environment.timeout_seconds"] = min(REWARD_SECONDS, environment.timeout_seconds)
+    return found
 
 
 def shrink_model(recipe: Recipe, num_processes: int) -> dict[str, Any]:
@@ -136,7 +139,7 @@ def _choose_length(recipe: Recipe) -> int:
 def _choose_batch(recipe: Recipe, num_processes: int) -> int:
     """Two sequences, or the answers to two prompts, for each process, and what `parallel.microbatches` needs."""
     parallel = recipe.parallel
-    if recipe.reward:
+    if recipe.draws_answers:
         return 2 * num_processes * min(_GROUP_SIZE, recipe.rollout.group_size)
     if not isinstance(parallel, ParallelConfig) or parallel.microbatches is None:
         return 2 * num_processes

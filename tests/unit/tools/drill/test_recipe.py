@@ -74,13 +74,14 @@ def test_answers_are_few_and_short_and_rewards_are_soon_given_up(tmp_path):
         train={"steps": 100, "global_batch_size": 512},
         optim={"learning_rate": 1e-3},
         objective={"name": "grpo"},
-        rollout={"group_size": 8, "max_new_tokens": 1024},
+        rollout={"group_size": 8, "max_new_tokens": 1024, "environment": {"name": "my:Game", "timeout_seconds": 30}},
         reward=[{"name": "exact", "timeout_seconds": 2}, {"name": "my:own", "weight": 0.5, "options": {"most": 2}}],
     )
     recipe, _ = load_recipe(path)
     small, _ = load_recipe(path, shrink(recipe, tmp_path / "drill", 2, 60))
     assert (small.rollout.group_size, small.rollout.max_new_tokens, small.global_batch_size) == (4, 8, 16)
     assert [reward.timeout_seconds for reward in small.reward] == [2, 3]
+    assert small.rollout.environment.timeout_seconds == 3
     assert small.reward[1].model_dump(exclude={"timeout_seconds"}) == recipe.reward[1].model_dump(
         exclude={"timeout_seconds"}
     )
