@@ -95,4 +95,4 @@ def _carry(ledger: Ledger, tool: Tool, path: Path, amounts: Amounts, asked: str 
     carry_optimizer(ledger, tool, defaults, steps)
     carry_operation(ledger, defaults, steps)
     if answers == "prompts":
-        carry_grpo_sizes(ledger, tool)
+        carry_grpo_sizes(ledger)

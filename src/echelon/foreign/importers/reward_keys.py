@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from echelon.foreign.importers.ledger import Ledger
-from echelon.foreign.importers.source_file import Tool
 from echelon.recipe.yaml_text import show_value
 
 _NORMALIZE = {"grpo": "sequence", "dr_grpo": "constant", "dapo": "token", "bnpo": "token"}
@@ -14,6 +13,7 @@ _TRLS_OWN: Mapping[str, Any] = {
     "think_format_reward": {"name": "regex", "options": {"pattern": r"^<think>(?!.*<think>)(.*?)</think>.*$"}}
 }
 """TRL's rewards that are one of echelon's."""
+_ACCUMULATION = "gradient_accumulation_steps"
 _NO_REWARD = "rewards:reward"
 _IN_STEPS = ("train.steps", "optim.warmup_steps", "checkpoint.every_steps", "train.eval_every", "train.log_every")
 
@@ -126,7 +126,7 @@ def _find_reward(ledger: Ledger, full: str, word: str) -> dict[str, Any]:
     return {"name": f"{module or 'rewards'}:{function}"}
 
 
-def carry_grpo_sizes(ledger: Ledger, tool: Tool) -> None:
+def carry_grpo_sizes(ledger: Ledger) -> None:
     """Import what depends on the length of prompts and on the size of a step, once these are known."""
     room, answer = ledger.values["data.sequence_len"], ledger.values["rollout.max_new_tokens"]
     limit = ledger.number("max_prompt_length")
@@ -135,16 +135,16 @@ def carry_grpo_sizes(ledger: Ledger, tool: Tool) -> None:
         "data.sequence_len", room + answer, f"a prompt of at most {room} tokens, and an answer of at most {answer}"
     )
     ledger.put("data.on_overlong", "drop", "prompts that leave no room for an answer are dropped")
-    batch, count = ledger.values["train.global_batch_size"], ledger.number("generation_batch_size")
-    steps = ledger.number("steps_per_generation")
-    given = ledger.given.get("gradient_accumulation_steps") or 1
-    if (count is not None and count != batch) or (steps is not None and steps != given):
-        name = "generation_batch_size" if count is not None else "steps_per_generation"
-        ledger.refuse(
-            name,
-            f"TRL makes several updates with different answers of one generation; in echelon a step draws the {batch} "
-            "answers of its update. Remove the key, or set num_iterations.",
-        )
+    batch = ledger.values["train.global_batch_size"]
+    count, steps = ledger.find("generation_batch_size"), ledger.find("steps_per_generation")
+    accumulation = next((value for name, value in ledger.given.items() if name.endswith(_ACCUMULATION)), None) or 1
+    for name, same in ((count, batch), (steps, accumulation)):
+        if name is not None and ledger.number(name) != same:
+            ledger.refuse(
+                name,
+                "TRL makes several updates with different answers of one generation; in echelon a step draws the "
+                f"{batch} answers of its update. Remove the key, or set num_iterations.",
+            )
     _carry_updates(ledger)
 
 
