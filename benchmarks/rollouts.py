@@ -17,7 +17,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from echelon.learn.engines.module_evaluation import ModuleEvaluation
 from echelon.learn.learner import Learner
@@ -69,7 +69,7 @@ def by_echelon(learner, prompts, stops, **options):
 
 def by_transformers(learner, prompts, stops):
     """The same by `model.generate`, as GRPOTrainer calls it."""
-    model = AutoModelForCausalLM.from_config(learner.config).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL), attn_implementation="sdpa").eval()
     state = learner.engine.state_dict()
     model.load_state_dict({key.removeprefix("model."): state[key] for key in state if key.startswith("model.")}, False)
     rows, width = [prompt for prompt in prompts for _ in range(GROUP)], max(map(len, prompts))

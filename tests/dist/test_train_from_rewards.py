@@ -126,6 +126,14 @@ def test_processes_draw_the_same_answers(folder, parallel, settings):
 
 
 @pytest.mark.slow
+def test_how_many_are_sampled_at_once_changes_no_draw(folder):
+    _, _, whole = train(folder, "whole", 1)
+    ending, _, few = train(folder, "few", 2, "rollout.max_num_seqs=3", "parallel=fsdp", kill_at=6)
+    assert ending.code == 0 and "restart 1 of" in ending.out, ending
+    assert rewards(few)[:6] == pytest.approx(rewards(whole)[:6], abs=1e-9)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_killed_run_equals_an_uninterrupted_one(folder, nproc):
     _, _, whole = train(folder, "whole", nproc)

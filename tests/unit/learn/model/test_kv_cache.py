@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import pad
 
 from echelon.learn.model.attention import PLAIN_CAUSAL
-from echelon.learn.model.kv_cache import KeyValueCache, can_cache
+from echelon.learn.model.kv_cache import KeyValueCache, can_cache, can_move_rows
 from echelon.learn.model.varlen_attention import VARLEN
 from tests.families import small_model
 
@@ -52,3 +52,16 @@ def test_a_cache_that_cannot_be_cut_is_not_used():
     assert can_cache(model) and can_cache(small_model("llama"), multiple=2)
     assert not can_cache(model, multiple=2)  # passes of two tokens, of which one is padding that must leave the window
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("family", "fields", "attention"), MODELS, ids=lambda value: value if value else "-")
+def test_rows_move_in_caches_of_keys_and_values_alone(family, fields, attention):
+    assert can_move_rows(small_model(family, **fields)) == (family != "mamba")
+
+
+def test_rows_are_not_moved_where_that_goes_wrong(monkeypatch):
+    assert can_move_rows(small_model("llama"))
+    select = KeyValueCache.select
+    monkeypatch.setattr(KeyValueCache, "select", lambda cache, rows: select(cache, rows.roll(1)))
+    model = small_model("llama", max_position_embeddings=512)  # not yet tried
+    assert can_cache(model) and not can_move_rows(model)
