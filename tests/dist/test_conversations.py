@@ -163,7 +163,7 @@ def test_answers_are_drawn_one_step_before_they_train(folder):
 @pytest.mark.slow
 def test_rewards_are_computed_beside_the_training_pass_and_added_up(folder):
     settings = ("rollout.environment=null", "rollout.max_new_tokens=8", "train.steps=6", "reward=talks:slow")
-    waits = {}
+    waits, settings = {}, (*settings, "train.eval_every=3")
     for lag in (0, 1):
         ending, rows = train(folder, f"slow-{lag}", 1, *settings, f"rollout.lag={lag}")
         assert ending.code == 0, ending
