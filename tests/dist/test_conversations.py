@@ -195,6 +195,11 @@ def test_a_hang_is_named_by_what_is_waited_for(folder, settings, what):
     assert ending.code == 1 and f"{what} did not end within 5 s" in ending.err, ending
 
 
+def test_more_answers_than_a_checkpoint_keeps_are_refused(folder):
+    ending, _ = train(folder, "large", 1, "rollout.lag=1", "data.sequence_len=100000")
+    assert ending.code == 2 and "have up to 3200000 tokens, and may have 2097152; use fewer" in ending.err, ending
+
+
 def test_an_environment_that_is_not_there_is_refused(folder):
     ending, _ = train(folder, "absent", 1, "rollout.environment=talks:NoSuch")
     assert ending.code == 2, ending

@@ -201,7 +201,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_one_message(folder):
 def test_all_ranks_raise_the_error_of_the_one_whose_rewards_cannot_start_again(folder):
     ending, run, _ = train(folder, "broken", 2, "reward=letters:ends_for_good", "fault.hang_seconds=60")
     assert ending.code == 1 and ending.seconds < 50, ending
-    assert ending.err.count("the rewards cannot be computed any longer: reward.0.name=letters:ends_for_good") == 1
+    assert ending.err.count("reward: its process cannot be started again: reward.0.name=letters:ends_for_good") == 1
     assert "half written" in ending.err and "Traceback" not in ending.err
     assert "hang" not in {row["event"] for row in read_lines(run.events_path)}
 

@@ -188,6 +188,7 @@ class RolloutPlan:
 
     group_size: Count
     max_new_tokens: Count
+    """In all turns together."""
     updates: Count
     max_num_seqs: Count
     """Answers that a rank samples at once."""

@@ -35,7 +35,9 @@ def add_rollout(
     config, most = recipe.rollout, plan.num_read
     rows = most if config.max_num_seqs == "auto" else min(most, config.max_num_seqs)
     group_size = config.group_size if recipe.draws_answers else 1
-    rollout = RolloutPlan(group_size, config.max_new_tokens, config.updates, 1)
+    turns = 1 if config.environment is None else config.environment.max_turns
+    tokens = min(turns * config.max_new_tokens, recipe.data.sequence_len - 1)
+    rollout = RolloutPlan(group_size, tokens, config.updates, 1)
     if usable is not None:
         needs = estimate_memory(shape, replace(plan, rollout=rollout), recipe.data.sequence_len, kind)
         room = usable - (needs.states - needs.gradients)
@@ -116,7 +118,7 @@ def sampling_seconds(step: Step) -> float:
 
 def describe_sampling(step: Step) -> str:
     """Return what the seconds of the answers take for granted."""
-    lengths = f"answers have rollout.max_new_tokens={_rollout_of(step).max_new_tokens} each, and rewards take no time"
+    lengths = f"answers have {_rollout_of(step).max_new_tokens} tokens each, the most, and rewards take no time"
     if step.plan.stages:
         return lengths
     token, rows = time_token(step), count_noun(_divide_answers(step)[1], "answer")

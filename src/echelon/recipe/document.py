@@ -50,6 +50,10 @@ Parallel = Annotated[
 ]
 
 
+MOST_KEPT_TOKENS = 2**21
+"""The most tokens of the answers that are part of a checkpoint's state, which has 20 bytes for each."""
+
+
 class Recipe(Section):
     """A training run: model, data, and settings. Frozen, hashable, complete with defaults."""
 
@@ -219,6 +223,12 @@ class Recipe(Section):
             raise ValueError(
                 f"train.{self.train.batch_key}={getattr(self.train, self.train.batch_key)} is {self.global_batch_size} "
                 f"answers in each step, which rollout.group_size={group} does not divide; use a multiple of it."
+            )
+        if self.rollout.lag and self.global_batch_size * length > MOST_KEPT_TOKENS:
+            raise ValueError(
+                f"rollout.lag={self.rollout.lag}: the answers of a step, which every checkpoint keeps, have up to "
+                f"{self.global_batch_size * length} tokens, and may have {MOST_KEPT_TOKENS}; use fewer answers or a "
+                "smaller data.sequence_len, or set rollout.lag=0."
             )
         for key, value, unset in (
             ("train.batch_ramp", self.train.batch_ramp, None),

@@ -70,6 +70,12 @@ def test_a_number_of_the_recipe_is_an_upper_limit():
     assert resolve(build_recipe(max_num_seqs=1000))[2] == resolve(build_recipe())[2]
 
 
+def test_all_turns_with_an_environment_are_counted():
+    environment = {"name": "their:Game", "max_turns": 4}
+    assert resolve(build_recipe(max_new_tokens=256, environment=environment))[2].rollout.max_new_tokens == 4 * 256
+    assert resolve(build_recipe(environment=environment))[2].rollout.max_new_tokens == 4095, "one sequence"
+
+
 def test_every_candidate_of_a_search_samples_as_many_as_it_has_room_for():
     recipe = build_recipe()
     shape, cluster = build_shape(recipe.model.config), parse_devices("8xH100")

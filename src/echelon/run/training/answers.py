@@ -90,8 +90,9 @@ def compare(learner: "Learner", drawn: Drawn) -> dict[str, float]:
 def pack(learner: "Learner", drawn: Drawn) -> dict[str, Any]:
     """Return answers of all ranks as JSON values, to go on from on any number of ranks. Collective."""
     rollouts, played = drawn.rollouts, drawn.rollouts.played
-    columns = [rollouts.prompts, rollouts.answers, rollouts.log_probabilities, rollouts.at_temperature, rollouts.ended]
-    columns += [drawn.scores] if played is None else [drawn.scores, played.written, played.earned, played.turns]
+    cooled = [row.clone() for row in rollouts.at_temperature]  # a part of a tensor is saved with all of it
+    columns = [rollouts.prompts, rollouts.answers, cooled, rollouts.ended, drawn.scores]
+    columns += [] if played is None else [played.written, played.earned, played.turns]
     own = (list(zip(*columns, strict=True)), () if played is None else played.failures)
     places = dict(gather_objects((rollouts.place.rank, own), learner.meshes.everyone))
     rows = [row for place in sorted(places) for row in places[place][0]]
@@ -120,9 +121,9 @@ def unpack(learner: "Learner", judge: "Judge", saved: Mapping[str, Any]) -> Draw
     if len(rows) != count * size:
         return None
     share = place.share(count)
-    prompts, answers, scores, cooled, ended, own, *rest = zip(
-        *rows[share.start * size : share.stop * size], strict=True
-    )
+    mine = rows[share.start * size : share.stop * size]
+    prompts, answers, cooled, ended, scores, *rest = zip(*mine, strict=True)
     played = Played(rest[0], rest[1], rest[2], failures) if rest else None
-    rollouts = Rollouts(prompts, answers, scores, cooled, ended, place, place.count(count) * size, played)
-    return Drawn(step, judge.prompts(step), rollouts, own)
+    # The log-probabilities without the temperature are not used after this.
+    rollouts = Rollouts(prompts, answers, cooled, cooled, ended, place, place.count(count) * size, played)
+    return Drawn(step, judge.prompts(step), rollouts, scores)

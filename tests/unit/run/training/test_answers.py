@@ -13,7 +13,7 @@ from echelon.learn.data.loader import BatchPlace
 from echelon.learn.rollouts import Played
 from echelon.run.training.answers import unpack
 
-ROW = ([3, 4], [5, 6, 7], torch.tensor([-1.0, 0.0, -2.0]), torch.tensor([-1.5, 0.0, -2.5]), True, torch.zeros(3))
+ROW = ([3, 4], [5, 6, 7], torch.tensor([-1.5, 0.0, -2.5]), True, torch.zeros(3))
 TALK = ([True, False, True], math.nan, 2)
 JUDGE = SimpleNamespace(prompts=lambda step: [f"prompt of step {step}"])
 
