@@ -224,10 +224,11 @@ class Recipe(Section):
                 f"train.{self.train.batch_key}={getattr(self.train, self.train.batch_key)} is {self.global_batch_size} "
                 f"answers in each step, which rollout.group_size={group} does not divide; use a multiple of it."
             )
-        if self.rollout.lag and self.global_batch_size * length > MOST_KEPT_TOKENS:
+        most = self.global_batch_size * self.data.sequence_len
+        if self.rollout.lag and most > MOST_KEPT_TOKENS:
             raise ValueError(
                 f"rollout.lag={self.rollout.lag}: the answers of a step, which every checkpoint keeps, have up to "
-                f"{self.global_batch_size * length} tokens, and may have {MOST_KEPT_TOKENS}; use fewer answers or a "
+                f"{most} tokens, and may have {MOST_KEPT_TOKENS}; use fewer answers or a "
                 "smaller data.sequence_len, or set rollout.lag=0."
             )
         for key, value, unset in (
