@@ -96,6 +96,9 @@ TABLES = {
         "plain loop, torchao": (replace(WIDE_BESIDE, side="plain"), replace(WIDE_BESIDE, side="plain", float8=True)),
         "echelon, bf16": (WIDE_BESIDE,),
         "echelon, fp8": (WIDE_BESIDE, replace(WIDE_BESIDE, overrides=("train.precision=fp8",))),
+        "echelon, fp8 by rows": (
+            replace(WIDE_BESIDE, overrides=("train.precision=fp8", "train.float8_scaling=rowwise")),
+        ),
     },
     "long": {
         "8,192 tokens": (LONG, replace(LONG, side="hf")),

@@ -1,4 +1,4 @@
-"""What a plan sends in one step: the formulas of docs/memory-and-traffic.md, to be held against what the ranks really send."""
+"""What a plan sends in a step: the formulas of docs/memory-and-traffic.md, to compare with what ranks really send."""
 
 import contextlib
 import os

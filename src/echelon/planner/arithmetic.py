@@ -32,9 +32,10 @@ def choose_precision(recipe: "Recipe", cluster: Cluster) -> tuple[Precision, lis
         raise PlanError(f"train.precision=bf16: {name} does not support bf16; use fp16 or fp32.")
     compute_bf16 = wanted in ("bf16", "fp8") or (wanted == "auto" and cluster.has_bf16)
     if train.master_weights != "fp32":
-        return replace(_choose_master_weights(train, compute_bf16), float8=wanted == "fp8"), []
+        chosen = _choose_master_weights(train, compute_bf16)
+        return replace(chosen, float8=wanted == "fp8", float8_scaling=train.float8_scaling), []
     if wanted == "fp8":
-        return Precision(compute="bfloat16", float8=True), []
+        return Precision(compute="bfloat16", float8=True, float8_scaling=train.float8_scaling), []
     precision = Precision(compute="bfloat16" if compute_bf16 else "float16" if wanted == "fp16" else "float32")
     if wanted != "auto":
         return precision, []

@@ -21,7 +21,7 @@ from echelon.recipe.synchronization import (
     CompressMethod,
     SyncConfig,
 )
-from echelon.recipe.training import AxisName, CpMethod, PipelineSchedule
+from echelon.recipe.training import AxisName, CpMethod, Float8Scaling, PipelineSchedule
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 Rounding = Literal["nearest", "stochastic", "kahan"]
@@ -64,6 +64,7 @@ class Precision:
     """How an update is rounded to `master`; `kahan` keeps the remainder in a second number."""
     float8: bool = False
     """Whether the linear layers of decoder layers round the inputs of their products from `compute` to float8."""
+    float8_scaling: Float8Scaling = "tensorwise"
 
 
 @with_config(_STRICT)
@@ -366,6 +367,17 @@ class ParallelPlan:
         strategy that shards uses FSDP2 on one rank as well, so that it rounds alike on any number of ranks.
         """
         return self.shards or self.divides_matrices or self.pp > 1
+
+    @property
+    def gathers_float8(self) -> bool:
+        """Whether the weights of linear layers are cast to float8 before they are gathered."""
+        policy = self.precision
+        return policy.float8 and policy.float8_scaling == "tensorwise" and self.num_shards > 1 and not self.cpu_offload
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of a gathered number of a decoder layer's weights; norms, which are few, count like matrices."""
+        return 1 if self.gathers_float8 else DTYPE_BYTES[self.precision.compute]
 
     def degrees(self) -> dict[str, int]:
         """The degree of each axis inside a replica."""

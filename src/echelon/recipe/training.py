@@ -24,6 +24,7 @@ from echelon.recipe.section import (
 STEP_KEYS = ("steps", "tokens", "epochs")
 BATCH_KEYS = ("global_batch_tokens", "global_batch_size")
 
+Float8Scaling = Literal["tensorwise", "rowwise"]
 ParallelName = Literal["auto", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
 EngineName = Literal["native", "deepspeed", "horovod", "smp", "tensorflow"]
 AxisName = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
@@ -113,6 +114,11 @@ class TrainConfig(Section):
         "auto",
         description="Compute dtype; master weights and reductions stay fp32. `auto`: bf16 where it is fast. `fp8`: "
         "bf16, and float8 in the products of linear layers, on GPUs that have it.",
+    )
+    float8_scaling: Float8Scaling = Field(
+        "tensorwise",
+        description="Of precision fp8: one scale for each tensor, whose shards are gathered in float8; or `rowwise`, "
+        "one for each row, which rounds less and gathers weights in bf16.",
     )
     master_weights: Literal["fp32", "bf16_stochastic", "bf16_kahan"] = Field(
         "fp32",

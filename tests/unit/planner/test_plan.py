@@ -50,6 +50,7 @@ def build_recipe(
         "micro_batch_size": "auto",
         "batch_ramp": None,
         "precision": "auto",
+        "float8_scaling": "tensorwise",
         "compile": "auto",
         "activation_checkpointing": "none",
         "activation_offloading": False,

@@ -57,6 +57,17 @@ def test_data_parallel_bytes_are_those_of_the_worked_example(parallel, gigabytes
     assert sum(sent.values()) / GIGA == pytest.approx(gigabytes, abs=0.06)
 
 
+def test_layers_that_are_gathered_in_float8_send_a_byte_less_for_each_weight():
+    shape = build_shape(SMALL)
+    plain, tensorwise, rowwise = (
+        sum(count_step_bytes(shape, plan_of("fsdp", **options), 2048).values())
+        for options in ({}, {"precision": "fp8"}, {"precision": "fp8", "float8_scaling": "rowwise"})
+    )
+    layers = 24 * (4 * 2048**2 + 3 * 2048 * 5504 + 2 * 2048)
+    assert plain - tensorwise == pytest.approx(8 * 2 * 7 / 8 * layers)  # 8 microbatches, forward and backward
+    assert rowwise == plain
+
+
 def test_bytes_of_other_axes_are_those_of_their_pages():
     shape, hidden = build_shape(SMALL), 2048 * 2048 * 2  # one sequence, bf16
     tensor = plan_of({"tp": 8}, batch=8, micro_batch_size=1)

@@ -72,6 +72,8 @@ class NativeParts:
     """The width that forward passes need."""
     lines: Sequence[str] = ()
     """The lines of `Engine.describe`."""
+    share_scales: Callable[[], None] = lambda: None
+    """Called after each change of the weights; collective."""
     waiting: float = 0.0
     """The predicted share of a step in which pipeline stages wait."""
 
@@ -145,6 +147,7 @@ class NativeEngine(Engine):
         if self.served is None:  # else the server steps, when it has the gradients of others
             # With offloaded parameters the step runs on the host, which must wait for `commit`.
             self.optimizer.step(self._step, learning_rate, commit.to(self._device))
+        self._parts.share_scales()
         self.parallel.settle(commit)
         self.parallel.clear_gradients()
         if self._loss_scale is not None:
@@ -267,6 +270,7 @@ class NativeEngine(Engine):
     @override
     def load(self, fill: Fill) -> None:
         fill(self.state_dict())
+        self._parts.share_scales()
 
     @override
     def state_dict(self) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -17,6 +18,7 @@ from echelon.learn.engines.prepared_layers import place_buffers, prepare_layers,
 from echelon.learn.model.adapters import initialize_adapter
 from echelon.learn.model.build import build_on_meta, load_config, materialize
 from echelon.learn.model.divided_copy import check_divides
+from echelon.learn.model.float8 import share_scales
 from echelon.learn.model.router import choose_router_loss
 from echelon.learn.model.traits import Traits
 from echelon.learn.objectives.outputs import ObjectiveModule
@@ -157,6 +159,7 @@ def build_native_engine(
             principal,
             choose_padding(plan),
             [line for line in (attention, kernels, router.line, *description) if line is not None],
+            partial(share_scales, model) if plan.gathers_float8 else lambda: None,
             waiting,
         )
     )

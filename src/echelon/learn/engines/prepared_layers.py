@@ -56,7 +56,7 @@ def prepare_layers(
 
             add_by_products(model)
     if plan.precision.float8:
-        apply_float8(model, emulate=device_type != "cuda")
+        apply_float8(model, device_type != "cuda", plan.precision.float8_scaling, plan.gathers_float8)
     frozen_dtype = plan.precision.compute if recipe.adapter.is_adapter else plan.precision.param
     store_parameters(model, replace(plan.precision, compute=frozen_dtype))
     return model

@@ -1,9 +1,11 @@
 """Linear layers whose matrix products are in float8, by torchao. Weights stay in the dtype in which they are stored.
 
-Inputs, weights and output gradients are scaled by the largest value of the whole tensor, at each use, and cast to e4m3
-(gradients to e5m2); the products accumulate in fp32 (Micikevicius et al. 2022, arXiv:2209.05433).
+Inputs, weights and output gradients are scaled by the largest value of the whole tensor, or of each row, at each use,
+and cast to e4m3 (gradients of whole tensors to e5m2); the products accumulate in fp32 (Micikevicius et al. 2022,
+arXiv:2209.05433). Weights that are scaled as a whole are gathered in float8: each rank casts its shard.
 """
 
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import nn
 from echelon.ground.errors import ConfigError
 from echelon.learn.model.parts import find_layers
 from echelon.planner.experts import find_recorded_routers
+from echelon.recipe.training import Float8Scaling
 
 # The kernels take tiles of this many rows and columns.
 _MULTIPLE = 16
@@ -53,11 +56,12 @@ def find_float8_layers(model: nn.Module) -> dict[str, nn.Linear]:
     return found
 
 
-def apply_float8(model: nn.Module, emulate: bool) -> None:
+def apply_float8(model: nn.Module, emulate: bool, scaling: Float8Scaling = "tensorwise", gathers: bool = False) -> None:
     """Replace linear layers of a model, on meta or not, in place; parameters and their names stay.
 
     Args:
         emulate: compute the products of the rounded values in the compute dtype, which runs on every device.
+        gathers: the weights are sharded by FSDP, which is to gather them in float8; for tensorwise scales.
 
     Raises:
         ConfigError: no layer can compute in float8, or torchao is not installed.
@@ -66,7 +70,17 @@ def apply_float8(model: nn.Module, emulate: bool) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     names = find_float8_layers(model)
-    options: dict[str, Any] = {"emulate": emulate}
-    convert_to_float8_training(
-        model, module_filter_fn=lambda _, name: name in names, config=Float8LinearConfig(**options)
-    )
+    options: dict[str, Any] = {"emulate": emulate, "enable_fsdp_float8_all_gather": gathers}
+    config = replace(Float8LinearConfig.from_recipe_name(scaling), **options)
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=config)
+
+
+def share_scales(model: nn.Module) -> None:
+    """Compute the scales of all weights that are gathered in float8, from their shards. Collective.
+
+    Without it each layer finds its own while it is gathered, by a collective of its own. To be called after each change
+    of the weights.
+    """
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)

@@ -45,8 +45,9 @@ def take(whole: Tensor, places: Places) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's local tensor, sharded or not."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """Return this rank's local tensor, sharded or not, without what torchao wraps around it to gather it in float8."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return getattr(local, "_tensor", local)
 
 
 def write_part(tensor: Tensor, content: Tensor) -> None:

@@ -212,7 +212,7 @@ def data_seconds(step: Step, layer: LayerTime, count: int, head: LayerTime, weig
     forward = layer.forward + head.forward / count
     backward = layer.total - layer.forward + (head.total - head.forward) / count
     shard = find_group(plan, step.cluster, SHARDING)
-    gather = shard.gather_layer(weights * DTYPE_BYTES[plan.precision.compute])
+    gather = shard.gather_layer(weights * plan.gathered_bytes)
     reduce = shard.scatter_layer(weights * trained * DTYPE_BYTES[plan.precision.reduce])
     if plan.reshard_after_forward:  # gathered for the forward and again for the backward pass
         exposed = steps * (step.exposed(gather, forward) + step.exposed(gather, backward))
@@ -321,11 +321,15 @@ def _count_parameters(sender: Sender) -> tuple[float, float]:
     layers = shape.num_layers * shape.num_layer_parameters - experts
     outside = shape.num_parameters - layers - experts
     # An expert is on one rank of `ep`, and sharded over the ranks that have the same experts.
-    groups = [(layers, shared, 2), (outside, shared, 1), (experts / plan.ep, shared // plan.ep, 2)]
+    groups = [
+        (layers, shared, 2, plan.gathered_bytes),
+        (outside, shared, 1, sender.number),
+        (experts / plan.ep, shared // plan.ep, 2, sender.number),
+    ]
     sent = held = 0.0
-    for size, ranks, passes in groups:
+    for size, ranks, passes, number in groups:
         gathers = steps * passes if plan.reshard_after_forward else 1
-        sent += ring_share(ranks) * size * (gathers * sender.number + plan.num_reductions * trained * reduce)
+        sent += ring_share(ranks) * size * (gathers * number + plan.num_reductions * trained * reduce)
         held += size * trained / ranks
     if not plan.uses_fully_shard:
         sent, held = 0.0, trained * shape.num_parameters

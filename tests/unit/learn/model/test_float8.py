@@ -56,6 +56,26 @@ def test_a_product_is_that_of_rounded_values():
     assert (found - exact).norm() > 0.02 * exact.norm()
 
 
+def test_a_product_with_rowwise_scales_is_that_of_rounded_rows():
+    """By hand: each row of the input and of the weight is scaled to 448 at most; scales are powers of two."""
+
+    def rounded(tensor):
+        scale = torch.exp2((448 / tensor.abs().amax(1, keepdim=True).double()).log2().floor())
+        return (tensor.double() * scale).float().to(torch.float8_e4m3fn).double() / scale
+
+    torch.manual_seed(0)
+    model = small_model("llama")
+    layer = model.model.layers[0].mlp.up_proj
+    with torch.no_grad():
+        layer.weight[0] *= 1000  # with one scale for all, the other rows would be rounded to nothing
+    apply_float8(model, emulate=True, scaling="rowwise")
+    layer = model.model.layers[0].mlp.up_proj
+    inputs = torch.randn(32, layer.in_features)
+    expected = rounded(inputs) @ rounded(layer.weight.detach()).T
+    found = layer(inputs).double()
+    assert (found - expected)[:, 1:].norm() < 0.005 * expected[:, 1:].norm()
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_gradients_are_close_to_those_in_bf16(family):
     inputs, labels = random_batch(length=48)
