@@ -82,7 +82,7 @@ def resolve_precision(plan: ParallelPlan) -> ParallelPlan:
 
 BF16 = {
     "param": "float32", "compute": "bfloat16", "reduce": "float32", "master": "float32", "optimizer": "float32",
-    "rounding": "nearest", "float8": False,
+    "rounding": "nearest", "float8": False, "float8_scaling": "tensorwise",
 }  # fmt: skip
 
 
