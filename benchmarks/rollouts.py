@@ -131,7 +131,7 @@ def main():
             "echelon": by_echelon(learner, prompts, stops),
             "echelon, 16 rows at once": by_echelon(learner, prompts, stops, max_num_seqs=16),
         }
-        compare(f"64 answers of 1 to {NEW} tokens, 64 on average, to 8 prompts", sides, options.rounds)
+        compare(f"64 answers of 1 to {NEW} tokens, about 60 on average, to 8 prompts", sides, options.rounds)
         few = by_echelon(learner, prompts[:1], [])
         compare(f"8 answers of {NEW} tokens", {"without a cache": without_cache(few), "with": few}, options.rounds)
 
