@@ -537,3 +537,20 @@ def test_the_plan_knows_whether_there_is_a_reference(tmp_path, overrides, keeps)
     plan = resolve_plan(recipe, build_shape(MODELS["llama"]), Cluster(MACHINE, 1, 1, kind="cpu"))
     assert plan.keeps_reference == keeps
     assert any(line.startswith("reference: a frozen copy") for line in describe_plan(plan)) == keeps
+
+
+def test_a_teacher_is_counted_where_it_is_in_memory(tmp_path):
+    """As the reference of DPO: in the dtype of the trained weights, of the teacher's own size; not with its values."""
+    teacher = small_model("qwen3")
+    teacher.save_pretrained(tmp_path / "teacher")
+    objective = f"objective={{name: distill, teacher: {tmp_path / 'teacher'}}}"
+    shape, cluster = build_shape(MODELS["llama"]), Cluster(MACHINE, 1, 1, kind="cpu")
+    plans = [
+        resolve_plan(load_text(tmp_path, SMALL, *overrides)[0], shape, cluster)
+        for overrides in ([], [objective], [objective, "objective.top_k=8"])
+    ]
+    numel = sum(parameter.numel() for parameter in teacher.parameters())
+    assert [plan.num_teacher_parameters for plan in plans] == [0, numel, 0]
+    sizes = [estimate_memory(shape, replace(plan, micro_batch_size=1), SEQUENCE).parameters for plan in plans]
+    assert sizes[1] - sizes[0] == 4 * numel and sizes[2] == sizes[0]
+    assert f"teacher: {numel:,} frozen parameters" in "\n".join(describe_plan(plans[1]))

@@ -15,8 +15,9 @@ from echelon.recipe.yaml_text import show_value
 
 TRAINERS: Mapping[str, Trainer] = {name: name for name in get_args(Trainer)}
 
-_SFT, _GRPO, _PAIRS, _TRL, _SCRIPTS, _SFT_LOSSES = (
-    tuple(TABLE["trainer_keys"][kind].split()) for kind in ("sft", "grpo", "pairs", "trl", "scripts", "sft_losses")
+_SFT, _GRPO, _GKD, _PAIRS, _TRL, _SCRIPTS, _SFT_LOSSES = (
+    tuple(TABLE["trainer_keys"][kind].split())
+    for kind in ("sft", "grpo", "gkd", "pairs", "trl", "scripts", "sft_losses")
 )
 
 
@@ -29,6 +30,8 @@ def find_trainer(ledger: Ledger, asked: str | None) -> Trainer:
         if asked not in TRAINERS:
             raise ConfigError(f"--trainer {asked} is not supported; use one of {', '.join(TRAINERS)}.")
         return TRAINERS[asked]
+    if ledger.find(*_GKD) is not None:
+        return "gkd"
     if ledger.find(*_SFT) is not None or ledger.peek("loss_type") in _SFT_LOSSES:
         return "sft"
     if ledger.find(*_GRPO) is not None:
@@ -36,8 +39,8 @@ def find_trainer(ledger: Ledger, asked: str | None) -> Trainer:
     if (pairs := ledger.find(*_PAIRS, "loss_type")) is not None:
         raise ConfigError(
             f"{pairs}: {show_value(ledger.given[pairs])}: several trainers of TRL have this key, and the file does not "
-            "specify the trainer; import it with --trainer, for example --trainer dpo, one of dpo, orpo, cpo, kto and "
-            "grpo."
+            "specify the trainer; import it with --trainer, for example --trainer dpo, one of dpo, orpo, cpo, kto, "
+            "grpo and gkd."
         )
     name = ledger.find(*_TRL, "dataset_name")
     if name is not None and ledger.find(*_SCRIPTS) is None:
@@ -154,9 +157,34 @@ def _put_kto(ledger: Ledger, reason: str) -> None:
     ledger.remark("KTO: the baseline is the mean over the batch of a step; that of the tool is over a microbatch.")
 
 
+def _put_distill(ledger: Ledger, reason: str) -> None:
+    """Import TRL's GKDTrainer, whose `temperature` is that of sampling alone."""
+    ledger.put("objective.name", "distill", reason)
+    if ledger.move("objective.teacher", "teacher_model_name_or_path") is None:
+        ledger.put("objective.teacher", ledger.peek("model_name_or_path"), "the default of TRL: the model itself")
+    name, beta = ledger.find("beta"), ledger.number("beta")
+    said = "the default of TRL" if beta is None else f"{name}: {show_value(beta)}"
+    beta = 0.5 if beta is None else beta
+    ledger.put("objective.loss", {0.0: "forward", 1.0: "reverse"}.get(beta, "jsd"), said)
+    if 0 < beta < 1:
+        ledger.put("objective.beta", beta, said)
+    if ledger.move("objective.on_policy_fraction", "lmbda") is None:
+        ledger.put("objective.on_policy_fraction", 0.5, "the default of TRL")
+    if ledger.values["objective.on_policy_fraction"]:
+        for key, value in (("max_new_tokens", 128), ("temperature", 0.9)):
+            if ledger.move(f"rollout.{key}", key) is None:
+                ledger.put(f"rollout.{key}", value, "the default of TRL")
+    else:
+        for key in ("max_new_tokens", "temperature"):
+            if (full := ledger.find(key)) is not None:
+                ledger.need_not(full, "no step samples answers (lmbda: 0).")
+    if (full := ledger.find("seq_kd")) is not None and ledger.given[full]:
+        ledger.refuse(full, "answers of the teacher are not sampled during training; write them before.")
+
+
 _METHODS: Mapping[str, Callable[[Ledger, str], None]] = {
     "dpo": _put_dpo, "ipo": _put_dpo, "orpo": _put_orpo, "simpo": _put_cpo, "cpo": _put_cpo, "kto": _put_kto,
-    "grpo": put_grpo,
+    "grpo": put_grpo, "gkd": _put_distill,
 }  # fmt: skip
 """The methods by `rl` of Axolotl, `stage` of LLaMA-Factory, and the trainer of TRL."""
 

@@ -337,6 +337,33 @@ def test_dpo(tmp_path: Path) -> None:
     assert (recipe.optim.learning_rate, recipe.optim.schedule, recipe.optim.weight_decay) == (5e-5, "linear", 0.0)
 
 
+GKD = """\
+model_name_or_path: some/small
+teacher_model_name_or_path: some/large
+dataset_name: org/chats
+max_length: 1024
+lmbda: 0.8
+beta: 0.1
+temperature: 0.7
+max_new_tokens: 64
+per_device_train_batch_size: 4
+max_steps: 100
+"""
+
+
+def test_distillation(tmp_path: Path) -> None:
+    recipe = recipe_of(imported(tmp_path, GKD))
+    objective, rollout = recipe.objective, recipe.rollout
+    assert (objective.name, objective.teacher, objective.loss, objective.beta) == ("distill", "some/large", "jsd", 0.1)
+    assert (objective.on_policy_fraction, objective.temperature) == (0.8, 1.0)
+    assert (rollout.max_new_tokens, rollout.temperature, recipe.optim.learning_rate) == (64, 0.7, 2e-5)
+    # A limit of the divergence has a name of its own; without steps on answers of the model nothing is sampled.
+    plain = GKD.replace("lmbda: 0.8", "lmbda: 0.0").replace("beta: 0.1", "beta: 1.0")
+    assert recipe_of(imported(tmp_path, plain)).objective.loss_name == "reverse"
+    with pytest.raises(ConfigError, match="seq_kd: true: answers of the teacher are not sampled during training"):
+        imported(tmp_path, GKD + "seq_kd: true\n")
+
+
 def test_the_output_of_training_arguments(tmp_path: Path) -> None:
     from transformers import TrainingArguments
 
