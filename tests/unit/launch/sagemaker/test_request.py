@@ -359,6 +359,11 @@ def test_the_container_installs_what_an_engine_or_a_precision_needs(tmp_path):
     assert ask(*fp8)[1] == [
         "packages: the container installs what its image lacks of echelon's extras float8 (train.precision=fp8)"
     ]
+    rewards = ("objective.name=grpo", "rollout.max_new_tokens=8", "reward=math")
+    assert "math-verify>=0.9" in ask(*rewards)[0]
+    assert ask(*rewards)[1] == [
+        "packages: the container installs what its image lacks of echelon's extras math (reward=math)"
+    ]
     tensorflow = ("engine=tensorflow", "parallel=ddp", "launch.sagemaker.instance_type=ml.m5.4xlarge")
     assert {"tensorflow-cpu>=2.21,<2.22", "keras-hub>=0.32,<0.33"} <= set(ask(*tensorflow)[0])
     build_submission(make_job(tmp_path, *tensorflow))
