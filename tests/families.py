@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from echelon.learn.model.build import build_on_meta, load_config
+from echelon.learn.model.build import apply_score_head, build_on_meta, load_config
 from echelon.learn.model.weights import initialize_weights
 
 COMMON = {
@@ -60,7 +60,18 @@ def small_config(family: str, tied: bool = False, **fields: Any) -> dict[str, An
 
 def small_model(family: str, tied: bool = False, seed: int = 0, **fields: Any) -> PreTrainedModel:
     """A model of that config with echelon's initial weights, whole, on the CPU."""
-    config = load_config(small_config(family, tied, **fields))
+    return initialized(load_config(small_config(family, tied, **fields)), seed)
+
+
+def small_scorer(family: str, labels: Iterable[str] = (), seed: int = 0, **fields: Any) -> PreTrainedModel:
+    """The same with a head that scores texts: one score, or one per label."""
+    config = load_config(small_config(family, **fields))
+    apply_score_head(config, list(labels), padding=0)
+    return initialized(config, seed)
+
+
+def initialized(config: PretrainedConfig, seed: int) -> PreTrainedModel:
+    """The model of a config with echelon's initial weights, whole, on the CPU."""
     skeleton = build_on_meta(config)
     model = build_on_meta(config).to_empty(device="cpu")
     model.tie_weights()

@@ -344,7 +344,7 @@ def test_preferences_move_an_adapter(echelon, base, tmp_path):
     model, _ = load_as_the_card_says(run.export_dir)
     torch.testing.assert_close(logits_of(model, ids), logits_of(load_run_model(run.path, torch.device("cpu")), ids))
     ending = echelon("eval", "base", "--data", "pairs.jsonl")
-    assert ending.code == 2 and "only a run with objective.name=dpo, orpo, simpo or cpo can be evaluated" in ending.err
+    assert ending.code == 2 and "a run with objective.name=dpo, orpo, simpo, cpo or reward can be" in ending.err
 
 
 @pytest.mark.slow

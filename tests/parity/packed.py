@@ -8,6 +8,7 @@ from unittest import mock
 import numpy as np
 
 from echelon.learn.data.prepare import PreparedData
+from echelon.learn.data.score_labels import split_margin
 from echelon.learn.data.shards import GOOD, NO_LABEL, Samples
 from echelon.planner.plan import ParallelPlan
 from echelon.run.lifecycle import run_learner
@@ -21,11 +22,12 @@ PROMPT = 2
 class Packed:
     """A dataset whose sequences are cut into documents: no label reaches beyond its own, and padding has none.
 
-    As `pairs`, each document begins with a prompt, whose tokens have no label.
+    As `pairs`, each document begins with a prompt, whose tokens have no label. As `scored`, only its last position has
+    one: half of its pair's margin.
     """
 
-    def __init__(self, dataset: Any, pairs: bool) -> None:
-        self._dataset, self._pairs = dataset, pairs
+    def __init__(self, dataset: Any, kind: str) -> None:
+        self._dataset, self._kind = dataset, kind
         self.num_samples, self.num_tokens = dataset.num_samples, dataset.num_tokens
         self.iter_tokens, self.sequence_len = dataset.iter_tokens, dataset.sequence_len
 
@@ -38,8 +40,11 @@ class Packed:
                 start, stop = stop, stop + length
                 documents[row, start:stop] = number
                 samples.labels[row, stop - 1] = NO_LABEL
-                if self._pairs:
+                if self._kind == "pairs":
                     samples.labels[row, start : start + PROMPT - 1] = NO_LABEL
+                if self._kind == "scored":
+                    samples.labels[row, start : stop - 1] = NO_LABEL
+                    samples.labels[row, stop - 1] = split_margin(sample / 7)[number % 2]
             samples.labels[row, stop:] = NO_LABEL
         return replace(samples, documents=documents)
 
@@ -63,12 +68,12 @@ class Judged:
 
 
 def see(dataset: Any, kind: str) -> Any:
-    """The dataset as `packed`, `pairs` or `judged`."""
-    return Judged(dataset) if kind == "judged" else Packed(dataset, kind == "pairs")
+    """The dataset as `packed`, `pairs`, `scored` or `judged`."""
+    return Judged(dataset) if kind == "judged" else Packed(dataset, kind)
 
 
 def pack(data: PreparedData, kind: str) -> PreparedData:
-    """Prepared text seen as `packed`, as `pairs` or as `judged`."""
+    """Prepared text seen as such a kind: see `see`."""
     sets = tuple(replace(each, dataset=see(each.dataset, kind)) for each in data.validation)
     return replace(data, train=see(data.train, kind), validation=sets, apart=kind != "judged")
 

@@ -18,7 +18,8 @@ ORPO = {"objective": {"name": "orpo", "beta": 0.5}}
 SIMPO = {"objective": {"name": "simpo", "beta": 2.0, "gamma": 0.5}}
 CPO = {"objective": {"name": "cpo", "beta": 0.1}}
 KTO = {"objective": {"name": "kto", "beta": 0.5, "desirable_weight": 1.5}}
-CHANGES = {"packed": None, "pairs": DPO, "judged": KTO}
+REWARD = {"objective": {"name": "reward", "center_weight": 0.05}}
+CHANGES = {"packed": None, "pairs": DPO, "judged": KTO, "scored": REWARD}
 STEPS = 4
 
 ROWS = [
@@ -71,6 +72,26 @@ ROWS += [
             with_ranks(Row("fsdp", adapter="lora"), 2),
             with_ranks(Row("fsdp", precision="bf16"), 2),
             with_ranks(Row("fsdp", family="mamba"), 2),
+        )
+    ),
+]
+ROWS += [
+    ("scored", with_ranks(Row("ddp"), 2, micro_batch=2)),
+    ("scored", with_ranks(Row("fsdp"), 2)),
+    ("scored", Row({"tp": 2}, ranks=2, micro_batch=4)),
+    *(
+        pytest.param("scored", row, marks=pytest.mark.slow)
+        for row in (
+            Row({"tp": 2, "sequence_parallel": True}, ranks=2, micro_batch=4),
+            Row({"tp": 2}, ranks=2, micro_batch=4, adapter="lora"),
+            Row({"tp": 2, "dp_shard": 2}, ranks=4, micro_batch=2),
+            with_ranks(Row("zero1", checkpointing="full"), 2, micro_batch=2),
+            with_ranks(Row("zero2", family="gpt2", tied=True), 2, micro_batch=2),
+            with_ranks(Row("ddp", adapter="lora"), 2, micro_batch=2),
+            with_ranks(Row("fsdp", adapter="lora", family="gemma2", tied=True), 2),
+            with_ranks(Row("fsdp", adapter="qlora"), 2),
+            with_ranks(Row("fsdp", compile=True), 2),
+            with_ranks(Row("fsdp", precision="bf16"), 2),
         )
     ),
 ]

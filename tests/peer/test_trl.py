@@ -11,9 +11,11 @@ from echelon.learn.objectives.distill import Distill, DistillationLoss
 from echelon.learn.objectives.dpo import DPO, LOSSES
 from echelon.learn.objectives.kto import KTO
 from echelon.learn.objectives.reference_free import CPO, ORPO, SimPO
-from tests.families import small_model
+from echelon.learn.objectives.scores import Reward
+from tests.families import small_model, small_scorer
 from tests.peer.trl_trainers import ANSWERS, ROWS, build, gradients_of, take_apart
 from tests.unit.learn.objectives.pair_samples import PAIRS, judged_batch, module_of, pair_batch
+from tests.unit.learn.objectives.test_scores import MARGINS, scored_batch
 
 pytest.importorskip("trl", exc_type=ImportError)
 pytestmark = pytest.mark.slow
@@ -21,10 +23,10 @@ pytestmark = pytest.mark.slow
 PLACES = [(row, chosen) for row, chosen in PAIRS], [(row, chosen + 1) for row, chosen in PAIRS]
 
 
-def ours(objective, batch, reference):
+def ours(objective, batch, reference, model=None):
     """The mean loss and its gradients in one process."""
-    model = small_model("llama")
-    module = module_of(model, reference)
+    model = small_model("llama") if model is None else model
+    module = module_of(model, reference or model)
 
     @torch.no_grad()
     def run(microbatch, compute):
@@ -140,3 +142,23 @@ def test_generalized_jsd(name):
     logits = model(input_ids=batch.input_ids, use_cache=False).logits
     loss = trainer.generalized_jsd_loss(logits, theirs, batch.labels, beta, function.temperature)
     check(ours(Distill(function), batch, teacher), loss.item(), gradients_of(model, loss))
+
+
+@pytest.mark.parametrize("weight", [None, 0.05], ids=["plain", "centered"])
+@pytest.mark.parametrize("has_margins", [False, True], ids=["", "margins"])
+def test_reward(tmp_path, weight, has_margins):
+    trl = importlib.import_module("trl")
+    margins = MARGINS if has_margins else dict.fromkeys(MARGINS, 0.0)
+    model, batch = small_scorer("llama"), scored_batch(margins)
+    settings = {"center_rewards_coefficient": weight, "max_length": None}
+    trainer = build(trl.RewardTrainer, trl.RewardConfig, tmp_path, model, ROWS, **settings)
+    examples = []
+    for row, chosen in PAIRS:
+        texts = [batch.input_ids[row][batch.documents[row] == chosen + side].tolist() for side in (0, 1)]
+        examples.append({"chosen_ids": texts[0], "rejected_ids": texts[1]})
+        if has_margins:
+            examples[-1]["margin"] = margins[row, chosen]
+    given = trl.trainer.reward_trainer.DataCollatorForPreference(pad_token_id=0)(examples)
+    loss = trainer.compute_loss(trainer.model, given)
+    found = ours(Reward(weight or 0.0), batch, None, model=small_scorer("llama"))
+    check(found, loss.item(), gradients_of(model, loss))

@@ -35,7 +35,7 @@ def open_recipe(recipe: Recipe, plan: ParallelPlan | None) -> tuple[EngineSpec, 
     data = prepare_data(here)  # a lock lets one process of a machine prepare, and the others wait
     check_teacher(here, data.tokenizer)
     data = open_taught(here, data)
-    config = resolve_config(here, data.vocab_size, data.tokenizer)
+    config = resolve_config(here, data.vocab_size, data.tokenizer, data.padding)
     if plan is None:
         plan = agree(lambda: _resolve_plan(here, build_shape(config.to_dict()), data, runtime))
     elif plan.world_size != dist.get_world_size():

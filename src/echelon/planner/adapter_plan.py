@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError
-from echelon.planner.model_shape import ExpertShape, LinearShape, ModelShape
+from echelon.planner.model_shape import SCORE_HEAD, ExpertShape, LinearShape, ModelShape
 from echelon.planner.plan import AdapterPlan
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ def build_adapter_plan(adapter: "AdapterConfig", shape: ModelShape, num_new_toke
     """
     if adapter.method == "full":
         return None
-    saved = _count_saved(adapter.modules_to_save, shape)
+    modules = _find_saved(adapter, shape)
+    saved = _count_saved(modules, shape)
     targets = tuple(name for name in _target_names(adapter.target_modules, shape) if name not in saved.names)
     experts = select_experts(adapter.target_parameters, [expert.name for expert in shape.experts])
     adapted = [expert for expert in shape.experts if expert.name in experts]
@@ -59,7 +60,7 @@ def build_adapter_plan(adapter: "AdapterConfig", shape: ModelShape, num_new_toke
         if quantized
         else 0,
         double_quant=quantized and adapter.double_quant,
-        saved=adapter.modules_to_save,
+        saved=modules,
         num_saved_inside=saved.inside,
         num_saved_outside=saved.outside,
         num_looked_up=saved.looked_up,
@@ -67,6 +68,13 @@ def build_adapter_plan(adapter: "AdapterConfig", shape: ModelShape, num_new_toke
         num_adapted_experts=sum(expert.count * expert.size for expert in adapted),
         num_quantized_experts=packed_experts,
     )
+
+
+def _find_saved(adapter: "AdapterConfig", shape: ModelShape) -> tuple[str, ...]:
+    """The modules trained in full: those of the recipe, and a head that scores texts, which may be new."""
+    modules = adapter.modules_to_save
+    is_added = shape.num_scores is not None and SCORE_HEAD not in modules
+    return (*modules, SCORE_HEAD) if is_added else modules
 
 
 def select_experts(wanted: str | tuple[str, ...], names: Sequence[str]) -> tuple[str, ...]:
@@ -134,7 +142,7 @@ def _count_expert_adapter(adapter: "AdapterConfig", weight: ExpertShape) -> int:
 def _count_frozen_tables(saved: tuple[str, ...], shape: ModelShape) -> int:
     """The number of vocabulary tables that are not trained in full: each gets separate rows for new tokens."""
     frozen = sum(table.isdisjoint(saved) for table in TABLES)
-    if shape.tied_embeddings:  # one weight, trained in full if either name is saved
+    if shape.num_tables == 1:  # one weight, trained in full if either name is saved
         return int(frozen == len(TABLES))
     return frozen
 
@@ -149,6 +157,7 @@ def _saved_size(name: str, shape: ModelShape) -> tuple[int, bool]:
     sizes = {
         **dict.fromkeys(_INPUT_TABLES, (shape.num_embedding_parameters, False)),
         **dict.fromkeys(_OUTPUT_TABLES, (shape.vocab_size * shape.hidden_size, False)),
+        **({} if shape.num_scores is None else {SCORE_HEAD: (shape.num_scores * shape.hidden_size, False)}),
         **dict.fromkeys(_LAST_NORMS, (norm, False)),
         **dict.fromkeys(_LAYER_NORMS, (norm * shape.num_layers, True)),
         **dict.fromkeys(_HEAD_NORMS, (shape.head_dim * shape.num_layers, True)),
@@ -165,7 +174,7 @@ def _saved_size(name: str, shape: ModelShape) -> tuple[int, bool]:
 
 def trains_head(shape: ModelShape, adapter: AdapterPlan) -> bool:
     """Whether the weight of the head, which may be tied to the embedding, is trained in full."""
-    names = _OUTPUT_TABLES | (_INPUT_TABLES if shape.tied_embeddings else frozenset())
+    names = _OUTPUT_TABLES | {SCORE_HEAD} | (_INPUT_TABLES if shape.tied_embeddings else frozenset())
     return not names.isdisjoint(adapter.saved)
 
 

@@ -139,11 +139,11 @@ def layer_time(step: Step) -> LayerTime:
 def head_time(step: Step) -> LayerTime:
     """Seconds of the head and the loss."""
     part, plan, tokens, rates = step.part, step.plan, step.tokens, step.rates
-    once = product_seconds(tokens, [(part.hidden_size, part.vocab_size, 1.0)], step.wide_flops, rates.small_dim)
+    once = product_seconds(tokens, [(part.hidden_size, part.head_size, 1.0)], step.wide_flops, rates.small_dim)
     passes = rates.fused if step.software.fused else rates.eager
-    memory = tokens * part.vocab_size * _LOSS_PASSES * passes / 2 / step.bandwidth
+    memory = tokens * part.head_size * _LOSS_PASSES * passes / 2 / step.bandwidth
     if rates.logit_seconds is not None:  # measured with operations that are not fused
-        memory = tokens * part.vocab_size * rates.logit_seconds * passes / rates.eager
+        memory = tokens * part.head_size * rates.logit_seconds * passes / rates.eager
     frozen = plan.adapter is not None and not plan.adapter.num_saved_outside
     matmul = once * (2 if frozen else 3)
     return LayerTime(matmul=matmul, memory_bound=memory, forward=once + memory / 3, weights=matmul - 2 * once)

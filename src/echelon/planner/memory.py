@@ -377,12 +377,12 @@ def _logits(shape: ModelShape, plan: ParallelPlan, tokens: int, kind: DeviceKind
     gradient, which is summed over the chunks in fp32 before the parameter gets it; a frozen one has none)."""
     compute = DTYPE_BYTES[plan.precision.compute]
     trained = plan.adapter is None or trains_head(shape, plan.adapter)
-    chunk = min(tokens, logits_chunk_tokens(shape.vocab_size, kind, trained))
+    chunk = min(tokens, logits_chunk_tokens(shape.head_size, kind, trained))
     hidden = 2 * tokens * shape.hidden_size * compute
     # GPUs add a chunk's gradient in place; CPUs only in fp32: otherwise it exists in addition to the sum.
     chunk_head = 0 if kind == "cuda" or compute == FP32_BYTES else compute
-    head = shape.vocab_size * shape.hidden_size * (FP32_BYTES + chunk_head) if trained else 0
-    return chunk * shape.vocab_size * _logit_bytes(shape, plan), hidden + head
+    head = shape.head_size * shape.hidden_size * (FP32_BYTES + chunk_head) if trained else 0
+    return chunk * shape.head_size * _logit_bytes(shape, plan), hidden + head
 
 
 def _logit_bytes(shape: ModelShape, plan: ParallelPlan) -> int:

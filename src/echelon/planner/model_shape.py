@@ -1,8 +1,9 @@
 """ModelShape: widths and parameter counts of an architecture, and the only formulas for FLOPs and MFU."""
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 LOGITS_CHUNK_BYTES = 256 * 2**20  # size limit of one copy of the loss's fp32 logits
 # The same on GPUs with a trained head: each chunk costs a pass over its fp32 gradient, of 8 bytes per weight.
@@ -10,6 +11,11 @@ LARGE_CHUNK_BYTES = 2**30
 _TILE_ROWS = (
     256  # kernels for matrix products compute tiles of up to this many rows; a part of a tile costs a whole one
 )
+
+SCORE_HEAD = "score"
+"""The name of the head of a model that scores texts, in all models of transformers."""
+
+_SCORES_TEXTS = "ForSequenceClassification"
 
 NormKind = Literal["rms", "rms_fp32", "layer"]
 
@@ -80,7 +86,8 @@ class ModelShape:
 
     linears: the linear layers inside its decoder layers, without the head. experts: the expert weights of a mixture; a
     token does not use num_idle_parameters of them. obeys_masks: whether a document mask keeps the documents of a
-    sequence apart, true if that is not known.
+    sequence apart, true if that is not known. num_scores: those that a text gets from the head of a model that scores
+    texts, which has no head for tokens; None for any other model.
     """
 
     model_type: str
@@ -102,6 +109,23 @@ class ModelShape:
     experts: tuple[ExpertShape, ...] = ()
     num_idle_parameters: int = 0
     obeys_masks: bool = True
+    num_scores: int | None = None
+
+    def with_score_head(self, num_scores: int) -> "ModelShape":
+        """Return the shape of the same layers with a head that scores texts."""
+        head = 0 if self.tied_embeddings else self.num_embedding_parameters
+        total = self.num_parameters - head + num_scores * self.hidden_size
+        return replace(self, num_scores=num_scores, num_parameters=total, tied_embeddings=False)
+
+    @property
+    def num_tables(self) -> int:
+        """The weights with a row per token: the embedding, and the head for tokens if it has one of its own."""
+        return 1 if self.tied_embeddings or self.num_scores is not None else 2
+
+    @property
+    def head_size(self) -> int:
+        """The outputs of the head."""
+        return self.vocab_size if self.num_scores is None else self.num_scores
 
     @property
     def num_expert_parameters(self) -> int:
@@ -159,6 +183,18 @@ class ModelShape:
     ) -> float:
         """Model FLOPs utilisation, a fraction: tokens/s of all ranks against `peak_flops` (FLOP/s) of each device."""
         return tokens_per_second * self.flops_per_token(sequence_len, num_trained) / (num_devices * peak_flops)
+
+
+def with_scores(config: Mapping[str, Any], num_scores: int) -> dict[str, Any]:
+    """Return the config of the model with the same layers that gives a text so many scores."""
+    return {**config, "architectures": [_SCORES_TEXTS], "id2label": dict.fromkeys(range(num_scores), "")}
+
+
+def count_scores(config: Mapping[str, Any]) -> int | None:
+    """Return how many scores a text gets from the model of a config; None for a model that predicts tokens."""
+    if not any(str(name).endswith(_SCORES_TEXTS) for name in config.get("architectures") or ()):
+        return None
+    return len(config.get("id2label") or (0, 1))  # the default of transformers has two
 
 
 def logits_chunk_tokens(vocab_size: int, kind: str, trains_head: bool) -> int:

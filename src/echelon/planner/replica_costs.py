@@ -139,7 +139,9 @@ def _model_matrices(model: ModelShape) -> Iterator[Shape]:
         yield from [(linear.out_features, linear.in_features)] * linear.count
     for weight in model.experts:
         yield from [(weight.num_experts, weight.rows, weight.columns)] * weight.count
-    yield from [_table_shape(model)] * (1 if model.tied_embeddings else 2)
+    yield from [_table_shape(model)] * model.num_tables
+    if model.num_scores is not None:
+        yield model.num_scores, model.hidden_size
     if model.num_position_parameters:
         yield _positions_shape(model)
 
@@ -158,7 +160,9 @@ def _adapter_matrices(model: ModelShape, adapter: AdapterPlan) -> Iterator[Shape
         if linear.name in adapter.saved:
             yield from [(linear.out_features, linear.in_features)] * linear.count
     num_tables = sum(not names.isdisjoint(adapter.saved) for names in TABLES)
-    yield from [_table_shape(model)] * min(num_tables, 1 if model.tied_embeddings else 2)
+    yield from [_table_shape(model)] * min(num_tables, model.num_tables)
+    if model.num_scores is not None:
+        yield model.num_scores, model.hidden_size
     if "wpe" in adapter.saved:
         yield _positions_shape(model)
 

@@ -10,7 +10,7 @@ from typing import Any
 from echelon.ground.errors import ConfigError
 from echelon.planner.count_on_meta import measure_shape
 from echelon.planner.families import FAMILIES, MIXTURES, ConfigFields, count_shape
-from echelon.planner.model_shape import ModelShape
+from echelon.planner.model_shape import ModelShape, count_scores
 
 MAX_LAYERS = 2000
 VOCAB_MULTIPLE = 64  # an automatic vocabulary size is rounded up to a multiple of this, for the matmul kernels
@@ -30,7 +30,9 @@ def build_shape(config: Mapping[str, Any]) -> ModelShape:
             f"`model_type: llama`. Counted by formula: {', '.join((*FAMILIES, *MIXTURES))}, gpt2."
         )
     counted = count_shape(config)
-    return measure_shape(config) if counted is None else counted
+    shape = measure_shape(config) if counted is None else counted
+    scores = count_scores(config)
+    return shape if scores is None else shape.with_score_head(scores)
 
 
 def check_depth(config: Mapping[str, Any]) -> None:

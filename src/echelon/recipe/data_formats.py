@@ -42,11 +42,11 @@ _TURN = ("role", "content", "train", "weight", "tool_calls")
 
 RECORD_FORMATS: dict[str, RecordFormat] = {
     "preference": RecordFormat(
-        ("chosen", "rejected"), (*PROMPTS, "history", "system", "tools"),
+        ("chosen", "rejected"), (*PROMPTS, "history", "system", "tools", "margin"),
         ("prompt", "conversations", "messages", "chosen", "rejected"), _TURN,
     ),
     "rejected_response": RecordFormat(
-        ("messages", "rejected_response"), ("system", "tools"), ("messages", "rejected_response"), _TURN
+        ("messages", "rejected_response"), ("system", "tools", "margin"), ("messages", "rejected_response"), _TURN
     ),
     "unpaired_messages": RecordFormat(
         ("messages", "label"), ("system", "tools"), ("messages",), _TURN, is_named=True

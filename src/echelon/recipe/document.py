@@ -144,6 +144,14 @@ class Recipe(Section):
             )
 
     @rule
+    def _scores_are_no_text(self) -> None:
+        if self.objective.scores_texts and self.evaluate.prompts:
+            raise ValueError(
+                f"evaluate.prompts={list(self.evaluate.prompts)} are to be continued, and objective.name="
+                f"{self.objective.name} trains a model that scores texts and writes none; remove it."
+            )
+
+    @rule
     def _a_judged_answer_has_a_sequence(self) -> None:
         if self.objective.row.answers != "judged":
             return

@@ -83,9 +83,12 @@ FORMATS: dict[str, FormatRow] = {
 """The file formats by `data.train[].format`."""
 
 
-Answers = Literal["pairs", "judged", "prompts"]
+Answers = Literal["pairs", "judged", "prompts", "labelled"]
 """What the data of an objective on answers has: pairs of answers to one prompt; single answers, each judged good or
-bad; or prompts alone, which the model answers during training."""
+bad; prompts alone, which the model answers during training; or texts, each with a label."""
+
+Head = Literal["vocabulary", "score"]
+"""What a model computes from its last hidden states: a number for each token of the vocabulary, or scores of a text."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class ObjectiveRow:
 
     `answers`: what its data must be; None: single texts. `needs_reference`: whether it compares with the weights that
     training starts from. `keys`: those of the section that it reads, which others may not. `losses`: the values of
-    `objective.loss`, the default first.
+    `objective.loss`, the default first. `head`: that of the model.
     """
 
     place: str
@@ -102,6 +105,7 @@ class ObjectiveRow:
     needs_reference: bool = False
     keys: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
+    head: Head = "vocabulary"
 
 
 _OBJECTIVES = "echelon.learn.objectives"
@@ -135,6 +139,7 @@ OBJECTIVES: dict[str, ObjectiveRow] = {
         f"{_OBJECTIVES}.grpo:build_grpo", "prompts",
         keys=("advantage", "normalize", "ratio", "clip_low", "clip_high", "kl_weight", "kl_unbiased"),
     ),
+    "reward": ObjectiveRow(f"{_OBJECTIVES}.scores:build_reward", "pairs", keys=("center_weight",), head="score"),
 }  # fmt: skip
 """The objectives by `objective.name`."""
 

@@ -21,8 +21,9 @@ class ObjectiveConfig(Section):
         "causal_lm",
         description="`causal_lm` predicts the next token; `dpo`, `orpo`, `simpo` and `cpo` prefer chosen over rejected "
         "answers; `kto` prefers good over bad ones; `distill` brings the predictions close to those of "
-        "`objective.teacher`; `grpo` raises the `reward` of the model's own answers to the prompts of the data. Your "
-        "own is a loss function of (logits, labels, extra), or an objective class.",
+        "`objective.teacher`; `grpo` raises the `reward` of the model's own answers to the prompts of the data; "
+        "`reward` trains a reward model, which scores chosen above rejected answers. Your own is a loss function of "
+        "(logits, labels, extra), or an objective class.",
     )
     options: Options = Field(None, description="Arguments of your own loss or objective, by their names.")
     beta: Positive = Field(
@@ -56,6 +57,10 @@ class ObjectiveConfig(Section):
     )
     desirable_weight: Positive = Field(1.0, description="`kto`: the weight of good answers.")
     undesirable_weight: Positive = Field(1.0, description="`kto`: the weight of bad answers.")
+    center_weight: PositiveOrZero = Field(
+        0.0,
+        description="`reward`: the weight of the squared sum of a pair's scores, which keeps them around 0.",
+    )
     advantage: Literal["normalized", "centered", "leave_one_out"] = Field(
         "normalized",
         description="`grpo`: what an answer's reward is compared with: the mean of its group, in standard deviations "
@@ -113,6 +118,11 @@ class ObjectiveConfig(Section):
     def row(self) -> ObjectiveRow:
         """What the recipe knows of the objective."""
         return OBJECTIVES.get(self.name, _OWN)
+
+    @property
+    def scores_texts(self) -> bool:
+        """Whether its model scores texts, and has no head for tokens."""
+        return self.row.head == "score"
 
     @property
     def needs_reference(self) -> bool:

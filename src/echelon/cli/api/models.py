@@ -264,7 +264,9 @@ def _export(path: Path, folder: Path, dtype: str | None, which: str | None, merg
     if merge:
         merge_run(path, folder, dtype or "fp32", which)
         count = nproc or choose_num_processes(path)
-        if count == 1:
+        if read_run_recipe(path).objective.scores_texts:
+            logger.info("merge: a model that scores texts has no log-probabilities to compare with the adapter's")
+        elif count == 1:
             compare_merged(path, folder, which)
         else:
             compare_in_ranks(path, folder, which, count)

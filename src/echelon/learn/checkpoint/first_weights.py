@@ -18,7 +18,9 @@ from echelon.learn.model.weights import (
     buffer_places,
     find_places,
     grown,
+    head_names,
     initialize_buffers,
+    initialize_head,
     initialize_weights,
     vocabulary_names,
 )
@@ -39,19 +41,28 @@ def open_weights(skeleton: PreTrainedModel, recipe: Recipe) -> Fill:
     if source is None:
         return partial(initialize_weights, skeleton=skeleton, seed=recipe.run.seed)
     if is_run(Path(source)):
-        return partial(_load_from_run, skeleton=skeleton, checkpoint=newest_of(Path(source)).path, may_grow=may_grow)
-    return PretrainedWeights(skeleton, Path(source), may_grow).fill
+        checkpoint = newest_of(Path(source)).path
+        seed = recipe.run.seed
+        return partial(_load_from_run, skeleton=skeleton, checkpoint=checkpoint, may_grow=may_grow, seed=seed)
+    return PretrainedWeights(skeleton, Path(source), may_grow, recipe.run.seed).fill
 
 
 @torch.no_grad()
-def _load_from_run(model: PreTrainedModel, skeleton: PreTrainedModel, checkpoint: Path, may_grow: bool) -> None:
-    """Load weights in place; those that are quantised or grown one at a time, through a full copy."""
+def _load_from_run(
+    model: PreTrainedModel, skeleton: PreTrainedModel, checkpoint: Path, may_grow: bool, seed: int
+) -> None:
+    """Load weights in place; those that are quantised or grown one at a time, through a full copy.
+
+    A head that scores texts is new, from the seed, if the run trained a language model.
+    """
     initialize_buffers(model, skeleton, stored=buffer_places(model, skeleton))
     saved, places = read_metadata(checkpoint).state_dict_metadata, find_places(model, skeleton)
-    vocabulary = vocabulary_names(skeleton)
+    vocabulary, head = vocabulary_names(skeleton), head_names(skeleton)
+    if is_new := not {f"model.{name}" for name in head} <= saved.keys():
+        initialize_head(model, skeleton, seed)
     direct = {f"model.{name}": place.tensor for name, place in buffer_places(model, skeleton).items()}
     for name, parameter in skeleton.named_parameters():
-        if name not in places:
+        if name not in places or (is_new and name in head):
             continue
         place, entry = places[name], saved.get(f"model.{name}")
         if not isinstance(entry, TensorStorageMetadata):

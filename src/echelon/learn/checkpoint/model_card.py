@@ -13,11 +13,19 @@ from echelon.learn.model.hub import is_hub_name
 from echelon.recipe import AdapterConfig, Recipe
 from echelon.recipe.load import load_recipe
 
-_MODEL_LINES = [
-    "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
-    'model = AutoModelForCausalLM.from_pretrained("this/folder")',
-    'tokenizer = AutoTokenizer.from_pretrained("this/folder")',
-]  # fmt: skip
+
+def _model_lines(recipe: Recipe) -> list[str]:
+    """Return the code to load a model with transformers."""
+    kind = _model_class(recipe)
+    return [
+        f"from transformers import {kind}, AutoTokenizer", "",
+        f'model = {kind}.from_pretrained("this/folder")',
+        'tokenizer = AutoTokenizer.from_pretrained("this/folder")',
+    ]  # fmt: skip
+
+
+def _model_class(recipe: Recipe) -> str:
+    return "AutoModelForSequenceClassification" if recipe.objective.scores_texts else "AutoModelForCausalLM"
 
 
 @dataclass(frozen=True)
@@ -43,12 +51,13 @@ def render_card(run: Path, step: int, is_adapter: bool = False, comparison: str 
         front["base_model"] = base
     kind = "An adapter" if is_adapter else "A model with its adapter merged" if recipe.adapter.is_adapter else "A model"
     start = f"starting from {base}" if base is not None else "from newly initialized weights"
+    loading = _adapter_lines(recipe, folder) if is_adapter else _model_lines(recipe)
     lines = [
         "---", yaml.safe_dump(front, sort_keys=True).strip(), "---", "", f"# {recipe.run.name}", "",
         f"{kind}, trained with echelon by {method}, {start}; step {step:,}.", "",
         "## Data", "", *_data_lines(recipe), "",
         "## Figures", "", *_figure_lines(folder, step), *([f"- {comparison}"] if comparison else []), "",
-        "## Loading", "", "```python", *(_adapter_lines(recipe, folder) if is_adapter else _MODEL_LINES), "```", "",
+        "## Loading", "", "```python", *loading, "```", "",
         "## Recipe", "", "```yaml", read_text(folder.recipe_path).strip(), "```", "",
     ]  # fmt: skip
     return "\n".join(lines)
@@ -88,22 +97,29 @@ def _expert_lines(adapter: AdapterConfig) -> list[str]:
 def _adapter_lines(recipe: Recipe, folder: RunFiles) -> list[str]:
     """Return the code to load an adapter with PEFT, with the 4-bit settings and new tokens that it was trained with."""
     adapter, base = recipe.adapter, recipe.model.checkpoint or "the/first/weights"
-    kind, first, options = "AutoModelForCausalLM, AutoTokenizer", list[str](), ""
+    kind, first, options = f"{_model_class(recipe)}, AutoTokenizer", list[str](), ""
+    config = read_json(folder.model_dir / "config.json")
+    if recipe.objective.scores_texts:
+        options += f", num_labels={len(config['id2label'])}, pad_token_id={config['pad_token_id']}"
     if is_run(Path(base)):
         first, base = [f"# first: echelon export {base} base"], "base"
     if adapter.method == "qlora":
         kind += ", BitsAndBytesConfig"
         settings = f'bnb_4bit_quant_type="{adapter.quant_type}", bnb_4bit_use_double_quant={adapter.double_quant}'
         first.append(f"in_4_bits = BitsAndBytesConfig(load_in_4bit=True, {settings})")
-        options = ", quantization_config=in_4_bits"
+        options += ", quantization_config=in_4_bits"
     packed = _expert_lines(adapter) if adapter.quantize_experts else []
-    size = read_json(folder.model_dir / "config.json").get("vocab_size", "len(tokenizer)")
+    size = config.get("vocab_size", "len(tokenizer)")
+    generation = list[str]()
+    if not recipe.objective.scores_texts:
+        kind += ", GenerationConfig"
+        generation.append('model.generation_config = GenerationConfig.from_pretrained("this/folder")')
     grow = [f"base.resize_token_embeddings({size})"] if recipe.model.new_tokens else []
     return [
         *(["from bitsandbytes.nn.parametrize import replace_parameter_4bit"] if packed else []),
-        "from peft import PeftModel", f"from transformers import {kind}, GenerationConfig", "",
+        "from peft import PeftModel", f"from transformers import {kind}", "",
         'tokenizer = AutoTokenizer.from_pretrained("this/folder")', *first,
-        f'base = AutoModelForCausalLM.from_pretrained("{base}"{options})', *packed, *grow,
+        f'base = {_model_class(recipe)}.from_pretrained("{base}"{options})', *packed, *grow,
         'model = PeftModel.from_pretrained(base, "this/folder")',
-        'model.generation_config = GenerationConfig.from_pretrained("this/folder")',
+        *generation,
     ]  # fmt: skip

@@ -18,6 +18,18 @@ class EncodedDocument:
     targets: npt.NDArray[np.bool_]
     is_good: bool | None = None
     """Whether it is a good answer; None if nobody says."""
+    label: int | None = None
+    """What follows the ids as the only target, instead of a token (see `score_labels`); None for most texts."""
+
+    @property
+    def stored_ids(self) -> npt.NDArray[np.int64]:
+        """The ids as shards have them, with the label if there is one: `[n]`."""
+        return self.ids if self.label is None else np.append(self.ids, self.label)
+
+    @property
+    def stored_targets(self) -> npt.NDArray[np.bool_]:
+        """The targets among `stored_ids`: `[n]`."""
+        return self.targets if self.label is None else np.append(self.targets, True)
 
 
 @dataclass(frozen=True)
@@ -85,10 +97,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Preference:
-    """A chosen and a rejected answer to the same prompt."""
+    """A chosen and a rejected answer to the same prompt. `margin`: by how much the chosen one should score more."""
 
     chosen: Text
     rejected: Text
+    margin: float = 0.0
 
 
 @dataclass(frozen=True)

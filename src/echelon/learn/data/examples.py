@@ -27,6 +27,9 @@ from echelon.recipe.data_formats import PROMPT_FORMAT, PROMPTS, recognise_format
 IGNORED_LABEL = -100
 """The label of a token without loss, as in `transformers`."""
 
+MAX_MARGIN = 1e30
+"""A margin is stored in fp32."""
+
 _NO_PROMPT = (
     f"no prompt in {', '.join(f'`{name}`' for name in PROMPTS)}, and `chosen` and `rejected` do not start with a shared"
 )
@@ -141,8 +144,15 @@ def _parse_rejected_response(record: Example) -> Preference:
 def _pair(record: Example, prompt: Any, chosen: Any, rejected: Any) -> Preference:
     if chosen == rejected:
         raise BrokenRecordError("has the same chosen and rejected answer")
+    margin = record.get("margin", 0.0)
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) < MAX_MARGIN:
+        raise BrokenRecordError(
+            f"has margin={margin!r:.80}; use a number, by which the chosen answer should score more"
+        )
     return Preference(
-        _parse_answer(record, prompt, chosen, "chosen"), _parse_answer(record, prompt, rejected, "rejected")
+        _parse_answer(record, prompt, chosen, "chosen"),
+        _parse_answer(record, prompt, rejected, "rejected"),
+        float(margin),
     )
 
 

@@ -23,6 +23,7 @@ from echelon.learn.data.conversation import (
 from echelon.learn.data.examples import parse_example
 from echelon.learn.data.readers.record import BrokenRecordError, Example
 from echelon.learn.data.sample_text import ChatTemplate, Rendered
+from echelon.learn.data.score_labels import ScoreRule, label_document, split_margin
 from echelon.learn.data.tokenizer import vocabulary_size
 
 
@@ -34,7 +35,7 @@ class InstructionEncoding:
     A prompt-completion record is not rendered by the template: the ids `before` precede it, and `stop`, a target,
     follows it; with `needs_stop` and no `stop` such records are broken. `stops`: the ids that end an answer.
     `eot_tokens`: the ends of turns that the recipe names, in addition to the added tokens of the vocabulary.
-    `template_name`: for messages.
+    `template_name`: for messages. `scores`: for a model that scores texts, whose only target is their label.
     """
 
     tokenizer_json: str
@@ -48,6 +49,7 @@ class InstructionEncoding:
     stops: tuple[int, ...] = ()
     eot_tokens: tuple[str, ...] = ()
     template_name: str = field(default="the chat template", compare=False)
+    scores: ScoreRule | None = None
 
     def encode(self, record: Example) -> tuple[EncodedDocument, ...]:
         """Encode an example: one document, or the chosen and the rejected text of a preference pair.
@@ -61,6 +63,10 @@ class InstructionEncoding:
                 self._encode_text(example.chosen),
                 self._encode_text(example.rejected),
             )
+            if self.scores is not None:
+                labels = split_margin(example.margin)
+                pairs = zip(documents, labels, strict=True)
+                return tuple(label_document(document, label, self.scores) for document, label in pairs)
         elif isinstance(example, Judged):
             documents = (replace(self._encode_text(example.text), is_good=example.is_good),)
         elif isinstance(example, EncodedDocument):

@@ -16,9 +16,10 @@ from echelon.learn.data.catalog import TARGETS_DTYPE, Manifest
 from echelon.learn.data.conversation import Conversation
 from echelon.learn.data.instruction import InstructionEncoding
 from echelon.learn.data.readers.record import BrokenRecordError, ExampleFields, SourceFile
+from echelon.learn.data.score_labels import ScoreRule
 from echelon.learn.data.shards import TokenStore
 from echelon.learn.data.templates import NAMED_TEMPLATES, load_template, own_template
-from echelon.learn.data.tokenizer import EOS, separator_id
+from echelon.learn.data.tokenizer import EOS, padding_id, separator_id
 from echelon.recipe.data_formats import JUDGED_FORMATS, PAIR_FORMATS, PROMPT_FORMAT, PROMPTS
 from echelon.recipe.inputs import is_template
 from echelon.recipe.names import Answers, list_objectives
@@ -38,7 +39,7 @@ _PROBE = tuple({"role": role, "content": text} for role, text in (("user", _QUES
 @dataclass(frozen=True)
 class InstructionOptions:
     """The recipe's settings for examples: `data.chat_template`, `train_on`, `system_prompt`, `document_separator`,
-    `eot_tokens`, and what the objective needs of answers."""
+    `eot_tokens`, what the objective needs of answers, and whether its model scores texts."""
 
     chat_template: str | None = None
     train_on: str = "assistant"
@@ -46,6 +47,7 @@ class InstructionOptions:
     separator: str | None = EOS
     answers: Answers | None = None
     eot_tokens: tuple[str, ...] = ()
+    scores_texts: bool = False
 
 
 def build_instruction_encoding(
@@ -76,6 +78,7 @@ def build_instruction_encoding(
         needs_stop=options.separator is not None,
         eot_tokens=options.eot_tokens,
         template_name=where or "the chat template",
+        scores=ScoreRule(padding_id(tokenizer)) if options.scores_texts else None,
     )
     _check_ends(encoding)
     stops = {encoding.stop, *encoding.eot_ids}

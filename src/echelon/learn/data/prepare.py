@@ -51,6 +51,7 @@ from echelon.learn.data.tokenizer import (
     build_tokenizer,
     describe_known_tokens,
     load_tokenizer,
+    padding_id,
     separator_id,
     tokenizer_fingerprint,
     train_tokenizer,
@@ -241,8 +242,7 @@ def _sample_rule(
     assert spec.packing != "auto", "_settle_packing replaces it"
     if spec.packing and not _has_examples(corpus):
         return None
-    ids = [] if tokenizer is None else [tokenizer.pad_token_id, tokenizer.eos_token_id]
-    padding = next((token_id for token_id in ids if token_id is not None), 0)
+    padding = 0 if tokenizer is None else padding_id(tokenizer) or 0
     return SampleRule(spec.sequence_len, spec.on_overlong, spec.packing, padding)
 
 
@@ -310,7 +310,8 @@ def write_folder(
         encoding = _encoding(tokenizer, spec, _instruction(spec, corpus, tokenizer))
         writer = CorpusWriter(partial, corpus, encoding, options)
         manifest = writer.write(_num_workers(spec, corpus))
-        if encoding.instruction is not None and spec.instruction.answers != "prompts":
+        learns_stops = spec.instruction.answers != "prompts" and not spec.instruction.scores_texts
+        if encoding.instruction is not None and learns_stops:
             check_stops_learned(partial, manifest, encoding.instruction, _sources_with_ends(corpus))
         save_settings(partial, spec, None if isinstance(spec.tokenizer, int) else tokenizer)
         save_manifest(partial, manifest)

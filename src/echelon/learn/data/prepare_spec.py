@@ -52,7 +52,7 @@ class PrepareSpec:
 def prepare_spec(recipe: "Recipe") -> PrepareSpec:
     """Collect the recipe's settings for its data."""
     data = recipe.data
-    tokenizer = recipe.tokenizer
+    tokenizer, keeps_ends = recipe.tokenizer, recipe.draws_answers or recipe.objective.scores_texts
     return PrepareSpec(
         train=_sources("data.train", data.train),
         validation=_sources("data.validation", data.validation),
@@ -70,8 +70,8 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
         # With `judged`, the answer of a sequence is compared with the prompt of the next one.
         packing=False if recipe.samples_answers or recipe.objective.row.answers == "judged" else data.packing,
         document_mask=data.document_mask,
-        # The end of a prompt is what the model answers to, so no prompt is cut.
-        on_overlong="drop" if recipe.draws_answers and data.on_overlong == "cut" else data.on_overlong,
+        # The end of a prompt is what the model answers to, and that of a text is where it has its score.
+        on_overlong="drop" if keeps_ends and data.on_overlong == "cut" else data.on_overlong,
         instruction=InstructionOptions(
             chat_template=data.chat_template,
             train_on=data.train_on,
@@ -79,6 +79,7 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
             separator=data.document_separator,
             answers=recipe.objective.row.answers,
             eot_tokens=data.eot_tokens,
+            scores_texts=recipe.objective.scores_texts,
         ),
         new_tokens=recipe.model.new_tokens,
     )

@@ -15,7 +15,7 @@ from echelon.learn.data.mixture import MixtureDataset
 from echelon.learn.data.packing import PackedDataset
 from echelon.learn.data.prompt_records import PromptDataset, Records
 from echelon.learn.data.shards import Dataset, TokenDataset, TokenStore, unigram_entropy
-from echelon.learn.data.tokenizer import fingerprint_json, load_tokenizer
+from echelon.learn.data.tokenizer import fingerprint_json, load_tokenizer, padding_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -60,6 +60,11 @@ class PreparedData:
     def tokenizer(self) -> "PreTrainedTokenizerFast":
         """The tokenizer, loaded on first access unless it is there already."""
         return load_tokenizer(str(self.tokenizer_dir)) if self.loaded is None else self.loaded
+
+    @property
+    def padding(self) -> int | None:
+        """The id that fills batches; None if the tokenizer has none for that."""
+        return padding_id(self.tokenizer)
 
     @property
     def vocab_size(self) -> int:

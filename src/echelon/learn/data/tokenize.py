@@ -200,15 +200,17 @@ class TaskEncoder:
         assert self._encoding.instruction is not None
         documents = self._encoding.instruction.encode(example)
         ids = np.concatenate([document.ids for document in documents])
+        if ids.size:
+            self._check(ids, file)
         return Piece(
-            tokens=self._check(ids, file) if ids.size else ids.astype(self._dtype),
+            tokens=np.concatenate([document.stored_ids for document in documents]).astype(self._dtype),
             is_first=True,
             ends=True,
             hash=hash_for_split(example),
             text_bytes=None,
             digest=digest_document([example]) if self._encoding.digests else None,
-            targets=np.concatenate([document.targets * _MARKS[document.is_good] for document in documents]),
-            lengths=tuple(document.ids.size for document in documents),
+            targets=np.concatenate([document.stored_targets * _MARKS[document.is_good] for document in documents]),
+            lengths=tuple(document.stored_ids.size for document in documents),
             record=serialize_example(example[WHOLE_RECORD]) if WHOLE_RECORD in example else None,
         )
 

@@ -165,6 +165,12 @@ def separator_id(tokenizer: "PreTrainedTokenizerFast", choice: str | None = EOS)
     return separator
 
 
+def padding_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """Return the id that fills batches: that for padding, else eos; None if there is neither."""
+    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((token_id for token_id in ids if token_id is not None), None)
+
+
 def vocabulary_size(tokenizer: Tokenizer) -> int:
     """Return the vocabulary size that a model needs: the largest id of the tokenizer plus one."""
     return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())

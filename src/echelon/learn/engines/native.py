@@ -23,7 +23,7 @@ from echelon.learn.model.adapters import plain_name
 from echelon.learn.model.attention import describe_document_mask
 from echelon.learn.model.build import persistent_buffers
 from echelon.learn.model.context_attention import find_attention
-from echelon.learn.model.parts import find_parts
+from echelon.learn.model.parts import find_parts, scores_texts
 from echelon.learn.model.pissa import PrincipalParts
 from echelon.learn.model.sharding import local_part, whole
 from echelon.learn.model.traits import Traits
@@ -233,7 +233,8 @@ class NativeEngine(Engine):
 
     def _build_footprint(self, device: torch.device) -> Footprint:
         parts = find_parts(self.decoder, self._parts.traits.arithmetic)
-        return Footprint(self.decoder, self.decoder if parts is None else parts.backbone, device)
+        whole = self.decoder.base_model if scores_texts(self.decoder.config) else self.decoder
+        return Footprint(self.decoder, whole if parts is None else parts.backbone, device)
 
     def _rehearse_update(self, device: torch.device) -> None:
         self.clip(None)

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from echelon.ground.errors import ConfigError
 from echelon.ground.quiet_imports import import_bitsandbytes
-from echelon.learn.model.parts import find_layers
+from echelon.learn.model.parts import find_layers, find_score_head
 from echelon.learn.model.pissa import PrincipalParts, take_principal_parts
 from echelon.learn.model.quantization import (
     IN_4_BITS,
@@ -52,7 +52,7 @@ def plain_name(name: str) -> str | None:
     return ".".join(part for part in name.split(".") if part not in _INSERTED)
 
 
-def apply_adapter(model: nn.Module, adapter: AdapterConfig, new_token_ids: Sequence[int] = ()) -> None:
+def apply_adapter(model: Any, adapter: AdapterConfig, new_token_ids: Sequence[int] = ()) -> None:
     """Freeze a model on meta and inject an adapter, in place; with `qlora` its linear layers are quantised to 4 bits.
 
     Args:
@@ -80,7 +80,7 @@ def apply_adapter(model: nn.Module, adapter: AdapterConfig, new_token_ids: Seque
         parameter.requires_grad_(plain_name(name) is None or id(parameter) in saved)
 
 
-def build_peft_config(model: nn.Module, adapter: AdapterConfig, new_token_ids: Sequence[int] = ()) -> Any:
+def build_peft_config(model: Any, adapter: AdapterConfig, new_token_ids: Sequence[int] = ()) -> Any:
     """Build PEFT's LoraConfig of an adapter, with the names of its target layers and expert weights."""
     from peft import LoraConfig
 
@@ -99,12 +99,14 @@ def build_peft_config(model: nn.Module, adapter: AdapterConfig, new_token_ids: S
         use_rslora=adapter.rslora,
         use_dora=adapter.method == "dora",
         trainable_token_indices=token_indices or None,
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if find_score_head(model) is not None else "CAUSAL_LM",
     )
 
 
 def find_saved(model: Any, adapter: AdapterConfig) -> dict[str, nn.Module]:
-    """Return the modules of `modules_to_save`, which are trained in full, by name; of tied modules both.
+    """Return the modules that are trained in full, by name; of tied modules both.
+
+    They are those of `modules_to_save`, and the head of a model that scores texts, which may be new.
 
     They are trained in place, without the frozen copy that PEFT's `ModulesToSaveWrapper` keeps. `model` has no adapter
     yet.
@@ -118,7 +120,12 @@ def find_saved(model: Any, adapter: AdapterConfig) -> dict[str, nn.Module]:
         if wanted not in ends:
             hint = _suggest(wanted, ends)
             raise ConfigError(f"adapter.modules_to_save: the model has no module with weights named {wanted!r}; {hint}")
-    saved = {name: module for name, module in leaves.items() if name.rpartition(".")[2] in adapter.modules_to_save}
+    head = find_score_head(model)
+    saved = {
+        name: module
+        for name, module in leaves.items()
+        if name.rpartition(".")[2] in adapter.modules_to_save or module is head
+    }
     weights = {id(parameter) for module in saved.values() for parameter in module.parameters()}
     return {
         name: module for name, module in leaves.items() if any(id(weight) in weights for weight in module.parameters())

@@ -1,12 +1,20 @@
 """Builds a decoder: its config, and the model on the meta device. No weights are read or initialised here."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from echelon.ground.errors import ConfigError, EchelonError, first_line
 from echelon.ground.stored import check_readable, read_json
@@ -14,6 +22,7 @@ from echelon.learn.model.attention import choose_attention
 from echelon.learn.model.config import build_config
 from echelon.learn.model.hub import HubModel, Part, fetch, is_hub_name
 from echelon.learn.model.model_folder import find_model_dir
+from echelon.learn.model.parts import check_has_vocabulary, find_score_head, scores_texts
 from echelon.planner.shape import check_depth, resolve_vocab_size
 from echelon.recipe import Recipe
 
@@ -71,7 +80,7 @@ def build_on_meta(
         options["attn_implementation"] = attention
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **options)
+            model = model_kind(config).from_config(config, **options)
     except Exception as error:  # transformers raises many types of exception
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
@@ -79,7 +88,15 @@ def build_on_meta(
             f"({type(error).__name__}: {reason}); correct model.config or model.attn_implementation."
         ) from error
     assert isinstance(model, PreTrainedModel)
+    if find_score_head(model) is not None:
+        # The id that fills batches may also end a turn: its embedding is trained like any other.
+        model.get_input_embeddings().padding_idx = None
     return model
+
+
+def model_kind(config: PretrainedConfig) -> Any:
+    """Return the class of `transformers` that builds the models of a config."""
+    return AutoModelForSequenceClassification if scores_texts(config) else AutoModelForCausalLM
 
 
 def materialize(module: nn.Module, device: torch.device | str) -> None:
@@ -108,7 +125,9 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in stored}
 
 
-def resolve_config(recipe: Recipe, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+def resolve_config(
+    recipe: Recipe, vocab_size: int, tokenizer: PreTrainedTokenizerBase, padding: int | None = None
+) -> PretrainedConfig:
     """Return the HF config that a run builds its model from.
 
     The config of a checkpoint is used as it is. A config from the recipe takes the vocabulary size and special token
@@ -116,7 +135,7 @@ def resolve_config(recipe: Recipe, vocab_size: int, tokenizer: PreTrainedTokeniz
 
     The embedding of the padding token is zero, and never trained. A tokenizer may pad with the end of a text, which
     the model reads: a sequence that begins with zeros would stay zero in every layer, where each norm makes its
-    gradient a thousand times larger. Such a model gets no padding token.
+    gradient a thousand times larger. Such a model gets no padding token. `padding`: see `apply_score_head`.
 
     Raises:
         ConfigError: the vocabulary is smaller than the tokenizer's, the config pads with the start or end of a text,
@@ -128,6 +147,7 @@ def resolve_config(recipe: Recipe, vocab_size: int, tokenizer: PreTrainedTokeniz
         config.vocab_size, _ = resolve_vocab_size(
             config.to_dict(), vocab_size, f"model.checkpoint={recipe.model.checkpoint}", bool(recipe.model.new_tokens)
         )
+        apply_head(config, recipe, padding)
         return config
     fields = dict(recipe.model.config)
     fields["vocab_size"], _ = resolve_vocab_size(fields, vocab_size)
@@ -141,5 +161,44 @@ def resolve_config(recipe: Recipe, vocab_size: int, tokenizer: PreTrainedTokeniz
             "would stay zero, and gradients could overflow; remove the key."
         )
     config = load_config(fields)
+    apply_head(config, recipe, padding)
     config.architectures = [type(build_on_meta(config)).__name__]
     return config
+
+
+def apply_score_head(config: PretrainedConfig, labels: Sequence[str] = (), padding: int | None = None) -> None:
+    """Make a config that of the model with the same layers that scores texts, in place.
+
+    Args:
+        labels: the names of the classes, one per score; none for a reward model, which has one score.
+        padding: the id that fills batches; the score of a text is taken at its last token that has another id.
+
+    Raises:
+        ConfigError: `transformers` has no such model of this type.
+    """
+    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"model: transformers has no sequence-classification model of type {config.model_type}, which gives texts "
+            "their scores; use another model, for example llama, qwen2, qwen3, mistral or gemma2."
+        )
+    config.architectures = [name]
+    names = list(labels) or ["LABEL_0"]
+    config.id2label, config.label2id = dict(enumerate(names)), {name: number for number, name in enumerate(names)}
+    config.problem_type = "single_label_classification" if labels else "regression"
+    config.get_text_config(decoder=True).pad_token_id = padding
+
+
+def apply_head(config: PretrainedConfig, recipe: Recipe, padding: int | None = None) -> None:
+    """Make a config that of a model with the head that the objective trains, in place.
+
+    `padding`: see `apply_score_head`; without it the model has the right sizes, but cannot score several texts at once.
+
+    Raises:
+        ConfigError: `transformers` has no such model, or the checkpoint has no head for tokens.
+    """
+    if recipe.objective.scores_texts:
+        apply_score_head(config, (), padding)
+    else:
+        fix = "set objective.name=reward, or give the language model that it was made from"
+        check_has_vocabulary(config, f"model.checkpoint={recipe.model.checkpoint}", fix)

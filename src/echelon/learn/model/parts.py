@@ -1,10 +1,15 @@
-"""Locates the parts of a decoder, and computes logits as its head does."""
+"""Locates the parts of a decoder: its layers and its head, which gives each token a number, or a text its scores."""
 
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from echelon.ground.errors import ConfigError
+from echelon.planner.model_shape import SCORE_HEAD, count_scores
 
 
 @dataclass(frozen=True)
@@ -78,11 +83,55 @@ def find_parts(model: Any, arithmetic: HeadArithmetic | None) -> DecoderParts | 
 
     Returns:
         None if the arithmetic is not known, or if the head has an adapter: losses need the model's own forward then.
+        Also None for a model that scores texts, which has no head for tokens.
     """
     if arithmetic is None:
         return None
     head = model.get_output_embeddings()
-    return None if hasattr(head, "base_layer") else DecoderParts(model.base_model, head, arithmetic)
+    return None if head is None or hasattr(head, "base_layer") else DecoderParts(model.base_model, head, arithmetic)
+
+
+def scores_texts(config: PretrainedConfig) -> bool:
+    """Whether a config is of a model that scores texts, by the architecture that it names.
+
+    Such is a sequence-classification model of `transformers`: the layers of a language model, and a head `score`.
+    """
+    return count_scores({"architectures": config.architectures}) is not None
+
+
+def check_has_vocabulary(config: PretrainedConfig, source: str, fix: str) -> None:
+    """Raise ConfigError if a config is of a model that scores texts. `source`, `fix`: parts of the message."""
+    if scores_texts(config):
+        kind = (config.architectures or ["?"])[0]
+        raise ConfigError(f"{source} is a model that scores texts ({kind}) and has no head for tokens; {fix}.")
+
+
+def find_score_head(model: Any) -> nn.Linear | None:
+    """Return the head of a model that scores texts, with or without an adapter; None for any other model.
+
+    Raises:
+        ConfigError: its head is not a matrix, so echelon cannot train it.
+    """
+    if not scores_texts(model.config):
+        return None
+    head = getattr(model, SCORE_HEAD, None)
+    if not isinstance(head, nn.Linear):
+        raise ConfigError(
+            f"model: {type(model).__name__} computes scores otherwise than by a linear layer `{SCORE_HEAD}`, which "
+            "echelon does not train; use another model, for example llama, qwen2, qwen3, mistral or gemma2."
+        )
+    return head
+
+
+def vocabulary_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """Return the class of a model; of one that scores texts, that of the language model with the same layers.
+
+    So what is found out by the logits of each position holds for the layers of both.
+    """
+    if not scores_texts(model.config):
+        return type(model)
+    found: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
+    return found
 
 
 def find_layers(model: nn.Module) -> nn.ModuleList:

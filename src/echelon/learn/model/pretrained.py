@@ -22,7 +22,9 @@ from echelon.learn.model.weights import (
     WeightPlace,
     buffer_places,
     grown,
+    head_names,
     initialize_buffers,
+    initialize_head,
     names_by_place,
     vocabulary_names,
 )
@@ -32,6 +34,9 @@ logger = logging.getLogger(__name__)
 _FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Tables that older releases of transformers stored; today every model computes them.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attn\.(masked_)?bias$|attention\.(masked_)?bias$|position_ids$")
+
+# The head for tokens, of which a model that scores texts has no use.
+_TOKEN_HEAD = re.compile(r"^(lm_head|embed_out)\.")
 
 
 @dataclass(frozen=True)
@@ -132,12 +137,13 @@ class PretrainedWeights:
     experts a rank reads only its own. A rank therefore needs memory for its share of the model and for one group.
     """
 
-    def __init__(self, skeleton: PreTrainedModel, path: Path, may_grow: bool = False) -> None:
+    def __init__(self, skeleton: PreTrainedModel, path: Path, may_grow: bool = False, seed: int = 0) -> None:
         """Read the headers of the files, but no weight.
 
         Args:
             skeleton: the model on meta, without any transform.
             may_grow: fill embedding and head rows beyond those of the files with the mean of the rows in the files.
+            seed: of the head that scores texts, which is new if the files are of a language model.
 
         Raises:
             CheckpointError: the files do not belong together.
@@ -153,6 +159,9 @@ class PretrainedWeights:
             ) from error
         self._made_by = {name: conversion for conversion in conversions for name in conversion.targets}
         self._growing = vocabulary_names(skeleton) if may_grow else set[str]()
+        self._seed = seed
+        head = head_names(skeleton)
+        self._new = set[str]() if head <= self._made_by.keys() else head
         used = {name for conversion in conversions for name in conversion.sources}
         unread = persistent_buffers(skeleton).keys() - self._made_by.keys()
         _warn_of_difference(path, skeleton, sorted(self._stored.keys() - used), sorted(unread))
@@ -168,12 +177,16 @@ class PretrainedWeights:
         initialize_buffers(model, self._skeleton, stored={name for _, places in matched for name in places})
         for conversion, places in matched:
             _fill_places(self._files, conversion, places)
+        if self._new:
+            initialize_head(model, self._skeleton, self._seed)
 
     def _match_places(self, model: PreTrainedModel) -> list[tuple[Conversion, dict[str, WeightPlace]]]:
         """Return the conversions that this rank needs, each with the places it fills, by name. Reads no weight."""
         where, made_by = f"model.checkpoint={self._path}", self._made_by
         needed: dict[int, tuple[Conversion, dict[str, WeightPlace]]] = {}
         for names, place in names_by_place(model, self._skeleton):
+            if not self._new.isdisjoint(names):
+                continue
             name = next((name for name in names if name in made_by), None)
             if name is None:
                 raise CheckpointError(f"{where}: the weight {names[0]} is missing; the files belong to another model.")
@@ -210,6 +223,8 @@ def _check_floating(weights: Mapping[str, StoredWeight]) -> None:
 def _warn_of_difference(path: Path, skeleton: PreTrainedModel, unused: list[str], unread: list[str]) -> None:
     """Warn of stored weights without a parameter, and of buffers that are not stored, unless the family expects it."""
     ignored = [re.compile(pattern) for pattern in skeleton._keys_to_ignore_on_load_unexpected or ()]
+    if head_names(skeleton):
+        ignored.append(_TOKEN_HEAD)
     unused = [name for name in unused if not any(pattern.search(name) for pattern in (*ignored, _COMPUTED))]
     owner = type(skeleton).__name__
     if unused:

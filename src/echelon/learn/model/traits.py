@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from echelon.learn.model.attention import PLAIN_CAUSAL, MaskForm, document_inputs, find_forms, stand_in
-from echelon.learn.model.parts import HeadArithmetic
+from echelon.learn.model.parts import HeadArithmetic, vocabulary_class
 from echelon.learn.model.small_copy import (
     MAX_PARAMETERS,
     SMALL_PARAMETERS,
@@ -80,7 +80,9 @@ def find_traits(model: PreTrainedModel, sequence_len: int | None = None) -> Trai
         sequence_len: the length of sequences: windows, and rotary embeddings that change beyond some length, matter if
             they are shorter. None: sequences of any length.
     """
-    return _find_traits(ConfigKey(model.config, type(model), stand_in(model.config._attn_implementation), sequence_len))
+    return _find_traits(
+        ConfigKey(model.config, vocabulary_class(model), stand_in(model.config._attn_implementation), sequence_len)
+    )
 
 
 def apply_plain_causal(model: PreTrainedModel, traits: Traits) -> None:
@@ -102,7 +104,7 @@ def computes_as_eager(model: PreTrainedModel, attention: str, sequence_len: int 
     config.get_text_config(decoder=True).attn_logit_softcapping = _SHORT_CAP
     with undisturbed():
         try:
-            small = build_copies(type(model), config, "eager", sequence_len)[0]
+            small = build_copies(vocabulary_class(model), config, "eager", sequence_len)[0]
             tokens = random_tokens(small, 2, _LENGTH)
             expected = run_copy(small, tokens)
             small.set_attn_implementation(attention)

@@ -6,7 +6,7 @@ DTensor's CPU generator gives every shard the same numbers.
 """
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from echelon.ground.errors import ConfigError
 from echelon.learn.model.adapters import plain_name
-from echelon.learn.model.parts import weight_groups
+from echelon.learn.model.parts import find_score_head, weight_groups
 from echelon.learn.model.quantization import Quantized
 from echelon.learn.model.seeds import derive_seed
 from echelon.learn.model.sharding import local_part, local_places, take
@@ -84,7 +84,25 @@ def initialize_weights(model: PreTrainedModel, skeleton: PreTrainedModel, seed: 
         ConfigError: the architecture has a parameter that its own rules do not initialise.
     """
     buffers = {name: WeightPlace(buffer) for name, buffer in _held_buffers(model).items()}
-    places = find_places(model, skeleton) | buffers
+    _initialize_places(find_places(model, skeleton) | buffers, skeleton, seed)
+
+
+@torch.no_grad()
+def initialize_head(model: PreTrainedModel, skeleton: PreTrainedModel, seed: int) -> None:
+    """Initialise the head of a model that scores texts, like `initialize_weights`."""
+    names = head_names(skeleton)
+    places = {name: place for name, place in find_places(model, skeleton).items() if name in names}
+    _initialize_places(places, skeleton, seed)
+
+
+def head_names(skeleton: PreTrainedModel) -> set[str]:
+    """Return the names of the weights of the head that scores texts; none for a model without one."""
+    head = find_score_head(skeleton)
+    weights = set() if head is None else {id(parameter) for parameter in head.parameters()}
+    return {name for name, parameter in skeleton.named_parameters() if id(parameter) in weights}
+
+
+def _initialize_places(places: Mapping[str, WeightPlace], skeleton: PreTrainedModel, seed: int) -> None:
     filled: set[int] = set()
     for name, tensor in _initial_tensors(skeleton, seed, places.keys()):
         if id(places[name].tensor) not in filled:  # a tied weight keeps the values of its first name

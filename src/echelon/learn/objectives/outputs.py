@@ -15,7 +15,7 @@ from echelon.learn.data.loader import Microbatch
 from echelon.learn.model.adapters import disabled_adapter
 from echelon.learn.model.attention import document_inputs
 from echelon.learn.model.context_attention import Context, divided_inputs
-from echelon.learn.model.parts import autocast_dtype, find_parts
+from echelon.learn.model.parts import DecoderParts, autocast_dtype, check_has_vocabulary, find_parts
 from echelon.learn.model.router import RouterTap, Sequences, balance_sum, number_sequences
 from echelon.learn.model.sharding import local_part
 from echelon.learn.model.stage import Inflow, find_inlet, run_stage
@@ -54,10 +54,14 @@ class DecoderOutputs:
         self._context = module.context
         self._vocabulary_ranks = module.vocabulary_ranks
         self._tap = module.tap if taps_routers else None
-        self._parts = find_parts(self._model, self._traits.arithmetic)
         self._batch = batch
         self._inflow = inflow
         self._router_logits: list[Tensor] = []
+
+    @cached_property
+    def _parts(self) -> DecoderParts | None:
+        check_has_vocabulary(self._model.config, "this model", "use a language model, or set objective.name=reward")
+        return find_parts(self._model, self._traits.arithmetic)
 
     @cached_property
     def _inputs(self) -> dict[str, Any]:
@@ -262,6 +266,14 @@ class DecoderOutputs:
                 return outputs.log_probabilities(labels, temperature)
         finally:
             self._model.train(trains)
+
+    def scores(self) -> Tensor:
+        """Return the scores of the text up to each position, by the head of a model that scores texts.
+
+        [batch, seq, scores], fp32.
+        """
+        scores: Tensor = self._model.score(self.hidden)
+        return scores.float()
 
     def logits_at(self, places: Tensor) -> Tensor:
         """Return fp32 logits of the token after position `places` [batch] of each sequence: [batch, vocabulary]."""

@@ -21,12 +21,14 @@ class Answers:
     """The chosen or the rejected answers of a microbatch: [batch, pairs], fp32.
 
     `score`: the log-probability of an answer, summed over its tokens. `reference`: that of the reference; 0 without
-    one. `tokens`: the number of its labels. All three are 0 where there is no answer, and losses must be finite there.
+    one. `tokens`: the number of its labels. `margin`: by how much the chosen one should score more. All are 0 where
+    there is no answer, and losses must be finite there.
     """
 
     score: Tensor
     reference: Tensor
     tokens: Tensor
+    margin: Tensor | float = 0.0
 
     @property
     def growth(self) -> Tensor:

@@ -26,7 +26,7 @@ from typing_extensions import override
 from echelon.ground.errors import ConfigError
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.model.adapters import ADAPTER
-from echelon.learn.model.parts import find_layers
+from echelon.learn.model.parts import find_layers, find_score_head
 from echelon.learn.model.sharding import local_part
 from echelon.learn.model.stage import own_layers
 from echelon.learn.parallel import tensor_experts
@@ -115,6 +115,11 @@ def _gather_plain(hidden: Tensor, mesh: DeviceMesh, stream: Placement) -> Tensor
     return _gather(hidden, mesh, stream).to_local(grad_placements=[Partial()])
 
 
+def _gather_whole(hidden: Tensor, mesh: DeviceMesh, stream: Placement) -> Tensor:
+    """The whole stream, for what every rank computes of it: each has its whole gradient."""
+    return _gather(hidden, mesh, stream).to_local()
+
+
 def _add_up(output: Tensor, mesh: DeviceMesh, stream: Placement) -> Tensor:
     """The stream, from outputs that are parts of a sum."""
     return _declare(output, mesh, Partial()).redistribute(placements=[stream]).to_local()
@@ -127,7 +132,7 @@ def _cut_sequence(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def _join_sequence(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
     """The whole stream, which leaves a pipeline stage."""
-    return _gather(hidden, mesh, ALONG_SEQUENCE).to_local()
+    return _gather_whole(hidden, mesh, ALONG_SEQUENCE)
 
 
 def find_divided(model: Any) -> dict[str, str]:
@@ -229,7 +234,9 @@ def apply_tensor_parallel(model: Any, plan: ParallelPlan, meshes: Meshes) -> Non
             if final_norm is None:
                 _apply(layers[-1], mesh, _Return(_join_sequence))
         if final_norm is not None:
-            _apply(final_norm, mesh, _Return(partial(_gather_plain, stream=stream)))
+            # Every rank has all of the head that scores texts, and so the whole gradient of its input.
+            gather = _gather_plain if find_score_head(model) is None else _gather_whole
+            _apply(final_norm, mesh, _Return(partial(gather, stream=stream)))
         _divide_vocabulary(model, mesh)
 
 

@@ -225,6 +225,8 @@ def _check_settings(recipe: "Recipe", plan: ParallelPlan) -> None:
     assert isinstance(parallel, ParallelConfig)
     splits = plan.schedule == "zero_bubble"
     refused = (
+        (recipe.objective.scores_texts, f"objective.name={recipe.objective.name}",
+         "the head that scores texts is not divided into stages"),
         (recipe.objective.needs_reference, f"objective.name={recipe.objective.name}",
          "its reference needs all layers on each process"),
         (recipe.objective.teacher_in_memory, f"objective.teacher={recipe.objective.teacher} without objective.top_k",

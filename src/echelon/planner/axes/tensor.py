@@ -13,7 +13,7 @@ from echelon.planner.axes.axis import Axis, Choices, Sender, ring_share
 from echelon.planner.collectives import find_group
 from echelon.planner.fitting_values import join_words, nearest
 from echelon.planner.layer_time import LayerTime, Step
-from echelon.planner.model_shape import ModelShape, divisors
+from echelon.planner.model_shape import SCORE_HEAD, ModelShape, divisors
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.training import ParallelConfig
 
@@ -107,7 +107,7 @@ def _divide(shape: ModelShape, tp: int) -> ModelShape:
     ) // shape.num_layers
     layer = shape.num_layer_parameters - matrices + matrices // tp
     experts = tuple(replace(expert, num_experts=expert.num_experts // tp) for expert in shape.experts)
-    tables = shape.num_embedding_parameters * (1 if shape.tied_embeddings else 2)
+    tables = shape.num_embedding_parameters * shape.num_tables
     outside = shape.num_parameters - shape.num_layers * shape.num_layer_parameters - tables + tables // tp
     return replace(
         shape,
@@ -160,7 +160,8 @@ def _check_settings(recipe: "Recipe", shape: ModelShape, tp: int) -> None:
         (has_adapter and adapter.dropout, f"adapter.dropout={adapter.dropout}", dropout),
         (adapter.method == "qlora", "adapter.method=qlora", "its 4-bit blocks are those of whole matrices; use lora"),
         (has_adapter and adapter.init == "pissa", "adapter.init=pissa", "it decomposes whole matrices; use default"),
-        (has_adapter and adapter.modules_to_save, "adapter.modules_to_save", "these modules are divided; remove it"),
+        (has_adapter and {*adapter.modules_to_save} - {SCORE_HEAD}, "adapter.modules_to_save",
+         "these modules are divided; remove it"),
         (has_adapter and recipe.model.new_tokens, "model.new_tokens of an adapter", "the embedding is divided"),
         (recipe.optim.name == "adamw_8bit", "optim.name=adamw_8bit", "its blocks are of whole rows; use adamw"),
         (recipe.train.precision == "fp8", "train.precision=fp8", "its scales are those of whole matrices; use bf16"),

@@ -16,7 +16,7 @@ from echelon.ground.stored import read_json
 from echelon.learn.data.mixture import divide_slots
 from echelon.learn.model.model_folder import check_unquantized, find_model_dir
 from echelon.planner.families import FAMILIES
-from echelon.planner.model_shape import ModelShape
+from echelon.planner.model_shape import ModelShape, with_scores
 from echelon.planner.shape import build_shape, resolve_vocab_size
 from echelon.recipe import AdapterConfig, Recipe, TrainedTokenizerConfig
 from echelon.recipe.engines import ENGINES, NATIVE
@@ -209,10 +209,11 @@ def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: 
 
 def _build_on_meta(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: list[str]) -> tuple[Any, Any]:
     """Build the recipe's model on meta; return it and its config."""
-    from echelon.learn.model.build import build_on_meta, load_config
+    from echelon.learn.model.build import apply_head, build_on_meta, load_config
 
     attention, trusted = recipe.model.attn_implementation, recipe.model.trust_remote_code
     config = load_config(recipe.model.checkpoint or fields, trusted)
+    apply_head(config, recipe)
     try:
         return build_on_meta(config, attention, trusted), config
     except ConfigError as error:
@@ -220,6 +221,7 @@ def _build_on_meta(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left
             raise
         left.append(f"model.attn_implementation: the package of {attention} (it is not installed here)")
         config = load_config(recipe.model.checkpoint or fields, trusted)  # the first one was given that attention
+        apply_head(config, recipe)
         return build_on_meta(config, None, trusted), config
 
 
@@ -353,6 +355,11 @@ def read_model_fields(recipe: Recipe) -> dict[str, Any]:
 
     Raises ConfigError for a checkpoint without a readable config, or with quantized weights.
     """
+    fields = _read_given_fields(recipe)
+    return with_scores(fields, 1) if recipe.objective.scores_texts else fields
+
+
+def _read_given_fields(recipe: Recipe) -> dict[str, Any]:
     if recipe.model.config is not None:
         return dict(recipe.model.config)
     assert recipe.model.checkpoint is not None

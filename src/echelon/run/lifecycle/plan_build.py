@@ -58,7 +58,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Build the first rank of the request's stage; return its bytes, or the message why it is refused."""
     from echelon.learn.distributed.mesh import Grid
     from echelon.learn.engines.dry_run import build_rank
-    from echelon.learn.model.build import load_config
+    from echelon.learn.model.build import apply_head, load_config
 
     recipe, _ = build_recipe(yaml.safe_load(request["recipe"]))
     plan = ParallelPlan.from_dict(request["plan"])
@@ -67,6 +67,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         config = load_config(source, recipe.model.trust_remote_code)
         config.vocab_size = request["vocab_size"]
+        apply_head(config, recipe)
         grid = Grid(plan)
         rank = next(number for number in range(plan.world_size) if grid.place(number)["pp"] == request["stage"])
         return asdict(build_rank(recipe, config, plan, rank))

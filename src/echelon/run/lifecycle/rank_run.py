@@ -85,9 +85,8 @@ def conduct(trainer: Trainer, recipe: Recipe, folder: RunFolder, stop: StopReque
             finish(trainer, folder)
         if journal is not None:
             cost = None if journal.meter is None else journal.meter.describe_usd()
-            for line in describe_end(
-                folder, state, trainer.accounting.goodput.wall_seconds, cost, recipe.draws_answers
-            ):
+            seconds = trainer.accounting.goodput.wall_seconds
+            for line in describe_end(folder, state, seconds, cost, recipe.draws_answers, recipe.objective.scores_texts):
                 logger.info(line)
     except StoppedError:
         store.close(time_left)

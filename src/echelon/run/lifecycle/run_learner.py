@@ -41,7 +41,7 @@ def build_run_learner(
     # The hub is not asked again: the run keeps the commits of its first start.
     here = with_copies(recipe, read_commits(folder.hub_path))
     data = open_taught(here, data)
-    config = resolve_config(here, data.vocab_size, data.tokenizer)
+    config = resolve_config(here, data.vocab_size, data.tokenizer, data.padding)
     if is_first:
         write_model_folder(folder.model_dir, config, data.tokenizer, data.manifest.stops)
     spec = EngineSpec(here, config, plan, meshes, runtime.device, compile_backend)

@@ -126,12 +126,17 @@ def _describe_token(kind: str, config: PretrainedConfig, tokenizer: PreTrainedTo
 
 
 def describe_end(
-    folder: RunFolder, state: TrainState, seconds: float, cost: str | None, draws_answers: bool = False
+    folder: RunFolder,
+    state: TrainState,
+    seconds: float,
+    cost: str | None,
+    draws_answers: bool = False,
+    scores_texts: bool = False,
 ) -> Iterator[str]:
     """Lines about a run that is done: what came out, and the commands that use it.
 
     `seconds`: the wall time of all starts. `cost`: of all starts, None if no price is known. `draws_answers`: whether
-    it trained from rewards.
+    it trained from rewards. `scores_texts`: whether its model has scores, and writes no text.
     """
     last = folder.rows.last_loss()
     parts = [f"done: {state.step:,} steps in {render_duration(seconds)}"]
@@ -149,7 +154,8 @@ def describe_end(
     run = shlex.quote(str(folder.path))
     if not draws_answers:
         yield f"next: echelon eval {run}"
-    yield f'next: echelon generate {run} --prompt "..."'
+    if not scores_texts:
+        yield f'next: echelon generate {run} --prompt "..."'
     yield f"next: echelon export {run} {shlex.quote(f'{folder.path.name}-exported')}"
 
 

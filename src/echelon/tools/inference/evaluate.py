@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from echelon.ground.errors import ConfigError
-from echelon.ground.run_files import is_model_folder
+from echelon.ground.run_files import is_model_folder, is_run
 from echelon.ground.scratch import scratch_folder
 from echelon.ground.stored import read_json
 from echelon.learn.checkpoint.adapted import read_run_recipe
@@ -54,7 +54,7 @@ def evaluate_model(
         raise ConfigError(f"{target} is an HF folder without text; give text with --data PATH.")
     team = team or Team(find_device())
     host, reference = Host(team), Host(team)
-    model, tokenizer = load_target(target, host, checkpoint)
+    model, tokenizer = load_target(target, host, checkpoint, may_score=is_run(target))
     sequence_len = _find_window(target, model)
     objective: Objective = CausalLM()
     with ExitStack() as stack:

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -31,9 +30,10 @@ from echelon.learn.checkpoint.export import load_run_model
 from echelon.learn.checkpoint.folder import checkpoint_of
 from echelon.learn.data.tokenizer import try_tokenizer
 from echelon.learn.model.attention import choose_attention
-from echelon.learn.model.build import build_on_meta, materialize
+from echelon.learn.model.build import build_on_meta, load_config, materialize, model_kind
 from echelon.learn.model.causality import check_is_causal
 from echelon.learn.model.model_folder import run_model_dir
+from echelon.learn.model.parts import check_has_vocabulary
 from echelon.learn.model.pretrained import PretrainedWeights, SafetensorsFolder
 from echelon.planner.shape import check_depth
 from echelon.tools.inference.team import Host
@@ -50,11 +50,12 @@ def find_device(num_bytes: int = 0) -> torch.device:
 
 
 def load_target(
-    target: Path, host: Host, checkpoint: str | None = None
+    target: Path, host: Host, checkpoint: str | None = None, may_score: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model, in evaluation mode, and its tokenizer. Collective.
 
     Args:
+        may_score: whether it may be a model that scores texts; else such a one is refused.
         host: shards the model over its team, and runs work on it.
         checkpoint: newest, best or a step of a run; None for the newest.
 
@@ -64,6 +65,7 @@ def load_target(
     tokenizer = load_target_tokenizer(target, checkpoint)
     device = host.team.device
     if not is_model_folder(target):
+        _check_head(load_config(str(run_model_dir(target))), target, may_score)
         return load_run_model(target, device, checkpoint, host.adopt), tokenizer
     logging.disable_progress_bar()
     with _explained(target):
@@ -71,16 +73,23 @@ def load_target(
         check_depth(read_json(target / "config.json"))
         read_generation_config(target)
         config = AutoConfig.from_pretrained(target, **_LOCAL)
+        _check_head(config, target, may_score)
         check_is_causal(config)
         if host.team.size > 1:
             return _load_shard(target, config, host), tokenizer
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = model_kind(config).from_pretrained(
             target, config=config, dtype="auto", use_safetensors=True, output_loading_info=True,
             attn_implementation=choose_attention(config, None), **_LOCAL,
         )  # fmt: skip
         if report["missing_keys"]:  # transformers would initialise them randomly
             raise ValueError(f"its files lack the weight {min(report['missing_keys'])}")
     return model.to(device).eval(), tokenizer
+
+
+def _check_head(config: PretrainedConfig, target: Path, may_score: bool) -> None:
+    if not may_score:
+        fix = "load it with AutoModelForSequenceClassification of transformers to get scores, or use a language model"
+        check_has_vocabulary(config, str(target), fix)
 
 
 def _load_shard(target: Path, config: PretrainedConfig, host: Host) -> PreTrainedModel:

@@ -329,7 +329,7 @@ def test_missing_tokens_and_templates_are_named(tmp_path):
     with pytest.raises(
         ConfigError,
         match=r"objective\.name=kto trains on judged answers, but the data has preference.*"
-        r"label \(true or false\).*, or set objective\.name=dpo, orpo, simpo or cpo for preferences \(chosen",
+        r"label \(true or false\).*, or set objective\.name=dpo, orpo, simpo, cpo or reward for preferences \(chosen",
     ):
         build(plain, "preference", answers="judged")
     with pytest.raises(ConfigError, match=r"compares two answers, but the data has unpaired_preference"):

@@ -1,0 +1,127 @@
+"""Reward models by commands, from preference pairs to folders that transformers and PEFT load with the same scores."""
+
+import json
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from echelon.learn.checkpoint.export import load_run_model
+from tests.dist.command import EXACT, await_line, finish, read_lines, start
+from tests.dist.test_finetuning import base, load_as_the_card_says, write_recipe  # noqa: F401
+from tests.parity.training import equal_tensors, tensors_of
+
+pytestmark = pytest.mark.dist
+
+CPU = torch.device("cpu")
+
+
+def write_pairs(folder):
+    """Write pairs of which the chosen answer is right, some with a margin."""
+    draws, rows = random.Random(0), []
+    for number in range(96):
+        turns = [{"role": "user", "content": f"{number} plus {number}?"}]
+        answers = {"chosen": f"{2 * number}.", "rejected": f"{2 * number} or so, or {draws.randint(0, 9)}."}
+        row = {name: [*turns, {"role": "assistant", "content": text}] for name, text in answers.items()}
+        rows.append(row | ({"margin": draws.random()} if number % 2 else {}))
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_reward(folder, method="lora", **sections):
+    write_pairs(folder)
+    given = {"data": {"train": "pairs.jsonl", "sequence_len": 128}, "objective": {"name": "reward"}}
+    run = write_recipe(folder, **(given | sections))
+    if method == "full":
+        recipe = json.loads((folder / "recipe.json").read_text())
+        del recipe["adapter"]
+        (folder / "recipe.json").write_text(json.dumps(recipe))
+    return run
+
+
+def scores_of(model, tokenizer, texts):
+    """The scores of texts in one padded batch, as transformers gives them."""
+    given = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    with torch.no_grad():
+        return model(input_ids=given["input_ids"], attention_mask=given["attention_mask"]).logits
+
+
+def chats(tokenizer):
+    turns = [
+        [("user", "3 plus 3?"), ("assistant", "6.")],
+        [("user", "Hi"), ("assistant", "A longer answer.")],
+    ]
+    turns = [[{"role": role, "content": content} for role, content in chat] for chat in turns]
+    return tokenizer.apply_chat_template(turns, tokenize=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_from_pairs_to_the_same_scores_in_transformers(echelon, base, tmp_path, method):  # noqa: F811
+    run = write_reward(tmp_path, method, train={"steps": 20, "eval_every": 10},
+                       optim={"learning_rate": 5e-3}, objective={"name": "reward", "center_weight": 0.01})  # fmt: skip
+    ending = echelon("train", "recipe.json", "--nproc", "2")
+    assert ending.code == 0 and "echelon generate" not in ending.err, ending
+    evals = [row for row in read_lines(run.metrics_path) if row["kind"] == "eval"]
+    assert evals[-1]["reward_accuracy"] > 0.9 and evals[-1]["reward_margin"] > 0.5
+    ending = echelon("eval", run.path, "--json")
+    assert ending.code == 0, ending
+    own = json.loads(ending.out)
+    assert own["loss"] == pytest.approx(evals[-1]["loss"], abs=1e-4)
+    given = json.loads(echelon("eval", run.path, "--data", "pairs.jsonl", "--json").out)
+    assert given["pairs"] == 96 and given["reward_accuracy"] > 0.9
+
+    trained = load_run_model(run.path, CPU)
+    model, tokenizer = load_as_the_card_says(run.export_dir)
+    texts = chats(tokenizer)
+    expected = scores_of(trained, tokenizer, texts)
+    assert expected.shape == (2, 1) and (expected[0] - expected[1]).abs() > 1e-3
+    torch.testing.assert_close(scores_of(model, tokenizer, texts), expected, atol=1e-5, rtol=1e-5)
+    options = ("--merge",) if method == "lora" else ()
+    assert echelon("export", run.path, "whole", *options).code == 0
+    whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole").eval()
+    assert whole.config.architectures == ["LlamaForSequenceClassification"] and whole.config.num_labels == 1
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "whole")
+    torch.testing.assert_close(scores_of(whole, tokenizer, texts), expected, atol=1e-5, rtol=1e-5)
+    alone = torch.cat([scores_of(whole, tokenizer, [text]) for text in texts])
+    torch.testing.assert_close(alone, expected, atol=1e-5, rtol=1e-5)
+
+    for target in (run.path, "whole"):
+        ending = echelon("generate", target, "--prompt", "x")
+        assert ending.code == 2 and "is a model that scores texts" in ending.err, ending
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_a_reward_model(echelon, base, tmp_path):  # noqa: F811
+    """The head of a model that scores texts is loaded; that of a language model is new, from the seed."""
+    write_reward(tmp_path, "full", train={"steps": 2})
+    assert echelon("train", "recipe.json").code == 0
+    assert echelon("export", "runs/tuned", "first").code == 0
+    more = ("optim.learning_rate=1e-30", "model.new_tokens=[]")
+    heads = []
+    for name, source in (("again", "first"), ("of-run", "runs/tuned")):
+        assert echelon("train", "recipe.json", f"run.dir=runs/{name}", f"model.checkpoint={source}", *more).code == 0
+        heads.append(tensors_of(tmp_path / "runs" / name, 2)["model.score.weight"])
+    expected = tensors_of(tmp_path / "runs" / "tuned", 2)["model.score.weight"]
+    assert all(torch.equal(head, expected) for head in heads)
+    ending = echelon("train", "recipe.json", "run.dir=runs/lm", "model.checkpoint=first", "objective.name=causal_lm",
+                     "data.train=chat.jsonl", *more)  # fmt: skip
+    assert ending.code == 2 and "has no head for tokens; set objective.name=reward" in ending.err
+
+
+@pytest.mark.slow
+def test_a_resumed_run_equals_an_uninterrupted_one(echelon, base, tmp_path):  # noqa: F811
+    run = write_reward(tmp_path, train={"steps": 120})
+    command = ("train", "recipe.json", "--nproc", "2", "checkpoint.every_steps=10")
+    job = start(*command)
+    await_line(run.events_path, '"event": "checkpoint", "step": 10', job, seconds=120)
+    job.terminate()
+    assert finish(job, 120).code == 3 and 10 <= run.newest_step() < 120
+    assert echelon(*command).code == 0
+    assert echelon(*command, "run.dir=runs/whole").code == 0
+    rows = [
+        [[row[key] for key in EXACT] for row in read_lines(folder / "metrics.jsonl") if row["kind"] == "train"]
+        for folder in (run.path, tmp_path / "runs" / "whole")
+    ]
+    assert rows[0] == rows[1] and len(rows[0]) == 120
+    assert equal_tensors(tensors_of(run.path, 120), tensors_of(tmp_path / "runs" / "whole", 120))
