@@ -71,14 +71,14 @@ def test_from_pairs_to_the_same_scores_in_transformers(echelon, base, tmp_path, 
     given = json.loads(echelon("eval", run.path, "--data", "pairs.jsonl", "--json").out)
     assert given["pairs"] == 96 and given["reward_accuracy"] > 0.9
 
+    options = ("--merge",) if method == "lora" else ()
+    assert echelon("export", run.path, "whole", *options).code == 0
     trained = load_run_model(run.path, CPU)
-    model, tokenizer = load_as_the_card_says(run.export_dir)
+    model, tokenizer = load_as_the_card_says(run.export_dir if method == "lora" else tmp_path / "whole")
     texts = chats(tokenizer)
     expected = scores_of(trained, tokenizer, texts)
     assert expected.shape == (2, 1) and (expected[0] - expected[1]).abs() > 1e-3
     torch.testing.assert_close(scores_of(model, tokenizer, texts), expected, atol=1e-5, rtol=1e-5)
-    options = ("--merge",) if method == "lora" else ()
-    assert echelon("export", run.path, "whole", *options).code == 0
     whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole").eval()
     assert whole.config.architectures == ["LlamaForSequenceClassification"] and whole.config.num_labels == 1
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "whole")
