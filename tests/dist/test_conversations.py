@@ -100,12 +100,12 @@ def test_a_model_learns_to_answer_its_environment(folder, lag):
     """Only who reads what the environment has said in between can do better than one in four."""
     settings = (
         "rollout.environment.name=talks:Copy", "rollout.max_new_tokens=1", "rollout.group_size=16",
-        f"rollout.lag={lag}", "train.steps=90", "train.global_batch_size=256", "train.eval_every=90",
+        f"rollout.lag={lag}", "train.steps=150", "train.global_batch_size=256", "train.eval_every=150",
         "optim.learning_rate=1e-2",
     )  # fmt: skip
     ending, rows = train(folder, "copy", 1, *settings)
     assert ending.code == 0, ending
-    assert sum(rewards(rows)[:5]) < 5 * 0.05 and sum(rewards(rows)[-5:]) > 5 * 0.8, rewards(rows)
+    assert sum(rewards(rows)[:5]) < 5 * 0.05 and sum(rewards(rows)[-5:]) > 5 * 0.5, rewards(rows)
     assert {row["turns"] for row in rows} == {2.0} and all(row["mismatch_max"] < 1e-3 for row in rows)
     samples = read_lines(RunFolder(folder / "runs" / "copy").rows.samples_path)
     assert all(row["text"][-4] == ":" and row["text"][-2] == "=" for row in samples), "whole conversations"
