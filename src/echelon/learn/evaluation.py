@@ -41,7 +41,7 @@ class EvalResult:
     """Mean reward of the chosen, or good answers less that of the others; None if there are none of one kind."""
     num_answers: int | None = None
     solved: float | None = None
-    """Fraction of the model's own answers with the full reward."""
+    """Fraction of the model's own answers with the full reward; None if there is none, as with a reward model."""
     cross_entropy: float | None = None
     """Of the labels, in nats per token, if the loss is a divergence from a teacher; None: it is the loss."""
     kl: float | None = None
@@ -81,7 +81,8 @@ class EvalResult:
 
     def row(self) -> dict[str, float | int | None]:
         """Return the result as JSON values."""
-        more = {} if self.solved is None else {"reward": -self.loss, "solved": self.solved}
+        more = {} if self.num_answers is None else {"reward": -self.loss}
+        more |= {} if self.solved is None else {"solved": self.solved}
         if self.kl is not None:
             more = {name: getattr(self, name) for name in TAUGHT}
         return more | {

@@ -20,6 +20,7 @@ from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.objects import gather_found, gather_objects
 from echelon.learn.environments import EnvironmentProcess
 from echelon.learn.evaluation import EvalResult
+from echelon.learn.reward_models import RewardModel, find_reward_models
 from echelon.learn.rewards import Asked, RewardProcess, Scores
 from echelon.learn.rollouts import Played, Rollouts
 from echelon.learn.sampling import Sampling
@@ -48,8 +49,9 @@ class RewardStats:
     """What the answers of all ranks earned: means over the answers that were judged; NaN if none was."""
 
     reward: float
-    solved: float
-    """The share with the full reward: that of every reward function at 1, and 1 from the environment."""
+    solved: float | None
+    """The share with the full reward: that of every reward function at 1, and 1 from the environment. None with a
+    reward model, whose scores have no largest value."""
     spread: float
     """The mean standard deviation of the rewards within a group."""
     unjudged: float
@@ -70,15 +72,16 @@ class Judging:
 class Judge:
     """Gives a learner the prompts of its recipe, and judges the answers by the recipe's rewards.
 
-    Of the ranks that hold the same answers one runs the reward functions, in a process beside it, and the environments
-    in another.
+    Of the ranks that hold the same answers one runs the reward functions, in a process beside it, the environments in
+    another, and reward models on its own device.
     """
 
     def __init__(self, learner: "Learner") -> None:
         """Start the processes of the rewards and of the environments. Collective.
 
         Raises:
-            ConfigError: a reward or an environment cannot be imported, or does not accept its options; on every rank.
+            ConfigError: a reward or an environment cannot be imported, or does not accept its options, or a reward
+                model is not there; on every rank.
         """
         self._learner, meshes = learner, learner.meshes
         places = gather_objects(meshes.data_rank, meshes.everyone)
@@ -95,7 +98,9 @@ class Judge:
         recipe = self._learner.recipe
         if not self._judges:
             return
-        self._rewards = RewardProcess(recipe.reward)
+        dtype, device = getattr(torch, self._learner.plan.precision.compute), self._learner.device
+        models = {index: RewardModel(recipe, index, dtype, device).judge for index in find_reward_models(recipe)}
+        self._rewards = RewardProcess(recipe.reward, models)
         if recipe.rollout.environment is not None:
             self._environments = EnvironmentProcess(recipe.rollout.environment)
 
@@ -142,7 +147,7 @@ class Judge:
         return self.collect(self.ask(rollouts, prompts))
 
     def ask(self, rollouts: Rollouts, prompts: Sequence[PromptRecord]) -> "Judging":
-        """Have answers judged by the reward functions, and return while these run. Collective.
+        """Have answers judged, and return while reward functions run; models have judged then. Collective.
 
         Args:
             prompts: those that they answer, each as often.
@@ -207,7 +212,7 @@ class Judge:
             rollouts = self.answer(prompts, sampling)
             judged = self.judge(rollouts, prompts)
             totals += len(samples[:1]) * _sums_of(recipe, rollouts, judged)
-        return _build_result(totals, self._learner.meshes)
+        return _build_result(totals, self._learner.meshes, _knows_full(recipe))
 
     def summarize(self, rollouts: Rollouts, judged: Rewarded) -> RewardStats:
         """Return what the answers of all ranks earned. Collective."""
@@ -217,10 +222,14 @@ class Judge:
         sums = [*_sums_of(recipe, rollouts, judged)[:3], spreads.sum(), len(groups), len(judged.rewards)]
         own = [float(value) for value in (*sums, *(part.nan_to_num(0.0).sum() for part in judged.parts.values()))]
         known, solved, reward, spread, num_groups, count, *parts = _add_up(own, meshes)
+        has_full = _knows_full(recipe)
         if not known:
-            return RewardStats(math.nan, math.nan, math.nan, 1.0, dict.fromkeys(judged.parts, math.nan))
+            return RewardStats(
+                math.nan, math.nan if has_full else None, math.nan, 1.0, dict.fromkeys(judged.parts, math.nan)
+            )
         means = {name: value / known for name, value in zip(judged.parts, parts, strict=True)}
-        return RewardStats(reward / known, solved / known, spread / num_groups, 1 - known / count, means)
+        share = solved / known if has_full else None
+        return RewardStats(reward / known, share, spread / num_groups, 1 - known / count, means)
 
     def close(self) -> None:
         """End the processes."""
@@ -228,6 +237,11 @@ class Judge:
             if process is not None:
                 process.close()
         self._rewards = self._environments = None
+
+
+def _knows_full(recipe: Recipe) -> bool:
+    """Whether there is a full reward; scores of a model have no largest value."""
+    return not find_reward_models(recipe)
 
 
 def _sums_of(recipe: Recipe, rollouts: Rollouts, judged: Rewarded) -> Tensor:
@@ -248,8 +262,9 @@ def _add_up(own: list[float], meshes: Meshes) -> list[float]:
     return [sum(values) for values in zip(*of_places.values(), strict=True)]
 
 
-def _build_result(totals: Tensor, meshes: Meshes) -> EvalResult:
+def _build_result(totals: Tensor, meshes: Meshes, has_full: bool) -> EvalResult:
     """Return the result of an evaluation from `_sums_of` on each rank. Collective."""
     count, solved, reward, tokens = _add_up(totals.tolist(), meshes)
     share = 1 / max(1.0, count)
-    return EvalResult(-reward * share, int(tokens), None, num_answers=int(count), solved=solved * share)
+    solved_share = solved * share if has_full else None
+    return EvalResult(-reward * share, int(tokens), None, num_answers=int(count), solved=solved_share)

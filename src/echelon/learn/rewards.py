@@ -1,7 +1,7 @@
-"""Rewards of answers, from functions that run in a process of their own.
+"""Rewards of answers, from functions that run in a process of their own, and from models that run in this one.
 
-So a function that hangs is ended, one that crashes takes nothing with it, and none sees the secrets in the environment
-of the training process.
+A function that hangs is ended, one that crashes takes nothing with it, and none sees the secrets in the environment of
+the training process. Models are in `reward_models.py`.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from echelon.ground.errors import ConfigError, first_line
 from echelon.ground.extensions import check_options, find_named
 from echelon.ground.variables import remove_secrets
 from echelon.learn.data.child_process import AnsweringProcess, serve
-from echelon.recipe.names import REWARDS
+from echelon.recipe.names import REWARD_MODEL, REWARDS
 from echelon.recipe.rollout import RewardConfig
 
 
@@ -34,16 +34,26 @@ class Scores:
     failures: Sequence[str]
 
 
+Found = tuple[list[float], str | None]
+"""What a reward gave: a number for each answer, NaN where it gave none, and what is wrong with them, as a clause."""
+
+Judges = Mapping[int, Callable[[Sequence[str], Sequence[Mapping[str, Any]]], Found]]
+"""What judges answers by their records in this process, by the number of the reward: reward models."""
+
+
 class RewardProcess:
     """Judges answers by the rewards of a recipe, in a process of its own. A context manager."""
 
-    def __init__(self, rewards: Sequence[RewardConfig]) -> None:
+    def __init__(self, rewards: Sequence[RewardConfig], models: Judges | None = None) -> None:
         """Start the process, and import the functions there.
+
+        Args:
+            models: the rewards of the recipe that are models. They judge in this process, while the functions run.
 
         Raises:
             ConfigError: a function cannot be imported, or does not accept its options.
         """
-        self._rewards = tuple(rewards)
+        self._rewards, self._models = tuple(rewards), models or {}
         self._process = AnsweringProcess("reward", _serve, self._rewards)
         self._asked: Asked | None = None
 
@@ -67,7 +77,7 @@ class RewardProcess:
         """
         if self._asked is not None:
             self._asked.scores()
-        self._asked = Asked(self._rewards, self._process, answers, records)
+        self._asked = Asked(self._rewards, self._process, self._models, answers, records)
         return self._asked
 
     def score(self, answers: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Scores:
@@ -82,6 +92,7 @@ class Asked:
         self,
         rewards: Sequence[RewardConfig],
         process: AnsweringProcess,
+        models: Judges,
         answers: Sequence[str],
         records: Sequence[Mapping[str, Any]],
     ) -> None:
@@ -89,6 +100,7 @@ class Asked:
         self._answers, self._records = list(answers), list(records)
         self._scores: Scores | None = None
         self._problem = self._send(0)
+        self._of_models = {index: judge(answers, records) for index, judge in models.items()}
 
     def scores(self) -> Scores:
         """Wait for the scores, and return them.
@@ -119,18 +131,20 @@ class Asked:
     def _send(self, first: int) -> str | None:
         """Ask for the rewards from number `first` on. Returns what went wrong."""
         try:
-            if first < len(self._rewards):
+            if any(map(_is_function, self._rewards[first:])):
                 self._process.send((first, self._answers, self._records))
             return None
         except ChildProcessError as error:
             return str(error)
 
-    def _receive(self, index: int, reward: RewardConfig) -> tuple[list[float], str | None]:
-        """Return what a function gave, and what is wrong with it, as a clause."""
+    def _receive(self, index: int, reward: RewardConfig) -> Found:
+        """Return what a reward gave."""
+        if index in self._of_models:
+            return self._of_models[index]
         problem = self._problem
         try:
             if problem is None:
-                found: tuple[list[float], str | None] = self._process.receive(reward.timeout_seconds)
+                found: Found = self._process.receive(reward.timeout_seconds)
                 return found
         except TimeoutError:
             problem = f"did not answer within reward.{index}.timeout_seconds={reward.timeout_seconds:g}"
@@ -142,21 +156,26 @@ class Asked:
 
 def check_rewards(rewards: Sequence[RewardConfig]) -> None:
     """Import the functions of rewards, in a process of their own. Raises ConfigError as RewardProcess does."""
-    if rewards:
+    if any(map(_is_function, rewards)):
         RewardProcess(rewards).close()
 
 
+def _is_function(reward: RewardConfig) -> bool:
+    return reward.name != REWARD_MODEL
+
+
 def _serve(connection: Connection, rewards: Sequence[RewardConfig]) -> None:
-    """Answer requests: (first, answers, records) -> of each reward from `first` on (numbers, problem)."""
+    """Answer requests: (first, answers, records) -> what each function gave, from reward number `first` on."""
     remove_secrets()
 
-    def build() -> Callable[[Any], Iterator[tuple[list[float], str | None]]]:
-        functions = [_find(index, reward) for index, reward in enumerate(rewards)]
+    def build() -> Callable[[Any], Iterator[Found]]:
+        functions = {index: _find(index, reward) for index, reward in enumerate(rewards) if _is_function(reward)}
 
-        def respond(request: Any) -> Iterator[tuple[list[float], str | None]]:
+        def respond(request: Any) -> Iterator[Found]:
             first, answers, records = request
-            for function, reward in list(zip(functions, rewards, strict=True))[first:]:
-                yield _judge(function, reward, answers, records)
+            for index, function in functions.items():
+                if index >= first:
+                    yield _judge(function, rewards[index], answers, records)
 
         return respond
 
@@ -181,10 +200,8 @@ def _find(index: int, reward: RewardConfig) -> Callable[..., Any]:
     return found
 
 
-def _judge(
-    function: Callable[..., Any], reward: RewardConfig, answers: list[str], records: list[Any]
-) -> tuple[list[float], str | None]:
-    """Call a function. Returns its numbers, NaN where it gives none, and what is wrong with them, as a clause."""
+def _judge(function: Callable[..., Any], reward: RewardConfig, answers: list[str], records: list[Any]) -> Found:
+    """Call a function."""
     none = [math.nan] * len(answers)
     try:
         found = function(answers, records, **(reward.options or {}))

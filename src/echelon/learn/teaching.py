@@ -23,7 +23,7 @@ from echelon.ground.errors import ConfigError, EchelonError
 from echelon.ground.file_lock import FileLock
 from echelon.ground.progress import Progress
 from echelon.ground.sizes import render_bytes
-from echelon.learn.checkpoint.first_weights import open_weights
+from echelon.learn.checkpoint.first_weights import load_frozen
 from echelon.learn.data.child_process import ChildProcess, stops_held_back
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.data.prepared import PreparedData, open_prepared
@@ -37,7 +37,7 @@ from echelon.learn.data.taught import (
     write_piece,
 )
 from echelon.learn.evaluation import read_in_order
-from echelon.learn.model.build import build_on_meta, load_config, materialize
+from echelon.learn.model.build import build_on_meta, load_config
 from echelon.learn.model.hub import HubModel, Part, fetch, is_hub_name
 from echelon.learn.model.traits import find_traits
 from echelon.learn.objectives.distill import top_scores
@@ -45,7 +45,7 @@ from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.outputs import DecoderOutputs, ObjectiveModule
 from echelon.learn.teacher import check_teacher, describe_values, fingerprint_teacher
 from echelon.planner.model_shape import logits_chunk_tokens
-from echelon.recipe import ModelConfig, Recipe
+from echelon.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
@@ -231,12 +231,8 @@ class _Reader:
         count = torch.cuda.device_count()
         self._device = torch.device("cuda", number % count) if count else torch.device("cpu")
         dtype = torch.bfloat16 if count and recipe.train.precision != "fp32" else torch.float32
-        of_teacher = recipe.model_copy(update={"model": ModelConfig(checkpoint=source, trust_remote_code=trusted)})
-        skeleton = build_on_meta(load_config(source, trusted), None, trusted)
-        model = build_on_meta(load_config(source, trusted), None, trusted, dtype)
-        materialize(model, self._device)
-        open_weights(skeleton, of_teacher)(model)
-        self._module = ObjectiveModule(model, traits=find_traits(skeleton, task.record.sequence_len)).eval()
+        traits = find_traits(build_on_meta(load_config(source, trusted), None, trusted), task.record.sequence_len)
+        self._module = ObjectiveModule(load_frozen(recipe, source, dtype, self._device), traits=traits).eval()
 
     @torch.no_grad()
     def write(self, piece: Piece) -> None:

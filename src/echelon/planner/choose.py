@@ -36,7 +36,7 @@ from echelon.planner.replica_limits import (
 )
 from echelon.planner.sampled_answers import add_rollout, describe_rollout
 from echelon.planner.search_space import list_divided, list_micro_batches
-from echelon.planner.teacher_size import count_teacher
+from echelon.planner.teacher_size import count_reward_models, count_teacher
 from echelon.planner.time import estimate_time
 from echelon.recipe.synchronization import PARAMETER_SERVER, QUORUM
 
@@ -363,6 +363,7 @@ def _build_plan(
         rows_per_sequence=1 if request.shape.obeys_masks or request.recipe.objective.row.answers != "pairs" else 2,
         keeps_reference=request.recipe.objective.needs_reference and not request.recipe.adapter.is_adapter,
         num_teacher_parameters=count_teacher(request.recipe),
+        num_reward_parameters=count_reward_models(request.recipe),
         activation_offloading=request.recipe.train.activation_offloading,
         activation_loading_horizon=request.recipe.train.activation_loading_horizon,
         compile=request.compile,

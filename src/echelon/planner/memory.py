@@ -125,8 +125,8 @@ class _LoadBytes:
         head: hidden states with their gradient, and the head's gradient; 0 without the head.
         beside: rotary tables, rows sent to experts, and what is received from another stage.
         agreement: what replicas and compressed gradients need. Not in `parts`, which are measured before it is there.
-        reference: the frozen copy of the initial weights, or the teacher. Not in `parts`, which are measured without
-            it.
+        reference: the frozen copy of the initial weights, the teacher, and reward models. Not in `parts`, which are
+            measured without them.
         host: what is kept in host memory.
         answers: of answers that are sampled at once, instead of gradients and activations.
         assumptions: what the count simplifies.
@@ -200,7 +200,7 @@ def _count_load(load: RankLoad, plan: ParallelPlan, sequence_len: int, kind: Dev
         head=head * load.num_kept,
         agreement=agreement_bytes(plan, _num_held(shape, plan)),
         beside=_rotary_bytes(shape, length) + sending + load.received_bytes,
-        reference=0 if plan.cpu_offload else reference_bytes(shape, plan),
+        reference=(0 if plan.cpu_offload else reference_bytes(shape, plan)) + _reward_bytes(plan),
         host=moved + (sum(_shard_states(shape, plan)) + reference_bytes(shape, plan) if plan.cpu_offload else 0),
         answers=_count_rows(plan) * answer_bytes(shape, plan, sequence_len),
         assumptions=tuple(_list_assumptions(shape, plan, kind)),
@@ -216,6 +216,11 @@ def reference_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
     number = DTYPE_BYTES[plan.precision.compute if plan.uses_fully_shard else plan.precision.param]
     parameters = plan.num_teacher_parameters + (shape.num_parameters if plan.keeps_reference else 0)
     return -(-parameters // plan.num_shards) * number
+
+
+def _reward_bytes(plan: ParallelPlan) -> int:
+    """Bytes of the reward models on a rank that judges answers."""
+    return plan.num_reward_parameters * DTYPE_BYTES[plan.precision.compute]
 
 
 def _count_rows(plan: ParallelPlan) -> int:

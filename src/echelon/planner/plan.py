@@ -241,6 +241,8 @@ class ParallelPlan:
     """Whether each rank keeps its part of a frozen copy of the initial weights, with which the objective compares."""
     num_teacher_parameters: CountOrZero = 0
     """Parameters of a frozen teacher, of which each rank keeps its part."""
+    num_reward_parameters: CountOrZero = 0
+    """Parameters of frozen reward models, which each rank that judges answers keeps whole."""
     reshard_after_forward: bool = False
     """Whether gathered parameters are freed after use."""
     reduce_gradients: ReduceGradients = "last"

@@ -69,6 +69,7 @@ def _describe_batch(plan: ParallelPlan) -> list[str]:
         *([] if plan.rows_per_sequence == 1 else [_ROWS]),
         *([_REFERENCE] if plan.keeps_reference else []),
         *([_describe_teacher(plan)] if plan.num_teacher_parameters else []),
+        *([_describe_reward_models(plan)] if plan.num_reward_parameters else []),
         *([] if plan.sync == SyncPlan() else [plan.sync.describe(plan.num_replicas, plan.replica_size)]),
     ]
 
@@ -77,6 +78,13 @@ def _describe_teacher(plan: ParallelPlan) -> str:
     return (
         f"teacher: {plan.num_teacher_parameters:,} frozen parameters, divided like the model's, which each microbatch "
         "passes without gradient"
+    )
+
+
+def _describe_reward_models(plan: ParallelPlan) -> str:
+    return (
+        f"reward: {plan.num_reward_parameters:,} frozen parameters of reward models, whole on each process that judges "
+        f"answers, in {plan.precision.compute}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The size of the teacher of a distillation, of which each process keeps its part."""
+"""The sizes of the other models that processes keep: the teacher of a distillation, and reward models."""
 
 from functools import cache
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from echelon.ground.run_files import RunFiles, is_run
 from echelon.ground.stored import read_json
 from echelon.planner.shape import build_shape
+from echelon.recipe.names import REWARD_MODEL
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
@@ -19,6 +20,15 @@ def count_teacher(recipe: "Recipe") -> int:
     """
     source = recipe.objective.teacher
     return 0 if source is None or not recipe.objective.teacher_in_memory else _count(Path(source))
+
+
+def count_reward_models(recipe: "Recipe") -> int:
+    """Return the parameters of the recipe's reward models. Those that are not here count zero.
+
+    Raises ConfigError if a config describes no model.
+    """
+    paths = [(reward.options or {}).get("path") for reward in recipe.reward if reward.name == REWARD_MODEL]
+    return sum(_count(Path(path)) for path in paths if isinstance(path, str))
 
 
 @cache

@@ -19,7 +19,7 @@ from echelon.recipe.inputs import (
     TrainedTokenizerConfig,
 )
 from echelon.recipe.launch_sections import LaunchConfig
-from echelon.recipe.names import LOOPS
+from echelon.recipe.names import LOOPS, REWARD_MODEL
 from echelon.recipe.objective import ObjectiveConfig
 from echelon.recipe.operation import (
     BudgetConfig,
@@ -203,6 +203,15 @@ class Recipe(Section):
                 "objective.name=grpo needs a reward; set for example reward: exact, which compares an answer with the "
                 "field `answer` of its prompt's record."
             )
+
+    @rule
+    def _a_reward_model_reads_one_answer(self) -> None:
+        for index, reward in enumerate(self.reward):
+            if reward.name == REWARD_MODEL and self.rollout.environment is not None:
+                raise ValueError(
+                    f"reward.{index}.name={REWARD_MODEL} reads a prompt and one answer, and rollout.environment makes "
+                    "answers of several turns; remove one of them."
+                )
 
     @rule
     def _answers_fit_the_sequence(self) -> None:

@@ -165,6 +165,9 @@ REWARDS: dict[str, str] = {
 }
 """The rewards by `reward[].name`: functions of (answers, records), and of their options."""
 
+REWARD_MODEL = "model"
+"""The name of a reward that is the score of a model, which runs in the training process."""
+
 SYNCHRONIZERS: dict[str, str] = {
     "every_step": "echelon.learn.sync.every_step:EveryStep",
     "local_sgd": "echelon.learn.sync.outer_steps:OuterSteps",
@@ -199,7 +202,7 @@ OptimizerName = Annotated[str, OneOf(OPTIMIZERS)]
 FormatName = Annotated[str, OneOf(["auto", *FORMATS, *RECORD_FORMATS])]
 SynchronizerName = Annotated[str, OneOf(SYNCHRONIZERS)]
 ObjectiveName = Annotated[str, OneOf(OBJECTIVES)]
-RewardName = Annotated[str, OneOf(REWARDS)]
+RewardName = Annotated[str, OneOf([*REWARDS, REWARD_MODEL])]
 
 
 OwnName = Annotated[str, OneOf(())]

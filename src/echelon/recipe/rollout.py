@@ -90,13 +90,15 @@ class RewardConfig(Section):
 
     name: RewardName = Field(
         description="`exact` (the answer is the text of a field), `number` (its last number is that of a field), "
-        "`regex` (a pattern matches), `math` (it equals a field as mathematics), or a function of your own, "
-        "`package.module:function`, of (answers, records)."
+        "`regex` (a pattern matches), `math` (it equals a field as mathematics), `model` (the score of a reward model, "
+        "in the option `path`), or a function of your own, `package.module:function`, of (answers, records)."
     )
     weight: Number = Field(1.0, description="Factor on the reward.")
-    options: Options = Field(None, description="Further arguments of the function, by name.")
+    options: Options = Field(None, description="Further arguments of the function or of `model`, by name.")
     timeout_seconds: Positive = Field(
-        60.0, description="Longest time for the answers of a step; later ones have no reward, and are not trained on."
+        60.0,
+        description="Longest time for the answers of a step; later ones have no reward, and are not trained on. Not "
+        "for `model`.",
     )
 
 

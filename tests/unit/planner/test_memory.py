@@ -22,7 +22,7 @@ from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.plan_lines import describe_plan
 from echelon.planner.shape import build_shape
 from echelon.recipe import AdapterConfig, OptimConfig
-from tests.families import small_model
+from tests.families import small_model, small_scorer
 from tests.parity.training import MACHINE
 from tests.unit.recipe_samples import SMALL, load_text
 
@@ -554,3 +554,21 @@ def test_a_teacher_is_counted_where_it_is_in_memory(tmp_path):
     sizes = [estimate_memory(shape, replace(plan, micro_batch_size=1), SEQUENCE).parameters for plan in plans]
     assert sizes[1] - sizes[0] == 4 * numel and sizes[2] == sizes[0]
     assert f"teacher: {numel:,} frozen parameters" in "\n".join(describe_plan(plans[1]))
+
+
+def test_reward_models_are_counted_whole(tmp_path):
+    scorers = [small_scorer("qwen3"), small_scorer("llama")]
+    for number, model in enumerate(scorers):
+        model.save_pretrained(tmp_path / str(number))
+    rewards = ", ".join(f"{{name: model, options: {{path: {tmp_path / str(number)}}}}}" for number in range(2))
+    overrides = ["objective.name=grpo", "rollout.max_new_tokens=8", "parallel=fsdp", "train.precision=bf16"]
+    shape, cluster = build_shape(MODELS["llama"]), Cluster(MACHINE, 1, 1, kind="cpu")
+    plans = [
+        resolve_plan(load_text(tmp_path, SMALL, *overrides, f"reward={reward}")[0], shape, cluster)
+        for reward in ("exact", f"[{rewards}, {{name: exact}}]")
+    ]
+    numel = sum(parameter.numel() for model in scorers for parameter in model.parameters())
+    assert [plan.num_reward_parameters for plan in plans] == [0, numel]
+    sizes = [estimate_memory(shape, plan, SEQUENCE).parameters for plan in plans]
+    assert sizes[1] - sizes[0] == 2 * numel
+    assert f"reward: {numel:,} frozen parameters of reward models" in "\n".join(describe_plan(plans[1]))

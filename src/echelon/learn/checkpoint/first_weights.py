@@ -13,6 +13,7 @@ from echelon.ground.run_files import is_run
 from echelon.learn.checkpoint.fill import load_alone
 from echelon.learn.checkpoint.folder import newest_of
 from echelon.learn.checkpoint.safety import read_metadata
+from echelon.learn.model.build import build_on_meta, load_config, materialize
 from echelon.learn.model.pretrained import PretrainedWeights
 from echelon.learn.model.weights import (
     buffer_places,
@@ -24,7 +25,7 @@ from echelon.learn.model.weights import (
     initialize_weights,
     vocabulary_names,
 )
-from echelon.recipe import Recipe
+from echelon.recipe import ModelConfig, Recipe
 
 Fill = Callable[[PreTrainedModel], None]
 """Fills a materialised model; it may be sharded, quantised or have an adapter. Modules on meta are left out."""
@@ -45,6 +46,25 @@ def open_weights(skeleton: PreTrainedModel, recipe: Recipe) -> Fill:
         seed = recipe.run.seed
         return partial(_load_from_run, skeleton=skeleton, checkpoint=checkpoint, may_grow=may_grow, seed=seed)
     return PretrainedWeights(skeleton, Path(source), may_grow, recipe.run.seed).fill
+
+
+def load_frozen(recipe: Recipe, source: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Load another model that a recipe names, whole and in evaluation mode.
+
+    Args:
+        source: a run, or an HF folder.
+
+    Raises:
+        ConfigError: there is no such model.
+        CheckpointError: its weights are damaged.
+    """
+    trusted = recipe.model.trust_remote_code
+    of_source = recipe.model_copy(update={"model": ModelConfig(checkpoint=source, trust_remote_code=trusted)})
+    skeleton = build_on_meta(load_config(source, trusted), None, trusted)
+    model = build_on_meta(load_config(source, trusted), None, trusted, dtype).requires_grad_(False)
+    materialize(model, device)
+    open_weights(skeleton, of_source)(model)
+    return model.eval()
 
 
 @torch.no_grad()

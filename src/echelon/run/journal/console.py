@@ -90,8 +90,9 @@ def render_memory(planned: MemoryParts, measured: MemoryParts) -> list[str]:
 def _losses(values: dict[str, Any]) -> str:
     forms = {"kl": ".4f", "agreement": ".1%"} if "kl" in values else {}
     forms |= {"perplexity": ".2f", "bits_per_byte": ".4f", "reward_accuracy": ".1%", "reward_margin": ".4f"}
-    if "solved" in values:
-        return f"reward {values['reward']:.4f}  solved {values['solved']:.1%} of {values['answers']:,} answers"
+    if "reward" in values:
+        solved = f"solved {values['solved']:.1%} of " if "solved" in values else ""
+        return f"reward {values['reward']:.4f}  {solved}{values['answers']:,} answers"
     known = {name: form for name, form in forms.items() if values[name] is not None}
     return "  ".join([f"loss {values['loss']:.4f}", *(f"{name} {values[name]:{form}}" for name, form in known.items())])
 

@@ -182,7 +182,8 @@ def _counted_once(values: Tensor, learner: "Learner") -> Tensor:
 
 def _as_metrics(stats: RewardStats) -> dict[str, float]:
     parts = {f"reward_{name.rpartition(':')[2]}": value for name, value in stats.parts.items()}
-    found = {"reward": stats.reward, "solved": stats.solved, "reward_spread": stats.spread}
+    solved = {} if stats.solved is None else {"solved": stats.solved}
+    found = {"reward": stats.reward, **solved, "reward_spread": stats.spread}
     return {**found, **(parts if len(parts) > 1 else {}), **({"unjudged": stats.unjudged} if stats.unjudged else {})}
 
 
