@@ -33,6 +33,8 @@ _NOT_A_WORDING = (
 _CHAT_TYPES = ("sharegpt", "chat_template", "chat_template.default")
 _PAIRS_WITH_PROMPTS = "chat_template.argilla"
 """The type of conversations in which both answers contain the prompt."""
+_SCORED_PAIRS = "bradley_terry.chat_template"
+"""The type of pairs for a reward model: records with `input`, `chosen`, `rejected` and perhaps `system`, all texts."""
 _UNTYPED: Mapping[Answers | None, str] = {
     None: "tokens", "pairs": "preference", "judged": "unpaired_preference", "prompts": "prompt"
 }  # fmt: skip
@@ -144,6 +146,17 @@ def _form(
     ledger: Ledger, name: str, kind: str | None, pretraining: bool
 ) -> tuple[str | None, dict[str, str], Wording | None]:
     """Return (format, field names: echelon's to the records', prompt format) from a dataset's type and field keys."""
+    if kind != _SCORED_PAIRS and ledger.values.get("objective.name") != "reward":
+        return _form_of_type(ledger, name, kind, pretraining)
+    if kind != _SCORED_PAIRS or ledger.values.get("objective.name") != "reward":
+        ledger.refuse(f"{name}.type", f"a reward model, and nothing else, is trained on the type {_SCORED_PAIRS}.")
+    return "preference", {}, _template(ledger, name)
+
+
+def _form_of_type(
+    ledger: Ledger, name: str, kind: str | None, pretraining: bool
+) -> tuple[str | None, dict[str, str], Wording | None]:
+    """Return what `_form` does, for a dataset of any other objective than a reward model."""
 
     def renames(table: Mapping[str, str]) -> dict[str, str]:
         found = {ours: ledger.take(f"{name}.{theirs}", f"{name}.type.{theirs}") for theirs, ours in table.items()}

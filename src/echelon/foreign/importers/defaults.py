@@ -6,7 +6,7 @@ from typing import Literal
 from echelon.foreign.importers.ledger import Ledger
 from echelon.foreign.importers.source_file import TABLE, Tool
 
-Trainer = Literal["sft", "dpo", "orpo", "cpo", "kto", "grpo", "gkd", "transformers"]
+Trainer = Literal["sft", "dpo", "orpo", "cpo", "kto", "grpo", "gkd", "reward", "transformers"]
 """The trainer that a file of the Hugging Face family is for: one of TRL's, or transformers' own."""
 
 

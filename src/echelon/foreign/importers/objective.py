@@ -1,7 +1,7 @@
 """Import the objective of another tool's file, and detect the trainer of a file of the Hugging Face family."""
 
 from collections.abc import Callable, Mapping
-from typing import get_args
+from typing import Any, get_args
 
 from echelon.foreign.importers.defaults import Trainer
 from echelon.foreign.importers.ledger import Ledger
@@ -15,9 +15,11 @@ from echelon.recipe.yaml_text import show_value
 
 TRAINERS: Mapping[str, Trainer] = {name: name for name in get_args(Trainer)}
 
-_SFT, _GRPO, _GKD, _PAIRS, _TRL, _SCRIPTS, _SFT_LOSSES = (
+_SCORES_TEXTS = "ForSequenceClassification"
+
+_SFT, _GRPO, _GKD, _REWARD, _PAIRS, _TRL, _SCRIPTS, _SFT_LOSSES = (
     tuple(TABLE["trainer_keys"][kind].split())
-    for kind in ("sft", "grpo", "gkd", "pairs", "trl", "scripts", "sft_losses")
+    for kind in ("sft", "grpo", "gkd", "reward", "pairs", "trl", "scripts", "sft_losses")
 )
 
 
@@ -32,6 +34,8 @@ def find_trainer(ledger: Ledger, asked: str | None) -> Trainer:
         return TRAINERS[asked]
     if ledger.find(*_GKD) is not None:
         return "gkd"
+    if ledger.find(*_REWARD) is not None:
+        return "reward"
     if ledger.find(*_SFT) is not None or ledger.peek("loss_type") in _SFT_LOSSES:
         return "sft"
     if ledger.find(*_GRPO) is not None:
@@ -56,8 +60,7 @@ def find_trainer(ledger: Ledger, asked: str | None) -> Trainer:
 
 def carry_objective(ledger: Ledger, tool: Tool, trainer: Trainer | None) -> Answers | None:
     """Import the objective and return what it compares, if it does. Raises ConfigError for an unsupported objective."""
-    full = ledger.find("stage", "rl")
-    wanted = ledger.take("stage", "rl") if full is not None else trainer if trainer in _METHODS else None
+    full, wanted = _find_method(ledger, tool, trainer)
     if wanted in (None, "sft", "pt", False):
         if tool == "hf" and (loss := ledger.find("loss_type")) is not None:
             if ledger.given[loss] in ("nll", "chunked_nll"):
@@ -70,10 +73,19 @@ def carry_objective(ledger: Ledger, tool: Tool, trainer: Trainer | None) -> Answ
             f"{full}: {wanted} is not supported; echelon supports causal_lm (pt, sft) and the methods "
             f"{', '.join(_METHODS)}."
         )
-    _METHODS[wanted](ledger, f"{full}: {wanted}" if full else f"--trainer {trainer}")
+    _METHODS[wanted](ledger, f"{full}: {show_value(ledger.given[full])}" if full else f"--trainer {trainer}")
     if (name := ledger.find("max_prompt_length")) is not None and wanted != "grpo":
         ledger.differ(name, "prompts have no separate limit: data.sequence_len limits prompt and answer together.")
     return OBJECTIVES[str(ledger.values["objective.name"])].answers
+
+
+def _find_method(ledger: Ledger, tool: Tool, trainer: Trainer | None) -> tuple[str | None, Any]:
+    """Return the key that names the method, if one does, and the method: one of `_METHODS`, or of the user's."""
+    full = ledger.find("stage", "rl")
+    if full is None and tool == "axolotl" and ledger.peek("reward_model") is True:
+        ledger.take("reward_model")
+        return "reward_model", "reward"
+    return full, ledger.take("stage", "rl") if full is not None else trainer if trainer in _METHODS else None
 
 
 def _put_dpo(ledger: Ledger, reason: str) -> None:
@@ -182,9 +194,29 @@ def _put_distill(ledger: Ledger, reason: str) -> None:
         ledger.refuse(full, "answers of the teacher are not sampled during training; write them before.")
 
 
+def _put_reward(ledger: Ledger, reason: str) -> None:
+    """Import a reward model: TRL's RewardTrainer, which Axolotl calls, and the stage `rm` of LLaMA-Factory."""
+    ledger.put("objective.name", "reward", reason)
+    ledger.move("objective.center_weight", "center_rewards_coefficient")
+    if (name := ledger.find("num_labels")) is not None and ledger.given[name] == 1:
+        ledger.need_not(name, "a reward model has one score.")
+    if (name := ledger.find("model_type")) is not None and str(ledger.given[name]).endswith(_SCORES_TEXTS):
+        ledger.need_not(name, "the model is one that scores texts.")
+    if (name := ledger.find("disable_dropout")) is not None and ledger.given[name] is True:
+        ledger.differ(name, "dropout is that of the model's config, which most have set to 0.")
+    saved = ledger.find("lora_modules_to_save", "modules_to_save", "additional_target")
+    if saved is not None and ledger.given[saved] in ("score", ["score"]):
+        ledger.need_not(saved, "the head is trained in full beside an adapter.")
+    if reason == "stage: rm":
+        ledger.remark(
+            "reward model: LLaMA-Factory stores the head apart, with a bias and with dropout before it; echelon writes "
+            "one model without them. A bias changes no difference of scores."
+        )
+
+
 _METHODS: Mapping[str, Callable[[Ledger, str], None]] = {
     "dpo": _put_dpo, "ipo": _put_dpo, "orpo": _put_orpo, "simpo": _put_cpo, "cpo": _put_cpo, "kto": _put_kto,
-    "grpo": put_grpo, "gkd": _put_distill,
+    "grpo": put_grpo, "gkd": _put_distill, "rm": _put_reward, "reward": _put_reward,
 }  # fmt: skip
 """The methods by `rl` of Axolotl, `stage` of LLaMA-Factory, and the trainer of TRL."""
 
@@ -215,11 +247,13 @@ def carry_v1_objective(ledger: Ledger, read: Read, asked: str | None) -> Answers
             if ledger.find(name) is not None:
                 ledger.need_not(name, "the data has no preference pairs.")
         return None
-    if asked != "dpo":
+    if asked == "dpo":
+        _put_dpo(ledger, "--trainer dpo")
+    elif asked == "reward":
+        _put_reward(ledger, "--trainer reward")
+    else:
         ledger.refuse(
             "train_dataset", "the data has preference pairs, for llamafactory-cli dpo or rm, and the file does not "
-            "specify which; if it is for dpo, import it with --trainer dpo."
+            "specify which; import it with --trainer dpo or --trainer reward."
         )  # fmt: skip
-    else:
-        _put_dpo(ledger, "--trainer dpo")
     return "pairs"

@@ -93,6 +93,17 @@ CASES: dict[str, tuple[dict[str, Any], str | None, dict[str, Any]]] = {
         {**TRL, "desirable_weight": 1.5, "loss_type": "apo_zero_unpaired"}, "kto",
         {"name": "kto", "desirable_weight": 1.5, "loss": "apo_zero_unpaired"},
     ),
+    "axolotl reward": (
+        {**AXOLOTL, "reward_model": True, "model_type": "AutoModelForSequenceClassification", "num_labels": 1,
+         "center_rewards_coefficient": 0.01,
+         "datasets": [{"path": "a.jsonl", "type": "bradley_terry.chat_template"}]}, None,
+        {"name": "reward", "center_weight": 0.01},
+    ),
+    "factory reward": ({**FACTORY, "stage": "rm"}, None, {"name": "reward"}),
+    "trl reward": (
+        {**TRL, "center_rewards_coefficient": 0.02, "disable_dropout": True, "learning_rate": 1e-6}, "reward",
+        {"name": "reward", "center_weight": 0.02},
+    ),
 }  # fmt: skip
 
 
@@ -119,6 +130,21 @@ def test_the_data_is_that_of_the_method(tmp_path: Path) -> None:
     assert source.fields == {"messages": "talk", "label": "liked"}, "the others have echelon's own names"
     [source] = bring_in(tmp_path, {**FACTORY, "stage": "sft", "dataset": "judged"})[0].data.train
     assert source.format == "messages", "of which nobody asks whether it is good"
+
+
+def test_reward_models_of_other_tools(tmp_path: Path) -> None:
+    [source] = bring_in(tmp_path, CASES["axolotl reward"][0])[0].data.train
+    assert (source.format, source.fields) == ("preference", {})
+    [source] = bring_in(tmp_path, CASES["factory reward"][0])[0].data.train
+    assert source.format == "preference" and source.fields["rejected"] == "bad"
+    recipe, _ = bring_in(tmp_path, {**TRL, "center_rewards_coefficient": 0.01})
+    assert recipe.objective.name == "reward", "no other trainer has this key"
+    assert recipe.optim.learning_rate == 1e-4 and recipe.data.on_overlong == "drop", "the defaults of RewardConfig"
+    recipe, _ = bring_in(tmp_path, {**TRL, "use_peft": True, "lora_modules_to_save": ["score"]}, "reward")
+    assert recipe.adapter.method == "lora" and not recipe.adapter.modules_to_save
+    assert any("stores the head apart" in note for note in bring_in(tmp_path, {**FACTORY, "stage": "rm"})[1].notes)
+    with pytest.raises(ConfigError, match="num_labels: 3: it is of reward models"):
+        bring_in(tmp_path, {**TRL, "num_labels": 3}, "reward")
 
 
 def test_what_differs_is_told(tmp_path: Path) -> None:
