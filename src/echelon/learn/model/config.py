@@ -49,7 +49,7 @@ def _refuse_unknown_fields(model_type: str, fields: Mapping[str, Any], default: 
             close = difflib.get_close_matches(name, [key for key in known if not key.startswith("_")], n=1)
             hint = f"did you mean {close[0]}?" if close else "remove it."
             raise ConfigError(
-                f"model.config.{name}={fields[name]!r} is not a field of a {model_type} config in transformers "
+                f"model.config.{name}={fields[name]!r:.80} is not a field of a {model_type} config in transformers "
                 f"{transformers.__version__}; {hint}"
             )
 

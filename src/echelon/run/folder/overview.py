@@ -81,7 +81,7 @@ def summarize_run(path: Path) -> RunSummary:
     """Summarize a run; damaged files count as unknown."""
     folder = RunFolder(path)
     step, num_steps, loss, usd = folder.rows.last_step(), None, None, None
-    with suppress(OSError, ValueError, KeyError):
+    with suppress(OSError, ValueError, KeyError, OverflowError):
         num_steps = int(read_as(folder.estimate_path, _Estimate).schedule["steps"])
     if step:
         loss = folder.rows.last_loss()

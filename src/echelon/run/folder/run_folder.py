@@ -294,6 +294,9 @@ def explain_unusable(folder: Path, what: str, error: OSError) -> EchelonError:
     return ConfigError(f"run.dir={folder} cannot be {what}: {reason}; choose a folder you can write to.")
 
 
+_LONGEST_PATH = 4096  # characters that Linux accepts
+
+
 @dataclass(frozen=True)
 class RunText:
     """The path of the prepared text that a run reads, and a digest of its content, independent of the path.
@@ -330,6 +333,8 @@ class TextRecord:
             pass
         except (OSError, ValueError) as error:
             damage = error
+        if found and len(found[0].prepared) > _LONGEST_PATH:
+            damage = ValueError(f"its path has {len(found.pop().prepared)} characters")
         for event in reversed(self._rows.read_events()):
             if isinstance(prepared := event.get("prepared"), str) and isinstance(digest := event.get("digest"), str):
                 packing = event.get("packing")
@@ -349,7 +354,7 @@ class TextRecord:
             raise DataError(
                 f"{self.path}: the prepared text of this run is not recorded; run `echelon train` once to write it."
             )
-        return next((path for path in paths if (path / MANIFEST).is_file()), paths[0])
+        return next((path for path in paths if os.path.isfile(path / MANIFEST)), paths[0])
 
     def read_data_digest(self) -> str | None:
         """Return the digest that `write_prepared_path` recorded; None if there is none. Raises DataError."""

@@ -185,6 +185,9 @@ def test_a_field_that_only_the_model_reads_is_known():
     assert model.model.layers[0].self_attn.q_proj.out_features == 4 * 32
     with pytest.raises(ConfigError, match=r"model\.config\.head_dims=32 is not a field of a qwen3_moe config"):
         load_config(small_config("qwen3_moe", head_dims=32))
+    with pytest.raises(ConfigError, match="is not a field") as caught:
+        load_config(small_config("qwen3_moe", head_dims="x" * 20000))
+    assert len(str(caught.value)) < 500
 
 
 def test_memory_of_adapted_experts_by_hand():

@@ -273,7 +273,7 @@ def test_documents_of_another_type_count_as_damaged(tmp_path, content):
     assert folder.remedy().startswith(" early; raise evaluate.early_stopping")
 
 
-@pytest.mark.parametrize("other", ["", ".", "/"])
+@pytest.mark.parametrize("other", ["", ".", "/", "x" * 300, "x" * 20000], ids=len)
 def test_a_damaged_path_of_the_text_is_replaced_by_that_of_the_events(tmp_path, other):
     folder = leave_run(tmp_path / "run")
     text = tmp_path / "text"
@@ -282,6 +282,14 @@ def test_a_damaged_path_of_the_text_is_replaced_by_that_of_the_events(tmp_path, 
     folder.rows.append_event("start", step=0, prepared=str(text), digest="d")
     folder.data_path.write_text(json.dumps({"prepared": other, "digest": "d"}))
     assert folder.text.read_prepared_path() == text
+
+
+def test_a_path_that_no_file_can_have_is_damage_in_a_short_message(tmp_path):
+    folder = leave_run(tmp_path / "run")
+    folder.data_path.write_text(json.dumps({"prepared": "x" * 20000, "digest": "d"}))
+    with pytest.raises(DataError, match=r"data\.json: .*\(its path has 20000 characters\)") as caught:
+        folder.text.read_prepared_path()
+    assert len(str(caught.value)) < 500
 
 
 def test_packing_counts_only_if_data_json_and_the_events_agree(tmp_path):

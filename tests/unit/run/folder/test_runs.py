@@ -11,6 +11,7 @@ import pytest
 
 from echelon.cli.main import main
 from echelon.run.folder.cost import Spending, write_spending
+from echelon.run.folder.overview import summarize_run
 from echelon.run.folder.run_folder import RunFolder
 
 # Holds the lock of the run argv[1], logs a line when it is asked to stop, and ends.
@@ -144,3 +145,9 @@ def test_no_process_elsewhere_is_signalled(echelon, tmp_path, hold, monkeypatch,
     assert code == 2 and words in err and holder in err
     monkeypatch.undo()
     assert process.poll() is None
+
+
+@pytest.mark.parametrize("steps", ["Infinity", "NaN", "-Infinity"])
+def test_a_number_of_steps_that_is_none_is_unknown(tmp_path, steps):
+    (tmp_path / "estimate.json").write_text(f'{{"schedule": {{"steps": {steps}}}}}')
+    assert summarize_run(tmp_path).num_steps is None
