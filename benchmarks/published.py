@@ -302,6 +302,13 @@ def _plan(row: dict[str, str], source: str, shape: ModelShape, cluster: Cluster)
         activation_checkpointing=memory[0],  # type: ignore[arg-type]
         checkpoint_every=memory[1],
         compile=row["compile"] == "yes",
-        precision=Precision(param="float32", compute=low, reduce=reduce, float8=eights),  # type: ignore[arg-type]
+        precision=Precision(
+            param="float32",
+            compute=low,  # type: ignore[arg-type]
+            reduce=reduce,  # type: ignore[arg-type]
+            float8=eights,
+            # Of these programs, torchtitan alone gathers weights in float8, as tensorwise scales allow.
+            float8_scaling="tensorwise" if source == "torchtitan" else "rowwise",
+        ),
         adapter=adapter,
     )

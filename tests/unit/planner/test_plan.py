@@ -69,6 +69,8 @@ def build_recipe(
         model=SimpleNamespace(new_tokens=(), trust_remote_code=False, attn_implementation=None),
         objective=ObjectiveConfig(),
         draws_answers=False,
+        samples_answers=False,
+        reward=(),
         train=SimpleNamespace(global_batch_tokens=batch_tokens, **{"epochs": None, **defaults, **train}),
         num_steps=lambda num_samples: 1000,
     )

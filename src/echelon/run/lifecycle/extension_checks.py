@@ -8,9 +8,9 @@ from typing import Any
 from echelon.ground.errors import ConfigError
 from echelon.ground.extensions import check_options, find_named, is_extension
 from echelon.learn.environments import check_environment
-from echelon.learn.reward_models import check_reward_models
 from echelon.learn.rewards import check_rewards
 from echelon.recipe import Recipe
+from echelon.recipe.names import REWARD_MODEL
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,10 @@ def check_extensions(recipe: Recipe) -> None:
         found = find_named(extension.key, extension.name, {}, kind)
         check_options(extension.key, extension.name, found, num_arguments, extension.options)
     check_rewards(recipe.reward)
-    check_reward_models(recipe)
+    if any(reward.name == REWARD_MODEL for reward in recipe.reward):
+        from echelon.learn.reward_models import check_reward_models  # it imports torch
+
+        check_reward_models(recipe)
     check_environment(recipe.rollout.environment)
 
 
