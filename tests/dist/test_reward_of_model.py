@@ -77,8 +77,21 @@ def test_the_score_rises_also_after_a_kill(echelon, tmp_path):
     ending, _, killed = train(tmp_path, "killed", 2, kill_at=6)
     assert ending.code == 0 and "restart 1 of" in ending.out, ending
     assert exact(killed) == exact(whole)
-    ending, _, of_run = train(tmp_path, "of-run", 2, "reward=[{name: model, options: {path: runs/scorer}}]")
-    assert ending.code == 0 and rewards(of_run)[:6] == pytest.approx(rewards(whole)[:6], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["fsdp", "{tp: 2}"])
+def test_one_of_the_processes_with_the_same_answers_judges(echelon, tmp_path, parallel):
+    """The same rewards as of one process; from the run itself as from the folder that it exported."""
+    write_recipes(tmp_path)
+    assert echelon("train", "scorer.json").code == 0
+    assert echelon("export", "runs/scorer", "scorer").code == 0
+    ending, _, alone = train(tmp_path, "alone", 1, "train.steps=6")
+    assert ending.code == 0, ending
+    of_run = "reward=[{name: model, options: {path: runs/scorer}}]"
+    ending, _, together = train(tmp_path, "together", 2, "train.steps=6", of_run, f"parallel={parallel}")
+    assert ending.code == 0, ending
+    assert rewards(together) == pytest.approx(rewards(alone), abs=1e-5)
 
 
 def test_what_is_no_reward_model_is_refused_before_the_start(echelon, tmp_path):

@@ -21,7 +21,7 @@ from echelon.learn.distributed.objects import gather_found, gather_objects
 from echelon.learn.environments import EnvironmentProcess
 from echelon.learn.evaluation import EvalResult
 from echelon.learn.reward_models import RewardModel, find_reward_models
-from echelon.learn.rewards import Asked, RewardProcess, Scores
+from echelon.learn.rewards import Asked, RewardProcess, Scores, name_rewards
 from echelon.learn.rollouts import Played, Rollouts
 from echelon.learn.sampling import Sampling
 from echelon.recipe import Recipe
@@ -39,7 +39,7 @@ class Rewarded:
     rewards: Tensor
     """fp64 [answers] on the CPU; NaN for an answer that could not be judged."""
     parts: Mapping[str, Tensor]
-    """Of each reward of the recipe, by its name, without its weight."""
+    """Of each reward of the recipe, by its name (see `name_rewards`), without its weight."""
     failures: Sequence[str]
     """What went wrong on any rank, a sentence each; the same on every rank."""
 
@@ -186,7 +186,7 @@ class Judge:
         gathered = gather_found(wait, meshes.everyone)
         mine = next(found for place, found, _ in gathered if place == meshes.data_rank and found is not None)
         failures = [text for _, found, own in gathered for text in (*own, *([] if found is None else found.failures))]
-        parts = {reward.name: part for reward, part in zip(recipe.reward, mine.parts, strict=True)}
+        parts = dict(zip(name_rewards(recipe.reward), mine.parts, strict=True))
         totals = torch.tensor(list(mine.total), dtype=torch.float64)
         if played is not None:
             assert recipe.rollout.environment is not None, "an environment was played with"

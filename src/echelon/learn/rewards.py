@@ -160,6 +160,15 @@ def check_rewards(rewards: Sequence[RewardConfig]) -> None:
         RewardProcess(rewards).close()
 
 
+def name_rewards(rewards: Sequence[RewardConfig]) -> list[str]:
+    """Return a name for each reward, all different: a second `model` is `model_2`."""
+    names: list[str] = []
+    for number, reward in enumerate(rewards):
+        count = sum(other.name == reward.name for other in rewards[: number + 1])
+        names.append(reward.name if count == 1 else f"{reward.name}_{count}")
+    return names
+
+
 def _is_function(reward: RewardConfig) -> bool:
     return reward.name != REWARD_MODEL
 

@@ -10,10 +10,15 @@ import pytest
 from echelon.ground.errors import ConfigError
 from echelon.learn.math_answers import math as equals
 from echelon.learn.reward_functions import exact, number, regex
-from echelon.learn.rewards import RewardProcess
+from echelon.learn.rewards import RewardProcess, name_rewards
 from echelon.recipe import RewardConfig
 
 RECORDS = [{"answer": "7"}, {"answer": 12}, {"answer": "it is 1,234.5"}]
+
+
+def test_rewards_of_the_same_name_are_told_apart():
+    rewards = [RewardConfig(name=name) for name in ("model", "exact", "model", "my:own", "my:own", "model")]
+    assert name_rewards(rewards) == ["model", "exact", "model_2", "my:own", "my:own_2", "model_3"]
 
 
 def test_exact_ignores_white_space_around_an_answer():
