@@ -32,7 +32,7 @@ def import_file(
         str | None,
         typer.Option(
             "--trainer",
-            metavar="sft|dpo|orpo|cpo|kto|grpo|gkd|transformers",
+            metavar="sft|dpo|orpo|cpo|kto|grpo|gkd|reward|transformers",
             help="For HF files: the trainer that the file is for.",
         ),
     ] = None,

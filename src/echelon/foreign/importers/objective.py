@@ -74,6 +74,7 @@ def carry_objective(ledger: Ledger, tool: Tool, trainer: Trainer | None) -> Answ
             f"{', '.join(_METHODS)}."
         )
     _METHODS[wanted](ledger, f"{full}: {show_value(ledger.given[full])}" if full else f"--trainer {trainer}")
+    _put_dropout(ledger)
     if (name := ledger.find("max_prompt_length")) is not None and wanted != "grpo":
         ledger.differ(name, "prompts have no separate limit: data.sequence_len limits prompt and answer together.")
     return OBJECTIVES[str(ledger.values["objective.name"])].answers
@@ -202,8 +203,6 @@ def _put_reward(ledger: Ledger, reason: str) -> None:
         ledger.need_not(name, "a reward model has one score.")
     if (name := ledger.find("model_type")) is not None and str(ledger.given[name]).endswith(_SCORES_TEXTS):
         ledger.need_not(name, "the model is one that scores texts.")
-    if (name := ledger.find("disable_dropout")) is not None and ledger.given[name] is True:
-        ledger.differ(name, "dropout is that of the model's config, which most have set to 0.")
     saved = ledger.find("lora_modules_to_save", "modules_to_save", "additional_target")
     if saved is not None and ledger.given[saved] in ("score", ["score"]):
         ledger.need_not(saved, "the head is trained in full beside an adapter.")
@@ -219,6 +218,14 @@ _METHODS: Mapping[str, Callable[[Ledger, str], None]] = {
     "grpo": put_grpo, "gkd": _put_distill, "rm": _put_reward, "reward": _put_reward,
 }  # fmt: skip
 """The methods by `rl` of Axolotl, `stage` of LLaMA-Factory, and the trainer of TRL."""
+
+
+def _put_dropout(ledger: Ledger) -> None:
+    name, text = ledger.find("disable_dropout"), "dropout is that of the model's config"
+    if name is not None and ledger.given[name] is True:
+        ledger.differ(name, f"{text}, which most have set to 0.")
+    elif name is not None and ledger.given[name] is False:
+        ledger.need_not(name, f"{text}.")
 
 
 def _put_beta(ledger: Ledger, *more: str) -> None:

@@ -81,6 +81,8 @@ CASES: dict[str, tuple[dict[str, Any], str | None, dict[str, Any]]] = {
         {**TRL, "loss_type": "robust", "label_smoothing": 0.1}, "dpo",
         {"name": "dpo", "loss": "robust", "label_smoothing": 0.1},
     ),
+    "trl dpo, dropout off": ({**TRL, "disable_dropout": True}, "dpo", {"name": "dpo", "loss": "sigmoid"}),
+    "trl dpo, dropout on": ({**TRL, "disable_dropout": False}, "dpo", {"name": "dpo", "loss": "sigmoid"}),
     "trl orpo": ({**TRL, "beta": 0.3}, "orpo", {"name": "orpo", "beta": 0.3}),
     "trl cpo": (
         {**TRL, "loss_type": "hinge", "cpo_alpha": 0.5}, "cpo", {"name": "cpo", "loss": "hinge", "sft_weight": 0.5}
