@@ -81,7 +81,7 @@ def vault_on(machine, folder):
     keys = {"AWS_ACCESS_KEY_ID": "AKIATESTTESTTESTTEST", "AWS_SECRET_ACCESS_KEY": "the-secret-of-this-test"}
     env = {**os.environ, **keys}
     port = folder / "port"
-    argv = [sys.executable, "-c", VAULT, str(Path(__file__).parents[1]), TOKEN, str(port)]
+    argv = [sys.executable, "-c", VAULT, str(Path(__file__).parents[2]), TOKEN, str(port)]
     process = machine.start(argv, env)
     try:
         deadline = time.monotonic() + SECONDS

@@ -160,12 +160,12 @@ def expect_tensor_stage(shape, plan, stage, layers, tokens):
 
 
 def expect_context(shape, plan, layers, tokens):
-    """Each call with the bytes that the counter sees: of a rank in a gather, of all in an exchange."""
+    """Each call with the bytes that the counter sees: those of all ranks together."""
     passes, heads, kv = MICROBATCHES * layers, shape.num_heads // plan.tp, shape.num_kv_heads // plan.tp
     if plan.cp_method == "allgather":
         part = 4 * tokens * 2 * kv * shape.head_dim
         return {
-            ("cp", "all_gather"): Sent(passes, passes * part),
+            ("cp", "all_gather"): Sent(passes, passes * plan.cp * part),
             ("cp", "all_to_all"): Sent(passes, passes * plan.cp * part),
         }
     return {("cp", "all_to_all"): Sent(4 * passes, passes * 2 * 4 * tokens * (2 * heads + 2 * kv) * shape.head_dim)}
