@@ -36,14 +36,19 @@ Row = dict[str, Any]
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file atomically: a reader sees the old text or the new one, also after a power failure.
+    """Replace the file atomically, like `write_bytes`."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace the file atomically: a reader sees the old content or the new one, also after a power failure.
 
     Several processes and threads may write the same file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol, TypeVar
 
-from echelon.ground.errors import ConfigError, first_line
-from echelon.ground.extensions import check_options, find_named
+from echelon.ground.errors import first_line
+from echelon.ground.extensions import check_options
 from echelon.ground.variables import remove_secrets
-from echelon.learn.data.child_process import AnsweringProcess, serve
+from echelon.learn.data.child_process import AnsweringProcess, find_of_user, serve
 from echelon.recipe.rollout import EnvironmentConfig
 
 Said = str | Sequence[Mapping[str, Any]] | None
@@ -103,14 +103,7 @@ def _serve(connection: Connection, config: EnvironmentConfig) -> None:
 
 def _find(config: EnvironmentConfig) -> Callable[[], Environment]:
     key = f"{KEY}.name"
-    try:
-        found: type[Environment] = find_named(key, config.name, {}, Environment)
-    except ConfigError:
-        raise
-    except Exception as error:  # it is the user's module
-        raise ConfigError(
-            f"{key}={config.name}: its module raised {type(error).__name__}: {first_line(error)}; correct it."
-        ) from error
+    found: type[Environment] = find_of_user(key, config.name, {}, Environment)
     check_options(key, config.name, found, 0, config.options)
     return lambda: found(**(config.options or {}))
 

@@ -88,10 +88,8 @@ def continue_prompts(
     ]
     # Neighbours of about the same length need little padding. With the longest first, memory is largest at the start.
     waiting = deque(sorted(rows, key=lambda row: -len(row.prompt)))
-    batch, process = (
-        _start(passes, waiting, sampling, device, width, max_num_seqs or len(rows)),
-        build_processors(sampling),
-    )
+    batch = _start(passes, waiting, sampling, device, width, max_num_seqs or len(rows))
+    process = build_processors(sampling)
     while True:
         going, logits = batch.run(waiting)
         if going:

@@ -180,7 +180,7 @@ class RewardModel:
 
 def find_reward_models(recipe: Recipe) -> list[int]:
     """Return the numbers of the rewards that are models."""
-    return [index for index, reward in enumerate(recipe.reward) if reward.name == REWARD_MODEL]
+    return [index for index, reward in enumerate(recipe.reward) if reward.is_model]
 
 
 def check_reward_models(recipe: Recipe, data: PreparedData | None = None) -> None:

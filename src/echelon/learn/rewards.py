@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection
 from typing import Any, Self
 
 from echelon.ground.errors import ConfigError, first_line
-from echelon.ground.extensions import check_options, find_named
+from echelon.ground.extensions import check_options
 from echelon.ground.variables import remove_secrets
-from echelon.learn.data.child_process import AnsweringProcess, serve
-from echelon.recipe.names import REWARD_MODEL, REWARDS
+from echelon.learn.data.child_process import AnsweringProcess, find_of_user, serve
+from echelon.recipe.names import REWARDS
 from echelon.recipe.rollout import RewardConfig
 
 
@@ -131,7 +131,7 @@ class Asked:
     def _send(self, first: int) -> str | None:
         """Ask for the rewards from number `first` on. Returns what went wrong."""
         try:
-            if any(map(_is_function, self._rewards[first:])):
+            if not all(reward.is_model for reward in self._rewards[first:]):
                 self._process.send((first, self._answers, self._records))
             return None
         except ChildProcessError as error:
@@ -156,7 +156,7 @@ class Asked:
 
 def check_rewards(rewards: Sequence[RewardConfig]) -> None:
     """Import the functions of rewards, in a process of their own. Raises ConfigError as RewardProcess does."""
-    if any(map(_is_function, rewards)):
+    if not all(reward.is_model for reward in rewards):
         RewardProcess(rewards).close()
 
 
@@ -169,16 +169,12 @@ def name_rewards(rewards: Sequence[RewardConfig]) -> list[str]:
     return names
 
 
-def _is_function(reward: RewardConfig) -> bool:
-    return reward.name != REWARD_MODEL
-
-
 def _serve(connection: Connection, rewards: Sequence[RewardConfig]) -> None:
     """Answer requests: (first, answers, records) -> what each function gave, from reward number `first` on."""
     remove_secrets()
 
     def build() -> Callable[[Any], Iterator[Found]]:
-        functions = {index: _find(index, reward) for index, reward in enumerate(rewards) if _is_function(reward)}
+        functions = {index: _find(index, reward) for index, reward in enumerate(rewards) if not reward.is_model}
 
         def respond(request: Any) -> Iterator[Found]:
             first, answers, records = request
@@ -193,14 +189,7 @@ def _serve(connection: Connection, rewards: Sequence[RewardConfig]) -> None:
 
 def _find(index: int, reward: RewardConfig) -> Callable[..., Any]:
     key = f"reward.{index}.name"
-    try:
-        found = find_named(key, reward.name, REWARDS)
-    except ConfigError:
-        raise
-    except Exception as error:  # it is the user's module
-        raise ConfigError(
-            f"{key}={reward.name}: its module raised {type(error).__name__}: {first_line(error)}; correct it."
-        ) from error
+    found = find_of_user(key, reward.name, REWARDS)
     if not inspect.isfunction(found):
         raise ConfigError(
             f"{key}={reward.name}: it must be a function of (answers, records), but it is a {type(found).__name__}."

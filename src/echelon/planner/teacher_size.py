@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from echelon.ground.run_files import RunFiles, is_run
 from echelon.ground.stored import read_json
 from echelon.planner.shape import build_shape
-from echelon.recipe.names import REWARD_MODEL
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
@@ -27,7 +26,7 @@ def count_reward_models(recipe: "Recipe") -> int:
 
     Raises ConfigError if a config describes no model.
     """
-    paths = [(reward.options or {}).get("path") for reward in recipe.reward if reward.name == REWARD_MODEL]
+    paths = [(reward.options or {}).get("path") for reward in recipe.reward if reward.is_model]
     return sum(_count(Path(path)) for path in paths if isinstance(path, str))
 
 

@@ -207,7 +207,7 @@ class Recipe(Section):
     @rule
     def _a_reward_model_reads_one_answer(self) -> None:
         for index, reward in enumerate(self.reward):
-            if reward.name == REWARD_MODEL and self.rollout.environment is not None:
+            if reward.is_model and self.rollout.environment is not None:
                 raise ValueError(
                     f"reward.{index}.name={REWARD_MODEL} reads a prompt and one answer, and rollout.environment makes "
                     "answers of several turns; remove one of them."

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from echelon.recipe.names import Options, OwnName, RewardName
+from echelon.recipe.names import REWARD_MODEL, Options, OwnName, RewardName
 from echelon.recipe.section import Count, CountOrZero, Flag, Number, Positive, Section, expand_list, expand_name
 
 
@@ -100,6 +100,11 @@ class RewardConfig(Section):
         description="Longest time for the answers of a step; later ones have no reward, and are not trained on. Not "
         "for `model`.",
     )
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it is the score of a reward model, and not a function."""
+        return self.name == REWARD_MODEL
 
 
 _RewardOrName = RewardConfig | RewardName

@@ -7,12 +7,13 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from echelon.ground.errors import ConfigError, TrainingError
+from echelon.ground.errors import ConfigError, TrainingError, first_line
+from echelon.ground.extensions import find_named
 from echelon.ground.stop_request import start_watchdog
 
 START_SECONDS = 120.0
@@ -142,6 +143,21 @@ def serve(connection: Connection, build: Callable[[], Callable[[Any], Iterable[A
         while True:
             for answer in respond(connection.recv()):
                 connection.send(answer)
+
+
+def find_of_user(key: str, name: str, table: Mapping[str, str], kind: type | None = None) -> Any:
+    """Import what a recipe names, in a process whose only work it is.
+
+    Raises ConfigError as `find_named`, and for a module of the user's that raises anything while it is imported.
+    """
+    try:
+        return find_named(key, name, table, kind)
+    except ConfigError:
+        raise
+    except Exception as error:  # it is the user's module
+        raise ConfigError(
+            f"{key}={name}: its module raised {type(error).__name__}: {first_line(error)}; correct it."
+        ) from error
 
 
 @contextmanager

@@ -7,7 +7,6 @@ written when all pieces are. A piece has `tokens` [targets, k], `log_probabiliti
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -19,7 +18,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from echelon.ground.errors import DataError
-from echelon.ground.stored import read_as, sync_path, write_json
+from echelon.ground.stored import read_as, sync_path, write_bytes, write_json
 from echelon.learn.data.mixture import MixtureDataset
 from echelon.learn.data.prepared import PreparedData
 from echelon.learn.data.shards import NO_LABEL, Dataset, Samples
@@ -138,12 +137,7 @@ def write_piece(
             "log_probabilities": np.ascontiguousarray(scores.astype(np.float32)),
         }
     )
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    with partial.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(partial, path)
+    write_bytes(path, content)
     sync_path(path.parent)
     return len(content)
 

@@ -10,7 +10,6 @@ from echelon.ground.extensions import check_options, find_named, is_extension
 from echelon.learn.environments import check_environment
 from echelon.learn.rewards import check_rewards
 from echelon.recipe import Recipe
-from echelon.recipe.names import REWARD_MODEL
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def check_extensions(recipe: Recipe) -> None:
         found = find_named(extension.key, extension.name, {}, kind)
         check_options(extension.key, extension.name, found, num_arguments, extension.options)
     check_rewards(recipe.reward)
-    if any(reward.name == REWARD_MODEL for reward in recipe.reward):
+    if any(reward.is_model for reward in recipe.reward):
         from echelon.learn.reward_models import check_reward_models  # it imports torch
 
         check_reward_models(recipe)

@@ -64,6 +64,13 @@ def score_answers(learner: "Learner", rollouts: Rollouts) -> list[Tensor]:
     ]
 
 
+def add_up(learner: "Learner", values: Tensor) -> None:
+    """Add up what answers were like over all ranks, in place; of ranks with the same answers one counts. Collective."""
+    if not learner.meshes.counts_loss:
+        values.zero_()
+    all_reduce(values, learner.meshes.everyone)
+
+
 def compare(learner: "Learner", drawn: Drawn) -> dict[str, float]:
     """Compare the sampler's log-probabilities with those of the training pass, over all ranks. Collective.
 
@@ -74,7 +81,7 @@ def compare(learner: "Learner", drawn: Drawn) -> dict[str, float]:
     gaps = (torch.cat(list(drawn.scores)) - torch.cat(list(drawn.rollouts.at_temperature))).abs()[written]
     sums = torch.tensor([gaps.sum(), (gaps > 0.01).sum(), len(gaps)], dtype=torch.float64, device=learner.device)
     largest = gaps.max().reshape(1).to(learner.device)
-    all_reduce(sums if learner.meshes.counts_loss else sums.zero_(), learner.meshes.everyone)
+    add_up(learner, sums)
     all_reduce(largest, learner.meshes.everyone, torch.distributed.ReduceOp.MAX)
     limit = learner.recipe.rollout.max_mismatch
     if limit is not None and float(largest) > limit:

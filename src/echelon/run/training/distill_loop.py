@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from echelon.learn.data.shards import NO_LABEL
-from echelon.learn.distributed.mesh import all_reduce
 from echelon.learn.rollouts import Rollouts
 from echelon.learn.sampling import row_seed
 from echelon.recipe import Recipe
-from echelon.run.training.answers import choose_sampling
+from echelon.run.training.answers import add_up, choose_sampling
 from echelon.run.training.loop_run import LoopRun
 
 if TYPE_CHECKING:
@@ -89,9 +88,7 @@ def _describe(learner: "Learner", rollouts: Rollouts, fits: Sequence[bool]) -> d
     surprise = -sum(float(rollouts.at_temperature[row].sum()) for row in rows)
     cut = sum(not rollouts.ended[row] for row in rows)
     own = torch.tensor([len(fits), len(rows), tokens, cut, surprise], dtype=torch.float64, device=learner.device)
-    if not learner.meshes.counts_loss:  # another rank counts these answers
-        own.zero_()
-    all_reduce(own, learner.meshes.everyone)
+    add_up(learner, own)
     count, trained, tokens_, cut_, surprise_ = own.tolist()
     return {
         "answer_tokens": tokens_ / max(1.0, trained),

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from echelon.ground.errors import TrainingError
-from echelon.learn.distributed.mesh import all_reduce
 from echelon.learn.judging import Rewarded, RewardStats
 from echelon.learn.objectives.grpo import GRPO, advantages_of
 from echelon.learn.rollouts import Rollouts
 from echelon.recipe import Recipe
-from echelon.run.training.answers import Drawn, choose_sampling, compare, pack, score_answers, unpack
+from echelon.run.training.answers import Drawn, add_up, choose_sampling, compare, pack, score_answers, unpack
 from echelon.run.training.loop_run import LoopRun
 
 if TYPE_CHECKING:
@@ -163,7 +162,7 @@ def _describe(
     )
     assert sums.measures is not None
     values = torch.cat([own, sums.measures.double()])
-    all_reduce(_counted_once(values, learner), learner.meshes.everyone)
+    add_up(learner, values)
     count, tokens, cut, entropy, turns, labels, clipped, divergence = values.tolist()
     found = {"answer_tokens": tokens / count, "truncated": cut / count, "entropy": entropy / max(1.0, tokens)}
     if rollouts.played is not None:
@@ -173,11 +172,6 @@ def _describe(
     if objective.kl_weight:
         found["kl"] = divergence / max(1.0, labels)
     return found
-
-
-def _counted_once(values: Tensor, learner: "Learner") -> Tensor:
-    """Return the values; zeros on ranks that hold answers which another rank counts, or no loss of them."""
-    return values if learner.meshes.counts_loss else values.zero_()
 
 
 def _as_metrics(stats: RewardStats) -> dict[str, float]:
