@@ -170,9 +170,8 @@ def _sent_seconds(step: Step, layer: LayerTime) -> float:
     inside = sum(axis.layer_seconds(step, layer) for axis in LAYER_AXES) / 2
     if not plan.reshard_after_forward:
         return inside
-    gather = find_group(plan, step.cluster, SHARDING).gather_layer(
-        step.part.num_layer_parameters * DTYPE_BYTES[plan.precision.compute]
-    )
+    gathered = step.part.num_layer_parameters * plan.gathered_bytes
+    gather = find_group(plan, step.cluster, SHARDING).gather_layer(gathered)
     return inside + step.exposed(gather, layer.forward)
 
 
