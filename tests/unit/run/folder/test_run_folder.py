@@ -16,7 +16,7 @@ import pytest
 
 from echelon.ground.checksums import MANIFEST
 from echelon.ground.errors import ConfigError, DataError
-from echelon.ground.stored import write_json, write_text
+from echelon.ground.stored import write_bytes, write_json, write_text
 from echelon.launch.job import JobSpec
 from echelon.launch.records import write_job
 from echelon.recipe import OptimConfig, Recipe
@@ -201,7 +201,7 @@ def test_interrupted_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "plan.json"
     write_json(path, {"a": 1})
     with pytest.raises(TypeError):
-        write_text(path, 3)
+        write_bytes(path, 3)
     assert json.loads(path.read_text()) == {"a": 1}
     assert os.listdir(tmp_path) == ["plan.json"]
 
