@@ -46,6 +46,8 @@ CONVERTED: dict[str, dict[str, Any]] = {
     | {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
 }
 OTHERS: dict[str, dict[str, Any]] = CONVERTED | {
+    "gpt_oss": COMMON
+    | {"intermediate_size": 64, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     "mamba": {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
     "phi3": COMMON,
 }

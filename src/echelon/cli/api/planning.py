@@ -93,9 +93,8 @@ def plan(
 
     # Packages and files of other machines cannot be checked here.
     checked = check_model(recipe, elsewhere=devices is not None or instance is not None)
-    note(f"model: {checked.vocabulary}")
-    if checked.masks is not None:
-        note(checked.masks)
+    for line in checked.describe():
+        note(line)
     shape = checked.shape
     cluster, price = find_target(recipe, shape, devices, devices_per_node, instance, count, note)
     chosen = resolve_plan(recipe, shape, cluster)

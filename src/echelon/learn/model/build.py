@@ -39,7 +39,8 @@ def load_config(source: Mapping[str, Any] | str, trust_remote_code: bool = False
     return build_config(source)
 
 
-def _read_config(source: str, trust_remote_code: bool) -> PretrainedConfig:
+def find_config_folder(source: str, trust_remote_code: bool = False) -> Path:
+    """Return the folder with the config.json of `model.checkpoint`. Raises like `load_config`."""
     folder = Path(find_model_dir(source))
     if is_hub_name(source):
         folder = fetch(HubModel(source, "model.checkpoint", Part.CONFIG, trust_remote_code))
@@ -48,6 +49,11 @@ def _read_config(source: str, trust_remote_code: bool) -> PretrainedConfig:
             f"model.checkpoint={source}: there is no such folder (current folder: {Path.cwd()}); give a folder with "
             "config.json and safetensors, or a hub id."
         )
+    return folder
+
+
+def _read_config(source: str, trust_remote_code: bool) -> PretrainedConfig:
+    folder = find_config_folder(source, trust_remote_code)
     try:
         check_readable(folder)
         check_depth(read_json(folder / "config.json"))
@@ -60,7 +66,18 @@ def _read_config(source: str, trust_remote_code: bool) -> PretrainedConfig:
             "config.json and safetensors, or a hub id."
         ) from error
     assert isinstance(config, PretrainedConfig)
+    drop_quantization(config)
     return config
+
+
+def drop_quantization(config: PretrainedConfig) -> None:
+    """Remove from a config, in place, how its files store weights: in memory, and in what is written, they are plain.
+
+    `dequantized.py` reads it from the files.
+    """
+    for part in (config, config.get_text_config(decoder=True)):
+        for key in ("quantization_config", "compression_config"):
+            vars(part).pop(key, None)
 
 
 def build_on_meta(

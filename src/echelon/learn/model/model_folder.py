@@ -1,11 +1,11 @@
 """The config and tokenizer of a run's model, as files that `transformers` reads."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from echelon.ground.checksums import check_files, write_manifest
-from echelon.ground.errors import CheckpointError, ConfigError
+from echelon.ground.errors import CheckpointError
 from echelon.ground.run_files import RunFiles, is_run
 
 if TYPE_CHECKING:
@@ -35,43 +35,6 @@ def find_stops(config: "PretrainedConfig", learned: Sequence[int]) -> list[int]:
     """Return the ids that stop generation: those that the model was trained to end with, else the config's own."""
     own = getattr(config, "eos_token_id", None)
     return list(learned) or ([] if own is None else own if isinstance(own, list) else [own])
-
-
-# The classes of transformers that load the weights of a method as plain numbers.
-_DEQUANTIZING = {
-    "fp8": "FineGrainedFP8Config(dequantize=True)",
-    "mxfp4": "Mxfp4Config(dequantize=True)",
-}
-
-
-def check_unquantized(source: str, fields: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose weights are stored quantized: echelon reads weights in fp32, fp16 and bf16.
-
-    Args:
-        source: `model.checkpoint`.
-        fields: of its config.json.
-
-    Raises:
-        ConfigError: naming the folder, the method and a fix.
-    """
-    settings = fields.get("quantization_config") or fields.get("compression_config")
-    if not settings:
-        return
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
-    if method is None and any(str(key).startswith("load_in_") for key in settings):
-        method = "bitsandbytes"
-    fix = "give the folder of the model before quantization"
-    if method == "bitsandbytes":
-        fix += "; with adapter.method=qlora, echelon itself quantizes it to 4 bits as it loads"
-    elif method in _DEQUANTIZING:
-        fix += (
-            f", or write one: AutoModelForCausalLM.from_pretrained({source!r}, quantization_config="
-            f"{_DEQUANTIZING[method]}).save_pretrained(OUT, save_original_format=False)"
-        )
-    raise ConfigError(
-        f"model.checkpoint={source}: its weights are stored quantized (quantization_config of config.json has the "
-        f"method {method or 'unknown'}), and echelon reads weights in fp32, fp16 and bf16; {fix}."
-    )
 
 
 def find_model_dir(source: str) -> str:

@@ -2,22 +2,16 @@
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from echelon.ground.errors import CheckpointError, ConfigError
-from echelon.ground.sizes import render_bytes
-from echelon.ground.stored import read_json
+from echelon.ground.errors import CheckpointError
 from echelon.learn.model.build import persistent_buffers
 from echelon.learn.model.conversion import Conversion, Shape, conversions_to_model
+from echelon.learn.model.safetensors_folder import FLOATING, SafetensorsFolder, StoredWeight
 from echelon.learn.model.weights import (
     WeightPlace,
     buffer_places,
@@ -31,102 +25,11 @@ from echelon.learn.model.weights import (
 
 logger = logging.getLogger(__name__)
 
-_FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Tables that older releases of transformers stored; today every model computes them.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attn\.(masked_)?bias$|attention\.(masked_)?bias$|position_ids$")
 
 # The head for tokens, of which a model that scores texts has no use.
 _TOKEN_HEAD = re.compile(r"^(lm_head|embed_out)\.")
-
-
-@dataclass(frozen=True)
-class StoredWeight:
-    """What the header of a file says of one tensor. `dtype`: as safetensors names it."""
-
-    file: Path
-    shape: Shape
-    dtype: str
-
-
-class SafetensorsFolder:
-    """The weights of an HF checkpoint folder, read by name and slice. Only safetensors files are opened."""
-
-    def __init__(self, path: Path) -> None:
-        index = path / "model.safetensors.index.json"
-        single = path / "model.safetensors"
-        if index.is_file():
-            self._files = _read_index(index)
-        elif single.is_file():
-            with _opened(single) as file:
-                self._files = dict.fromkeys(file.keys(), single)
-        else:
-            raise ConfigError(
-                f"model.checkpoint={path}: it has no model.safetensors; echelon reads safetensors only, never pickled "
-                "weights: convert the checkpoint with `model.save_pretrained(...)` first."
-            )
-
-    def read_headers(self) -> dict[str, StoredWeight]:
-        """Return what the headers say of each tensor. Raises CheckpointError, like every method that reads."""
-        found: dict[str, StoredWeight] = {}
-        for path, names in self._by_file(self._files).items():
-            with _opened(path) as file:
-                for name in names:
-                    stored = file.get_slice(name)
-                    found[name] = StoredWeight(path, tuple(stored.get_shape()), stored.get_dtype())
-        return found
-
-    def find_dtype(self) -> torch.dtype:
-        """Return the dtype of the first weight that is stored as floating-point numbers; fp32 if there is none."""
-        found = (_FLOATING[header.dtype] for header in self.read_headers().values() if header.dtype in _FLOATING)
-        return next(found, torch.float32)
-
-    def read(self, name: str, block: tuple[slice, ...]) -> Tensor:
-        """Read one block of a tensor without reading the rest."""
-        with _opened(self._files[name]) as file:
-            tensor: Tensor = file.get_slice(name)[block] if block else file.get_tensor(name)
-            return tensor
-
-    def read_whole(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read full tensors, by name."""
-        found: dict[str, Tensor] = {}
-        for path, some in self._by_file(names).items():
-            with _opened(path) as file:
-                found |= {name: file.get_tensor(name) for name in some}
-        return found
-
-    def _by_file(self, names: Iterable[str]) -> dict[Path, list[str]]:
-        """Group the names of tensors by file."""
-        groups: dict[Path, list[str]] = {}
-        for name in names:
-            groups.setdefault(self._files[name], []).append(name)
-        return groups
-
-
-def _read_index(path: Path) -> dict[str, Path]:
-    """Return the file of each tensor; all must be in the index's folder."""
-    try:
-        files = {name: path.parent / file for name, file in read_json(path)["weight_map"].items()}
-        for file in files.values():
-            if file.parent != path.parent or file.suffix != ".safetensors" or not file.is_file():
-                raise ValueError(f"it names {str(file)[:200]!r}, which is not a safetensors file in its folder")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = str(error)[:300]  # which may quote a name of any length
-        raise CheckpointError(f"{path} cannot be read ({reason}); download or copy the file again.") from error
-    return files
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        try:
-            opened = safe_open(path, framework="pt")
-        except MemoryError as error:  # the whole file is mapped
-            raise ValueError(f"it has {render_bytes(path.stat().st_size)}, which cannot be mapped") from error
-        with opened as file:
-            yield file
-    except (OSError, SafetensorError, ValueError, OverflowError) as error:
-        reason = str(error).strip()[:300]
-        raise CheckpointError(f"{path} cannot be read ({reason}); download or copy the file again.") from error
 
 
 class PretrainedWeights:
@@ -148,8 +51,10 @@ class PretrainedWeights:
         Raises:
             CheckpointError: the files do not belong together.
         """
+        from echelon.learn.model.dequantized import open_folder
+
         self._skeleton, self._path = skeleton, path
-        self._files = SafetensorsFolder(path)
+        self._files = open_folder(path)
         self._stored = self._files.read_headers()
         try:
             conversions = conversions_to_model(skeleton, {name: tensor.shape for name, tensor in self._stored.items()})
@@ -213,9 +118,9 @@ def _check_shape(what: str, stored: Shape, place: WeightPlace, may_grow: bool) -
 def _check_floating(weights: Mapping[str, StoredWeight]) -> None:
     """Raise CheckpointError for a weight that is not stored as plain floating-point numbers."""
     for name, weight in weights.items():
-        if weight.dtype not in _FLOATING:
+        if weight.dtype not in FLOATING:
             raise CheckpointError(
-                f"{weight.file}: {name} is stored as {weight.dtype}, and only {', '.join(_FLOATING)} can be read; "
+                f"{weight.file}: {name} is stored as {weight.dtype}, and only {', '.join(FLOATING)} can be read; "
                 "convert the checkpoint, or download the file again if it is damaged."
             )
 

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.ground.errors import ConfigError, HubUnreachableError
 from echelon.ground.run_files import is_run
+from echelon.ground.sizes import render_bytes
 from echelon.ground.stored import read_json
 from echelon.learn.data.mixture import divide_slots
-from echelon.learn.model.model_folder import check_unquantized, find_model_dir
+from echelon.learn.model.model_folder import find_model_dir
+from echelon.learn.model.stored_format import StoredFormat, find_stored_format, without_settings
 from echelon.planner.families import FAMILIES
 from echelon.planner.model_shape import ModelShape, with_scores
 from echelon.planner.shape import build_shape, resolve_vocab_size
@@ -53,6 +55,7 @@ class CheckedModel:
         obstacle: why the model cannot keep the documents of a sequence apart, as a clause; None if it can, or if that
             is not known here.
         masks: a message about that obstacle, if the recipe would pack documents.
+        stored: a message about weights that the checkpoint stores quantized; None if it does not.
         left: the checks that are not possible on this machine, each with the reason; `train` runs them.
     """
 
@@ -62,7 +65,12 @@ class CheckedModel:
     tokenizer: "PreTrainedTokenizerFast | None" = None
     obstacle: str | None = None
     masks: str | None = None
+    stored: str | None = None
     left: tuple[str, ...] = ()
+
+    def describe(self) -> list[str]:
+        """The messages about the model."""
+        return [f"model: {self.vocabulary}", *(line for line in (self.stored, self.masks) if line is not None)]
 
 
 def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -> CheckedModel:
@@ -86,7 +94,8 @@ def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -
     elif recipe.track:
         left.append(f"track: the packages and keys of {', '.join(recipe.track)}")
     tokenizer = _load_tokenizer(recipe, elsewhere, left)
-    given = read_model_fields(recipe)
+    given, stored = _read_given_fields(recipe)
+    given = _with_head(recipe, given)
     fields, line = size_vocabulary(recipe, given, _find_vocab_size(recipe, tokenizer))
     shape = build_shape(fields)
     _check_positions(recipe, shape)
@@ -97,7 +106,8 @@ def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -
     if obstacle is not None and recipe.data.packing == "auto" and recipe.data.document_mask is not False:
         masks = f"data.packing=auto: samples are not packed, because {obstacle}"
     shape = replace(shape, obeys_masks=obstacle is None)
-    return CheckedModel(given, shape, line, tokenizer, obstacle, masks, tuple(left))
+    message = None if stored is None else _describe_stored(recipe, stored)
+    return CheckedModel(given, shape, line, tokenizer, obstacle, masks, message, tuple(left))
 
 
 def check_counted(recipe: Recipe) -> None:
@@ -327,7 +337,7 @@ def check_weights(checkpoint: str | None) -> None:
     if checkpoint is None:
         return
     from echelon.learn.checkpoint.folder import newest_of
-    from echelon.learn.model.pretrained import SafetensorsFolder
+    from echelon.learn.model.dequantized import open_folder
 
     path = Path(checkpoint)
     if is_run(path):
@@ -338,7 +348,7 @@ def check_weights(checkpoint: str | None) -> None:
             )
         newest_of(path, checksums=True)
     elif path.is_dir():
-        SafetensorsFolder(path)
+        open_folder(path)
 
 
 def find_model_fields(recipe: Recipe, tokenizer_vocab_size: int | None) -> tuple[dict[str, Any], str]:
@@ -353,19 +363,34 @@ def find_model_fields(recipe: Recipe, tokenizer_vocab_size: int | None) -> tuple
 def read_model_fields(recipe: Recipe) -> dict[str, Any]:
     """The HF config fields of the recipe's model, as it or its checkpoint gives them.
 
-    Raises ConfigError for a checkpoint without a readable config, or with quantized weights.
+    Raises ConfigError for a checkpoint without a readable config, or whose quantized weights cannot be read.
     """
-    fields = _read_given_fields(recipe)
+    return _with_head(recipe, _read_given_fields(recipe)[0])
+
+
+def _with_head(recipe: Recipe, fields: dict[str, Any]) -> dict[str, Any]:
     return with_scores(fields, 1) if recipe.objective.scores_texts else fields
 
 
-def _read_given_fields(recipe: Recipe) -> dict[str, Any]:
+def _read_given_fields(recipe: Recipe) -> tuple[dict[str, Any], StoredFormat | None]:
+    """The config fields of the model in memory, and the format of the weights if its checkpoint has quantized ones."""
     if recipe.model.config is not None:
-        return dict(recipe.model.config)
+        return dict(recipe.model.config), None
     assert recipe.model.checkpoint is not None
     fields = _read_checkpoint_fields(recipe.model.checkpoint, recipe.model.trust_remote_code)
-    check_unquantized(recipe.model.checkpoint, fields)
-    return fields
+    return without_settings(fields), find_stored_format(recipe.model.checkpoint, fields)
+
+
+def _describe_stored(recipe: Recipe, stored: StoredFormat) -> str:
+    """The message about quantized weights: what is read, and what is held."""
+    checkpoint = Path(str(recipe.model.checkpoint))
+    size = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+    read = f", {render_bytes(size)}" if size else ""
+    again = f", then quantized to {recipe.adapter.quant_type}" if recipe.adapter.method == "qlora" else ""
+    return (
+        f"model.checkpoint: its weights are stored as {stored}{read}; they are read as plain numbers of {stored.dtype}"
+        f"{again}; memory is that of the model, not of the files"
+    )
 
 
 def size_vocabulary(
@@ -418,6 +443,7 @@ def _read_checkpoint_fields(checkpoint: str, trust_remote_code: bool) -> dict[st
         if not isinstance(fields, dict):
             raise ConfigError(f"model.checkpoint={checkpoint}: {path} is not the config of a model.")
         return fields
-    from echelon.learn.model.build import load_config
+    from echelon.learn.model.build import find_config_folder, load_config
 
-    return dict(load_config(checkpoint, trust_remote_code).to_dict())
+    load_config(checkpoint, trust_remote_code)
+    return dict(_read_floats(read_json(find_config_folder(checkpoint, trust_remote_code) / "config.json")))

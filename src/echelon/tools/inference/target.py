@@ -30,11 +30,13 @@ from echelon.learn.checkpoint.export import load_run_model
 from echelon.learn.checkpoint.folder import checkpoint_of
 from echelon.learn.data.tokenizer import try_tokenizer
 from echelon.learn.model.attention import choose_attention
-from echelon.learn.model.build import build_on_meta, load_config, materialize, model_kind
+from echelon.learn.model.build import build_on_meta, drop_quantization, load_config, materialize, model_kind
 from echelon.learn.model.causality import check_is_causal
+from echelon.learn.model.dequantized import open_folder
 from echelon.learn.model.model_folder import run_model_dir
 from echelon.learn.model.parts import check_has_vocabulary
-from echelon.learn.model.pretrained import PretrainedWeights, SafetensorsFolder
+from echelon.learn.model.pretrained import PretrainedWeights
+from echelon.learn.model.stored_format import StoredFormat, find_settings, find_stored_format
 from echelon.planner.shape import check_depth
 from echelon.tools.inference.team import Host
 
@@ -75,7 +77,7 @@ def load_target(
         config = AutoConfig.from_pretrained(target, **_LOCAL)
         _check_head(config, target, may_score)
         check_is_causal(config)
-        if host.team.size > 1:
+        if host.team.size > 1 or _read_format(target) is not None:
             return _load_shard(target, config, host), tokenizer
         model, report = model_kind(config).from_pretrained(
             target, config=config, dtype="auto", use_safetensors=True, output_loading_info=True,
@@ -94,9 +96,12 @@ def _check_head(config: PretrainedConfig, target: Path, may_score: bool) -> None
 
 def _load_shard(target: Path, config: PretrainedConfig, host: Host) -> PreTrainedModel:
     """Load this process's shard of an HF folder, in the dtypes that `from_pretrained` chooses with dtype="auto"."""
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"{target} has quantized weights, which cannot be sharded; use --nproc 1.")
-    dtype = config.dtype or SafetensorsFolder(target).find_dtype()
+    if find_settings(read_json(target / "config.json"))[1] is not None and _read_format(target) is None:
+        raise ConfigError(
+            f"{target} has quantized weights in a format that echelon does not read and cannot shard; use --nproc 1."
+        )
+    drop_quantization(config)
+    dtype = config.dtype or open_folder(target).find_dtype()
     skeleton = with_generation_config(build_on_meta(config, dtype=dtype), target)
     in_fp32 = skeleton._get_dtype_plan(dtype)
     for name, parameter in skeleton.named_parameters():
@@ -107,6 +112,14 @@ def _load_shard(target: Path, config: PretrainedConfig, host: Host) -> PreTraine
     materialize(model, host.team.device)
     PretrainedWeights(skeleton, target).fill(model)
     return model.eval()
+
+
+def _read_format(target: Path) -> StoredFormat | None:
+    """Return the format of quantized weights that echelon reads; transformers may load those of other formats."""
+    try:
+        return find_stored_format(str(target), read_json(target / "config.json"))
+    except ConfigError:
+        return None
 
 
 def load_target_tokenizer(target: Path, checkpoint: str | None = None) -> PreTrainedTokenizerBase:
@@ -139,6 +152,10 @@ def load_first_weights(run: Path, host: Host) -> PreTrainedModel:
 def count_bytes(target: Path) -> int:
     """Return the bytes of a target's weights in memory, without loading them. Raises the errors of `load_target`."""
     if is_model_folder(target):
+        stored = _read_format(target)
+        if stored is not None:
+            model = build_on_meta(load_config(str(target)), dtype=getattr(torch, stored.dtype))
+            return sum(parameter.nbytes for parameter in model.parameters())
         return sum(path.stat().st_size for path in target.glob("*.safetensors"))
     load_target_tokenizer(target)
     is_adapter = read_run_recipe(target).adapter.is_adapter
