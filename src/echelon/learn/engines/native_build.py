@@ -19,6 +19,7 @@ from echelon.learn.model.adapters import initialize_adapter
 from echelon.learn.model.build import build_on_meta, load_config, materialize
 from echelon.learn.model.divided_copy import check_divides
 from echelon.learn.model.float8 import share_scales
+from echelon.learn.model.quantization import describe_errors
 from echelon.learn.model.router import choose_router_loss
 from echelon.learn.model.traits import Traits
 from echelon.learn.objectives.outputs import ObjectiveModule
@@ -158,7 +159,7 @@ def build_native_engine(
             served,
             principal,
             choose_padding(plan),
-            [line for line in (attention, kernels, router.line, *description) if line is not None],
+            [line for line in (attention, kernels, router.line, describe_errors(model), *description) if line],
             partial(share_scales, model) if plan.gathers_float8 else lambda: None,
             waiting,
         )

@@ -45,6 +45,8 @@ class DequantizedFolder(SafetensorsFolder):
     Rows of a weight are read and computed alone, so that a rank needs memory for what it asked for and for one piece.
     """
 
+    is_quantized = True
+
     def __init__(self, path: Path, stored: StoredFormat) -> None:
         """Read the headers of the files. Raises the errors of `open_folder`."""
         super().__init__(path)

@@ -145,21 +145,25 @@ def _warn_of_difference(path: Path, skeleton: PreTrainedModel, unused: list[str]
 
 
 def _fill_places(files: SafetensorsFolder, conversion: Conversion, places: Mapping[str, WeightPlace]) -> None:
-    """Read and convert what these places need of one conversion's sources, and write it."""
+    """Read and convert what these places need of one conversion's sources, and write it.
+
+    The error of 4-bit weights is measured where the files already have quantized ones.
+    """
     name, place = next(iter(places.items()))
+    measures = files.is_quantized
     block, has_shape = place.block, conversion.targets[name] == place.shape
     if len(places) == 1 and block is not None and has_shape:
         if conversion.only_renames:
-            place.write(files.read(conversion.sources[0], block))
+            place.write(files.read(conversion.sources[0], block), measures)
             return
         rows = conversion.of_rows(block[0]) if block else None
         if rows is not None:
             if rows.sources:
                 part = rows.convert(files.read_whole(rows.sources))[name]
-                place.write(part[(slice(None), *block[1:])])
+                place.write(part[(slice(None), *block[1:])], measures)
             return
     made = conversion.convert(files.read_whole(conversion.sources))
     for name, place in places.items():
         whole = made.pop(name)
         has_shape = whole.shape == place.shape
-        place.write(place.take(whole if has_shape else grown(whole, place.shape[0])))
+        place.write(place.take(whole if has_shape else grown(whole, place.shape[0])), measures)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,6 +32,9 @@ class StoredWeight:
 
 class SafetensorsFolder:
     """The weights of an HF checkpoint folder, read by name and slice. Only safetensors files are opened."""
+
+    is_quantized: ClassVar[bool] = False
+    """Whether the files store weights quantized, in a format that is read as plain numbers."""
 
     def __init__(self, path: Path) -> None:
         index = path / "model.safetensors.index.json"

@@ -47,12 +47,12 @@ class WeightPlace:
         """Return the part of the full weight that `write` needs: this rank's part, or all of it for quantisation."""
         return take(whole, local_places(self.tensor)) if self.quantized is None else whole
 
-    def write(self, part: Tensor) -> None:
-        """Store the part of the full weight that `take` returned."""
+    def write(self, part: Tensor, measures: bool = False) -> None:
+        """Store the part of the full weight that `take` returned. `measures`: see `Quantized.fill`."""
         if self.quantized is None:
             local_part(self.tensor).copy_(part)
         else:
-            self.quantized.fill(part)
+            self.quantized.fill(part, measures)
 
 
 def weight_places(model: nn.Module) -> dict[str, WeightPlace]:

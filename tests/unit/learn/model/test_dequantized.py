@@ -1,17 +1,22 @@
 """Checkpoints whose weights are stored quantized are read as the format's own code reads them, bit for bit."""
 
 import json
+import statistics
 
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from echelon.learn.model import dequantized
+from echelon.learn.model.adapters import apply_adapter
 from echelon.learn.model.build import build_on_meta, load_config, materialize
 from echelon.learn.model.dequantized import open_folder
 from echelon.learn.model.pretrained import PretrainedWeights
+from echelon.learn.model.quantization import describe_errors
 from echelon.learn.model.safetensors_folder import SafetensorsFolder
+from echelon.recipe import AdapterConfig
 from tests.families import small_config
 from tests.stored_models import CASES, quantize_folder, write_plain
 
@@ -91,3 +96,32 @@ def test_blocks_at_the_edges_of_a_weight_may_be_smaller(tmp_path):
         for column in range(64):
             expected = codes[row, column].float() * scales[row // 24, column // 12]
             assert read[row - 5, column] == expected.bfloat16()
+
+
+def test_what_quantizing_again_adds_is_measured(tmp_path):
+    save_model(tmp_path, "llama")
+    plain = quantize_folder(tmp_path, "fp8")
+    skeleton, model = build_on_meta(load_config(str(tmp_path))), build_on_meta(load_config(str(tmp_path)))
+    apply_adapter(model, AdapterConfig(method="qlora", r=2, alpha=4))
+    materialize(model, "cpu")
+    PretrainedWeights(skeleton, tmp_path).fill(model)
+    errors = {}
+    for name, weight in plain.items():
+        if name.endswith("proj.weight"):
+            packed, state = quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
+            near = dequantize_4bit(packed, state).double()
+            errors[name] = float((near - weight.double()).norm() / weight.double().norm())
+    worst = max(errors, key=errors.get)
+    line = describe_errors(model)
+    assert f"{statistics.median(errors.values()):.3g} in the median of {len(errors)}" in line
+    assert line.endswith(f"and {errors[worst]:.3g} at most, in {worst.removesuffix('.weight')}")
+    assert 0.05 < errors[worst] < 0.2
+
+
+def test_nothing_is_said_of_plain_weights(tmp_path):
+    save_model(tmp_path, "llama")
+    skeleton, model = build_on_meta(load_config(str(tmp_path))), build_on_meta(load_config(str(tmp_path)))
+    apply_adapter(model, AdapterConfig(method="qlora", r=2, alpha=4))
+    materialize(model, "cpu")
+    PretrainedWeights(skeleton, tmp_path).fill(model)
+    assert describe_errors(model) is None
