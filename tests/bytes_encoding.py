@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from echelon.learn.data.conversation import EncodedDocument
+from echelon.learn.data.examples import parse_example
 from echelon.learn.data.readers.record import BrokenRecordError
 
 
@@ -13,6 +14,9 @@ class BytesEncoding:
     """Makes each byte a token. The targets are the completion, or both answers of a pair, without a stop token."""
 
     stops: tuple[int, ...] = ()
+
+    def parse(self, record):
+        return parse_example(record)
 
     def encode(self, record):
         if "chosen" in record:

@@ -1,4 +1,4 @@
-"""Reward models by commands, from preference pairs to folders that transformers and PEFT load with the same scores."""
+"""Reward models and classifiers by commands, from data to folders that transformers and PEFT load with equal scores."""
 
 import json
 import random
@@ -15,6 +15,7 @@ from tests.parity.training import equal_tensors, tensors_of
 pytestmark = pytest.mark.dist
 
 CPU = torch.device("cpu")
+CLASSIFICATION = {"name": "classification", "labels": ["even", "odd"]}
 
 
 def write_pairs(folder):
@@ -30,7 +31,22 @@ def write_pairs(folder):
 
 def write_reward(folder, method="lora", **sections):
     write_pairs(folder)
-    given = {"data": {"train": "pairs.jsonl", "sequence_len": 128}, "objective": {"name": "reward"}}
+    return write_scorer(folder, method, "pairs.jsonl", {"name": "reward"}, **sections)
+
+
+def write_classifier(folder, method="lora", **sections):
+    """Write a recipe, and texts and messages whose label tells whether a number in them is even."""
+    rows = []
+    for number in range(96):
+        text, label = f"{number} is {'odd' if number % 2 else 'even'}.", ("even", "odd")[number % 2]
+        content = {"messages": [{"role": "user", "content": text}]} if number % 3 else {"text": text}
+        rows.append({**content, "label": label if number % 5 else number % 2})
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return write_scorer(folder, method, "texts.jsonl", CLASSIFICATION, **sections)
+
+
+def write_scorer(folder, method, data, objective, **sections):
+    given = {"data": {"train": data, "sequence_len": 128}, "objective": objective}
     run = write_recipe(folder, **(given | sections))
     if method == "full":
         recipe = json.loads((folder / "recipe.json").read_text())
@@ -92,6 +108,45 @@ def test_from_pairs_to_the_same_scores_in_transformers(echelon, base, tmp_path, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_from_labels_to_the_same_classifier_in_transformers(echelon, base, tmp_path, method):  # noqa: F811
+    run = write_classifier(tmp_path, method, train={"steps": 30, "eval_every": 10}, optim={"learning_rate": 5e-3})
+    ending = echelon("train", "recipe.json", "--nproc", "2")
+    assert ending.code == 0 and "accuracy" in ending.out + ending.err and "echelon generate" not in ending.err, ending
+    evals = [row for row in read_lines(run.metrics_path) if row["kind"] == "eval"]
+    assert evals[-1]["accuracy"] > 0.9 and evals[-1]["macro_f1"] > 0.9
+    own = json.loads(echelon("eval", run.path, "--json").out)
+    assert own["loss"] == pytest.approx(evals[-1]["loss"], abs=1e-4) and own["labels"] == evals[-1]["labels"]
+    given = json.loads(echelon("eval", run.path, "--data", "texts.jsonl", "--json").out)
+    assert given["texts"] == 96 and [given["labels"][name]["texts"] for name in ("even", "odd")] == [48, 48]
+    assert "with the right label" in echelon("report", run.path, "--text").out
+
+    options = ("--merge",) if method == "lora" else ()
+    assert echelon("export", run.path, "whole", *options).code == 0
+    trained = load_run_model(run.path, CPU)
+    model, tokenizer = load_as_the_card_says(run.export_dir if method == "lora" else tmp_path / "whole")
+    whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole").eval()
+    texts = [f"{number} is {word}." for number, word in ((3, "odd"), (10, "even"), (77, "odd"))]
+    expected = scores_of(trained, tokenizer, texts)
+    for loaded in (model, whole):
+        torch.testing.assert_close(scores_of(loaded, tokenizer, texts), expected, atol=1e-5, rtol=1e-5)
+        assert loaded.config.id2label == {0: "even", 1: "odd"} and loaded.config.label2id == {"even": 0, "odd": 1}
+    assert [whole.config.id2label[number] for number in expected.argmax(-1).tolist()] == ["odd", "even", "odd"]
+
+    ending = echelon("generate", run.path, "--prompt", "x")
+    assert ending.code == 2 and "is a model that scores texts" in ending.err, ending
+    write_pairs(tmp_path)
+    ending = echelon("eval", run.path, "--data", "pairs.jsonl")
+    assert ending.code != 0 and "has no field `label`" in ending.err, ending
+    if method == "full":
+        for labels, code in (("[odd,even]", 2), ("[even,odd,none]", 2), ("[even,odd]", 0)):
+            more = (f"objective.labels={labels}", "run.dir=runs/on", "model.checkpoint=whole", "model.new_tokens=[]")
+            ending = echelon("train", "recipe.json", *more, "train.steps=1")
+            assert ending.code == code, ending
+            assert code == 0 or "model.checkpoint=whole is a model that scores texts with the labels" in ending.err
+
+
+@pytest.mark.slow
 def test_training_goes_on_from_a_reward_model(echelon, base, tmp_path):  # noqa: F811
     """The head of a model that scores texts is loaded; that of a language model is new, from the seed."""
     write_reward(tmp_path, "full", train={"steps": 2})
@@ -110,8 +165,9 @@ def test_training_goes_on_from_a_reward_model(echelon, base, tmp_path):  # noqa:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_equals_an_uninterrupted_one(echelon, base, tmp_path):  # noqa: F811
-    run = write_reward(tmp_path, train={"steps": 120})
+@pytest.mark.parametrize("write", [write_reward, write_classifier], ids=["reward", "classification"])
+def test_a_resumed_run_equals_an_uninterrupted_one(echelon, base, tmp_path, write):  # noqa: F811
+    run = write(tmp_path, train={"steps": 120})
     command = ("train", "recipe.json", "--nproc", "2", "checkpoint.every_steps=10")
     job = start(*command)
     await_line(run.events_path, '"event": "checkpoint", "step": 10', job, seconds=120)

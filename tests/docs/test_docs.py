@@ -192,11 +192,11 @@ class Session:
 
 # Pages whose content other tests also run: only `make slow` runs these.
 SLOW_PAGES = {
-    "adapters.md", "batches.md", "checkpoints.md", "context-parallelism.md", "debugging.md", "distillation.md",
-    "evaluation.md", "faults.md", "fine-tuning.md", "hangs.md", "hub.md", "launching.md", "library.md", "logging.md",
-    "loops.md", "optimization.md", "parameter-server.md", "python.md", "quorum.md", "remote-checkpoints.md",
-    "replicas.md", "reports.md", "reward-models.md", "rewards.md", "run-folder.md", "schedules.md", "slurm.md",
-    "sweeps.md", "tracking.md",
+    "adapters.md", "batches.md", "checkpoints.md", "classification.md", "context-parallelism.md", "debugging.md",
+    "distillation.md", "evaluation.md", "faults.md", "fine-tuning.md", "hangs.md", "hub.md", "launching.md",
+    "library.md", "logging.md", "loops.md", "optimization.md", "parameter-server.md", "python.md", "quorum.md",
+    "remote-checkpoints.md", "replicas.md", "reports.md", "reward-models.md", "rewards.md", "run-folder.md",
+    "schedules.md", "slurm.md", "sweeps.md", "tracking.md",
 }  # fmt: skip
 # Pages whose commands take minutes: tests/docs/test_tutorials.py runs them.
 TUTORIALS = {"tutorial-chat.md", "tutorial-rewards.md", "tutorial-text.md"}

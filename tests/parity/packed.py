@@ -22,8 +22,8 @@ PROMPT = 2
 class Packed:
     """A dataset whose sequences are cut into documents: no label reaches beyond its own, and padding has none.
 
-    As `pairs`, each document begins with a prompt, whose tokens have no label. As `scored`, only its last position has
-    one: half of its pair's margin.
+    As `pairs`, each document begins with a prompt, whose tokens have no label. As `scored` or `labelled`, only its last
+    position has one: half of its pair's margin, or a number from 0 to 2.
     """
 
     def __init__(self, dataset: Any, kind: str) -> None:
@@ -42,9 +42,10 @@ class Packed:
                 samples.labels[row, stop - 1] = NO_LABEL
                 if self._kind == "pairs":
                     samples.labels[row, start : start + PROMPT - 1] = NO_LABEL
-                if self._kind == "scored":
+                if self._kind in ("scored", "labelled"):
                     samples.labels[row, start : stop - 1] = NO_LABEL
-                    samples.labels[row, stop - 1] = split_margin(sample / 7)[number % 2]
+                    own = {"scored": split_margin(sample / 7)[number % 2], "labelled": (sample + number) % 3}
+                    samples.labels[row, stop - 1] = own[self._kind]
             samples.labels[row, stop:] = NO_LABEL
         return replace(samples, documents=documents)
 
@@ -68,7 +69,7 @@ class Judged:
 
 
 def see(dataset: Any, kind: str) -> Any:
-    """The dataset as `packed`, `pairs`, `scored` or `judged`."""
+    """The dataset as `packed`, `pairs`, `scored`, `labelled` or `judged`."""
     return Judged(dataset) if kind == "judged" else Packed(dataset, kind)
 
 

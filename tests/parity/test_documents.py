@@ -19,7 +19,8 @@ SIMPO = {"objective": {"name": "simpo", "beta": 2.0, "gamma": 0.5}}
 CPO = {"objective": {"name": "cpo", "beta": 0.1}}
 KTO = {"objective": {"name": "kto", "beta": 0.5, "desirable_weight": 1.5}}
 REWARD = {"objective": {"name": "reward", "center_weight": 0.05}}
-CHANGES = {"packed": None, "pairs": DPO, "judged": KTO, "scored": REWARD}
+CLASSIFICATION = {"objective": {"name": "classification", "labels": ["red", "green", "blue"]}}
+CHANGES = {"packed": None, "pairs": DPO, "judged": KTO, "scored": REWARD, "labelled": CLASSIFICATION}
 STEPS = 4
 
 ROWS = [
@@ -95,6 +96,21 @@ ROWS += [
         )
     ),
 ]
+ROWS += [
+    ("labelled", with_ranks(Row("ddp"), 2, micro_batch=2)),
+    ("labelled", with_ranks(Row("fsdp"), 2)),
+    ("labelled", Row({"tp": 2}, ranks=2, micro_batch=4)),
+    *(
+        pytest.param("labelled", row, marks=pytest.mark.slow)
+        for row in (
+            Row({"tp": 2, "sequence_parallel": True}, ranks=2, micro_batch=4, adapter="lora"),
+            with_ranks(Row("zero2", family="gpt2", tied=True), 2, micro_batch=2),
+            with_ranks(Row("fsdp", adapter="lora", family="gemma2", tied=True), 2),
+            with_ranks(Row("fsdp", compile=True), 2),
+            with_ranks(Row("fsdp", precision="bf16"), 2),
+        )
+    ),
+]
 PLANS = [("ddp", 2), ("ddp", 4), ("zero1", 2), ("zero2", 4), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4)]
 FAMILIES = [("llama", False), ("gpt2", True), ("gemma2", True)]
 FULL = [
@@ -141,7 +157,9 @@ def check(workers, alone, text, folder, samples, row):
     assert ours["loss"] == pytest.approx(theirs["loss"], abs=loss_bound)
     for key in ("target_tokens", "pairs", "answers"):
         assert ours[key] == theirs[key]
-    if samples != "packed":
+    if samples == "labelled":
+        assert ours["labels"] == theirs["labels"] and ours["texts"] == theirs["texts"] > 0
+    elif samples != "packed":
         assert ours["reward_margin"] == pytest.approx(theirs["reward_margin"], abs=loss_bound)
 
 

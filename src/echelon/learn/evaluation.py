@@ -1,8 +1,8 @@
 """The mean loss of held-out sequences over all ranks, and what follows from it."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -20,80 +20,98 @@ from echelon.learn.objectives.batch_means import with_batch_means
 from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.objective import Objective
 
-TAUGHT = ("cross_entropy", "kl", "entropy", "agreement")
-"""The metrics of a model that learns from a teacher."""
+TOKENS = "target_tokens"
+"""The unit of losses per target token."""
+
+_TOKEN_LOSS = "cross_entropy"
+"""The measure that is the cross-entropy of the labels in nats per token, where the loss is something else."""
+
+
+@dataclass(frozen=True)
+class LabelCounts:
+    """How often a classifier met a label: the texts that have it, those that it gave it, and those of both."""
+
+    texts: int
+    predicted: int
+    right: int
+
+    @property
+    def f1(self) -> float | None:
+        """2 right / (texts + predicted); None for a label that no text has or gets."""
+        return 2 * self.right / (self.texts + self.predicted) if self.texts + self.predicted else None
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Mean loss in nats per target token, and derived metrics; for preferences, per pair or per judged answer.
+    """Mean loss in nats per target token, and derived metrics; per pair, answer or text for objectives on such.
 
     For answers to prompts, the negative mean reward takes the place of the loss, so that less is better as elsewhere.
+    `unit`: of what the loss is the mean, `count` how many there were, `measures` further means over them; None for one
+    that is not known. `labels`: of a classifier.
     """
 
     loss: float
     num_targets: int
     bytes_per_token: float | None
-    num_pairs: int | None = None
-    reward_accuracy: float | None = None
-    """Fraction of pairs whose chosen answer has the larger reward, or of answers whose reward is on the right side."""
-    reward_margin: float | None = None
-    """Mean reward of the chosen, or good answers less that of the others; None if there are none of one kind."""
-    num_answers: int | None = None
-    solved: float | None = None
-    """Fraction of the model's own answers with the full reward; None if there is none, as with a reward model."""
-    cross_entropy: float | None = None
-    """Of the labels, in nats per token, if the loss is a divergence from a teacher; None: it is the loss."""
-    kl: float | None = None
-    """Mean KL(teacher || model) per token."""
-    entropy: float | None = None
-    """Mean entropy of the model's predictions."""
-    agreement: float | None = None
-    """Fraction of tokens for which model and teacher think the same token likeliest."""
+    unit: str
+    count: int
+    measures: Mapping[str, float | None] = field(default_factory=dict)
+    labels: Mapping[str, LabelCounts] = field(default_factory=dict)
 
     @property
-    def count(self) -> int:
-        """The number of terms in the means: target tokens, pairs, or judged answers."""
-        return next(count for count in (self.num_pairs, self.num_answers, self.num_targets) if count is not None)
-
-    @property
-    def is_of_answers(self) -> bool:
-        """Whether the terms are answers or pairs of them, not tokens."""
-        return self.num_pairs is not None or self.num_answers is not None
+    def is_per_token(self) -> bool:
+        """Whether the terms are tokens, not answers, pairs of them, or texts."""
+        return self.unit == TOKENS
 
     @property
     def _token_loss(self) -> float:
-        return self.loss if self.cross_entropy is None else self.cross_entropy
+        known = self.measures.get(_TOKEN_LOSS)
+        return self.loss if known is None else known
 
     @property
     def perplexity(self) -> float | None:
-        """exp(cross-entropy); infinite on overflow. None for preferences, whose loss is not per token."""
-        if self.is_of_answers:
+        """exp(cross-entropy); infinite on overflow. None for a loss that is not per token."""
+        if not self.is_per_token:
             return None
         return math.exp(self._token_loss) if self._token_loss < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
         """cross-entropy / ln 2 * tokens / bytes, comparable between models of any tokenizer; None if unknown."""
-        if not self.bytes_per_token or self.is_of_answers:
+        if not self.bytes_per_token or not self.is_per_token:
             return None
         return self._token_loss / math.log(2) / self.bytes_per_token
 
-    def row(self) -> dict[str, float | int | None]:
+    @property
+    def own_measures(self) -> dict[str, Any]:
+        """What an objective measures besides the loss, as JSON values; of a classifier accuracy, F1 and labels.
+
+        `macro_f1` is the mean F1 of the labels that some text has or gets.
+        """
+        if not self.labels:
+            return dict(self.measures)
+        found = self.labels.values()
+        known = [counts.f1 for counts in found if counts.f1 is not None]
+        return {
+            **self.measures,
+            "accuracy": sum(counts.right for counts in found) / max(1, self.count),
+            "macro_f1": sum(known) / len(known) if known else None,
+            "labels": {name: asdict(counts) for name, counts in self.labels.items()},
+        }
+
+    def row(self) -> dict[str, Any]:
         """Return the result as JSON values."""
-        more = {} if self.num_answers is None else {"reward": -self.loss}
-        more |= {} if self.solved is None else {"solved": self.solved}
-        if self.kl is not None:
-            more = {name: getattr(self, name) for name in TAUGHT}
-        return more | {
+        return {
             "loss": self.loss,
             "perplexity": self.perplexity,
             "bits_per_byte": self.bits_per_byte,
-            "target_tokens": self.num_targets,
-            "pairs": self.num_pairs,
-            "answers": self.num_answers,
-            "reward_accuracy": self.reward_accuracy,
-            "reward_margin": self.reward_margin,
+            "pairs": None,
+            "answers": None,
+            "reward_accuracy": None,
+            "reward_margin": None,
+            self.unit: self.count,
+            TOKENS: self.num_targets,
+            **self.own_measures,
         }
 
 
@@ -112,16 +130,16 @@ class EvalResults:
             result.num_targets * result.bytes_per_token for result in results if result.bytes_per_token is not None
         ]
         known = num_targets > 0 and len(sizes) == len(self.sets)
+        names = dict.fromkeys(name for result in results for name in result.measures)
+        labels = dict.fromkeys(name for result in results for name in result.labels)
         return EvalResult(
             _mean(results, [result.loss for result in results]) or 0.0,
             num_targets,
             sum(sizes) / num_targets if known else None,
-            _total([result.num_pairs for result in results]),
-            _mean(results, [result.reward_accuracy for result in results]),
-            _mean(results, [result.reward_margin for result in results]),
-            _total([result.num_answers for result in results]),
-            _mean(results, [result.solved for result in results]),
-            *(_mean(results, [getattr(result, name) for result in results]) for name in TAUGHT),
+            results[0].unit if results else TOKENS,
+            sum(result.count for result in results),
+            {name: _mean(results, [result.measures.get(name) for result in results]) for name in names},
+            {name: _add_counts([result.labels[name] for result in results]) for name in labels},
         )
 
     def select(self, name: str | None) -> EvalResult:
@@ -134,10 +152,8 @@ class EvalResults:
         return {"kind": "eval", "step": step, **self.whole.row(), "sets": sets}
 
 
-def _total(counts: Sequence[int | None]) -> int | None:
-    """Return the sum of the known counts; None if there are none."""
-    known = [count for count in counts if count is not None]
-    return sum(known) if known else None
+def _add_counts(counts: Sequence[LabelCounts]) -> LabelCounts:
+    return LabelCounts(*(sum(numbers) for numbers in zip(*map(astuple, counts), strict=True)))
 
 
 def _mean(results: Sequence[EvalResult], values: Sequence[float | None]) -> float | None:
@@ -157,13 +173,14 @@ def count_labels(objective: Objective, batch: Microbatch) -> Tensor:
 def build_result(objective: Objective, sums: Sequence[float], bytes_per_token: float | None) -> EvalResult:
     """Compute the result of a set from its sums: those of `count_labels`, then `Objective.evaluation_sums`."""
     count, num_labels, *totals = sums
-    loss, *measures = [total / max(1.0, count) for total in totals]
-    units = {"pairs": "num_pairs", "answers": "num_answers"}
-    known = [None if math.isnan(value) else value for value in measures]
-    values: dict[str, Any] = dict(zip(objective.measures, known, strict=True))
-    if objective.unit in units:
-        values[units[objective.unit]] = int(count)
-    return EvalResult(loss, int(num_labels), bytes_per_token, **values)
+    num_means = 1 + len(objective.measures)
+    loss, *means = [total / max(1.0, count) for total in totals[:num_means]]
+    measures = {
+        name: None if math.isnan(value) else value for name, value in zip(objective.measures, means, strict=True)
+    }
+    of_labels = np.array(totals[num_means:], dtype=np.int64).reshape(-1, 3).tolist()
+    labels = {name: LabelCounts(*counts) for name, counts in zip(objective.labels, of_labels, strict=True)}
+    return EvalResult(loss, int(num_labels), bytes_per_token, objective.unit, int(count), measures, labels)
 
 
 def evaluate(
@@ -199,7 +216,8 @@ def sum_up(
     Args:
         add_up: sums a tensor in place over the ranks with other sequences.
     """
-    sums = torch.zeros(3 + len(objective.measures), dtype=torch.float64, device=device)
+    num_sums = 3 + len(objective.measures) + 3 * len(objective.labels)
+    sums = torch.zeros(num_sums, dtype=torch.float64, device=device)
     if objective.batch_means:
         microbatches = list(microbatches)
         num_terms = torch.stack([objective.count(microbatch) for microbatch in microbatches]).sum().to(device)

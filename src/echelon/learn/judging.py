@@ -266,5 +266,5 @@ def _build_result(totals: Tensor, meshes: Meshes, has_full: bool) -> EvalResult:
     """Return the result of an evaluation from `_sums_of` on each rank. Collective."""
     count, solved, reward, tokens = _add_up(totals.tolist(), meshes)
     share = 1 / max(1.0, count)
-    solved_share = solved * share if has_full else None
-    return EvalResult(-reward * share, int(tokens), None, num_answers=int(count), solved=solved_share)
+    measures = {"reward": reward * share} | ({"solved": solved * share} if has_full else {})
+    return EvalResult(-reward * share, int(tokens), None, "answers", int(count), measures)

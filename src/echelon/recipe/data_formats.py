@@ -64,12 +64,18 @@ RECORD_FORMATS: dict[str, RecordFormat] = {
     "alpaca": RecordFormat(("instruction", "output"), ("input", "system", "history")),
     "tokens": RecordFormat(("input_ids", "labels")),
     "prompt": RecordFormat(("prompt",), ("system", "tools"), ("prompt",), _TURN, keeps_record=True),
+    "labelled": RecordFormat(
+        ("label",), ("text", "text_pair", "messages", "system", "tools"), ("messages",), _TURN, is_named=True
+    ),
 }  # fmt: skip
 """The formats by their name in `data.train[].format`, in the order in which they are tried."""
 
 
 PROMPT_FORMAT = "prompt"
 """The format of a prompt without an answer, and whatever a reward needs to judge answers to it."""
+
+LABELLED_FORMAT = "labelled"
+"""The format of a text, two texts or messages, with the label that a classifier should give them."""
 
 WHOLE_RECORD = "record"
 """The field of an example with the record that it is from, unchanged."""

@@ -144,6 +144,16 @@ class Recipe(Section):
             )
 
     @rule
+    def _labelled_texts_are_apart(self) -> None:
+        data = self.data
+        if self.objective.row.answers == "labelled" and data.document_mask is False and data.packing is not False:
+            raise ValueError(
+                "data.document_mask=false lets documents of a sequence attend to each other, and "
+                f"objective.name={self.objective.name} gives each a label of its own; use data.document_mask=auto, or "
+                "data.packing=false."
+            )
+
+    @rule
     def _scores_are_no_text(self) -> None:
         if self.objective.scores_texts and self.evaluate.prompts:
             raise ValueError(

@@ -140,6 +140,9 @@ OBJECTIVES: dict[str, ObjectiveRow] = {
         keys=("advantage", "normalize", "ratio", "clip_low", "clip_high", "kl_weight", "kl_unbiased"),
     ),
     "reward": ObjectiveRow(f"{_OBJECTIVES}.scores:build_reward", "pairs", keys=("center_weight",), head="score"),
+    "classification": ObjectiveRow(
+        f"{_OBJECTIVES}.scores:build_classification", "labelled", keys=("labels",), head="score"
+    ),
 }  # fmt: skip
 """The objectives by `objective.name`."""
 

@@ -1,17 +1,20 @@
 """The section of the recipe about what is minimised."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from echelon.recipe.names import OBJECTIVES, ObjectiveName, ObjectiveRow, Options, check_has_options, list_objectives
-from echelon.recipe.section import Count, Flag, Number, PathOrName, Positive, PositiveOrZero, Section, rule
+from echelon.recipe.section import Count, Flag, Number, PathOrName, Positive, PositiveOrZero, Section, distinct, rule
 
 _OWN = ObjectiveRow("")
 """What the recipe knows of an objective from outside of echelon."""
 
 SMOOTHED = ("sigmoid", "robust", "exo_pair")
 """The losses on pairs that take `label_smoothing`."""
+
+MAX_LABELS = 2**16
+"""Prepared data has 16 bits for the number of a label."""
 
 
 class ObjectiveConfig(Section):
@@ -22,8 +25,9 @@ class ObjectiveConfig(Section):
         description="`causal_lm` predicts the next token; `dpo`, `orpo`, `simpo` and `cpo` prefer chosen over rejected "
         "answers; `kto` prefers good over bad ones; `distill` brings the predictions close to those of "
         "`objective.teacher`; `grpo` raises the `reward` of the model's own answers to the prompts of the data; "
-        "`reward` trains a reward model, which scores chosen above rejected answers. Your own is a loss function of "
-        "(logits, labels, extra), or an objective class.",
+        "`reward` trains a reward model, which scores chosen above rejected answers; `classification` trains a model "
+        "that gives each text one of `objective.labels`. Your own is a loss function of (logits, labels, extra), or an "
+        "objective class.",
     )
     options: Options = Field(None, description="Arguments of your own loss or objective, by their names.")
     beta: Positive = Field(
@@ -60,6 +64,11 @@ class ObjectiveConfig(Section):
     center_weight: PositiveOrZero = Field(
         0.0,
         description="`reward`: the weight of the squared sum of a pair's scores, which keeps them around 0.",
+    )
+    labels: Annotated[tuple[str, ...], distinct("objective.labels")] = Field(
+        (),
+        description="`classification`: the names of the labels, in the order of the model's scores. The field `label` "
+        "of a record is one of them, or its position in the list, from 0.",
     )
     advantage: Literal["normalized", "centered", "leave_one_out"] = Field(
         "normalized",
@@ -125,6 +134,11 @@ class ObjectiveConfig(Section):
         return self.row.head == "score"
 
     @property
+    def num_scores(self) -> int | None:
+        """The scores that its model gives a text, one per label; None for a model with a head for tokens."""
+        return max(1, len(self.labels)) if self.scores_texts else None
+
+    @property
     def needs_reference(self) -> bool:
         """Whether it compares with the weights that training starts from."""
         return self.row.needs_reference or self.kl_weight > 0
@@ -176,6 +190,15 @@ class ObjectiveConfig(Section):
             raise ValueError(
                 "objective.loss=exo_pair compares with smoothed labels, and objective.label_smoothing=0 makes it "
                 "infinite; set objective.label_smoothing, for example to 0.001, as in the paper of EXO."
+            )
+
+    @rule
+    def _labels_are_a_choice(self) -> None:
+        if self.row.answers == "labelled" and not 2 <= len(self.labels) <= MAX_LABELS:
+            raise ValueError(
+                f"objective.labels has {len(self.labels)} names, and objective.name={self.name} needs 2 to "
+                f"{MAX_LABELS:,}; list the labels of the data, for example objective.labels: [negative, positive]. A "
+                "number as the target (regression) and several labels of one text are not trained."
             )
 
     @rule

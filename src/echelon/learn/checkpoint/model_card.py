@@ -100,7 +100,9 @@ def _adapter_lines(recipe: Recipe, folder: RunFiles) -> list[str]:
     kind, first, options = f"{_model_class(recipe)}, AutoTokenizer", list[str](), ""
     config = read_json(folder.model_dir / "config.json")
     if recipe.objective.scores_texts:
-        options += f", num_labels={len(config['id2label'])}, pad_token_id={config['pad_token_id']}"
+        names = list(config["id2label"].values())
+        named = f"id2label={dict(enumerate(names))}, label2id={config['label2id']}"
+        options += f", {named if recipe.objective.labels else 'num_labels=1'}, pad_token_id={config['pad_token_id']}"
     if is_run(Path(base)):
         first, base = [f"# first: echelon export {base} base"], "base"
     if adapter.method == "qlora":

@@ -20,6 +20,8 @@ class EncodedDocument:
     """Whether it is a good answer; None if nobody says."""
     label: int | None = None
     """What follows the ids as the only target, instead of a token (see `score_labels`); None for most texts."""
+    lost_tokens: int = 0
+    """The tokens that were cut off at its end, before the label."""
 
     @property
     def stored_ids(self) -> npt.NDArray[np.int64]:
@@ -112,7 +114,17 @@ class Judged:
     is_good: bool
 
 
-Parsed = Text | Preference | Judged | EncodedDocument | Prompt
+@dataclass(frozen=True)
+class Labelled:
+    """A text, two texts, or turns, with a label: what the record has, not checked. `tools`: the tool schemas."""
+
+    content: str | tuple[dict[str, Any], ...]
+    label: Any
+    pair: str | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+Parsed = Text | Preference | Judged | EncodedDocument | Prompt | Labelled
 """An example of any format."""
 
 

@@ -16,13 +16,14 @@ from echelon.learn.data.conversation import (
     Conversation,
     EncodedDocument,
     Judged,
+    Labelled,
     Parsed,
     Preference,
     Prompt,
     Text,
 )
 from echelon.learn.data.readers.record import BrokenRecordError, Example, parse_ids
-from echelon.recipe.data_formats import PROMPT_FORMAT, PROMPTS, recognise_format
+from echelon.recipe.data_formats import LABELLED_FORMAT, PROMPT_FORMAT, PROMPTS, recognise_format
 
 IGNORED_LABEL = -100
 """The label of a token without loss, as in `transformers`."""
@@ -42,9 +43,10 @@ _ROLES = {
 }
 
 
-def parse_example(record: Example) -> Parsed:
-    """Parse an example of any format. Raises BrokenRecordError."""
-    if (format := recognise_format(record, is_named=True)) is None:
+def parse_example(record: Example, format: str | None = None) -> Parsed:
+    """Parse an example of a format; None: of that which its fields tell. Raises BrokenRecordError."""
+    format = format or recognise_format(record, is_named=True)
+    if format is None:
         raise BrokenRecordError(f"does not have the fields of any format; its fields are {', '.join(record) or 'none'}")
     return _PARSERS[format](record)
 
@@ -251,6 +253,21 @@ def _parse_prompt(record: Example) -> Prompt:
     return Prompt(tuple(_with_system(record, turns)), _read_tools(record.get("tools")))
 
 
+def _parse_labelled(record: Example) -> Labelled:
+    """Parse what a classifier reads: `text`, perhaps with `text_pair`, or `messages`, which a template renders."""
+    label, given = record["label"], [name for name in ("text", "messages") if name in record]
+    if len(given) != 1:
+        raise BrokenRecordError(f"has {' and '.join(f'`{name}`' for name in given) or 'neither `text` nor `messages`'}")
+    for name in ("text_pair",) if given == ["messages"] else ("system", "tools"):
+        if name in record:
+            raise BrokenRecordError(f"has `{name}`, which does not go with `{given[0]}`")
+    if given == ["messages"]:
+        turns = _with_system(record, _read_turns(record["messages"], "messages"))
+        return Labelled(tuple(turns), label, tools=_read_tools(record.get("tools")))
+    pair = record.get("text_pair")
+    return Labelled(_text(record["text"], "text"), label, None if pair is None else _text(pair, "text_pair"))
+
+
 _PARSERS: dict[str, Callable[[Example], Parsed]] = {
     "unpaired_messages": _parse_unpaired_messages,
     "unpaired_preference": _parse_unpaired,
@@ -262,6 +279,7 @@ _PARSERS: dict[str, Callable[[Example], Parsed]] = {
     "rejected_response": _parse_rejected_response,
     "tokens": _parse_tokens,
     PROMPT_FORMAT: _parse_prompt,
+    LABELLED_FORMAT: _parse_labelled,
 }
 
 

@@ -15,6 +15,8 @@ from echelon.learn.data.conversation import (
     Conversation,
     EncodedDocument,
     Judged,
+    Labelled,
+    Parsed,
     Preference,
     Prompt,
     Text,
@@ -23,8 +25,9 @@ from echelon.learn.data.conversation import (
 from echelon.learn.data.examples import parse_example
 from echelon.learn.data.readers.record import BrokenRecordError, Example
 from echelon.learn.data.sample_text import ChatTemplate, Rendered
-from echelon.learn.data.score_labels import ScoreRule, label_document, split_margin
+from echelon.learn.data.score_labels import ScoreRule, cut_document, find_label, label_document, split_margin
 from echelon.learn.data.tokenizer import vocabulary_size
+from echelon.recipe.data_formats import LABELLED_FORMAT
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,20 @@ class InstructionEncoding:
     template_name: str = field(default="the chat template", compare=False)
     scores: ScoreRule | None = None
 
+    def parse(self, record: Example) -> Parsed:
+        """Parse an example. Raises BrokenRecordError."""
+        return parse_example(record, LABELLED_FORMAT if self.scores is not None and self.scores.labels else None)
+
     def encode(self, record: Example) -> tuple[EncodedDocument, ...]:
         """Encode an example: one document, or the chosen and the rejected text of a preference pair.
 
-        Documents are not cut to a length, and each has at least one target. Raises BrokenRecordError.
+        Documents are not cut to a length, but for texts with a label, and each has at least one target. Raises
+        BrokenRecordError, and ConfigError for a label that the recipe does not have.
         """
-        example = parse_example(record)
+        example = self.parse(record)
         check_answers(example, self.train_on)
+        if isinstance(example, Labelled):
+            return (self._encode_labelled(example),)
         if isinstance(example, Preference):
             documents: tuple[EncodedDocument, ...] = (
                 self._encode_text(example.chosen),
@@ -97,6 +107,18 @@ class InstructionEncoding:
             turns = (*self._missing_system(turns), *turns)
             ids, _ = self._tokenize(Rendered(template.prompt(turns, generate=True, tools=prompt.tools), []))
         return EncodedDocument(ids, _mask_first(np.ones(len(ids), dtype=bool)))
+
+    def _encode_labelled(self, example: Labelled) -> EncodedDocument:
+        """Encode a text as the tokenizer does, with its special tokens, or turns by the template, and add its label."""
+        assert self.scores is not None
+        if isinstance(example.content, str):
+            ids = np.array(self.tokenizer.encode(example.content, example.pair).ids, dtype=np.int64)
+        else:
+            turns = (*self._missing_system(example.content), *example.content)
+            text = self._need_template().prompt(turns, generate=False, tools=example.tools)
+            ids, _ = self._tokenize(Rendered(text, []))
+        document = cut_document(EncodedDocument(ids, np.zeros(len(ids), dtype=bool)), self.scores)
+        return label_document(document, find_label(example.label, self.scores.labels), self.scores)
 
     def _missing_system(self, turns: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
         """The system turn to put before turns that have none, first or later: `data.system_prompt`."""

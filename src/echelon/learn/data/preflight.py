@@ -20,7 +20,7 @@ from echelon.learn.data.score_labels import ScoreRule
 from echelon.learn.data.shards import TokenStore
 from echelon.learn.data.templates import NAMED_TEMPLATES, load_template, own_template
 from echelon.learn.data.tokenizer import EOS, padding_id, separator_id
-from echelon.recipe.data_formats import JUDGED_FORMATS, PAIR_FORMATS, PROMPT_FORMAT, PROMPTS
+from echelon.recipe.data_formats import JUDGED_FORMATS, LABELLED_FORMAT, PAIR_FORMATS, PROMPT_FORMAT, PROMPTS
 from echelon.recipe.inputs import is_template
 from echelon.recipe.names import Answers, list_objectives
 from echelon.recipe.render import plain_value
@@ -39,7 +39,10 @@ _PROBE = tuple({"role": role, "content": text} for role, text in (("user", _QUES
 @dataclass(frozen=True)
 class InstructionOptions:
     """The recipe's settings for examples: `data.chat_template`, `train_on`, `system_prompt`, `document_separator`,
-    `eot_tokens`, what the objective needs of answers, and whether its model scores texts."""
+    `eot_tokens`, what the objective needs of answers, whether its model scores texts, and with which labels.
+
+    `max_text_tokens`: where texts with a label are cut; None: never.
+    """
 
     chat_template: str | None = None
     train_on: str = "assistant"
@@ -48,6 +51,8 @@ class InstructionOptions:
     answers: Answers | None = None
     eot_tokens: tuple[str, ...] = ()
     scores_texts: bool = False
+    labels: tuple[str, ...] = ()
+    max_text_tokens: int | None = None
 
 
 def build_instruction_encoding(
@@ -78,7 +83,9 @@ def build_instruction_encoding(
         needs_stop=options.separator is not None,
         eot_tokens=options.eot_tokens,
         template_name=where or "the chat template",
-        scores=ScoreRule(padding_id(tokenizer)) if options.scores_texts else None,
+        scores=ScoreRule(padding_id(tokenizer), options.labels, options.max_text_tokens)
+        if options.scores_texts
+        else None,
     )
     _check_ends(encoding)
     stops = {encoding.stop, *encoding.eot_ids}
@@ -95,10 +102,11 @@ def _keep_template(tokenizer: "PreTrainedTokenizerFast", template: str | None) -
 
 
 def find_answers(formats: Collection[str]) -> Answers | None:
-    """Return what records of these formats are for an objective that compares answers; None for single texts."""
-    if not PAIR_FORMATS.isdisjoint(formats):
-        return "pairs"
-    return "judged" if not JUDGED_FORMATS.isdisjoint(formats) else None
+    """Return what records of these formats are for an objective on answers or labels; None for single texts."""
+    kinds: dict[Answers, frozenset[str]] = {
+        "pairs": PAIR_FORMATS, "judged": JUDGED_FORMATS, "labelled": frozenset({LABELLED_FORMAT})
+    }  # fmt: skip
+    return next((answers for answers, names in kinds.items() if not names.isdisjoint(formats)), None)
 
 
 @dataclass(frozen=True)
@@ -140,6 +148,14 @@ _ANSWERS: dict[Answers, _AnswerRow] = {
         "data.train.0.format=prompt if they have an answer too, name your field in data.train.0.fields: {prompt: NAME}",
         "prompts without an answer",
         "name the field with the answer: data.train.0.fields: {completion: NAME}",
+    ),
+    "labelled": _AnswerRow(
+        frozenset({LABELLED_FORMAT}),
+        "learns labels of texts",
+        "give records with `label` and `text` (and `text_pair`) or `messages`, name your fields in "
+        "data.train.0.fields, and leave data.train.0.format out",
+        "texts with a label",
+        "leave data.train.0.format out",
     ),
 }
 """The rows by what an objective needs of answers."""

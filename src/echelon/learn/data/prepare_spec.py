@@ -12,6 +12,7 @@ from echelon.learn.data.shards import MAX_SHARD_TOKENS
 from echelon.learn.data.source import Source
 from echelon.learn.data.tokenizer import EOS
 from echelon.learn.model.model_folder import find_model_dir
+from echelon.recipe.data_formats import LABELLED_FORMAT
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
@@ -53,9 +54,11 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
     """Collect the recipe's settings for its data."""
     data = recipe.data
     tokenizer, keeps_ends = recipe.tokenizer, recipe.draws_answers or recipe.objective.scores_texts
+    is_labelled = recipe.objective.row.answers == "labelled"
+    records = LABELLED_FORMAT if is_labelled else None
     return PrepareSpec(
-        train=_sources("data.train", data.train),
-        validation=_sources("data.validation", data.validation),
+        train=_sources("data.train", data.train, records),
+        validation=_sources("data.validation", data.validation, records),
         validation_fraction=data.validation_fraction or 0.0,
         tokenizer=tokenizer if tokenizer is None or isinstance(tokenizer, str) else tokenizer.train.vocab_size,
         checkpoint=recipe.model.checkpoint and find_model_dir(recipe.model.checkpoint),
@@ -80,12 +83,14 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
             answers=recipe.objective.row.answers,
             eot_tokens=data.eot_tokens,
             scores_texts=recipe.objective.scores_texts,
+            labels=recipe.objective.labels,
+            max_text_tokens=recipe.sample_len if is_labelled and data.on_overlong == "cut" else None,
         ),
         new_tokens=recipe.model.new_tokens,
     )
 
 
-def _sources(key: str, configs: Sequence[Any]) -> tuple[Source, ...]:
+def _sources(key: str, configs: Sequence[Any], records: str | None) -> tuple[Source, ...]:
     return tuple(
         Source(
             f"{key}.{index}",
@@ -96,6 +101,7 @@ def _sources(key: str, configs: Sequence[Any]) -> tuple[Source, ...]:
             config.split,
             config.max_samples,
             json.dumps(config.options or {}, sort_keys=True, default=str),
+            records,
         )
         for index, config in enumerate(configs)
     )

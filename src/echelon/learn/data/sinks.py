@@ -84,6 +84,8 @@ class SampleSink(Sink):
         if piece.is_first and piece.ends:
             targets = np.ones(piece.tokens.size, dtype=np.uint8) if piece.targets is None else piece.targets
             is_kept = self._add(piece.tokens, targets, piece.lengths or (piece.tokens.size,))
+            self._state.counts.num_overlong += piece.lost_tokens > 0
+            self._state.counts.lost_tokens += piece.lost_tokens
             if is_kept and piece.record is not None:
                 self._writers["records"].append(np.frombuffer(piece.record, dtype=np.uint8))
                 self._writers["record_lengths"].append(np.array([len(piece.record)], dtype=np.uint32))

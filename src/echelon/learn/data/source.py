@@ -24,7 +24,13 @@ from echelon.learn.data.readers.datasets import find_on_hub, is_saved_dataset, l
 from echelon.learn.data.readers.megatron import is_megatron_index
 from echelon.learn.data.readers.record import EITHER_FIELD, ExampleFields, Fields, SourceFile
 from echelon.learn.data.readers.separated import read_header
-from echelon.recipe.data_formats import PLAIN_FIELDS, PROMPT_FORMAT, RECORD_FORMATS, recognise_format
+from echelon.recipe.data_formats import (
+    LABELLED_FORMAT,
+    PLAIN_FIELDS,
+    PROMPT_FORMAT,
+    RECORD_FORMATS,
+    recognise_format,
+)
 from echelon.recipe.names import FORMATS
 
 PYTHON_STDLIB = "python-stdlib"
@@ -43,7 +49,8 @@ class Source:
 
     `key`: its recipe key, for messages. `path`: a file, a folder, a glob, `python-stdlib` or a Hub dataset. `fields`:
     maps the format's field names to the records'. `name`: its name in log lines and metrics. `max_samples`: the number
-    of records to read from the start; None for all. `options`: the arguments of a custom reader, as JSON.
+    of records to read from the start; None for all. `options`: the arguments of a custom reader, as JSON. `records`:
+    the format of records if nothing else is said; None: they are recognised by their fields.
     """
 
     key: str
@@ -54,6 +61,7 @@ class Source:
     split: str | None = None
     max_samples: int | None = None
     options: str = "{}"
+    records: str | None = None
 
     @override
     def __str__(self) -> str:
@@ -230,6 +238,10 @@ class NamedFields(Protocol):
     def fields(self) -> Mapping[str, str]:
         """The names of the format's fields in the records."""
 
+    @property
+    def records(self) -> str | None:
+        """The format of records if nothing else is said; None: they are recognised by their fields."""
+
 
 def has_records(format: str) -> bool:
     """Whether files of a format contain records with named fields."""
@@ -260,6 +272,8 @@ def _choose_fields(source: NamedFields, records: Sequence[SourceFile]) -> Fields
     is_plain = bool(renames) and all(name in PLAIN_FIELDS for name in source.fields)
     if source.format in RECORD_FORMATS and source.format != "tokens":
         return ExampleFields(source.format, renames)
+    if source.records is not None:
+        return ExampleFields(source.records, renames)
     found = None if is_plain else _recognise(source, records)
     if found is not None:
         return ExampleFields(found, renames)
@@ -284,7 +298,7 @@ def _recognise(source: NamedFields, records: Sequence[SourceFile]) -> str | None
         for name, row in RECORD_FORMATS.items()
         if source.fields
         and set(row.required) <= set(source.fields)
-        and name != PROMPT_FORMAT  # others have a prompt too
+        and name not in (PROMPT_FORMAT, LABELLED_FORMAT)  # others have such fields too
     ]
     return next((name for name in meant if set(source.fields) & set(names)), None) or recognise_format(names)
 

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from echelon.ground.errors import ConfigError, DataError, EchelonError, is_panic
 from echelon.ground.variables import use_one_tokenizer_thread
 from echelon.learn.data.child_process import ChildProcess, stops_held_back
-from echelon.learn.data.examples import parse_example
+from echelon.learn.data.conversation import Parsed
 from echelon.learn.data.instruction import InstructionEncoding
 from echelon.learn.data.oddities import find_oddities
 from echelon.learn.data.panics import panics_told
@@ -106,6 +106,7 @@ class Piece:
     targets: npt.NDArray[np.uint8] | None = None
     lengths: tuple[int, ...] = ()
     record: bytes | None = None
+    lost_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class TaskEncoder:
                 try:
                     with self._panics_told(file, record):
                         found.append(self._make_sample(record, record.content, file))
-                    odd = find_oddities(parse_example(record.content))
+                    odd = find_oddities(self._parse(record.content))
                     found += [Odd(file, record.position, what) for what in odd]
                 except BrokenRecordError as error:
                     found.append(Broken(file, record.position, str(error)))
@@ -195,6 +196,10 @@ class TaskEncoder:
             digest=digest,
         )
 
+    def _parse(self, example: Mapping[str, Any]) -> Parsed:
+        assert self._encoding.instruction is not None
+        return self._encoding.instruction.parse(example)
+
     def _make_sample(self, record: Record, example: Mapping[str, Any], file: SourceFile) -> Piece:
         """Encode an example as one piece. Raises BrokenRecordError."""
         assert self._encoding.instruction is not None
@@ -212,6 +217,7 @@ class TaskEncoder:
             targets=np.concatenate([document.stored_targets * _MARKS[document.is_good] for document in documents]),
             lengths=tuple(document.stored_ids.size for document in documents),
             record=serialize_example(example[WHOLE_RECORD]) if WHOLE_RECORD in example else None,
+            lost_tokens=sum(document.lost_tokens for document in documents),
         )
 
     def _check(self, ids: Content, file: SourceFile) -> Tokens:

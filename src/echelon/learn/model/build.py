@@ -17,6 +17,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from echelon.ground.errors import ConfigError, EchelonError, first_line
+from echelon.ground.sizes import count_noun
 from echelon.ground.stored import check_readable, read_json
 from echelon.learn.model.attention import choose_attention
 from echelon.learn.model.config import build_config
@@ -215,7 +216,23 @@ def apply_head(config: PretrainedConfig, recipe: Recipe, padding: int | None = N
         ConfigError: `transformers` has no such model, or the checkpoint has no head for tokens.
     """
     if recipe.objective.scores_texts:
-        apply_score_head(config, (), padding)
+        labels = recipe.objective.labels
+        if scores_texts(config):
+            _check_labels(config, recipe)
+        apply_score_head(config, labels, padding)
     else:
         fix = "set objective.name=reward, or give the language model that it was made from"
         check_has_vocabulary(config, f"model.checkpoint={recipe.model.checkpoint}", fix)
+
+
+def _check_labels(config: PretrainedConfig, recipe: Recipe) -> None:
+    """Raise ConfigError for a checkpoint that scores texts with other labels, whose head would have another meaning."""
+    names = [str(config.id2label[number]) for number in sorted(config.id2label)]
+    labels = list(recipe.objective.labels) or ["LABEL_0"]
+    if names != labels and names != [f"LABEL_{number}" for number in range(len(labels))]:
+        wanted = f"objective.labels={labels}" if recipe.objective.labels else f"objective.name={recipe.objective.name}"
+        raise ConfigError(
+            f"model.checkpoint={recipe.model.checkpoint} is a model that scores texts with the labels {names}, and "
+            f"{wanted} needs {count_noun(len(labels), 'score')}; give the same labels in the same order "
+            "(objective.name=classification), or the language model that it was made from."
+        )

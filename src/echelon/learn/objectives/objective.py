@@ -34,9 +34,12 @@ class Objective(ABC):
     needs_reference: bool = False
     """Whether it needs a reference model: the weights that training started from."""
     unit: str = "target_tokens"
-    """The name of its terms in eval rows: target_tokens, pairs, or answers."""
+    """The name of its terms in eval rows: target_tokens, pairs, answers, or texts."""
     measures: tuple[str, ...] = ()
     """The metrics that evaluation reports besides the loss: the columns of `evaluation_sums` after the first."""
+    labels: tuple[str, ...] = ()
+    """The labels of texts that evaluation counts. For each there are three more columns of `evaluation_sums`: the texts
+    that have it, those that the model gives it, and those of which both is true."""
 
     @property
     def batch_means(self) -> tuple[str, ...]:
@@ -68,7 +71,7 @@ class Objective(ABC):
         """Return the summed loss, an fp32 scalar, connected to every trained parameter even if the count is zero."""
 
     def evaluation_sums(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
-        """Return the summed loss and the sum of each measure over the same terms: [1 + measures], fp32."""
+        """Return the summed loss and the sum of each measure over the same terms: [1 + measures + 3 labels], fp32."""
         return self.loss_sum(outputs, batch).reshape(1)
 
 

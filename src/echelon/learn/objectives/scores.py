@@ -1,4 +1,4 @@
-"""Losses on the scores of texts: reward models."""
+"""Losses on the scores of texts: reward models, and classifiers."""
 
 from dataclasses import dataclass
 
@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.objectives.loss import IGNORE
+from echelon.learn.objectives.objective import Objective
 from echelon.learn.objectives.outputs import DecoderOutputs
 from echelon.learn.objectives.pairs import Answers, PairObjective, sum_by_document
 from echelon.recipe import ObjectiveConfig
@@ -53,6 +54,44 @@ def join_margins(high: Tensor, low: Tensor) -> Tensor:
     """Return the margins, fp32, of the labels that `split_margin` gave; int64, of any shape."""
     bits = (high << 16) | low
     return torch.where(bits < 2**31, bits, bits - 2**32).to(torch.int32).view(torch.float32)
+
+
+@dataclass(frozen=True)
+class Classification(Objective):
+    """A classifier: the cross-entropy of each text's label under the softmax of its scores.
+
+    It is the loss of `*ForSequenceClassification` of `transformers` with one label per text. A text's scores are those
+    at its last token, where its only label is (see `score_labels`): the number of one of `labels`.
+    """
+
+    labels: tuple[str, ...]
+
+    unit = "texts"
+
+    @override
+    def loss_sum(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
+        """Return the summed loss of the texts."""
+        return _cross_entropy_sum(outputs.scores(), batch.labels)
+
+    @override
+    def evaluation_sums(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
+        """Return the summed loss, and for each label its texts, those that get it, and those of which both is true."""
+        scores, numbers = outputs.scores(), torch.arange(len(self.labels), device=batch.labels.device)
+        has_label = batch.labels[..., None] == numbers
+        is_given = (scores.argmax(-1)[..., None] == numbers) & (batch.labels != IGNORE)[..., None]
+        counts = [counted.sum((0, 1)) for counted in (has_label, is_given, has_label & is_given)]
+        loss = _cross_entropy_sum(scores, batch.labels)
+        return torch.cat([loss.reshape(1), torch.stack(counts, dim=1).flatten().float()])
+
+
+def _cross_entropy_sum(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return the summed cross-entropy of labels [batch, seq] under scores [batch, seq, labels]."""
+    return F.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def build_classification(config: ObjectiveConfig) -> Classification:
+    """Build the objective from the recipe's section."""
+    return Classification(config.labels)
 
 
 def build_reward(config: ObjectiveConfig) -> Reward:

@@ -70,6 +70,13 @@ class StepAverages:
         return {**row, **times, **rates}
 
 
+_MEASURES = {
+    "kl": ".4f", "agreement": ".1%", "perplexity": ".2f", "bits_per_byte": ".4f", "reward_accuracy": ".1%",
+    "reward_margin": ".4f", "accuracy": ".1%", "macro_f1": ".4f",
+}  # fmt: skip
+"""The metrics of an eval row that the console shows, in this order, and their forms."""
+
+
 def render_evaluation(row: dict[str, Any]) -> list[str]:
     """Return the console lines of an eval row: the total, and each set if there are several."""
     lines = [f"eval at step {row['step']}: {_losses(row)}"]
@@ -88,12 +95,10 @@ def render_memory(planned: MemoryParts, measured: MemoryParts) -> list[str]:
 
 
 def _losses(values: dict[str, Any]) -> str:
-    forms = {"kl": ".4f", "agreement": ".1%"} if "kl" in values else {}
-    forms |= {"perplexity": ".2f", "bits_per_byte": ".4f", "reward_accuracy": ".1%", "reward_margin": ".4f"}
     if "reward" in values:
         solved = f"solved {values['solved']:.1%} of " if "solved" in values else ""
         return f"reward {values['reward']:.4f}  {solved}{values['answers']:,} answers"
-    known = {name: form for name, form in forms.items() if values[name] is not None}
+    known = {name: form for name, form in _MEASURES.items() if values.get(name) is not None}
     return "  ".join([f"loss {values['loss']:.4f}", *(f"{name} {values[name]:{form}}" for name, form in known.items())])
 
 

@@ -369,7 +369,8 @@ def read_model_fields(recipe: Recipe) -> dict[str, Any]:
 
 
 def _with_head(recipe: Recipe, fields: dict[str, Any]) -> dict[str, Any]:
-    return with_scores(fields, 1) if recipe.objective.scores_texts else fields
+    num_scores = recipe.objective.num_scores
+    return fields if num_scores is None else with_scores(fields, num_scores)
 
 
 def _read_given_fields(recipe: Recipe) -> tuple[dict[str, Any], StoredFormat | None]:

@@ -164,8 +164,22 @@ def _losses(record: RunRecord) -> Iterator[Block]:
                 for name in names
             ],
         )
+    yield from _list_labels(record)
     if norms := read_points(record.train_rows, "grad_norm"):
         yield Curves("gradient norm, before clipping", "step", draw_lines("", norms))
+
+
+def _list_labels(record: RunRecord) -> Iterator[Block]:
+    """Yield how often a classifier was right: over time, and for each label at the last evaluation."""
+    named = (("accuracy", "accuracy"), ("macro F1", "macro_f1"))
+    series = [Series(word, read_points(record.eval_rows, name), is_marked=True) for word, name in named]
+    if not series[0].points:
+        return
+    yield Curves("held-out texts with the right label", "step", [line for line in series if line.points])
+    counts = read_mapping(record.eval_rows[-1], "labels")
+    columns = ("texts", "predicted", "right")
+    rows = [(name, *(render_number(read_number(counts, name, column)) for column in columns)) for name in counts]
+    yield Table(("label", "texts with it", "texts given it", "of both"), rows)
 
 
 def _time(record: RunRecord) -> Iterator[Block]:

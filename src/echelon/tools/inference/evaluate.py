@@ -45,7 +45,8 @@ def evaluate_model(
         loss (nats per token), perplexity, bits_per_byte, unigram_entropy (the loss of a model that only knows token
         frequencies, on the same text), tokens, data, sequence_len (tokens per sequence), all over all sets together;
         and sets: the same metrics for each named set. For preferences: loss, reward_accuracy and reward_margin per pair
-        or answer, pairs or answers, and tokens.
+        or answer, pairs or answers, and tokens; for labelled texts: loss, accuracy, macro_f1, labels (texts, predicted
+        and right of each), texts, and tokens.
 
     Raises:
         ConfigError: an HF folder without `data`, or a run without held-out text.
@@ -98,15 +99,8 @@ def evaluate_model(
 
 
 def _render(result: EvalResult, entropy: float) -> dict[str, Any]:
-    if result.is_of_answers:
-        counts = {"pairs": result.num_pairs} if result.num_answers is None else {"answers": result.num_answers}
-        return {
-            "loss": result.loss,
-            "reward_accuracy": result.reward_accuracy,
-            "reward_margin": result.reward_margin,
-            **counts,
-            "tokens": result.num_targets,
-        }
+    if not result.is_per_token:
+        return {"loss": result.loss, **result.own_measures, result.unit: result.count, "tokens": result.num_targets}
     return {
         "loss": result.loss,
         "perplexity": result.perplexity,

@@ -19,8 +19,15 @@ from echelon.learn.data.readers.record import ExampleFields
 from echelon.learn.data.source import Source, list_files
 from echelon.learn.model.traits import describe_obstacle, find_traits
 from echelon.recipe import Recipe
-from echelon.recipe.names import list_objectives
+from echelon.recipe.data_formats import LABELLED_FORMAT
+from echelon.recipe.names import Answers, list_objectives
 from echelon.run.folder.run_folder import RunFolder
+
+_KINDS: dict[Answers, str] = {
+    "pairs": "preference pairs (chosen, rejected)",
+    "judged": "judged answers (label)",
+    "labelled": "texts with labels (label)",
+}
 
 
 def open_run_text(run: Path) -> PreparedData:
@@ -50,10 +57,11 @@ def prepare_given(
         scratch: folder for the prepared tokens.
 
     Returns:
-        The set, and whether it consists of preferences.
+        The set, and whether it consists of preferences or labelled texts.
 
     Raises:
-        ConfigError: preferences for a model not trained on such, conversations without a template, or packed
+        ConfigError: preferences or labelled texts for a model not trained on such, or other texts for a model that
+            scores them, conversations without a template, or packed
             documents that the model cannot keep apart.
         DataError: the text cannot be used.
     """
@@ -62,10 +70,15 @@ def prepare_given(
     formats = {file.fields.format for file in list_files(source) if isinstance(file.fields, ExampleFields)}
     answers = find_answers(formats)
     if answers is not None and (recipe is None or recipe.objective.row.answers != answers):
-        what = {"pairs": "preference pairs (chosen, rejected)", "judged": "judged answers (label)"}[answers]
         raise ConfigError(
-            f"--data {path} contains {what}, which only a run with objective.name={list_objectives(answers)} can be "
-            "evaluated on; give text or conversations."
+            f"--data {path} contains {_KINDS[answers]}, which only a run with objective.name="
+            f"{list_objectives(answers)} can be evaluated on; give text or conversations."
+        )
+    if recipe is not None and recipe.objective.scores_texts and (wanted := recipe.objective.row.answers) != answers:
+        assert wanted is not None
+        raise ConfigError(
+            f"--data {path} has other records than {_KINDS[wanted]}; {target} is a model that scores texts "
+            f"(objective.name={recipe.objective.name}), and is evaluated on these alone."
         )
     tokenizer.save_pretrained(scratch / "tokenizer")
     spec = PrepareSpec(
@@ -88,7 +101,8 @@ def prepare_given(
 
 def _find_source(path: Path, recipe: Recipe | None) -> Source:
     """Return the source of the text; it uses the field names of the run's sources if they agree and fit the text."""
-    plain = Source("--data", str(path))
+    is_labelled = recipe is not None and recipe.objective.row.answers == "labelled"
+    plain = Source("--data", str(path), records=LABELLED_FORMAT if is_labelled else None)
     namings = {tuple(sorted(source.fields.items())) for source in recipe.data.train} if recipe is not None else set()
     if len(namings) == 1 and (named := replace(plain, fields=dict(namings.pop()))).fields:
         with suppress(ConfigError, DataError):  # then the default field names of the formats are used

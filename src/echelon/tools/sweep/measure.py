@@ -16,6 +16,8 @@ _FIELDS = {
     "eval_bits_per_byte": ("eval", "bits_per_byte"),
     "eval_reward_accuracy": ("eval", "reward_accuracy"),
     "eval_reward_margin": ("eval", "reward_margin"),
+    "eval_accuracy": ("eval", "accuracy"),
+    "eval_macro_f1": ("eval", "macro_f1"),
     "train_loss": ("train", "loss"),
     "tokens_per_second": ("train", "tokens_per_second"),
     "mfu": ("train", "mfu"),

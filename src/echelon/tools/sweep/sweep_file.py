@@ -15,12 +15,14 @@ from echelon.recipe.section import AnyPath, Count, CountOrZero, Flag, Number, Po
 from echelon.recipe.yaml_text import MAX_TEXT_BYTES, parse_yaml, show_value
 
 Metric = Literal[
-    "eval_loss", "best_eval_loss", "eval_bits_per_byte", "eval_reward_accuracy", "eval_reward_margin", "train_loss",
-    "tokens_per_second", "mfu",
+    "eval_loss", "best_eval_loss", "eval_bits_per_byte", "eval_reward_accuracy", "eval_reward_margin",
+    "eval_accuracy", "eval_macro_f1", "train_loss", "tokens_per_second", "mfu",
 ]  # fmt: skip
 Direction = Literal["minimize", "maximize"]
 
-_MAXIMIZED = ("eval_reward_accuracy", "eval_reward_margin", "tokens_per_second", "mfu")
+_MAXIMIZED = (
+    "eval_reward_accuracy", "eval_reward_margin", "eval_accuracy", "eval_macro_f1", "tokens_per_second", "mfu"
+)  # fmt: skip
 _NUMBERS_ONLY = ("cmaes", "qmc")
 
 

@@ -109,7 +109,7 @@ def test_formats_are_recognised_by_their_fields():
         "prompt": ["prompt", "answer"],
     }  # fmt: skip
     assert {name: recognise_format(fields) for name, fields in wanted.items()} == {name: name for name in wanted}
-    assert {*wanted, "unpaired_messages"} == set(RECORD_FORMATS)
+    assert {*wanted, "unpaired_messages", "labelled"} == set(RECORD_FORMATS)
     labelled = ["messages", "label"]  # which may be any label
     assert recognise_format(labelled) == "messages"
     assert recognise_format(labelled, is_named=True) == "unpaired_messages"

@@ -161,14 +161,16 @@ def test_evaluation_compares_with_the_whole_set(recipe):
             scores_by_hand(model, given) - scores_by_hand(reference, given) for given in (whole, whole.mismatched)
         )
     good, rewards = whole.extra[GOOD], 0.5 * growth
-    assert result.num_answers == BATCH and result.num_pairs is None and result.perplexity is None
+    assert (result.unit, result.count) == ("answers", BATCH) and result.perplexity is None
     assert result.loss == pytest.approx(loss_by_hand(objective, growth, baseline.mean(), good).item(), rel=1e-5)
-    assert result.reward_margin == pytest.approx((rewards[good].mean() - rewards[~good].mean()).item(), rel=1e-4)
+    margin = (rewards[good].mean() - rewards[~good].mean()).item()
+    assert result.measures["reward_margin"] == pytest.approx(margin, rel=1e-4)
     right = torch.where(good, growth > baseline.mean().clamp(min=0), growth < baseline.mean().clamp(min=0))
-    assert result.reward_accuracy == pytest.approx(right.float().mean().item())
+    assert result.measures["reward_accuracy"] == pytest.approx(right.float().mean().item())
     only = [read_in_order(dataset, int(row), 1, BATCH) for row in good.nonzero()]
     with torch.no_grad():
-        assert sum_up(evaluation, objective, only, lambda sums: None, torch.device("cpu")).reward_margin is None
+        found = sum_up(evaluation, objective, only, lambda sums: None, torch.device("cpu"))
+        assert found.measures["reward_margin"] is None
 
 
 MESSAGES = {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}], "label": False}

@@ -123,9 +123,9 @@ def test_evaluation_reports_rewards(objective):
             good, bad = (now - then for now, then in zip((good, bad), scores_by_hand(reference, batch), strict=True))
     rewards = objective.beta * (good - bad if objective.needs_reference else good / CHOSEN - bad / REJECTED)
     assert 0 < int((rewards > 0).sum()) < 3, "an accuracy that says something"
-    assert result.num_pairs == 3 and result.loss == pytest.approx(loss.item() / 3, rel=1e-5)
-    assert result.reward_accuracy == pytest.approx((rewards > 0).float().mean().item())
-    assert result.reward_margin == pytest.approx(rewards.mean().item(), rel=1e-4, abs=1e-6)
+    assert result.row()["pairs"] == 3 and result.loss == pytest.approx(loss.item() / 3, rel=1e-5)
+    assert result.measures["reward_accuracy"] == pytest.approx((rewards > 0).float().mean().item())
+    assert result.measures["reward_margin"] == pytest.approx(rewards.mean().item(), rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,8 @@ def test_evaluation_reports_rewards():
     }
     other = build_result(objective, [1.0, 9.0, 4.0, 0.0, -2.0], None)
     whole = EvalResults({"one": result, "two": other}).whole
-    assert whole.num_pairs == 4 and whole.loss == pytest.approx((3 * result.loss + 4.0) / 4)
-    assert whole.reward_margin == pytest.approx((3 * result.reward_margin - 2.0) / 4)
+    assert whole.row()["pairs"] == 4 and whole.loss == pytest.approx((3 * result.loss + 4.0) / 4)
+    assert whole.measures["reward_margin"] == pytest.approx((3 * result.measures["reward_margin"] - 2.0) / 4)
 
 
 def test_pairs_without_labels_count_zero_and_reach_every_parameter():
