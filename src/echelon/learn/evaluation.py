@@ -130,16 +130,13 @@ class EvalResults:
             result.num_targets * result.bytes_per_token for result in results if result.bytes_per_token is not None
         ]
         known = num_targets > 0 and len(sizes) == len(self.sets)
-        names = dict.fromkeys(name for result in results for name in result.measures)
-        labels = dict.fromkeys(name for result in results for name in result.labels)
         return EvalResult(
             _mean(results, [result.loss for result in results]) or 0.0,
             num_targets,
             sum(sizes) / num_targets if known else None,
             results[0].unit if results else TOKENS,
             sum(result.count for result in results),
-            {name: _mean(results, [result.measures.get(name) for result in results]) for name in names},
-            {name: _add_counts([result.labels[name] for result in results]) for name in labels},
+            *_join(results),
         )
 
     def select(self, name: str | None) -> EvalResult:
@@ -152,8 +149,19 @@ class EvalResults:
         return {"kind": "eval", "step": step, **self.whole.row(), "sets": sets}
 
 
-def _add_counts(counts: Sequence[LabelCounts]) -> LabelCounts:
-    return LabelCounts(*(sum(numbers) for numbers in zip(*map(astuple, counts), strict=True)))
+def _join(results: Sequence[EvalResult]) -> tuple[dict[str, float | None], dict[str, LabelCounts]]:
+    """Return the measures and the labels of all results together."""
+    names = dict.fromkeys(name for result in results for name in result.measures)
+    measures = {name: _mean(results, [result.measures.get(name) for result in results]) for name in names}
+    counts: dict[str, list[LabelCounts]] = {}
+    for result in results:
+        for name, found in result.labels.items():
+            counts.setdefault(name, []).append(found)
+    labels = {
+        name: LabelCounts(*(sum(numbers) for numbers in zip(*map(astuple, found), strict=True)))
+        for name, found in counts.items()
+    }
+    return measures, labels
 
 
 def _mean(results: Sequence[EvalResult], values: Sequence[float | None]) -> float | None:

@@ -217,7 +217,7 @@ def apply_head(config: PretrainedConfig, recipe: Recipe, padding: int | None = N
     """
     if recipe.objective.scores_texts:
         labels = recipe.objective.labels
-        if scores_texts(config):
+        if scores_texts(config) and recipe.model.checkpoint is not None:
             _check_labels(config, recipe)
         apply_score_head(config, labels, padding)
     else:
