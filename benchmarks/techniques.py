@@ -71,7 +71,8 @@ SIZES = {
 class Group:
     """Rows that are compared: the keys of a recipe, `train` and `parallel`. The first one is what ratios refer to.
 
-    all: keys of every row. has_experts: the model is a mixture of 8 experts, of which a token uses 2.
+    all: keys of every row. has_experts: the model is a mixture of 8 experts, of which a token uses 2. sizes: by
+    device, instead of the usual ones.
     """
 
     title: str
@@ -80,6 +81,12 @@ class Group:
     all: dict = field(default_factory=dict)
     has_experts: bool = False
     needs_gpu: bool = False
+    sizes: dict[str, Size] = field(default_factory=dict)
+
+    def find_size(self, name):
+        """The size `full` or `tiny` on this machine's device."""
+        usual = SIZES[name, DEVICE]
+        return self.sizes.get(DEVICE, usual) if name == "full" else usual
 
 
 FULL, OFFLOADED = {"activation_checkpointing": "full"}, {"activation_offloading": True}
@@ -131,8 +138,16 @@ GROUPS = {
             "ddp": {"parallel": "ddp"},
             "cp 2, allgather": {"parallel": {"cp": 2, "cp_method": "allgather"}},
             "cp 2, ulysses": {"parallel": {"cp": 2, "cp_method": "ulysses"}},
+            "cp 2, ring": {"parallel": {"cp": 2, "cp_method": "ring"}},
         },
         processes=2,
+    ),
+    "long": Group(
+        "A sequence of 65,536 tokens, two processes",
+        {f"cp 2, {each}": {"parallel": {"cp": 2, "cp_method": each}} for each in ("allgather", "ulysses", "ring")},
+        processes=2,
+        all=FULL,
+        sizes={"cpu": Size(64, 1, 2, 512, 65536, batch=1), "cuda": Size(1024, 8, 16, 32000, 65536, batch=1)},
     ),
     "pipeline": Group(
         "Pipelines, two processes",
@@ -312,7 +327,8 @@ def _hear(gate, group):
 
 def run_side(group_name, name, size_name, steps):
     """All ranks of a row, of which this process becomes rank 0."""
-    group, size = GROUPS[group_name], SIZES[size_name, DEVICE]
+    group = GROUPS[group_name]
+    size = group.find_size(size_name)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -333,7 +349,8 @@ def run_side(group_name, name, size_name, steps):
 
 def measure_group(name, arguments, scratch):
     """Measure the rows of a group in turns: {"machine", "rounds", "steps", "rows": {name: measured}}."""
-    group, size = GROUPS[name], SIZES[arguments.size, DEVICE]
+    group = GROUPS[name]
+    size = group.find_size(arguments.size)
     if group.needs_gpu and DEVICE == "cpu":
         raise NotHere("it needs a GPU: on a CPU everything is in host memory already")
     if DEVICE == "cuda" and torch.cuda.device_count() < group.processes:
@@ -371,6 +388,9 @@ def render_group(name, measured):
     rows = measured["rows"]
     base = next(iter(rows.values()))
     run = f"{measured['machine']}; {measured['rounds']} rounds of {measured['steps']} step(s)."
+    if GROUPS[name].sizes:
+        size = Size(**measured["size"])
+        run = f"A Llama {size.width} wide, with {size.layers} layer(s); {size.batch} sequence(s) in a step. {run}"
     lines = [f"## {GROUPS[name].title}", "", run, "", *HEAD.splitlines()]
     for row, own in rows.items():
         ratios = [mine / theirs for mine, theirs in zip(own["seconds"], base["seconds"], strict=True)]

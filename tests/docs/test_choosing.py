@@ -35,6 +35,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "pp, zero_bubble": {"parallel": {"pp": 2, "schedule": "zero_bubble"}},
     "cp, allgather": {"parallel": {"cp": 2}},
     "cp, ulysses": {"parallel": {"cp": 2, "cp_method": "ulysses"}},
+    "cp, ring": {"parallel": {"cp": 2, "cp_method": "ring"}},
     "ep": {"parallel": {"dp_shard": 2, "ep": 2}, "model": {"config": MIXTURE}},
     "dp_replicate": {"parallel": {"dp_replicate": 2}},
     "dp_shard": {"parallel": {"dp_shard": 2}},

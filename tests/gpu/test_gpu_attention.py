@@ -16,6 +16,7 @@ from echelon.recipe.load import load_recipe
 from tests.families import small_config, small_model
 from tests.parity.training import Row, write_recipe
 from tests.unit.learn.model.test_document_mask import FIELDS, LENGTHS, loss_alone, losses, packed
+from tests.unit.learn.model.test_ring_attention import STARTS, check_ring
 
 pytestmark = [pytest.mark.gpu, pytest.mark.device]
 
@@ -104,3 +105,12 @@ def test_plain_causal_attention_takes_the_kernel_that_the_planner_charges(gpu, t
     names = " ".join(event.name for event in profile.events())
     print(cluster.accelerator.name, names)
     assert ("cudnn" in names) == (choose_software(shape, plan, cluster).attention == "cudnn"), names
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 0.02), (torch.float16, 0.005), (torch.float32, 0.001)], ids=str
+)
+@pytest.mark.parametrize("first", [None, STARTS], ids=["flash", "bias"])
+def test_a_ring_computes_the_parts_of_whole_attention(gpu, first, dtype, tolerance):
+    """The flash kernel, or with documents and in fp32 the memory-efficient one."""
+    check_ring(4, first, gpu.device, dtype, tolerance)

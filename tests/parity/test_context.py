@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.distributed.mesh import build_mesh
+from echelon.learn.distributed.traffic import count_traffic, stop_counting
 from echelon.learn.engines import EngineSpec
 from echelon.learn.engines.native_build import build_native_engine
 from echelon.learn.model.build import load_config
@@ -66,6 +67,18 @@ ROWS = [
     slow(divided(2, "ulysses", compile=True)),
     slow(divided(2, precision="bf16")),
     slow(divided(2, optimizer="muon")),
+    divided(2, "ring"),
+    slow(divided(4, "ring")),
+    slow(divided(2, "ring", family="qwen3")),
+    slow(divided(2, "ring", family="gemma3_text", tied=True)),  # windows
+    slow(divided(2, "ring", family="mixtral")),
+    slow(divided(2, "ring", ranks=4, dp_shard=2, family="qwen3", micro_batch=2)),
+    slow(divided(2, "ring", ranks=4, pp=2, micro_batch=2)),
+    slow(divided(2, "ring", adapter="lora")),
+    slow(divided(2, "ring", checkpointing="full")),
+    slow(divided(2, "ring", checkpointing="selective")),
+    slow(divided(2, "ring", compile=True)),
+    slow(divided(2, "ring", precision="bf16")),
 ]
 
 
@@ -84,6 +97,8 @@ def test_divided_sequences_equal_one_process(workers, references, text, tmp_path
         divided(2, "ulysses", ranks=4, dp_shard=2),
         divided(2, family="gemma3_text", tied=True),
         divided(4, "ulysses", family="gemma2", tied=True),
+        divided(4, "ring"),
+        divided(2, "ring", family="gemma3_text", tied=True),
     ],
     ids=lambda row: f"{row} {row.parallel['cp_method']}",
 )
@@ -121,7 +136,7 @@ def test_the_router_loss_is_that_of_whole_sequences(workers, references, text, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", [divided(2), divided(2, "ulysses", ranks=4, dp_shard=2)], ids=str)
+@pytest.mark.parametrize("row", [divided(2), divided(2, "ulysses", ranks=4, dp_shard=2), divided(2, "ring")], ids=str)
 def test_five_and_five_steps_are_ten_bit_for_bit(workers, text, tmp_path, row):
     check_exact_resume(partial(train, workers, row), tmp_path, text, steps=10)
 
@@ -167,6 +182,29 @@ def test_selective_checkpointing_does_not_send_again(workers, text, tmp_path, me
         found = workers.run(count_context, 2, recipe, replace(plan, activation_checkpointing=policy))[0][0]
         calls[policy] = sum(found.get(name, 0) for name in ("all_gather_into_tensor", "all_to_all_single"))
     assert calls["none"] == calls["selective"] < calls["full"]
+
+
+def count_sent(rank, world_size, path, plan):
+    """The bytes that this rank sends in messages to one other rank."""
+    meter = count_traffic()
+    before = meter.by_route()
+    count_context(rank, world_size, path, plan)
+    sent = sum(number - before.get(route, 0) for route, number in meter.by_route().items() if route.kind == "send")
+    stop_counting()
+    return sent
+
+
+@pytest.mark.parametrize("policy", ["none", pytest.param("full", marks=pytest.mark.slow), "selective"])
+def test_a_ring_sends_what_the_page_says(workers, text, tmp_path, policy):
+    """Keys and values forward and backward, and their gradients: the formula of docs/context-parallelism.md."""
+    plan = ParallelPlan(
+        "fsdp+cp", dp_shard=1, cp=2, cp_method="ring", reshard_after_forward=True, reduce_gradients="each",
+        num_microbatches=1, micro_batch_size=SEQUENCES, activation_checkpointing=policy,
+    )  # fmt: skip
+    shape, recipe = build_shape(small_config("llama")), write_recipe(Row(), tmp_path, text, steps=4)
+    part = 4 * SEQUENCES * WIDTH // 2 * 2 * shape.num_kv_heads * shape.head_dim
+    passes = 4 if policy == "full" else 3
+    assert workers.run(count_sent, 2, str(recipe), plan) == [shape.num_layers * passes * part] * 2
 
 
 WIDTH, SEQUENCES = 16, 2

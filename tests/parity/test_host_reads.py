@@ -158,6 +158,7 @@ LONG_ROWS = [
     with_ranks(Row({"pp": 2}), 2, micro_batch=2),
     with_ranks(Row({"cp": 2}), 2, micro_batch=2),
     with_ranks(Row({"cp": 2, "cp_method": "ulysses"}), 2, micro_batch=2),
+    with_ranks(Row({"cp": 2, "cp_method": "ring"}), 2, micro_batch=2),
     with_ranks(Row({"dp_shard": 2, "ep": 2}, family=MOE), 2, micro_batch=2),
     with_ranks(Row({"dp_shard": 2, "ep": 2}, family="mixtral", checkpointing="full"), 2, micro_batch=2),
     with_ranks(Row({"dp_shard": 2, "tp": 2}), 4, micro_batch=2),

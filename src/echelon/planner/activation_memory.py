@@ -112,7 +112,8 @@ def activation_bytes(
         window = max(_LAYERS_LEAVING, 1 + plan.activation_loading_horizon)
         here, moved = max(sum(kept[first : first + window]) for first in range(len(kept))), sum(kept[:-1])
     # When the backward pass of a layer comes to its attention, that of its MLP is done, and what the MLP kept is free.
-    at_attention = tokens * (redone - mlp - outside) + _blocks_bytes(shape, plan, sequence_len, kind)
+    beside = sum(axis.attention_bytes(shape, plan, by.compute) for axis in AXES)
+    at_attention = tokens * (redone - mlp - outside + beside) + _blocks_bytes(shape, plan, sequence_len, kind)
     redone = max(tokens * redone, at_attention) + again
     # 8: token ids
     return int(tokens * (here + outside + 8)) + rotary + fixed, int(redone), int(tokens * moved)

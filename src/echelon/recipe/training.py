@@ -34,7 +34,7 @@ PLACEMENTS: dict[str, tuple[AxisName, ...]] = {
     "cluster": ("dp_replicate", "dp_shard", "cp", "pp", "tp"),
     "spread": ("tp", "pp", "dp_replicate", "dp_shard", "cp"),
 }
-CpMethod = Literal["allgather", "ulysses"]
+CpMethod = Literal["allgather", "ulysses", "ring"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
@@ -349,8 +349,8 @@ class ParallelConfig(Section):
     )
     cp_method: CpMethod | None = Field(
         None,
-        description="With `cp`: `allgather` gathers keys and values, `ulysses` exchanges heads for positions. Absent: "
-        "`allgather`.",
+        description="With `cp`: `allgather` gathers keys and values, `ulysses` exchanges heads for positions, `ring` "
+        "sends keys and values around while it attends to them. Absent: `allgather`.",
     )
     schedule: PipelineSchedule | None = Field(None, description="With `pp`: the pipeline schedule. Absent: `1f1b`.")
     stages: tuple[Count, ...] | None = Field(

@@ -1,5 +1,6 @@
 """Exchanges between the ranks that share sequences. Gradients flow through them."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -49,6 +50,17 @@ class Peers(Protocol):
     def add_up(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks of a tensor without gradient."""
 
+    def shift(self, tensor: Tensor, stream: int = 0) -> Callable[[], Tensor]:
+        """Begin to send a tensor to the next rank, the last one to the first. Has no gradient.
+
+        Args:
+            tensor: of the same shape and dtype on every rank; must not change until the result is there.
+            stream: exchanges of different streams may overtake each other.
+
+        Returns:
+            A function that waits for the tensor of the rank before this one, and returns it.
+        """
+
     def isolated(self) -> AbstractContextManager[None]:
         """Scope of exchanges that send nothing: the memory of real ones, with this rank's own values."""
 
@@ -77,6 +89,26 @@ class GroupPeers(Isolatable, Peers):
         if self._sends:
             dist.all_reduce(total, group=self._group)
         return total
+
+    @override
+    def shift(self, tensor: Tensor, stream: int = 0) -> Callable[[], Tensor]:
+        sent = tensor.contiguous()
+        if not self._sends:
+            return sent.clone
+        received, group = torch.empty_like(sent), self._group
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, sent, group=group, tag=stream, group_peer=(self.rank + 1) % self.size),
+                dist.P2POp(dist.irecv, received, group=group, tag=stream, group_peer=(self.rank - 1) % self.size),
+            ]
+        )
+
+        def receive() -> Tensor:
+            for work in works:
+                work.wait()
+            return received
+
+        return receive
 
     def collect(self, part: Tensor) -> Tensor:
         """`gather` without gradient."""

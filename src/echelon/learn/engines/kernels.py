@@ -53,8 +53,8 @@ def _choose(
     skeleton: PreTrainedModel, recipe: Recipe, plan: ParallelPlan, meshes: Meshes, device: torch.device
 ) -> tuple[Traits, str | None]:
     length, dtype = recipe.data.sequence_len, getattr(torch, plan.precision.compute)
-    # Gathered keys and values need masks of a part of the queries, which the kernels below do not take.
-    is_free = recipe.model.attn_implementation is None and plan.cp_method != "allgather"
+    # Queries of a part of each sequence need other masks than those that the kernels below take.
+    is_free = recipe.model.attn_implementation is None and plan.cp_method in (None, "ulysses")
     default = skeleton.config._attn_implementation if is_free else None
     if default == "sdpa" and _agree(has_kernel(device, dtype, skeleton.config), meshes):
         skeleton.set_attn_implementation(VARLEN)

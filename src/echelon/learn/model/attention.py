@@ -28,6 +28,8 @@ from echelon.learn.model.varlen_attention import VARLEN, count_starts, find_star
 
 # `sdpa` under a name for which `transformers` builds no mask: without a mask, that function is causal.
 PLAIN_CAUSAL = "echelon_plain_causal"
+# A mask of this form has one number for each query: the position of the first key that it attends to.
+FIRST_KEYS = "echelon_first_keys"
 
 MaskForm = Literal["by_layer", "full", "window", "positions", "lengths"]
 """How a model is told where documents end.
@@ -105,7 +107,8 @@ def document_inputs(
         position_ids: [batch, seq], int64, from 0 in each document.
         most: at least the number of documents of a sequence, without padding; None if it is not known.
         dtype: of the hidden states; None for that of the input embedding.
-        attention: the implementation for which masks are built; None for the model's own.
+        attention: the implementation for which masks are built, or `FIRST_KEYS`, whose masks are int64,
+            [batch, 1, queries, 1]; None for the model's own.
         queries: the positions of the queries of a mask, of which there may be fewer than keys; None for all.
 
     Returns:
@@ -121,6 +124,10 @@ def document_inputs(
         room = None if most is None else len(position_ids) * count_starts(most + 1)  # padding is a document
         return {"position_ids": position_ids, **find_starts(position_ids, room)}
     config, attention = model.config.get_text_config(decoder=True), attention or model.config._attn_implementation
+    if attention == FIRST_KEYS:
+        rows = slice(None) if queries is None else queries
+        firsts = {kind: _find_first_keys(config, kind, documents, position_ids) for kind in _layer_kinds(config, form)}
+        return _as_inputs(position_ids, form, {kind: first[:, None, rows, None] for kind, first in firsts.items()})
     chosen: Callable[[Any], Any] = (lambda function: function) if queries is None else partial(_choose_queries, queries)
     build = ALL_MASK_ATTENTION_FUNCTIONS["sdpa" if attention == PLAIN_CAUSAL else attention]
     masks = {
@@ -138,6 +145,11 @@ def document_inputs(
         )
         for kind in _layer_kinds(config, form)
     }
+    return _as_inputs(position_ids, form, masks)
+
+
+def _as_inputs(position_ids: Tensor, form: MaskForm, masks: dict[str, Any]) -> dict[str, Any]:
+    """Return positions and masks, by kind of layer, as the model takes them."""
     return {"position_ids": position_ids, "attention_mask": masks if form == "by_layer" else next(iter(masks.values()))}
 
 
@@ -174,8 +186,26 @@ def _reach(config: PretrainedConfig, kind: str, position_ids: Tensor) -> Any:
             return same
 
         return and_masks(causal_mask_function, in_chunk)
-    window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
+    window = _find_window(config, kind)
     return causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+
+
+def _find_window(config: PretrainedConfig, kind: str) -> int | None:
+    """Return how many tokens, with itself, a token of a kind of layer attends to; None for all."""
+    window: int | None = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
+    return window
+
+
+def _find_first_keys(config: PretrainedConfig, kind: str, documents: Tensor, position_ids: Tensor) -> Tensor:
+    """Return the position of the first key that each token attends to, [batch, seq]: `_reach` and the documents."""
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    first = torch.where(begins, places, 0).cummax(-1).values
+    if kind == "chunked_attention":
+        return torch.maximum(first, places - position_ids % config.attention_chunk_size)
+    window = _find_window(config, kind)
+    return first if window is None else torch.maximum(first, places - window + 1)
 
 
 def _plain_causal(

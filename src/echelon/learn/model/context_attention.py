@@ -2,7 +2,8 @@
 
 `allgather` gathers the keys and values of whole sequences on every rank, whose queries stay where they are. `ulysses`
 (Jacobs et al. 2023, arXiv:2309.14509) exchanges positions for heads: each rank computes some heads over whole
-sequences. `transformers` knows this implementation as `CONTEXT`, and builds no mask for it.
+sequences. `ring` sends keys and values around while it attends to them: see `ring_attention`. `transformers` knows this
+implementation as `CONTEXT`, and builds no mask for it.
 """
 
 import math
@@ -19,7 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from echelon.learn.distributed.peers import Peers
 from echelon.learn.distributed.sequence_part import SequencePart, in_order, in_parts
-from echelon.learn.model.attention import PLAIN_CAUSAL, document_inputs
+from echelon.learn.model.attention import FIRST_KEYS, PLAIN_CAUSAL, document_inputs
+from echelon.learn.model.parts import autocast_dtype
 from echelon.learn.model.traits import Traits
 from echelon.recipe.training import CpMethod
 
@@ -44,6 +46,11 @@ class Context:
         self.method = method
         self.attention = attention
         self._is_divided = True
+        self._ring = None
+        if method == "ring":
+            from echelon.learn.model.ring_attention import Ring
+
+            self._ring = Ring(peers)
 
     @property
     def has_whole_masks(self) -> bool:
@@ -59,9 +66,20 @@ class Context:
         finally:
             self._is_divided = True
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Tensor:
         """Compute attention for this rank's queries: [batch, heads, part, width] to [batch, part, heads, width]."""
+        if self._ring is not None and self._is_divided:
+            assert not options.get("dropout"), "the planner refuses dropout"
+            scaling, dtype = options.get("scaling"), autocast_dtype(query)
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return self._ring(query.to(dtype), key.to(dtype), value.to(dtype), scale, mask)
+        output: Tensor = self._exchange(module, query, key, value, mask, **options)
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _exchange(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+    ) -> Tensor:
         if not self._is_divided:
             return self._attend_whole(module, query, key, value, mask, **options)
         if self.method == "ulysses":
@@ -186,6 +204,8 @@ def divided_inputs(
         documents = torch.zeros_like(positions) if documents is None else documents
         attention = "sdpa" if context.attention in BY_MASK else context.attention
         queries = None if part is None or context.has_whole_masks else part.take(places)
+        if queries is not None and context.method == "ring":
+            attention = FIRST_KEYS
         inputs = document_inputs(model, traits.mask, documents, positions, most, dtype, attention, queries)
     return inputs | {"position_ids": positions if part is None else part.take(positions)}
 

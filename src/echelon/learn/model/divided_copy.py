@@ -7,6 +7,7 @@ attention that adds biases by position on its own and rotary embeddings that dep
 
 import copy
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
@@ -45,10 +46,15 @@ def check_divides(model: PreTrainedModel, method: CpMethod, traits: Traits, sequ
         ConfigError: the message names the model's type, what is wrong, and what is possible.
     """
     attention = model.config._attn_implementation
-    if method == "allgather" and attention not in BY_MASK:
+    if method != "ulysses" and attention not in BY_MASK:
         raise ConfigError(
-            f"parallel.cp with cp_method=allgather does not work with model.attn_implementation={attention}, which "
+            f"parallel.cp with cp_method={method} does not work with model.attn_implementation={attention}, which "
             "takes no mask for a part of the queries; use cp_method: ulysses, or model.attn_implementation=sdpa."
+        )
+    if method == "ring" and attention == "eager":
+        raise ConfigError(
+            "parallel.cp with cp_method=ring does not work with model.attn_implementation=eager, nor with attention "
+            "that caps its scores: it computes attention in blocks of keys; use cp_method: allgather."
         )
     name = stand_in(attention) or attention
     obstacle = _find_obstacle(ConfigKey(model.config, type(model), name, sequence_len, method), traits)
@@ -85,7 +91,8 @@ def _compare(small: PreTrainedModel, method: CpMethod, attention: str, traits: T
         "documents": ((packed.documents, packed.positions), run_copy(small, packed.tokens, **masks)),
     }
     heads = getattr(small.config.get_text_config(decoder=True), "num_attention_heads", 1)
-    chosen: CpMethod = method if heads % _SIZE == 0 or attention not in BY_MASK else "allgather"
+    is_possible = method != "ulysses" or heads % _SIZE == 0 or attention not in BY_MASK
+    chosen: CpMethod = method if is_possible else "allgather"
     for name, (rows, expected) in cases.items():
         meeting = _Meeting()
         contexts = [Context(_ThreadPeers(rank, meeting), chosen, attention) for rank in range(_SIZE)]
@@ -158,6 +165,10 @@ class _ThreadPeers(Peers):
     @override
     def add_up(self, tensor: Tensor) -> Tensor:
         return torch.stack(self._meeting.exchange(self.rank, tensor)).sum(0)
+
+    @override
+    def shift(self, tensor: Tensor, stream: int = 0) -> Callable[[], Tensor]:
+        return partial(self._meeting.exchange(self.rank, tensor).__getitem__, (self.rank - 1) % self.size)
 
     @override
     def isolated(self) -> AbstractContextManager[None]:

@@ -146,6 +146,10 @@ class Axis:
         """Bytes of the results of a layer's collectives that selective checkpointing keeps, per token, likewise."""
         return 0.0
 
+    def attention_bytes(self, shape: ModelShape, plan: ParallelPlan, number: int) -> int:
+        """Bytes that the backward pass of a layer's attention holds for a moment, per token, likewise."""
+        return 0
+
     def buffer_bytes(self, shape: ModelShape, plan: ParallelPlan, tokens: int, kind: DeviceKind) -> int:
         """Bytes that a layer needs while it sends, for these tokens of a microbatch."""
         return 0

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _LONG = 8192  # tokens of a sequence from which a search may divide it
 _MAX_TRIED = 8
+_FP32_BYTES = 4
 
 
 class _Context(Axis):
@@ -53,10 +54,18 @@ class _Context(Axis):
                 f"model; use cp = {fits}, or cp_method: allgather."
             )
 
+        if plan.cp_method == "ring" and shape.parts.attention_dropout:
+            raise ConfigError(
+                f"parallel.cp={plan.cp} with cp_method=ring has no dropout in attention, and that of the model is "
+                f"{shape.parts.attention_dropout:g}; set it to 0 in model.config, or use cp_method: allgather."
+            )
+
     @override
     def kept_bytes(self, shape: ModelShape, plan: ParallelPlan, number: int) -> int:
         # `allgather` keeps keys and values of whole sequences. `ulysses` keeps as many as without context parallelism,
-        # unless their heads are repeated.
+        # unless their heads are repeated. `ring` receives those of others again in the backward pass.
+        if plan.cp_method == "ring":
+            return 0
         key_value = 2 * shape.num_kv_heads * shape.head_dim * number
         if plan.cp_method == "ulysses":
             return key_value * (math.lcm(shape.num_kv_heads, plan.cp) // shape.num_kv_heads - 1)
@@ -67,9 +76,20 @@ class _Context(Axis):
         if plan.cp == 1:
             return 0.0
         width = shape.head_dim * number
+        if plan.cp_method == "ring":  # the output of attention, which is counted as that of any attention
+            return 0.0
         if plan.cp_method == "ulysses":
             return width * (2 * shape.num_heads + 2 * math.lcm(shape.num_kv_heads, plan.cp))
         return width * 2 * shape.num_kv_heads * plan.cp
+
+    @override
+    def attention_bytes(self, shape: ModelShape, plan: ParallelPlan, number: int) -> int:
+        if plan.cp_method != "ring":
+            return 0
+        # In the backward pass: keys and values of two ranks, those of one for each query head, and in fp32 the gradient
+        # of queries, and of keys and values those of this rank, of the turn, and those received.
+        heads, key_value = shape.num_heads, 2 * shape.num_kv_heads
+        return shape.head_dim * (number * (2 * key_value + 2 * heads) + _FP32_BYTES * (heads + 3 * key_value))
 
     @override
     def layer_seconds(self, step: Step, layer: LayerTime) -> float:
@@ -81,6 +101,8 @@ class _Context(Axis):
         if plan.cp_method == "ulysses":
             return 3 * group.all_to_all(width * (2 * shape.num_heads + 2 * shape.num_kv_heads))
         gather = group.all_gather(2 * width * shape.num_kv_heads * plan.cp)
+        if plan.cp_method == "ring":
+            return step.exposed(gather * (2 + _FP32_BYTES / DTYPE_BYTES[plan.precision.compute]), layer.attention)
         # keys and values go around beside attention
         return step.exposed(3 * gather, layer.attention) if step.software.ring_attention else 3 * gather
 
@@ -90,7 +112,10 @@ class _Context(Axis):
         heads = 2 * part.num_kv_heads * plan.cp
         if plan.cp_method == "ulysses":
             heads = 2 * part.num_heads + 2 * max(part.num_kv_heads, plan.cp)
-        times = plan.num_microbatches * sender.layers * (2 + sender.again)
+        passes = 2 + sender.again
+        if plan.cp_method == "ring":  # the gradients of keys and values are sent in fp32
+            passes += _FP32_BYTES / sender.number
+        times = plan.num_microbatches * sender.layers * passes
         return {"cp": times * ring_share(plan.cp) * sender.tokens * heads * part.head_dim * sender.number}
 
     @override

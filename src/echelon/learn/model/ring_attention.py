@@ -1,0 +1,279 @@
+"""Ring attention: keys and values of a sequence go around the ranks that share it, beside the computation.
+
+Liu et al. 2023, arXiv:2310.01889. In each turn a rank attends to the keys and values of one rank, while it sends them
+on to the next rank. What it has found so far is merged with what it finds by the sums of the softmax (the logarithm of
+the sum of exponentials), so no rank ever has the keys of a whole sequence. The backward pass goes around once more:
+gradients of keys and values follow them, and end where these belong.
+
+A rank holds an early and a late chunk of each sequence (`SequencePart`), so all ranks compute as much in each turn:
+of the keys of an earlier rank, all queries attend to the early chunk; those of a later rank are attended to by the late
+queries.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from echelon.learn.distributed.peers import Peers
+from echelon.learn.distributed.sequence_part import SequencePart
+
+Hidden = Tensor | Literal["later"] | None
+"""Which keys are hidden: bool [batch, 1, queries, keys], or those after a query's own place, or none."""
+
+# The memory-efficient kernel reads sums in groups of so many queries, and a row of a bias in groups of so many keys.
+_SUMS_ALIGNED, _BIAS_ALIGNED = 32, 8
+_FLASH_DTYPES, _FLASH_WIDTH = (torch.bfloat16, torch.float16), 8
+
+aten = torch.ops.aten
+
+_RINGS: "weakref.WeakValueDictionary[int, Peers]" = weakref.WeakValueDictionary()
+"""The ranks of each ring by the number that the operation gets, because operations of torch take no objects."""
+
+_NUMBERS = itertools.count()
+
+
+class Ring:
+    """The ranks that share sequences. Called, it computes their attention."""
+
+    def __init__(self, peers: Peers) -> None:
+        # A constant of compiled graphs, which a later process finds in the compiler's cache by the same number.
+        self._number = next(_NUMBERS)
+        _RINGS[self._number] = peers
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, first: Tensor | None) -> Tensor:
+        """Compute causal attention of this rank's queries over whole sequences. Collective.
+
+        Args:
+            query: [batch, heads, part, width], of the positions that `SequencePart` gives this rank.
+            key: [batch, key heads, part, width], likewise; the number of key heads divides `heads`.
+            value: as `key`.
+            scale: of the scores.
+            first: [batch or 1, 1, part, 1], int64: the position of the first key that each query attends to; None: 0.
+
+        Returns:
+            [batch, part, heads, width].
+        """
+        output: Tensor = _attend(query, key, value, scale, self._number, first)[0]
+        return output
+
+
+@torch.library.custom_op("echelon::ring_attention", mutates_args=())
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, ring: int, first: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the output, [batch, part, heads, width], and the logarithms of sums, [batch, heads, part]."""
+    peers, packed = _RINGS[ring], torch.cat([key, value], -1)
+    output = torch.zeros_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
+    total = output.new_full(query.shape[:3], -torch.inf)
+    with torch.autocast(query.device.type, enabled=False):
+        for turn in range(peers.size):
+            receive = peers.shift(packed) if turn + 1 < peers.size else None
+            block = _find_block(peers, turn, query, first)
+            keys, values = _repeated(block.of_keys(packed), query, key.shape[-1])
+            found, sums = attend_block(block.of_queries(query), keys, values, block.hides, scale)
+            _merge(block.of_queries(output), block.of_queries(total), found, sums)
+            packed = packed if receive is None else receive()
+    return output.transpose(1, 2).to(query.dtype).contiguous(), total
+
+
+@_attend.register_fake
+def _shapes(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, ring: int, first: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    batch, heads, part, width = query.shape
+    return query.new_empty(batch, part, heads, width), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("echelon::ring_attention_backward", mutates_args=())
+def _differentiate(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    total: Tensor,
+    scale: float,
+    ring: int,
+    first: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, which are summed in fp32."""
+    peers, packed = _RINGS[ring], torch.cat([key, value], -1)
+    of_query = torch.zeros_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
+    own = of_query.new_zeros(packed.shape)
+    receive_sum: Callable[[], Tensor] | None = None
+    with torch.autocast(query.device.type, enabled=False):
+        for turn in range(peers.size):
+            receive = peers.shift(packed) if turn + 1 < peers.size else None
+            block = _find_block(peers, turn, query, first)
+            keys, values = _repeated(block.of_keys(packed), query, key.shape[-1])
+            result = Result(*(block.of_queries(tensor) for tensor in (output, total, gradient)))
+            found = differentiate_block(block.of_queries(query), keys, values, block.hides, scale, result)
+            block.of_queries(of_query).add_(found[0])
+            here = own if turn == 0 else torch.zeros_like(own)
+            block.of_keys(here).add_(torch.cat([_summed(part, key) for part in found[1:]], -1))
+            if turn > 0:  # the ranks before this one have added their part; the last one sends the sum to its owner
+                here = here if receive_sum is None else here.add_(receive_sum())
+                receive_sum = peers.shift(here, stream=1)
+            packed = packed if receive is None else receive()
+    own = own if receive_sum is None else own.add_(receive_sum())
+    parts = torch.split(own, [key.shape[-1], value.shape[-1]], -1)
+    of_key, of_value = (part.to(key.dtype).contiguous() for part in parts)
+    return of_query.to(query.dtype), of_key, of_value
+
+
+@_differentiate.register_fake
+def _gradient_shapes(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, ctx.scale, ctx.ring, first = inputs
+    ctx.save_for_backward(query, key, value, *output, first)
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, output, total, first = ctx.saved_tensors
+    by_head = (gradient.transpose(1, 2), query, key, value, output.transpose(1, 2), total)
+    found = _differentiate(*by_head, ctx.scale, ctx.ring, first)
+    return (*found, None, None, None)
+
+
+_attend.register_autograd(_backward, setup_context=_remember)
+
+
+class _Block(NamedTuple):
+    """The queries and keys of a turn, and which keys are hidden from which queries: see `attend_block`."""
+
+    queries: slice
+    keys: slice
+    hides: Hidden
+
+    def of_queries(self, tensor: Tensor) -> Tensor:
+        return tensor[:, :, self.queries]
+
+    def of_keys(self, tensor: Tensor) -> Tensor:
+        return tensor[:, :, self.keys]
+
+
+def _find_block(peers: Peers, turn: int, query: Tensor, first: Tensor | None) -> _Block:
+    """Return what this rank computes in a turn, when it has the keys of the rank `turn` places before it."""
+    length, owner = query.shape[2], (peers.rank - turn) % peers.size
+    whole, early, late = slice(0, length), slice(0, length // 2), slice(length // 2, length)
+    queries = late if owner > peers.rank else whole
+    keys = early if owner < peers.rank else whole
+    if first is None:
+        return _Block(queries, keys, "later" if owner == peers.rank else None)
+    places = torch.arange(length * peers.size, device=query.device)
+    of_queries = SequencePart(peers.rank, peers.size).take(places)[queries, None]
+    of_keys = SequencePart(owner, peers.size).take(places)[keys]
+    is_hidden = (of_keys > of_queries) | (of_keys < first[:, :, queries])
+    return _Block(queries, keys, is_hidden.expand(query.shape[0], -1, -1, -1))
+
+
+def _repeated(packed: Tensor, query: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values, each for its own query head."""
+    repeated = packed.repeat_interleave(query.shape[1] // packed.shape[1], 1)
+    return repeated[..., :width], repeated[..., width:]
+
+
+def _summed(gradient: Tensor, key: Tensor) -> Tensor:
+    """Sum the gradients of the query heads that share a key head, in fp32."""
+    batch, heads = key.shape[:2]
+    return gradient.view(batch, heads, -1, *gradient.shape[2:]).sum(2, dtype=torch.float32)
+
+
+def _merge(output: Tensor, total: Tensor, found: Tensor, sums: Tensor) -> None:
+    """Merge what queries find in further keys with what they have found, in place."""
+    merged = torch.logaddexp(total, sums)
+    output.mul_((total - merged).exp()[..., None]).add_((sums - merged).exp()[..., None] * found)
+    total.copy_(merged)
+
+
+def attend_block(query: Tensor, key: Tensor, value: Tensor, hides: Hidden, scale: float) -> tuple[Tensor, Tensor]:
+    """Compute attention to a block of keys by torch's kernels, without a gradient.
+
+    The operations are those that `scaled_dot_product_attention` calls. They return the sums that merge the results of
+    several blocks, and their backward passes take the output and the sums over the keys of all blocks. A query from
+    which all keys are hidden has a finite sum, which vanishes beside that of any other block.
+
+    Args:
+        query: [batch, heads, queries, width].
+        key: [batch, heads, keys, width].
+        value: as `key`.
+        hides: the hidden keys.
+        scale: of the scores.
+
+    Returns:
+        The output, as `query`, and the logarithm of each query's sum of exponentials, [batch, heads, queries], fp32.
+    """
+    bias, is_causal = _find_bias(query, hides), isinstance(hides, str)
+    found: Any
+    if query.device.type == "cpu":
+        found = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale
+        )
+    elif _is_flash(query, bias):
+        found = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)
+    else:
+        found = aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, is_causal, scale=scale)
+    return found[0], found[1].narrow(2, 0, query.shape[2])
+
+
+class Result(NamedTuple):
+    """What the queries have found in the keys of all blocks, as `attend_block` returns it, and its gradient."""
+
+    output: Tensor
+    sums: Tensor
+    gradient: Tensor
+
+
+def differentiate_block(
+    query: Tensor, key: Tensor, value: Tensor, hides: Hidden, scale: float, result: Result
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value. Arguments as those of `attend_block`."""
+    bias, is_causal = _find_bias(query, hides), isinstance(hides, str)
+    output, sums, gradient = result
+    tensors = (gradient, query, key, value)
+    found: Any
+    if query.device.type == "cpu":
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *tensors, output, sums, 0.0, is_causal, attn_mask=bias, scale=scale
+        )
+    else:
+        seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of dropout, of which there is none
+        if _is_flash(query, bias):
+            lengths = (None, None, query.shape[2], key.shape[2])
+            found = aten._scaled_dot_product_flash_attention_backward(
+                *tensors, output, sums.contiguous(), *lengths, 0.0, is_causal, seed, seed, scale=scale
+            )
+        else:
+            padded = pad(sums, (0, -sums.shape[2] % _SUMS_ALIGNED), value=torch.inf)
+            wanted = [True, True, True, False]
+            found = aten._scaled_dot_product_efficient_attention_backward(
+                *tensors, bias, output, padded, seed, seed, 0.0, wanted, is_causal, scale=scale
+            )
+    return found[0], found[1], found[2]
+
+
+def _is_flash(query: Tensor, bias: Tensor | None) -> bool:
+    """Whether a GPU computes this with the flash kernel, which is faster than the memory-efficient one."""
+    return bias is None and query.dtype in _FLASH_DTYPES and query.shape[-1] % _FLASH_WIDTH == 0
+
+
+def _find_bias(query: Tensor, hides: Hidden) -> Tensor | None:
+    """Return what is added to scores, [batch, 1 or heads, queries, keys]."""
+    if not isinstance(hides, Tensor):
+        return None
+    bias = torch.zeros(hides.shape, dtype=query.dtype, device=query.device)
+    bias.masked_fill_(hides, torch.finfo(query.dtype).min / 2)
+    if query.device.type == "cpu":
+        return bias
+    aligned = pad(bias, (0, -bias.shape[-1] % _BIAS_ALIGNED)).narrow(-1, 0, bias.shape[-1])
+    return aligned.expand(-1, query.shape[1], -1, -1)

@@ -1,0 +1,98 @@
+"""Ring attention: the parts of whole attention, and their gradients, by ranks that are threads here."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+
+from echelon.learn.distributed.sequence_part import SequencePart, in_order
+from echelon.learn.model.ring_attention import Result, Ring, attend_block, differentiate_block
+
+BATCH, HEADS, KEY_HEADS, LENGTH, WIDTH = 2, 4, 2, 48, 16
+DOCUMENTS = torch.tensor([[0] * 20 + [1] * 3 + [2] * 25, [0] * 48])
+STARTS = torch.tensor([[0] * 20 + [20] * 3 + [23] * 25, [0] * 48])
+PLACES = torch.arange(LENGTH)
+
+
+class RingOfThreads:
+    """Ranks that are threads: one of them."""
+
+    def __init__(self, rank, size, barrier, brought):
+        self.rank, self.size = rank, size
+        self._barrier, self._brought = barrier, brought
+
+    def shift(self, tensor, stream=0):
+        self._brought[self.rank] = tensor.clone()
+        self._barrier.wait()
+        received = self._brought[(self.rank - 1) % self.size]
+        self._barrier.wait()
+        return lambda: received
+
+
+def run_ring(size, tensors, gradient, first, device="cpu"):
+    """The output and the gradients of query, key and value, of whole sequences."""
+    barrier, brought = threading.Barrier(size), {}
+    rings = [RingOfThreads(rank, size, barrier, brought) for rank in range(size)]
+
+    def run(ring):
+        take = partial(SequencePart(ring.rank, size).take, dim=2)
+        own = [take(tensor).detach().requires_grad_() for tensor in tensors]
+        starts = None if first is None else take(first)
+        try:
+            output = Ring(ring)(*own, WIDTH**-0.5, starts)
+            return output.transpose(1, 2), *torch.autograd.grad(output, own, take(gradient).transpose(1, 2))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as threads:
+        found = list(threads.map(run, rings))
+    return [in_order(torch.stack(parts), 2) for parts in zip(*found, strict=True)]
+
+
+def check_ring(size, first, device="cpu", dtype=torch.float32, tolerance=1e-5):
+    generator = torch.Generator().manual_seed(size)
+    shapes = [(BATCH, heads, LENGTH, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
+    *tensors, gradient = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    starts = None if first is None else first.to(device)[:, None, :, None]
+    found = run_ring(size, tensors, gradient, starts)
+    seen = (PLACES[:, None] >= PLACES) & (True if first is None else first[:, None, :, None] <= PLACES)
+    wholes = [tensor.detach().double().cpu().requires_grad_() for tensor in tensors]
+    expected = scaled_dot_product_attention(*wholes, seen, enable_gqa=True)
+    expected = [expected, *torch.autograd.grad(expected, wholes, gradient.double().cpu())]
+    for ours, right in zip(found, expected, strict=True):
+        assert (ours.double().cpu() - right).abs().max() <= tolerance * right.abs().max()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "first",
+    [None, STARTS, torch.maximum(STARTS, PLACES - 6)],  # a document; and a window, of which some parts see nothing
+    ids=["causal", "documents", "windows"],
+)
+def test_the_parts_of_whole_attention(size, first):
+    check_ring(size, first)
+
+
+def test_sums_in_bf16_stay_close():
+    check_ring(4, STARTS, dtype=torch.bfloat16, tolerance=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("hides", ["mask", "later", None])
+def test_the_kernels_of_gpus_take_what_they_are_given(dtype, hides):
+    """Shapes and types alone, which torch checks without a GPU; tests/gpu checks what they compute."""
+    with FakeTensorMode():
+        query, key = (torch.empty(BATCH, HEADS, length, WIDTH, dtype=dtype, device="cuda") for length in (12, 10))
+        if hides == "mask":
+            hides = torch.zeros(BATCH, 1, 12, 10, dtype=torch.bool, device="cuda")
+        key = query if hides == "later" else key
+        output, sums = attend_block(query, key, key, hides, 0.25)
+        assert (output.shape, sums.shape, sums.dtype) == (query.shape, query.shape[:3], torch.float32)
+        result = Result(output, sums, output)
+        gradients = differentiate_block(query, key, key, hides, 0.25, result)
+        assert [each.shape for each in gradients] == [query.shape, key.shape, key.shape]
