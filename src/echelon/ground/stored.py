@@ -12,6 +12,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -159,11 +160,21 @@ def read_as(path: Path, kind: type[T]) -> T:
     Raises OSError, or ValueError with one line about the first fault.
     """
     try:
-        return TypeAdapter(kind).validate_json(read_bytes(path), strict=True)
+        return validator_of(kind).validate_json(read_bytes(path), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from error
+
+
+def validator_of(kind: type[T]) -> TypeAdapter[T]:
+    """The validator of a type. It takes milliseconds to make, and is kept."""
+    return _make_validator(kind)
+
+
+@cache
+def _make_validator(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 @dataclass(frozen=True)

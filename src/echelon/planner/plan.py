@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, Field, ValidationError, with_config
 
 from echelon.ground.errors import PlanError
 from echelon.ground.sizes import count_noun
-from echelon.ground.stored import read_as
+from echelon.ground.stored import read_as, validator_of
 from echelon.recipe.engines import NATIVE
 from echelon.recipe.names import OptimizerName, SynchronizerName
 from echelon.recipe.synchronization import (
@@ -431,7 +431,7 @@ class ParallelPlan:
             if isinstance(part, Mapping) and (missing := {item.name for item in fields(kind)} - part.keys()):
                 raise _explain_version(where, "misses", missing)
         try:
-            plan = TypeAdapter(cls).validate_json(json.dumps(content), strict=True)
+            plan = validator_of(cls).validate_json(json.dumps(content), strict=True)
         except ValidationError as error:
             raise _explain(error) from error
         if sorted(plan.order) != sorted(AXIS_ORDER):

@@ -8,11 +8,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import TypeAdapter
-
 from echelon.ground.checksums import file_digest
 from echelon.ground.errors import DataError
-from echelon.ground.stored import read_json
+from echelon.ground.stored import read_json, validator_of
 from echelon.learn.data.shards import BLOCK_BYTES, DTYPES, ShardRecord
 
 FORMAT_VERSION = 7
@@ -233,7 +231,7 @@ def _parse_manifest(content: dict[str, Any]) -> Manifest:
     """Parse a manifest. Raises ValueError if it is invalid."""
     if missing := {field.name for field in fields(Manifest)} - content.keys():
         raise ValueError(f"it has no {', '.join(sorted(missing))}")
-    manifest = TypeAdapter(Manifest).validate_python(content)
+    manifest = validator_of(Manifest).validate_python(content)
     for dtype, shard in manifest.files():
         if Path(shard.file).name != shard.file:
             raise ValueError(f"{shard.file} is not a plain file name")

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, TypeVar
 
-from pydantic import ConfigDict, Field, TypeAdapter, with_config
+from pydantic import ConfigDict, Field, with_config
 
 from echelon.ground.errors import CheckpointError
+from echelon.ground.stored import validator_of
 
 T = TypeVar("T")
 
@@ -113,7 +114,7 @@ class SavedState:
 
 def _parse(kind: type[T], values: dict[str, Any]) -> T:
     try:
-        return TypeAdapter(kind).validate_json(json.dumps(values), strict=True)
+        return validator_of(kind).validate_json(json.dumps(values), strict=True)
     except (TypeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"state.json has no valid counters of a run ({reason}).") from error
