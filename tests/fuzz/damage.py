@@ -10,6 +10,7 @@ import re
 import struct
 import zipfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -214,11 +215,16 @@ def damage_gzip(rng: random.Random, data: bytes) -> bytes:
     """Damage a compressed file, or the JSON in it, or replace it by one that unpacks to a thousand times its size."""
     choice = rng.randrange(8)
     if choice == 0:
-        return gzip.compress(b'{"traceEvents": [' + b" " * 2**29, 1)
+        return _make_bomb()
     inner = gzip.decompress(data)
     if choice < 4:
         return gzip.compress((damage_json if choice < 3 else damage_bytes)(rng, inner), 1)
     return damage_bytes(rng, data)
+
+
+@cache
+def _make_bomb() -> bytes:
+    return gzip.compress(b'{"traceEvents": [' + b" " * 2**29, 1)
 
 
 def damage_header(rng: random.Random, data: bytes) -> bytes:

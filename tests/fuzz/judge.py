@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,9 +96,41 @@ class Tally:
     marker: Path
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    _outcomes: dict[Hashable, str] = field(default_factory=dict)
 
-    def judge(self, kind: str, name: str, load: Callable[[], Any], is_right: Callable[[Any], bool], words: str) -> None:
-        """Load one input and record the result. `name` reproduces it; the message of a refusal must match `words`."""
+    def judge(
+        self,
+        kind: str,
+        name: str,
+        load: Callable[[], Any],
+        is_right: Callable[[Any], bool],
+        words: str,
+        same: Hashable = None,
+    ) -> None:
+        """Load one input and record the result. `name` reproduces it; the message of a refusal must match `words`.
+
+        `same`: equal for equal inputs, of which one is loaded; the others are counted with its result. None: load it.
+        """
+        counts = self.counts.setdefault(kind, Counter())
+        counts["tried"] += 1
+        if same is not None and (known := self._outcomes.get(same)) is not None:
+            counts[known] += 1
+            return
+        counts["different"] += 1
+        outcome, fault = self._load(load, is_right, words)
+        if self.marker.exists():
+            self.marker.rmdir()
+            fault = f"ran code: {fault}"
+        if fault is not None:
+            outcome = "failed"
+            self.failures.append(f"{kind}, {name}: {fault}")
+        counts[outcome] += 1
+        if same is not None:
+            self._outcomes[same] = outcome
+
+    @staticmethod
+    def _load(load: Callable[[], Any], is_right: Callable[[Any], bool], words: str) -> tuple[str, str | None]:
+        """Load one input within the limits; return the result, and what is wrong with it."""
         fault = None
         try:
             with limited_time(SECONDS):
@@ -119,15 +151,7 @@ class Tally:
             if isinstance(error, KeyboardInterrupt):
                 raise
             outcome, fault = "traceback", "".join(traceback.format_exception(error)[-12:])[-4000:]
-        if self.marker.exists():
-            self.marker.rmdir()
-            fault = f"ran code: {fault}"
-        counts = self.counts.setdefault(kind, Counter())
-        counts["tried"] += 1
-        if fault is None:
-            counts[outcome] += 1
-        else:
-            self.failures.append(f"{kind}, {name}: {fault}")
+        return outcome, fault
 
     @property
     def num_tried(self) -> int:
@@ -138,7 +162,7 @@ class Tally:
         """A table with a line for each kind, and the sums."""
         total = sum(self.counts.values(), Counter())
         width = max(map(len, self.counts), default=0)
-        columns = ("tried", REFUSED, RIGHT)
+        columns = ("tried", "different", REFUSED, RIGHT)
         lines = [f"{'':<{width}}  " + "  ".join(f"{column:>15}" for column in columns)]
         for kind, counts in (*self.counts.items(), ("all", total)):
             lines.append(f"{kind:<{width}}  " + "  ".join(f"{counts[column]:>15,}" for column in columns))

@@ -1,16 +1,20 @@
 """Recalls what parsing undamaged files gave, since almost every operation parses the same recipe and metadata again.
 
-Only the results of `undamaged` blocks are kept, and other content is always parsed.
+Only the results of `undamaged` blocks are kept, and other content is always parsed. What depends on no file is also
+asked once only: the versions of packages, and what is secret in a short text.
 """
 
+import importlib.metadata
 import io
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, lru_cache
 from typing import IO, Any
 
 import pytest
 
+from echelon.ground import redaction
 from echelon.learn.checkpoint import safety
 from echelon.recipe import load, yaml_text
 from echelon.run.report import run_record
@@ -62,7 +66,15 @@ def recalled() -> Iterator[None]:
             """Return the value in the file."""
             return unpickle(self._content)
 
+    redact = redaction.redact_text
+    redact_short = lru_cache(10_000)(redact)
+
+    def redact_text(text: str) -> str:
+        return redact_short(text) if len(text) < 1_000 else redact(text)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.metadata, "version", cache(importlib.metadata.version))
+        patch.setattr(redaction, "redact_text", redact_text)
         for module in (load, run_record):
             patch.setattr(module, "parse_yaml", parse)
         patch.setattr(safety, "MetadataUnpickler", Unpickler)

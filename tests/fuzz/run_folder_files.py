@@ -10,6 +10,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 from echelon.ground.errors import EchelonError
@@ -56,6 +57,7 @@ SMALL_FILES = {
 }
 COVERED = (*BIG_FILES, *UNREAD, *SMALL_FILES)
 
+REMOVED = "removed"
 _OTHER_TYPES = (b"5", b'"x"', b"1e999", b"true", b"[null]", b'{"": null}', b"\xff\xfe", b" ", b"\n")
 
 
@@ -124,7 +126,7 @@ class RunFolderFiles:
         choice = rng.random()
         if choice < 0.04:
             path.unlink()
-            return "removed"
+            return REMOVED
         if choice < 0.12:
             what = rng.choice(ODD_FILES)
             put_odd_file(path, what)
@@ -165,6 +167,11 @@ class RunFolderFiles:
         pattern = self.pattern_of(name)
         assert pattern is not None
         return SMALL_FILES[pattern] or what in ODD_FILES
+
+    def identify(self, name: str, what: str) -> tuple[str, bytes | str]:
+        """Return what is equal for equal damages: the file, and what is in its place."""
+        path = self.folder.path / name
+        return name, what if what in (REMOVED, *ODD_FILES) else sha256(path.read_bytes()).digest()
 
     def use(self, everything: bool = False) -> Parts:
         """Run the operations on a run.

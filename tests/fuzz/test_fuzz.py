@@ -11,6 +11,7 @@ import random
 import re
 from contextlib import contextmanager
 from functools import partial
+from hashlib import sha256
 from itertools import product
 from pathlib import Path
 
@@ -61,7 +62,8 @@ def fuzz_files(stored, tally, count, folder, kinds=None):
         path, content = stored.damage(rng, kind)
         named = f"number {number}, seed {SEED}, {path.name}"
         with replaced(path, content, kind.signs):
-            tally.judge(kind.name, named, kind.load, kind.is_right, words_for(path))
+            same = (kind.name, path.name, sha256(content).digest() if isinstance(content, bytes) else content)
+            tally.judge(kind.name, named, kind.load, kind.is_right, words_for(path), same)
 
 
 def fuzz_run_folder(stored, tally, count, folder, pattern="*"):
@@ -77,8 +79,9 @@ def fuzz_run_folder(stored, tally, count, folder, pattern="*"):
             words += f"|{A_KEY}"
         kind = f"run folder: {files.pattern_of(name)}"
         named = f"number {number}, seed {SEED}, {what}"
-        use = partial(files.use, everything=number % 50 == 0)
-        tally.judge(kind, named, use, files.expected.__eq__, words)
+        everything = number % 50 == 0
+        use, same = partial(files.use, everything), None if everything else files.identify(name, what)
+        tally.judge(kind, named, use, files.expected.__eq__, words, same)
         files.restore()
 
 
