@@ -9,7 +9,7 @@ import pickle
 import struct
 from collections import OrderedDict
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -45,8 +45,14 @@ DTYPES = {str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if
 class MetadataUnpickler(pickle._Unpickler):
     """Admits the classes that DCP's metadata consists of, and nothing that can run code.
 
-    Based on pickle's pure Python unpickler: the C one allocates as many gigabytes as a file asks for.
+    Based on pickle's pure Python unpickler: the C one allocates as many gigabytes as a file asks for. The only code
+    with which the Python one does so makes a bytearray, which DCP's metadata has none of.
     """
+
+    def _refuse_bytearray(self) -> None:
+        raise pickle.UnpicklingError("it has a bytearray, which no checkpoint contains")
+
+    dispatch: ClassVar = {**pickle._Unpickler.dispatch, pickle.BYTEARRAY8[0]: _refuse_bytearray}
 
     @override
     def find_class(self, module: str, name: str) -> Any:

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+import struct
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from echelon.learn.checkpoint.fill import load_alone
 from echelon.learn.checkpoint.folder import find_checkpoints, publish
 from echelon.learn.checkpoint.safety import read_metadata
 from echelon.learn.checkpoint.store import CheckpointStore
+
+GREEDY = pickle.PROTO + b"\x05" + pickle.BYTEARRAY8 + struct.pack("<Q", 2**62) + b"x" + pickle.STOP
+"""A pickle of 12 bytes that asks for a bytearray of 2**62."""
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +85,7 @@ def test_files_outside_the_folder_are_refused(tmp_path):
         read_metadata(folder)
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps({"a": 1})])
+@pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps({"a": 1}), GREEDY])
 def test_damaged_metadata_is_a_clear_error(tmp_path, content):
     folder = save(tmp_path)
     (folder / ".metadata").write_bytes(content)
