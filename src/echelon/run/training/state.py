@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 # An unknown key means a damaged file, or one of another version.
 _STRICT = ConfigDict(extra="forbid")
+# What fits in an int64 of a tensor, also summed over many ranks.
+Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 @with_config(_STRICT)
@@ -32,14 +34,14 @@ class TrainState:
         owes_evaluation: whether a stop prevented or interrupted the evaluation that was due at this step.
     """
 
-    step: int = 0
-    tokens: int = 0
-    target_tokens: int = 0
+    step: Count = 0
+    tokens: Count = 0
+    target_tokens: Count = 0
     best_loss: float | None = None
-    best_step: int | None = None
+    best_step: Count | None = None
     best_set: str | None = None
-    evaluations_since_best: int = 0
-    suppressed: tuple[int, ...] = ()
+    evaluations_since_best: Count = 0
+    suppressed: tuple[Count, ...] = ()
     owes_evaluation: bool = False
 
     def advanced(self, tokens: int, target_tokens: int) -> "TrainState":
@@ -80,7 +82,7 @@ class TrainState:
 class JudgeState:
     """The result of `StepJudge.state_dict`."""
 
-    in_a_row: int = 0
+    in_a_row: Count = 0
     norms: tuple[float, ...] = ()
 
 

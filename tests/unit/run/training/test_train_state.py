@@ -1,6 +1,7 @@
 """The state of a run about its evaluations."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -32,3 +33,14 @@ def test_an_old_checkpoint_without_evaluation_state() -> None:
 def test_a_checkpoint_without_any_judge_is_refused() -> None:
     with pytest.raises(CheckpointError, match="judges"):
         SavedState.from_dict({"train": {}, "judges": []})
+
+
+@pytest.mark.parametrize("train", [{"step": 2**63}, {"step": 2, "suppressed": [-1]}, {"tokens": -5}])
+def test_counts_that_no_run_has_are_refused(train: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="no valid counters"):
+        TrainState.from_dict(train)
+
+
+def test_a_count_of_bad_steps_that_no_tensor_holds_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"judges.0.in_a_row"):
+        SavedState.from_dict({"train": {}, "judges": [{"in_a_row": 10**30}]})
