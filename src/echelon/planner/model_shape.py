@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from echelon.ground.errors import ConfigError
+
 LOGITS_CHUNK_BYTES = 256 * 2**20  # size limit of one copy of the loss's fp32 logits
 # The same on GPUs with a trained head: each chunk costs a pass over its fp32 gradient, of 8 bytes per weight.
 LARGE_CHUNK_BYTES = 2**30
@@ -191,10 +193,18 @@ def with_scores(config: Mapping[str, Any], num_scores: int) -> dict[str, Any]:
 
 
 def count_scores(config: Mapping[str, Any]) -> int | None:
-    """Return how many scores a text gets from the model of a config; None for a model that predicts tokens."""
-    if not any(str(name).endswith(_SCORES_TEXTS) for name in config.get("architectures") or ()):
+    """Return how many scores a text gets from the model of a config; None for a model that predicts tokens.
+
+    Raises ConfigError for architectures that are no list, and labels that are no mapping.
+    """
+    names, labels = config.get("architectures") or [], config.get("id2label") or {0: "", 1: ""}  # transformers' default
+    if not isinstance(names, list | tuple):
+        raise ConfigError(f"model.config.architectures={names!r:.80} is not a list of names; correct it, or omit it.")
+    if not any(str(name).endswith(_SCORES_TEXTS) for name in names):
         return None
-    return len(config.get("id2label") or (0, 1))  # the default of transformers has two
+    if not isinstance(labels, Mapping):
+        raise ConfigError(f"model.config.id2label={labels!r:.80} is not a mapping of labels; correct it, or omit it.")
+    return len(labels)
 
 
 def logits_chunk_tokens(vocab_size: int, kind: str, trains_head: bool) -> int:

@@ -177,3 +177,12 @@ def test_layers_of_different_sizes_are_counted():
     shape = build_shape({"model_type": "gemma3n_text", **listed})
     assert shape.intermediate_size == 128 and shape.num_layers == 2
     assert build_shape({"model_type": "gemma4_text", **sizes, **per_layer, "intermediate_size": 64}).hidden_size == 64
+
+
+@pytest.mark.parametrize(
+    "given", [{"architectures": 5}, {"architectures": ["XForSequenceClassification"], "id2label": 5}]
+)
+def test_architectures_and_labels_of_another_type_are_refused(given):
+    """They are texts of strangers: a config.json may say anything."""
+    with pytest.raises(ConfigError, match=rf"model\.config\.{list(given)[-1]}=5 is not a"):
+        build_shape(LLAMA3_8B | given)
