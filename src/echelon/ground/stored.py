@@ -10,11 +10,11 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import IO, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -169,12 +169,10 @@ def read_as(path: Path, kind: type[T]) -> T:
 
 def validator_of(kind: type[T]) -> TypeAdapter[T]:
     """The validator of a type. It takes milliseconds to make, and is kept."""
-    return _make_validator(cast(Hashable, kind))
+    return _make_validator(kind)
 
 
-@cache
-def _make_validator(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+_make_validator: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 @dataclass(frozen=True)
