@@ -52,7 +52,7 @@ class MetadataUnpickler(pickle._Unpickler):
     def _refuse_bytearray(self) -> None:
         raise pickle.UnpicklingError("it has a bytearray, which no checkpoint contains")
 
-    dispatch: ClassVar = {**pickle._Unpickler.dispatch, pickle.BYTEARRAY8[0]: _refuse_bytearray}
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BYTEARRAY8[0]: _refuse_bytearray}
 
     @override
     def find_class(self, module: str, name: str) -> Any:
