@@ -20,7 +20,7 @@ help:
 	@echo "make model-table  take every causal model of transformers through echelon, and write docs/models.md (20 minutes)"
 	@echo "make pictures run both tutorials, and draw the pictures of their pages (10 minutes)"
 	@echo "make faults   kill jobs at 86 random moments and compare their results: benchmarks/results/faults-cpu.md, lost-replicas-cpu.md (an hour)"
-	@echo "make launchers  run jobs on emulated machines: a real Slurm, mpirun, ssh (as root, on Debian or Ubuntu)"
+	@echo "make launchers  run jobs on emulated machines: a real Slurm, Ray, mpirun, ssh (as root, on Debian or Ubuntu)"
 	@echo "make engines  set up an environment for each other engine (.venv-NAME), and run its tests there (1.5 hours)"
 	@echo "make bench-engines  tokens per second and memory under each engine, side by side: benchmarks/results/engines-cpu.md (10 minutes)"
 	@echo "make bench    compare the step time with that of a plain PyTorch loop (long)"
@@ -76,7 +76,7 @@ slow: .venv/.slow
 # Suites of `make check`, and its options: make check SUITES='slow faults --keep'
 SUITES ?=
 
-check: .venv/.slow .venv/.linters launcher-programs
+check: .venv/.slow .venv/.ray .venv/.linters launcher-programs
 	@echo "== running what has not yet passed with this source"
 	$(BIN)/python -m tests.check $(SUITES)
 
@@ -125,7 +125,11 @@ launcher-programs:
 	    echo "== missing programs, whose tests are skipped:$$missing"; \
 	fi
 
-launchers: .venv/.installed launcher-programs
+.venv/.ray: .venv/.installed
+	$(INSTALL) -e '.[ray]'
+	@touch $@
+
+launchers: .venv/.ray launcher-programs
 	@echo "== launching jobs with the real launchers"
 	$(BIN)/python -m pytest tests/launchers -m slow -rs
 
@@ -133,7 +137,7 @@ launchers: .venv/.installed launcher-programs
 SLOW_PARTS := 24
 PART ?= $(shell echo $$(( $$(date -u +%s) / 86400 % $(SLOW_PARTS) + 1 )))
 
-slow-part: .venv/.slow launcher-programs
+slow-part: .venv/.slow .venv/.ray launcher-programs
 	@echo "== running part $(PART) of $(SLOW_PARTS) of all slow tests (make slow-part PART=$(PART))"
 	$(BIN)/python -m pytest tests -m "slow and not gpu" -rs --splits $(SLOW_PARTS) --group $(PART) --splitting-algorithm least_duration
 

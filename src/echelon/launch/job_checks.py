@@ -51,7 +51,7 @@ from echelon.run.lifecycle.model_checks import check_model, find_checkpoint_out_
 logger = logging.getLogger(__name__)
 
 # Targets that see the files of this machine.
-_SEE_FILES = ("local", "torchrun", "slurm")
+_SEE_FILES = ("local", "torchrun", "slurm", "ray")
 _INSTANCE_TYPE, _REGION = "launch.sagemaker.instance_type", "launch.sagemaker.region"
 
 
@@ -265,6 +265,8 @@ def _count_devices(launch: LaunchConfig) -> int | None:
         return launch.nproc_per_node
     if launch.to == "slurm":
         return launch.slurm.gpus_per_node
+    if launch.to == "ray":
+        return launch.ray.gpus_per_node
     return launch.kubernetes.gpus_per_node if launch.to == "kubernetes" else None
 
 
@@ -316,6 +318,8 @@ _WAYS: dict[Target, str] = {
     "torchrun": "keep it in a file on each machine, and read it in launch.setup: `NAME=$(cat FILE)`, `export NAME`",
     "slurm": "set it as an environment variable of `echelon launch`, which sbatch passes on, or read it in "
     "launch.setup from a file that only you can read: `NAME=$(cat FILE)`, `export NAME`",
+    "ray": "set it in the environment of `ray start` on each machine, or keep it in a file there, and read it in "
+    "launch.setup: `NAME=$(cat FILE)`, `export NAME`",
     "kubernetes": "put it into a Secret of the cluster, and name the Secret in launch.kubernetes.env_from_secrets or "
     "launch.kubernetes.volumes",
     "sagemaker": "store it in AWS Secrets Manager, and name it in launch.sagemaker.secrets: `{HF_TOKEN: <ARN>}`",

@@ -49,6 +49,8 @@ def describe_packages(recipe: Recipe) -> list[str]:
         place = f"the image {launch.kubernetes.image}"
     elif launch.to == "slurm" and launch.slurm.container is not None:
         place = f"the image {launch.slurm.container.image}"
+    elif launch.to == "ray" and launch.ray.runtime_env:
+        place = "launch.ray.runtime_env"
     else:
         place = f"launch.python={launch.python} on the machines"
     return [f"packages: {place} must have echelon with its extras {words}; this cannot be checked here"]

@@ -10,6 +10,7 @@ _LAUNCHERS: dict[Target, tuple[str, str]] = {
     "local": ("echelon.launch.local", "LocalLauncher"),
     "torchrun": ("echelon.launch.ssh_launcher", "TorchrunLauncher"),
     "slurm": ("echelon.launch.slurm", "SlurmLauncher"),
+    "ray": ("echelon.launch.ray.launcher", "RayLauncher"),
     "kubernetes": ("echelon.launch.kubernetes.launcher", "KubernetesLauncher"),
     "sagemaker": ("echelon.launch.sagemaker.launcher", "SageMakerLauncher"),
 }

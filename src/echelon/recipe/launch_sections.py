@@ -8,7 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from echelon.ground.redaction import redact, redact_text
 from echelon.recipe.section import Count, CountOrZero, Flag, Positive, Section, rule
 
-Target = Literal["local", "torchrun", "slurm", "kubernetes", "sagemaker"]
+Target = Literal["local", "torchrun", "slurm", "ray", "kubernetes", "sagemaker"]
 
 Port = Annotated[Count, Field(ge=1024, le=65535)]
 
@@ -81,6 +81,38 @@ class SlurmConfig(Section):
         default_factory=dict, description="Additional srun options by their long names: `{mpi: pmix}`."
     )
     container: SlurmContainerConfig | None = Field(None, description="Run each task in a container.")
+
+
+class RayConfig(Section):
+    """`launch.to: ray`: a job of Ray Jobs on a running cluster, with one agent on each machine of a placement group."""
+
+    address: str = Field(
+        "http://127.0.0.1:8265",
+        min_length=1,
+        description="The dashboard of the cluster, `http://HOST:8265`; on a machine of the cluster also `auto`.",
+    )
+    workdir: str | None = Field(
+        None, description="Working directory that the machines share. Default: the same as on this machine."
+    )
+    gpus_per_node: CountOrZero | None = Field(
+        None, description="GPUs requested per machine, 0 for none. Default: nproc_per_node, if that is a number."
+    )
+    cpus_per_node: CountOrZero = Field(1, description="CPU cores requested per machine.")
+    resources: dict[str, Positive] = Field(
+        default_factory=dict, description="Further resources requested per machine: `{memory: 1e11, my_rack: 1}`."
+    )
+    labels: dict[str, str] = Field(
+        default_factory=dict, description="Labels of the machines: `{ray.io/accelerator-type: H100}`."
+    )
+    wait_seconds: Positive = Field(
+        600, description="Time limit for Ray to find the machines; then the job fails. Also after a machine is lost."
+    )
+    interface: str | None = Field(None, description="Network interface. Default: the one that reaches the rendezvous.")
+    runtime_env: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Ray's runtime environment on all machines: `{pip: [echelon]}`, `{py_modules: [my_package]}`, "
+        "`{image_uri: ...}`. Default: that of the cluster.",
+    )
 
 
 class VolumeConfig(Section):
@@ -383,6 +415,7 @@ class LaunchConfig(Section):
     )
     torchrun: TorchrunConfig = Field(TorchrunConfig(), description="For `to: torchrun`.")
     slurm: SlurmConfig = Field(SlurmConfig(), description="For `to: slurm`.")
+    ray: RayConfig = Field(RayConfig(), description="For `to: ray`.")
     kubernetes: KubernetesConfig = Field(KubernetesConfig(), description="For `to: kubernetes`.")
     sagemaker: SageMakerConfig = Field(SageMakerConfig(), description="For `to: sagemaker`.")
 

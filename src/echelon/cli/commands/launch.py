@@ -33,7 +33,7 @@ def launch(
     overrides: OverridesArgument = None,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="TARGET", help="local, torchrun, slurm, kubernetes or sagemaker."),
+        typer.Option("--to", metavar="TARGET", help="local, torchrun, slurm, ray, kubernetes or sagemaker."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")
