@@ -33,6 +33,7 @@ from echelon.cli.commands.jobs import cancel, logs, runs, status
 from echelon.cli.commands.launch import launch
 from echelon.cli.commands.plan import plan
 from echelon.cli.commands.prepare import prepare
+from echelon.cli.commands.quote import quote
 from echelon.cli.commands.report import report
 from echelon.cli.commands.schema import schema
 from echelon.cli.commands.sweep import sweep
@@ -63,6 +64,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "prepare": prepare,
     "data": data,
     "plan": plan,
+    "quote": quote,
     "eval": evaluate,
     "generate": generate,
     "export": export,

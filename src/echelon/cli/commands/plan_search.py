@@ -12,6 +12,7 @@ from echelon.recipe import Recipe
 
 if TYPE_CHECKING:
     from echelon.cli.api.plan_scaling import ScalingReport
+    from echelon.cli.api.quoting import QuoteReport
     from echelon.cli.api.searching import SearchReport
     from echelon.planner.search import Goal
 
@@ -39,8 +40,8 @@ def find_plans(
     return search(recipe, **asked, by=goal, budget_usd=budget_usd, deadline_hours=deadline_hours)
 
 
-def show_found(found: "SearchReport | ScalingReport", as_json: bool, plot: Path | None) -> None:
-    """Print the result of a search or of a scaling, and draw it into the file `plot`."""
+def show_found(found: "SearchReport | ScalingReport | QuoteReport", as_json: bool, plot: Path | None) -> None:
+    """Print the result of a search, of a scaling or of a quote, and draw it into the file `plot`."""
     for line in [json.dumps(found.to_dict(), indent=2)] if as_json else found.describe():
         show(line)
     if plot is not None:

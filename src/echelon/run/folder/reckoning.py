@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,14 @@ _FIRST_STEPS = 3  # of a run, which compile and allocate
 _FEWEST, _RECENT = 3, 200  # steps that are compared
 _MANY_TIMES = 2.0  # from this factor on, a difference is said as a factor and not in per cent
 
+_DURATIONS = ("step_seconds", "hours", "quoted_hours")
 _LABELS = {
     "step_seconds": "step",
     "tokens_per_second": "tokens per second",
     "hours": "all steps",
     "usd": "cost of all steps",
+    "quoted_hours": "quote: hours",
+    "quoted_usd": "quote: cost",
     "memory_total": "memory of tensors",
 }
 
@@ -35,6 +38,7 @@ class Reckoning:
         num_steps: all that were measured.
         seconds: of these steps together.
         spread: the interquartile range of the times over their median, of the steps that are compared.
+        quote: what `echelon quote` said about a run that has reached its end, as in `budget.quote`.
     """
 
     predicted: Mapping[str, float]
@@ -42,6 +46,7 @@ class Reckoning:
     num_steps: int = 0
     seconds: float = 0.0
     spread: float = 0.0
+    quote: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def differences(self) -> dict[str, float]:
@@ -57,6 +62,12 @@ class Reckoning:
         if rows := list(list_compared(self.predicted, self.measured)):
             for name, predicted, measured, difference in (("this run", "predicted", "measured", "difference"), *rows):
                 yield f"{name:<18}{predicted:>12}{measured:>12}   {difference}"
+        for name, label in (("hours", "time"), ("usd", "cost")):
+            if (used := self.measured.get(f"quoted_{name}")) is not None:
+                low, high = self.quote[f"low_{name}"], self.quote[f"high_{name}"]
+                place = "below" if used < low else "above" if used > high else "within"
+                ends = (_render(name, end) for end in (low, high))
+                yield f"quote: the {label} is {place} its error bar, {' to '.join(ends)}"
 
 
 def list_compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> Iterator[tuple[str, str, str, str]]:
@@ -64,7 +75,7 @@ def list_compared(predicted: Mapping[str, float], measured: Mapping[str, float])
     for name, label in _LABELS.items():
         if name in predicted and name in measured:
             values = predicted[name], measured[name]
-            difference = describe_difference(*values, is_time=name in ("step_seconds", "hours"))
+            difference = describe_difference(*values, is_time=name in _DURATIONS)
             yield label, _render(name, values[0]), _render(name, values[1]), difference
 
 
@@ -93,11 +104,11 @@ def _round(factor: float) -> str:
 def _render(name: str, value: float) -> str:
     if name.startswith("memory"):
         return render_bytes(round(value))
-    if name == "usd":
+    if name.endswith("usd"):
         return f"${value:,.2f}"
-    return (
-        f"{value:,.0f}" if name == "tokens_per_second" else render_seconds(3600 * value if name == "hours" else value)
-    )
+    if name == "tokens_per_second":
+        return f"{value:,.0f}"
+    return render_seconds(3600 * value if name.endswith("hours") else value)
 
 
 def reckon(folder: RunFolder) -> Reckoning | None:
@@ -109,13 +120,32 @@ def reckon(folder: RunFolder) -> Reckoning | None:
     predicted: dict[str, float] = {}
     measured: dict[str, float] = {}
     times = _add_steps(folder, estimate, predicted, measured)
+    quote = _settle_quote(folder, estimate, predicted, measured)
     for event in folder.rows.read_events()[::-1]:
         if event["event"] == "memory":
             for side, values in (("planned", predicted), ("measured", measured)):
                 values.update({f"memory_{part}": float(size) for part, size in event[side].items()})
                 values["memory_total"] = float(sum(event[side].values()))
             break
-    return Reckoning(predicted, measured, len(times), sum(times), _find_spread(times[-_RECENT:])) if measured else None
+    spread = _find_spread(times[-_RECENT:])
+    return Reckoning(predicted, measured, len(times), sum(times), spread, quote) if measured else None
+
+
+def _settle_quote(
+    folder: RunFolder, estimate: Mapping[str, Any], predicted: dict[str, float], measured: dict[str, float]
+) -> dict[str, float]:
+    """Add the hours and dollars of a quote, and what all starts of the run have used; returns the quote.
+
+    Adds nothing before the last step.
+    """
+    quote: dict[str, float] = estimate.get("quote") or {}
+    count, spent = estimate.get("schedule", {}).get("steps"), read_spending(folder)
+    if not quote or not count or folder.rows.last_step() < count or not spent.seconds:
+        return {}
+    for name, used in (("hours", spent.seconds / 3600), ("usd", spent.usd)):
+        if used:
+            predicted[f"quoted_{name}"], measured[f"quoted_{name}"] = float(quote[name]), used
+    return quote
 
 
 def _find_spread(times: Sequence[float]) -> float:

@@ -330,7 +330,8 @@ def write_run(
     write_json(folder.environment_path, describe_environment(variables) | {"cluster": asdict(cluster)})
     warmup = find_warmup(recipe.optim, num_steps, recipe.batches)
     steps = {"steps": num_steps, f"warmup_{recipe.optim.schedule_unit}": warmup}
-    write_json(folder.estimate_path, {**estimate, "schedule": steps})
+    quote = {} if recipe.budget.quote is None else {"quote": recipe.budget.quote.model_dump()}
+    write_json(folder.estimate_path, {**estimate, "schedule": steps, **quote})
     write_json(folder.plan_path, plan.to_dict())
     # Last: a folder with a recipe counts as a run, so everything else is there by then.
     write_text(folder.recipe_path, render_recipe(recipe))

@@ -1,0 +1,191 @@
+"""Quote a recipe on every instance type with a known price: hours and dollars with an error bar."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from typing_extensions import override
+
+from echelon.cli.api.plan_pictures import draw_search
+from echelon.cli.api.recipes import RecipeLike, load_recipe
+from echelon.cli.api.searching import search
+from echelon.ground.errors import ConfigError, PlanError
+from echelon.ground.sizes import render_duration
+from echelon.ground.variables import find_cache_dir
+from echelon.planner.hardware.instances import EXTRA_TYPES, list_instances
+from echelon.planner.measured_runs import read_history
+from echelon.planner.quote import Quote, find_error_bar, order_quotes
+from echelon.recipe import Recipe
+from echelon.run.lifecycle.model_checks import check_model
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class QuoteReport:
+    """The quotes of a recipe. `str()` gives the table.
+
+    Attributes:
+        best: no other is both cheaper and faster; from the cheapest to the fastest.
+        others: the rest, by cost.
+        unpriced: instance types with GPUs that are not quoted, because their price is unknown.
+    """
+
+    recipe: Recipe
+    best: tuple[Quote, ...]
+    others: tuple[Quote, ...]
+    unpriced: tuple[str, ...]
+
+    @property
+    def quotes(self) -> tuple[Quote, ...]:
+        """All, in the order of their numbers, from 1."""
+        return (*self.best, *self.others)
+
+    def accepted(self, number: int) -> list[str]:
+        """The overrides of a recipe that launch a quote: machines, plan, and the end of its error bar as the budget.
+
+        A budget of the recipe stays if it is smaller. Raises ConfigError if there is no quote of this number.
+        """
+        if not 1 <= number <= len(self.quotes):
+            raise ConfigError(f"--accept {number}: the quotes have the numbers 1 to {len(self.quotes)}.")
+        quote = self.quotes[number - 1]
+        count, _, name = quote.candidate.machines.partition(" x ")
+        price = quote.candidate.forecast.price
+        assert price is not None
+        limits = [limit for limit in (self.recipe.budget.max_usd, quote.usd.high) if limit is not None]
+        settings = quote.candidate.settings()
+        values = {
+            "launch.to": "sagemaker",
+            "launch.sagemaker.instance_type": name,
+            "launch.nodes": int(count),
+            "parallel": settings["parallel"],
+            **{f"train.{key}": value for key, value in settings["train"].items()},
+            "budget.usd_per_hour": price.usd_per_hour,
+            "budget.max_usd": round(min(limits), 2),
+            "budget.quote": _plain(quote),
+        }
+        if self.recipe.launch.max_hours is None:  # SageMaker ends a job after 24 h otherwise
+            values["launch.max_hours"] = max(24, math.ceil(quote.hours.high) + 1)
+        return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The output of `--json`."""
+        return {
+            "quotes": [
+                {
+                    "number": number,
+                    "machines": quote.candidate.machines,
+                    "plan": quote.candidate.name(),
+                    **_plain(quote),
+                    "error_bar": quote.bar.reason,
+                    "is_best": number <= len(self.best),
+                    "tokens_per_second": quote.candidate.forecast.tokens_per_second,
+                    "recipe": quote.candidate.settings(),
+                }
+                for number, quote in enumerate(self.quotes, 1)
+            ],
+            "unpriced": list(self.unpriced),
+        }
+
+    def draw(self) -> str:
+        """The picture as SVG: hours against dollars."""
+        return draw_search([quote.candidate for quote in self.quotes])
+
+    @override
+    def __str__(self) -> str:
+        return "\n".join(self.describe())
+
+    def describe(self) -> Iterator[str]:
+        """The table, what the error bars are, and what is missing."""
+        shown = [*self.best, *self.others[: max(0, _SHOWN - len(self.best))]]
+        yield f"{len(self.quotes)} quotes; no other is both cheaper and faster than 1 to {len(self.best)}"
+        yield from _render_rows(shown)
+        left = len(self.quotes) - len(shown)
+        if left:
+            yield f"  and {left} more that cost more (--json has all)"
+        yield from _say_once("error bar", [(quote.bar.reason, number) for number, quote in enumerate(shown, 1)])
+        terms = [(price.terms, number) for number, quote in enumerate(shown, 1)
+                 if (price := quote.candidate.forecast.price) is not None]  # fmt: skip
+        yield from _say_once("prices on demand", terms)
+        yield "  with 5 min for a start; without evaluation, checkpoints, waiting for machines, storage and traffic"
+        if self.unpriced:
+            yield f"  not quoted, price unknown (give it in {EXTRA_TYPES}): {', '.join(self.unpriced)}"
+        yield "  spot machines cost less, and their price cannot be looked up here"
+
+
+def quote(recipe: RecipeLike, count: int | None = None) -> QuoteReport:
+    """Quote a recipe on every SageMaker instance type with a GPU and a known price. Downloads no weights.
+
+    Args:
+        recipe: a Recipe, the path of its file, or a mapping. What it sets is kept by every plan.
+        count: the number of machines; None: 1, 2, 4 and 8 of each type.
+
+    Raises:
+        ConfigError, PlanError or DataError: no plan fits, or the number of steps depends on data that is not prepared.
+    """
+    recipe = load_recipe(recipe)
+    found = search(recipe, instance="auto", count=count, by="cost").candidates
+    fitting = [candidate for candidate in found if candidate.fits]
+    if not fitting:
+        raise PlanError(
+            "no plan of this recipe fits the memory of an instance type with a known price; `echelon plan RECIPE "
+            "--instance auto --by memory` shows the smallest ones."
+        )
+    if fitting[0].forecast.hours is None:
+        raise ConfigError(
+            "the number of steps depends on data that is not prepared, so hours cannot be quoted; set train.steps or "
+            "train.tokens."
+        )
+    shape = check_model(recipe, elsewhere=True).shape
+    quotes = [
+        Quote(candidate, find_error_bar(candidate.plan, read_history(find_cache_dir(), shape, candidate.cluster)))
+        for candidate in fitting
+    ]
+    types = list_instances(recipe.launch.sagemaker.extra_types).values()
+    unpriced = tuple(instance.name for instance in types if instance.gpus and instance.price is None)
+    best, others = order_quotes(quotes)
+    return QuoteReport(recipe, tuple(best), tuple(others), unpriced)
+
+
+def _plain(quote: Quote) -> dict[str, float]:
+    """Hours and dollars with the ends of their error bars, as in `budget.quote`."""
+    return {
+        name if end == "expected" else f"{end}_{name}": round(value, 4)
+        for name, amount in (("hours", quote.hours), ("usd", quote.usd))
+        for end, value in asdict(amount).items()
+    }
+
+
+def _render_rows(shown: Sequence[Quote]) -> Iterator[str]:
+    header = ("machines", "plan", "hours", "error bar", "$", "error bar")
+    rows = [header, *(_row(quote) for quote in shown)]
+    widths = [max(len(row[place]) for row in rows) for place in range(len(header))]
+    for number, row in enumerate(rows):
+        cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield f"  {number or '':>2}  {cells}".rstrip()
+
+
+def _row(quote: Quote) -> tuple[str, ...]:
+    hours, usd = quote.hours, quote.usd
+    return (
+        quote.candidate.machines,
+        quote.candidate.name(),
+        _render_hours(hours.expected),
+        f"{_render_hours(hours.low)} to {_render_hours(hours.high)}",
+        f"{usd.expected:,.2f}",
+        f"{usd.low:,.2f} to {usd.high:,.2f}",
+    )
+
+
+def _render_hours(hours: float) -> str:
+    return render_duration(3600 * hours)
+
+
+def _say_once(label: str, rows: Sequence[tuple[str, int]]) -> Iterator[str]:
+    """A line for each different text, with the numbers it is about if there are several texts."""
+    texts = list(dict.fromkeys(text for text, _ in rows))
+    for text in texts:
+        numbers = ", ".join(str(number) for own, number in rows if own == text)
+        yield f"  {label}: {text}" + (f" ({numbers})" if len(texts) > 1 else "")
