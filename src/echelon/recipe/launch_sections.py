@@ -105,7 +105,7 @@ class RayConfig(Section):
         default_factory=dict, description="Labels of the machines: `{ray.io/accelerator-type: H100}`."
     )
     wait_seconds: Positive = Field(
-        600, description="Time limit for Ray to find the machines; then the job fails. Also after a machine is lost."
+        600.0, description="Time limit for Ray to find the machines; then the job fails. Also after a machine is lost."
     )
     interface: str | None = Field(None, description="Network interface. Default: the one that reaches the rendezvous.")
     runtime_env: dict[str, Any] = Field(

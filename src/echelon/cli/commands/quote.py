@@ -26,7 +26,9 @@ def quote(
         bool, typer.Option("--dry-run", help="With --accept: print what would be submitted, and submit nothing.")
     ] = False,
 ) -> None:
-    """Show hours and dollars of a run with an error bar, on every instance type with a known price.
+    """Show hours and dollars of a run on every instance type.
+
+    Each has an error bar. Types without a known price are named, and not quoted.
 
     The cheapest to the fastest come first. Downloads no weights.
     """

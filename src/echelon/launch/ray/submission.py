@@ -32,7 +32,7 @@ _GUARD = """\
     trap '' TERM
     cat
     kill -TERM -- -$$
-    sleep {seconds}
+    for _ in {{1..{seconds}}}; do kill -0 $$ || break; sleep 1; done
     kill -KILL -- -$$
 ) > /dev/null 2>&1 <&3 3<&- &
 exec 3<&-

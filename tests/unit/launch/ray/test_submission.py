@@ -51,7 +51,7 @@ def test_an_elastic_job_has_its_range():
 def test_the_stop_waits_for_the_save():
     request, _, agent = render("fault.notice_seconds=300")
     assert request["runtime_env"]["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "360"}
-    assert "    sleep 300\n" in agent
+    assert "for _ in {1..300}; do" in agent
 
 
 def test_the_request_has_the_runtime_environment_and_no_variable_of_the_job():
