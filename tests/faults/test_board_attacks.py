@@ -55,8 +55,8 @@ def set_view(text, number=1):
 def forget_presence(store):
     """Remove what says that the replicas have trained and are ready."""
     for number in range(2):
-        store.delete_key(f"ready/{number}.0")
-        store.delete_key(f"trains/{number}.0")
+        store.delete_key(f"ready/{number}.0.0")
+        store.delete_key(f"trains/{number}.0.0")
     store.set("over/0", "")
 
 
@@ -78,7 +78,7 @@ ATTACKS = {
     "count": (set_counter("1000"), None),
     "count no number": (set_counter("x" * 50), None),
     "view no JSON": (set_view("]["), None),
-    "view of others": (set_view('{"number": 1, "members": ["8.0", "9.0"], "changes": []}'), None),
+    "view of others": (set_view('{"number": 1, "members": ["8.0.0", "9.0.0"], "changes": []}'), None),
     "presence": (forget_presence, None),
     "entry": (skip_entry, WAITING),
     "votes": (lose_votes, "did not end within 6 s (fault.hang_seconds)"),

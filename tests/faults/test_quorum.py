@@ -31,9 +31,12 @@ PATIENCE_SECONDS = 300
 class Job:
     """A run of some replicas, in a folder, and what a test does to it."""
 
-    def __init__(self, folder, steps, replicas=3, sync=None, **sections):
-        """`sync`: the section; by default a quorum of the replicas. Other sections are changed by their keys."""
-        self.replicas = replicas
+    def __init__(self, folder, steps, replicas=3, sync=None, size=1, parallel="ddp", **sections):
+        """`sync`: the section; by default a quorum of the replicas. Other sections are changed by their keys.
+
+        `size`: the processes of a replica; `parallel`: its plan.
+        """
+        self.replicas, self.size = replicas, size
         self.folder, self.run = folder, RunFolder(folder / "runs" / "tiny")
         train = {
             "steps": steps,
@@ -43,7 +46,7 @@ class Job:
             **sections.pop("train", {}),
         }
         write_recipe(
-            folder, model={"config": MODEL}, train=train, parallel="ddp",
+            folder, model={"config": sections.pop("model", MODEL)}, train=train, parallel=parallel,
             checkpoint={"every_steps": 20, **sections.pop("checkpoint", {})},
             sync=sync or {"name": "quorum", "replicas": replicas},
             fault={"verify_replicas_every": 5, "hang_seconds": 120, **sections.pop("fault", {})}, **sections,
@@ -51,7 +54,7 @@ class Job:
         self.process = None
 
     def begin(self, *arguments, **environment):
-        command = ("train", "recipe.json", "--nproc", str(self.replicas), *arguments)
+        command = ("train", "recipe.json", "--nproc", str(self.replicas * self.size), *arguments)
         self.process = start(*command, cwd=self.folder, OMP_NUM_THREADS="1", **environment)
         return self
 
@@ -69,8 +72,9 @@ class Job:
             assert time.monotonic() < deadline, (self.last_step(), self.events(LOST, JOINED))
             time.sleep(LOOK_SECONDS)
 
-    def strike(self, replica, number=signal.SIGKILL):
-        os.kill(self.run.read_pids()[replica], number)
+    def strike(self, rank, number=signal.SIGKILL):
+        """Send a signal to a process; with `size` 1 that is a replica."""
+        os.kill(self.run.read_pids()[rank], number)
 
     def end(self, code=0):
         ending = finish(self.process, PATIENCE_SECONDS)
@@ -81,8 +85,8 @@ class Job:
 def train_alone(folder, *arguments):
     """The same training in one process, without a quorum; its rows."""
     alone = start(
-        "train", "recipe.json", "--nproc", "1", "run.dir=runs/alone", "sync={name: every_step}", *arguments,
-        cwd=folder, OMP_NUM_THREADS="1",
+        "train", "recipe.json", "--nproc", "1", "run.dir=runs/alone", "sync={name: every_step}", "parallel=ddp",
+        *arguments, cwd=folder, OMP_NUM_THREADS="1",
     )  # fmt: skip
     ending = finish(alone, PATIENCE_SECONDS)
     assert ending.code == 0, ending
@@ -120,7 +124,8 @@ def kill_at_random(job, kills, draw, servers=0):
         time.sleep(draw.uniform(0, 0.1))
         changes = {event["replica"]: event["event"] for event in job.events(LOST, JOINED)}  # the last of each
         lost = len(job.events(LOST))
-        job.strike(draw.choice([each for each in range(servers, job.replicas) if changes.get(each) != LOST]))
+        replica = draw.choice([each for each in range(servers, job.replicas) if changes.get(each) != LOST])
+        job.strike(replica * job.size + draw.randrange(job.size))
         job.until(lambda before=lost: len(job.events(LOST)) > before)
 
 

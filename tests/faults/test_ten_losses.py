@@ -1,4 +1,4 @@
-"""Ten replicas of a quorum and ten workers of parameter servers are killed at random moments, and what each loss cost.
+"""Replicas of quorums and workers of parameter servers are killed at random moments, and what each loss cost.
 
 Each test writes its rows to benchmarks/results/lost-replicas-cpu.jsonl, and the page beside it.
 ECHELON_FAULTS_SEED sets the seed.
@@ -12,10 +12,11 @@ import statistics
 import time
 from importlib import metadata
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
-from tests.dist.command import read_lines
+from tests.dist.command import RECIPE, read_lines
 from tests.faults.test_quorum import (
     JOINED,
     LOST,
@@ -32,21 +33,39 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.usefixtures("marke
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "lost-replicas-cpu.jsonl"
 STEPS = 240
+LLAMA = RECIPE["model"]["config"]
+
+
+class Way(NamedTuple):
+    """Replicas, the processes of each and how they divide the model; or workers and servers."""
+
+    replicas: int
+    size: int = 1
+    parallel: Any = "ddp"
+    sync: dict | None = None
+    servers: int = 0
+
+
 WAYS = {
-    "quorum of 3": (3, None, 0),
-    "quorum of 4": (4, None, 0),
-    "1 server, 3 workers": (3, SERVER, 1),
-    "2 servers, 4 workers": (4, {**SERVER, "servers": 2}, 2),
+    "quorum of 3": Way(3),
+    "quorum of 4": Way(4),
+    "quorum of 3 x 2, fsdp": Way(3, 2, "fsdp"),
+    "quorum of 3 x 2, tp": Way(3, 2, {"tp": 2}),
+    "quorum of 3 x 2, pp": Way(3, 2, {"pp": 2}),
+    "1 server, 3 workers": Way(3, sync=SERVER, servers=1),
+    "2 servers, 4 workers": Way(4, sync={**SERVER, "servers": 2}, servers=2),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_five_lost_at_random_moments(tmp_path, way):
     """In steps, evaluations and saves. Three of four do not divide the batch evenly."""
-    replicas, sync, servers = WAYS[way]
+    replicas, size, parallel, sync, servers = WAYS[way]
     draw = random.Random(f"{SEED} {way}")
-    batch = 8 if replicas == 4 else 12
-    job = Job(tmp_path, STEPS, replicas, sync=sync, train={"global_batch_size": batch}).begin()
+    options = {"train": {"global_batch_size": 8 if replicas == 4 else 12}}
+    if size > 1:
+        options["model"] = LLAMA
+    job = Job(tmp_path, STEPS, replicas, sync=sync, size=size, parallel=parallel, **options).begin()
     kill_at_random(job, sorted(draw.sample(range(2, 200), 5)), draw, servers)
     job.end()
     assert_never_restarted(job, 5)
@@ -81,8 +100,9 @@ def render_report(rows):
     lines = [
         "# Lost replicas and workers, and what they cost",
         "",
-        f"`make faults`, seed {SEED}: {len(rows)} kills by SIGKILL in runs of {STEPS} steps of a small GPT-2, of "
-        "replicas of a [quorum](../../docs/quorum.md) and of workers of [parameter servers]"
+        f"`make faults`, seed {SEED}: {len(rows)} kills by SIGKILL in runs of {STEPS} steps of a small GPT-2, or "
+        "Llama where a replica is two processes, of replicas of a [quorum](../../docs/quorum.md) and of workers of "
+        "[parameter servers]"
         "(../../docs/parameter-server.md). No job restarted. Every row has the `batch_hash` of a single process that "
         "lost nothing, and its loss within 2e-5.",
         "",

@@ -14,12 +14,12 @@ from torch.distributed import TCPStore
 from echelon.learn.distributed.membership import ViewChanged
 from echelon.learn.sync.pushes import Kind, Request, await_message, await_reply, post, receive, reply
 from echelon.run.lifecycle import view_group as module
-from echelon.run.lifecycle.view_group import ViewMembership, leave_group
+from echelon.run.lifecycle.view_group import Inside, ViewMembership, form_inside
 from echelon.run.supervise.board import Board, View, await_true
 from tests.workers import WARM
 
-NAMES = ("0.0", "1.0", "2.0")
-RETURNED = "2.1"
+NAMES = ("0.0.0", "1.0.0", "2.0.0")
+RETURNED = "2.1.0"
 SECONDS = 90
 """A tenth of a second is needed; gloo waits for an hour for what a dead peer was to do."""
 
@@ -33,6 +33,7 @@ def run_replica(member, port, moment, results):
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=SECONDS))
     board, number = Board(store), -1
+    form_inside(store, member, 0, 1)
     if member == NAMES[-1] and moment == "its address is published":
         publish = module.ViewStore.set
         module.ViewStore.set = lambda self, key, value: die(publish(self, key, value))
@@ -40,14 +41,14 @@ def run_replica(member, port, moment, results):
         view = board.await_view(number, member)
         number = view.number
         module.CONNECT_SECONDS = SECONDS
-        membership = ViewMembership(board, view, member, len(NAMES))
+        membership = ViewMembership(board, store, view, member, len(NAMES), Inside())
         if number == 0 and moment == "its address is published" and member != NAMES[-1]:
             module.CONNECT_SECONDS = 0.5  # it may have been the dead replica's part to connect
             store.wait(["dead"])
         try:
             if number == 0 and member == NAMES[-1] and moment == "none has an address":
                 die()
-            membership.form_group(store)
+            membership.form_groups()
             if number == 0 and member == NAMES[-1]:
                 die()
             others = membership.new_group()
@@ -59,7 +60,8 @@ def run_replica(member, port, moment, results):
                 with pytest.raises(ViewChanged):
                     membership.raise_change(error)
             results.put((member, number, None))
-        leave_group()
+        membership.end()
+        membership.leave()
     leave(results)
 
 
@@ -109,25 +111,26 @@ def test_a_death_while_a_group_connects_is_noticed_at_once(moment):
         kept.lose(NAMES[-1])
         kept.board.publish(View(1, (*NAMES[:2], RETURNED)))
         found = kept.reports(5)
-    assert sorted(row for row in found if row[1] == 0) == [("0.0", 0, None), ("1.0", 0, None)]
-    assert sorted(row for row in found if row[1] == 1) == [("0.0", 1, 7.0), ("1.0", 1, 7.0), ("2.1", 1, 7.0)]
+    assert sorted(row for row in found if row[1] == 0) == [(name, 0, None) for name in NAMES[:2]]
+    assert sorted(row for row in found if row[1] == 1) == [(name, 1, 7.0) for name in (*NAMES[:2], RETURNED)]
 
 
 def join(member, port):
-    """The keeper's store, and the membership of the first view, whose group is formed."""
+    """The keeper's store, the membership of the first view, and its group."""
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=SECONDS))
     board = Board(store)
     view = board.await_view(-1, member)
-    membership = ViewMembership(board, view, member, len(view.members))
-    membership.form_group(store)
-    return store, membership
+    form_inside(store, member, 0, 1)
+    membership = ViewMembership(board, store, view, member, len(view.members), Inside())
+    everyone, _ = membership.form_groups()
+    return store, membership, everyone
 
 
 def run_saving_replica(member, port, results):
     """In a thread the second one waits for the first, which waits for the second; the third is killed."""
     module.CONNECT_SECONDS = SECONDS
-    store, membership = join(member, port)
+    store, membership, everyone = join(member, port)
     saving = membership.new_group()
     if membership.rank == 2:
         store.wait(["saving"])
@@ -136,9 +139,9 @@ def run_saving_replica(member, port, results):
     if membership.rank == 1:
         thread.start()
         store.set("saving", "")
-        await_in_vain(2, dist.group.WORLD)
+        await_in_vain(2, everyone)
     else:
-        await_in_vain(1, dist.group.WORLD)
+        await_in_vain(1, everyone)
     changed = await_true(membership.is_ending, SECONDS)
     membership.end()
     if membership.rank == 1:
@@ -157,12 +160,12 @@ def test_a_save_that_waits_for_another_replica_ends_when_a_third_is_lost():
     with Kept(run_saving_replica, NAMES) as kept:
         kept.board.publish(View(0, NAMES))
         kept.lose(NAMES[-1])
-        assert kept.reports(2, 20) == [("0.0", True), ("1.0", True)]
+        assert kept.reports(2, 20) == [(name, True) for name in NAMES[:2]]
 
 
 def exchange_late(member, port, results):
     """Be a server whose worker pushes late, and gets a late reply; the times are longer than those of connections."""
-    _, membership = join(member, port)
+    _, membership, _ = join(member, port)
     module.CONNECT_SECONDS = 2  # enough to connect on a busy machine
     group = membership.new_group("parameter servers")
     if membership.rank == 0:
@@ -184,4 +187,4 @@ def test_messages_may_take_longer_than_connections():
     """A worker computes for longer than a group may take to connect."""
     with Kept(exchange_late, NAMES[:2]) as kept:
         kept.board.publish(View(0, NAMES[:2]))
-        assert kept.reports(2, 20) == [("0.0", Kind.PUSH, [0, 1, 2, 3]), ("1.0", Kind.PUSH, [7.0])]
+        assert kept.reports(2, 20) == [(NAMES[0], Kind.PUSH, [0, 1, 2, 3]), (NAMES[1], Kind.PUSH, [7.0])]

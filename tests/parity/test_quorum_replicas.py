@@ -59,7 +59,7 @@ def quorum(workers, text, tmp_path_factory):
 
 def test_four_replicas_compute_what_one_process_does(workers, text, tmp_path, quorum):
     folder, plan, _ = quorum
-    assert not plan.lossy and (plan.dp_replicate, plan.num_replicas, plan.global_batch_size) == (RANKS, 1, GLOBAL_BATCH)
+    assert not plan.lossy and (plan.dp_replicate, plan.num_replicas, plan.global_batch_size) == (1, RANKS, GLOBAL_BATCH)
     rows, expected = read_rows(folder / "run"), train(workers, Row("ddp"), tmp_path, text, STEPS)
     assert hashes(rows) == hashes(expected)
     losses, norms = difference(rows, expected)
@@ -73,3 +73,14 @@ def test_every_replica_gets_the_state_of_the_one_that_is_furthest(quorum):
     for same, num_tensors, step, owes_pause, rows, nothing in results:
         assert same and num_tensors > 20
         assert (step, owes_pause, rows, nothing) == (STEPS, False, [STEPS, STEPS], None)
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", {"tp": 2}, {"pp": 2}], ids=["fsdp", "tp", "pp"])
+def test_replicas_of_two_processes_compute_what_one_process_does(workers, text, tmp_path, parallel):
+    changes = {"sync": {"name": "quorum", "replicas": 2}}
+    row = Row(parallel, changes=changes, ranks=RANKS, micro_batch=1)
+    rows = train(workers, row, tmp_path / "quorum", text, STEPS)
+    expected = train(workers, Row("ddp"), tmp_path / "alone", text, STEPS)
+    assert hashes(rows) == hashes(expected)
+    losses, norms = difference(rows, expected)
+    assert losses <= bounds(row)[0] and norms <= bounds(row)[1]

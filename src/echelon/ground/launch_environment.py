@@ -338,13 +338,13 @@ def hosted_environment(outcomes_dir: Path, shares_files: bool) -> dict[str, str]
     return {HOST_VARIABLE: str(outcomes_dir), SHARED_VARIABLE: str(int(shares_files))}
 
 
-def replica_environment(number: int, num_replicas: int, address: str, port: int, member: str) -> dict[str, str]:
-    """The variables of a replica that may be lost alone, a single process of this machine.
+def replica_environment(rank: int, world_size: int, address: str, port: int, member: str) -> dict[str, str]:
+    """The variables of a process of a replica that may be lost alone, on this machine.
 
-    `member`: the name of this start of the replica; `address` and `port`: those of its keeper's store.
+    `member`: the name of the process; `address` and `port`: those of its keeper's store.
     """
     meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port), _MEMBER_VARIABLE: member}
-    return {**rank_environment(number, num_replicas), **meeting}
+    return {**rank_environment(rank, world_size), **meeting}
 
 
 def rank_environment(rank: int, world_size: int) -> dict[str, str]:

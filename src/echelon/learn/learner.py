@@ -18,7 +18,7 @@ from echelon.learn.checkpoints import Checkpoints, fill_from, find_checkpoint
 from echelon.learn.data.feed import Feed, find_batch_place, open_feed
 from echelon.learn.data.loader import BatchPlace, Microbatch, StepBatch, choose_padding
 from echelon.learn.data.prepared import PreparedData
-from echelon.learn.distributed.mesh import Meshes, all_reduce
+from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.engines import Engine
 from echelon.learn.evaluation import EvalResult, evaluate, read_held_out
 from echelon.learn.model.model_folder import find_stops
@@ -152,7 +152,7 @@ class Learner:
         objective = self._find_objective(loss)
         own = torch.stack([objective.count(microbatch) for microbatch in batch.microbatches]).sum()
         shared = own.clone()
-        all_reduce(shared, self.meshes.loss)
+        self.meshes.sum_over_readers(shared)
         return Targets(own, shared)
 
     def forward_backward(

@@ -239,8 +239,10 @@ def _list_assumptions(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -
         yield f"the engine {plan.engine} is counted as the native one; what it copies beside that is not counted"
     if plan.compile:
         yield _COMPILED if knows_compiled(shape, plan) else _EAGER
+    if plan.sync.name == QUORUM:
+        yield _COPIED
     if not plan.uses_fully_shard and plan.dp_size > 1:
-        yield _COPIED if plan.sync.name == QUORUM else "DDP's gradients are views into its buckets"
+        yield "DDP's gradients are views into its buckets"
     row = OPTIMIZERS.get(plan.optimizer)
     if row is None:
         yield f"{plan.optimizer} keeps two numbers per parameter, like AdamW"

@@ -155,7 +155,7 @@ class SyncPlan:
         elif num_replicas > 1:
             words.append(f"{num_replicas} replicas of {count_noun(replica_size, 'process', 'es')}")
         if self.name == QUORUM:
-            words.append("the loss of a process costs one repeated step")
+            words.append("the loss of a replica costs one repeated step")
         if self.every > 1:
             words.append(f"every {self.every} steps")
         if (self.outer_learning_rate, self.outer_momentum) != (1.0, 0.0):

@@ -53,27 +53,16 @@ def check_replicas(plan: ParallelPlan) -> None:
 
 
 def join_quorum(layout: ParallelPlan, recipe: "Recipe", cluster: Cluster) -> ParallelPlan:
-    """The layout of all replicas of a quorum, from that of one: they hold copies of the model, as with DDP.
+    """The layout of all replicas of a quorum, from that of one: each holds a copy of the model, divided as it likes.
 
-    Raises PlanError unless each is a single process, which needs no other to hold its weights, on a CPU.
+    Raises PlanError on GPUs.
     """
-    num_replicas, size = recipe.sync.replicas, layout.replica_size
     if cluster.kind == "cuda":
         raise PlanError(
             f"sync.name={QUORUM}: the processes of a quorum leave a group of which one was lost, which is built for "
             "processes on CPUs only; use sync.name: every_step on GPUs, which restarts from the newest checkpoint."
         )
-    if size > 1:
-        raise PlanError(
-            f"sync.replicas={num_replicas} makes replicas of {size} processes each, and with sync.name={QUORUM} a "
-            f"replica is a single process; set sync.replicas={num_replicas * size}, or start {num_replicas} processes."
-        )
-    if layout.strategy != "ddp":
-        raise PlanError(
-            f"parallel={layout.strategy} shards what a process has, and with sync.name={QUORUM} each has the whole "
-            "model; use parallel: ddp."
-        )
-    return replace(layout, dp_replicate=num_replicas)
+    return replace(layout, num_replicas=recipe.sync.replicas)
 
 
 def join_servers(layout: ParallelPlan, recipe: "Recipe", cluster: Cluster) -> ParallelPlan:
@@ -110,13 +99,11 @@ def refuse_quorum(recipe: "Recipe") -> None:
 
 
 def resize(plan: ParallelPlan, num_replicas: int) -> ParallelPlan:
-    """The plan of a quorum, or of parameter servers, with another number of processes and the same global batch."""
-    batch, size = plan.global_batch_size, plan.micro_batch_size
-    num_microbatches = -(-batch // (num_replicas * size))
-    num_fill = num_replicas * num_microbatches * size - batch
-    if plan.sync.name == PARAMETER_SERVER:
-        return replace(plan, num_replicas=num_replicas, num_microbatches=num_microbatches, num_fill=num_fill)
-    return replace(plan, dp_replicate=num_replicas, num_microbatches=num_microbatches, num_fill=num_fill)
+    """The plan of a quorum, or of parameter servers, with another number of replicas and the same global batch."""
+    batch, each_reads = plan.global_batch_size, num_replicas * plan.dp_size * plan.micro_batch_size
+    num_microbatches = -(-batch // each_reads)
+    num_fill = each_reads * num_microbatches - batch
+    return replace(plan, num_replicas=num_replicas, num_microbatches=num_microbatches, num_fill=num_fill)
 
 
 def without_sync(plan: ParallelPlan) -> ParallelPlan:

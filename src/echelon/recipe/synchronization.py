@@ -81,8 +81,8 @@ class SyncConfig(Section):
         EVERY_STEP,
         description="`every_step` reduces gradients in every step, which is exact. `local_sgd` and `diloco`: replicas "
         "train apart for `sync.every` steps, and then take the mean of their changes, as it is (`local_sgd`) or as "
-        "the gradient of an outer optimizer (`diloco`). `quorum` is `every_step` between single processes, of which "
-        "any may be lost and return while the others train on. With `parameter_server` the first processes own the "
+        "the gradient of an outer optimizer (`diloco`). `quorum` is `every_step` between replicas, of which any "
+        "may be lost and return while the others train on. With `parameter_server` the first processes own the "
         "weights and step them, with the gradients that all processes push to them.",
     )
     replicas: Count = Field(

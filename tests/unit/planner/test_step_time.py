@@ -233,8 +233,8 @@ def test_gradients_are_also_summed_inside_replicas():
 
 def test_compressed_gradients_are_not_sent_beside_the_backward_pass():
     rates = replace(PLAIN, overlap=0.5)
-    for sync in (SyncPlan(method="topk"), SyncPlan(name="quorum")):
-        plan = replace(PAIR, dp_replicate=16, sync=sync)
+    compressed = replace(PAIR, dp_replicate=16, sync=SyncPlan(method="topk"))
+    for plan in (compressed, replace(PAIR, dp_replicate=1, num_replicas=16, sync=SyncPlan(name="quorum"))):
         assert between(plan, rates) == pytest.approx(between(plan))
     rounded = between(replace(PAIR, dp_replicate=16, sync=SyncPlan(method="bf16")))
     assert rounded == pytest.approx(between(replace(PAIR, dp_replicate=16)) / 2, rel=0.03), "half of the bytes"
@@ -280,7 +280,7 @@ def test_a_plan_says_where_a_way_to_agree_never_pays():
     cluster = parse_devices(MACHINES)
     one_server = replace(PAIR, num_replicas=16, sync=SyncPlan(name="parameter_server"))
     assert "at no speed of the links between replicas" in describe_payoff(LLAMA, one_server, 4096, cluster)
-    for plan in (PAIR, replace(PAIR, dp_replicate=16), replace(PAIR, dp_replicate=16, sync=SyncPlan(name="quorum"))):
+    for plan in (PAIR, replace(PAIR, dp_replicate=16), replace(PAIR, num_replicas=16, sync=SyncPlan(name="quorum"))):
         assert describe_payoff(LLAMA, plan, 4096, cluster) is None
 
 

@@ -96,13 +96,14 @@ def test_replicas_divide_processes_and_batches():
         resolve_plan(build_recipe("ddp", batch=9, sync=DILOCO), TINY, cpus(6))
 
 
-def test_a_quorum_is_the_plan_of_ddp_and_changes_with_its_replicas():
+def test_a_quorum_computes_what_ddp_does_and_changes_with_its_replicas():
     quorum = {"name": "quorum", "replicas": 4}
     plan = resolve_plan(build_recipe("ddp", batch=24, sync=quorum), TINY, cpus(4))
     ddp = resolve_plan(build_recipe("ddp", batch=24), TINY, cpus(4))
-    assert replace(plan, sync=SyncPlan(), why=()) == replace(ddp, why=())
-    assert not plan.lossy and "sync: quorum, the loss of a process costs one repeated step" in describe_plan(plan)
-    assert resolve_plan(build_recipe("auto", batch=24, sync=quorum), TINY, cpus(4)).dp_replicate == 4
+    assert replace(plan, sync=SyncPlan(), why=(), num_replicas=1, dp_replicate=4) == replace(ddp, why=())
+    line = "sync: quorum, 4 replicas of 1 process, the loss of a replica costs one repeated step"
+    assert not plan.lossy and line in describe_plan(plan)
+    assert resolve_plan(build_recipe("auto", batch=24, sync=quorum), TINY, cpus(4)).num_replicas == 4
     assumed = {each.sync.name: estimate_memory(TINY, each, 64, "cpu").assumptions for each in (plan, ddp)}
     assert not [line for line in assumed["quorum"] if "DDP" in line or "bucket" in line]
     assert "a quorum sends copies of gradients, which count as optimizer" in assumed["quorum"]
@@ -127,10 +128,7 @@ def test_servers_divide_the_batch_between_the_workers_that_are_left():
 @pytest.mark.parametrize(
     ("cluster", "message"),
     [
-        (
-            cpus(4),
-            r"sync.replicas=2 makes replicas of 2 processes each.*; set sync.replicas=4, or start 2 processes",
-        ),
+        (cpus(3), r"sync.replicas=2 does not divide"),
         (parse_devices("2xH100"), r"sync.name=quorum: .* on CPUs only; use sync.name: every_step on GPUs"),
     ],
 )
@@ -140,9 +138,17 @@ def test_a_quorum_that_cannot_be_kept_is_refused(cluster, message):
         resolve_plan(recipe, TINY, cluster)
 
 
-def test_a_replica_of_a_quorum_has_the_whole_model():
-    with pytest.raises(PlanError, match=r"parallel=fsdp shards what a process has, .*; use parallel: ddp\.$"):
-        resolve_plan(build_recipe("fsdp", sync={"name": "quorum"}), TINY, cpus(2))
+@pytest.mark.parametrize("parallel", ["fsdp", "zero1", {"tp": 2}, {"pp": 2}, {"cp": 2}, "ddp"])
+def test_a_replica_of_a_quorum_has_any_plan(parallel):
+    quorum = build_recipe(parallel, batch=24, sync={"name": "quorum", "replicas": 3})
+    plan, alone = resolve_plan(quorum, TINY, cpus(6)), resolve_plan(build_recipe(parallel, batch=8), TINY, cpus(2))
+    assert (plan.num_replicas, plan.replica_size, plan.global_batch_size) == (3, 2, 24)
+    degrees = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    assert [getattr(plan, name) for name in degrees] == [getattr(alone, name) for name in degrees]
+    assert "3 replicas of 2 processes, the loss of a replica costs one repeated step" in "".join(describe_plan(plan))
+    for count in (1, 2, 5):
+        left = resize(plan, count)
+        assert (left.world_size, left.global_batch_size) == (2 * count, 24)
 
 
 def test_launchers_that_end_all_processes_refuse_a_quorum():

@@ -24,6 +24,7 @@ from echelon.ground.errors import ConfigError
 from echelon.learn.checkpoint.adapter_folder import AdapterContent
 from echelon.learn.checkpoint.first_weights import open_weights
 from echelon.learn.data.loader import Microbatch
+from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.engines.engine import Engine, EngineSpec, Evaluation, Finding, Rehearsal
 from echelon.learn.model.build import build_on_meta, materialize
 from echelon.learn.objectives.causal_lm import CausalLM
@@ -98,6 +99,10 @@ class TensorflowEngine(Engine):
             self._num_updates += 1
             self.steps.update(learning_rate, self._num_updates)
         self.steps.clear()
+
+    @override
+    def regroup(self, meshes: Meshes) -> None:
+        """Nothing to do: a quorum with this engine is refused."""
 
     @override
     def discard(self) -> None:

@@ -34,7 +34,7 @@ def fill_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], **options: A
         CheckpointError: the checkpoint is hostile, lacks a tensor, or has another shape.
     """
     saved = read_metadata(folder).state_dict_metadata
-    found = match_replicas(_drop_ranks(tensors, saved), saved)
+    found = match_replicas(_drop_ranks(tensors, saved, options.get("process_group")), saved)
     for name, tensor in found.items():
         entry = saved.get(name)
         if entry is None:
@@ -51,18 +51,20 @@ def fill_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], **options: A
         raise CheckpointError(f"Checkpoint {folder} cannot be read: {find_reason(error)}.") from error
 
 
-def _drop_ranks(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+def _drop_ranks(
+    tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Any], group: dist.ProcessGroup | None
+) -> Mapping[str, torch.Tensor]:
     """Return the tensors without those of ranks if the number of ranks has changed; the others are set to 0."""
     dropped = {name: tensor for name, tensor in tensors.items() if find_ranks([name])}
     count = len(find_ranks(saved))
-    if not dropped or not dist.is_initialized() or count == dist.get_world_size():
+    if not dropped or not dist.is_initialized() or count == dist.get_world_size(group):
         return tensors
     for tensor in dropped.values():
         tensor.zero_()
-    if dist.get_rank() == 0:
+    if dist.get_rank(group) == 0:
         logger.warning(
             f"The checkpoint has gradients that {count} processes had not sent yet (sync.compress). There are "
-            f"{dist.get_world_size()} processes now, so these gradients are dropped."
+            f"{dist.get_world_size(group)} processes now, so these gradients are dropped."
         )
     return {name: tensor for name, tensor in tensors.items() if name not in dropped}
 

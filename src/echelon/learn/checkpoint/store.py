@@ -97,6 +97,7 @@ class CheckpointStore:
         self._uploads = uploads
         form = new_group or partial(dist.new_group, backend="gloo", group_desc="checkpoints")
         self._group, self._control = form(), form()
+        self._rank = dist.get_rank(self._group)
         self._carrier = None if carry is None else carry(self._group)
         self._stager = Stager()
         self._owned_elsewhere: set[str] = set()
@@ -266,7 +267,7 @@ class CheckpointStore:
     def _find_faults(self, checkpoint: Checkpoint) -> list[str]:
         """Verify this rank's share of the files; rank 0 verifies all without a shared folder."""
         if self._carrier is None:
-            return find_faults(checkpoint.path, True, dist.get_rank(), dist.get_world_size())
+            return find_faults(checkpoint.path, True, self._rank, dist.get_world_size(self._group))
         return find_faults(checkpoint.path, True) if self._is_publisher else []
 
     def load(self, checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> None:
@@ -281,7 +282,7 @@ class CheckpointStore:
 
     @property
     def _is_publisher(self) -> bool:
-        return dist.get_rank() == 0
+        return self._rank == 0
 
     def _finish(
         self,
@@ -320,7 +321,7 @@ class CheckpointStore:
         try:
             written.result()
             mine = writing if self._carrier is None else self._carrier.writing(writing)
-            return None, describe_files(list_files(mine, f"__{dist.get_rank()}_*"))
+            return None, describe_files(list_files(mine, f"__{self._rank}_*"))
         except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             return find_reason(error), {}
 

@@ -16,7 +16,7 @@ class ViewChanged(Exception):
 
 
 class Membership(Protocol):
-    """This replica's part in a view: the replicas that train together until one of them is lost or another joins."""
+    """This rank's part in a view: the replicas that train together until one of them is lost or another joins."""
 
     num_replicas: int
     """Those of a view in which none is lost."""
@@ -28,10 +28,10 @@ class Membership(Protocol):
         """That of the view, from 0."""
 
     def new_group(self, purpose: str = "checkpoints") -> dist.ProcessGroup:
-        """Form another group of all replicas of the view. Collective. Raises ViewChanged if one of them is lost."""
+        """Form another group of all ranks of the view. Collective. An error of one rank is one of its replica's."""
 
     def vote(self) -> None:
-        """Vote for a step, and wait until all replicas of the view have. Collective.
+        """Vote for a step, and wait until all ranks of the view have. Collective.
 
         Raises ViewChanged if one of them is lost before: no replica may apply the step.
         """

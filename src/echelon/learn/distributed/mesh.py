@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from echelon.learn.distributed.membership import Membership
 from echelon.learn.distributed.sequence_part import SequencePart
 from echelon.planner.plan import ParallelPlan
+from echelon.recipe.synchronization import QUORUM
 
 AXES = ("replica", "pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_AXES = ("replica", "dp_replicate", "dp_shard")
@@ -83,6 +84,7 @@ class Meshes:
         everyone: all ranks, for metrics and stop requests. With several replicas it uses gloo, so that a slow replica
             does not block the CUDA streams of another.
         outer: the ranks of all replicas with the same coordinates in their replica; None with one replica.
+        is_one_model: whether the replicas sum their gradients in every step, and so are one model: those of a quorum.
         pp: the stages of this rank's pipeline; None without one.
         cp: the ranks that share this rank's sequences; None if each sequence is on one rank.
         membership: this replica's part in a view, where replicas may be lost and join; None elsewhere.
@@ -101,9 +103,24 @@ class Meshes:
     outer: dist.ProcessGroup | None
     pp: dist.ProcessGroup | None
     cp: dist.ProcessGroup | None
+    is_one_model: bool = False
     membership: Membership | None = None
     number: int = 0
     is_one_machine: bool = True
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of all ranks, which writes the files of a run."""
+        return dist.get_rank(self.everyone) == 0
+
+    def sum_over_readers(self, values: torch.Tensor) -> None:
+        """Sum values in place over the ranks that read different parts of a batch whose gradients are summed.
+
+        Collective: every rank calls it.
+        """
+        all_reduce(values, self.loss)
+        if self.is_one_model and self.outer is not None:
+            all_reduce(values, self.outer)
 
     @property
     def data_size(self) -> int:
@@ -165,6 +182,7 @@ def build_mesh(plan: ParallelPlan, device_type: str, is_one_machine: bool = True
         outer=_find_group(grid, ("replica",), world) if several else None,
         pp=_find_group(grid, ("pp",), world) if plan.pp > 1 else None,
         cp=_find_group(grid, ("cp",), world) if plan.cp > 1 else None,
+        is_one_model=plan.sync.name == QUORUM,
         number=place["replica"],
         is_one_machine=is_one_machine,
     )

@@ -128,6 +128,9 @@ class Engine(Replica, Protocol):
         `objective` may be another one in each step.
         """
 
+    def regroup(self, meshes: Meshes) -> None:
+        """Go on among the replicas of these meshes, after some were lost or have joined. Not collective."""
+
     def discard(self) -> None:
         """Drop the gradients of a step that was not finished, because a replica was lost. Not collective."""
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 from echelon.ground.errors import is_out_of_memory
 from echelon.learn.checkpoint.adapter_folder import AdapterContent, describe_adapter, join_adapters
 from echelon.learn.data.loader import LONGEST, Microbatch, Padding
-from echelon.learn.distributed.mesh import all_reduce
+from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.objects import gather_objects
 from echelon.learn.engines.engine import Engine, Finding, Rehearsal
 from echelon.learn.engines.footprint import Footprint
@@ -40,6 +40,7 @@ from echelon.learn.optimizer import (
 )
 from echelon.learn.parallel.protocol import Parallel
 from echelon.learn.parallel.step import ForwardBackward, StepSums
+from echelon.learn.parallel.summed import sum_gradients
 from echelon.learn.sync.synchronizer import Fill
 from echelon.planner.memory_parts import MemoryParts
 
@@ -58,8 +59,8 @@ class NativeParts:
     traits: Traits
     everyone: dist.ProcessGroup
     """All ranks."""
-    readers: dist.ProcessGroup | None = None
-    """The ranks over which targets are counted; None for all."""
+    meshes: Meshes | None = None
+    """Those over whose ranks targets are counted, and gradients of replicas that are one model summed; None: all."""
     stages: dist.ProcessGroup | None = None
     """The ranks of this rank's pipeline; None without one."""
     loss_scale: LossScale | None = None
@@ -87,6 +88,8 @@ class NativeEngine(Engine):
         """The transformers model that trains: this rank's layers of it, sharded in place."""
         self.parallel, self.optimizer = parts.parallel, parts.optimizer
         self._everyone, self._stages, self._loss_scale = parts.everyone, parts.stages, parts.loss_scale
+        self._meshes = parts.meshes
+        self._sends = True
         self.served = parts.served
         self._device = next(parts.decoder.parameters()).device  # the device of the optimizer step
         self.trained: dict[str, nn.Parameter] = {
@@ -112,6 +115,8 @@ class NativeEngine(Engine):
         divisor = num_targets if self.loss_scale is None else num_targets / self.loss_scale
         sums = self._parts.forward_backward(step, microbatches, divisor, objective)
         self.parallel.reduce()
+        if self._sends and self._meshes is not None and self._meshes.is_one_model and self._meshes.outer is not None:
+            sum_gradients(self.trained, self._meshes.outer)
         return sums
 
     def _with_means(
@@ -126,9 +131,11 @@ class NativeEngine(Engine):
                     module.append(scope.enter_context(self.parallel.evaluation()))
                 return module[0](microbatch, compute)
 
-            return with_batch_means(
-                objective, microbatches, num_targets, run, lambda sums: all_reduce(sums, self._parts.readers)
-            )
+            return with_batch_means(objective, microbatches, num_targets, run, self._sum_over_readers)
+
+    def _sum_over_readers(self, sums: Tensor) -> None:
+        assert self._meshes is not None, "engines of others have no such means"
+        self._meshes.sum_over_readers(sums)
 
     @override
     def clip(self, max_norm: float | None) -> Tensor:
@@ -152,6 +159,10 @@ class NativeEngine(Engine):
         self.parallel.clear_gradients()
         if self._loss_scale is not None:
             self._loss_scale.update(self._is_finite)
+
+    @override
+    def regroup(self, meshes: Meshes) -> None:
+        self._meshes, self._everyone = meshes, meshes.everyone
 
     @override
     def discard(self) -> None:
@@ -244,6 +255,7 @@ class NativeEngine(Engine):
         self, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective, footprint: Footprint
     ) -> bool:
         """Run microbatches without communication, and measure them; return whether the memory of this rank sufficed."""
+        self._sends = False
         try:
             with self.parallel.isolated(), footprint:
                 self.forward_backward(0, microbatches, num_targets, objective)
@@ -251,6 +263,8 @@ class NativeEngine(Engine):
             if not is_out_of_memory(error):
                 raise
             return False
+        finally:
+            self._sends = True
         return True
 
     @override

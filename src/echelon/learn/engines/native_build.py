@@ -153,7 +153,7 @@ def build_native_engine(
             forward_backward,
             traits,
             meshes.everyone,
-            meshes.loss,
+            meshes,
             meshes.pp,
             LossScale(device) if plan.precision.compute == "float16" else None,
             served,

@@ -17,16 +17,14 @@ from echelon.learn.objectives.outputs import ObjectiveModule
 from echelon.learn.parallel.activation import apply_activation_checkpointing
 from echelon.learn.parallel.compilation import apply_compile
 from echelon.learn.parallel.context import apply_context
-from echelon.learn.parallel.data_parallel import apply_fully_shard, autocast_scope, build_data_parallel
+from echelon.learn.parallel.data_parallel import apply_fully_shard, build_data_parallel
 from echelon.learn.parallel.expert import divide_experts, find_experts
 from echelon.learn.parallel.offload import apply_activation_offloading
 from echelon.learn.parallel.pipeline import Pipeline, StagePart
 from echelon.learn.parallel.protocol import DataParallel, Parallel
 from echelon.learn.parallel.step import ForwardBackward, SingleStage
-from echelon.learn.parallel.summed import Summed
 from echelon.learn.parallel.tensor import apply_tensor_parallel
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe.synchronization import QUORUM
 
 
 def shard_model(
@@ -120,8 +118,6 @@ def shard_stages(
 
 def parallelize(module: ObjectiveModule, plan: ParallelPlan, meshes: Meshes, seed: int) -> DataParallel:
     """The data parallelism around a materialised model. Collective: DDP compares the replicas as it is built."""
-    if plan.sync.name == QUORUM:
-        return Summed(module, autocast_scope(plan, meshes.device_type))
     return build_data_parallel(module, plan, meshes, seed)
 
 

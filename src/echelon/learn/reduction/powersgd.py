@@ -20,7 +20,7 @@ class PowerSGD(Feedback):
 
     def __init__(self, trained: Mapping[str, Tensor], rank: int, group: dist.ProcessGroup, seed: int) -> None:
         matrices = {name: tensor for name, tensor in trained.items() if _is_thinner(tensor, rank)}
-        super().__init__(matrices)
+        super().__init__(matrices, group)
         self._group = group
         self._right = {name: _random_matrix(tensor, rank, seed, name) for name, tensor in matrices.items()}
 

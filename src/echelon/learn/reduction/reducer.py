@@ -38,8 +38,9 @@ class Feedback(Reducer):
     Fixes SignSGD" (arXiv:1901.09847).
     """
 
-    def __init__(self, trained: Mapping[str, Tensor]) -> None:
-        """`trained`: the tensors that will be summed, by name."""
+    def __init__(self, trained: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        """`trained`: the tensors that will be summed over `group`, by name."""
+        self._rank = dist.get_rank(group)
         self._residuals = {name: _zeros_like(tensor) for name, tensor in trained.items()}
         self._updates: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -63,8 +64,7 @@ class Feedback(Reducer):
 
     @override
     def tensors(self) -> dict[str, Tensor]:
-        rank = dist.get_rank()
-        return {rank_name(rank, f"residual.{name}"): tensor for name, tensor in self._residuals.items()}
+        return {rank_name(self._rank, f"residual.{name}"): tensor for name, tensor in self._residuals.items()}
 
 
 def _zeros_like(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ class Signs(Feedback):
     """
 
     def __init__(self, trained: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-        super().__init__(trained)
+        super().__init__(trained, group)
         self._group = group
 
     @override

@@ -23,7 +23,7 @@ class TopK(Feedback):
     """
 
     def __init__(self, trained: Mapping[str, Tensor], fraction: float, group: dist.ProcessGroup) -> None:
-        super().__init__(trained)
+        super().__init__(trained, group)
         self._fraction = fraction
         self._group = group
 
@@ -59,7 +59,7 @@ class RandomK(Feedback):
     """
 
     def __init__(self, trained: Mapping[str, Tensor], fraction: float, group: dist.ProcessGroup, seed: int) -> None:
-        super().__init__(trained)
+        super().__init__(trained, group)
         self._fraction = fraction
         self._group = group
         self._seed = seed

@@ -12,7 +12,7 @@ from echelon.recipe import SyncConfig
 
 
 class Quorum(EveryStep):
-    """Gradients are summed over the replicas that are there; the weights change only after a vote.
+    """The engine sums gradients over the replicas that are there; the weights change only after a vote.
 
     So when a replica is lost, either every other one has applied the step or none has, and all hold the same weights.
     """

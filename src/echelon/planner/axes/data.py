@@ -16,7 +16,7 @@ from echelon.planner.layer_time import LayerTime, Step
 from echelon.planner.model_shape import ModelShape, divisors
 from echelon.planner.plan import AXIS_ORDER, DTYPE_BYTES, SHARDING, ParallelPlan, ReduceGradients, SyncPlan
 from echelon.planner.replica_costs import count_served_bytes, find_sent_share
-from echelon.recipe.synchronization import PARAMETER_SERVER, QUORUM
+from echelon.recipe.synchronization import PARAMETER_SERVER
 from echelon.recipe.training import ParallelConfig
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
@@ -259,9 +259,9 @@ def _replica_seconds(step: Step, count: int, held: float, backward: float) -> fl
         if sync.name == PARAMETER_SERVER or group.size == 1:
             return 0.0
         sent = _sent_bytes(step, held, group.size)
-        # What a quorum sums is not sent beside the backward pass, nor what is compressed on GPUs.
+        # What is compressed on GPUs is not sent beside the backward pass.
         is_compressed = sync.method != "none" and not plan.uses_fully_shard
-        waits = sync.name == QUORUM or (is_compressed and step.cluster.kind == "cuda")
+        waits = is_compressed and step.cluster.kind == "cuda"
         seconds = group.all_reduce(sent)
         return count * times * (seconds if waits else step.exposed(seconds, backward))
     inside = inner.all_reduce(held * DTYPE_BYTES[plan.precision.reduce])

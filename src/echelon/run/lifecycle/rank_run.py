@@ -5,8 +5,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-import torch.distributed as dist
-
 from echelon.ground.errors import StoppedError
 from echelon.ground.sizes import render_bytes
 from echelon.ground.stop_request import StopRequest
@@ -58,7 +56,8 @@ def conduct(trainer: Trainer, recipe: Recipe, folder: RunFolder, stop: StopReque
     Raises ViewChanged as well, where replicas may be lost: then their group has ended.
     """
     journal, store = trainer.accounting.journal, trainer.saver.store
-    membership = trainer.train_step.learner.meshes.membership
+    meshes = trainer.train_step.learner.meshes
+    membership = meshes.membership
 
     def time_left() -> float:
         return stop.seconds_left(recipe.fault.notice_seconds) - _LEAVING_SECONDS
@@ -81,7 +80,7 @@ def conduct(trainer: Trainer, recipe: Recipe, folder: RunFolder, stop: StopReque
             summarize(trainer, journal, folder)
             journal.measured([*filter(None, (describe_recompiles(), describe_graph_breaks())), *measured])
         done = True
-        if dist.get_rank() == 0:
+        if meshes.is_first:
             finish(trainer, folder)
         if journal is not None:
             cost = None if journal.meter is None else journal.meter.describe_usd()
@@ -122,7 +121,7 @@ def export_trained(trainer: Trainer, recipe: Recipe, folder: RunFolder) -> None:
     """
     with trainer.train_step.sync.agreed():
         content = trainer.train_step.learner.engine.describe_adapter()
-    if dist.get_rank() == 0:
+    if trainer.train_step.learner.meshes.is_first:
         card = render_card(folder.path, trainer.state.step, is_adapter=True)
         num_bytes = write_adapter(folder.export_dir, content, recipe.model.checkpoint, folder.model_dir, card)
         folder.rows.append_event("export", step=trainer.state.step, bytes=num_bytes)

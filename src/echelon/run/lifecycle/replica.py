@@ -1,12 +1,12 @@
-"""One replica of a quorum, or one worker of parameter servers, as a process: it goes on when another one is lost.
+"""A process of a replica of a quorum, or a worker of parameter servers: it goes on when another replica is lost.
 
-It builds its engine alone, then joins the others in a view, trains there until the view ends, and joins the next one.
+The processes of a replica build its engine among themselves, then join the others in a view, train there until the view
+ends, and join the next one.
 """
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from echelon.ground.errors import LaunchError, TrainingError
 from echelon.ground.stop_request import StopRequest
 from echelon.ground.variables import Place
+from echelon.learn.distributed.joint_group import join_replicas
 from echelon.learn.distributed.membership import ViewChanged
-from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.learner import Learner
 from echelon.planner.plan import ParallelPlan, load_plan
@@ -27,14 +27,12 @@ from echelon.run.journal.recovery import RecoveryWatch
 from echelon.run.lifecycle.assemble import assemble
 from echelon.run.lifecycle.rank_run import conduct
 from echelon.run.lifecycle.run_learner import build_run_learner
-from echelon.run.lifecycle.view_group import ViewMembership, form_alone, join_board, leave_group
+from echelon.run.lifecycle.view_group import Inside, ViewMembership, form_inside, join_board
+from echelon.run.supervise.board import FIRST_MEMBER, split_member
 from echelon.run.training.callbacks import build_callbacks
 from echelon.run.training.heartbeat import Heartbeat
 from echelon.run.training.replica_state import Held, hold
 from echelon.run.training.trainer import Trainer
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +42,11 @@ _MAX_FRUITLESS_VIEWS = 20
 
 @dataclass
 class Replica:
-    """A replica of a run, from its start to the end of the run.
+    """A process of a replica of a run, from its start to the end of the run.
 
     Attributes:
-        member: the name of this start.
+        place: its place among the processes of all replicas.
+        member: the name of this process.
         build_heart: builds the watchdog of hangs of a view.
         show: makes this process write to the user's console, as the first rank of a view does.
     """
@@ -66,17 +65,21 @@ class Replica:
         """
         recipe, plan = load_recipe(self.folder.recipe_path)[0], load_plan(self.folder.plan_path)
         board, store = join_board()
+        start, index = split_member(self.member)
+        form_inside(store, start, index, plan.replica_size)
         learner = self._build(recipe, plan)
+        inside = Inside()
         board.mark("ready", self.member)
         held, number, num_fruitless = None, -1, 0
         wait = Wait(self.folder, self.stop, recipe.fault.notice_seconds)
         while True:
             view = board.await_view(number, self.member, wait.look)
             num_essential = recipe.sync.num_essential
-            membership = ViewMembership(board, view, self.member, self.place.world_size, num_essential)
+            num_replicas = self.place.world_size // plan.replica_size
+            membership = ViewMembership(board, store, view, self.member, num_replicas, inside, num_essential)
             number, before = view.number, held
-            is_done, held = self._train_in(store, membership, learner, held, wait)
-            leave_group()
+            is_done, held = self._train_in(membership, learner, held, wait)
+            membership.leave()
             if is_done:
                 return
             num_fruitless = num_fruitless + 1 if _has_same_step(before, held) else 0
@@ -89,14 +92,14 @@ class Replica:
             learner.engine.discard()
 
     def _train_in(
-        self, store: "Store", membership: ViewMembership, learner: Learner, held: Held | None, wait: "Wait"
+        self, membership: ViewMembership, learner: Learner, held: Held | None, wait: "Wait"
     ) -> tuple[bool, Held | None]:
         """Train in a view; return whether the run has ended, and what this replica holds. Collective."""
         trainer = None
         try:
-            trainer = self._join(store, membership, learner, held, wait)
+            trainer = self._join(membership, learner, held, wait)
             conduct(trainer, learner.recipe, self.folder, self.stop, trainer.accounting.heart)
-            if membership.board.await_end(membership.view, membership.rank == 0):
+            if membership.await_end():
                 return True, None
         except ViewChanged:
             pass
@@ -108,25 +111,20 @@ class Replica:
         return False, hold(trainer)
 
     def _build(self, recipe: Recipe, plan: ParallelPlan) -> Learner:
-        """Build the learner, in a process group of this process alone."""
-        form_alone()
-        alone, runtime = resize(plan, 1), self._runtime(0, 1)
-        is_first, number = self.member == "0.0", self.place.rank
-        learner = build_run_learner(recipe, alone, self.folder, runtime, "inductor", is_first, number)
-        leave_group()
-        return learner
+        """Build the learner, among the processes of this replica."""
+        alone, runtime = resize(plan, 1), self._runtime(dist.get_rank(), plan.replica_size)
+        is_first, number = self.member == FIRST_MEMBER, self.place.rank // plan.replica_size
+        return build_run_learner(recipe, alone, self.folder, runtime, "inductor", is_first, number)
 
-    def _join(
-        self, store: "Store", membership: ViewMembership, learner: Learner, held: Held | None, wait: "Wait"
-    ) -> Trainer:
-        """Form the group of a view and build the trainer in it. Collective. Raises ViewChanged if it ends meanwhile."""
-        size, recipe = len(membership.view.members), learner.recipe
+    def _join(self, membership: ViewMembership, learner: Learner, held: Held | None, wait: "Wait") -> Trainer:
+        """Form the groups of a view and build the trainer in it. Collective. Raises ViewChanged if it ends."""
+        recipe, plan = learner.recipe, resize(learner.plan, membership.size)
         try:
-            membership.form_group(store)
+            everyone, outer = membership.form_groups()
             wait.end()
-            runtime = self._runtime(membership.rank, size)
-            plan = resize(learner.plan, size)
-            meshes = replace(build_mesh(plan, runtime.device.type), membership=membership)
+            runtime = self._runtime(membership.rank, plan.world_size)
+            meshes = join_replicas(learner.meshes, plan, everyone, outer, membership)
+            learner.engine.regroup(meshes)
             recovery = None
             if membership.rank == 0:
                 self.show()
@@ -135,7 +133,7 @@ class Replica:
             callbacks = build_callbacks(recipe.train.callbacks) if membership.rank == 0 else ()
             here = replace(learner, plan=plan, meshes=meshes)
             trainer = assemble(here, self.folder, runtime, recovery, self.stop, heart, callbacks, held)
-            dist.barrier()
+            dist.barrier(everyone)
         except BaseException as error:
             membership.raise_change(error)
             raise

@@ -76,7 +76,7 @@ def record_changes(folder: RunFolder, membership: ViewMembership, step: int, syn
     `step`: the number of complete steps. `sync`: the name of the synchronizer.
     """
     word = "worker" if sync == PARAMETER_SERVER else "replica"
-    now, size = time.time(), len(membership.view.members)
+    now, size = time.time(), membership.size
     for change in membership.find_changes():
         seconds = now - change.time
         fields = {"replica": change.replica, "pid": change.pid, "replicas": size, "seconds": seconds}

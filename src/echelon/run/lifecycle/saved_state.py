@@ -10,6 +10,7 @@ from echelon.learn.checkpoint.carrier import Carrier
 from echelon.learn.checkpoint.snapshot import Snapshots
 from echelon.learn.checkpoint.store import CheckpointStore
 from echelon.learn.distributed.membership import Membership
+from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.learner import Learner
 from echelon.learn.sync import build_synchronizer
@@ -28,12 +29,12 @@ from echelon.run.training.state import SavedState, TrainState
 logger = logging.getLogger(__name__)
 
 
-def build_store(recipe: Recipe, folder: RunFolder, membership: Membership | None) -> CheckpointStore:
+def build_store(recipe: Recipe, folder: RunFolder, meshes: Meshes) -> CheckpointStore:
     """The run's checkpoint store, which writes an event for each save and logs faults. Collective."""
     keep_last, asynchronous = recipe.checkpoint.keep_last, recipe.checkpoint.asynchronous
 
     uploads = None
-    if recipe.checkpoint.remote is not None and dist.get_rank() == 0:
+    if recipe.checkpoint.remote is not None and meshes.is_first:
         uploads = Uploader(recipe.checkpoint.remote, folder, keep_last, folder.rows.append_event)
 
     def carry(group: dist.ProcessGroup) -> Carrier:
@@ -47,7 +48,7 @@ def build_store(recipe: Recipe, folder: RunFolder, membership: Membership | None
         folder.rows.append_event,
         uploads,
         None if shares_files() else carry,
-        None if membership is None else membership.new_group,
+        None if meshes.membership is None else meshes.membership.new_group,
     )
 
 
@@ -79,14 +80,14 @@ def restore(learner: Learner, folder: RunFolder, runtime: Runtime, held: Held | 
     recipe, meshes = learner.recipe, learner.meshes
     sync = build_synchronizer(recipe.sync, learner.engine, meshes)
     contents = RunContents(learner.engine, sync, StepJudge(recipe.fault, learner.device), meshes)
-    store, snapshots = build_store(recipe, folder, meshes.membership), build_snapshots(recipe, meshes.membership)
+    store, snapshots = build_store(recipe, folder, meshes), build_snapshots(recipe, meshes.membership)
     tensors = contents.tensors()
     store.rehearse(tensors)
     snapshots.rehearse(tensors)
     held = None if meshes.membership is None else heal(contents, held)
     saved = load_newest(store, snapshots, contents, runtime) if held is None else held.saved
     state = TrainState() if saved is None else saved.train
-    state = state.judged_by(recipe.evaluate.select_by).suppressing(find_suppressed(folder))
+    state = state.judged_by(recipe.evaluate.select_by).suppressing(find_suppressed(folder, meshes))
     return Restored(contents, store, snapshots, state, saved, held)
 
 

@@ -38,7 +38,7 @@ from echelon.planner.hardware.gpu_check import check_gpus, find_needed
 from echelon.planner.machines import limit_to_weakest
 from echelon.planner.replica_limits import refuse_quorum
 from echelon.recipe import Recipe
-from echelon.recipe.synchronization import KEPT, SyncConfig
+from echelon.recipe.synchronization import KEPT, QUORUM, SyncConfig
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.process_group import default_num_processes, open_store, watch_starter
 from echelon.run.lifecycle.separate_folders import (
@@ -228,7 +228,8 @@ def _kept(job: Workers, sync: SyncConfig) -> Workers:
     """The job with what it needs so that the loss of a process does not restart the others, if its replicas can."""
     if sync.name not in KEPT:
         return job
-    return replace(job, min_replicas=sync.min_replicas, num_essential=sync.num_essential)
+    size = job.num_processes // sync.replicas if sync.name == QUORUM else 1
+    return replace(job, min_replicas=sync.min_replicas, num_essential=sync.num_essential, replica_size=size)
 
 
 def _move_aside(folder: RunFolder) -> None:

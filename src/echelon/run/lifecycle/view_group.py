@@ -1,20 +1,26 @@
-"""The process group of a view: replicas that train together until one of them is lost or another one joins."""
+"""The process groups of a view: replicas that train together until one of them is lost or another one joins.
+
+Each process keeps its replica's own group, the default one, from its start to its end. The groups of a view are beside
+it: they are left when the view ends.
+"""
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from typing_extensions import override
 
 from echelon.ground.errors import LaunchError
 from echelon.ground.launch_environment import find_rendezvous
-from echelon.learn.distributed.membership import Membership, ViewChanged, close_connections
+from echelon.learn.distributed.joint_group import JointGroup
+from echelon.learn.distributed.membership import Membership, ViewChanged
+from echelon.learn.distributed.mesh import all_reduce
 from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS
 from echelon.run.supervise.board import Board, Change, View, await_true
 from echelon.run.supervise.outcome import is_secondary
@@ -29,20 +35,50 @@ _LOOK_SECONDS = 0.002
 _NOTICE_SECONDS, _SHORT_NOTICE_SECONDS = 5.0, 2.0
 
 
+@dataclass(frozen=True)
+class Inside:
+    """The processes of this replica: the default group, and one more for each group of a view that a thread uses.
+
+    A thread may use its group of a view while the main thread uses another one.
+    """
+
+    groups: list[dist.ProcessGroup] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """The number of processes of a replica."""
+        return dist.get_world_size()
+
+    def of_thread(self, number: int) -> dist.ProcessGroup | None:
+        """The group for a thread's group of a view, counted from 0. Collective. None for a single process."""
+        if self.size == 1:
+            return None
+        while len(self.groups) <= number:
+            self.groups.append(cast(dist.ProcessGroup, dist.new_group(backend=_BACKEND, group_desc="replica")))
+        return self.groups[number]
+
+
 @dataclass
 class ViewMembership(Membership):
-    """Replicas that agree on the keeper's board."""
+    """Replicas that agree on the keeper's board.
+
+    Attributes:
+        store: that of the board, in which the processes of the view find each other.
+        member: the name of this process.
+        inside: the processes of this replica.
+    """
 
     board: Board
+    store: Store
     view: View
     member: str
-    """The name of this start of the replica."""
     num_replicas: int
+    inside: Inside
     num_essential: int = 0
     _num_ballots: int = 0
     _is_changing: bool = field(default=False)
-    _store: Store | None = None
-    _groups: list[dist.ProcessGroup] = field(default_factory=list)
+    _groups: list[JointGroup] = field(default_factory=list)
+    _stores: list[Store] = field(default_factory=list)
     _endings: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -52,26 +88,51 @@ class ViewMembership(Membership):
 
     @property
     def rank(self) -> int:
-        """This replica's rank in the view."""
+        """This process's rank in the view: the processes of a replica are neighbours."""
         return self.view.members.index(self.member)
 
-    def form_group(self, store: Store) -> None:
-        """Form the default process group of the view. Collective: all of its replicas call it.
+    @property
+    def size(self) -> int:
+        """The number of replicas of the view."""
+        return len(self.view.members) // self.inside.size
 
-        Raises ViewChanged if one of them is lost before it has published its address.
+    def form_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Form the groups of all processes of the view, and of those of one index in their replica. Collective.
+
+        Raises ViewChanged, or an error, if a replica is lost before it has published its address.
         """
-        number = self.view.number
-        # torch does not refer to a store that is a Python object.
-        self._store = ViewStore(PrefixStore(f"group/{number}", store), lambda: self.board.is_over(number))
-        _form(self._store, self.rank, len(self.view.members), CONNECT_SECONDS)
-        _set_pg_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
-        self._groups.append(cast(dist.ProcessGroup, dist.group.WORLD))
+        everyone = self._form("everyone", self._find_places(), self.rank, len(self.view.members), self._own)
+        if self.inside.size == 1:
+            return everyone, everyone
+        replica, index = divmod(self.rank, self.inside.size)
+        return everyone, self._form("replica", {index: replica}, replica, self.size, self._own)
 
     @override
     def new_group(self, purpose: str = "checkpoints") -> dist.ProcessGroup:
+        own = self.inside.of_thread(len(self._groups))
+        return self._form(purpose, self._find_places(), self.rank, len(self.view.members), own)
+
+    @property
+    def _own(self) -> dist.ProcessGroup | None:
+        return None if self.inside.size == 1 else dist.group.WORLD
+
+    def _find_places(self) -> dict[int, int]:
+        """The ranks of this replica, with their ranks in the view."""
+        first = self.rank - dist.get_rank()
+        return {rank: first + rank for rank in range(self.inside.size)}
+
+    def _form(
+        self, name: str, places: Mapping[int, int], rank: int, size: int, own: dist.ProcessGroup | None
+    ) -> JointGroup:
+        number = self.view.number
+        # torch does not refer to a store that is a Python object.
+        prefix = f"group/{number}/{len(self._groups)}/{min(places)}"
+        found = ViewStore(PrefixStore(prefix, self.store), lambda: self.board.is_over(number))
+        self._stores.append(found)
         timeout = timedelta(seconds=CONNECT_SECONDS)
-        group = cast(dist.ProcessGroup, dist.new_group(backend=_BACKEND, timeout=timeout, group_desc=purpose))
-        _set_pg_timeout(timedelta(seconds=COLLECTIVE_SECONDS), group)
+        group = JointGroup(lambda: dist.ProcessGroupGloo(found, rank, size, timeout), rank, size, own, name)
+        group.enlist(places, found)
+        group.be_patient(COLLECTIVE_SECONDS)
         self._groups.append(group)
         return group
 
@@ -118,10 +179,30 @@ class ViewMembership(Membership):
         """
         if self.board.is_over(self.view.number):
             for group in self._groups:
-                close_connections(group)
-        self._groups.clear()
+                group.close()
         while self._endings:
             self._endings.pop()()
+
+    def leave(self) -> None:
+        """Drop the groups of the view once nobody uses them here. Not collective: others may still wait in them.
+
+        gloo closes its connections once nothing refers to its groups, so the caller must have dropped what it built in
+        them. (torch's `abort` does not close them.)
+        """
+        for group in self._groups:
+            group.leave()
+        self._groups.clear()
+        self._stores.clear()
+        gc.collect()
+
+    def await_end(self) -> bool:
+        """Wait until the first process of the view has finished the run; return False if the view is over before.
+
+        Collective: the same on all processes of a replica.
+        """
+        is_done = torch.tensor(int(self.board.await_end(self.view, self.rank == 0)))
+        all_reduce(is_done, dist.group.WORLD, dist.ReduceOp.MAX)
+        return bool(is_done)
 
     def find_changes(self) -> list[Change]:
         """The replicas that were lost and have joined, up to this view, in changes that nobody has recorded."""
@@ -179,24 +260,14 @@ def join_board() -> tuple[Board, Store]:
     return Board(store), store
 
 
-def form_alone() -> None:
-    """Form a process group of this process alone."""
-    _form(HashStore(), 0, 1, COLLECTIVE_SECONDS)
+def form_inside(store: Store, start: str, index: int, size: int) -> None:
+    """Form the default process group: the processes of this start of a replica. Collective.
 
-
-def leave_group() -> None:
-    """End the process group without waiting for any peer: those that still wait for this one get an error.
-
-    gloo closes its connections once nothing refers to its groups, so the caller must have dropped what it built in
-    them. (torch's `abort` does not close them.)
+    `index`: of this process, of `size`. Raises LaunchError if another one cannot be reached.
     """
-    if not dist.is_initialized():
-        # torch has counted the group that could not be formed. The count is in the names of the next groups, and must
-        # be the same in all replicas; it starts from 0 again when a default group is destroyed.
-        form_alone()
-    dist.destroy_process_group()
-    gc.collect()
-
-
-def _form(store: Store, rank: int, size: int, seconds: float) -> None:
-    dist.init_process_group(_BACKEND, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
+    found = HashStore() if size == 1 else PrefixStore(f"inside/{start}", store)
+    timeout = timedelta(seconds=COLLECTIVE_SECONDS)
+    try:
+        dist.init_process_group(_BACKEND, store=found, rank=index, world_size=size, timeout=timeout)
+    except dist.DistError as error:
+        raise LaunchError(f"the processes of replica {start} could not connect to each other: {error}") from error

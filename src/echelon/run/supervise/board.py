@@ -34,7 +34,7 @@ class Change:
 
     Attributes:
         replica: its number, from 0; a replica that is started again keeps it.
-        pid: its process.
+        pid: the process that ended; of a replica that has joined its first one.
         time: when it was lost or ready to join, in UTC seconds.
         reason: how its process ended; None for one that has joined.
     """
@@ -51,13 +51,28 @@ class View:
 
     Attributes:
         number: counts the views of an attempt, from 0.
-        members: a name for each start of a replica, in the order of ranks: those that train already come first.
+        members: the names of the processes, in the order of ranks: replica after replica, those that train already
+            first.
         changes: the replicas lost and joined since the view before.
     """
 
     number: int
     members: tuple[str, ...]
     changes: tuple[Change, ...] = ()
+
+
+def name_member(replica: int, start: int, index: int) -> str:
+    """The name of a process: its replica, how often that was started before, and its index in the replica."""
+    return f"{replica}.{start}.{index}"
+
+
+FIRST_MEMBER = name_member(0, 0, 0)
+
+
+def split_member(member: str) -> tuple[str, int]:
+    """The name of the start of a replica, which its processes share, and the index of a process in it."""
+    start, _, index = member.rpartition(".")
+    return start, int(index)
 
 
 class Board:

@@ -13,7 +13,7 @@ from echelon.ground.launch_environment import replica_environment
 from echelon.ground.sockets import host_store, listen_at
 from echelon.ground.stored import write_text
 from echelon.ground.variables import read_environment
-from echelon.run.supervise.board import Board, Change, View
+from echelon.run.supervise.board import Board, Change, View, name_member
 from echelon.run.supervise.outcome import FAILED, ProcessDeath, describe_ending, read_outcomes
 from echelon.run.supervise.warm_start import StartedWorker, WarmStart, end_workers, start_worker
 from echelon.run.supervise.workers import Workers
@@ -31,22 +31,51 @@ _MAX_FAILED_STARTS = 3
 
 @dataclass
 class _Replica:
-    """A running replica: its number, the name of this start, and its process.
+    """A running replica.
 
     Attributes:
+        number: from 0; a replica that is started again keeps it.
+        members: the names of its processes in this start.
+        processes: them, in the same order.
+        started: when, in UTC seconds.
         is_ready: whether it can train.
         has_state: whether it has the weights of the run: it has begun to train in a view.
     """
 
     number: int
-    member: str
-    process: StartedWorker
+    members: tuple[str, ...]
+    processes: tuple[StartedWorker, ...]
+    started: float
     is_ready: bool = False
     has_state: bool = False
 
     @property
     def pid(self) -> int:
-        return self.process.pid
+        """Its first process."""
+        return self.processes[0].pid
+
+    @property
+    def first_rank(self) -> int:
+        """The rank of its first process in the job."""
+        return self.number * len(self.processes)
+
+    def find_ended(self) -> list[ProcessDeath]:
+        """Its processes that have ended, with any code."""
+        codes = [process.poll() for process in self.processes]
+        return [
+            ProcessDeath(self.first_rank + index, process.pid, code, time.time())
+            for index, (process, code) in enumerate(zip(self.processes, codes, strict=True))
+            if code is not None
+        ]
+
+    def kill(self) -> None:
+        """End the processes that still run, and wait until they have ended."""
+        running = [process for process in self.processes if process.poll() is None]
+        for process in running:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        for process in running:
+            process.wait()
 
 
 class ReplicaKeeper:
@@ -63,8 +92,9 @@ class ReplicaKeeper:
         self._running: dict[int, _Replica] = {}
         self._view: View | None = None
         self._changes: list[Change] = []
-        self._num_starts = dict.fromkeys(range(job.num_processes), 0)
-        self._failed_starts = dict.fromkeys(range(job.num_processes), 0)
+        self._num_replicas = job.num_processes // job.replica_size
+        self._num_starts = dict.fromkeys(range(self._num_replicas), 0)
+        self._failed_starts = dict.fromkeys(range(self._num_replicas), 0)
         self._is_ending = False
         self._short_since: float | None = None
 
@@ -88,40 +118,57 @@ class ReplicaKeeper:
             self._end_all()
 
     def _start(self, number: int) -> None:
-        """Start a replica, by this number, in a new process."""
-        member = f"{number}.{self._num_starts[number]}"
+        """Start a replica, by this number, in new processes."""
+        job, size, start = self._job, self._job.replica_size, self._num_starts[number]
         self._num_starts[number] += 1
-        place = replica_environment(number, self._job.num_processes, _HERE, self._store.port, member)
-        environment = {**read_environment(), **place}
-        self._running[number] = _Replica(number, member, start_worker(self._job.argv, environment, self._warm))
+        members, processes, now = tuple(name_member(number, start, index) for index in range(size)), [], time.time()
+        for index, member in enumerate(members):
+            place = replica_environment(number * size + index, job.num_processes, _HERE, self._store.port, member)
+            processes.append(start_worker(job.argv, {**read_environment(), **place}, self._warm))
+        self._running[number] = _Replica(number, members, tuple(processes), now)
 
     def _listen(self) -> None:
         """Remember what the replicas say of themselves: the board may forget it."""
         for replica in self._running.values():
-            replica.is_ready = replica.is_ready or self._board.is_marked("ready", replica.member)
-            replica.has_state = replica.has_state or self._board.is_marked("trains", replica.member)
+            replica.is_ready = replica.is_ready or self._is_marked("ready", replica)
+            replica.has_state = replica.has_state or self._is_marked("trains", replica)
+
+    def _is_marked(self, word: str, replica: _Replica) -> bool:
+        return all(self._board.is_marked(word, member) for member in replica.members)
 
     def _reap(self) -> Iterable[ProcessDeath]:
         """Handle the processes that have ended; yields those whose death ends the job."""
-        ended = [(replica, code) for replica in self._running.values() if (code := replica.process.poll()) is not None]
+        ended = [replica for replica in self._running.values() if replica.find_ended()]
         self._listen()
-        reported = {outcome.rank for outcome in read_outcomes(self._job.folder.outcomes_dir) if outcome.code == FAILED}
-        for replica, code in ended:
-            del self._running[replica.number]
-            death = ProcessDeath(replica.number, replica.pid, code, time.time())
-            if code == 0:  # done, stopped or refused: the others are about to end in the same way
+        for replica in ended:
+            deaths = replica.find_ended()  # once more: a process that saw another one's death may have been found first
+            failed = [death for death in deaths if death.exit_code != 0]
+            if failed:
+                yield from self._handle(replica, failed)
+            else:  # done, stopped or refused: the others are about to end in the same way
                 self._is_ending = True
-            elif (
-                replica.number in reported
-                or not (self._is_ending or self._can_spare(replica))
-                or not self._lose(replica, death)
-            ):
-                yield death
+                if len(deaths) == len(replica.processes):
+                    del self._running[replica.number]
         if self._is_ending and not any(replica.has_state for replica in self._running.values()):
             for replica in self._running.values():  # started again, and too late to take part
-                os.kill(replica.pid, signal.SIGKILL)
-                replica.process.wait()
+                replica.kill()
             self._running.clear()
+
+    def _handle(self, replica: _Replica, failed: list[ProcessDeath]) -> Iterable[ProcessDeath]:
+        """Take out a replica some of whose processes have failed; yields a death that ends the job.
+
+        A process that only reports the loss of another one of its replica is not the reason.
+        """
+        replica.kill()
+        del self._running[replica.number]
+        outcomes = read_outcomes(self._job.folder.outcomes_dir)
+        told = {o.rank: o for o in outcomes if o.code == FAILED and o.time >= replica.started}
+        causes = [death for death in failed if death.rank not in told] or failed
+        reporting = [death for death in causes if death.rank in told and not told[death.rank].secondary]
+        if reporting:
+            yield reporting[0]
+        elif not (self._is_ending or self._can_spare(replica)) or not self._lose(replica, causes[0]):
+            yield causes[0]
 
     def _can_spare(self, replica: _Replica) -> bool:
         """Whether another replica trains, and needs nothing that only this one has."""
@@ -132,15 +179,15 @@ class ReplicaKeeper:
         """Go on without a replica, and start it again; return False if too few are left, and none returns."""
         number = replica.number
         self._failed_starts[number] = 0 if replica.has_state else self._failed_starts[number] + 1
-        if self._view is not None and replica.member in self._view.members:
+        if self._view is not None and replica.members[0] in self._view.members:
             self._board.end(self._view.number)
-            self._changes.append(Change(number, replica.pid, death.time, describe_ending(death)))
+            self._changes.append(Change(number, death.pid, death.time, describe_ending(death)))
         if self._is_ending or self._job.folder.stop_path.exists():
             return True
         if self._failed_starts[number] == _MAX_FAILED_STARTS:
             line = (
-                f"process {number} {describe_ending(death)}, and ended {_MAX_FAILED_STARTS} times in a row before it "
-                f"trained: it is not started again; see {self._job.folder.log_path(number)}"
+                f"process {death.rank} {describe_ending(death)}, and ended {_MAX_FAILED_STARTS} times in a row before "
+                f"it trained: it is not started again; see {self._job.folder.log_path(death.rank)}"
             )
             logger.warning(line)
             return len(self._running) >= (self._job.min_replicas or 1)
@@ -152,19 +199,21 @@ class ReplicaKeeper:
 
         A view that is over although all of its replicas run is published again: somebody else has ended it.
         """
-        ready = {replica.member: replica for replica in self._running.values() if replica.is_ready}
+        ready = [replica for replica in self._running.values() if replica.is_ready]
         if self._view is None:
-            if len(ready) == self._job.num_processes:
-                self._show(View(0, tuple(ready)))
+            if len(ready) == self._num_replicas:
+                self._show(View(0, _list_members(ready)))
             return
-        staying = [name for name in self._view.members if name in ready]
-        joining = [] if self._is_ending else [name for name in ready if name not in self._view.members]
-        is_due = len(staying) < len(self._view.members) or joining or self._board.is_over(self._view.number)
+        members = self._view.members
+        staying = sorted((r for r in ready if r.members[0] in members), key=lambda r: members.index(r.members[0]))
+        joining = [] if self._is_ending else [replica for replica in ready if replica not in staying]
+        is_due = joining or _list_members(staying) != members or self._board.is_over(self._view.number)
         is_short = len(staying) + len(joining) < self._least
         self._tell_short(is_short)
         if is_due and not is_short:
-            joined = [Change(ready[name].number, ready[name].pid, time.time()) for name in joining]
-            self._show(View(self._view.number + 1, (*staying, *joining), (*self._changes, *joined)))
+            joined = [Change(replica.number, replica.pid, time.time()) for replica in joining]
+            changes = (*self._changes, *joined)
+            self._show(View(self._view.number + 1, _list_members([*staying, *joining]), changes))
 
     def _tell_short(self, is_short: bool) -> None:
         """Tell the others whether they wait for a replica that starts again, which may take some time."""
@@ -190,5 +239,10 @@ class ReplicaKeeper:
         return self._job.min_replicas or 1 if waits else 1
 
     def _end_all(self) -> None:
-        end_workers([replica.process for replica in self._running.values()], self._job.folder)
+        processes = [process for replica in self._running.values() for process in replica.processes]
+        end_workers(processes, self._job.folder)
         self._running.clear()
+
+
+def _list_members(replicas: Iterable[_Replica]) -> tuple[str, ...]:
+    return tuple(member for replica in replicas for member in replica.members)

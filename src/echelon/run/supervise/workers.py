@@ -16,8 +16,8 @@ class Workers:
     `max_restarts`: how often all of them are restarted after a failure. `notice_seconds`: how long they may take to
     save when they are asked to stop; 0: they are ended immediately. `memory`: an in-memory folder for snapshots, from
     which restarted workers resume. `min_replicas`: the workers are replicas, of which at least so many train, and the
-    others go on without a lost one; None: they are ranks that need each other. `num_essential`: the first so many
-    replicas are parameter servers, which the others need.
+    others go on without a lost one; None: they are ranks that need each other. `replica_size`: so many workers are one
+    replica. `num_essential`: the first so many replicas are parameter servers, which the others need.
     """
 
     argv: tuple[str, ...]
@@ -28,6 +28,7 @@ class Workers:
     notice_seconds: float = 0.0
     memory: Path | None = None
     min_replicas: int | None = None
+    replica_size: int = 1
     num_essential: int = 0
 
 

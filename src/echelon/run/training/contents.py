@@ -68,6 +68,6 @@ class RunContents:
         return saved
 
     def _gather_judges(self) -> list[dict[str, Any]]:
-        """Return the state of each replica's judge. Collective."""
-        own = self.judge.state_dict()
-        return [own] if self.meshes.outer is None else gather_objects(own, self.meshes.outer)
+        """Return the state of each model's judge: one, or that of each replica. Collective."""
+        own, outer = self.judge.state_dict(), self.meshes.outer
+        return [own] if outer is None or self.meshes.is_one_model else gather_objects(own, outer)

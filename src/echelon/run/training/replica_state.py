@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.learn.distributed.joint_group import together
 from echelon.learn.distributed.objects import broadcast_object, gather_objects
+from echelon.learn.model.sharding import local_part
 from echelon.run.training.contents import RunContents
 from echelon.run.training.state import GoodputState, JudgeState, SavedState
 from echelon.run.training.trainer import Trainer
@@ -50,13 +52,15 @@ def hold(trainer: Trainer) -> Held:
 def heal(contents: RunContents, held: Held | None) -> Held | None:
     """Give every replica the state of one that has it; return it, or None if none has. Collective.
 
-    Tensors are sent only if a replica lacks them or has those of another step: then each gets the same bits. Of
+    Tensors are sent only if a replica lacks them or has those of another step: then each gets the same bits, each
+    rank from the rank with the same index in its replica. Of
     replicas after the same step, one whose work after it may be unfinished is taken: the work is repeated by all.
 
     Under parameter servers the first one's state is taken, which is that of the rows it has written; workers pull the
     weights. If a server has no state, nothing was trained since this start.
     """
-    group, membership = contents.meshes.everyone, contents.meshes.membership
+    meshes = contents.meshes
+    group, membership = meshes.everyone, meshes.membership
     num_servers = 0 if membership is None else membership.num_essential
     mine = None if held is None else (held.saved.train.step, held.owes_pause, held.owes_save)
     everyone = gather_objects(mine, group)
@@ -66,7 +70,7 @@ def heal(contents: RunContents, held: Held | None) -> Held | None:
     state = broadcast_object(held, group, source)
     assert state is not None
     if not num_servers and len({None if state_of_rank is None else state_of_rank[0] for state_of_rank in everyone}) > 1:
-        _send(contents, source)
+        _send(contents, source // (meshes.num_devices // meshes.grid.sizes["replica"]))
     contents.sync.load_state_dict(state.saved.sync)
     contents.judge.load_state_dict(asdict(state.saved.judges[0]))
     rows = tuple(row for row in state.rows if row["kind"] == "train" or not state.owes_pause)
@@ -87,14 +91,17 @@ def _choose_source(everyone: Sequence[tuple[int, bool, bool] | None], num_server
 
 
 def _send(contents: RunContents, source: int) -> None:
-    """Overwrite every tensor of a checkpoint with that of one replica. Collective."""
-    group = contents.meshes.everyone
+    """Overwrite every tensor of a checkpoint with that of one replica: each rank its part of it. Collective."""
+    group = contents.meshes.outer
+    assert group is not None, "some replica lacks what another one has"
 
     @torch.no_grad()
     def fill(tensors: Mapping[str, Tensor]) -> None:
-        for name in sorted(tensors):
-            dense = tensors[name].detach().contiguous()
-            dist.broadcast(dense, group=group, group_src=source)
-            tensors[name].copy_(dense)
+        with together(group):  # stages of a pipeline have different numbers of tensors
+            for name in sorted(tensors):
+                part = local_part(tensors[name].detach())
+                dense = part.contiguous()
+                dist.broadcast(dense, group=group, group_src=source)
+                part.copy_(dense)
 
     contents.engine.load(lambda tensors: contents.sync.load(tensors, fill))

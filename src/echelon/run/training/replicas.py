@@ -13,9 +13,10 @@ from echelon.learn.distributed.mesh import EXPERT_AXES, Grid, Meshes
 from echelon.learn.distributed.objects import gather_objects
 from echelon.learn.model.sharding import local_part
 from echelon.planner.plan import ParallelPlan
+from echelon.recipe.synchronization import QUORUM
 
-# Ranks that differ only along these axes belong to the same replica and pipeline stage.
-_COPYING_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+# Ranks that differ only along these axes belong to the same pipeline stage. Replicas have copies in a quorum alone.
+_COPYING_AXES = ("replica", "dp_replicate", "dp_shard", "cp", "tp")
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 2**22  # numbers hashed at once: a 64-bit copy of a full parameter would need much memory
 # The constants and shifts of SplitMix64 (Steele, Lea & Flood 2014), as signed words.
@@ -51,11 +52,12 @@ class Difference:
 
 def describe_replicas(plan: ParallelPlan) -> str:
     """Return a line for the start of a run: what `fault.verify_replicas_every` compares under a plan."""
-    if plan.dp_replicate == 1:
+    copies = plan.num_whole_copies if plan.sync.name == QUORUM else plan.dp_replicate
+    if copies == 1:
         if plan.tp > 1:
             return f"replicas: the {plan.tp} copies of weights that tensor parallelism does not divide are compared"
         return "replicas: under this plan each weight is on one rank only, so there is nothing to compare"
-    return f"replicas: {plan.dp_replicate} copies of each weight are compared"
+    return f"replicas: {copies} copies of each weight are compared"
 
 
 def compare_replicas(tensors: Mapping[str, Tensor], meshes: Meshes) -> list[Difference]:
@@ -106,7 +108,7 @@ def _gather_digests(weights: list[Tensor], meshes: Meshes) -> list[list[tuple[in
     dist.all_reduce(count, dist.ReduceOp.MAX, group=meshes.everyone)
     mine = torch.zeros(int(count), 2, dtype=torch.int64, device=device)
     for place, weight in enumerate(weights):
-        code = _encode(copied_axes(weight, meshes.grid))
+        code = _encode(copied_axes(weight, meshes))
         if code:
             mine[place, 0] = code
             mine[place, 1] = hash_bits(local_part(weight))
@@ -115,14 +117,14 @@ def _gather_digests(weights: list[Tensor], meshes: Meshes) -> list[list[tuple[in
     return [[(code, digest) for code, digest in row.tolist()] for row in everyone]
 
 
-def copied_axes(weight: Tensor, grid: Grid) -> tuple[str, ...]:
-    """Return the axes of size above 1 along which the ranks of a replica and stage have the same part of a tensor."""
-    divided: set[str] = set()
+def copied_axes(weight: Tensor, meshes: Meshes) -> tuple[str, ...]:
+    """Return the axes of size above 1 along which the ranks of a model and stage have the same part of a tensor."""
+    divided: set[str] = set() if meshes.is_one_model else {"replica"}
     if isinstance(weight, DTensor):
         for name, placement in zip(weight.device_mesh.mesh_dim_names or (), weight.placements, strict=True):
             if not placement.is_replicate():
                 divided.update(EXPERT_AXES[name])
-    return tuple(axis for axis in _COPYING_AXES if grid.sizes[axis] > 1 and axis not in divided)
+    return tuple(axis for axis in _COPYING_AXES if meshes.grid.sizes[axis] > 1 and axis not in divided)
 
 
 def _encode(axes: tuple[str, ...]) -> int:

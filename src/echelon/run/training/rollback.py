@@ -4,9 +4,8 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from echelon.ground.errors import TrainingError
+from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.objects import broadcast_object
 from echelon.recipe import FaultConfig
 from echelon.run.folder.run_folder import RunFolder
@@ -132,12 +131,12 @@ def describe_stop(metrics: StepMetrics, fault: FaultConfig, diagnosis: Diagnosis
     )
 
 
-def find_suppressed(folder: RunFolder) -> tuple[int, ...]:
+def find_suppressed(folder: RunFolder, meshes: Meshes) -> tuple[int, ...]:
     """Return the steps that rollbacks have excluded, from events.jsonl, also those not in any checkpoint yet.
 
     Collective: rank 0 reads the file.
     """
-    return tuple(broadcast_object(read_suppressed(folder) if dist.get_rank() == 0 else [], None))
+    return tuple(broadcast_object(read_suppressed(folder) if meshes.is_first else [], meshes.everyone))
 
 
 def read_suppressed(folder: RunFolder) -> list[int]:

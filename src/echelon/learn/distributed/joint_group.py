@@ -1,0 +1,165 @@
+"""A process group over ranks of several replicas, of which any may be lost, and the replicas stay in step."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from datetime import timedelta
+from functools import partialmethod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from echelon.learn.distributed.membership import Membership, close_connections
+from echelon.learn.distributed.mesh import Grid, Meshes
+from echelon.planner.plan import ParallelPlan
+
+_CPU = torch.device("cpu")
+_ELSEWHERE = "connection closed by peer: another process of this replica has lost one of another replica"
+
+
+class JointGroup(dist.ProcessGroup):
+    """A gloo group that is not a part of the default group, which has the ranks of this replica alone.
+
+    An operation ends in the same way on all ranks of a replica: where it fails on one of them, it fails on all. So all
+    leave the view at the same operation, none waits for another in an operation inside the replica, and the groups
+    inside the replica can be used on. For that each operation is waited for, and the ranks of the replica then tell
+    each other how it ended, in the group `own`. Messages between two ranks (`send`, `recv`), and what
+    no code here uses, such as `reduce_scatter`, are as in any group.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], dist.ProcessGroupGloo],
+        rank: int,
+        size: int,
+        own: dist.ProcessGroup | None,
+        name: str,
+    ) -> None:
+        """Collective over the ranks of the group.
+
+        Args:
+            connect: connects this rank to the others.
+            own: the ranks of this replica, for this group alone as long as it is used; None for a replica of one rank.
+
+        Raises:
+            RuntimeError: a rank of the group is lost, or one of `own` could not connect.
+        """
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._own = own
+        self._plain: dist.ProcessGroup | None = None
+        self._is_one = False
+        with _together(own, self.close):
+            backend = connect()
+            self._plain = _wrap(dist.ProcessGroup(rank, size), backend, name)  # type: ignore[call-arg]
+            _wrap(self, backend, name)
+        self._backend = backend
+
+    def enlist(self, places: Mapping[int, int], store: Store) -> None:
+        """Make torch's functions accept this group. `places`: ranks of the default group, with their ranks in this."""
+        others = [rank for rank in range(self.size()) if rank not in places.values()]
+        strangers = range(dist.get_world_size(), dist.get_world_size() + len(others))
+        c10d._world.pg_group_ranks[self] = {**places, **dict(zip(strangers, others, strict=True))}
+        c10d._world.pg_map[self] = ("gloo", store)
+
+    def leave(self) -> None:
+        """Drop what torch knows of this group. Not collective."""
+        for table in (c10d._world.pg_group_ranks, c10d._world.pg_map):
+            table.pop(self, None)
+
+    def be_patient(self, seconds: float) -> None:
+        """Set the timeout of operations; the first one was that of the connection."""
+        self._backend._set_default_timeout(timedelta(seconds=seconds))
+
+    def close(self) -> None:
+        """End all waits in this group, here and in the other processes. Not collective."""
+        if self._plain is not None:
+            close_connections(self._plain)
+
+    def getBackendName(self) -> str:
+        """The name that torch asks for."""
+        return "gloo"
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A scope of operations that end as one: their number may differ between the ranks of a replica.
+
+        Collective over the ranks of a replica.
+        """
+        with _together(self._own, self.close):
+            self._is_one = True
+            try:
+                yield
+            finally:
+                self._is_one = False
+
+    def _run(self, name: str, *arguments: Any, **options: Any) -> Any:
+        with nullcontext() if self._is_one else _together(self._own, self.close):
+            work = getattr(self._plain, name)(*arguments, **options)
+            work.wait()
+        return work
+
+
+for _name in ("allgather", "allreduce", "barrier", "broadcast", "gather", "reduce", "scatter"):
+    setattr(JointGroup, _name, partialmethod(JointGroup._run, _name))
+
+
+def together(group: dist.ProcessGroup) -> AbstractContextManager[None]:
+    """`JointGroup.together`, of any group."""
+    return group.together() if isinstance(group, JointGroup) else nullcontext()
+
+
+def join_replicas(
+    inside: Meshes, plan: ParallelPlan, everyone: dist.ProcessGroup, outer: dist.ProcessGroup, membership: Membership
+) -> Meshes:
+    """The meshes of a replica, which has the default group for itself, among the replicas of a view.
+
+    Args:
+        plan: that of all replicas.
+        everyone: all ranks of the view, replica after replica.
+        outer: the ranks of the view with this rank's index in their replica.
+    """
+    grid = Grid(plan)
+    return replace(
+        inside,
+        grid=grid,
+        place=grid.place(dist.get_rank(everyone)),
+        everyone=everyone,
+        outer=outer if plan.num_replicas > 1 else None,
+        membership=membership,
+    )
+
+
+@contextmanager
+def _together(own: dist.ProcessGroup | None, close: Callable[[], None]) -> Iterator[None]:
+    """A scope that fails on all ranks of a replica if it fails on one of them. Collective over `own`.
+
+    `close` is called before the others of the replica are told of an error here: they may still wait for ranks of other
+    replicas, which in turn may wait for this rank.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+        close()
+    if own is not None:
+        failed = torch.tensor([int(failure is not None)])
+        with suppress(RuntimeError) if failure else nullcontext():  # a rank of this replica may be lost as well
+            dist.all_reduce(failed, dist.ReduceOp.MAX, group=own)
+        if failed and failure is None:
+            close()
+            raise dist.DistNetworkError(_ELSEWHERE)
+    if failure is not None:
+        raise failure
+
+
+def _wrap(group: dist.ProcessGroup, backend: dist.ProcessGroupGloo, name: str) -> dist.ProcessGroup:
+    """Have a group use a backend, and carry a name, under which what it sends is counted."""
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._register_backend(_CPU, kind, backend)
+    group._set_default_backend(kind)
+    group._set_group_desc(name)
+    return group
