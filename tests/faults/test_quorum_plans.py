@@ -101,6 +101,7 @@ def test_lora_under_fsdp(tmp_path):
     job.until(lambda: job.last_step() >= 8)
     job.strike(1)
     job.until(lambda: job.events(JOINED))
+    job.until(lambda: job.last_step() >= 20)  # until it trains, the other one cannot be spared
     job.strike(2)
     job.end()
     assert_never_restarted(job, 2)
