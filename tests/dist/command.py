@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from echelon.cli.main import main
+from echelon.run.folder.run_folder import RunFolder
 
 LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MARK = "ECHELON_TEST_MARK"
@@ -140,6 +141,16 @@ def write_recipe(folder, **sections):
     (folder / "recipe.json").write_text(json.dumps({**recipe, **sections}, indent=1))
     (folder / "text.txt").write_text(TEXT)
     return folder / "recipe.json"
+
+
+def train_in_process(folder, name, nproc, *settings, kill_at=None):
+    """Train recipe.json as run `name` in a process of its own, and kill a rank after a step. Ending and run."""
+    job = start("train", "recipe.json", f"run.name={name}", *settings, "--nproc", str(nproc), cwd=folder)
+    run = RunFolder(folder / "runs" / name)
+    if kill_at is not None:
+        await_line(run.metrics_path, f'"step": {kill_at},', job, seconds=200)
+        process_of(run, nproc - 1).kill()
+    return finish(job, 300), run
 
 
 def read_lines(path):

@@ -11,7 +11,7 @@ from echelon.ground.run_files import RunFiles
 from echelon.learn.data import taught
 from echelon.learn.data.tokenizer import build_bytes_tokenizer, train_tokenizer
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import TEXT, await_line, finish, process_of, read_lines, start, write_recipe
+from tests.dist.command import TEXT, finish, read_lines, start, train_in_process, write_recipe
 from tests.families import small_model
 
 pytestmark = pytest.mark.dist
@@ -212,6 +212,7 @@ def answers(folder):
     return folder
 
 
+LORA = ("adapter.method=lora", "adapter.r=16", "optim.learning_rate=0.1")
 EXACT = ("step", "loss", "grad_norm", "on_policy", "answer_tokens", "entropy", "batch_hash", "tokens")
 
 
@@ -219,20 +220,15 @@ def exact(folder, name):
     return [[row[key] for key in EXACT] for row in rows_of(folder, name)]
 
 
-def train_in_process(folder, name, nproc, *settings, kill_at=None):
-    """Train in a process of its own, and kill a rank of it after some step."""
-    job = start("train", "recipe.json", f"run.name={name}", *settings, "--nproc", str(nproc), cwd=folder)
-    run = RunFolder(folder / "runs" / name)
-    if kill_at is not None:
-        await_line(run.metrics_path, f'"step": {kill_at},', job, seconds=200)
-        process_of(run, nproc - 1).kill()
-    ending = finish(job, 300)
+def train(folder, name, nproc, *settings, kill_at=None):
+    """Train in a process of its own; returns its ending."""
+    ending, _ = train_in_process(folder, name, nproc, *settings, kill_at=kill_at)
     assert ending.code == 0, ending
     return ending
 
 
 def test_a_model_learns_on_its_own_answers(answers):
-    ending = train_in_process(answers, "tiny", 2, "objective.on_policy_fraction=1.0")
+    ending = train(answers, "tiny", 2, "objective.on_policy_fraction=1.0")
     rows, evaluated = rows_of(answers), rows_of(answers, kind="eval")
     assert all(row["on_policy"] == 1 and 0 < row["answer_tokens"] <= 6 and row["sample_seconds"] > 0 for row in rows)
     assert sum(row["loss"] for row in rows[-4:]) < 0.9 * sum(row["loss"] for row in rows[:4])
@@ -242,11 +238,21 @@ def test_a_model_learns_on_its_own_answers(answers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "{tp: 2}"])
-def test_processes_draw_the_same_answers(answers, parallel):
+@pytest.mark.parametrize(
+    ("parallel", "settings"),
+    [
+        ("ddp", ()),
+        ("fsdp", ()),
+        ("{tp: 2}", ()),
+        ("ddp", LORA),
+        ("fsdp", LORA),
+    ],
+    ids=["ddp", "fsdp", "tp", "ddp and lora", "fsdp and lora"],
+)
+def test_processes_draw_the_same_answers(answers, parallel, settings):
     """In fp32 sums differ in their last bits; the draws of the first steps are the same."""
-    train_in_process(answers, "one", 1)
-    train_in_process(answers, "two", 2, f"parallel={parallel}")
+    train(answers, "one", 1, *settings)
+    train(answers, "two", 2, f"parallel={parallel}", *settings)
     alone, together = rows_of(answers, "one"), rows_of(answers, "two")
     assert {row["on_policy"] for row in alone} == {0, 1}
     for row, expected in zip(together[:6], alone[:6], strict=True):
@@ -261,8 +267,8 @@ def test_processes_draw_the_same_answers(answers, parallel):
 @pytest.mark.slow
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_killed_run_equals_an_uninterrupted_one(answers, nproc):
-    train_in_process(answers, "whole", nproc)
-    assert "restart 1 of" in train_in_process(answers, "killed", nproc, kill_at=6).out
+    train(answers, "whole", nproc)
+    assert "restart 1 of" in train(answers, "killed", nproc, kill_at=6).out
     assert exact(answers, "killed") == exact(answers, "whole")
 
 

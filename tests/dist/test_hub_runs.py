@@ -13,6 +13,7 @@ from echelon.run.folder.run_folder import RunFolder
 from tests.dist.command import finish, read_lines, start, write_recipe
 from tests.hub_server import HubServer, push_model
 from tests.parity.training import LOSS
+from tests.unit.learn.test_reward_models import write_scorer
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -78,6 +79,30 @@ def test_resume_and_evaluation_use_the_commit_of_the_first_start(hub, tmp_path):
     assert len(hub.requests) == asked
     adapter = json.loads((tmp_path / "runs" / "tiny" / "export" / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == NAME
+
+
+def test_a_reward_model_of_the_hub_judges_as_its_folder(hub, tmp_path):
+    write_scorer(tmp_path / "scorer")
+    commit = hub.push("team/scorer", tmp_path / "scorer")
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n} plus "}) + "\n" for n in range(32)))
+    write_recipe(
+        tmp_path,
+        data={"train": "prompts.jsonl", "sequence_len": 16},
+        objective={"name": "grpo"},
+        rollout={"group_size": 4, "max_new_tokens": 4},
+        train={"steps": 2, "global_batch_size": 16, "log_every": 1},
+    )
+    rewards = []
+    for name, path in (("hub", "team/scorer"), ("folder", str(tmp_path / "scorer"))):
+        of_model = f"reward=[{{name: model, options: {{path: {path}}}}}]"
+        out = echelon(tmp_path, "train", "recipe.json", "--nproc", "2", of_model, f"run.dir=runs/{name}").out
+        assert ("hub: team/scorer is at commit " + commit in out) == (name == "hub")
+        rows = read_lines(RunFolder(tmp_path / "runs" / name).metrics_path)
+        rewards.append([row["reward"] for row in rows if row["kind"] == "train"])
+    assert rewards[0] == rewards[1] and len(rewards[0]) == 2
+    ending = finish(start("train", "recipe.json", "reward=[{name: model, options: {path: team/absent}}]",
+                          "run.dir=runs/absent", cwd=tmp_path), 100)  # fmt: skip
+    assert ending.code == 2 and "reward.0.options.path=team/absent" in ending.err, ending
 
 
 def test_the_first_rank_of_each_torchrun_machine_downloads(hub, tmp_path):

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import await_line, finish, process_of, read_lines, start, write_recipe
+from tests.dist.command import await_line, finish, read_lines, start, train_in_process, write_recipe
 
 pytestmark = pytest.mark.dist
 
@@ -69,12 +69,7 @@ def folder(echelon, tmp_path):
 
 def train(folder, name, nproc, *settings, kill_at=None):
     """Train in a process of its own; returns its ending, its run, and its rows."""
-    job = start("train", "recipe.json", f"run.name={name}", *settings, "--nproc", str(nproc), cwd=folder)
-    run = RunFolder(folder / "runs" / name)
-    if kill_at is not None:
-        await_line(run.metrics_path, f'"step": {kill_at},', job, seconds=200)
-        process_of(run, nproc - 1).kill()
-    ending = finish(job, 300)
+    ending, run = train_in_process(folder, name, nproc, *settings, kill_at=kill_at)
     rows = read_lines(run.metrics_path) if run.metrics_path.exists() else []
     return ending, run, rows
 

@@ -76,8 +76,11 @@ class Judge:
     another, and reward models on its own device.
     """
 
-    def __init__(self, learner: "Learner") -> None:
+    def __init__(self, learner: "Learner", recipe: Recipe) -> None:
         """Start the processes of the rewards and of the environments. Collective.
+
+        Args:
+            recipe: that of the learner, with hub ids replaced by local copies (`hub.with_copies`).
 
         Raises:
             ConfigError: a reward or an environment cannot be imported, or does not accept its options, or a reward
@@ -89,13 +92,12 @@ class Judge:
         self._environments: EnvironmentProcess | None = None
         self._judges = places.index(meshes.data_rank) == dist.get_rank(meshes.everyone)
         try:
-            gather_found(self._start, meshes.everyone)
+            gather_found(lambda: self._start(recipe), meshes.everyone)
         except EchelonError:
             self.close()
             raise
 
-    def _start(self) -> None:
-        recipe = self._learner.recipe
+    def _start(self, recipe: Recipe) -> None:
         if not self._judges:
             return
         dtype, device = getattr(torch, self._learner.plan.precision.compute), self._learner.device

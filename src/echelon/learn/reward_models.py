@@ -14,7 +14,7 @@ from torch import Tensor
 
 from echelon.ground.errors import ConfigError
 from echelon.ground.extensions import check_options
-from echelon.ground.run_files import is_model_folder, is_run
+from echelon.ground.run_files import RunFiles, is_model_folder, is_run
 from echelon.learn.checkpoint.first_weights import load_frozen
 from echelon.learn.data.conversation import Prompt
 from echelon.learn.data.examples import parse_example
@@ -24,9 +24,11 @@ from echelon.learn.data.prompt_records import read_prompts
 from echelon.learn.data.readers.record import BrokenRecordError
 from echelon.learn.data.tokenizer import load_tokenizer
 from echelon.learn.model.build import load_config
+from echelon.learn.model.hub import is_hub_name
 from echelon.learn.model.model_folder import find_model_dir
 from echelon.planner.model_shape import count_scores
 from echelon.recipe import Recipe
+from echelon.recipe.load import load_recipe
 from echelon.recipe.names import REWARD_MODEL
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ _TOKENS_AT_ONCE = {"cuda": 16384, "cpu": 2048}  # of a forward pass, with paddin
 
 @dataclass(frozen=True)
 class RewardModelOptions:
-    """The options of a reward `model`. `path`: a run, or an HF folder. `field`: of a record, with the prompt."""
+    """The options of a reward `model`. `path`: a run, a folder or a hub id. `field`: of a record, with the prompt."""
 
     path: str
     field: str = "prompt"
@@ -50,10 +52,12 @@ class RewardTexts:
         """Read the config and the tokenizer of the model that a reward of the recipe names.
 
         Args:
+            recipe: with hub ids replaced by local copies.
             index: the number of the reward.
 
         Raises:
-            ConfigError: the options are others, the folder is not there, or its model does not give a text one score.
+            ConfigError: the options are others, the folder is not there, its run trained an adapter, or its model does
+                not give a text one score.
             DataError: the folder has no tokenizer.
         """
         reward, trusted = recipe.reward[index], recipe.model.trust_remote_code
@@ -62,7 +66,12 @@ class RewardTexts:
         self.key = f"reward.{index}.options.path={self.options.path}"
         path = Path(self.options.path)
         if not is_run(path) and not is_model_folder(path):
-            raise ConfigError(f"{self.key} is no run and no HF folder (config.json); give one of these.")
+            raise ConfigError(f"{self.key} is no run and no HF folder (config.json); give one of these, or a hub id.")
+        if is_run(path) and load_recipe(RunFiles(path).recipe_path)[0].adapter.is_adapter:
+            raise ConfigError(
+                f"{self.key}: this run trained an adapter; write the whole model with `echelon export {path} OUT "
+                "--merge` and give path: OUT."
+            )
         self.config: PretrainedConfig = load_config(str(path), trusted)
         self._check_scores()
         self._tokenizer: Any = load_tokenizer(find_model_dir(str(path)), trusted, f"reward.{index}.options.path")
@@ -186,9 +195,12 @@ def find_reward_models(recipe: Recipe) -> list[int]:
 def check_reward_models(recipe: Recipe, data: PreparedData | None = None) -> None:
     """Refuse reward models that are not there, or give no score, or cannot read the first prompts of the data.
 
-    Raises as RewardTexts, and ConfigError.
+    Without data, models of the hub are not there yet, and are left out. Raises as RewardTexts, and ConfigError.
     """
     for index in find_reward_models(recipe):
+        path = recipe.reward[index].model_path
+        if data is None and path is not None and is_hub_name(path):
+            continue
         texts = RewardTexts(recipe, index)
         if data is not None:
             train = data.train

@@ -7,9 +7,10 @@ on several machines that share the folder divides the work, and one that was kil
 import logging
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -184,30 +185,30 @@ def _compute(task: _Task, pieces: Sequence[Piece], number: int, count: int, is_f
         is_first: whether it logs the progress of all.
     """
     torch.set_num_threads(max(1, torch.get_num_threads() // count))
-    first = number * len(pieces) // count
-    reader, progress = None, None
+    first, reader = number * len(pieces) // count, cache(partial(_Reader, task, number))
+    done = _count_bytes(task.folder, pieces)
+    progress = Progress("teacher", _expect(done, pieces, task), logger, done_bytes=done) if is_first else None
     while missing := [piece for piece in (*pieces[first:], *pieces[:first]) if not _is_there(task, piece)]:
-        has_worked = False
-        for piece in missing:
-            lock = FileLock(task.folder / f"{piece.name}.lock")
-            if _is_there(task, piece) or not lock.take():
-                continue
-            try:
-                if not _is_there(task, piece):
-                    reader = reader or _Reader(task, number)
-                    done = _count_bytes(task.folder, pieces)
-                    progress = progress or Progress("teacher", _expect(done, pieces, task), logger, done_bytes=done)
-                    reader.write(piece)
-                    has_worked = True
-            finally:
-                lock.release()
-            if is_first and progress is not None:
-                progress.add(_count_bytes(task.folder, pieces) - progress.done_bytes)
-        if not has_worked:
+        if not any(_take(task, piece, reader) for piece in missing):
             time.sleep(_WAIT_SECONDS)
-    if is_first and progress is not None:
-        progress.add(_count_bytes(task.folder, pieces) - progress.done_bytes)
+        if progress is not None:
+            progress.add(_count_bytes(task.folder, pieces) - progress.done_bytes)
+    if progress is not None:
         progress.finish()
+
+
+def _take(task: _Task, piece: Piece, reader: Callable[[], "_Reader"]) -> bool:
+    """Compute a piece, unless it is there or another process computes it. Returns whether it was computed here."""
+    lock = FileLock(task.folder / f"{piece.name}.lock")
+    if _is_there(task, piece) or not lock.take():
+        return False
+    try:
+        if _is_there(task, piece):
+            return False
+        reader().write(piece)
+        return True
+    finally:
+        lock.release()
 
 
 def _is_there(task: _Task, piece: Piece) -> bool:

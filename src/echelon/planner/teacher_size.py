@@ -26,8 +26,7 @@ def count_reward_models(recipe: "Recipe") -> int:
 
     Raises ConfigError if a config describes no model.
     """
-    paths = [(reward.options or {}).get("path") for reward in recipe.reward if reward.is_model]
-    return sum(_count(Path(path)) for path in paths if isinstance(path, str))
+    return sum(_count(Path(reward.model_path)) for reward in recipe.reward if reward.model_path is not None)
 
 
 @cache

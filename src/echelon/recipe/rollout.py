@@ -91,7 +91,8 @@ class RewardConfig(Section):
     name: RewardName = Field(
         description="`exact` (the answer is the text of a field), `number` (its last number is that of a field), "
         "`regex` (a pattern matches), `math` (it equals a field as mathematics), `model` (the score of a reward model, "
-        "in the option `path`), or a function of your own, `package.module:function`, of (answers, records)."
+        "in the option `path`: a run, an HF folder or a hub id), or a function of your own, `package.module:function`, "
+        "of (answers, records)."
     )
     weight: Number = Field(1.0, description="Factor on the reward.")
     options: Options = Field(None, description="Further arguments of the function or of `model`, by name.")
@@ -105,6 +106,12 @@ class RewardConfig(Section):
     def is_model(self) -> bool:
         """Whether it is the score of a reward model, and not a function."""
         return self.name == REWARD_MODEL
+
+    @property
+    def model_path(self) -> str | None:
+        """The run, HF folder or hub id of a reward model; None for a function, and if the options name none."""
+        path = (self.options or {}).get("path") if self.is_model else None
+        return path if isinstance(path, str) else None
 
 
 _RewardOrName = RewardConfig | RewardName

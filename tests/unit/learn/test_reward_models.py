@@ -12,7 +12,8 @@ from echelon.learn.data.score_labels import ScoreRule
 from echelon.learn.data.tokenizer import train_tokenizer
 from echelon.learn.reward_models import RewardModel, RewardTexts
 from echelon.learn.rewards import RewardProcess
-from echelon.recipe import Recipe
+from echelon.recipe import AdapterConfig, Recipe
+from echelon.recipe.render import render_recipe
 from tests.families import small_model, small_scorer
 from tests.unit.learn.data.test_chat_templates import build
 
@@ -131,6 +132,14 @@ def test_what_gives_no_score_is_refused(tmp_path):
     assert "is no reward model (LlamaForCausalLM)" in refused(reward_at(tmp_path / "language"))
     write_scorer(tmp_path / "classes", labels=("bad", "good", "great"))
     assert "gives a text 3 scores (num_labels=3), not one" in refused(reward_at(tmp_path / "classes"))
+
+
+def test_a_run_with_an_adapter_is_refused(tmp_path):
+    """Its weights are those of two models; before, it was refused when training began."""
+    adapted = recipe_with({"name": "exact"}).model_copy(update={"adapter": AdapterConfig(method="lora")})
+    (tmp_path / "recipe.yaml").write_text(render_recipe(adapted))
+    with pytest.raises(ConfigError, match=r"this run trained an adapter; write the whole model with `echelon export"):
+        RewardTexts(recipe_with(reward_at(tmp_path)), 0)
 
 
 def test_prompts_that_the_model_cannot_read_are_refused(tmp_path):

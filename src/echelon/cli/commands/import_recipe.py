@@ -32,8 +32,8 @@ def import_file(
         str | None,
         typer.Option(
             "--trainer",
-            metavar="sft|dpo|orpo|cpo|kto|grpo|gkd|reward|transformers",
-            help="For HF files: the trainer that the file is for.",
+            metavar="NAME",
+            help="For HF files: the trainer that the file is for, such as sft or dpo; an unknown one lists them all.",
         ),
     ] = None,
     devices: Annotated[

@@ -27,6 +27,7 @@ from echelon.ground.progress import Progress
 from echelon.ground.sizes import render_bytes
 from echelon.ground.stored import read_json, read_text, write_json
 from echelon.recipe import Recipe, SourceConfig
+from echelon.recipe.rollout import RewardConfig
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,9 @@ def find_models(recipe: Recipe, weights: bool = True) -> list[HubModel]:
         found[recipe.model.checkpoint] = HubModel(recipe.model.checkpoint, "model.checkpoint", part, code)
     if recipe.objective.teacher_in_memory and (teacher := recipe.objective.teacher) and is_hub_name(teacher):
         found[teacher] = HubModel(teacher, "objective.teacher", part, code)
+    for index, reward in enumerate(recipe.reward):
+        if (path := reward.model_path) is not None and is_hub_name(path):
+            found[path] = HubModel(path, f"reward.{index}.options.path", part, code)
     return list(found.values())
 
 
@@ -205,10 +209,18 @@ def with_copies(recipe: Recipe, commits: Mapping[str, str], weights: bool = True
         changes["tokenizer"] = copies[recipe.tokenizer]
     if recipe.objective.teacher in copies:
         changes["objective"] = recipe.objective.model_copy(update={"teacher": copies[recipe.objective.teacher]})
+    if any(reward.model_path in copies for reward in recipe.reward):
+        changes["reward"] = tuple(_with_copy(reward, copies) for reward in recipe.reward)
     pinned = {part: tuple(_pin(source, commits) for source in getattr(recipe.data, part)) for part in _PARTS}
     if any(pinned[part] != getattr(recipe.data, part) for part in _PARTS):
         changes["data"] = recipe.data.model_copy(update=pinned)
     return recipe.model_copy(update=changes) if changes else recipe
+
+
+def _with_copy(reward: RewardConfig, copies: Mapping[str, str]) -> RewardConfig:
+    if (path := reward.model_path) is None or path not in copies:
+        return reward
+    return reward.model_copy(update={"options": {**(reward.options or {}), "path": copies[path]}})
 
 
 def _pinned(model: HubModel, commits: Mapping[str, str]) -> str:
@@ -269,7 +281,7 @@ def _choose_small(model: HubModel, names: Iterable[str]) -> list[str]:
     """Return the files to download other than weights. Raises ConfigError for a repository without a model."""
     wanted = re.compile(r"config\.json" if model.part is Part.CONFIG else _FILES.pattern)
     chosen = [name for name in names if wanted.fullmatch(name) or (model.code and name.endswith(".py"))]
-    if model.key == "model.checkpoint" and "config.json" not in chosen:
+    if model.key != "tokenizer" and "config.json" not in chosen:
         raise ConfigError(f"{model}: its repository on the hub has no config.json; give a model of transformers.")
     if not chosen:
         raise ConfigError(f"{model}: its repository on the hub has no tokenizer; give one that has.")
