@@ -264,6 +264,33 @@ def test_processes_draw_the_same_answers(answers, parallel, settings):
     assert first[0] == first[1]
 
 
+def test_prompts_need_no_answers(answers):
+    """The same draws and losses as from records with answers, which are never read."""
+    records = [json.loads(line) for line in (answers / "pairs.jsonl").read_text().splitlines()]
+    (answers / "prompts.jsonl").write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in records))
+    (answers / "held.jsonl").write_text(json.dumps({"prompt": "200 and 200?", "completion": " 400!"}) + "\n")
+    settings = ("objective.on_policy_fraction=1", "train.steps=4")
+    for name, source in (("with", "pairs"), ("without", "prompts")):
+        train(answers, name, 2, *settings, f"data.train={source}.jsonl", "data.validation=held.jsonl",
+              "data.validation_fraction=null")  # fmt: skip
+    same = ("loss", "grad_norm", "answer_tokens", "entropy", "left_out", "tokens")
+    found = [[[row[key] for key in same] for row in rows_of(answers, name)] for name in ("with", "without")]
+    assert found[0] == found[1] and len(found[0]) == 4 and all(row[-2] == 0 for row in found[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["objective.on_policy_fraction=0.5"], "objective.name=distill with objective.on_policy_fraction=1"),
+        (["objective.on_policy_fraction=1"], "held-out prompts without an answer cannot be evaluated"),
+    ],
+)
+def test_prompts_that_need_answers_are_refused(echelon, answers, settings, message):
+    (answers / "pairs.jsonl").write_text("".join(json.dumps({"prompt": f"{n} and?"}) + "\n" for n in range(60)))
+    ending = echelon("train", "recipe.json", *settings)
+    assert ending.code == 2 and message in ending.err, ending
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_killed_run_equals_an_uninterrupted_one(answers, nproc):

@@ -39,6 +39,7 @@ class InstructionEncoding:
     follows it; with `needs_stop` and no `stop` such records are broken. `stops`: the ids that end an answer.
     `eot_tokens`: the ends of turns that the recipe names, in addition to the added tokens of the vocabulary.
     `template_name`: for messages. `scores`: for a model that scores texts, whose only target is their label.
+    `holds_place`: a prompt without an answer is followed by one target, in place of the answer that the model gives.
     """
 
     tokenizer_json: str
@@ -53,6 +54,7 @@ class InstructionEncoding:
     eot_tokens: tuple[str, ...] = ()
     template_name: str = field(default="the chat template", compare=False)
     scores: ScoreRule | None = None
+    holds_place: bool = False
 
     def parse(self, record: Example) -> Parsed:
         """Parse an example. Raises BrokenRecordError."""
@@ -82,7 +84,8 @@ class InstructionEncoding:
         elif isinstance(example, EncodedDocument):
             documents = (self._check_ids(example),)
         elif isinstance(example, Prompt):
-            documents = (self.encode_prompt(example),)
+            document = self.encode_prompt(example)
+            documents = (_with_place(document) if self.holds_place else document,)
         else:
             documents = (self._encode_text(example),)
         if not all(document.targets.any() for document in documents):
@@ -230,6 +233,12 @@ def _put_before(turns: tuple[dict[str, Any], ...], conversation: Conversation) -
         conversation.tools,
         conversation.answers and conversation.answers + len(turns),
     )
+
+
+def _with_place(prompt: EncodedDocument) -> EncodedDocument:
+    """Return a prompt and one more token, its only target, which is never read: any id will do."""
+    targets = np.append(np.zeros(len(prompt.ids), dtype=bool), True)
+    return EncodedDocument(np.append(prompt.ids, prompt.ids[-1:] if len(prompt.ids) else 0), targets)
 
 
 def _mask_first(targets: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

@@ -41,7 +41,8 @@ class InstructionOptions:
     """The recipe's settings for examples: `data.chat_template`, `train_on`, `system_prompt`, `document_separator`,
     `eot_tokens`, what the objective needs of answers, whether its model scores texts, and with which labels.
 
-    `max_text_tokens`: where texts with a label are cut; None: never.
+    `max_text_tokens`: where texts with a label are cut; None: never. `takes_prompts`: whether records may be prompts
+    without an answer, because the model is trained on its own alone.
     """
 
     chat_template: str | None = None
@@ -53,6 +54,7 @@ class InstructionOptions:
     scores_texts: bool = False
     labels: tuple[str, ...] = ()
     max_text_tokens: int | None = None
+    takes_prompts: bool = False
 
 
 def build_instruction_encoding(
@@ -86,6 +88,7 @@ def build_instruction_encoding(
         scores=ScoreRule(padding_id(tokenizer), options.labels, options.max_text_tokens)
         if options.scores_texts
         else None,
+        holds_place=options.takes_prompts,
     )
     _check_ends(encoding)
     stops = {encoding.stop, *encoding.eot_ids}
@@ -147,7 +150,8 @@ _ANSWERS: dict[Answers, _AnswerRow] = {
         "give records with a field `prompt`, a text or messages, and what the reward needs, set "
         "data.train.0.format=prompt if they have an answer too, name your field in data.train.0.fields: {prompt: NAME}",
         "prompts without an answer",
-        "name the field with the answer: data.train.0.fields: {completion: NAME}",
+        "name the field with the answer: data.train.0.fields: {completion: NAME}, or have a teacher read the "
+        "model's own answers: objective.name=distill with objective.on_policy_fraction=1",
     ),
     "labelled": _AnswerRow(
         frozenset({LABELLED_FORMAT}),
@@ -174,7 +178,7 @@ def _check_formats(options: InstructionOptions, formats: set[str]) -> None:
                 f"objective.name={list_objectives(options.answers)} {row.does}, but the data has {shown}; "
                 f"{row.records}, or set objective.name={', '.join(named) or 'causal_lm'}."
             )
-    elif found:
+    elif found and not (options.takes_prompts and found == ["prompts"]):
         row = _ANSWERS[found[0]]
         raise ConfigError(
             f"objective.name=causal_lm trains on single texts, but the data has {row.data}; set "

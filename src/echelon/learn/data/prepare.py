@@ -310,7 +310,8 @@ def write_folder(
         encoding = _encoding(tokenizer, spec, _instruction(spec, corpus, tokenizer))
         writer = CorpusWriter(partial, corpus, encoding, options)
         manifest = writer.write(_num_workers(spec, corpus))
-        learns_stops = spec.instruction.answers != "prompts" and not spec.instruction.scores_texts
+        given = spec.instruction
+        learns_stops = given.answers != "prompts" and not given.scores_texts and not given.takes_prompts
         if encoding.instruction is not None and learns_stops:
             check_stops_learned(partial, manifest, encoding.instruction, _sources_with_ends(corpus))
         save_settings(partial, spec, None if isinstance(spec.tokenizer, int) else tokenizer)

@@ -84,6 +84,7 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
             eot_tokens=data.eot_tokens,
             scores_texts=recipe.objective.scores_texts,
             labels=recipe.objective.labels,
+            takes_prompts=recipe.objective.on_policy_fraction == 1,
             max_text_tokens=recipe.sample_len if is_labelled and data.on_overlong == "cut" else None,
         ),
         new_tokens=recipe.model.new_tokens,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from echelon.ground.errors import ConfigError
 from echelon.learn.data.panics import panics_told
 from echelon.learn.data.prepared import PreparedData
+from echelon.learn.data.prompt_records import PromptDataset
 from echelon.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
 def check_evaluation(recipe: Recipe, data: PreparedData) -> None:
     """Raise ConfigError if the settings of `evaluate` and `checkpoint.keep_best` do not fit the validation sets."""
     wanted, sets = recipe.evaluate, data.validation
+    if not recipe.draws_answers and any(isinstance(held_out.dataset, PromptDataset) for held_out in sets):
+        raise ConfigError(
+            "held-out prompts without an answer cannot be evaluated by what a teacher predicts; give records with an "
+            "answer in data.validation, or set data.validation_fraction=0."
+        )
     names = [held_out.name for held_out in sets]
     if wanted.select_by is not None and wanted.select_by not in names:
         have = f"use one of {', '.join(names)}" if names else "there are none; set data.validation_fraction"

@@ -116,7 +116,8 @@ def _as_own(spec: PrepareSpec, recipe: Recipe, formats: set[str]) -> PrepareSpec
     own = prepare_spec(recipe)
     instruction = InstructionOptions(separator=own.separator)
     if formats:
-        instruction = replace(own.instruction, chat_template=None, answers=find_answers(formats))
+        answers = find_answers(formats)
+        instruction = replace(own.instruction, chat_template=None, answers=answers, takes_prompts=False)
     return replace(
         spec,
         separator=own.separator,
