@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.families import small_model
-from tests.parity.training import Row, bounds, difference, hashes, train, with_ranks
+from tests.parity.training import Row, check_training, references, train, with_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -30,26 +30,13 @@ def loss(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(workers, text, loss, tmp_path_factory):
-    """A function to the metrics of a row's training in one process."""
-    trained = {}
-
-    def find(row):
-        row = replace(row.reference(), changes=loss)
-        if str(row) not in trained:
-            trained[str(row)] = train(workers, row, tmp_path_factory.mktemp("one"), text)
-        return trained[str(row)]
-
-    return find
+    return references(workers, text, tmp_path_factory.mktemp, loss)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_equals_one_process(workers, alone, loss, text, tmp_path, row):
     rows, expected = train(workers, replace(row, changes=loss), tmp_path, text), alone(row)
-    losses, norms = difference(rows, expected)
-    loss_bound, norm_bound = bounds(row)
-    assert losses <= loss_bound and norms <= norm_bound, f"{row}: loss {losses:.1e}, norm {norms:.1e}"
-    assert hashes(rows) == hashes(expected)
-    ours, theirs = ([found for found in rows if found["kind"] == "eval"][-1] for rows in (rows, expected))
+    ours, theirs, loss_bound = check_training(row, rows, expected)
     for name in ("loss", "cross_entropy", "kl", "entropy"):
         assert ours[name] == pytest.approx(theirs[name], abs=loss_bound)
     assert ours["agreement"] == pytest.approx(theirs["agreement"], abs=0.02)

@@ -12,7 +12,7 @@ from echelon.learn.objectives import loss_function
 from echelon.learn.objectives.loss_function import chunked_function_sum
 from echelon.learn.objectives.vocabulary import VocabularyShard
 from tests.parity.loss_functions import smoothed_with_z
-from tests.parity.training import Row, bounds, difference, hashes, train, with_ranks
+from tests.parity.training import Row, check_training, references, train, with_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -33,26 +33,13 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def alone(workers, text, tmp_path_factory):
-    """A function to the metrics of a row's training in one process."""
-    trained = {}
-
-    def find(row):
-        row = replace(row.reference(), changes=LOSS)
-        if str(row) not in trained:
-            trained[str(row)] = train(workers, row, tmp_path_factory.mktemp("one"), text)
-        return trained[str(row)]
-
-    return find
+    return references(workers, text, tmp_path_factory.mktemp, LOSS)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_equals_one_process(workers, alone, text, tmp_path, row):
     rows, expected = train(workers, replace(row, changes=LOSS), tmp_path, text), alone(row)
-    losses, norms = difference(rows, expected)
-    loss_bound, norm_bound = bounds(row)
-    assert losses <= loss_bound and norms <= norm_bound, f"{row}: loss {losses:.1e}, norm {norms:.1e}"
-    assert hashes(rows) == hashes(expected)
-    ours, theirs = ([each for each in rows if each["kind"] == "eval"][-1] for rows in (rows, expected))
+    ours, theirs, loss_bound = check_training(row, rows, expected)
     assert ours["loss"] == pytest.approx(theirs["loss"], abs=loss_bound)
 
 

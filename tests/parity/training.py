@@ -356,6 +356,33 @@ class Untouched(ParallelStyle):
         return module
 
 
+def references(
+    workers: WorkerPool, text: str, make_folder: Callable[[str], Path], changes: dict[str, Any]
+) -> Callable[[Row], list[dict[str, Any]]]:
+    """A function to the metrics of a row's training in one process with changes of the recipe, trained once each."""
+    trained: dict[str, list[dict[str, Any]]] = {}
+
+    def find(row: Row) -> list[dict[str, Any]]:
+        row = replace(row.reference(), changes=changes)
+        if str(row) not in trained:
+            trained[str(row)] = train(workers, row, make_folder("one"), text)
+        return trained[str(row)]
+
+    return find
+
+
+def check_training(
+    row: Row, rows: list[dict[str, Any]], expected: list[dict[str, Any]]
+) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """Check that a row's losses, norms and batches are those of one process. Both last evaluations, and their bound."""
+    losses, norms = difference(rows, expected)
+    loss_bound, norm_bound = bounds(row)
+    assert losses <= loss_bound and norms <= norm_bound, f"{row}: loss {losses:.1e}, norm {norms:.1e}"
+    assert hashes(rows) == hashes(expected)
+    ours, theirs = ([found for found in rows if found["kind"] == "eval"][-1] for rows in (rows, expected))
+    return ours, theirs, loss_bound
+
+
 def difference(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> tuple[float, float]:
     """The largest absolute difference of losses, and the largest relative one of gradient norms."""
     ours, theirs = ([row for row in each if row["kind"] == "train"] for each in (rows, expected))
