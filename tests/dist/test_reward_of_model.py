@@ -96,6 +96,6 @@ def test_one_of_the_processes_with_the_same_answers_judges(echelon, tmp_path, pa
 
 def test_what_is_no_reward_model_is_refused_before_the_start(echelon, tmp_path):
     write_recipes(tmp_path)
-    ending = echelon("train", "recipe.json")
+    ending = echelon("train", "recipe.json", "reward=[{name: model, options: {path: ./scorer}}]")
     assert ending.code == 2 and not (tmp_path / "runs").exists(), ending
-    assert "reward.0.options.path=scorer is no run and no HF folder" in ending.err
+    assert "reward.0.options.path=./scorer is no run and no HF folder" in ending.err
