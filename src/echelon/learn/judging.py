@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,7 @@ from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.objects import gather_found, gather_objects
 from echelon.learn.environments import EnvironmentProcess
 from echelon.learn.evaluation import EvalResult
+from echelon.learn.model.hub import read_commits, with_copies
 from echelon.learn.reward_models import RewardModel, find_reward_models
 from echelon.learn.rewards import Asked, RewardProcess, Scores, name_rewards
 from echelon.learn.rollouts import Played, Rollouts
@@ -76,11 +78,11 @@ class Judge:
     another, and reward models on its own device.
     """
 
-    def __init__(self, learner: "Learner", recipe: Recipe) -> None:
+    def __init__(self, learner: "Learner", hub_path: Path) -> None:
         """Start the processes of the rewards and of the environments. Collective.
 
         Args:
-            recipe: that of the learner, with hub ids replaced by local copies (`hub.with_copies`).
+            hub_path: the file with the commits of the run's hub models (`hub.write_commits`).
 
         Raises:
             ConfigError: a reward or an environment cannot be imported, or does not accept its options, or a reward
@@ -92,14 +94,15 @@ class Judge:
         self._environments: EnvironmentProcess | None = None
         self._judges = places.index(meshes.data_rank) == dist.get_rank(meshes.everyone)
         try:
-            gather_found(lambda: self._start(recipe), meshes.everyone)
+            gather_found(lambda: self._start(hub_path), meshes.everyone)
         except EchelonError:
             self.close()
             raise
 
-    def _start(self, recipe: Recipe) -> None:
+    def _start(self, hub_path: Path) -> None:
         if not self._judges:
             return
+        recipe = with_copies(self._learner.recipe, read_commits(hub_path))
         dtype, device = getattr(torch, self._learner.plan.precision.compute), self._learner.device
         models = {index: RewardModel(recipe, index, dtype, device).judge for index in find_reward_models(recipe)}
         self._rewards = RewardProcess(recipe.reward, models)

@@ -184,13 +184,19 @@ def _check_formats(options: InstructionOptions, formats: set[str]) -> None:
             f"objective.name=causal_lm trains on single texts, but the data has {row.data}; set "
             f"objective.name={list_objectives(found[0])}, or {row.other}."
         )
+    if not formats:
+        _refuse_settings_of_conversations(options)
+
+
+def _refuse_settings_of_conversations(options: InstructionOptions) -> None:
+    """Raise ConfigError for a setting that plain text does not have."""
     given = {
         "train_on": options.train_on == "last",  # the other values have no effect on plain text
         "system_prompt": options.system_prompt,
         "eot_tokens": options.eot_tokens,
     }
     for key, is_given in given.items():
-        if is_given and not formats:
+        if is_given:
             value = show_value(plain_value(getattr(options, key)))
             raise ConfigError(
                 f"data.{key}={value} is for conversations, but the data is plain text; remove it, or "

@@ -8,7 +8,6 @@ from echelon.ground.stop_request import StopRequest
 from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.judging import Judge
 from echelon.learn.learner import Learner
-from echelon.learn.model.hub import read_commits, with_copies
 from echelon.planner.plan import ParallelPlan
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.recovery import RecoveryWatch
@@ -78,7 +77,7 @@ def assemble(
         stop.agreed = restored.held.stopped_by
     saver = build_saver(learner, restored, accounting)
     step = TrainingStep(learner, sync, restored.contents.judge, feed, stop)
-    judge = Judge(learner, with_copies(recipe, read_commits(folder.hub_path))) if recipe.draws_answers else None
+    judge = Judge(learner, folder.hub_path) if recipe.draws_answers else None
     evaluations = build_evaluations(learner, sync, sampler, accounting, stop, judge)
     trainer = Trainer(
         step,
