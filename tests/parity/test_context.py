@@ -72,6 +72,7 @@ ROWS = [
     slow(divided(2, "ring", family="qwen3")),
     slow(divided(2, "ring", family="gemma3_text", tied=True)),  # windows
     slow(divided(2, "ring", family="mixtral")),
+    slow(divided(2, "ring", family="gpt_oss")),  # sinks, and windows
     slow(divided(2, "ring", ranks=4, dp_shard=2, family="qwen3", micro_batch=2)),
     slow(divided(2, "ring", ranks=4, pp=2, micro_batch=2)),
     slow(divided(2, "ring", adapter="lora")),

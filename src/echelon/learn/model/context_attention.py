@@ -46,11 +46,11 @@ class Context:
         self.method = method
         self.attention = attention
         self._is_divided = True
-        self._ring = None
+        self._rings = None
         if method == "ring":
             from echelon.learn.model.ring_attention import Ring
 
-            self._ring = Ring(peers)
+            self._rings = {True: Ring(peers), False: Ring()}  # by whether sequences are divided
 
     @property
     def has_whole_masks(self) -> bool:
@@ -68,11 +68,14 @@ class Context:
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Tensor:
         """Compute attention for this rank's queries: [batch, heads, part, width] to [batch, part, heads, width]."""
-        if self._ring is not None and self._is_divided:
+        if self._rings is not None:
             assert not options.get("dropout"), "the planner refuses dropout"
             scaling, dtype = options.get("scaling"), autocast_dtype(query)
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            return self._ring(query.to(dtype), key.to(dtype), value.to(dtype), scale, mask)
+            inputs = (query.to(dtype), key.to(dtype), value.to(dtype))
+            return self._rings[self._is_divided](*inputs, scale, mask, options.get("s_aux"))
+        if options.get("s_aux") is not None:
+            raise NotImplementedError("its attention has sinks, for which there is cp_method: ring")
         output: Tensor = self._exchange(module, query, key, value, mask, **options)
         return output
 
@@ -168,8 +171,6 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """The function that `transformers` calls. `apply_context` has given the module its `context`."""
-    if options.get("s_aux") is not None:
-        raise NotImplementedError("its attention has sinks")
     context: Any = module.context
     return context.attend(module, query, key, value, attention_mask, **options), None
 
@@ -204,7 +205,7 @@ def divided_inputs(
         documents = torch.zeros_like(positions) if documents is None else documents
         attention = "sdpa" if context.attention in BY_MASK else context.attention
         queries = None if part is None or context.has_whole_masks else part.take(places)
-        if queries is not None and context.method == "ring":
+        if context.method == "ring":
             attention = FIRST_KEYS
         inputs = document_inputs(model, traits.mask, documents, positions, most, dtype, attention, queries)
     return inputs | {"position_ids": positions if part is None else part.take(positions)}

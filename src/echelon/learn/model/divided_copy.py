@@ -21,6 +21,7 @@ from echelon.ground.errors import ConfigError
 from echelon.learn.distributed.peers import Peers
 from echelon.learn.model.attention import document_inputs, stand_in
 from echelon.learn.model.context_attention import BY_MASK, Context, divided_inputs, use_context
+from echelon.learn.model.flex_attention import get_softcap
 from echelon.learn.model.small_copy import ConfigKey
 from echelon.learn.model.traits import (
     Traits,
@@ -51,10 +52,11 @@ def check_divides(model: PreTrainedModel, method: CpMethod, traits: Traits, sequ
             f"parallel.cp with cp_method={method} does not work with model.attn_implementation={attention}, which "
             "takes no mask for a part of the queries; use cp_method: ulysses, or model.attn_implementation=sdpa."
         )
-    if method == "ring" and attention == "eager":
+    softcap = get_softcap(model.config)
+    if method == "ring" and softcap is not None:
         raise ConfigError(
-            "parallel.cp with cp_method=ring does not work with model.attn_implementation=eager, nor with attention "
-            "that caps its scores: it computes attention in blocks of keys; use cp_method: allgather."
+            f"parallel.cp with cp_method=ring cannot cap attention scores, and the model's attn_logit_softcapping is "
+            f"{softcap}; use cp_method: allgather."
         )
     name = stand_in(attention) or attention
     obstacle = _find_obstacle(ConfigKey(model.config, type(model), name, sequence_len, method), traits)

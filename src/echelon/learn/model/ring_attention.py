@@ -31,21 +31,41 @@ _FLASH_DTYPES, _FLASH_WIDTH = (torch.bfloat16, torch.float16), 8
 
 aten = torch.ops.aten
 
-_RINGS: "weakref.WeakValueDictionary[int, Peers]" = weakref.WeakValueDictionary()
+_RINGS: "weakref.WeakValueDictionary[int, Peers | _Alone]" = weakref.WeakValueDictionary()
 """The ranks of each ring by the number that the operation gets, because operations of torch take no objects."""
 
 _NUMBERS = itertools.count()
 
 
+class _Alone:
+    """A ring of one rank, which has whole sequences."""
+
+    rank, size = 0, 1
+
+    def shift(self, tensor: Tensor, stream: int = 0) -> Callable[[], Tensor]:
+        """Return what this rank sends to itself."""
+        return tensor.clone
+
+
 class Ring:
     """The ranks that share sequences. Called, it computes their attention."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers | None = None) -> None:
+        """`peers`: None for whole sequences on this rank."""
+        self._peers = _Alone() if peers is None else peers
         # A constant of compiled graphs, which a later process finds in the compiler's cache by the same number.
         self._number = next(_NUMBERS)
-        _RINGS[self._number] = peers
+        _RINGS[self._number] = self._peers
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, first: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        first: Tensor | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Compute causal attention of this rank's queries over whole sequences. Collective.
 
         Args:
@@ -54,22 +74,25 @@ class Ring:
             value: as `key`.
             scale: of the scores.
             first: [batch or 1, 1, part, 1], int64: the position of the first key that each query attends to; None: 0.
+            sinks: [heads]: the score of a further key without a value, as in gpt-oss; None: there is none.
 
         Returns:
             [batch, part, heads, width].
         """
-        output: Tensor = _attend(query, key, value, scale, self._number, first)[0]
+        output: Tensor = _attend(query, key, value, scale, self._number, first, sinks)[0]
         return output
 
 
 @torch.library.custom_op("echelon::ring_attention", mutates_args=())
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, ring: int, first: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, scale: float, ring: int, first: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the output, [batch, part, heads, width], and the logarithms of sums, [batch, heads, part]."""
     peers, packed = _RINGS[ring], torch.cat([key, value], -1)
     output = torch.zeros_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
     total = output.new_full(query.shape[:3], -torch.inf)
+    if sinks is not None:  # what a query has found before the first turn: a key without a value
+        total.copy_(sinks[:, None].expand_as(total))
     with torch.autocast(query.device.type, enabled=False):
         for turn in range(peers.size):
             receive = peers.shift(packed) if turn + 1 < peers.size else None
@@ -83,7 +106,7 @@ def _attend(
 
 @_attend.register_fake
 def _shapes(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, ring: int, first: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, scale: float, ring: int, first: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     batch, heads, part, width = query.shape
     return query.new_empty(batch, part, heads, width), query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -134,15 +157,19 @@ def _gradient_shapes(
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, ctx.scale, ctx.ring, first = inputs
-    ctx.save_for_backward(query, key, value, *output, first)
+    query, key, value, ctx.scale, ctx.ring, first, sinks = inputs
+    ctx.save_for_backward(query, key, value, *output, first, sinks)
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, output, total, first = ctx.saved_tensors
+    query, key, value, output, total, first, sinks = ctx.saved_tensors
     by_head = (gradient.transpose(1, 2), query, key, value, output.transpose(1, 2), total)
     found = _differentiate(*by_head, ctx.scale, ctx.ring, first)
-    return (*found, None, None, None)
+    of_sinks = None
+    if sinks is not None:
+        shares = (sinks.float()[:, None] - total).exp()
+        of_sinks = -(shares * (gradient.float() * output).sum(-1).transpose(1, 2)).sum((0, 2)).to(sinks.dtype)
+    return (*found, None, None, None, of_sinks)
 
 
 _attend.register_autograd(_backward, setup_context=_remember)
@@ -162,7 +189,7 @@ class _Block(NamedTuple):
         return tensor[:, :, self.keys]
 
 
-def _find_block(peers: Peers, turn: int, query: Tensor, first: Tensor | None) -> _Block:
+def _find_block(peers: Peers | _Alone, turn: int, query: Tensor, first: Tensor | None) -> _Block:
     """Return what this rank computes in a turn, when it has the keys of the rank `turn` places before it."""
     length, owner = query.shape[2], (peers.rank - turn) % peers.size
     whole, early, late = slice(0, length), slice(0, length // 2), slice(length // 2, length)

@@ -33,25 +33,30 @@ class RingOfThreads:
         return lambda: received
 
 
-def run_ring(size, tensors, gradient, first, device="cpu"):
-    """The output and the gradients of query, key and value, of whole sequences."""
+def run_ring(size, tensors, gradient, first, sinks=None):
+    """The output and the gradients of query, key and value, of whole sequences, and of the sinks."""
     barrier, brought = threading.Barrier(size), {}
     rings = [RingOfThreads(rank, size, barrier, brought) for rank in range(size)]
 
     def run(ring):
         take = partial(SequencePart(ring.rank, size).take, dim=2)
         own = [take(tensor).detach().requires_grad_() for tensor in tensors]
+        others = [] if sinks is None else [sinks.clone().requires_grad_()]
         starts = None if first is None else take(first)
         try:
-            output = Ring(ring)(*own, WIDTH**-0.5, starts)
-            return output.transpose(1, 2), *torch.autograd.grad(output, own, take(gradient).transpose(1, 2))
+            output = Ring(ring)(*own, WIDTH**-0.5, starts, *others)
+            return output.transpose(1, 2), *torch.autograd.grad(output, [*own, *others], take(gradient).transpose(1, 2))
         except BaseException:
             barrier.abort()
             raise
 
     with ThreadPoolExecutor(size) as threads:
         found = list(threads.map(run, rings))
-    return [in_order(torch.stack(parts), 2) for parts in zip(*found, strict=True)]
+    of_sinks = [] if sinks is None else [sum(parts[4] for parts in found)]
+    return [
+        *(in_order(torch.stack(parts), 2) for parts in zip(*(parts[:4] for parts in found), strict=True)),
+        *of_sinks,
+    ]
 
 
 def check_ring(size, first, device="cpu", dtype=torch.float32, tolerance=1e-5):
@@ -96,3 +101,18 @@ def test_the_kernels_of_gpus_take_what_they_are_given(dtype, hides):
         result = Result(output, sums, output)
         gradients = differentiate_block(query, key, key, hides, 0.25, result)
         assert [each.shape for each in gradients] == [query.shape, key.shape, key.shape]
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_sinks_are_a_key_without_a_value(size):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, gradient = (torch.randn(BATCH, HEADS, LENGTH, WIDTH, generator=generator) for _ in range(4))
+    sinks = torch.randn(HEADS, generator=generator)
+    found = run_ring(size, [query, key, value], gradient, None, sinks)
+    query, key, value, sinks = wholes = [each.double().requires_grad_() for each in (query, key, value, sinks)]
+    scores = (query @ key.transpose(2, 3) * WIDTH**-0.5).masked_fill(PLACES[:, None] < PLACES, -torch.inf)
+    shares = torch.cat([scores, sinks[:, None, None].expand(BATCH, -1, LENGTH, 1)], -1).softmax(-1)
+    expected = shares[..., :-1] @ value
+    expected = [expected, *torch.autograd.grad(expected, wholes, gradient.double())]
+    for ours, right in zip(found, expected, strict=True):
+        assert (ours - right).abs().max() <= 1e-5 * right.abs().max()

@@ -60,7 +60,7 @@ def test_families_that_can_be_divided(family, method):
 
 def test_capped_scores_do_not_go_around():
     model, traits = build(**small_config("gemma2"))
-    with pytest.raises(ConfigError, match=r"cp_method=ring does not work with .*caps its scores.* use cp_method: allg"):
+    with pytest.raises(ConfigError, match=r"cp_method=ring cannot cap attention scores.* is 5.*; use cp_method: allg"):
         check_divides(model, "ring", traits, 64)
 
 
@@ -83,6 +83,13 @@ REFUSED = {
 def test_models_that_cannot_be_divided_are_refused_by_name(family):
     model, traits = build(model_type=family, vocab_size=256, **REFUSED[family])
     with pytest.raises(ConfigError, match=f"parallel.cp: this {family} model cannot have its sequences divided"):
+        check_divides(model, "allgather", traits, 64)
+
+
+def test_sinks_go_around():
+    model, traits = build(model_type="gpt_oss", vocab_size=256, **REFUSED["gpt_oss"])
+    check_divides(model, "ring", traits, 64)
+    with pytest.raises(ConfigError, match="its attention has sinks, for which there is cp_method: ring"):
         check_divides(model, "allgather", traits, 64)
 
 
