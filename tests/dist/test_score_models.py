@@ -45,8 +45,8 @@ def write_classifier(folder, method="lora", **sections):
     return write_scorer(folder, method, "texts.jsonl", CLASSIFICATION, **sections)
 
 
-def write_scorer(folder, method, data, objective, **sections):
-    given = {"data": {"train": data, "sequence_len": 128}, "objective": objective}
+def write_scorer(folder, method, data, usual_objective, **sections):
+    given = {"data": {"train": data, "sequence_len": 128}, "objective": usual_objective}
     run = write_recipe(folder, **(given | sections))
     if method == "full":
         recipe = json.loads((folder / "recipe.json").read_text())
