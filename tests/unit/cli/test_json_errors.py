@@ -60,6 +60,7 @@ def fail(tmp_path, monkeypatch, capsys):
     (tmp_path / "recipe.yaml").write_text(SMALL)
     (tmp_path / "text.txt").write_text("some text to train on. " * 200)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.modules["__main__"], "__package__", None)  # else the program is named `python -m pytest`
 
     def run(words):
         monkeypatch.setattr(sys, "argv", ["echelon", *words])
