@@ -137,6 +137,16 @@ def _errors(rows: Sequence[tuple[Case, float]]) -> str:
     return quantiles(abs(ratio - 1) for _, ratio in rows)
 
 
+def render_error_bar(scored: Scored) -> str:
+    """The 10th and the 90th percentile of measured over predicted seconds, which `echelon quote` has as error bar."""
+    factors = [1 / ratio for rows in scored.values() for _, ratio in rows]
+    tenths = statistics.quantiles(factors, n=10)
+    return (
+        f"Measured over predicted seconds of `echelon plan`, all {len(factors)} rows: "
+        f"10th percentile {tenths[0]:.2f}, 90th percentile {tenths[-1]:.2f}."
+    )
+
+
 def draw_time(scored: Scored) -> str:
     """An SVG picture: the predicted step time of each row against the measured one."""
     series = []
@@ -168,6 +178,7 @@ def main() -> None:
         options.plot.write_text(draw_time(scored))
     predicted = score_shipped(timed, plan_as_echelon), score_shipped(timed, lambda case: estimate(case, GPU_RATES))
     lines = ["## Step time", "", *render_time(*predicted, scored), ""]
+    lines += [render_error_bar(predicted[0]), ""]
     floor = quantiles(constant_mfu(timed))
     lines += [f"A constant MFU of {CONSTANT_MFU:.0%} on the same rows: median and 90th percentile {floor}.", ""]
     lines += ["The constants, fitted without each source:", ""]
