@@ -44,11 +44,11 @@ class RayCluster:
         return f"http://{self.head.address}:{DASHBOARD_PORT}"
 
     def start_node(self, machine: Machine) -> None:
-        """Add a machine with one CPU core; with the head's machine, start the cluster."""
+        """Add a machine with one CPU core, of which a job may ask two halves; with the head's, start the cluster."""
         is_head = machine is self.head
         port = f"{self.head.address}:6379"
         place = ["--head", "--port=6379", "--dashboard-host=0.0.0.0", f"--temp-dir={self.folder}"]
-        words = place if is_head else [f"--address={port}"]
+        words = place if is_head else [f"--address={port}", '--resources={"half": 2}']
         words += [f"--node-ip-address={machine.address}", f"--num-cpus={0 if is_head else 1}"]
         words += [f"--object-store-memory={_STORE_BYTES}", "--disable-usage-stats", "--block"]
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

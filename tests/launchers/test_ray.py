@@ -164,14 +164,19 @@ def test_a_lost_machine_is_replaced_and_training_resumes_from_a_checkpoint(desk,
         cluster.await_nodes()
 
 
-def test_an_elastic_job_goes_on_without_a_lost_machine_and_takes_it_back(desk, cluster):
+HALF = {"cpus_per_node": 0, "resources": {"half": 1}}
+
+
+@pytest.mark.parametrize(("nodes", "bundle", "index"), [("1:3", {}, 2), ("2:3", HALF, 1)], ids=["whole", "half"])
+def test_an_elastic_job_goes_on_without_a_lost_machine_and_takes_it_back(desk, cluster, nodes, bundle, index):
+    """The second time one of the fewest machines, whose bundle Ray moves to the third, which has an agent already."""
     train = {"steps": 100_000, "global_batch_size": 6, "log_every": 500}
-    desk.write({"nodes": "1:3"}, train=train, checkpoint={"every_steps": 50})
+    desk.write({"nodes": nodes, "ray": bundle}, train=train, checkpoint={"every_steps": 50})
     job = desk.launch()
     desk.await_log(job, "plan: ddp on 3 processes")
     desk.await_step(20, job)
     hosts = re.search(r"trains on 3 machine\(s\): (.*);", desk("logs", job)[1])[1].split(", ")
-    lost = cluster.machines[hosts[-1]]
+    lost = cluster.machines[hosts[index]]
     cluster.kill_node(lost)
     try:
         log = desk.await_log(job, "plan: ddp on 2 processes")
@@ -180,6 +185,7 @@ def test_an_elastic_job_goes_on_without_a_lost_machine_and_takes_it_back(desk, c
         cluster.start_node(lost)
         cluster.await_nodes()
     log = desk.await_log(job, f"ray: {lost.name} joins")
+    assert log.count(" joins") == 1
     until = time.monotonic() + 120
     while desk("logs", job)[1].count("plan: ddp on 3 processes") < 2:
         assert time.monotonic() < until, desk("logs", job)[1]

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,8 +155,6 @@ class Crew:
 
     def gather(self, stops: Sequence[object]) -> bool:
         """Wait for the machines; False if Ray does not find them in time, or the job is stopped."""
-        from ray.util import remove_placement_group
-
         order = self.order
         began, is_told = time.monotonic(), False
         while not _is_created(self.group):
@@ -175,41 +173,67 @@ class Crew:
                 )
                 return False
             time.sleep(_LOOK_SECONDS)
-        further = [seat for seat in self.seats if seat.group is not self.group]
-        self.seats = [Seat(self.group, index) for index in range(order.fewest)]
-        for seat in further:
-            if seat.lost:
-                remove_placement_group(seat.group)
-            else:
-                self.seats.append(Seat(seat.group, seat.index, node=seat.node))
+        self._reseat()
         until = time.monotonic() + _MORE_SECONDS
         while len(self.seats) < order.most and time.monotonic() < until and not stops:
             self.seats += self.find_more()
             time.sleep(_LOOK_SECONDS)
         return True
 
-    def find_more(self) -> list[Seat]:
-        """Seats on machines that have come since; asks Ray for the next one if there is room for it."""
-        from ray.util import remove_placement_group
-
-        order, found = self.order, []
-        for seat in [seat for seat in self.seats if seat.lost]:
-            if seat.group is not self.group:
-                remove_placement_group(seat.group)
-            elif _is_created(self.group):  # Ray has moved it to another machine
-                found.append(Seat(self.group, seat.index))
+    def _reseat(self) -> None:
+        """New seats in the first group, and in each further one whose machine is there and not in the first."""
+        further = [seat for seat in self.seats if seat.group is not self.group]
+        self.seats = [Seat(self.group, index) for index in range(self.order.fewest)]
+        nodes = {_find_node(seat) for seat in self.seats}
+        for seat in further:
+            if seat.lost or seat.node in nodes:
+                _release(seat.group)
             else:
-                continue
+                self.seats.append(Seat(seat.group, seat.index, node=seat.node))
+
+    def find_more(self) -> list[Seat]:
+        """Seats on machines that have come since; asks Ray for the next one if there is room for it.
+
+        Ray moves a lost bundle of the first group without a look at the further groups. One that is now on a machine
+        with an agent stays empty, and another machine is asked for.
+        """
+        self._release_lost()
+        empty = [seat for seat in self.seats if seat.lost]
+        nodes = {seat.node or _find_node(seat) for seat in self.seats if not seat.lost}
+        room = self.order.most - len(self.seats) + len(empty)
+        found: list[Seat] = []
+        if empty and not _is_created(self.group):
+            room -= len(empty)  # Ray still looks for their machines
+            empty = []
+        for seat in empty:
+            node = _find_node(seat)
+            if room > len(found) and node not in nodes:
+                found.append(Seat(self.group, seat.index, node=node))
+                nodes.add(node)
+                self.seats.remove(seat)
+        return found + self._find_further(nodes) if len(found) < room else found
+
+    def _release_lost(self) -> None:
+        """Give back the further groups whose machines are lost."""
+        for seat in [seat for seat in self.seats if seat.lost and seat.group is not self.group]:
+            _release(seat.group)
             self.seats.remove(seat)
-        if len(self.seats) + len(found) >= order.most:
-            return found
+
+    def _find_further(self, nodes: Set[str]) -> list[Seat]:
+        """A seat in a group of its own on a machine that is not among `nodes`, if Ray has found one."""
         if self.coming is None:
-            taken = ",".join(seat.node or _find_node(seat) for seat in self.seats)
-            self.coming = _reserve([order.bundle], {**order.labels, "ray.io/node-id": f"!in({taken})"})
-        elif _is_created(self.coming):
-            found.append(Seat(self.coming, 0))
-            self.coming = None
-        return found
+            taken = ",".join(sorted(nodes))
+            self.coming = _reserve([self.order.bundle], {**self.order.labels, "ray.io/node-id": f"!in({taken})"})
+            return []
+        if not _is_created(self.coming):
+            return []
+        seat = Seat(self.coming, 0)
+        self.coming = None
+        seat.node = _find_node(seat)
+        if seat.node in nodes:  # which has got an agent since Ray was asked
+            _release(seat.group)
+            return []
+        return [seat]
 
 
 def _reserve(bundles: Sequence[Mapping[str, float]], labels: Mapping[str, str]) -> Any:
@@ -219,6 +243,12 @@ def _reserve(bundles: Sequence[Mapping[str, float]], labels: Mapping[str, str]) 
     return placement_group(
         [dict(bundle) for bundle in bundles], strategy="STRICT_SPREAD", bundle_label_selector=selectors
     )
+
+
+def _release(group: Any) -> None:
+    from ray.util import remove_placement_group
+
+    remove_placement_group(group)
 
 
 def _is_created(group: Any) -> bool:
