@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import Store  # type: ignore[attr-defined]
+from typing_extensions import override
 
 from echelon.learn.distributed.membership import Membership, close_connections
 from echelon.learn.distributed.mesh import Grid, Meshes
@@ -20,14 +21,61 @@ _CPU = torch.device("cpu")
 _ELSEWHERE = "connection closed by peer: another process of this replica has lost one of another replica"
 
 
+class OpenStep:
+    """A step of a replica of several ranks, whose all-reduces with other replicas end as one, in the vote on it.
+
+    From `begin` to `end` one that fails raises nothing: this rank computes the step to its end as the others of its
+    replica do, with numbers that nobody uses, and does not vote. So these all-reduces need no agreement of their own.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[JointGroup] = []
+        """Those that a step uses."""
+        self.is_open = False
+        self._failure: Exception | None = None
+
+    def begin(self) -> None:
+        """Begin a step. Collective over the ranks of a replica."""
+        self.is_open = True
+
+    def run(self, operate: Callable[[], dist.Work]) -> dist.Work:
+        """Run an operation of the step; none after one has failed here."""
+        if self._failure is None:
+            try:
+                return operate()
+            except Exception as error:
+                self._failure = error
+                for group in self.groups:  # others may wait for this rank
+                    group.close()
+        return _Dropped()
+
+    def end(self) -> None:
+        """End the step. Raises the error of the first operation that failed here. Not collective."""
+        self.is_open = False
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error of the first operation that failed here."""
+        if self._failure is not None:
+            raise self._failure
+
+
+class _Dropped(dist.Work):
+    """An operation that is not run."""
+
+    @override
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+
 class JointGroup(dist.ProcessGroup):
     """A gloo group that is not a part of the default group, which has the ranks of this replica alone.
 
     An operation ends in the same way on all ranks of a replica: where it fails on one of them, it fails on all. So all
     leave the view at the same operation, none waits for another in an operation inside the replica, and the groups
     inside the replica can be used on. For that each operation is waited for, and the ranks of the replica then tell
-    each other how it ended, in the group `own`. Messages between two ranks (`send`, `recv`), and what
-    no code here uses, such as `reduce_scatter`, are as in any group.
+    each other how it ended, in the group `own`; for the all-reduces of an `OpenStep` the vote does that. Messages
+    between two ranks (`send`, `recv`), and what no code here uses, such as `reduce_scatter`, are as in any group.
     """
 
     def __init__(
@@ -37,18 +85,22 @@ class JointGroup(dist.ProcessGroup):
         size: int,
         own: dist.ProcessGroup | None,
         name: str,
+        step: OpenStep | None = None,
     ) -> None:
         """Collective over the ranks of the group.
 
         Args:
             connect: connects this rank to the others.
             own: the ranks of this replica, for this group alone as long as it is used; None for a replica of one rank.
+            step: the steps that use this group; None if none does.
 
         Raises:
             RuntimeError: a rank of the group is lost, or one of `own` could not connect.
         """
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._own = own
+        self._step = step or OpenStep()
+        self._step.groups.append(self)
         self._plain: dist.ProcessGroup | None = None
         self._is_one = False
         with _together(own, self.close):
@@ -88,6 +140,9 @@ class JointGroup(dist.ProcessGroup):
 
         Collective over the ranks of a replica.
         """
+        if self._step.is_open:
+            yield
+            return
         with _together(self._own, self.close):
             self._is_one = True
             try:
@@ -96,10 +151,16 @@ class JointGroup(dist.ProcessGroup):
                 self._is_one = False
 
     def _run(self, name: str, *arguments: Any, **options: Any) -> Any:
-        with nullcontext() if self._is_one else _together(self._own, self.close):
-            work = getattr(self._plain, name)(*arguments, **options)
+        def operate() -> dist.Work:
+            work: dist.Work = getattr(self._plain, name)(*arguments, **options)
             work.wait()
-        return work
+            return work
+
+        if self._step.is_open and name == "allreduce":
+            return self._step.run(operate)
+        with nullcontext() if self._is_one else _together(self._own, self.close):
+            self._step.check()
+            return operate()
 
 
 for _name in ("allgather", "allreduce", "barrier", "broadcast", "gather", "reduce", "scatter"):

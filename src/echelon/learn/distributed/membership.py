@@ -30,10 +30,14 @@ class Membership(Protocol):
     def new_group(self, purpose: str = "checkpoints") -> dist.ProcessGroup:
         """Form another group of all ranks of the view. Collective. An error of one rank is one of its replica's."""
 
+    def begin_step(self) -> None:
+        """Begin a step that ends in `vote`: an all-reduce between that fails raises its error there. Collective."""
+
     def vote(self) -> None:
         """Vote for a step, and wait until all ranks of the view have. Collective.
 
-        Raises ViewChanged if one of them is lost before: no replica may apply the step.
+        Raises ViewChanged if one of them is lost before: no replica may apply the step. Raises the error of the step's
+        first all-reduce that failed on this rank, which then has no vote.
         """
 
     def check(self) -> None:

@@ -28,6 +28,7 @@ class Quorum(EveryStep):
         """The same at every step of a view. Raises ViewChanged if a replica was lost, or waits to join."""
         if self._membership is not None:
             self._membership.check()
+            self._membership.begin_step()
         return super().shares(step)
 
     @override

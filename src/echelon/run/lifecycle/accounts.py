@@ -21,10 +21,8 @@ from echelon.run.lifecycle.run_records import (
     open_goodput,
     open_journal,
     record_beginning,
-    record_changes,
 )
 from echelon.run.lifecycle.saved_state import Restored
-from echelon.run.lifecycle.view_group import ViewMembership
 from echelon.run.training.callbacks import Callback
 from echelon.run.training.heartbeat import Heartbeat
 from echelon.run.training.prompt_sampler import PromptSampler
@@ -76,7 +74,7 @@ def _open_records(
     restored: Restored,
     peak_flops: float,
 ) -> tuple[Journal, GoodputTracker]:
-    """Open the journal and the goodput of the run on rank 0, and record this start, or the replicas that changed."""
+    """Open the journal and the goodput of the run on rank 0, and record this start."""
     saved, held, step = restored.saved, restored.held, restored.state.step
     if held is not None and held.owes_pause:
         saved = replace(held.saved, train=replace(held.saved.train, owes_evaluation=True))
@@ -87,8 +85,6 @@ def _open_records(
     journal = open_journal(learner, folder, runtime, step, watch)
     if held is None:
         note_memory(journal, step, learner)
-    elif isinstance(learner.meshes.membership, ViewMembership):
-        record_changes(folder, learner.meshes.membership, step, learner.recipe.sync.name)
     return journal, goodput
 
 

@@ -27,6 +27,7 @@ from echelon.run.journal.recovery import RecoveryWatch
 from echelon.run.lifecycle.assemble import assemble
 from echelon.run.lifecycle.rank_run import conduct
 from echelon.run.lifecycle.run_learner import build_run_learner
+from echelon.run.lifecycle.run_records import record_changes
 from echelon.run.lifecycle.view_group import Inside, ViewMembership, form_inside, join_board
 from echelon.run.supervise.board import FIRST_MEMBER, split_member
 from echelon.run.training.callbacks import build_callbacks
@@ -133,13 +134,15 @@ class Replica:
             callbacks = build_callbacks(recipe.train.callbacks) if membership.rank == 0 else ()
             here = replace(learner, plan=plan, meshes=meshes)
             trainer = assemble(here, self.folder, runtime, recovery, self.stop, heart, callbacks, held)
+            membership.board.mark("trains", self.member)
             dist.barrier(everyone)
         except BaseException as error:
             membership.raise_change(error)
             raise
         finally:
             wait.end()
-        membership.board.mark("trains", self.member)
+        if membership.rank == 0:  # now the keeper can spare any other replica
+            record_changes(self.folder, membership, trainer.state.step, recipe.sync.name)
         return trainer
 
     def _runtime(self, rank: int, size: int) -> Runtime:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from echelon.ground.errors import LaunchError
 from echelon.ground.launch_environment import find_rendezvous
-from echelon.learn.distributed.joint_group import JointGroup
+from echelon.learn.distributed.joint_group import JointGroup, OpenStep
 from echelon.learn.distributed.membership import Membership, ViewChanged
 from echelon.learn.distributed.mesh import all_reduce
 from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS
@@ -77,6 +77,7 @@ class ViewMembership(Membership):
     num_essential: int = 0
     _num_ballots: int = 0
     _is_changing: bool = field(default=False)
+    _step: OpenStep = field(default_factory=OpenStep)
     _groups: list[JointGroup] = field(default_factory=list)
     _stores: list[Store] = field(default_factory=list)
     _endings: list[Callable[[], None]] = field(default_factory=list)
@@ -101,11 +102,11 @@ class ViewMembership(Membership):
 
         Raises ViewChanged, or an error, if a replica is lost before it has published its address.
         """
-        everyone = self._form("everyone", self._find_places(), self.rank, len(self.view.members), self._own)
+        everyone = self._form("everyone", self._find_places(), self.rank, len(self.view.members), self._own, self._step)
         if self.inside.size == 1:
             return everyone, everyone
         replica, index = divmod(self.rank, self.inside.size)
-        return everyone, self._form("replica", {index: replica}, replica, self.size, self._own)
+        return everyone, self._form("replica", {index: replica}, replica, self.size, self._own, self._step)
 
     @override
     def new_group(self, purpose: str = "checkpoints") -> dist.ProcessGroup:
@@ -122,7 +123,13 @@ class ViewMembership(Membership):
         return {rank: first + rank for rank in range(self.inside.size)}
 
     def _form(
-        self, name: str, places: Mapping[int, int], rank: int, size: int, own: dist.ProcessGroup | None
+        self,
+        name: str,
+        places: Mapping[int, int],
+        rank: int,
+        size: int,
+        own: dist.ProcessGroup | None,
+        step: OpenStep | None = None,
     ) -> JointGroup:
         number = self.view.number
         # torch does not refer to a store that is a Python object.
@@ -130,14 +137,20 @@ class ViewMembership(Membership):
         found = ViewStore(PrefixStore(prefix, self.store), lambda: self.board.is_over(number))
         self._stores.append(found)
         timeout = timedelta(seconds=CONNECT_SECONDS)
-        group = JointGroup(lambda: dist.ProcessGroupGloo(found, rank, size, timeout), rank, size, own, name)
+        group = JointGroup(lambda: dist.ProcessGroupGloo(found, rank, size, timeout), rank, size, own, name, step)
         group.enlist(places, found)
         group.be_patient(COLLECTIVE_SECONDS)
         self._groups.append(group)
         return group
 
     @override
+    def begin_step(self) -> None:
+        if self.inside.size > 1:
+            self._step.begin()
+
+    @override
     def vote(self) -> None:
+        self._step.end()
         ballot, self._num_ballots = self._num_ballots, self._num_ballots + 1
         is_changing = self.board.vote(self.view, ballot)
         if is_changing is None:
@@ -192,6 +205,7 @@ class ViewMembership(Membership):
         for group in self._groups:
             group.leave()
         self._groups.clear()
+        self._step = OpenStep()
         self._stores.clear()
         gc.collect()
 
