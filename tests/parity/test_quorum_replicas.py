@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 
+from echelon.learn.distributed.membership import ViewChanged
+from echelon.learn.model.sharding import local_part
 from echelon.run.training.replica_state import heal, hold
 from tests.parity.training import (
     GLOBAL_BATCH,
@@ -84,3 +86,21 @@ def test_replicas_of_two_processes_compute_what_one_process_does(workers, text, 
     assert hashes(rows) == hashes(expected)
     losses, norms = difference(rows, expected)
     assert losses <= bounds(row)[0] and norms <= bounds(row)[1]
+
+
+def interrupt_evaluation(rank, world_size, path, plan):
+    """Lose a replica between two microbatches of an evaluation; the sizes of what this rank saves before and after."""
+    with masked_trainer(rank, world_size, path, plan) as trainer:
+        learner = trainer.train_step.learner
+        batch = learner.batch(0)
+        before = {name: local_part(tensor).shape for name, tensor in learner.engine.state_dict().items()}
+        with pytest.raises(ViewChanged), learner.engine.evaluation(learner.objective) as evaluation:
+            evaluation.log_probabilities(batch.microbatches[0])
+            raise ViewChanged
+        return before, {name: local_part(tensor).shape for name, tensor in learner.engine.state_dict().items()}
+
+
+def test_weights_are_shards_after_an_evaluation_that_was_interrupted(workers, text, tmp_path):
+    path, plan = prepare(Row("fsdp", ranks=2, micro_batch=1), tmp_path, text, STEPS)
+    for before, after in workers.run(interrupt_evaluation, 2, str(path), plan):
+        assert before == after

@@ -316,11 +316,13 @@ class FullyShard(Undivided):
     @contextmanager
     @override
     def evaluation(self) -> Iterator[nn.Module]:
-        """The module in evaluation mode; whatever stayed gathered is sharded again at the end."""
-        with evaluation_mode(self.module):
-            yield self.module
-        for unit in self._units:
-            unit.reshard()
+        """The module in evaluation mode; whatever stayed gathered is sharded again at the end, also after an error."""
+        try:
+            with evaluation_mode(self.module):
+                yield self.module
+        finally:
+            for unit in self._units:
+                unit.reshard()
 
 
 @contextmanager
