@@ -194,7 +194,8 @@ class Session:
 SLOW_PAGES = {
     "adapters.md", "batches.md", "checkpoints.md", "classification.md", "context-parallelism.md", "debugging.md",
     "distillation.md", "evaluation.md", "faults.md", "fine-tuning.md", "hangs.md", "hub.md", "launching.md",
-    "library.md", "logging.md", "loops.md", "optimization.md", "parameter-server.md", "python.md", "quorum.md",
+    "library.md", "logging.md", "loops.md", "optimization.md", "parameter-server.md", "python.md",
+    "quantized-checkpoints.md", "quorum.md",
     "remote-checkpoints.md", "replicas.md", "reports.md", "reward-models.md", "rewards.md", "run-folder.md",
     "schedules.md", "slurm.md", "sweeps.md", "tracking.md",
 }  # fmt: skip

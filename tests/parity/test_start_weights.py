@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 
 from echelon.ground.errors import ConfigError
 from echelon.learn.model.build import load_config
@@ -12,6 +13,7 @@ from echelon.run.lifecycle.model_checks import check_weights
 from tests.families import small_model
 from tests.parity.test_initial_weights import whole_weights
 from tests.parity.training import Row, resolve, tensors_of, train, with_ranks, write_recipe
+from tests.stored_models import quantize_folder, write_plain
 
 pytestmark = pytest.mark.dist
 
@@ -68,6 +70,20 @@ def test_an_hf_folder_gives_each_rank_its_slice(workers, text, tmp_path, family)
     path = start_from(tmp_path / "hf", row, tmp_path / "second", text)
     plan = resolve(row, load_recipe(write_recipe(row, tmp_path / "plan", text, steps=4))[0], num_samples=1000)
     for weights in workers.run(whole_weights, 4, str(path), plan, family, True):
+        for name, value in weights.items():
+            assert np.array_equal(value, expected.get_parameter(name).detach().numpy()), name
+
+
+@pytest.mark.parametrize(("case", "family"), [("fp8", "llama"), ("mxfp4", "gpt_oss"), ("gptq-order", "qwen3_moe")])
+def test_quantized_weights_are_the_same_on_each_rank_as_in_one_process(workers, text, tmp_path, case, family):
+    small_model(family, seed=9).save_pretrained(tmp_path / "hf")
+    plain = quantize_folder(tmp_path / "hf", case)
+    write_plain(tmp_path / "hf", tmp_path / "plain", plain)
+    row = with_ranks(Row("fsdp"), 2)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype="float32")
+    path = start_from(tmp_path / "hf", row, tmp_path / "second", text)
+    plan = resolve(row, load_recipe(write_recipe(row, tmp_path / "plan", text, steps=4))[0], num_samples=1000)
+    for weights in workers.run(whole_weights, 2, str(path), plan, family, False):
         for name, value in weights.items():
             assert np.array_equal(value, expected.get_parameter(name).detach().numpy()), name
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from echelon.ground.checksums import MANIFEST, list_files
 from echelon.ground.errors import CheckpointError, ConfigError
-from echelon.ground.stored import read_bytes, write_json
+from echelon.ground.stored import read_bytes, read_json, write_json
 from echelon.learn.checkpoint.adapted import AdaptedRun, read_run_recipe, run_skeleton
 from echelon.learn.checkpoint.adapter_folder import write_adapter
 from echelon.learn.checkpoint.fill import load_alone
@@ -97,7 +97,8 @@ def export_run(
         write_weights(read, skeleton, writing, dtype)
         _write_sidecars(run_model_dir(run), writing, dtype)
         write_json(writing / TRAINING, {"sequence_len": read_run_recipe(run).data.sequence_len})
-        (writing / "README.md").write_text(render_card(run, checkpoint.step), encoding="utf-8")
+        card = render_card(run, checkpoint.step, dtype=read_json(writing / "config.json")["dtype"])
+        (writing / "README.md").write_text(card, encoding="utf-8")
         if out.exists():
             out.rmdir()
         writing.rename(out)

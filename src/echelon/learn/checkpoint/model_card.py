@@ -7,9 +7,11 @@ from typing import Any
 
 import yaml
 
+from echelon.ground.errors import EchelonError
 from echelon.ground.run_files import RunFiles, is_run
 from echelon.ground.stored import read_as, read_json, read_text
-from echelon.learn.model.hub import is_hub_name
+from echelon.learn.model.hub import is_hub_name, read_commits, with_copies
+from echelon.learn.model.stored_format import StoredFormat, find_stored_format
 from echelon.recipe import AdapterConfig, Recipe
 from echelon.recipe.load import load_recipe
 
@@ -35,11 +37,14 @@ class _Environment:
     packages: dict[str, str]
 
 
-def render_card(run: Path, step: int, is_adapter: bool = False, comparison: str | None = None) -> str:
+def render_card(
+    run: Path, step: int, is_adapter: bool = False, comparison: str | None = None, dtype: str | None = None
+) -> str:
     """Return a model card, with the front matter that the hub reads.
 
     Args:
         step: of the exported checkpoint.
+        dtype: that the weights are written in; None for an adapter.
         comparison: a line with the measured difference between a merged model and the model with its adapter.
     """
     folder = RunFiles(run)
@@ -51,16 +56,36 @@ def render_card(run: Path, step: int, is_adapter: bool = False, comparison: str 
         front["base_model"] = base
     kind = "An adapter" if is_adapter else "A model with its adapter merged" if recipe.adapter.is_adapter else "A model"
     start = f"starting from {base}" if base is not None else "from newly initialized weights"
-    loading = _adapter_lines(recipe, folder) if is_adapter else _model_lines(recipe)
+    stored = _find_stored(recipe, folder)
+    loading = _adapter_lines(recipe, folder, stored) if is_adapter else _model_lines(recipe)
     lines = [
         "---", yaml.safe_dump(front, sort_keys=True).strip(), "---", "", f"# {recipe.run.name}", "",
         f"{kind}, trained with echelon by {method}, {start}; step {step:,}.", "",
+        *([] if stored is None else [_describe_stored(stored, recipe.adapter, dtype), ""]),
         "## Data", "", *_data_lines(recipe), "",
         "## Figures", "", *_figure_lines(folder, step), *([f"- {comparison}"] if comparison else []), "",
         "## Loading", "", "```python", *loading, "```", "",
         "## Recipe", "", "```yaml", read_text(folder.recipe_path).strip(), "```", "",
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _find_stored(recipe: Recipe, folder: RunFiles) -> StoredFormat | None:
+    """Return the format of the base's weights, if they are stored quantized and its config is on this machine."""
+    with suppress(EchelonError, OSError, ValueError):
+        base = with_copies(recipe, read_commits(folder.hub_path), weights=False).model.checkpoint
+        return None if base is None else find_stored_format(base, read_json(Path(base) / "config.json"))
+    return None
+
+
+def _describe_stored(stored: StoredFormat, adapter: AdapterConfig, dtype: str | None) -> str:
+    """Return the sentences about a base with quantized weights, and about what is written instead."""
+    start = f"The base stores its weights as {stored}. They were read as plain numbers of {stored.dtype}"
+    if dtype is not None:
+        return f"{start}, and this folder has plain numbers of {dtype}: its config.json has no quantization_config."
+    if adapter.method == "qlora" or stored.method not in _DEQUANTIZING:
+        return f"{start}, which transformers cannot do here: merge the adapter with `echelon export RUN OUT --merge`."
+    return f"{start}: load the base dequantized, as below."
 
 
 def _data_lines(recipe: Recipe) -> list[str]:
@@ -94,7 +119,15 @@ def _expert_lines(adapter: AdapterConfig) -> list[str]:
     ]  # fmt: skip
 
 
-def _adapter_lines(recipe: Recipe, folder: RunFiles) -> list[str]:
+# What makes transformers load the weights of a method as plain numbers.
+_DEQUANTIZING = {
+    "fp8": ("FineGrainedFP8Config", "dequantize=True"),
+    "mxfp4": ("Mxfp4Config", "dequantize=True"),
+    "compressed-tensors": ("CompressedTensorsConfig", "run_compressed=False"),
+}
+
+
+def _adapter_lines(recipe: Recipe, folder: RunFiles, stored: StoredFormat | None) -> list[str]:
     """Return the code to load an adapter with PEFT, with the 4-bit settings and new tokens that it was trained with."""
     adapter, base = recipe.adapter, recipe.model.checkpoint or "the/first/weights"
     kind, first, options = f"{_model_class(recipe)}, AutoTokenizer", list[str](), ""
@@ -110,6 +143,10 @@ def _adapter_lines(recipe: Recipe, folder: RunFiles) -> list[str]:
         settings = f'bnb_4bit_quant_type="{adapter.quant_type}", bnb_4bit_use_double_quant={adapter.double_quant}'
         first.append(f"in_4_bits = BitsAndBytesConfig(load_in_4bit=True, {settings})")
         options += ", quantization_config=in_4_bits"
+    elif stored is not None and stored.method in _DEQUANTIZING:
+        name, setting = _DEQUANTIZING[stored.method]
+        kind += f", {name}"
+        options += f", quantization_config={name}({setting})"
     packed = _expert_lines(adapter) if adapter.quantize_experts else []
     size = config.get("vocab_size", "len(tokenizer)")
     generation = list[str]()

@@ -15,7 +15,7 @@ from echelon.learn.model.safetensors_folder import FLOATING, SafetensorsFolder, 
 from echelon.learn.model.stored_format import StoredFormat, find_stored_format
 from echelon.learn.model.stored_layouts import LAYOUTS, Layout, Packed, Shape
 
-PIECE = 2**24
+PIECE = 2**22
 """The numbers of a weight that are computed at a time, which bounds the memory beside the result."""
 
 # What layers do to their inputs and outputs: of no use to weights that are plain numbers.
@@ -56,6 +56,10 @@ class DequantizedFolder(SafetensorsFolder):
         self._headers = {name: header for name, header in headers.items() if not _OF_ACTIVATIONS.search(name)}
         for layout in LAYOUTS[stored.method]:
             self._collect(layout, headers)
+
+    @override
+    def __str__(self) -> str:
+        return f"its weights are stored as {self.stored} and read as plain numbers of {self.stored.dtype}"
 
     @override
     def read_headers(self) -> dict[str, StoredWeight]:

@@ -55,6 +55,8 @@ class PretrainedWeights:
 
         self._skeleton, self._path = skeleton, path
         self._files = open_folder(path)
+        if self._files.is_quantized:
+            logger.info(f"model.checkpoint={path}: {self._files}")
         self._stored = self._files.read_headers()
         try:
             conversions = conversions_to_model(skeleton, {name: tensor.shape for name, tensor in self._stored.items()})

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from echelon.ground.errors import ConfigError, DataError
-from echelon.ground.stored import write_json, write_text
+from echelon.ground.stored import read_json, write_json, write_text
 from echelon.learn.checkpoint.adapted import read_run_recipe, run_skeleton
 from echelon.learn.checkpoint.export import export_run
 from echelon.learn.checkpoint.folder import checkpoint_of
@@ -94,7 +94,8 @@ def compare_merged(run: Path, out: Path, which: str | None, team: Team | None = 
         return comparison
     write_json(out / "merge.json", asdict(comparison))
     step = checkpoint_of(run, which).step
-    write_text(out / "README.md", render_card(run, step, comparison=comparison.describe()))
+    dtype = read_json(out / "config.json")["dtype"]
+    write_text(out / "README.md", render_card(run, step, comparison=comparison.describe(), dtype=dtype))
     logger.info(comparison.describe())
     return comparison
 
