@@ -18,7 +18,7 @@ from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.engines.engine import Evaluation
 from echelon.learn.objectives.batch_means import with_batch_means
 from echelon.learn.objectives.loss import IGNORE
-from echelon.learn.objectives.objective import Objective
+from echelon.learn.objectives.objective import Objective, find_labels
 
 TOKENS = "target_tokens"
 """The unit of losses per target token."""
@@ -187,7 +187,7 @@ def build_result(objective: Objective, sums: Sequence[float], bytes_per_token: f
         name: None if math.isnan(value) else value for name, value in zip(objective.measures, means, strict=True)
     }
     of_labels = np.array(totals[num_means:], dtype=np.int64).reshape(-1, 3).tolist()
-    labels = {name: LabelCounts(*counts) for name, counts in zip(objective.labels, of_labels, strict=True)}
+    labels = {name: LabelCounts(*counts) for name, counts in zip(find_labels(objective), of_labels, strict=True)}
     return EvalResult(loss, int(num_labels), bytes_per_token, objective.unit, int(count), measures, labels)
 
 
@@ -224,7 +224,7 @@ def sum_up(
     Args:
         add_up: sums a tensor in place over the ranks with other sequences.
     """
-    num_sums = 3 + len(objective.measures) + 3 * len(objective.labels)
+    num_sums = 3 + len(objective.measures) + 3 * len(find_labels(objective))
     sums = torch.zeros(num_sums, dtype=torch.float64, device=device)
     if objective.batch_means:
         microbatches = list(microbatches)

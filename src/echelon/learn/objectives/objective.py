@@ -21,6 +21,8 @@ from echelon.recipe.names import OBJECTIVES
 _KEY = "objective.name"
 _PLACES = {name: row.place for name, row in OBJECTIVES.items()}
 _PARAMETERS = ("logits", "labels", "extra")
+# The members that an object which is not derived from `Objective` may lack.
+_OPTIONAL = ("labels",)
 
 
 class Objective(ABC):
@@ -117,6 +119,11 @@ class LogitsLoss(Objective):
         return outputs.logits_loss_sum(self._function, batch.labels, batch.extra)
 
 
+def find_labels(objective: Objective) -> tuple[str, ...]:
+    """Return the labels of texts that an objective counts; none for an object that does not name any."""
+    return getattr(objective, "labels", ())
+
+
 def as_objective(loss: Objective | LossFn) -> Objective:
     """Return an objective unchanged, and a function (logits, labels, extra) as the objective that sums it over tokens.
 
@@ -128,7 +135,8 @@ def as_objective(loss: Objective | LossFn) -> Objective:
         raise TypeError(f"{loss!r} is not a loss; use an Objective, or a function of ({', '.join(_PARAMETERS)}).")
     if not hasattr(loss, "loss_sum"):
         return LogitsLoss(loss)
-    if missing := [name for name in vars(Objective) if not name.startswith("_") and not hasattr(loss, name)]:
+    required = [name for name in vars(Objective) if not name.startswith("_") and name not in _OPTIONAL]
+    if missing := [name for name in required if not hasattr(loss, name)]:
         raise TypeError(
             f"{type(loss).__name__} has no {missing[0]}; derive it from "
             "echelon.learn.objectives.objective.Objective, which has defaults."
