@@ -11,6 +11,9 @@ from echelon.recipe.launch_sections import Target
 JobState = Literal["queued", "running", "done", "failed", "stopped", "unknown"]
 """`stopped`: by a signal or a budget, after a save; the job resumes when it is launched again."""
 
+GpuTarget = Literal["slurm", "kubernetes", "ray"]
+"""The targets whose section of the recipe has `gpus_per_node`."""
+
 _STDLIB = "python-stdlib"
 
 FINAL_STATES: frozenset[JobState] = frozenset({"done", "failed", "stopped"})
@@ -44,6 +47,21 @@ class JobSpec:
         launch = self.recipe.launch
         argv = (python or launch.python, "-m", "echelon", "train", recipe_path)
         return argv if launch.nproc_per_node == "auto" else (*argv, "--nproc", str(launch.nproc_per_node))
+
+
+def count_gpus(job: JobSpec, target: GpuTarget) -> int:
+    """The number of GPUs that a job requests on each machine of a target; 0 if it requests none."""
+    launch = job.recipe.launch
+    own: int | None = getattr(launch, target).gpus_per_node
+    if own is not None:
+        return own
+    return 0 if launch.nproc_per_node == "auto" else launch.nproc_per_node
+
+
+def describe_gpu_request(job: JobSpec, target: GpuTarget) -> str:
+    """The key of `count_gpus`, with its value."""
+    is_own = getattr(job.recipe.launch, target).gpus_per_node is not None
+    return f"launch.{f'{target}.gpus_per_node' if is_own else 'nproc_per_node'}={count_gpus(job, target)}"
 
 
 def list_inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,16 @@ from typing_extensions import override
 
 from echelon.ground.errors import LaunchError
 from echelon.ground.stored import write_text
-from echelon.launch.job import FINAL_STATES, ArrayLauncher, JobRecord, JobSpec, JobState, JobStatus, Submitted
+from echelon.launch.job import (
+    FINAL_STATES,
+    ArrayLauncher,
+    JobRecord,
+    JobSpec,
+    JobState,
+    JobStatus,
+    Submitted,
+    count_gpus,
+)
 from echelon.launch.job_logs import Log, rarely, read_exit_code
 from echelon.launch.records import record_job, write_job
 from echelon.launch.slurm_script import (
@@ -21,7 +30,6 @@ from echelon.launch.slurm_script import (
     LOG,
     MACHINE,
     check_request,
-    count_gpus,
     format_time,
     render_array,
     render_batch,
@@ -55,8 +63,8 @@ class SlurmLauncher(ArrayLauncher):
         machines = f"{fewest}" if fewest == most else f"{fewest} to {most}"
         hours = "the partition's limit" if launch.max_hours is None else format_time(launch.max_hours)
         lines = [
-            f"requests {machines} machine(s) with {count_gpus(job) or 'no'} GPU(s) each from Slurm, for {hours}; "
-            f"output goes to {job.folder / LOG}"
+            f"requests {machines} machine(s) with {count_gpus(job, 'slurm') or 'no'} GPU(s) each from Slurm, for "
+            f"{hours}; output goes to {job.folder / LOG}"
         ]
         if slurm.cpus_per_task is None and not slurm.exclusive:
             lines.append(

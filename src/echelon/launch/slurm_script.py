@@ -8,7 +8,7 @@ from pathlib import Path
 
 from echelon.ground.errors import ConfigError
 from echelon.ground.variables import asked_environment
-from echelon.launch.job import JobSpec
+from echelon.launch.job import JobSpec, count_gpus, describe_gpu_request
 from echelon.launch.shell import join_words, prepare_lines
 from echelon.launch.slurm_step import check_option, check_step, render_task
 from echelon.recipe.yaml_text import read_table
@@ -74,7 +74,11 @@ def render_machine(job: JobSpec) -> str:
         train += f' --nodes "{fewest}:$SLURM_STEP_NUM_NODES" --rendezvous "$ECHELON_RENDEZVOUS"'
     lines = (
         "#!/bin/bash",
-        *prepare_lines(job.recipe.launch, job.workdir, asked_environment(count_gpus(job), _describe_asking(job))),
+        *prepare_lines(
+            job.recipe.launch,
+            job.workdir,
+            asked_environment(count_gpus(job, "slurm"), describe_gpu_request(job, "slurm")),
+        ),
         f"exec {train}",
     )
     return "\n".join(lines) + "\n"
@@ -107,20 +111,6 @@ def check_request(job: JobSpec) -> None:
     check_step(job)
 
 
-def count_gpus(job: JobSpec) -> int:
-    """The number of GPUs requested on each machine; 0 if none are requested."""
-    launch = job.recipe.launch
-    if launch.slurm.gpus_per_node is not None:
-        return launch.slurm.gpus_per_node
-    return 0 if launch.nproc_per_node == "auto" else launch.nproc_per_node
-
-
-def _describe_asking(job: JobSpec) -> str:
-    """The key of `count_gpus`, with its value."""
-    key = "nproc_per_node" if job.recipe.launch.slurm.gpus_per_node is None else "slurm.gpus_per_node"
-    return f"launch.{key}={count_gpus(job)}"
-
-
 def format_time(hours: float) -> str:
     """Format a time limit for sbatch, rounded up to its resolution of a minute: `36:00:00`."""
     minutes = math.ceil(round(hours * 60, 6))
@@ -138,10 +128,10 @@ def _check_option(job: JobSpec, name: str, value: str | int | bool) -> None:
     reason = "echelon submits one job with one task per machine and writes its output to the job's folder"
     check_option("launch.slurm.options", name, value, "batch", reason)
     asks_gpus = name in ("gpus", "gpus-per-task", "gpus-per-socket") or (name == "gres" and "gpu" in str(value))
-    if asks_gpus and count_gpus(job):
+    if asks_gpus and count_gpus(job, "slurm"):
         raise ConfigError(
-            f"{key}={value}: launch.slurm.gpus_per_node or launch.nproc_per_node already requests {count_gpus(job)} "
-            "GPUs per machine; remove the option, or set launch.slurm.gpus_per_node: 0."
+            f"{key}={value}: launch.slurm.gpus_per_node or launch.nproc_per_node already requests "
+            f"{count_gpus(job, 'slurm')} GPUs per machine; remove the option, or set launch.slurm.gpus_per_node: 0."
         )
     if name in ("mem-per-cpu", "mem-per-gpu") and slurm.memory is not None:
         raise ConfigError(f"{key}={value} and launch.slurm.memory={slurm.memory} exclude each other; remove one.")
@@ -161,7 +151,7 @@ def _directives(job: JobSpec, name: str) -> list[str]:
         "nodes": fewest if fewest == most else f"{fewest}-{most}",
         # With a range of machines Slurm would read it as the total number of tasks, and allocate one machine.
         "ntasks-per-node": 1 if fewest == most else None,
-        "gpus-per-node": count_gpus(job) or None,
+        "gpus-per-node": count_gpus(job, "slurm") or None,
         "cpus-per-task": slurm.cpus_per_task,
         "mem": slurm.memory,
         "exclusive": slurm.exclusive,

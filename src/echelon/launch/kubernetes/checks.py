@@ -12,12 +12,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from echelon.ground.errors import ConfigError, MissingSettingError
-from echelon.launch.job import JobSpec, list_inputs
+from echelon.launch.job import JobSpec, count_gpus, list_inputs
 from echelon.launch.kubernetes.kinds import PORT, find_kind, is_elastic, longest_pod_name
 from echelon.launch.kubernetes.pod import (
     RECIPE_MOUNT,
     SHARED_MEMORY_MOUNT,
-    count_gpus,
     count_processes,
     find_workdir,
 )
@@ -189,7 +188,7 @@ def _check_devices(job: JobSpec) -> None:
             f"requests; set {_KEY}.gpus_per_node, or set it to 0 to use CPUs only.",
             {f"{_KEY}.gpus_per_node": 1},
         )
-    gpus, processes = count_gpus(job), count_processes(job)
+    gpus, processes = count_gpus(job, "kubernetes"), count_processes(job)
     if gpus and processes != gpus:
         raise ConfigError(
             f"{_KEY}.gpus_per_node={gpus}: each of the launch.nproc_per_node={processes} processes uses one GPU; set "

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from echelon.ground.variables import asked_environment
-from echelon.launch.job import JobSpec
+from echelon.launch.job import JobSpec, count_gpus, describe_gpu_request
 from echelon.launch.kubernetes.kinds import PORT, find_kind, rendezvous_host
 from echelon.launch.patch import merge_patch
 from echelon.launch.shell import guard_setup, join_words, needs_shell
@@ -40,18 +40,10 @@ def find_workdir(job: JobSpec) -> PurePosixPath:
     return PurePosixPath(settings.workdir or settings.volumes[0].mount)
 
 
-def count_gpus(job: JobSpec) -> int:
-    """The number of GPUs per pod."""
-    launch = job.recipe.launch
-    if launch.kubernetes.gpus_per_node is not None:
-        return launch.kubernetes.gpus_per_node
-    return launch.nproc_per_node if isinstance(launch.nproc_per_node, int) else 0
-
-
 def count_processes(job: JobSpec) -> int:
     """The number of processes per pod; 0 if the recipe does not determine it."""
     nproc = job.recipe.launch.nproc_per_node
-    return nproc if isinstance(nproc, int) else count_gpus(job)
+    return nproc if isinstance(nproc, int) else count_gpus(job, "kubernetes")
 
 
 def build_command(job: JobSpec) -> list[str]:
@@ -121,11 +113,9 @@ def _efa_variables(job: JobSpec) -> dict[str, str]:
 
 def _find_asked(job: JobSpec) -> tuple[int, str]:
     """The number of GPUs per pod that a process can see, and the key that asks for them."""
-    launch = job.recipe.launch
-    if count := count_gpus(job):
-        key = "nproc_per_node" if launch.kubernetes.gpus_per_node is None else "kubernetes.gpus_per_node"
-        return count, f"launch.{key}={count}"
-    for name, amount in launch.kubernetes.resources.items():
+    if count := count_gpus(job, "kubernetes"):
+        return count, describe_gpu_request(job, "kubernetes")
+    for name, amount in job.recipe.launch.kubernetes.resources.items():
         if re.match(r"nvidia\.com/(gpu|mig-)|.*/gpu$", name) and str(amount) != "0":
             return 1, f"launch.kubernetes.resources.{name}={amount}"  # a process sees one of several parts of a GPU
     return 0, ""
@@ -137,7 +127,7 @@ def build_resources(job: JobSpec) -> dict[str, Any]:
     amounts: dict[str, int | str | None] = {
         "cpu": settings.cpu,
         "memory": settings.memory,
-        "nvidia.com/gpu": count_gpus(job) or None,
+        "nvidia.com/gpu": count_gpus(job, "kubernetes") or None,
         "vpc.amazonaws.com/efa": settings.efa_per_node or None,
         **settings.resources,
     }

@@ -8,11 +8,20 @@ from typing_extensions import override
 
 from echelon.ground.errors import LaunchError
 from echelon.ground.stored import read_text, write_text
-from echelon.launch.job import FINAL_STATES, JobRecord, JobSpec, JobState, JobStatus, Launcher, Submitted
+from echelon.launch.job import (
+    FINAL_STATES,
+    JobRecord,
+    JobSpec,
+    JobState,
+    JobStatus,
+    Launcher,
+    Submitted,
+    count_gpus,
+)
 from echelon.launch.job_logs import name_ending
 from echelon.launch.ray import driver
 from echelon.launch.ray.jobs import RayJobs
-from echelon.launch.ray.submission import DRIVER, REQUEST, check_request, count_gpus, find_workdir, render_files
+from echelon.launch.ray.submission import DRIVER, REQUEST, check_request, find_workdir, render_files
 from echelon.run.supervise.outcome import DONE, FAILED, STOPPED
 
 # The states of Ray Jobs; FAILED is any other exit code than 0.
@@ -30,12 +39,12 @@ class RayLauncher(Launcher):
         settings = job.recipe.launch.ray
         machines = f"{fewest}" if fewest == most else f"{fewest} to {most}"
         lines = [
-            f"requests {machines} machine(s) with {count_gpus(job) or 'no'} GPU(s) and {settings.cpus_per_node} CPU "
-            f"core(s) each from the Ray cluster at {settings.address}; waits for them up to "
+            f"requests {machines} machine(s) with {count_gpus(job, 'ray') or 'no'} GPU(s) and {settings.cpus_per_node} "
+            f"CPU core(s) each from the Ray cluster at {settings.address}; waits for them up to "
             f"{settings.wait_seconds:g} s",
             f"the machines must share {find_workdir(job)}",
         ]
-        if not count_gpus(job):
+        if not count_gpus(job, "ray"):
             lines.append("no GPU is requested, so Ray hides those of the machines; set launch.ray.gpus_per_node")
         return lines
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from echelon.ground.errors import ConfigError
 from echelon.ground.variables import asked_environment
-from echelon.launch.job import JobSpec
+from echelon.launch.job import JobSpec, count_gpus, describe_gpu_request
 from echelon.launch.ray.driver import AGENT, ORDER, Order
 from echelon.launch.shell import join_words, limit_command, prepare_lines
 
@@ -37,14 +37,6 @@ _GUARD = """\
 ) > /dev/null 2>&1 <&3 3<&- &
 exec 3<&-
 """
-
-
-def count_gpus(job: JobSpec) -> int:
-    """The number of GPUs requested on each machine; 0 if none are requested."""
-    launch = job.recipe.launch
-    if launch.ray.gpus_per_node is not None:
-        return launch.ray.gpus_per_node
-    return launch.nproc_per_node if isinstance(launch.nproc_per_node, int) else 0
 
 
 def find_workdir(job: JobSpec) -> Path:
@@ -131,7 +123,7 @@ def render_files(job: JobSpec) -> dict[str, str]:
 def _find_bundle(job: JobSpec) -> dict[str, float]:
     """What is reserved on each machine."""
     settings = job.recipe.launch.ray
-    amounts = {"CPU": float(settings.cpus_per_node), "GPU": float(count_gpus(job)), **settings.resources}
+    amounts = {"CPU": float(settings.cpus_per_node), "GPU": float(count_gpus(job, "ray")), **settings.resources}
     return {name: amount for name, amount in amounts.items() if amount}
 
 
@@ -147,7 +139,7 @@ def _refuse_workdir(workdir: Path) -> str:
 
 def _render_agent(job: JobSpec) -> str:
     launch = job.recipe.launch
-    asking = f"launch.{'nproc_per_node' if launch.ray.gpus_per_node is None else 'ray.gpus_per_node'}={count_gpus(job)}"
+    asked = asked_environment(count_gpus(job, "ray"), describe_gpu_request(job, "ray"))
     interface = () if launch.ray.interface is None else ("--interface", launch.ray.interface)
     train = join_words(limit_command(launch, (*job.train_command("@RECIPE@"), *interface)))
     train = train.replace("@RECIPE@", '"$here/recipe.yaml"')
@@ -159,7 +151,7 @@ def _render_agent(job: JobSpec) -> str:
         _GUARD.format(seconds=math.ceil(job.recipe.fault.notice_seconds)).rstrip(),
         "unset OMP_NUM_THREADS  # Ray sets it to the cores of this machine's reservation",
         _refuse_workdir(find_workdir(job)),
-        *prepare_lines(launch, find_workdir(job), asked_environment(count_gpus(job), asking)),
+        *prepare_lines(launch, find_workdir(job), asked),
         f'exec {train} --nodes "$1" --rendezvous "$2"',
     )
     return "\n".join(lines) + "\n"
