@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from echelon.cli.api.plan_pictures import draw_search
 from echelon.cli.api.recipes import RecipeLike, load_recipe
-from echelon.cli.api.searching import search
+from echelon.cli.api.searching import render_numbered, search
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.ground.sizes import render_duration
 from echelon.ground.variables import find_cache_dir
@@ -21,6 +21,7 @@ from echelon.recipe import Recipe
 from echelon.run.lifecycle.model_checks import check_model
 
 _SHOWN = 12
+_HEADER = ("machines", "plan", "hours", "error bar", "$", "error bar")
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class QuoteReport:
         """The table, what the error bars are, and what is missing."""
         shown = [*self.best, *self.others[: max(0, _SHOWN - len(self.best))]]
         yield f"{len(self.quotes)} quotes; no other is both cheaper and faster than 1 to {len(self.best)}"
-        yield from _render_rows(shown)
+        yield from render_numbered(_HEADER, [_row(quote) for quote in shown])
         left = len(self.quotes) - len(shown)
         if left:
             yield f"  and {left} more that cost more (--json has all)"
@@ -156,15 +157,6 @@ def _plain(quote: Quote) -> dict[str, float]:
         for name, amount in (("hours", quote.hours), ("usd", quote.usd))
         for end, value in asdict(amount).items()
     }
-
-
-def _render_rows(shown: Sequence[Quote]) -> Iterator[str]:
-    header = ("machines", "plan", "hours", "error bar", "$", "error bar")
-    rows = [header, *(_row(quote) for quote in shown)]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(header))]
-    for number, row in enumerate(rows):
-        cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield f"  {number or '':>2}  {cells}".rstrip()
 
 
 def _row(quote: Quote) -> tuple[str, ...]:

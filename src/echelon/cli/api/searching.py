@@ -245,7 +245,12 @@ def _value(candidate: RankedPlan, by: Goal) -> float:
 def _render_table(shown: Sequence[RankedPlan]) -> Iterator[str]:
     header: tuple[str, ...] = ("plan", "micro batch", "checkpointing", "tokens/s", "memory", "time", "$", "limited by")
     header += () if shown[0].goodput is None else ("goodput",)
-    rows = [header, *(_row(candidate) for candidate in shown)]
+    yield from render_numbered(header, [_row(candidate) for candidate in shown])
+
+
+def render_numbered(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table whose rows have numbers, from 1."""
+    rows = [header, *rows]
     widths = [max(len(row[place]) for row in rows) for place in range(len(header))]
     for number, row in enumerate(rows):
         cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
