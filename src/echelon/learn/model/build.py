@@ -76,8 +76,10 @@ def drop_quantization(config: PretrainedConfig) -> None:
 
     `dequantized.py` reads it from the files.
     """
+    from echelon.learn.model.stored_format import QUANTIZATION_KEYS
+
     for part in (config, config.get_text_config(decoder=True)):
-        for key in ("quantization_config", "compression_config"):
+        for key in QUANTIZATION_KEYS:
             vars(part).pop(key, None)
 
 

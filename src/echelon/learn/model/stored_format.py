@@ -10,8 +10,9 @@ from echelon.ground.errors import ConfigError
 
 Block = tuple[int | None, int | None]
 
-# Where the config of a model has its settings: at the top, or, with images, with the fields of its language model.
-_KEYS = ("quantization_config", "compression_config")
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+"""The keys of a config with its settings: at the top, or, with images, among the fields of its language model."""
+
 _DTYPES = ("float32", "bfloat16", "float16")
 _PACKED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
@@ -105,15 +106,15 @@ def find_settings(fields: Mapping[str, Any]) -> tuple[str, Any]:
     text = fields.get("text_config")
     places = {"": fields} | ({"text_config.": text} if isinstance(text, Mapping) else {})
     for prefix, place in places.items():
-        for key in _KEYS:
+        for key in QUANTIZATION_KEYS:
             if place.get(key):
                 return f"{prefix}{key}", place[key]
-    return _KEYS[0], None
+    return QUANTIZATION_KEYS[0], None
 
 
 def without_settings(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a config without those about quantized weights: of the model in memory."""
-    kept = {key: value for key, value in fields.items() if key not in _KEYS}
+    kept = {key: value for key, value in fields.items() if key not in QUANTIZATION_KEYS}
     text = kept.get("text_config")
     return kept | ({"text_config": without_settings(text)} if isinstance(text, Mapping) else {})
 
