@@ -52,6 +52,7 @@ def serve(connection: Connection) -> None:
         try:
             store = dist.FileStore(store_path, world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+            dist.barrier()  # a task may leave the group at once, while another rank still connects to its peers
             result = function(rank, world_size, *arguments)
             dist.barrier()
             leave_group()
