@@ -1,8 +1,12 @@
 """A local S3 server: moto behind real HTTP, which a test can stop, make fail, and inspect."""
 
 import threading
+from contextlib import contextmanager
 
+import fsspec
+import pytest
 from moto.server import DomainDispatcherApplication, create_backend_app
+from s3fs import S3FileSystem
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 BUCKET = "bucket"
@@ -59,3 +63,22 @@ class ObjectServer:
                 respond("503 Service Unavailable", [("Content-Length", "0")])
                 return [b""]
         return self._app(environ, respond)
+
+
+@contextmanager
+def bucket_served():
+    """A server with BUCKET, which this process's clients use inside of the block."""
+    server = ObjectServer()
+    S3FileSystem.clear_instance_cache()  # a client keeps the address of the server that it was made for
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for key, value in server.environment.items():
+                patch.setenv(key, value)
+            patch.setattr("s3fs.core.S3FileSystem.retries", 1)
+            system = fsspec.filesystem("s3")
+            if not system.exists(BUCKET):  # moto's buckets belong to the process
+                system.mkdir(BUCKET)
+            yield server
+    finally:
+        server.stop()
+        S3FileSystem.clear_instance_cache()

@@ -18,6 +18,7 @@ from echelon.recipe.section import (
     Positive,
     Section,
     Whole,
+    address,
     distinct,
     expand_list,
     folder_name,
@@ -315,6 +316,11 @@ class DataConfig(Section):
         None,
         description="Folder of prepared data, shared by all runs; or one prepared folder, which is used without "
         "its text. Default: `prepared` next to the run folder.",
+    )
+    prepared_remote: Annotated[str, address("data.prepared_remote", "prepared")] | None = Field(
+        None,
+        description="Object-store address through which machines share prepared data, such as `s3://bucket/prepared`, "
+        "`gs://...` or `file:///...`: what is there is downloaded instead of prepared, and what is not is uploaded.",
     )
     prepare_workers: Count | Literal["auto"] = Field("auto", description="Processes that tokenize.")
     source: OwnName | None = Field(

@@ -1,11 +1,20 @@
 """Sections of the recipe: checkpoints, evaluation, trackers, faults, budget."""
 
-import re
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from echelon.recipe.section import Count, CountOrZero, Flag, Number, Positive, PositiveOrZero, Section, rule
+from echelon.recipe.section import (
+    Count,
+    CountOrZero,
+    Flag,
+    Number,
+    Positive,
+    PositiveOrZero,
+    Section,
+    address,
+    rule,
+)
 
 Tracker = Literal["tensorboard", "mlflow", "wandb"]
 
@@ -31,7 +40,7 @@ class CheckpointConfig(Section):
     keep_last: Count = Field(3, description="Number of newest checkpoints to keep.")
     keep_best: Flag = Field(False, description="Also keep the one with the lowest evaluation loss.")
     asynchronous: Flag = Field(True, alias="async", description="Write in the background while training continues.")
-    remote: str | None = Field(
+    remote: Annotated[str, address("checkpoint.remote", "runs/NAME")] | None = Field(
         None,
         description="Object-store address to which each checkpoint is copied in the background, one per run, such as "
         "`s3://bucket/runs/NAME`, `gs://...` or `file:///...`. The same command on another machine resumes from there.",
@@ -49,24 +58,6 @@ class CheckpointConfig(Section):
                 "checkpoint.every_steps=null does not set when to save; give a number of steps, auto, or "
                 "checkpoint.saves_per_epoch."
             )
-
-    @field_validator("remote")
-    @classmethod
-    def _remote_is_an_address_without_secrets(cls, remote: str | None) -> str | None:
-        if remote is None:
-            return None
-        if re.search(r"[@?]", remote):  # not shown: it may be what must stay secret
-            raise ValueError(
-                "checkpoint.remote must be an address without a user name, password or query, because the recipe is "
-                "stored as plain text; set credentials in the environment (AWS_ACCESS_KEY_ID, "
-                "GOOGLE_APPLICATION_CREDENTIALS, ...) or in fsspec's own configuration."
-            )
-        if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^:]*[^:/][^:]*", remote):
-            raise ValueError(
-                f"checkpoint.remote={remote} must be one address with its protocol and a path; for example "
-                "s3://bucket/runs/NAME, gs://bucket/runs/NAME or file:///mnt/backup/NAME."
-            )
-        return remote.rstrip("/")
 
 
 class EvaluateConfig(Section):

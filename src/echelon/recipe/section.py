@@ -139,6 +139,26 @@ def folder_name(key: str) -> AfterValidator:
     return AfterValidator(partial(_check_folder_name, key))
 
 
+def _check_address(key: str, example: str, address: str) -> str:
+    if re.search(r"[@?]", address):  # not shown: it may be what must stay secret
+        raise ValueError(
+            f"{key} must be an address without a user name, password or query, because the recipe is stored as plain "
+            "text; set credentials in the environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, ...) or in "
+            "fsspec's own configuration."
+        )
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^:]*[^:/][^:]*", address):
+        raise ValueError(
+            f"{key}={address} must be one address with its protocol and a path; for example s3://bucket/{example}, "
+            f"gs://bucket/{example} or file:///mnt/{example}."
+        )
+    return address.rstrip("/")
+
+
+def address(key: str, example: str) -> AfterValidator:
+    """The check of an address in an object store; it may hold no secret. `example`: a path, for messages."""
+    return AfterValidator(partial(_check_address, key, example))
+
+
 AnyPath = Annotated[Path, AfterValidator(_is_a_path)]
 PathOrName = Annotated[str, AfterValidator(_is_a_path)]
 Whole = Annotated[int, Strict(), _FromWholeFloat]

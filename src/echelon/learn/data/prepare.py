@@ -41,6 +41,7 @@ from echelon.learn.data.prepare_spec import PrepareSpec, prepare_spec
 from echelon.learn.data.prepared import DocumentMask, PreparedData, check_mask, open_prepared
 from echelon.learn.data.readers.record import ExampleFields
 from echelon.learn.data.resume import has_progress
+from echelon.learn.data.shared_folders import SharedFolders
 from echelon.learn.data.split import describe_split, warn_of_small_sets
 from echelon.learn.data.templates import load_template
 from echelon.learn.data.text_sample import TextSample
@@ -127,8 +128,11 @@ def prepare(
         separator = spec.separator if tokenizer is None else separator_id(tokenizer, spec.separator)
         check_mask(spec.document_mask, separator)
     folder = spec.prepared_dir / _cache_key(spec, corpus, tokenizer)
+    shared = None if spec.prepared_remote is None else SharedFolders(spec.prepared_remote)
     if not folder.is_dir():
-        _make_folder(folder, spec, corpus, tokenizer)
+        _make_folder(folder, spec, corpus, tokenizer, shared)
+    if shared is not None:
+        shared.send(folder)
     prepared = open_prepared(folder, spec.sequence_len, spec.document_mask, verify=verify)
     return _described(replace(prepared, loaded=tokenizer), spec)
 
@@ -182,13 +186,18 @@ def _make_folder(
     spec: PrepareSpec,
     corpus: Sequence[CorpusEntry],
     tokenizer: "PreTrainedTokenizerFast | None",
+    shared: SharedFolders | None,
 ) -> None:
-    """Write the folder, unless another process does so first. Raises EchelonError if it cannot be written."""
+    """Write the folder or download it, unless another process does so first.
+
+    Raises EchelonError if it cannot be written.
+    """
     try:
         spec.prepared_dir.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_suffix(".lock")):
-            if not folder.is_dir():
-                write_folder(folder, spec, corpus, tokenizer)
+            if folder.is_dir() or (shared is not None and shared.bring(folder)):
+                return
+            write_folder(folder, spec, corpus, tokenizer)
     except OSError as error:
         kept = f" The progress so far is kept in {_partial(folder)}." if has_progress(_partial(folder)) else ""
         raise EchelonError(

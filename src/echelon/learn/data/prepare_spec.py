@@ -35,6 +35,7 @@ class PrepareSpec:
     checkpoint: str | None
     prepared_dir: Path
     sequence_len: int
+    prepared_remote: str | None = None
     workers: int | None = None
     trust_remote_code: bool = False
     mixture: bool = False
@@ -64,6 +65,7 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
         checkpoint=recipe.model.checkpoint and find_model_dir(recipe.model.checkpoint),
         prepared_dir=Path(recipe.prepared_dir),
         sequence_len=recipe.sample_len,
+        prepared_remote=data.prepared_remote,
         workers=None if data.prepare_workers == "auto" else int(data.prepare_workers),
         trust_remote_code=recipe.model.trust_remote_code,
         mixture=data.is_mixture,

@@ -18,9 +18,9 @@ from typing import Any
 
 from echelon.ground.checksums import FORMAT, MANIFEST, check_files, compare_files, describe_files
 from echelon.ground.errors import CheckpointError, ConfigError
+from echelon.ground.object_store import ObjectStore, ObjectStoreError
 from echelon.ground.stored import parse_json, read_as, write_json
 from echelon.learn.checkpoint.folder import Checkpoint
-from echelon.run.folder.object_store import ObjectStore, ObjectStoreError
 from echelon.run.folder.run_folder import RunFolder
 
 OWNER = "run.json"

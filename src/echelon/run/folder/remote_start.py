@@ -13,6 +13,7 @@ from pathlib import Path
 
 from echelon.ground.checksums import find_faults, list_files
 from echelon.ground.errors import CheckpointError, ConfigError, EchelonError, explain_storage_error
+from echelon.ground.object_store import ObjectStore, ObjectStoreError, retried
 from echelon.ground.sizes import render_bytes
 from echelon.ground.stored import sync_path
 from echelon.learn.checkpoint.folder import find_checkpoints, give_name, newest_whole
@@ -21,7 +22,6 @@ from echelon.recipe.difference import blocking_differences
 from echelon.recipe.load import load_recipe
 from echelon.recipe.render import render_recipe
 from echelon.run.folder.bundle import unpack_bundle
-from echelon.run.folder.object_store import ObjectStore, ObjectStoreError, retried
 from echelon.run.folder.remote import BUNDLE, Owner, RemoteCheckpoint, RemoteRuns, read_run_name, write_run_name
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.folder.upload import Uploader

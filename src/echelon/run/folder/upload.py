@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from echelon.ground.errors import CheckpointError, EchelonError
+from echelon.ground.object_store import ObjectStore, describe_failure
 from echelon.ground.stored import read_text
 from echelon.learn.checkpoint.folder import Checkpoint
 from echelon.run.folder.bundle import write_bundle
-from echelon.run.folder.object_store import ObjectStore, describe_failure
 from echelon.run.folder.remote import Owner, RemoteRuns, read_run_name
 from echelon.run.folder.run_folder import RunFolder
 

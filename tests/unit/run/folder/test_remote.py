@@ -8,22 +8,22 @@ import time
 import zipfile
 from pathlib import Path
 
-import fsspec
 import pytest
 
+from echelon.ground import object_store
 from echelon.ground.checksums import find_faults
 from echelon.ground.errors import CheckpointError, ConfigError, EchelonError
+from echelon.ground.object_store import ObjectStore, ObjectStoreError, describe_failure
 from echelon.learn.checkpoint.folder import Checkpoint, find_checkpoints, publish
 from echelon.recipe.load import load_recipe
 from echelon.recipe.render import render_recipe
-from echelon.run.folder import object_store, upload
-from echelon.run.folder.object_store import ObjectStore, ObjectStoreError, describe_failure
+from echelon.run.folder import upload
 from echelon.run.folder.open_run import open_run
 from echelon.run.folder.remote import RemoteRuns, read_run_name
 from echelon.run.folder.remote_start import RemoteStart, describe_remote
 from echelon.run.folder.upload import Uploader
 from tests.log_lines import LogLines
-from tests.object_server import BUCKET, ObjectServer
+from tests.object_server import BUCKET, bucket_served
 
 RECIPE = """
 run: {{name: small, dir: {folder}}}
@@ -39,14 +39,8 @@ checkpoint: {{remote: '{url}', keep_last: 2}}
 @pytest.fixture(scope="module")
 def server():
     """One server for all tests; each test has its own address."""
-    server = ObjectServer()
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in server.environment.items():
-            patch.setenv(key, value)
-        patch.setattr("s3fs.core.S3FileSystem.retries", 1)
-        fsspec.filesystem("s3").mkdir(BUCKET)
+    with bucket_served() as server:
         yield server
-    server.stop()
 
 
 @pytest.fixture

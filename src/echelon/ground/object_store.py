@@ -32,8 +32,8 @@ class ObjectStoreError(EchelonError):
 class ObjectStore:
     """Objects by name, a path below `url`. Every method raises ObjectStoreError, without secrets in its message."""
 
-    def __init__(self, url: str) -> None:
-        """Makes no request. Raises ConfigError for an unsupported protocol."""
+    def __init__(self, url: str, key: str = "checkpoint.remote") -> None:
+        """Makes no request. Raises ConfigError, naming the recipe key `key`, for an unsupported protocol."""
         import fsspec.core
         from fsspec.implementations.local import LocalFileSystem
 
@@ -47,12 +47,12 @@ class ObjectStore:
             extra, package = EXTRAS.get(protocol, ("", ""))
             remedy = f"pip install 'echelon[{extra}]'" if extra else "install it"
             raise ConfigError(
-                f"checkpoint.remote={url} requires {package or f'the fsspec package for {protocol}'}, which is not "
+                f"{key}={url} requires {package or f'the fsspec package for {protocol}'}, which is not "
                 f"installed; {remedy}, or use another address."
             ) from None
         except ValueError:
             raise ConfigError(
-                f"checkpoint.remote={url}: fsspec has no protocol {protocol}; use s3, gs, file or another of fsspec's."
+                f"{key}={url}: fsspec has no protocol {protocol}; use s3, gs, file or another of fsspec's."
             ) from None
         self._is_local = isinstance(self._system, LocalFileSystem)
 
