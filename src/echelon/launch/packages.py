@@ -17,6 +17,7 @@ _IMPORTS: dict[str, tuple[str, ...]] = {
     "tensorboard": ("tensorboard",),
     "mlflow": ("mlflow", "psutil"),
     "wandb": ("wandb",),
+    "prometheus": ("prometheus_client",),
     "s3": ("s3fs",),
     "gcs": ("gcsfs",),
     "float8": ("torchao",),

@@ -21,6 +21,7 @@ from echelon.recipe.operation import (
     EvaluateConfig,
     FaultConfig,
     MlflowConfig,
+    PrometheusConfig,
     WandbConfig,
 )
 from echelon.recipe.rollout import EnvironmentConfig, RewardConfig, RolloutConfig
@@ -42,6 +43,7 @@ __all__ = [
     "ObjectiveConfig",
     "OptimConfig",
     "ParallelConfig",
+    "PrometheusConfig",
     "Recipe",
     "RewardConfig",
     "RolloutConfig",

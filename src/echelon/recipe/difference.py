@@ -18,7 +18,7 @@ RESUMABLE: tuple[str, ...] = (
     "run", "data.prepared_dir", "data.prepared_remote", "data.prepare_workers", "train.micro_batch_size",
     "train.log_every", "train.eval_every", "train.evals_per_epoch", "train.callbacks", "train.allow_cpu", "parallel",
     "checkpoint", "evaluate", "fault", "sync.replicas", "sync.min_replicas", "engine", "deepspeed", "horovod",
-    "tensorflow", "track", "mlflow", "wandb", "launch", "profile", "budget", "rollout.max_num_seqs",
+    "tensorflow", "track", "mlflow", "wandb", "prometheus", "launch", "profile", "budget", "rollout.max_num_seqs",
 )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from echelon.recipe.operation import (
     FaultConfig,
     MlflowConfig,
     ProfileConfig,
+    PrometheusConfig,
     Tracker,
     WandbConfig,
 )
@@ -100,6 +101,7 @@ class Recipe(Section):
     )
     mlflow: MlflowConfig = MlflowConfig()
     wandb: WandbConfig = WandbConfig()
+    prometheus: PrometheusConfig = PrometheusConfig()
     launch: LaunchConfig = LaunchConfig()
     profile: ProfileConfig = ProfileConfig()
     budget: BudgetConfig = BudgetConfig()

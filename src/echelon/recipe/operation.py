@@ -16,7 +16,7 @@ from echelon.recipe.section import (
     rule,
 )
 
-Tracker = Literal["tensorboard", "mlflow", "wandb"]
+Tracker = Literal["tensorboard", "mlflow", "wandb", "prometheus"]
 
 
 class CheckpointConfig(Section):
@@ -101,6 +101,19 @@ class WandbConfig(Section):
     entity: str | None = Field(None, description="The user or team. Default: that of the account.")
     mode: Literal["online", "offline"] | None = Field(
         None, description="`offline` writes to the run folder. Default: `WANDB_MODE`, otherwise online."
+    )
+
+
+class PrometheusConfig(Section):
+    """Settings of `track: [prometheus]`."""
+
+    host: str = Field(
+        "127.0.0.1",
+        description="The address of rank 0's machine to listen at. `0.0.0.0`: all its addresses. Whoever reaches it "
+        "can read the metrics, without a password.",
+    )
+    port: Annotated[int, Field(ge=1, le=65535)] | Literal["auto"] = Field(
+        "auto", description="The port. `auto`: one that is free at each start, named in a file next to the run folder."
     )
 
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 CONTRACT = ["run", "model", "tokenizer", "adapter", "data", "objective", "train", "optim", "parallel", "checkpoint",
             "evaluate", "fault", "sync", "engine", "track", "launch", "profile", "budget"]  # fmt: skip
 # Settings of trackers and engines, and of training from rewards.
-ADDED = ["mlflow", "wandb", "smp", "deepspeed", "horovod", "tensorflow", "rollout", "reward"]
+ADDED = ["mlflow", "wandb", "prometheus", "smp", "deepspeed", "horovod", "tensorflow", "rollout", "reward"]
 
 
 def test_the_schema_has_every_key_with_a_description() -> None:

@@ -576,6 +576,7 @@ REFUSED = {
         "launch.sagemaker.training_plan_arn=arn:aws:sagemaker:us-west-2:111122223333:training-plan/p"],
     "launch.sagemaker.training_plan_arn=p ": ["launch.sagemaker.training_plan_arn=p"],
     "launch.sagemaker.mlflow_arn=here ": ["launch.sagemaker.mlflow_arn=here", "track=[mlflow]"],
+    "track: prometheus waits to be asked": ["track=[prometheus]"],
     "add mlflow to track": [f"launch.sagemaker.mlflow_arn={MLFLOW}"],
     "mlflow.tracking_uri and": [
         f"launch.sagemaker.mlflow_arn={MLFLOW}", "track=[mlflow]", "mlflow.tracking_uri=http://x"],

@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard, MLflow and W&B, each fed from metrics.jsonl by a forwarder. Only on rank 0."""
+"""Trackers: TensorBoard, MLflow, W&B and Prometheus, each fed from metrics.jsonl by a forwarder. Only on rank 0."""
 
 from importlib.util import find_spec
 
@@ -11,7 +11,14 @@ from echelon.run.journal.trackers.tracker import Tracker, has_login
 __all__ = ["MetricsForwarder", "catch_up", "check_trackers", "start_trackers"]
 
 # What each tracker imports, by the name of the extra that installs it.
-_PACKAGES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "psutil"), "wandb": ("wandb",)}
+_PACKAGES = {
+    "tensorboard": ("tensorboard",),
+    "mlflow": ("mlflow", "psutil"),
+    "wandb": ("wandb",),
+    "prometheus": ("prometheus_client",),
+}
+# The trackers that accept rows of a finished run.
+_STORES = ("mlflow", "wandb")
 
 
 def check_trackers(recipe: Recipe) -> None:
@@ -61,9 +68,7 @@ def start_trackers(recipe: Recipe, folder: RunFolder, resumed_step: int) -> list
 
 def catch_up(recipe: Recipe, folder: RunFolder) -> None:
     """Send missing rows to the trackers of a finished run: after an outage, or all rows for a new tracker."""
-    names = [
-        name for name in recipe.track if name != "tensorboard" and not Ledger.read(folder.tracker_path(name)).complete
-    ]
+    names = [name for name in recipe.track if name in _STORES and not Ledger.read(folder.tracker_path(name)).complete]
     if not names:
         return
     check_trackers(recipe)
@@ -78,7 +83,7 @@ def catch_up(recipe: Recipe, folder: RunFolder) -> None:
 
 def _start(name: str, recipe: Recipe, folder: RunFolder, resumed_step: int | None) -> MetricsForwarder:
     tracker = _build(name, recipe, folder, resumed_step or 0)
-    forwarder = MetricsForwarder(tracker, folder.tracker_path(name), folder.metrics_path, resumed_step)
+    forwarder = MetricsForwarder(tracker, folder.tracker_path(name), folder.metrics_path, resumed_step, name in _STORES)
     forwarder.start()
     return forwarder
 
@@ -94,6 +99,10 @@ def _build(name: str, recipe: Recipe, folder: RunFolder, resumed_step: int) -> T
             from echelon.run.journal.trackers.wandb import WeightsAndBiases
 
             return WeightsAndBiases(recipe, folder)
+        case "prometheus":
+            from echelon.run.journal.trackers.prometheus import Prometheus
+
+            return Prometheus(recipe, folder)
         case _:
             from echelon.run.journal.trackers.tensorboard import TensorBoard
 
