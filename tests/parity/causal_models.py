@@ -42,7 +42,8 @@ RANKS = 2
 STEPS = 2
 # Fields by the name that most families give them; each is set where a config has it.
 _SIZES: dict[str, int] = {
-    "vocab_size": 256, "hidden_size": 64, "n_embd": 64, "d_model": 64, "word_embed_proj_dim": 64, "embedding_size": 64,
+    "vocab_size": 256, "unpadded_vocab_size": 256,
+    "hidden_size": 64, "n_embd": 64, "d_model": 64, "word_embed_proj_dim": 64, "embedding_size": 64,
     "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "decoder_layers": 2, "encoder_layers": 2,
     "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "decoder_attention_heads": 4,
     "encoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16, "rotary_dim": 8,
@@ -195,7 +196,7 @@ def _shrink(config: Any) -> dict[str, Any]:
         elif isinstance(value, bool) or not isinstance(value, int):
             continue
         elif name in _SIZES:
-            fields[name] = min(value, _SIZES[name]) if name != "vocab_size" else 256
+            fields[name] = min(value, _SIZES[name]) if name != "vocab_size" else _SIZES[name]
         elif any(part in name for part in _FEED_FORWARD):
             fields[name] = min(value, _WIDTH)
     heads = fields.get("num_attention_heads")
