@@ -92,15 +92,16 @@ def suspend_a_reward(job: Job) -> None:
 
 def fill_the_disk(job: Job) -> None:
     """Limit the size of the ranks' files until a save has failed; then lift the limit."""
-    ranks = job.ranks()
-    before = {rank: resource.prlimit(rank, resource.RLIMIT_FSIZE) for rank in ranks}
-    since = time.time()
-    for rank, (_, hard) in before.items():
-        # Enough for rows and logs, but not for a checkpoint.
-        resource.prlimit(rank, resource.RLIMIT_FSIZE, (_smallest_part(job.trial) // 2, hard))
+    since, before = time.time(), {}
+    for rank in job.ranks():
+        with suppress(ProcessLookupError):  # a rank may end by itself after it was listed
+            before[rank] = resource.prlimit(rank, resource.RLIMIT_FSIZE)
+            # Enough for rows and logs, but not for a checkpoint.
+            resource.prlimit(rank, resource.RLIMIT_FSIZE, (_smallest_part(job.trial) // 2, before[rank][1]))
     job.wait(lambda: any(event["event"] == "save_failed" for event in job.trial.events(since)))
     for rank, limits in before.items():
-        resource.prlimit(rank, resource.RLIMIT_FSIZE, limits)
+        with suppress(ProcessLookupError):
+            resource.prlimit(rank, resource.RLIMIT_FSIZE, limits)
 
 
 def flip_a_byte(trial: Trial) -> None:
