@@ -139,7 +139,7 @@ PART ?= $(shell echo $$(( $$(date -u +%s) / 86400 % $(SLOW_PARTS) + 1 )))
 
 slow-part: .venv/.slow .venv/.ray launcher-programs
 	@echo "== running part $(PART) of $(SLOW_PARTS) of all slow tests (make slow-part PART=$(PART))"
-	$(BIN)/python -m pytest tests -m "slow and not gpu" -rs --splits $(SLOW_PARTS) --group $(PART) --splitting-algorithm least_duration
+	$(BIN)/python -m pytest tests -m "slow and not gpu" -rs --slow-part $(PART)/$(SLOW_PARTS)
 
 # The engines that are installed apart; `make engine-NAME` runs the tests of one.
 ENGINES := deepspeed horovod tensorflow

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
@@ -67,6 +68,20 @@ def started() -> Callable[[], list[BaseProcess]]:
     """The live child processes that the test has started, without those of the worker pool."""
     before = {process.pid for process in multiprocessing.active_children()}
     return lambda: [process for process in multiprocessing.active_children() if process.pid not in before]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --slow-part."""
+    parser.addoption(
+        "--slow-part", metavar="K/N", help="run part K of N; a new test moves no other test to another part"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of the given part. Their names decide, so that a part is the same in each run."""
+    if part := config.getoption("--slow-part"):
+        number, total = map(int, part.split("/"))
+        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % total == number - 1]
 
 
 # The make targets of the tests that a run may leave out, by their folder.
