@@ -45,9 +45,9 @@ def build_run_learner(
     if is_first:
         write_model_folder(folder.model_dir, config, data.tokenizer, data.manifest.stops)
     spec = EngineSpec(here, config, plan, meshes, runtime.device, compile_backend)
-    engine, plan, memory = build_rehearsed(recipe, spec, data)
+    engine, rehearsed, memory = build_rehearsed(recipe, spec, data)
     # The recipe as the user wrote it: that of the engine names this machine's copies of hub files.
-    learner = Learner(recipe, plan, config, meshes, runtime.device, engine, data, memory)
+    learner = Learner(recipe, rehearsed, config, meshes, runtime.device, engine, data, memory)
     if is_first:
         pin_plan(folder, plan, learner)
     return learner
