@@ -51,6 +51,27 @@ class RunConfig(Section):
         return path
 
 
+class RopeConfig(Section):
+    """Rotary positions for longer sequences, spelled as in the `rope_parameters` of a `transformers` config."""
+
+    type: Literal["linear", "dynamic", "yarn", "llama3"] = Field(
+        description="`yarn`: YaRN; `linear`: positions divided by `factor`; `dynamic`: NTK scaling by the length of "
+        "a text; `llama3`: that of Llama 3.1."
+    )
+    factor: Number = Field(ge=1, description="How many times longer sequences may be than the model's own.")
+    original_max_position_embeddings: Count | None = Field(
+        None, description="The tokens that the unscaled positions reach. Default: `max_position_embeddings`."
+    )
+    attention_factor: Positive | None = Field(None, description="`yarn`: factor on rotated queries and keys.")
+    beta_fast: Positive | None = Field(None, description="`yarn`: more rotations keep a frequency. Default: 32.")
+    beta_slow: Positive | None = Field(None, description="`yarn`: fewer rotations are divided by `factor`. Default: 1.")
+    mscale: Positive | None = Field(None, description="`yarn` of DeepSeek: numerator of `attention_factor`.")
+    mscale_all_dim: Positive | None = Field(None, description="`yarn` of DeepSeek: its denominator.")
+    truncate: Flag | None = Field(None, description="`yarn`: round borders to whole dimensions. Default: true.")
+    low_freq_factor: Positive | None = Field(None, description="`llama3`: border of the divided frequencies.")
+    high_freq_factor: Positive | None = Field(None, description="`llama3`: border of the kept frequencies.")
+
+
 class ModelConfig(Section):
     """The model: an existing one to continue from, or the shape of a new one. Exactly one of the two."""
 
@@ -68,6 +89,9 @@ class ModelConfig(Section):
         None,
         description="Attention implementation of `transformers`: `sdpa`, `eager`, `flash_attention_2`, ... Default: "
         "chosen by `transformers`.",
+    )
+    rope: RopeConfig | None = Field(
+        None, description="Scale rotary positions, for sequences longer than the model's: `{type: yarn, factor: 4}`."
     )
     new_tokens: Annotated[tuple[str, ...], distinct("model.new_tokens")] = Field(
         (), description="Tokens to add to the vocabulary, one id each: `[<|im_start|>, <|im_end|>]`."

@@ -87,10 +87,13 @@ def find_mask_obstacle(recipe: "Recipe") -> str | None:
         ConfigError: the model cannot be built.
     """
     from echelon.learn.model.build import build_on_meta, load_config
+    from echelon.learn.model.rope import check_full_sequences, scale_positions
     from echelon.learn.model.traits import describe_obstacle, find_traits
 
     model, trusted = recipe.model, recipe.model.trust_remote_code
+    check_full_sequences(recipe, are_apart=True)
     config = load_config(model.checkpoint or model.config or {}, trusted)
+    scale_positions(config, recipe)
     built = build_on_meta(config, model.attn_implementation, trusted)
     return describe_obstacle(find_traits(built, recipe.data.sequence_len), config)
 

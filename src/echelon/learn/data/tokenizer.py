@@ -15,7 +15,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from echelon.ground.errors import ConfigError, DataError
 from echelon.ground.stored import check_readable
 from echelon.learn.data.panics import panics_told
-from echelon.learn.data.tokenizer_training import END_OF_TEXT, byte_characters, learn_merges
 from echelon.learn.model.hub import HubModel, Part, fetch, is_hub_name
 
 if TYPE_CHECKING:
@@ -32,6 +31,8 @@ MIN_TRAINED_VOCAB = 257
 
 def build_bytes_tokenizer() -> "PreTrainedTokenizerFast":
     """Build the tokenizer with exactly 256 ids, byte b = id b: no merges, no special tokens, no separator."""
+    from echelon.learn.data.tokenizer_training import byte_characters
+
     vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -45,6 +46,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
     `vocab_size` counts the 256 bytes and `<|endoftext|>`; a short text may give fewer. The same texts give the same
     tokenizer. Raises ConfigError below 257.
     """
+    from echelon.learn.data.tokenizer_training import END_OF_TEXT, learn_merges
+
     if vocab_size < MIN_TRAINED_VOCAB:
         raise ConfigError(
             f"tokenizer.train.vocab_size={vocab_size} is too small: it counts the 256 bytes and {END_OF_TEXT}; use "

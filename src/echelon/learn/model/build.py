@@ -24,6 +24,7 @@ from echelon.learn.model.config import build_config
 from echelon.learn.model.hub import HubModel, Part, fetch, is_hub_name
 from echelon.learn.model.model_folder import find_model_dir
 from echelon.learn.model.parts import check_has_vocabulary, find_score_head, scores_texts
+from echelon.learn.model.rope import scale_positions
 from echelon.planner.shape import check_depth, resolve_vocab_size
 from echelon.recipe import Recipe
 
@@ -150,8 +151,9 @@ def resolve_config(
 ) -> PretrainedConfig:
     """Return the HF config that a run builds its model from.
 
-    The config of a checkpoint is used as it is. A config from the recipe takes the vocabulary size and special token
-    ids that it omits from the tokenizer: the family's default bos or pad id could be an ordinary token here.
+    The config of a checkpoint is used as it is, but for positions that `model.rope` scales. A config from the recipe
+    takes the vocabulary size and special token ids that it omits from the tokenizer: the family's default bos or pad id
+    could be an ordinary token here.
 
     The embedding of the padding token is zero, and never trained. A tokenizer may pad with the end of a text, which
     the model reads: a sequence that begins with zeros would stay zero in every layer, where each norm makes its
@@ -167,6 +169,7 @@ def resolve_config(
         config.vocab_size, _ = resolve_vocab_size(
             config.to_dict(), vocab_size, f"model.checkpoint={recipe.model.checkpoint}", bool(recipe.model.new_tokens)
         )
+        scale_positions(config, recipe)
         apply_head(config, recipe, padding)
         return config
     fields = dict(recipe.model.config)
@@ -181,6 +184,7 @@ def resolve_config(
             "would stay zero, and gradients could overflow; remove the key."
         )
     config = load_config(fields)
+    scale_positions(config, recipe)
     apply_head(config, recipe, padding)
     config.architectures = [type(build_on_meta(config)).__name__]
     return config

@@ -190,18 +190,21 @@ def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: 
     if why := _find_missing("transformers", "torch"):
         if recipe.model.checkpoint is None and find_spec("transformers") is not None:
             from echelon.learn.model.config import build_config
+            from echelon.learn.model.rope import scale_positions
 
-            build_config(fields)
+            scale_positions(build_config(fields), recipe)
         left += [f"{check} ({why})" for check in _list_built_checks(recipe)]
         return None
     from echelon.learn.model.build import parameter_names
     from echelon.learn.model.causality import check_is_causal
     from echelon.learn.model.divided_copy import check_divides
+    from echelon.learn.model.rope import check_scaled
     from echelon.learn.model.router import check_routers
     from echelon.learn.model.traits import describe_obstacle, find_traits
     from echelon.learn.optimizer import check_groups
 
     model, config = _build_on_meta(recipe, fields, elsewhere, left)
+    check_scaled(model, recipe)
     check_routers(model)
     check_is_causal(config, recipe.model.trust_remote_code)
     traits = find_traits(model, recipe.data.sequence_len)
@@ -220,9 +223,11 @@ def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: 
 def _build_on_meta(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: list[str]) -> tuple[Any, Any]:
     """Build the recipe's model on meta; return it and its config."""
     from echelon.learn.model.build import apply_head, build_on_meta, load_config
+    from echelon.learn.model.rope import scale_positions
 
     attention, trusted = recipe.model.attn_implementation, recipe.model.trust_remote_code
     config = load_config(recipe.model.checkpoint or fields, trusted)
+    scale_positions(config, recipe)
     apply_head(config, recipe)
     try:
         return build_on_meta(config, attention, trusted), config
@@ -231,6 +236,7 @@ def _build_on_meta(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left
             raise
         left.append(f"model.attn_implementation: the package of {attention} (it is not installed here)")
         config = load_config(recipe.model.checkpoint or fields, trusted)  # the first one was given that attention
+        scale_positions(config, recipe)
         apply_head(config, recipe)
         return build_on_meta(config, None, trusted), config
 
@@ -280,7 +286,12 @@ def _try_adapter(model: Any, adapter: AdapterConfig, elsewhere: bool, left: list
 def _is_counted(recipe: Recipe, fields: dict[str, Any]) -> bool:
     """Whether counting the model's parameters by formula has checked all of the recipe's model keys."""
     asks_more = bool(recipe.model.attn_implementation or recipe.optim.learning_rate_multipliers)
-    asks_more |= recipe.adapter.is_adapter or recipe.train.precision == "fp8" or _tensor_degree(recipe) > 1
+    asks_more |= (
+        recipe.model.rope is not None
+        or recipe.adapter.is_adapter
+        or recipe.train.precision == "fp8"
+        or _tensor_degree(recipe) > 1
+    )
     if recipe.model.config is None or asks_more or fields["model_type"] not in FAMILIES:
         return False
     return all(
@@ -296,6 +307,8 @@ def _list_built_checks(recipe: Recipe) -> Iterator[str]:
     elif find_spec("transformers") is None:
         yield "model.config: whether transformers knows these fields"
     yield "model: whether transformers can build it, and its attention is causal"
+    if recipe.model.rope is not None:
+        yield "model.rope: whether the model has positions that can be scaled so"
     if recipe.model.attn_implementation is not None:
         yield f"model.attn_implementation: whether {recipe.model.attn_implementation} can run it"
     if recipe.adapter.is_adapter:
@@ -322,9 +335,12 @@ def _check_deterministic(recipe: Recipe) -> None:
 
 
 def _check_positions(recipe: Recipe, shape: ModelShape) -> None:
-    """Refuse sequences longer than the config of a new model allows, even if rotary positions have no limit."""
+    """Refuse sequences longer than the config of a new model allows, even if rotary positions have no limit.
+
+    Scaled positions are checked with the config that they are scaled in.
+    """
     length, positions = recipe.data.sequence_len, shape.max_positions
-    if recipe.model.config is not None and positions is not None and length > positions:
+    if recipe.model.config is not None and recipe.model.rope is None and positions is not None and length > positions:
         raise ConfigError(
             f"data.sequence_len={length} is longer than model.config.max_position_embeddings={positions}, the limit of "
             f"the exported model; set model.config.max_position_embeddings={length}, or use a "

@@ -1,0 +1,65 @@
+"""`model.rope` under a plan trains the model that transformers describes, and writes it into the exported folder."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from echelon.learn.checkpoint.export import export_run, load_run_model
+from tests.parity.training import (
+    SEQUENCE_LEN,
+    Row,
+    bounds,
+    check_exact_resume,
+    difference,
+    hashes,
+    train,
+    with_ranks,
+)
+
+pytestmark = pytest.mark.dist
+
+SHORT = (("max_position_embeddings", SEQUENCE_LEN // 4),)
+ROPE = {"model": {"rope": {"type": "yarn", "factor": 4}}}
+# The same as a config states it, for one process.
+STATED = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": SEQUENCE_LEN // 4}
+REFERENCE = Row(fields=(("max_position_embeddings", SEQUENCE_LEN), ("rope_parameters", STATED)))
+
+
+def scaled(parallel, **options):
+    return with_ranks(Row(parallel=parallel, fields=SHORT, changes=ROPE), 2, micro_batch=8, **options)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        scaled({"cp": 2, "cp_method": "ring"}),
+        pytest.param(scaled({"cp": 2}), marks=pytest.mark.slow),
+        pytest.param(scaled({"tp": 2}), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_scaled_positions_equal_one_process(workers, references, text, tmp_path, row):
+    rows = train(workers, row, tmp_path / "divided", text)
+    expected = train(workers, REFERENCE, tmp_path / "one", text)
+    losses, norms = difference(rows, expected)
+    assert losses <= bounds(row)[0] and norms <= bounds(row)[1], f"{row}: loss {losses:.1e}, norm {norms:.1e}"
+    assert hashes(rows) == hashes(expected)
+    plain = references(Row(fields=(("max_position_embeddings", SEQUENCE_LEN),)))
+    assert difference(plain, expected)[0] > bounds(row)[0], "the scale changes the loss"
+    export_run(tmp_path / "divided" / "run", tmp_path / "exported")
+    tokens = torch.arange(SEQUENCE_LEN)[None] + 64
+    ours = load_run_model(tmp_path / "divided" / "run", torch.device("cpu")).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32).eval()
+    assert theirs.config.rope_parameters == STATED and theirs.config.max_position_embeddings == SEQUENCE_LEN
+    with torch.no_grad():
+        assert torch.equal(*(model(input_ids=tokens, use_cache=False).logits for model in (ours, theirs)))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_keeps_the_scale(workers, text, tmp_path):
+    row = scaled({"cp": 2, "cp_method": "ring"})
+
+    def train_into(folder, text, **steps):
+        return train(workers, row, folder, text, **steps)
+
+    check_exact_resume(train_into, tmp_path, text, steps=4)
