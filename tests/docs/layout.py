@@ -12,7 +12,7 @@ PAGE = ROOT / "docs" / "layout.md"
 HEAD = """# Layout
 
 Every package and file of `src/echelon`, with the first sentence of its docstring. [architecture.md](architecture.md)
-explains the wings and which of them may import which. This page is generated: `python -m tests.docs.layout`.
+explains the packages and which of them may import which. This page is generated: `python -m tests.docs.layout`.
 """
 
 

@@ -101,12 +101,12 @@ ECHELON = SourceTree(ROOT / "src" / "echelon")
 
 
 def read_layers(document: str) -> tuple[dict[str, int], set[str]]:
-    """Read the table of wings in docs/architecture.md: the layer of each package by its dotted name, and those that
+    """Read the table of packages in docs/architecture.md: the layer of each package by its dotted name, and those that
     import no torch."""
     rows = re.findall(r"^\| L(\d+) \| (.*?) \| (yes|no) \|", document, re.MULTILINE)
     named = [(name, int(number), torch) for number, cell, torch in rows for name in re.findall(r"`([\w/.]+)`", cell)]
     dotted = [(name.removesuffix(".py").rstrip("/").replace("/", "."), layer, torch) for name, layer, torch in named]
-    assert len({name for name, *_ in dotted}) == len(dotted), "a package is in two rows of the table of wings"
+    assert len({name for name, *_ in dotted}) == len(dotted), "a package is in two rows of the table of packages"
     return {name: layer for name, layer, _ in dotted}, {name for name, _, torch in dotted if torch == "no"}
 
 
