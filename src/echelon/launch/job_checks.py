@@ -4,7 +4,7 @@ Recipes with secrets are refused: they are stored in plain text, on this machine
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,6 +92,21 @@ def preview_job(job: JobSpec) -> CheckedJob:
         raise refuse_missing([*missing, error], shown=False) from error
 
 
+def check_endpoint(job: JobSpec) -> CheckedJob:
+    """The checks of a job that serves the run `run.dir`, with placeholders for settings that are missing.
+
+    Raises ConfigError or PlanError naming the key of what is wrong.
+    """
+    launcher = find_launcher("sagemaker-endpoint")
+    for key in find_secret_keys(job.recipe):
+        if key.startswith("launch.sagemaker.endpoint."):
+            raise ConfigError(
+                f"{key} looks like a secret, and SageMaker shows it to everybody who may describe the model; remove it."
+            )
+    filled, lines, missing = _collect_missing(job, launcher.check, [])
+    return CheckedJob(launcher, launcher.render(filled), tuple(lines), missing)
+
+
 def refuse_missing(missing: Sequence[EchelonError], shown: bool = True) -> ConfigError:
     """The error with all missing settings; `shown`: with the placeholder of each, which the user sees in its place."""
     one = len(missing) == 1
@@ -121,12 +136,23 @@ def _fill_missing(job: JobSpec) -> tuple[JobSpec, list[str], tuple[EchelonError,
     missing: list[EchelonError] = []
     if recipe.launch.to in _SEE_FILES:
         missing += find_absent((*spec.train, *spec.validation))
+
+    def check(job: JobSpec) -> list[str]:
+        lines = launcher.check(job)
+        if not _lacks_machines(recipe):
+            check_budget(job.recipe, find_price_at_target(job.recipe))
+        return lines
+
+    return _collect_missing(job, check, missing)
+
+
+def _collect_missing(
+    job: JobSpec, check: Callable[[JobSpec], list[str]], missing: list[EchelonError]
+) -> tuple[JobSpec, list[str], tuple[EchelonError, ...]]:
+    """Like `_fill_missing`, of a check of a job; `missing`: what is missing already."""
     while True:
         try:
-            lines = launcher.check(job)
-            if not _lacks_machines(recipe):
-                check_budget(job.recipe, find_price_at_target(job.recipe))
-            return job, lines, tuple(missing)
+            return job, check(job), tuple(missing)
         except MissingSettingError as error:
             missing.append(error)
             job = replace(job, recipe=_fill(job.recipe, error.placeholders))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from echelon.ground.errors import ConfigError
 from echelon.ground.stored import read_json, write_json, write_text
-from echelon.launch.job import JobRecord, JobSpec, Launcher, Submitted
-from echelon.launch.targets import TARGETS
+from echelon.launch.job import JobRecord, JobSpec, JobTarget, Launcher, Submitted
+from echelon.launch.targets import JOB_TARGETS
 from echelon.recipe import Recipe
 from echelon.recipe.render import render_recipe
 from echelon.run.folder.overview import RUNS, find_newest_runs
@@ -62,17 +62,20 @@ def write_job(job: JobSpec, texts: dict[str, str]) -> None:
         raise
 
 
-def submit_job(job: JobSpec, launcher: Launcher, texts: dict[str, str]) -> JobRecord:
+def submit_job(job: JobSpec, launcher: Launcher, texts: dict[str, str], serves: JobTarget | None = None) -> JobRecord:
     """Write the job's folder and submit the job. After a LaunchError the folder stays, for inspection."""
     write_job(job, texts)
-    return record_job(job, launcher.submit(job))
+    return record_job(job, launcher.submit(job), serves)
 
 
-def record_job(job: JobSpec, submitted: Submitted) -> JobRecord:
-    """Write the record of a submitted job to its folder."""
-    target = job.recipe.launch.to
+def record_job(job: JobSpec, submitted: Submitted, serves: JobTarget | None = None) -> JobRecord:
+    """Write the record of a submitted job to its folder. `serves`: the target of a job that serves a run.
+
+    Such a job has no run folder of its own.
+    """
+    target = serves or job.recipe.launch.to
     assert target is not None
-    run_dir = str(job.workdir / job.recipe.run.dir)
+    run_dir = str(job.workdir / (job.recipe.run.dir if serves is None else job.folder))
     record = JobRecord(job.name, target, submitted.id, run_dir, time.time(), job.folder, submitted.place)
     fields = asdict(record)
     del fields["folder"]
@@ -120,4 +123,5 @@ def read_job(folder: Path) -> JobRecord | None:
         return None
     words = (record.name, record.id, record.run_dir)
     is_whole = all(isinstance(word, str) for word in words) and isinstance(record.place, dict)
-    return record if is_whole and record.target in TARGETS and isinstance(record.submitted_at, float | int) else None
+    is_whole = is_whole and record.target in JOB_TARGETS and isinstance(record.submitted_at, float | int)
+    return record if is_whole else None

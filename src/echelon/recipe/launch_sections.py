@@ -283,6 +283,18 @@ def _refer_to_secret(variable: str, given: str) -> str:
     return name if name.startswith("arn:") else SECRET_SCHEME + name
 
 
+class EndpointConfig(Section):
+    """`echelon launch RUN --to sagemaker-endpoint`: machines that serve the model of a run."""
+
+    instance_type: str | None = Field(None, description="A type with NVIDIA GPUs, such as `ml.g6.xlarge`.")
+    nodes: Count = Field(1, description="Number of machines, each with its own copies of the model.")
+    image: str | None = Field(None, description="Image of the server. Default: AWS's own for vLLM.")
+    env: dict[str, str] = Field(
+        default_factory=dict,
+        description="Environment variables of the server. `SM_VLLM_MAX_MODEL_LEN: '4096'` is vLLM's --max-model-len.",
+    )
+
+
 class SageMakerConfig(Section):
     """`launch.to: sagemaker`: a training job of Amazon SageMaker AI."""
 
@@ -351,6 +363,7 @@ class SageMakerConfig(Section):
         "{EnableInfraCheck: true}}`; null removes a member.",
     )
     remote_debug: Flag = Field(False, description="Allow a shell in the container through SSM.")
+    endpoint: EndpointConfig = Field(EndpointConfig(), description="For `--to sagemaker-endpoint`.")
     sdk: Literal["boto3", "model_trainer"] = Field(
         "boto3", description="API that submits the job: boto3, or ModelTrainer of SageMaker's SDK."
     )

@@ -2,10 +2,7 @@
 
 import json
 import logging
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,14 +11,13 @@ import typer
 from echelon.cli.commands.arguments import OverridesArgument, RecipeArgument, parse_hosts, read_recipe
 from echelon.cli.commands.failure import report_failure
 from echelon.cli.commands.jobs import describe_job, name_job, summarize_job
+from echelon.cli.commands.submission import handed_over_whole, show_files
 from echelon.cli.commands.terminal import show
 from echelon.ground.errors import ConfigError, LaunchError
 from echelon.ground.redaction import redact_text
-from echelon.ground.stop_request import handled
 
 if TYPE_CHECKING:
     from echelon.launch.job import JobRecord, JobStatus, Launcher
-    from echelon.launch.job_checks import CheckedJob
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +29,11 @@ def launch(
     overrides: OverridesArgument = None,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="TARGET", help="local, torchrun, slurm, ray, kubernetes or sagemaker."),
+        typer.Option(
+            "--to",
+            metavar="TARGET",
+            help="local, torchrun, slurm, ray, kubernetes or sagemaker; for a run folder sagemaker-endpoint.",
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")
@@ -52,7 +52,16 @@ def launch(
         bool, typer.Option("--json", help="Print the job, or the files of --dry-run, as one JSON object; errors too.")
     ] = False,
 ) -> None:
-    """Submit a recipe to a cluster or to the background. First makes all checks that are possible on this machine."""
+    """Submit a recipe to a cluster or to the background. First makes all checks that are possible on this machine.
+
+    With --to sagemaker-endpoint, RECIPE is a run folder, whose model is served.
+    """
+    if to == "sagemaker-endpoint":
+        from echelon.cli.commands.serve import refuse_options, serve_run
+
+        refuse_options({"--hosts": hosts, "--nodes": nodes, "--follow": follow})
+        serve_run(recipe_path, overrides or [], instance, dry_run, as_json)
+        return
     from echelon.launch.job_checks import check_job, preview_job, settle_instance
     from echelon.launch.records import make_job, submit_job
 
@@ -65,41 +74,33 @@ def launch(
     for line in checked.lines:
         logger.info(line)
     if dry_run:
-        _show_files(checked, as_json)
+        show_files(checked, as_json)
         return
-    with _handed_over_whole(job.name):
+    with handed_over_whole(job.name):
         record = submit_job(job, checked.launcher, checked.texts)
         if not as_json:
             show(f"launched {record.name} as {record.id}; echelon status {record.name}, echelon logs {record.name}")
         elif not follow:
             show(json.dumps(name_job(record)))
     if follow:
-        try:
-            for line in checked.launcher.logs(record, True):
-                (logger.info if as_json else show)(redact_text(line))
-            ended = _await_end(checked.launcher, record)
-        except KeyboardInterrupt:
-            raise LaunchError(
-                f"no longer followed; {record.name} continues, `echelon cancel {record.name}` stops it."
-            ) from None
-        show(json.dumps(summarize_job(record, ended)) if as_json else describe_job(record, ended))
-        code = 1 if ended.exit_code is None else ended.exit_code
-        if code and as_json:
-            report_failure(f"{record.name} ended with exit code {code}; see its output", code)
-        raise typer.Exit(code)
+        _follow(checked.launcher, record, as_json)
 
 
-def _show_files(checked: "CheckedJob", as_json: bool) -> None:
-    """Show what would be submitted. Raises ConfigError, after it, with the settings that are missing."""
-    from echelon.launch.job_checks import refuse_missing
-
-    if as_json:
-        show(json.dumps({"files": checked.texts}))
-    for name, text in () if as_json else checked.texts.items():
-        show(f"--- {name}" + (", with placeholders for what is missing" if checked.missing else ""))
-        show(text.rstrip("\n"))
-    if checked.missing:
-        raise refuse_missing(checked.missing)
+def _follow(launcher: "Launcher", record: "JobRecord", as_json: bool) -> None:
+    """Show the job's output until it ends, and exit with its exit code."""
+    try:
+        for line in launcher.logs(record, True):
+            (logger.info if as_json else show)(redact_text(line))
+        ended = _await_end(launcher, record)
+    except KeyboardInterrupt:
+        raise LaunchError(
+            f"no longer followed; {record.name} continues, `echelon cancel {record.name}` stops it."
+        ) from None
+    show(json.dumps(summarize_job(record, ended)) if as_json else describe_job(record, ended))
+    code = 1 if ended.exit_code is None else ended.exit_code
+    if code and as_json:
+        report_failure(f"{record.name} ended with exit code {code}; see its output", code)
+    raise typer.Exit(code)
 
 
 def _read_options(to: str | None, hosts: str | None, nodes: str | None, instance: str | None) -> list[str]:
@@ -121,22 +122,6 @@ def _check_options(target: str | None, hosts: str | None, instance: str | None) 
     for option, given, only in (("--hosts", hosts, "torchrun"), ("--instance", instance, "sagemaker")):
         if given is not None and target not in (only, None):
             raise ConfigError(f"{option} {given} requires --to {only}, not {target}; remove one of them.")
-
-
-@contextmanager
-def _handed_over_whole(name: str) -> Iterator[None]:
-    """Delay a signal until the job is submitted and its record is written; a second signal takes effect immediately."""
-    asked: list[str] = []
-
-    def note(number: int, _: object) -> None:
-        asked.append(signal.Signals(number).name)
-        if len(asked) > 1:
-            raise LaunchError(f"ended immediately by {asked[-1]}; {name} may have reached its target; check there.")
-
-    with handled((signal.SIGINT, signal.SIGTERM), note):
-        yield
-    if asked:
-        raise LaunchError(f"stopped by {asked[0]}, but {name} was already launched; `echelon cancel {name}` ends it.")
 
 
 def _await_end(launcher: "Launcher", record: "JobRecord") -> "JobStatus":

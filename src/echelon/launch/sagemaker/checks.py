@@ -56,7 +56,7 @@ def find_region(settings: SageMakerConfig) -> str:
 
 def check_settings(recipe: Recipe, machines: JobMachines, default_max_hours: float) -> None:
     """Raise ConfigError for the first invalid setting, with its key and a fix."""
-    _check_addresses(recipe.launch.sagemaker)
+    check_addresses(recipe.launch.sagemaker)
     _check_machines(recipe.launch, machines)
     _check_instance_groups(recipe.launch.sagemaker, machines)
     _check_engine(recipe, machines)
@@ -70,7 +70,8 @@ def check_settings(recipe: Recipe, machines: JobMachines, default_max_hours: flo
     _check_files(recipe.checkpoint)
 
 
-def _check_addresses(settings: SageMakerConfig) -> None:
+def check_addresses(settings: SageMakerConfig) -> None:
+    """Refuse a missing role, and addresses of AWS in a wrong form."""
     if settings.role is None:
         raise MissingSettingError(
             f"{_KEY}.role is not set; give the ARN of the job's execution role, like "
@@ -170,7 +171,15 @@ def _check_times(recipe: Recipe, default_max_hours: float) -> None:
 
 
 def _check_network(recipe: Recipe) -> None:
+    """Refuse half of a VPC, wrong ids, and what training cannot do without a network."""
     settings = recipe.launch.sagemaker
+    check_vpc(settings)
+    if settings.network_isolation:
+        _check_isolation(recipe)
+
+
+def check_vpc(settings: SageMakerConfig) -> None:
+    """Refuse half of a VPC, and wrong ids."""
     if bool(settings.subnets) != bool(settings.security_group_ids):
         missing = "security_group_ids" if settings.subnets else "subnets"
         raise MissingSettingError(
@@ -183,8 +192,6 @@ def _check_network(recipe: Recipe) -> None:
         for value in getattr(settings, name):
             if not re.fullmatch(r"[-0-9a-zA-Z]{1,32}", value):
                 raise ConfigError(f"{_KEY}.{name}: {value!r} is not an AWS id; write it like subnet-0abc or sg-0abc.")
-    if settings.network_isolation:
-        _check_isolation(recipe)
 
 
 def _check_isolation(recipe: Recipe) -> None:
@@ -286,7 +293,7 @@ def check_limits(request: Mapping[str, Any], recipe: Recipe) -> None:
     assert all(len(metric["Regex"]) <= _MAX_REGEX for metric in algorithm["MetricDefinitions"])
     _check_channels(request["InputDataConfig"], recipe.launch)
     _check_environment(request["Environment"])
-    _check_tags(recipe.launch.sagemaker.tags)
+    check_tags(recipe.launch.sagemaker.tags)
     experiment = request.get("MlflowConfig", {}).get("MlflowExperimentName", "-")
     if not 1 <= len(experiment) <= _MAX_WORD:
         raise ConfigError(f"mlflow.experiment has {len(experiment)} characters; use 1 to {_MAX_WORD}.")
@@ -315,7 +322,8 @@ def _check_environment(environment: Mapping[str, str]) -> None:
             )
 
 
-def _check_tags(tags: Mapping[str, str]) -> None:
+def check_tags(tags: Mapping[str, str]) -> None:
+    """Refuse tags beyond the limits of the API."""
     if len(tags) > _MAX_TAGS:
         raise ConfigError(f"{_KEY}.tags has {len(tags)} entries; the limit is {_MAX_TAGS}.")
     for name, value in tags.items():

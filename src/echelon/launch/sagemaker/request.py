@@ -289,9 +289,13 @@ _ACCOUNTS: Mapping[str, str] = read_table(Path(__file__).with_name("image_accoun
 
 def find_image(region: str, has_gpus: bool) -> str:
     """The URI of AWS's PyTorch image in a region."""
+    return f"{find_registry(region)}/{_REPOSITORY}:{_GPU_TAG if has_gpus else _CPU_TAG}"
+
+
+def find_registry(region: str) -> str:
+    """The registry of AWS's Deep Learning Containers in a region."""
     domain = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
-    account = _ACCOUNTS.get(region, _ACCOUNT)
-    return f"{account}.dkr.ecr.{region}.{domain}/{_REPOSITORY}:{_GPU_TAG if has_gpus else _CPU_TAG}"
+    return f"{_ACCOUNTS.get(region, _ACCOUNT)}.dkr.ecr.{region}.{domain}"
 
 
 # As in pyproject.toml.
