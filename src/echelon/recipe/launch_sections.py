@@ -145,12 +145,12 @@ class VolumeConfig(Section):
 
 
 class KubernetesConfig(Section):
-    """`launch.to: kubernetes`: a training job of the Kubeflow operators, or of SageMaker HyperPod's."""
+    """`launch.to: kubernetes`: a job of the Kubeflow operators, of SageMaker HyperPod's, or of KubeRay."""
 
-    kind: Literal["pytorchjob", "trainjob", "hyperpod"] = Field(
+    kind: Literal["pytorchjob", "trainjob", "hyperpod", "rayjob"] = Field(
         "pytorchjob",
         description="`pytorchjob`: Kubeflow's training operator (v1); `trainjob`: Kubeflow Trainer (v2); `hyperpod`: "
-        "HyperPodPyTorchJob.",
+        "HyperPodPyTorchJob; `rayjob`: a Ray cluster of its own, by KubeRay.",
     )
     image: str | None = Field(None, description="Container image with echelon installed.")
     namespace: str = Field("default", description="Namespace of the job.")

@@ -87,7 +87,7 @@ def read_quantity(text: str) -> Decimal | None:
 def _check_kind(job: JobSpec) -> None:
     """Refuse settings for which the job kind has no field."""
     settings = job.recipe.launch.kubernetes
-    if is_elastic(job) and settings.kind != "pytorchjob":
+    if is_elastic(job) and settings.kind not in ("pytorchjob", "rayjob"):
         raise ConfigError(
             f"launch.nodes={job.recipe.launch.nodes}: a {find_kind(job).kind} has a fixed number of pods; use "
             f"launch.nodes={job.nodes[1]}, or {_KEY}.kind=pytorchjob."
@@ -108,6 +108,8 @@ def _check_kind(job: JobSpec) -> None:
         raise ConfigError(
             f"{_KEY}.runtime={settings.runtime}: only a TrainJob has a runtime; use {_KEY}.kind=trainjob, or remove it."
         )
+    if settings.kind == "rayjob" and settings.host_network:
+        raise ConfigError(f"{_KEY}.host_network: the ports of a Ray cluster need pods with addresses; remove it.")
     if settings.kind == "hyperpod" and not count_processes(job):
         raise ConfigError(
             "launch.nproc_per_node=auto: a HyperPodPyTorchJob without GPUs needs the number of processes per pod; set "

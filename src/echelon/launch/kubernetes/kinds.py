@@ -38,6 +38,11 @@ KINDS = {
         "sagemaker.amazonaws.com", "v1", "HyperPodPyTorchJob", "hyperpodpytorchjobs", "pytorch-job-container", "HPJob",
         "the SageMaker HyperPod training operator",
     ),
+    # The pod with the driver's output is that of the Kubernetes Job that submits it.
+    "rayjob": JobKind(
+        "ray.io", "v1", "RayJob", "rayjobs", "ray-job-submitter", "batch.kubernetes.io/job-name",
+        "KubeRay 1.3 or later",
+    ),
 }  # fmt: skip
 
 
@@ -55,7 +60,7 @@ def longest_pod_name(job: JobSpec) -> str:
     """The longest name that the operator gives to a pod of the job.
 
     A PyTorchJob's pods are NAME-master-0 and NAME-worker-0, a TrainJob's NAME-node-0-0 and a suffix of five characters,
-    a HyperPodPyTorchJob's NAME-pod-0.
+    a HyperPodPyTorchJob's NAME-pod-0. KubeRay admits names of RayJobs up to 47 characters.
     """
     last = job.nodes[1] - 1
     kind = job.recipe.launch.kubernetes.kind
@@ -63,6 +68,8 @@ def longest_pod_name(job: JobSpec) -> str:
         return f"{job.name}-node-0-{last}-xxxxx"
     if kind == "hyperpod":
         return f"{job.name}-pod-{last}"
+    if kind == "rayjob":
+        return f"{job.name}-xxxxx-head-xxxxx"
     return f"{job.name}-worker-{last}"
 
 

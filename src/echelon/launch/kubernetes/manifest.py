@@ -6,6 +6,7 @@ from typing import Any
 from echelon.launch.job import JobSpec
 from echelon.launch.kubernetes.kinds import PORT, find_kind, is_elastic, rendezvous_host
 from echelon.launch.kubernetes.pod import (
+    RECIPE_MOUNT,
     build_command,
     build_env,
     build_labels,
@@ -21,7 +22,9 @@ from echelon.launch.kubernetes.pod import (
     is_on_hyperpod,
     patch_template,
 )
+from echelon.launch.kubernetes.ray_pods import build_head, render_pod_files
 from echelon.launch.patch import merge_patch
+from echelon.launch.ray.submission import DRIVER
 from echelon.recipe.render import render_recipe
 from echelon.recipe.yaml_text import render_documents
 
@@ -32,7 +35,12 @@ _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 def render_manifest(job: JobSpec) -> str:
     """The manifest of a checked job; `kubectl create -f` accepts it too."""
-    build = {"pytorchjob": _build_pytorchjob, "trainjob": _build_trainjob, "hyperpod": _build_hyperpod}
+    build = {
+        "pytorchjob": _build_pytorchjob,
+        "trainjob": _build_trainjob,
+        "hyperpod": _build_hyperpod,
+        "rayjob": _build_rayjob,
+    }
     return render_documents([_build_config_map(job), build[job.recipe.launch.kubernetes.kind](job)])
 
 
@@ -45,7 +53,10 @@ def _build_config_map(job: JobSpec) -> dict[str, Any]:
             "namespace": job.recipe.launch.kubernetes.namespace,
             "labels": build_labels(job),
         },
-        "data": {"recipe.yaml": render_recipe(job.recipe)},
+        "data": {
+            "recipe.yaml": render_recipe(job.recipe),
+            **(render_pod_files(job) if job.recipe.launch.kubernetes.kind == "rayjob" else {}),
+        },
     }
 
 
@@ -136,6 +147,36 @@ def _build_hyperpod(job: JobSpec) -> dict[str, Any]:
             "nprocPerNode": str(count_processes(job)),
             "replicaSpecs": [{"name": "pod", "replicas": job.nodes[1], "template": build_template(job)}],
             "runPolicy": policy,
+        },
+    )
+
+
+def _build_rayjob(job: JobSpec) -> dict[str, Any]:
+    """A Ray cluster with a pod for each machine, whose head only runs the driver; it ends with the job."""
+    low, high = job.nodes
+    limits = _limits(job)
+    ttl = limits.pop("ttlSecondsAfterFinished", None)
+    template = build_template(job)
+    workers = {
+        "groupName": "machines",
+        "replicas": high,
+        "minReplicas": low,
+        "maxReplicas": high,
+        "rayStartParams": {},
+        "template": template,
+    }
+    return _build_job(
+        job,
+        {
+            "entrypoint": f"python3 {RECIPE_MOUNT}/{DRIVER}",
+            "shutdownAfterJobFinishes": True,
+            **limits,
+            **({} if ttl is None else {"ttlSecondsAfterFinished": ttl}),
+            "rayClusterSpec": {
+                # Without cores, so that no machine of the placement group is the head.
+                "headGroupSpec": {"rayStartParams": {"num-cpus": "0"}, "template": build_head(job, template)},
+                "workerGroupSpecs": [workers],
+            },
         },
     )
 

@@ -205,14 +205,14 @@ def build_template(job: JobSpec) -> dict[str, Any]:
     if settings.kind == "hyperpod":
         port = {"name": "agent", "containerPort": 8080}  # where the operator talks to its agent
     container: dict[str, Any] = {
-        "name": kind.container,
+        "name": "ray-worker" if settings.kind == "rayjob" else kind.container,
         "image": settings.image,
         "imagePullPolicy": settings.image_pull_policy,
-        "command": build_command(job),
+        "command": [] if settings.kind == "rayjob" else build_command(job),  # KubeRay's own starts Ray
         "workingDir": str(find_workdir(job)),
         "env": build_env(job),
         "envFrom": [{"secretRef": {"name": name}} for name in settings.env_from_secrets],
-        "ports": [port],
+        "ports": [] if settings.kind == "rayjob" else [port],
         "resources": build_resources(job),
         "volumeMounts": build_mounts(job),
         "securityContext": settings.container_security_context,

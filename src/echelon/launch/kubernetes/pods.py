@@ -1,5 +1,6 @@
 """The status of a job, from the API objects of the job and its pods."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from echelon.run.supervise.outcome import DONE, FAILED, STOPPED
 _STARTING = ("ContainerCreating", "PodInitializing")
 _DONE = ("Succeeded", "Complete", "Completed")
 _RANK_LABELS = ("training.kubeflow.org/replica-index", "batch.kubernetes.io/job-completion-index")
+_STOPPED_IN_RAY = "STOPPED"
 _ROLE_LABEL = "training.kubeflow.org/replica-type"
 
 
@@ -91,7 +93,12 @@ def judge(job: Mapping[str, Any] | None, pods: Sequence[PodState]) -> JobStatus:
 
 
 def _find_conditions(job: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The conditions of a job that are true now, by type."""
+    """The conditions of a job that are true now, by type; of a RayJob, what its two states say in the same words."""
+    status = job.get("status") or {}
+    if (deployed := status.get("jobDeploymentStatus")) is not None:
+        ended = status.get("jobStatus") in ("FAILED", _STOPPED_IN_RAY)
+        reason = _STOPPED_IN_RAY if status.get("jobStatus") == _STOPPED_IN_RAY else status.get("reason")
+        return {"Failed" if ended else deployed: {"reason": reason, "message": status.get("message")}}
     conditions = (job.get("status") or {}).get("conditions") or []
     return {condition["type"]: condition for condition in conditions if condition["status"] == "True"}
 
@@ -99,8 +106,11 @@ def _find_conditions(job: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def _judge_failure(condition: Mapping[str, Any], pods: Sequence[PodState]) -> JobStatus:
     """The status of a failed job, from its pods' exit codes; at launch.max_hours the operator deletes the pods."""
     detail = _join(condition.get("reason"), condition.get("message"))
-    codes = [pod.exit_code for pod in pods if pod.exit_code not in (None, DONE)]
+    codes = [int(code) for code in re.findall(r"entrypoint command failed with exit code (\d+)", detail)]
+    codes += [pod.exit_code for pod in pods if pod.exit_code not in (None, DONE)]
     out_of_time = condition.get("reason") == "DeadlineExceeded" or "specified deadline" in detail
+    if condition.get("reason") == _STOPPED_IN_RAY:
+        return JobStatus("stopped", detail, STOPPED)
     code = codes[0] if codes else STOPPED if out_of_time else FAILED
     return JobStatus(name_ending(code), detail, code)
 

@@ -40,7 +40,7 @@ class Order:
     """What the driver does; the contents of `order.json`.
 
     `bundle` is what is reserved on each machine, from those with `labels`. `max_restarts` limits the starts after the
-    first one.
+    first one. `agent` is the path of the script on each machine.
     """
 
     fewest: int
@@ -49,6 +49,7 @@ class Order:
     labels: Mapping[str, str]
     wait_seconds: float
     max_restarts: int
+    agent: str = AGENT
 
     @property
     def nodes(self) -> str:
@@ -79,10 +80,10 @@ class Machine:
             port = probe.getsockname()[1]
         return platform.node(), address, ray.get_runtime_context().get_node_id(), port
 
-    def start(self, nodes: str, rendezvous: str) -> None:
+    def start(self, nodes: str, rendezvous: str, agent: str = AGENT) -> None:
         """Start the agent. Its script holds the other end of its stdin, so that it ends with this process."""
         self._process = subprocess.Popen(
-            ["bash", str(Path(AGENT).resolve()), nodes, rendezvous],
+            ["bash", str(Path(agent).resolve()), nodes, rendezvous],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -357,7 +358,7 @@ class Job:
         elif present:
             say(f"{', '.join(seat.host for seat in present)} joins")
         for seat in present:
-            seat.actor.start.remote(self._order.nodes, self._rendezvous)
+            seat.actor.start.remote(self._order.nodes, self._rendezvous, self._order.agent)
         return {seat.actor.poll.remote(): seat for seat in present}
 
     def _take(self, seat: Seat, poll: Any) -> bool:

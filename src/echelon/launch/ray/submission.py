@@ -11,7 +11,7 @@ from typing import Any
 
 from echelon.ground.errors import ConfigError
 from echelon.ground.variables import asked_environment
-from echelon.launch.job import JobSpec, count_gpus, describe_gpu_request
+from echelon.launch.job import GpuTarget, JobSpec, count_gpus, describe_gpu_request
 from echelon.launch.ray.driver import AGENT, ORDER, Order
 from echelon.launch.shell import join_words, limit_command, prepare_lines
 
@@ -116,7 +116,7 @@ def render_files(job: JobSpec) -> dict[str, str]:
     return {
         REQUEST: json.dumps(render_request(job), indent=2) + "\n",
         ORDER: json.dumps(asdict(order), indent=2) + "\n",
-        AGENT: _render_agent(job),
+        AGENT: render_agent(job, "ray", find_workdir(job)),
     }
 
 
@@ -137,9 +137,10 @@ def _refuse_workdir(workdir: Path) -> str:
     return f'[ -d {shown} ] || {{ echo "echelon: "{shown}" {message}"; exit 2; }}'
 
 
-def _render_agent(job: JobSpec) -> str:
+def render_agent(job: JobSpec, target: GpuTarget, workdir: Path) -> str:
+    """The script of each machine, which shares `workdir` with the others."""
     launch = job.recipe.launch
-    asked = asked_environment(count_gpus(job, "ray"), describe_gpu_request(job, "ray"))
+    asked = asked_environment(count_gpus(job, target), describe_gpu_request(job, target))
     interface = () if launch.ray.interface is None else ("--interface", launch.ray.interface)
     train = join_words(limit_command(launch, (*job.train_command("@RECIPE@"), *interface)))
     train = train.replace("@RECIPE@", '"$here/recipe.yaml"')
@@ -150,8 +151,8 @@ def _render_agent(job: JobSpec) -> str:
         "exec 3<&0 < /dev/null",
         _GUARD.format(seconds=math.ceil(job.recipe.fault.notice_seconds)).rstrip(),
         "unset OMP_NUM_THREADS  # Ray sets it to the cores of this machine's reservation",
-        _refuse_workdir(find_workdir(job)),
-        *prepare_lines(launch, find_workdir(job), asked),
+        _refuse_workdir(workdir),
+        *prepare_lines(launch, workdir, asked),
         f'exec {train} --nodes "$1" --rendezvous "$2"',
     )
     return "\n".join(lines) + "\n"

@@ -60,7 +60,7 @@ def ended(code: int) -> dict[str, Any]:
     return {"terminated": {"exitCode": code}}
 
 
-@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob"])
+@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "rayjob"])
 def test_the_rendered_job_arrives_and_is_deleted(kind, cluster, tmp_path):
     record = submit(tmp_path, f"launch.kubernetes.kind={kind}")
     assert (record.id, record.place) == (f"default/{NAME}", {"kind": kind, "context": "here"})
@@ -143,6 +143,32 @@ def test_states(conditions, pods, expected, cluster, tmp_path):
     cluster.pods = pods
     status = KubernetesLauncher().status(record)
     assert (status.state, status.detail, status.exit_code) == expected
+
+
+FAILURE = "Job entrypoint command failed with exit code {}, last available logs (truncated): echelon: no text"
+
+
+@pytest.mark.parametrize(
+    ("deployed", "ray", "message", "expected"),
+    [
+        ("Initializing", "", "", ("queued", None)),
+        ("Suspended", "", "", ("queued", None)),
+        ("Complete", "SUCCEEDED", "", ("done", 0)),
+        ("Complete", "STOPPED", "", ("stopped", 3)),
+        ("Failed", "FAILED", FAILURE.format(2), ("failed", 2)),
+        ("Failed", "FAILED", FAILURE.format(3), ("stopped", 3)),
+        ("Failed", "RUNNING", "lost", ("failed", 1)),
+    ],
+)
+def test_states_of_a_rayjob(deployed, ray, message, expected, cluster, tmp_path):
+    """The states and messages of KubeRay's `RayJobStatus`."""
+    record = submit(tmp_path, "launch.kubernetes.kind=rayjob")
+    reason = "AppFailed" if deployed == "Failed" else ""
+    told = {"jobDeploymentStatus": deployed, "jobStatus": ray, "message": message, "reason": reason}
+    cluster.objects["rayjobs", "default", NAME]["status"] = told
+    status = KubernetesLauncher().status(record)
+    assert (status.state, status.exit_code) == expected
+    assert " ".join(message.split()) in status.detail
 
 
 def test_a_deleted_job_still_saves(cluster, tmp_path):

@@ -1,5 +1,6 @@
 """The manifests, compared with golden files byte for byte and with the published schemas."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -16,6 +17,7 @@ from echelon.launch.kubernetes.checks import FIELDS, read_quantity
 from echelon.launch.kubernetes.launcher import KubernetesLauncher
 from echelon.launch.kubernetes.pod import build_env
 from echelon.launch.patch import merge_patch
+from echelon.launch.ray import driver
 from echelon.recipe.load import load_recipe
 from tests.unit.launch.kubernetes.kubernetes_jobs import NAME, make_kubernetes_job
 from tests.unit.launch.kubernetes.kubernetes_schemas import list_faults
@@ -66,6 +68,8 @@ CASES = {
                  "launch.kubernetes.workdir='/data/my work'", "fault.notice_seconds=100", *PLACES, *AMOUNTS),
     "hyperpod": ("launch.nodes=2", "launch.max_hours=2", "launch.kubernetes.kind=hyperpod",
                  "fault.max_restarts=5", *PLACES[1:], *AMOUNTS),
+    "rayjob": ("launch.nodes='2:4'", "launch.max_hours=2", "launch.kubernetes.kind=rayjob",
+               "launch.kubernetes.ttl_seconds=3600", *PLACES[1:], *AMOUNTS),
     "pytorchjob-one": ("fault.max_restarts=0",),
     "pytorchjob-options": (
         "launch.nodes=2", *SECURITY, *PODS, SIDECAR.replace("CONTAINER", "pytorch"),
@@ -108,6 +112,7 @@ def test_pods_with_efa_have_its_variables(tmp_path, selector, given):
 @pytest.mark.parametrize("case", CASES)
 def test_the_manifest_equals_the_golden_file(case, tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "render_recipe", lambda recipe: "run: {name: small}\nseed: 'no'\n")
+    monkeypatch.setattr(manifest, "render_pod_files", lambda job: {"driver.py": "the driver"})
     job = make_kubernetes_job(tmp_path, *CASES[case])
     launcher = KubernetesLauncher()
     launcher.check(job)
@@ -116,6 +121,25 @@ def test_the_manifest_equals_the_golden_file(case, tmp_path, monkeypatch):
     config_map, body = yaml.safe_load_all(text)
     assert list_faults(config_map) == list_faults(body) == []
     assert config_map["data"]["recipe.yaml"] == "run: {name: small}\nseed: 'no'\n"
+
+
+def test_a_rayjob_brings_the_driver_its_order_and_the_script_of_each_machine(tmp_path):
+    settings = ("launch.nodes='2:4'", "launch.kubernetes.kind=rayjob", "fault.max_restarts=5")
+    job = make_kubernetes_job(tmp_path, *settings, "launch.setup=['module load cuda']", "launch.env={A: b}")
+    config_map, _ = yaml.safe_load_all(KubernetesLauncher().render(job)["manifest.yaml"])
+    assert list_faults(config_map) == []
+    files = config_map["data"]
+    assert set(files) == {"recipe.yaml", "driver.py", "order.json", "agent.sh"}
+    order = driver.Order(**json.loads(files["order.json"]))
+    assert (order.fewest, order.most, order.bundle, order.max_restarts) == (2, 4, {"GPU": 8.0}, 5)
+    assert order.agent == "/etc/echelon/agent.sh"
+    assert files["driver.py"] == Path(driver.__file__).read_text()
+    script = files["agent.sh"]
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert "cd /data ||" in script and "module load cuda" in script and "launch.nproc_per_node=8" in script
+    cpus = make_kubernetes_job(tmp_path, *settings, "launch.kubernetes.gpus_per_node=0", "launch.nproc_per_node=2")
+    config_map, _ = yaml.safe_load_all(KubernetesLauncher().render(cpus)["manifest.yaml"])
+    assert json.loads(config_map["data"]["order.json"])["bundle"] == {"CPU": 1.0}
 
 
 def test_a_field_outside_the_schema_is_detected(tmp_path):
