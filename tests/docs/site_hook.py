@@ -93,7 +93,7 @@ def find_linked(page: Path) -> Iterator[Path]:
 def place(path: Path, config: MkDocsConfig) -> File:
     """The file of the site for one of the repository."""
     uri = path.relative_to(ROOT).as_posix()
-    plain = path.suffix in (".svg", ".png", ".css")
+    plain = path.suffix in (".svg", ".png", ".css", ".json")
     kind = File if plain or path.suffix == ".md" else Shown
     goal = uri.removeprefix("docs/")
     goal = goal if plain else f"{goal.removesuffix('.md').removesuffix('.ipynb')}.html"
