@@ -96,7 +96,7 @@ def test_a_run_goes_on_with_the_processes_that_are_left(echelon, tmp_path, paral
     assert f"{axis} 2 needs a multiple of 2 processes, but there are 3; run 2 or 4 processes" in refused.err
     ending = echelon("train", "recipe.json", "train.steps=6", "--nproc", 2)
     assert ending.code == 0, ending.err
-    assert f"dp_shard 1 x {axis} 2" in ending.out
+    assert f"on 2 processes ({axis} 2)" in ending.out
     for ours, right in zip(trained(tmp_path / "runs" / "tiny"), trained(tmp_path / "runs" / "whole"), strict=True):
         keys = ("step", "batch_hash", "tokens")
         assert [ours[key] for key in keys] == [right[key] for key in keys]
