@@ -111,7 +111,15 @@ def marked_processes():
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-    return [process for process in found if process.pid != os.getpid()]
+    return [process for process in found if process.pid != os.getpid() and not is_tracker(process)]
+
+
+def is_tracker(process):
+    """Whether this is Python's own tracker of the shared memory of this process, which ends with this process."""
+    try:
+        return process.ppid() == os.getpid() and any("resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def find_listeners():
@@ -129,9 +137,10 @@ def assert_no_orphan(seconds=3.0):
     deadline = time.monotonic() + seconds
     while (left := marked_processes()) and time.monotonic() < deadline:
         time.sleep(0.05)
+    orphans = [process.as_dict(["pid", "cmdline"]) for process in left]
     for process in left:
         process.kill()
-    assert not left, f"orphans: {left}"
+    assert not left, f"orphans: {orphans}"
 
 
 def write_recipe(folder, **sections):
