@@ -9,11 +9,11 @@ REACH = {
     "run.training.trainer": (140, 21_000),
     "learn.learner": (152, 22_800),
     "learn.engines.native": (140, 20_300),
-    "learn.engines.native_build": (163, 23_900),
-    "learn.objectives.causal_lm": (70, 11_500),
+    "learn.engines.native_build": (163, 24_100),
+    "learn.objectives.causal_lm": (70, 11_700),
     "learn.data.loader": (40, 6_500),
-    "planner.plan": (30, 5_400),
-    "learn.engines.engine": (45, 7_000),
+    "planner.plan": (30, 5_500),
+    "learn.engines.engine": (45, 7_200),
 }
 
 

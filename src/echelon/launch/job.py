@@ -73,6 +73,9 @@ def list_inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
         for index, source in enumerate(sources):
             if source.path != _STDLIB and source.format != "hub":
                 yield f"{key}.{index}.path", source.path
+    for index, task in enumerate(recipe.evaluate.tasks):
+        if task.endswith((".yaml", ".yml", ".jsonl")):
+            yield f"evaluate.tasks.{index}", task
     for key, value in (("model.checkpoint", recipe.model.checkpoint), ("tokenizer", recipe.tokenizer)):
         if isinstance(value, str) and value.startswith("/"):
             yield key, value

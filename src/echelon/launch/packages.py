@@ -22,6 +22,7 @@ _IMPORTS: dict[str, tuple[str, ...]] = {
     "gcs": ("gcsfs",),
     "float8": ("torchao",),
     "math": ("math_verify",),
+    "lm-eval": ("lm_eval", "accelerate"),
 }
 
 

@@ -157,11 +157,12 @@ class Recipe(Section):
 
     @rule
     def _scores_are_no_text(self) -> None:
-        if self.objective.scores_texts and self.evaluate.prompts:
-            raise ValueError(
-                f"evaluate.prompts={list(self.evaluate.prompts)} are to be continued, and objective.name="
-                f"{self.objective.name} trains a model that scores texts and writes none; remove it."
-            )
+        for key, values in (("prompts", self.evaluate.prompts), ("tasks", self.evaluate.tasks)):
+            if self.objective.scores_texts and values:
+                raise ValueError(
+                    f"evaluate.{key}={list(values)} are to be continued, and objective.name={self.objective.name} "
+                    "trains a model that scores texts and writes none; remove it."
+                )
 
     @rule
     def _a_judged_answer_has_a_sequence(self) -> None:
@@ -389,6 +390,17 @@ class Recipe(Section):
     def evaluation_rhythm(self, num_samples: int) -> Rhythm:
         """Return the steps after which to evaluate during training. `num_samples`: sequences of one epoch."""
         return self._rhythm(self.train.eval_every, self.train.evals_per_epoch, num_samples)
+
+    @property
+    def compared_task(self) -> str | None:
+        """The TASK/METRIC by which `evaluate.select_by` chooses the best checkpoint; None if by held-out text."""
+        chosen, named = self.evaluate.select_by, {source.label for source in self.data.validation} or {"validation"}
+        return chosen if chosen is not None and chosen not in named and self.evaluate.tasks else None
+
+    def task_rhythm(self, num_samples: int) -> Rhythm:
+        """Return the steps after which `evaluate.tasks` run during training. `num_samples`: sequences of one epoch."""
+        every = self.evaluate.tasks_every
+        return self.evaluation_rhythm(num_samples) if every is None else self._rhythm(every, None, num_samples)
 
     def _rhythm(self, every_steps: int | None, per_epoch: float | None, num_samples: int) -> Rhythm:
         sequences = None if per_epoch is None else num_samples / Fraction(str(per_epoch))

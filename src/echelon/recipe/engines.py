@@ -125,6 +125,7 @@ ENGINES: dict[str, EngineRow] = {
             Limit("train.activation_offloading", (False,), "keeps all activations on the device"),
             Limit("train.deterministic", (False,), "does not check TensorFlow's kernels for it"),
             Limit("profile.steps", (None,), "is not seen by PyTorch's profiler"),
+            Limit("evaluate.tasks", ((),), "computes the logits of one position of a text alone"),
         ),
         purpose="people with a TensorFlow stack: its mirrored strategies and its parameter servers, on CPUs",
         instead="parallel: ddp",

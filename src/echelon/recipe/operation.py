@@ -9,10 +9,12 @@ from echelon.recipe.section import (
     CountOrZero,
     Flag,
     Number,
+    PathOrName,
     Positive,
     PositiveOrZero,
     Section,
     address,
+    distinct,
     rule,
 )
 
@@ -68,14 +70,30 @@ class EvaluateConfig(Section):
     )
     prompts: tuple[str, ...] = Field((), description="Prompts to continue at each evaluation.")
     prompt_tokens: Count = Field(64, description="Tokens to generate for each prompt.")
+    tasks: Annotated[tuple[PathOrName, ...], distinct("evaluate.tasks")] = Field(
+        (),
+        description="Benchmarks to run during training, by lm-eval: names of its tasks, task files of lm-eval "
+        "(`mine.yaml`), or files of questions (`mine.jsonl`).",
+    )
+    tasks_every: Count | None = Field(
+        None,
+        description="Steps between runs of the `tasks`; the last step is followed by one. Default: at each evaluation.",
+    )
+    tasks_limit: Count | None = Field(None, description="Maximum number of examples of each task. Default: all.")
     early_stopping: Count | None = Field(
-        None, description="Stop after this many consecutive evaluations without a lower loss."
+        None, description="Stop after this many consecutive evaluations without a better value."
     )
     select_by: str | None = Field(
         None,
-        description="The validation set whose loss `early_stopping` and `checkpoint.keep_best` use. Default: all of "
-        "them together.",
+        description="What `early_stopping` and `checkpoint.keep_best` compare: the validation set whose loss is used, "
+        "or a metric of a task, as `TASK/METRIC` (`arc_easy/acc_norm`). Default: the loss of all sets together.",
     )
+
+    @rule
+    def _tasks_are_there(self) -> None:
+        for name, value in (("tasks_every", self.tasks_every), ("tasks_limit", self.tasks_limit)):
+            if value is not None and not self.tasks:
+                raise ValueError(f"evaluate.{name}={value} has no meaning without evaluate.tasks; remove it.")
 
 
 class MlflowConfig(Section):

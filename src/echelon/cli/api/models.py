@@ -102,7 +102,7 @@ def evaluate(
 
         return evaluate_task(path, Path(tasks), which, team)
     if lm_eval:
-        from echelon.tools.inference.harness import evaluate_with_harness
+        from echelon.tools.inference.tasks import evaluate_with_harness
 
         include = None if include_path is None else Path(include_path)
         return evaluate_with_harness(path, lm_eval, include, limit, which, team)

@@ -189,6 +189,11 @@ class TensorflowEvaluation(Evaluation):
         return self._passes.log_probabilities(microbatch.input_ids, microbatch.labels)
 
     @override
+    def logits(self, input_ids: Tensor) -> Tensor:
+        """Raises ConfigError: TensorFlow's passes return the logits of one position."""
+        raise ConfigError("engine=tensorflow computes the logits of one position of a text alone; use engine=native.")
+
+    @override
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
         return self._passes.logits_at(input_ids, places)
 

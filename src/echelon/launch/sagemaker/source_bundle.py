@@ -36,6 +36,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "float8": ("torchao>=0.16",),
     "math": ("math-verify>=0.9",),
     "sagemaker": ("boto3>=1.42.44",),
+    "lm-eval": ("lm-eval>=0.4.9", "accelerate>=1.1"),
     "liger": ("liger-kernel>=0.8",),
 }
 # AWS's plugin, with which MLflow accepts the ARN of a SageMaker server as tracking URI.
@@ -65,6 +66,8 @@ def list_extras(recipe: Recipe) -> dict[str, str]:
         extras["float8"] = "train.precision=fp8"
     if any(reward.name == "math" for reward in recipe.reward):
         extras["math"] = "reward=math"
+    if recipe.evaluate.tasks:
+        extras["lm-eval"] = "evaluate.tasks"
     if recipe.adapter.is_adapter:
         extras["qlora" if recipe.adapter.method == "qlora" else "peft"] = f"adapter.method={recipe.adapter.method}"
     if recipe.launch.sagemaker.secrets:

@@ -93,6 +93,12 @@ class Evaluation(Protocol):
         `temperature`: divides the logits.
         """
 
+    def logits(self, input_ids: Tensor) -> Tensor:
+        """Return fp32 logits [batch, seq, vocabulary] of the token after each position of ids [batch, seq].
+
+        They need 4 bytes for each position and entry of the vocabulary: give few positions.
+        """
+
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
         """Return fp32 logits [batch, vocabulary] of the token after position `places` [batch] of ids [batch, seq]."""
 

@@ -43,10 +43,17 @@ class ModuleEvaluation(Evaluation):
         return self._module(microbatch, lambda outputs, batch: outputs.log_probabilities(batch.labels, temperature))
 
     @override
+    def logits(self, input_ids: Tensor) -> Tensor:
+        found = self._module(self._pad(input_ids), lambda outputs, _: outputs.logits())
+        return found[:, : input_ids.shape[1]]
+
+    @override
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
-        # Right padding: attention is causal, so no token sees it.
-        input_ids = nn.functional.pad(input_ids, (0, -input_ids.shape[1] % self._padding.multiple))
-        return self._module(_unlabelled(input_ids), lambda outputs, _: outputs.logits_at(places))
+        return self._module(self._pad(input_ids), lambda outputs, _: outputs.logits_at(places))
+
+    def _pad(self, input_ids: Tensor) -> Microbatch:
+        """Pad on the right: attention is causal, so no token sees it."""
+        return _unlabelled(nn.functional.pad(input_ids, (0, -input_ids.shape[1] % self._padding.multiple)))
 
     @override
     def start_cached(self) -> KeyValueCache | None:

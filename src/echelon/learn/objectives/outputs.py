@@ -275,6 +275,11 @@ class DecoderOutputs:
         scores: Tensor = self._model.score(self.hidden)
         return scores.float()
 
+    def logits(self) -> Tensor:
+        """Return fp32 logits of the token after each position, without gradient: [batch, seq, vocabulary]."""
+        _, state, read = self.lazy_logits()
+        return read(state)
+
     def logits_at(self, places: Tensor) -> Tensor:
         """Return fp32 logits of the token after position `places` [batch] of each sequence: [batch, vocabulary]."""
         rows = torch.arange(len(places), device=places.device)

@@ -1,6 +1,6 @@
 """Console output during training: one line per logged step."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, fields
 from typing import Any
 
@@ -78,7 +78,9 @@ _MEASURES = {
 
 
 def render_evaluation(row: dict[str, Any]) -> list[str]:
-    """Return the console lines of an eval row: the total, and each set if there are several."""
+    """Return the console lines of an eval row: the total, and each set if there are several; or of each benchmark."""
+    if "tasks" in row:
+        return [f"{name} at step {row['step']}: {_metrics(values)}" for name, values in row["tasks"].items()]
     lines = [f"eval at step {row['step']}: {_losses(row)}"]
     if len(row["sets"]) > 1:
         lines += [f"  {name}: {_losses(values)}" for name, values in row["sets"].items()]
@@ -100,6 +102,17 @@ def _losses(values: dict[str, Any]) -> str:
         return f"reward {values['reward']:.4f}  {solved}{values['answers']:,} answers"
     known = {name: form for name, form in _MEASURES.items() if values.get(name) is not None}
     return "  ".join([f"loss {values['loss']:.4f}", *(f"{name} {values[name]:{form}}" for name, form in known.items())])
+
+
+def _metrics(values: Mapping[str, float | None]) -> str:
+    """The metrics of a benchmark, each with its standard error."""
+    shown = []
+    for name, value in values.items():
+        metric, comma, chosen = name.partition(",")
+        if value is not None and not metric.endswith("_stderr"):
+            error = values.get(f"{metric}_stderr{comma}{chosen}")
+            shown.append(f"{name} {value:.4f}" + ("" if error is None else f" (+- {error:.4f})"))
+    return "  ".join(shown)
 
 
 def render_sample_line(text: str) -> str:

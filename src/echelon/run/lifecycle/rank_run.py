@@ -85,7 +85,7 @@ def conduct(trainer: Trainer, recipe: Recipe, folder: RunFolder, stop: StopReque
         if journal is not None:
             cost = None if journal.meter is None else journal.meter.describe_usd()
             seconds = trainer.accounting.goodput.wall_seconds
-            for line in describe_end(folder, state, seconds, cost, recipe.draws_answers, recipe.objective.scores_texts):
+            for line in describe_end(folder, state, seconds, cost, recipe):
                 logger.info(line)
     except StoppedError:
         store.close(time_left)

@@ -130,19 +130,20 @@ def describe_end(
     state: TrainState,
     seconds: float,
     cost: str | None,
-    draws_answers: bool = False,
-    scores_texts: bool = False,
+    recipe: Recipe,
 ) -> Iterator[str]:
     """Lines about a run that is done: what came out, and the commands that use it.
 
-    `seconds`: the wall time of all starts. `cost`: of all starts, None if no price is known. `draws_answers`: whether
-    it trained from rewards. `scores_texts`: whether its model has scores, and writes no text.
+    `seconds`: the wall time of all starts. `cost`: of all starts, None if no price is known.
     """
+    draws_answers = recipe.draws_answers
     last = folder.rows.last_loss()
     parts = [f"done: {state.step:,} steps in {render_duration(seconds)}"]
     if last is not None and not draws_answers:
         parts.append(f"last training loss {last:.4f}")
-    if state.best_loss is not None:
+    if state.best_loss is not None and recipe.compared_task is not None:
+        parts.append(f"best {recipe.compared_task} at step {state.best_step:,}")
+    elif state.best_loss is not None:
         name, best = ("reward", -state.best_loss) if draws_answers else ("loss", state.best_loss)
         parts.append(f"best held-out {name} {best:.4f} at step {state.best_step:,}")
     if cost is not None:
@@ -154,7 +155,7 @@ def describe_end(
     run = shlex.quote(str(folder.path))
     if not draws_answers:
         yield f"next: echelon eval {run}"
-    if not scores_texts:
+    if not recipe.objective.scores_texts:
         yield f'next: echelon generate {run} --prompt "..."'
     yield f"next: echelon export {run} {shlex.quote(f'{folder.path.name}-exported')}"
 
@@ -192,11 +193,10 @@ def finish(trainer: Trainer, folder: RunFolder) -> None:
     }
     folder.rows.append_event("early_stop", step=state.step, **numbers)
     folder.mark_finished(state.step, "early_stop")
-    best = (
-        "none was finite"
-        if state.best_loss is None
-        else f"the lowest was {state.best_loss:.4f} at step {state.best_step}"
-    )
+    task = trainer.train_step.learner.recipe.compared_task
+    sought, found = ("lower loss", "the lowest was") if task is None else (f"better {task}", "the best was")
+    value = "" if state.best_loss is None or task is not None else f" {state.best_loss:.4f}"
+    best = "none was finite" if state.best_loss is None else f"{found}{value} at step {state.best_step}"
     logger.info(
-        f"early stopping at step {state.step}: no lower loss in {state.evaluations_since_best} evaluations; {best}",
+        f"early stopping at step {state.step}: no {sought} in {state.evaluations_since_best} evaluations; {best}",
     )

@@ -43,7 +43,7 @@ from echelon.run.lifecycle.model_checks import (
     read_model_fields,
     size_vocabulary,
 )
-from echelon.run.training.evaluation_checks import check_evaluation
+from echelon.run.training.evaluation_checks import check_evaluation, check_tasks, try_benchmarks
 
 if TYPE_CHECKING:
     from echelon.learn.data.prepared import PreparedData
@@ -117,6 +117,7 @@ def prepare_run(
     from echelon.run.folder.remote_start import RemoteStart
 
     check_extensions(recipe)
+    check_tasks(recipe)
     find_cluster = cache(find_cluster)
     rate = find_price_here(recipe, variables)
     check_budget(recipe, rate)
@@ -185,6 +186,7 @@ def _check_against_data(recipe: Recipe, here: _LocalRecipe, data: "PreparedData"
     if fault := find_fault(recipe.optim, num_steps, recipe.batches):
         raise ConfigError(fault)
     check_evaluation(recipe, data)
+    try_benchmarks(recipe)
     check_teacher(here.recipe, data.tokenizer)
     check_reward_models(here.recipe, data)
     open_taught(here.recipe, data)

@@ -37,6 +37,7 @@ class RunRecord:
     environment: Mapping[str, Any]
     train_rows: Sequence[Row]
     eval_rows: Sequence[Row]
+    task_rows: Sequence[Row]
     events: Sequence[Row]
     samples: Sequence[Row]
     spending: Spending | None
@@ -99,6 +100,7 @@ def read_record(path: Path, with_traces: bool = True) -> RunRecord:
         environment=_read_document(folder.environment_path),
         train_rows=[row for row in rows if row["kind"] == "train"],
         eval_rows=[row for row in rows if row["kind"] == "eval"],
+        task_rows=[row for row in rows if row["kind"] == "tasks"],
         events=sorted(folder.rows.read_events(), key=lambda row: row["time"]),
         samples=read_rows(folder.samples_path, _is_sample).rows,
         spending=spending,

@@ -11,6 +11,7 @@ from echelon.ground.wall_time import CAUSES
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.plan_lines import describe_plan
 from echelon.run.report.advice import find_advice
+from echelon.run.report.benchmark_section import build_benchmarks
 from echelon.run.report.blocks import (
     Bars,
     Block,
@@ -76,6 +77,7 @@ def build_sections(record: RunRecord) -> list[Section]:
         Section("Advice", [Lines(advice, "advice")] if advice else []),
         Section("Rewards", list(build_rewards(record))),
         Section("Loss", list(_losses(record))),
+        Section("Benchmarks", list(build_benchmarks(record))),
         Section("Throughput", list(build_throughput(record))),
         Section("Predicted and measured", list(build_prediction(record))),
         Section("Where the time went", list(_time(record))),

@@ -1,47 +1,99 @@
 """Checks of the `evaluate` section against the prepared data. Imports no torch: `train` calls them before training."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError
 from echelon.learn.data.panics import panics_told
 from echelon.learn.data.prepared import PreparedData
 from echelon.learn.data.prompt_records import PromptDataset
+from echelon.learn.task_files import name_tasks
 from echelon.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+TASKS = "evaluate.tasks"
+
+
+def check_tasks(recipe: Recipe) -> None:
+    """Raise ConfigError if lm-eval is missing, or a task file cannot be used. Called before any text is read."""
+    wanted = recipe.evaluate
+    if not wanted.tasks:
+        return
+    if find_spec("lm_eval") is None:
+        raise ConfigError(
+            f"{TASKS}={list(wanted.tasks)} requires the package lm_eval, which is not installed; run pip install "
+            "'echelon[lm-eval]', or remove it."
+        )
+    name_tasks(wanted.tasks, TASKS)
+
+
+def try_benchmarks(recipe: Recipe) -> None:
+    """Run one example of each task without the model, which also fetches the data of lm-eval's tasks.
+
+    Raises ConfigError if one cannot run, or `evaluate.select_by` names a metric that no task has.
+    """
+    wanted = recipe.evaluate
+    if not wanted.tasks:
+        return
+    from echelon.learn.harness import open_tasks, try_tasks  # it imports torch
+
+    found = try_tasks(open_tasks(wanted.tasks, TASKS), TASKS).numbers
+    task, _, metric = (wanted.select_by or "").rpartition("/")
+    if task in found and metric not in found[task]:
+        have = ", ".join(name for name in found[task] if "_stderr" not in name)
+        raise ConfigError(f"evaluate.select_by={wanted.select_by}: the task {task} has no such metric; it has {have}.")
+
+
 def check_evaluation(recipe: Recipe, data: PreparedData) -> None:
     """Raise ConfigError if the settings of `evaluate` and `checkpoint.keep_best` do not fit the validation sets."""
-    wanted, sets = recipe.evaluate, data.validation
-    if not recipe.draws_answers and any(isinstance(held_out.dataset, PromptDataset) for held_out in sets):
+    if not recipe.draws_answers and any(isinstance(held_out.dataset, PromptDataset) for held_out in data.validation):
         raise ConfigError(
             "held-out prompts without an answer cannot be evaluated by what a teacher predicts; give records with an "
             "answer in data.validation, or set data.validation_fraction=0."
         )
-    names = [held_out.name for held_out in sets]
-    if wanted.select_by is not None and wanted.select_by not in names:
-        have = f"use one of {', '.join(names)}" if names else "there are none; set data.validation_fraction"
-        raise ConfigError(f"evaluate.select_by={wanted.select_by}: no validation set has this name; {have}.")
-    for key, value in (
-        ("checkpoint.keep_best", recipe.checkpoint.keep_best),
-        ("evaluate.early_stopping", wanted.early_stopping),
-        ("evaluate.prompts", wanted.prompts),
+    tasks = name_tasks(recipe.evaluate.tasks, TASKS)
+    compares_task = (recipe.evaluate.select_by or "").rpartition("/")[0] in tasks
+    if not compares_task:
+        _check_selected_set(recipe, data, tasks)
+    _check_is_evaluated(recipe, data, compares_task)
+    if recipe.evaluate.prompts:
+        _check_prompts(recipe, data)
+
+
+def _check_selected_set(recipe: Recipe, data: PreparedData, tasks: Sequence[str]) -> None:
+    """Refuse a name in `evaluate.select_by` that no validation set has."""
+    chosen, names = recipe.evaluate.select_by, [held_out.name for held_out in data.validation]
+    if chosen is None or chosen in names:
+        return
+    have = f"use one of {', '.join(names)}" if names else "there are none; set data.validation_fraction"
+    also = f", or TASK/METRIC with one of the tasks {', '.join(tasks)}" if tasks else ""
+    raise ConfigError(f"evaluate.select_by={chosen}: no validation set has this name; {have}{also}.")
+
+
+def _check_is_evaluated(recipe: Recipe, data: PreparedData, compares_task: bool) -> None:
+    """Refuse what needs evaluations that the recipe does not make. `compares_task`: by a task, not by held-out text."""
+    wanted = recipe.evaluate
+    for key, value, is_done in (
+        ("checkpoint.keep_best", recipe.checkpoint.keep_best, compares_task),
+        ("evaluate.early_stopping", wanted.early_stopping, compares_task),
+        ("evaluate.prompts", wanted.prompts, False),
     ):
-        if value and not sets:
+        if value and not data.validation and not is_done:
+            also = ", or evaluate.select_by=TASK/METRIC to compare a task" if wanted.tasks else ""
             raise ConfigError(
                 f"{key} requires evaluations, and the recipe holds out no text; set data.validation_fraction or "
-                "data.validation."
+                f"data.validation{also}."
             )
-    if wanted.early_stopping and recipe.train.eval_every is None and recipe.train.evals_per_epoch is None:
+    has_rhythm = recipe.train.eval_every is not None or recipe.train.evals_per_epoch is not None
+    if wanted.early_stopping and not has_rhythm and not (compares_task and wanted.tasks_every is not None):
         raise ConfigError(
             "evaluate.early_stopping requires evaluations during training, and train.eval_every is null; set "
             "train.eval_every to a number of steps, or train.evals_per_epoch."
         )
-    if wanted.prompts:
-        _check_prompts(recipe, data)
 
 
 def _check_prompts(recipe: Recipe, data: PreparedData) -> None:

@@ -1,5 +1,6 @@
-"""Evaluation during training: losses on held-out text, and samples of the prompts."""
+"""Evaluation during training: losses on held-out text, samples of the prompts, and benchmarks."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -19,8 +20,10 @@ from echelon.run.training.run_log import Accounting
 from echelon.run.training.state import TrainState
 
 if TYPE_CHECKING:
+    from echelon.learn.harness import TaskScores
     from echelon.learn.judging import Judge
     from echelon.learn.learner import Learner
+    from echelon.run.training.benchmarks import Benchmarks
 
 DEFAULT_BATCHES = 200
 ROUNDS_PER_LOOK = 16  # a stop request waits for at most this many microbatches
@@ -32,7 +35,7 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Evaluations:
-    """When and how a run with held-out text is evaluated: the same sequences of every set each time, in order."""
+    """When and how a run is evaluated: the same sequences of every held-out set each time, in order, and benchmarks."""
 
     learner: "Learner"
     sync: Synchronizer
@@ -41,42 +44,78 @@ class Evaluations:
     stop: StopRequest
     judge: "Judge | None" = None
     """What evaluates a recipe with rewards."""
+    benchmarks: "Benchmarks | None" = None
+    """What runs `evaluate.tasks`."""
 
     @cached_property
     def rhythm(self) -> Rhythm:
-        """The steps after which an evaluation is due."""
+        """The steps after which held-out text is evaluated."""
         return self.learner.recipe.evaluation_rhythm(self.learner.data.train.num_samples)
 
     def is_due(self, done: int) -> bool:
-        """Whether an evaluation is due after this step by the interval; the last step is always evaluated."""
-        return self.rhythm.is_due(done)
+        """Whether an evaluation is due after this step by an interval; the last step is always evaluated."""
+        return any(self._find_due(done))
+
+    def _find_due(self, done: int) -> tuple[bool, bool]:
+        """Whether held-out text and benchmarks are due after this step by their intervals."""
+        has_texts, benchmarks = bool(self.learner.data.validation), self.benchmarks
+        return has_texts and self.rhythm.is_due(done), benchmarks is not None and benchmarks.rhythm.is_due(done)
 
     def run(self, state: TrainState) -> TrainState:
-        """Evaluate and return the new state; after a stop request the evaluation is still owed. Collective."""
-        with self.accounting.spending("evaluating"):
-            results = None if self.stop.agreed is not None else self._evaluate(state.step)
-        if results is None:
-            return replace(state, owes_evaluation=True)
-        return state.evaluated(results.select(self.learner.recipe.evaluate.select_by).loss)
+        """Do what is due and return the new state; after a stop request the evaluation is still owed. Collective.
 
-    def _evaluate(self, step: int) -> EvalResults | None:
+        At the last step, and where no interval has made it due, all is.
+        """
+        due = self._find_due(state.step)
+        if not any(due) or state.step == self.learner.recipe.num_steps(self.learner.data.train.num_samples):
+            due = (True, True)
+        with self.accounting.spending("evaluating"):
+            found = None if self.stop.agreed is not None else self._evaluate(state.step, *due)
+        if found is None:
+            return replace(state, owes_evaluation=True)
+        (results, scores), recipe, value = found, self.learner.recipe, None
+        if scores is not None and recipe.compared_task is not None:
+            value = scores.find(recipe.compared_task)
+        elif results is not None and recipe.compared_task is None:
+            value = results.select(recipe.evaluate.select_by).loss
+        return replace(state, owes_evaluation=False) if value is None else state.evaluated(value)
+
+    def _evaluate(
+        self, step: int, texts_are_due: bool, tasks_are_due: bool
+    ) -> "tuple[EvalResults | None, TaskScores | None] | None":
+        """Do what is due after a step, and write it once all is known; None if the run is asked to stop before."""
         self.accounting.note("evaluation", step)
         beat = partial(self.accounting.heart.beat, f"the evaluation after step {step}")
         beat()
+        results, texts, scores = None, None, None
+        began = time.perf_counter()
         with self.sync.agreed():  # every replica has the same weights here
             try:
-                sets = {held_out.name: self._evaluate_set(held_out, beat) for held_out in self.learner.data.validation}
+                if texts_are_due and self.learner.data.validation:
+                    results = EvalResults(
+                        {held_out.name: self._evaluate_set(held_out, beat) for held_out in self.learner.data.validation}
+                    )
+                    texts = self._sample(beat)
+                if tasks_are_due and self.benchmarks is not None:
+                    began = time.perf_counter()
+                    with self.accounting.heart.resting_together():  # lm-eval works long between two passes
+                        scores = self.benchmarks.run(self._look)
             except Interrupted:
                 return None
-            results = EvalResults(sets)
-            texts = None
-            if self.sampler is not None:
-                with self.learner.engine.evaluation(self.learner.objective) as evaluation:
-                    texts = self.sampler.run(evaluation, beat)
-        self.accounting.write_evaluation(step, results)
+        if results is not None:
+            self.accounting.write_evaluation(results.row(step))
+        if scores is not None:
+            seconds = time.perf_counter() - began
+            self.accounting.write_evaluation(scores.row(step, seconds))
         if self.sampler is not None and texts is not None and self.accounting.journal is not None:
             self.accounting.journal.samples(step, self.sampler.prompts, texts)
-        return results
+        return results, scores
+
+    def _sample(self, beat: Callable[[], None]) -> list[str] | None:
+        if self.sampler is None:
+            return None
+        with self.learner.engine.evaluation(self.learner.objective) as evaluation:
+            return self.sampler.run(evaluation, beat)
 
     def _evaluate_set(self, held_out: ValidationSet, beat: Callable[[], None]) -> EvalResult:
         recipe = self.learner.recipe
@@ -113,8 +152,15 @@ def build_evaluations(
     stop: StopRequest,
     judge: "Judge | None" = None,
 ) -> Evaluations | None:
-    """Build the evaluations of a run, if there is held-out text."""
-    return Evaluations(learner, sync, sampler, accounting, stop, judge) if learner.data.validation else None
+    """Build the evaluations of a run, if there is held-out text or a benchmark."""
+    benchmarks = None
+    if learner.recipe.evaluate.tasks:
+        from echelon.run.training.benchmarks import Benchmarks  # it needs lm-eval
+
+        benchmarks = Benchmarks(learner)
+    if not learner.data.validation and benchmarks is None:
+        return None
+    return Evaluations(learner, sync, sampler, accounting, stop, judge, benchmarks)
 
 
 def build_sampler(learner: "Learner") -> PromptSampler | None:

@@ -11,7 +11,6 @@ import torch
 
 from echelon.learn.distributed.stamp import Stamp
 from echelon.learn.distributed.traffic import count_traffic
-from echelon.learn.evaluation import EvalResults
 from echelon.run.journal.goodput import GoodputTracker
 from echelon.run.training.callbacks import Callback
 from echelon.run.training.gpu_meter import GpuMeter
@@ -120,13 +119,12 @@ class Accounting:
             for row in self.journal.missing(step, rows):
                 (self.journal.train if row["kind"] == "train" else self.journal.evaluation)(row)
 
-    def write_evaluation(self, step: int, results: EvalResults) -> None:
+    def write_evaluation(self, row: dict[str, Any]) -> None:
         """Write the row of an evaluation."""
-        row = results.row(step)
         self.latest.append(row)
         if self.journal is not None:
             self.journal.evaluation(row)
-            self.journal.note("evaluated", step)
+            self.journal.note("evaluated", row["step"])
             with self.heart.resting():  # a callback may run an evaluation of its own
                 self._tell("on_evaluation", row)
 

@@ -7,7 +7,7 @@ from typing import Any
 from echelon.ground.run_files import is_metrics_row
 from echelon.ground.stored import Row, open_regular, parse_row, whole_lines
 from echelon.run.folder.run_folder import RunFolder
-from echelon.tools.sweep.sweep_file import SweepSettings
+from echelon.tools.sweep.sweep_file import TASKS, SweepSettings
 
 # metric: kind of row and its field
 _FIELDS = {
@@ -56,8 +56,9 @@ def measure(rows: list[Row], settings: SweepSettings) -> float | None:
 
     None if there is no value, as before the first evaluation; rows without a value are skipped.
     """
-    kind, field = _FIELDS[settings.metric]
-    numbers = [row[field] for row in rows if row.get("kind") == kind and _is_number(row.get(field))]
+    kind, field = _FIELDS.get(settings.metric, ("tasks", settings.metric))
+    values = [_read_task(row, field) if kind == "tasks" else row.get(field) for row in rows if row.get("kind") == kind]
+    numbers = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
     if not numbers:
         return None
     if kind == "train":
@@ -68,11 +69,13 @@ def measure(rows: list[Row], settings: SweepSettings) -> float | None:
     return float(numbers[-1])
 
 
+def _read_task(row: Row, metric: str) -> Any:
+    """The value of tasks/TASK/METRIC; None if the row does not have it."""
+    task, _, name = metric.removeprefix(TASKS).rpartition("/")
+    return row["tasks"].get(task, {}).get(name)
+
+
 def training_hours(rows: list[Row]) -> float:
     """The total time of the steps in hours, without startup, evaluation and saving."""
     steps = (row.get("step_seconds") for row in rows if row.get("kind") == "train")
     return math.fsum(seconds for seconds in steps if isinstance(seconds, int | float)) / 3600
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

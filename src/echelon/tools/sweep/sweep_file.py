@@ -23,6 +23,8 @@ Direction = Literal["minimize", "maximize"]
 _MAXIMIZED = (
     "eval_reward_accuracy", "eval_reward_margin", "eval_accuracy", "eval_macro_f1", "tokens_per_second", "mfu"
 )  # fmt: skip
+TASKS = "tasks/"
+"""What a metric of a benchmark begins with."""
 _NUMBERS_ONLY = ("cmaes", "qmc")
 
 
@@ -44,7 +46,10 @@ class SweepSettings(Section):
     )
     trials: Count | None = Field(None, description="Number of trials. Default, only for `grid`: one per point.")
     parallel: Count = Field(1, description="Number of trials that run at the same time.")
-    metric: Metric = Field("eval_loss", description="The metric that is compared, from metrics.jsonl.")
+    metric: Metric | Annotated[str, Field(pattern=r"^tasks/.+/.+$")] = Field(
+        "eval_loss",
+        description="The metric that is compared, from metrics.jsonl; `tasks/TASK/METRIC` for one of `evaluate.tasks`.",
+    )
     direction: Direction | None = Field(None, description="Default: depends on the metric.")
     last_steps: Count = Field(10, description="A training metric is the mean over this many last steps.")
     seed: CountOrZero = Field(0, lt=2**32, description="Seed of the sampler.")
@@ -61,7 +66,8 @@ class SweepSettings(Section):
     @property
     def better(self) -> Direction:
         """The direction; by default that of the metric."""
-        return self.direction or ("maximize" if self.metric in _MAXIMIZED else "minimize")
+        rises = self.metric in _MAXIMIZED or self.metric.startswith(TASKS)
+        return self.direction or ("maximize" if rises else "minimize")
 
 
 class RangeConfig(Section):

@@ -15,6 +15,7 @@ from echelon.run.journal import journal as journal_module
 from echelon.run.journal.journal import Journal
 from echelon.run.lifecycle.run_records import describe_end, describe_tokens
 from echelon.run.training.state import TrainState
+from tests.unit.recipe_samples import load_text
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,8 @@ def test_the_end_says_what_came_out_and_what_comes_next(tmp_path):
     rows = ({"kind": "train", "step": 1, "loss": 3.0}, {"kind": "train", "step": 2, "loss": 2.5})
     lines = [json.dumps(row) for row in (*rows, {"kind": "eval", "step": 2, "loss": 2.75})]
     folder.metrics_path.write_text("\n".join(lines) + "\n")
-    told = [*describe_end(folder, TrainState(step=2, best_loss=2.75, best_step=2), 75.0, "$1.50")]
+    recipe, _ = load_text(tmp_path)
+    told = [*describe_end(folder, TrainState(step=2, best_loss=2.75, best_step=2), 75.0, "$1.50", recipe)]
     assert told == [
         "done: 2 steps in 1m15s; last training loss 2.5000; best held-out loss 2.7500 at step 2; cost $1.50",
         f"run folder: {folder.path}",
@@ -110,7 +112,7 @@ def test_the_end_says_what_came_out_and_what_comes_next(tmp_path):
         f"next: echelon generate '{folder.path}' --prompt \"...\"",
         f"next: echelon export '{folder.path}' 'a run-exported'",
     ]
-    first, *_ = describe_end(folder, TrainState(step=2), 75.0, None)
+    first, *_ = describe_end(folder, TrainState(step=2), 75.0, None, recipe)
     assert first == "done: 2 steps in 1m15s; last training loss 2.5000"
 
 

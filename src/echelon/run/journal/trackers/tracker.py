@@ -40,10 +40,10 @@ class Tracker(Protocol):
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a row except the step, named KIND/KEY, and KIND/SET/KEY for those of its `sets`."""
+    """Return the numbers of a row except the step, named KIND/KEY, and KIND/SET/KEY for those of its sets or tasks."""
     return {
         f"{row['kind']}/{name}": value
-        for name, value in [*_numbers(row), *_numbers_of_sets(row.get("sets") or {})]
+        for name, value in [*_numbers(row), *_numbers_of_sets(row.get("sets") or row.get("tasks") or {})]
         if name != "step"
     }
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import random
 
 import pytest
 import torch
@@ -9,8 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from echelon.ground.errors import ConfigError
 from echelon.learn.data.tokenizer import train_tokenizer
-from echelon.tools.inference.tasks import evaluate_task, read_task
+from echelon.learn.task_files import name_tasks, read_task
+from echelon.run.training import evaluation_checks
+from echelon.tools.inference.tasks import evaluate_task
 from tests.families import small_config
+from tests.unit.recipe_samples import SMALL, load_text
 
 TEXT = "What colour is the sky? It is blue. What colour is grass? It is green. été 東京 " * 20
 EXAMPLES = [
@@ -113,7 +117,7 @@ def test_files_without_examples_are_refused(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-eval is installed")
 def test_without_lm_eval_the_message_names_its_extra(folder, task):
-    from echelon.tools.inference.harness import evaluate_with_harness
+    from echelon.tools.inference.tasks import evaluate_with_harness
 
     for evaluate in (lambda: evaluate_with_harness(folder, ["hellaswag"]), lambda: evaluate_task(folder, task)):
         with pytest.raises(ConfigError, match=r"pip install 'echelon\[lm-eval\]'"):
@@ -136,7 +140,7 @@ metric_list: [{metric: acc}, {metric: acc_norm}, {metric: acc_bytes}]
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
 def test_a_task_file_of_lm_eval_gives_the_same_results(folder, task, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    from echelon.tools.inference.harness import evaluate_with_harness
+    from echelon.tools.inference.tasks import evaluate_with_harness
 
     data = tmp_path / "mine.jsonl"
     data.write_text("".join(
@@ -148,5 +152,56 @@ def test_a_task_file_of_lm_eval_gives_the_same_results(folder, task, tmp_path, m
     theirs = evaluate_with_harness(folder, ["mine"], tmp_path)["mine"]
     for name in ("acc", "acc_norm", "acc_bytes"):
         assert theirs[name] == ours[name] and theirs[f"{name}_stderr"] == ours[f"{name}_stderr"]
-    with pytest.raises(ConfigError, match="lm-eval has no such task"):
+    with pytest.raises(ConfigError, match="lm-eval has no task no_such_task"):
         evaluate_with_harness(folder, ["no_such_task_at_all"], tmp_path)
+
+
+def test_names_are_read_without_running_what_a_file_names(tmp_path):
+    (tmp_path / "own.yaml").write_text("task: mine\nprocess_docs: !function os.abort\n")
+    (tmp_path / "group.yaml").write_text("group: many\ntask: [arc_easy, mine]\n")
+    (tmp_path / "mine.jsonl").write_text(json.dumps(EXAMPLES[0]) + "\n")
+    own, group, questions = (str(tmp_path / name) for name in ("own.yaml", "group.yaml", "mine.jsonl"))
+    assert name_tasks(["arc_easy", own], "evaluate.tasks") == ["arc_easy", "mine"]
+    for entries, words in (
+        ([group], r"evaluate.tasks .*group.yaml names no task of its own"),
+        ([own, questions], "evaluate.tasks: two tasks have the name mine"),
+        ([str(tmp_path / "none.yaml")], r"evaluate.tasks .*none.yaml cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            name_tasks(entries, "evaluate.tasks")
+
+
+def test_a_recipe_with_tasks_is_refused_before_work_starts(tmp_path, monkeypatch):
+    asked = "evaluate: {tasks: [arc_easy]}\n"
+    monkeypatch.setattr(evaluation_checks, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"evaluate.tasks=\['arc_easy'\] .* pip install 'echelon\[lm-eval\]'"):
+        evaluation_checks.check_tasks(load_text(tmp_path, SMALL + asked)[0])
+    for text, words in (
+        ("evaluate: {tasks_every: 5}\n", "evaluate.tasks_every=5 has no meaning without evaluate.tasks"),
+        (asked + "objective: {name: reward}\n", r"evaluate.tasks=\['arc_easy'\] are to be continued"),
+        (asked + "engine: tensorflow\n", "evaluate.tasks=.*engine=tensorflow computes the logits of one position"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load_text(tmp_path, SMALL + text)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
+def test_tasks_are_tried_before_training(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"context": "a", "choices": ["b", "c"], "answer": 0}) + "\n")
+    fields = "dataset_path: json\ntest_split: test\ndoc_to_text: a\ndoc_to_target: b\noutput_type: generate_until\n"
+    fields += "dataset_kwargs: {data_files: {test: %s}}\nmetric_list: [{metric: exact_match}]\n"
+    path = tmp_path / "mine.yaml"
+    recipe, _ = load_text(tmp_path, f"{SMALL}evaluate: {{tasks: [{path}], select_by: mine/acc}}\n")
+    for text, words in (
+        (fields % data, "evaluate.select_by=mine/acc: the task mine has no such metric; it has exact_match"),
+        (fields % (tmp_path / "none"), "evaluate.tasks: lm-eval cannot run the tasks here"),
+        (fields % data + "generation_kwargs: {num_beams: 4}\n", "generation_kwargs.num_beams=4, which cannot be used"),
+    ):
+        path.write_text(f"task: mine\n{text}")
+        before = random.getstate(), torch.get_rng_state()
+        with pytest.raises(ConfigError, match=words):
+            evaluation_checks.try_benchmarks(recipe)
+        assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
