@@ -18,7 +18,7 @@ def count_teacher(recipe: "Recipe") -> int:
     Raises ConfigError if its config describes no model.
     """
     source = recipe.objective.teacher
-    return 0 if source is None or not recipe.objective.teacher_in_memory else _count(Path(source))
+    return 0 if source is None or not recipe.objective.teacher_in_memory else _count(source)
 
 
 def count_reward_models(recipe: "Recipe") -> int:
@@ -26,13 +26,43 @@ def count_reward_models(recipe: "Recipe") -> int:
 
     Raises ConfigError if a config describes no model.
     """
-    return sum(_count(Path(reward.model_path)) for reward in recipe.reward if reward.model_path is not None)
+    return sum(_count(reward.model_path) for reward in recipe.reward if reward.model_path is not None)
+
+
+def list_uncounted(recipe: "Recipe") -> list[str]:
+    """Return a line for each teacher and reward model whose config is not on this machine, and which counts zero."""
+    kept = {"objective.teacher": recipe.objective.teacher if recipe.objective.teacher_in_memory else None}
+    kept |= {f"reward.{index}.options.path": reward.model_path for index, reward in enumerate(recipe.reward)}
+    return [
+        f"memory: {key}={source} is not counted, because its config.json is not on this machine"
+        for key, source in kept.items()
+        if source is not None and _find_config(source) is None
+    ]
+
+
+def _count(source: str) -> int:
+    path = _find_config(source)
+    return 0 if path is None else _count_config(path)
 
 
 @cache
-def _count(folder: Path) -> int:
-    model = RunFiles(folder).model_dir if is_run(folder) else folder
+def _count_config(path: Path) -> int:
     try:
-        return build_shape(read_json(model / "config.json")).num_parameters
+        return build_shape(read_json(path)).num_parameters
     except (OSError, ValueError):
         return 0
+
+
+def _find_config(source: str) -> Path | None:
+    """Return the config.json of a folder, a run, or the newest copy that the hub's cache has of a model."""
+    folder = Path(source)
+    if folder.is_dir():
+        path = (RunFiles(folder).model_dir if is_run(folder) else folder) / "config.json"
+        return path if path.is_file() else None
+    try:
+        from huggingface_hub import constants
+        from huggingface_hub.file_download import repo_folder_name
+    except ImportError:
+        return None
+    snapshots = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=source, repo_type="model"), "snapshots")
+    return max(snapshots.glob("*/config.json"), key=lambda path: path.lstat().st_mtime, default=None)

@@ -12,7 +12,7 @@ import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -170,6 +170,19 @@ def fetch_models(recipe: Recipe, commits: Mapping[str, str], weights: bool = Tru
     """
     for model in find_models(recipe, weights):
         fetch(model, _pinned(model, commits))
+
+
+def fetch_other_configs(recipe: Recipe) -> None:
+    """Download the config.json of teachers and reward models, from which a plan counts them; not if the hub is away.
+
+    Raises ConfigError if the hub refuses one.
+    """
+    if recipe.objective.teacher is None and not any(reward.is_model for reward in recipe.reward):
+        return
+    for model in find_models(recipe):
+        if model.key.startswith(("objective.", "reward.")):
+            with suppress(HubUnreachableError):
+                fetch(replace(model, part=Part.CONFIG))
 
 
 def write_commits(path: Path, commits: Mapping[str, str]) -> None:

@@ -20,6 +20,7 @@ from echelon.learn.model.stored_format import StoredFormat, find_stored_format, 
 from echelon.planner.families import FAMILIES
 from echelon.planner.model_shape import ModelShape, with_scores
 from echelon.planner.shape import build_shape, resolve_vocab_size
+from echelon.planner.teacher_size import list_uncounted
 from echelon.recipe import AdapterConfig, Recipe, TrainedTokenizerConfig
 from echelon.recipe.engines import ENGINES, NATIVE
 from echelon.recipe.load import load_recipe
@@ -87,7 +88,11 @@ def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -
     if recipe.data.is_mixture:
         divide_slots(recipe.data.weights)
     _check_deterministic(recipe)
+    from echelon.learn.model.hub import fetch_other_configs  # planning a recipe without models of the hub needs none
+
     left = describe_extensions(recipe)
+    fetch_other_configs(recipe)
+    left += list_uncounted(recipe)
     _check_engine_package(recipe, elsewhere, left)
     if not elsewhere:
         check_trackers(recipe)

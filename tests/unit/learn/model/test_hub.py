@@ -4,13 +4,16 @@ import json
 import re
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from echelon.ground.errors import ConfigError, DataError, EchelonError, HubUnreachableError
 from echelon.ground.sizes import render_bytes
 from echelon.learn.model import hub
 from echelon.learn.model.build import load_config
+from echelon.planner.teacher_size import count_teacher, list_uncounted
 from echelon.recipe import Recipe
 from echelon.run.folder.run_folder import RunFolder
+from echelon.run.lifecycle.model_checks import check_model
 from tests.hub_server import HubServer, push_model
 
 NAME = "team/tiny"
@@ -210,3 +213,31 @@ def test_a_name_that_the_hub_does_not_allow_is_a_missing_folder(server, name):
     with pytest.raises(ConfigError, match=f"model.checkpoint={re.escape(name)}: there is no such folder"):
         load_config(name)
     assert not server.requests
+
+
+def test_a_teacher_of_the_hub_counts_in_a_plan_before_its_weights_are_here(server, folder, tmp_path):
+    changed = {"model": {"config": {"model_type": "llama"}}, "tokenizer": "bytes"}
+    distill = {"objective": {"name": "distill", "teacher": NAME}}
+    recipe = Recipe.model_validate({**recipe_of().model_dump(exclude_unset=True), **changed, **distill})
+    assert count_teacher(recipe) == 0
+    assert list_uncounted(recipe) == [
+        f"memory: objective.teacher={NAME} is not counted, because its config.json is not on this machine"
+    ]
+    hub.fetch_other_configs(recipe)
+    assert set(server.downloads()) == {"config.json"}
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert count_teacher(recipe) == sum(parameter.numel() for parameter in model.parameters())
+    assert list_uncounted(recipe) == []
+
+
+def test_a_plan_without_the_hub_says_what_it_does_not_count(tmp_path, monkeypatch):
+    use(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=True)
+    changed = {"model": {"config": {"model_type": "llama"}}, "tokenizer": "bytes"}
+    reward = {"name": "model", "options": {"path": "org/scorer"}}
+    rewarded = {"objective": {"name": "grpo"}, "reward": [reward], "rollout": {"max_new_tokens": 8, "group_size": 2}}
+    rewarded["train"] = {"steps": 1, "global_batch_size": 2}
+    recipe = Recipe.model_validate({**recipe_of().model_dump(exclude_unset=True), **changed, **rewarded})
+    left = check_model(recipe, elsewhere=True).left
+    assert [line for line in left if line.startswith("memory: ")] == [
+        "memory: reward.0.options.path=org/scorer is not counted, because its config.json is not on this machine"
+    ]
