@@ -71,8 +71,8 @@ class Recipe(Section):
     rollout: RolloutConfig = RolloutConfig()
     reward: Rewards = Field(
         (),
-        description="With `objective.name: grpo`: what judges the model's answers. `reward: exact` is a shorthand for "
-        "one.",
+        description="With `objective.name: grpo`: the rewards of the model's answers. `reward: exact` is a shorthand "
+        "for one.",
     )
     train: TrainConfig
     optim: OptimConfig

@@ -25,5 +25,5 @@ class HorovodConfig(Section):
         None,
         gt=0,
         le=1000,
-        description="Milliseconds between two looks at which gradients are ready. Default: HOROVOD_CYCLE_TIME, or 1.",
+        description="Milliseconds between two checks for gradients that are ready. Default: HOROVOD_CYCLE_TIME, or 1.",
     )

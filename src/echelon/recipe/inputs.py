@@ -88,7 +88,7 @@ class ModelConfig(Section):
     attn_implementation: str | None = Field(
         None,
         description="Attention implementation of `transformers`: `sdpa`, `eager`, `flash_attention_2`, ... Default: "
-        "chosen by `transformers`.",
+        "chosen by the device, the model and the data (docs/document-masks.md).",
     )
     rope: RopeConfig | None = Field(
         None, description="Scale rotary positions, for sequences longer than the model's: `{type: yarn, factor: 4}`."

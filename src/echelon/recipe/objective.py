@@ -86,8 +86,10 @@ class ObjectiveConfig(Section):
         description="`grpo`: the importance ratio of each token, or the geometric mean of those of an answer "
         "(`sequence`, GSPO). It is 1 with `rollout.updates: 1`.",
     )
-    clip_low: Number = Field(0.2, ge=0, lt=1, description="`grpo`: how far below 1 the ratio counts.")
-    clip_high: PositiveOrZero = Field(0.2, description="`grpo`: how far above 1 the ratio counts; DAPO: 0.28.")
+    clip_low: Number = Field(0.2, ge=0, lt=1, description="`grpo`: the importance ratio is clipped at 1 minus this.")
+    clip_high: PositiveOrZero = Field(
+        0.2, description="`grpo`: the importance ratio is clipped at 1 plus this; DAPO: 0.28."
+    )
     kl_weight: PositiveOrZero = Field(
         0.0,
         description="`grpo`: the weight of the divergence from the reference, the weights that training started from. "
@@ -105,12 +107,12 @@ class ObjectiveConfig(Section):
     )
     top_k: Count | None = Field(
         None,
-        description="`distill`: learn from so many likeliest tokens of the teacher and the probability of all others, "
+        description="`distill`: learn from this many most likely tokens of the teacher and the rest together, "
         "which `echelon prepare RECIPE` has written beside the data. Default: each process has the teacher in memory, "
         "and learns from all tokens.",
     )
     temperature: Positive = Field(
-        1.0, description="`distill`: what the logits of teacher and model are divided by before they are compared."
+        1.0, description="`distill`: temperature by which the logits of teacher and model are divided before the loss."
     )
     on_policy_fraction: Number = Field(
         0.0,

@@ -31,8 +31,9 @@ class CheckpointConfig(Section):
     )
     every_steps: Count | Literal["auto"] | None = Field(
         default_factory=lambda checkpoint: None if checkpoint.get("saves_per_epoch") else 100,
-        description="Steps between checkpoints. `auto`: the interval with the least expected loss, from the measured "
-        "cost of a save and `fault.mean_hours_between_failures`. Default: 100, unless `saves_per_epoch` is set.",
+        description="Steps between checkpoints. `auto`: the interval with the least expected lost time, by the "
+        "measured cost of a save and `fault.mean_hours_between_failures`. Default: 100, unless `saves_per_epoch` is "
+        "set.",
     )
     snapshot_every_steps: Count | None = Field(
         None,
@@ -127,8 +128,8 @@ class PrometheusConfig(Section):
 
     host: str = Field(
         "127.0.0.1",
-        description="The address of rank 0's machine to listen at. `0.0.0.0`: all its addresses. Whoever reaches it "
-        "can read the metrics, without a password.",
+        description="The address of rank 0's machine to listen at. `0.0.0.0`: all its addresses. Anyone who can reach "
+        "it can read the metrics without a password.",
     )
     port: Annotated[int, Field(ge=1, le=65535)] | Literal["auto"] = Field(
         "auto", description="The port. `auto`: one that is free at each start, named in a file next to the run folder."

@@ -17,11 +17,11 @@ class EnvironmentConfig(Section):
         "each answer."
     )
     options: Options = Field(None, description="Arguments of the class, by name.")
-    max_turns: Count = Field(8, description="How often the model speaks at most.")
+    max_turns: Count = Field(8, description="Maximum number of turns of the model.")
     timeout_seconds: Positive = Field(
         60.0,
-        description="Longest time for the replies to one turn of all answers. Without a reply an answer has no reward, "
-        "and is not trained on.",
+        description="Maximum seconds for the replies to one turn of all answers. An answer without a reply has no "
+        "reward, and is not trained on.",
     )
 
 
@@ -34,11 +34,11 @@ class RolloutConfig(Section):
 
     group_size: Count = Field(8, description="Answers to each prompt, which are compared with each other.")
     max_new_tokens: Count = Field(
-        256, description="Tokens of an answer at most. A prompt has the rest of `data.sequence_len`."
+        256, description="Maximum tokens of an answer. A prompt may use the rest of `data.sequence_len`."
     )
     temperature: Positive = Field(1.0, description="Temperature of sampling. The loss is that of the same temperature.")
     top_p: Number = Field(1.0, gt=0, le=1, description="Sample from the likeliest tokens with this total probability.")
-    top_k: CountOrZero = Field(0, description="Sample from so many of the likeliest tokens; 0: from all.")
+    top_k: CountOrZero = Field(0, description="Sample from the k most likely tokens; 0: from all.")
     environment: (
         Annotated[
             EnvironmentConfig,
@@ -47,13 +47,14 @@ class RolloutConfig(Section):
         | None
     ) = Field(
         None,
-        description="What replies to the model, for answers of several turns. Each turn has at most `max_new_tokens`, "
-        "and all of an answer `data.sequence_len`. `environment: package.module:Name` is a shorthand.",
+        description="The class that replies to the model, for answers of several turns. A turn has at most "
+        "`max_new_tokens` tokens, a whole answer at most `data.sequence_len`. `environment: package.module:Name` is a "
+        "shorthand.",
     )
     lag: Annotated[CountOrZero, Field(le=1)] = Field(
         0,
-        description="1: sample the answers of the next step before the updates of this one, so that they are judged "
-        "meanwhile. The importance ratio corrects for the older weights.",
+        description="1: sample the answers of the next step before the updates of this one, so that their rewards "
+        "are computed meanwhile. The importance ratio corrects for the older weights.",
     )
     updates: Count = Field(
         1,
@@ -62,8 +63,8 @@ class RolloutConfig(Section):
     )
     max_num_seqs: Count | Literal["auto"] = Field(
         "auto",
-        description="Answers that a process samples at once, at most; there are fewer where its memory has no room for "
-        "so many beside the weights and the optimizer.",
+        description="Maximum number of answers that a process samples at once; fewer if its memory is too small for "
+        "them beside the weights and the optimizer.",
     )
     skip_uniform_groups: Flag = Field(
         False, description="Leave out the groups in which all answers have the same reward: they have no gradient."
@@ -98,7 +99,7 @@ class RewardConfig(Section):
     options: Options = Field(None, description="Further arguments of the function or of `model`, by name.")
     timeout_seconds: Positive = Field(
         60.0,
-        description="Longest time for the answers of a step; later ones have no reward, and are not trained on. Not "
+        description="Maximum seconds to judge the answers of a step; others have no reward and are not trained on. Not "
         "for `model`.",
     )
 

@@ -80,8 +80,8 @@ class SyncConfig(Section):
     name: SynchronizerName = Field(
         EVERY_STEP,
         description="`every_step` reduces gradients in every step, which is exact. `local_sgd` and `diloco`: replicas "
-        "train apart for `sync.every` steps, and then take the mean of their changes, as it is (`local_sgd`) or as "
-        "the gradient of an outer optimizer (`diloco`). `quorum` is `every_step` between replicas, of which any "
+        "train separately for `sync.every` steps, and then take the mean of their changes, as it is (`local_sgd`) or "
+        "as the gradient of an outer optimizer (`diloco`). `quorum` is `every_step` between replicas, of which any "
         "may be lost and return while the others train on. With `parameter_server` the first processes own the "
         "weights and step them, with the gradients that all processes push to them.",
     )
@@ -92,7 +92,7 @@ class SyncConfig(Section):
     )
     every: Count = Field(
         default_factory=_default("every"),
-        description="Steps between agreements. Default: 30 for `local_sgd` and `diloco`, otherwise 1.",
+        description="Steps between synchronizations. Default: 30 for `local_sgd` and `diloco`, otherwise 1.",
     )
     outer_learning_rate: Positive = Field(
         default_factory=_default("outer_learning_rate"),

@@ -153,7 +153,7 @@ class TrainConfig(Section):
         description="A training loop of your own: a function of (learner, run), `package.module:function`. Absent: "
         "echelon's.",
     )
-    callbacks: Callbacks = Field((), description="Code of your own that is told of steps, evaluations and saves.")
+    callbacks: Callbacks = Field((), description="Your own code, called after steps, evaluations and saves.")
     log_every: Count = Field(1, description="Steps between console lines.")
     evals_per_epoch: Positive | None = Field(
         None,

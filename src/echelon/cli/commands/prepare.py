@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 _TOP_K = 64
 TeacherOption = Annotated[
     str | None,
-    typer.Option("--teacher", metavar="MODEL", help="Also what this model predicts for the data, for distillation."),
+    typer.Option("--teacher", metavar="MODEL", help="Also prepare the predictions of this teacher, for distillation."),
 ]
 TopKOption = Annotated[
     int | None,
