@@ -109,7 +109,7 @@ def test_tasks_give_lm_evals_numbers_and_leave_no_trace(workers, text, tmp_path,
     for name in ("choices", "answers", "texts"):
         theirs = {key.removesuffix(",none"): value for key, value in expected[name].items()}
         found = rows[-1]["tasks"][name]
-        assert len(found) >= 2 and any(found.values())
+        assert len(found) >= 2 and (name == "answers" or any(found.values()))  # so new a model answers nothing right
         for metric, value in found.items():
             # During training lm-eval does not resample, for which it would start processes.
             assert value == (None if metric == "chrf_stderr" else pytest.approx(theirs[metric], rel=1e-5)), metric
