@@ -20,7 +20,8 @@ class _Silent(WSGIRequestHandler):
 class ObjectServer:
     """An S3 server that keeps its objects and its port when it is stopped and started again.
 
-    After `fail_after` more requests that write, each such request is answered with 503; None: never.
+    After `fail_after` more requests that write, each such request is answered with 503; None: never. Of the next
+    `num_cut` objects that are read, only one half arrives. `before` is called with method and path of each request.
     """
 
     def __init__(self):
@@ -28,6 +29,8 @@ class ObjectServer:
         self._server = None
         self.port = 0
         self.fail_after = None
+        self.num_cut = 0
+        self.before = lambda method, path: None
         self.requests = []
         self.start()
 
@@ -57,12 +60,18 @@ class ObjectServer:
 
     def _answer(self, environ, respond):
         self.requests.append((environ["REQUEST_METHOD"], environ["PATH_INFO"]))
+        self.before(*self.requests[-1])
         if self.fail_after is not None and environ["REQUEST_METHOD"] in ("PUT", "POST"):
             self.fail_after -= 1
             if self.fail_after < 0:
                 respond("503 Service Unavailable", [("Content-Length", "0")])
                 return [b""]
-        return self._app(environ, respond)
+        answer = self._app(environ, respond)
+        if self.num_cut and environ["REQUEST_METHOD"] == "GET" and environ["PATH_INFO"].count("/") > 1:
+            self.num_cut -= 1
+            content = b"".join(answer)
+            return [content[: len(content) // 2]]
+        return answer
 
 
 @contextmanager

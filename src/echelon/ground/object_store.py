@@ -4,8 +4,10 @@ Credentials come from the environment or from fsspec's own configuration, and ar
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from glob import has_magic
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +16,12 @@ from echelon.ground.redaction import redact_text
 from echelon.ground.stored import write_text
 
 # Packages that fsspec imports for a protocol, by the extra that installs them.
-EXTRAS = {"s3": ("s3", "s3fs"), "s3a": ("s3", "s3fs"), "gs": ("gcs", "gcsfs"), "gcs": ("gcs", "gcsfs")}
+EXTRAS = {
+    "s3": ("s3", "s3fs"), "s3a": ("s3", "s3fs"), "gs": ("gcs", "gcsfs"), "gcs": ("gcs", "gcsfs"),
+    "http": ("data", "aiohttp"), "https": ("data", "aiohttp"),
+}  # fmt: skip
+_STALL_SECONDS = 60.0  # without a byte from an HTTP server
+_VERSIONS = ("ETag", "etag", "generation", "VersionId", "blob_id", "Last-Modified", "LastModified", "updated", "mtime")
 _CHUNK_BYTES = 2**23
 _MAX_REASON = 300
 
@@ -29,6 +36,14 @@ class ObjectStoreError(EchelonError):
         self.kind = kind
 
 
+@dataclass(frozen=True)
+class ObjectInfo:
+    """Size in bytes and version of an object. The version changes with the content; empty if the server has none."""
+
+    size: int
+    version: str
+
+
 class ObjectStore:
     """Objects by name, a path below `url`. Every method raises ObjectStoreError, without secrets in its message."""
 
@@ -41,6 +56,8 @@ class ObjectStore:
         protocol = url.partition("://")[0]
         options: dict[str, Any] = {"auto_mkdir": True} if protocol in ("file", "local") else {}
         try:
+            if protocol in ("http", "https"):
+                options["client_kwargs"] = _client_options()
             # No listing cache: another process may write here too.
             self._system, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
         except ImportError:
@@ -83,6 +100,26 @@ class ObjectStore:
         with self._translated_errors():
             found = self._system.find(prefix, detail=True)
         return {path[len(prefix) + 1 :]: int(entry["size"]) for path, entry in found.items() if len(path) > len(prefix)}
+
+    def find(self, pattern: str) -> dict[str, ObjectInfo]:
+        """Return the objects that a name or glob stands for, by address, sorted: of a folder, all objects below it."""
+        path = self._path(pattern)
+        with self._translated_errors():
+            if has_magic(pattern):
+                found = self._system.glob(path, detail=True)
+            else:
+                entry = self._system.info(path)
+                found = self._system.find(path, detail=True) if entry["type"] == "directory" else {path: entry}
+        return {
+            str(self._system.unstrip_protocol(name)): _read_info(entry)
+            for name, entry in sorted(found.items())
+            if entry["type"] == "file"
+        }
+
+    def stat(self, name: str) -> ObjectInfo:
+        """Ask for the size and the version of an object."""
+        with self._translated_errors():
+            return _read_info(self._system.info(self._path(name)))
 
     def upload(self, path: Path, name: str) -> None:
         """Create or replace an object from a file. The client library verifies the transfer if its protocol can."""
@@ -133,6 +170,18 @@ class ObjectStore:
                 raise
             # Without the cause: the library's full message may contain the request with its signature.
             raise ObjectStoreError(describe_failure(error), _find_kind(error)) from None
+
+
+def _client_options() -> dict[str, Any]:
+    """The options of fsspec's HTTP client. By default, it gives up an object after 5 minutes, however large it is."""
+    import aiohttp
+
+    return {"timeout": aiohttp.ClientTimeout(total=None, sock_connect=_STALL_SECONDS, sock_read=_STALL_SECONDS)}
+
+
+def _read_info(entry: Mapping[str, Any]) -> ObjectInfo:
+    version = next((str(entry[name]) for name in _VERSIONS if entry.get(name) is not None), "")
+    return ObjectInfo(int(entry.get("size") or 0), version)
 
 
 def describe_failure(error: BaseException) -> str:

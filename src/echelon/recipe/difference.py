@@ -15,10 +15,11 @@ from echelon.recipe.yaml_text import show_value
 # Keys that may change on resume. None of them changes the order of the data, and none but `sync.replicas` the result of
 # a step.
 RESUMABLE: tuple[str, ...] = (
-    "run", "data.prepared_dir", "data.prepared_remote", "data.prepare_workers", "train.micro_batch_size",
-    "train.log_every", "train.eval_every", "train.evals_per_epoch", "train.callbacks", "train.allow_cpu", "parallel",
-    "checkpoint", "evaluate", "fault", "sync.replicas", "sync.min_replicas", "engine", "deepspeed", "horovod",
-    "tensorflow", "track", "mlflow", "wandb", "prometheus", "launch", "profile", "budget", "rollout.max_num_seqs",
+    "run", "data.prepared_dir", "data.prepared_remote", "data.prepare_workers", "data.stream.cache_gb",
+    "train.micro_batch_size", "train.log_every", "train.eval_every", "train.evals_per_epoch", "train.callbacks",
+    "train.allow_cpu", "parallel", "checkpoint", "evaluate", "fault", "sync.replicas", "sync.min_replicas", "engine",
+    "deepspeed", "horovod", "tensorflow", "track", "mlflow", "wandb", "prometheus", "launch", "profile", "budget",
+    "rollout.max_num_seqs",
 )  # fmt: skip
 
 

@@ -120,6 +120,37 @@ class Recipe(Section):
             )
 
     @rule
+    def _the_length_of_a_stream_is_unknown(self) -> None:
+        if self.data.stream is None:
+            return
+        for key, value in (
+            ("train.epochs", self.train.epochs),
+            ("train.evals_per_epoch", self.train.evals_per_epoch),
+            ("checkpoint.saves_per_epoch", self.checkpoint.saves_per_epoch),
+        ):
+            if value is not None:
+                raise ValueError(
+                    f"{key}={value:g} does not go with data.stream: how many sequences an epoch has is known only at "
+                    "its end; count in steps or tokens."
+                )
+        if self.objective.top_k is not None:
+            raise ValueError(
+                f"objective.top_k={self.objective.top_k} does not go with data.stream: a teacher's predictions are "
+                "prepared for all of the text; remove one of the two."
+            )
+        if isinstance(self.tokenizer, TrainedTokenizerConfig):
+            raise ValueError(
+                "tokenizer.train does not go with data.stream: its text is taken from all of the data; name a "
+                "tokenizer, for example one that `echelon prepare` has trained on a part of it."
+            )
+        least, given = 3 * self.data.stream.window * self.sample_len * 4 / 1e9, self.data.stream.cache_gb
+        if given < least:
+            raise ValueError(
+                f"data.stream.cache_gb={given:g} may not hold three windows of data.stream.window="
+                f"{self.data.stream.window:,} sequences; set it to {least:.3g} or more, or use a smaller window."
+            )
+
+    @rule
     def _a_reference_is_what_was_there(self) -> None:
         if not self.objective.needs_reference:
             return

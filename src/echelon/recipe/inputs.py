@@ -281,6 +281,20 @@ Sources = Annotated[
 ]
 
 
+class StreamConfig(Section):
+    """Training text that is prepared while the run trains, instead of before."""
+
+    window: Count = Field(
+        description="Sequences in reading order that are shuffled together. A larger window mixes the text better, and "
+        "more of it is prepared before the first step."
+    )
+    cache_gb: Positive = Field(
+        20.0,
+        description="Prepared tokens that a machine keeps on its disk, in GB (10^9 bytes); those used least recently "
+        "are removed, except those of the current window and the next one.",
+    )
+
+
 class DataConfig(Section):
     """The data, how it is split into sequences, and what is held out for validation."""
 
@@ -293,6 +307,11 @@ class DataConfig(Section):
         description=f"Fraction of the training data held out for validation, {DEFAULT_VALIDATION_FRACTION} if "
         "`validation` is not given; 0 holds out nothing. Documents are chosen by a hash; of a single document, its "
         "end is held out.",
+    )
+    stream: StreamConfig | None = Field(
+        None,
+        description="Prepare the text of `train` while the run trains, a window ahead of it (docs/streaming.md): "
+        "`{window: 8192}`. Only then may paths be addresses. Default: all is prepared before the first step.",
     )
     sequence_len: Whole = Field(1024, ge=2, description="Sequence length in tokens.")
     packing: Flag | Literal["auto"] = Field(
@@ -372,9 +391,36 @@ class DataConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _hold_out_by_default(cls, values: Any) -> Any:
-        if isinstance(values, dict) and not values.get("validation") and values.get("validation_fraction") is None:
+        is_open = isinstance(values, dict) and not values.get("validation") and not values.get("stream")
+        if is_open and values.get("validation_fraction") is None:
             return {**values, "validation_fraction": DEFAULT_VALIDATION_FRACTION}
         return values
+
+    @rule
+    def _a_stream_is_read_once_through(self) -> None:
+        if self.stream is None:
+            return
+        for key, value, reason in (
+            ("validation_fraction", self.validation_fraction or None, "text to hold out is found by reading all of it; "
+             "name files in data.validation, or set it to 0"),
+            ("deduplicate", self.deduplicate or None, "copies are found by reading all of the text; remove it"),
+            ("packing", "false" if self.packing is False else None, "its documents are joined; set data.packing=auto"),
+            ("source", self.source, "it gives batches of its own; keep one of the two"),
+        ):  # fmt: skip
+            if value is not None:
+                raise ValueError(f"data.{key}={value} does not go with data.stream: {reason}.")
+        for index, source in enumerate(self.train):
+            for key, value in (("weight", source.weight), ("max_samples", source.max_samples)):
+                if value is not None:
+                    raise ValueError(
+                        f"data.train.{index}.{key}={value:g} does not go with data.stream, which reads each source "
+                        "once, in order; remove one of the two."
+                    )
+            if source.format == "hub" or source.path.startswith("hf://"):
+                raise ValueError(
+                    f"data.train.{index}.path={source.path} is on the hub, which does not go with data.stream; remove "
+                    "data.stream, or copy the files to a bucket or to this machine."
+                )
 
     @rule
     def _names_differ(self) -> None:

@@ -24,7 +24,7 @@ def data(
     """Show counts and lengths of the data, and first documents. Target tokens are marked."""
     from echelon.learn.data.mixture import build_order
     from echelon.learn.data.prepare import prepare_data
-    from echelon.learn.data.survey import count_sources, describe_mixture, describe_repeats, first_documents
+    from echelon.learn.data.survey import count_sources, describe_order, describe_repeats, first_documents
     from echelon.run.lifecycle.model_checks import find_model_fields
 
     recipe = read_recipe(recipe_path, overrides)
@@ -34,8 +34,9 @@ def data(
         _show_source(counts)
     sequences = [("train", prepared.train), *((held_out.name, held_out.dataset) for held_out in prepared.validation)]
     for name, dataset in sequences:
-        show(f"{name}: {dataset.num_samples:,} sequences of {recipe.data.sequence_len}")
-    for line in (*describe_mixture(recipe, prepared), *describe_repeats(recipe, prepared)):
+        known = f"{dataset.num_samples:,} sequences" if dataset is not prepared.streamed else "a stream of sequences"
+        show(f"{name}: {known} of {recipe.data.sequence_len}")
+    for line in (*describe_order(recipe, prepared), *describe_repeats(recipe, prepared)):
         show(line)
     for document in first_documents(prepared, build_order(recipe, prepared.train), samples):
         _show_document(document, prepared.tokenizer)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
 from echelon.learn.data.order import DataOrder, Permutation, SampleOrder, branch_seed
@@ -48,7 +49,7 @@ def divide_slots(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(slots)
 
 
-class MixtureOrder:
+class MixtureOrder(DataOrder):
     """The endless order of a mixture's samples, which are numbered through: source after source.
 
     Position g of the run is slot g mod P of the table's round g div P. The n-th sequence that a source gives is the
@@ -70,6 +71,7 @@ class MixtureOrder:
         for source, count in enumerate(self.slots):
             self._earlier[self._sources == source] = np.arange(count)
 
+    @override
     def sample_ids(self, start: int, count: int) -> Ids:
         """Return the samples at positions [start, start + count), `[count]`."""
         rounds, places = np.divmod(np.arange(start, start + count, dtype=np.int64), len(self._sources))
@@ -132,4 +134,10 @@ def build_order(recipe: Recipe, dataset: Dataset) -> DataOrder:
     """Build the order in which a run of the recipe reads its training data."""
     if isinstance(dataset, MixtureDataset):
         return MixtureOrder([part.num_samples for part in dataset.parts], recipe.data.weights, recipe.run.seed)
+    if (stream := recipe.data.stream) is not None:
+        from echelon.learn.data.stream.window_order import Growing, StreamOrder, WindowOrder
+
+        if isinstance(dataset, Growing):
+            return StreamOrder(dataset, stream.window, recipe.run.seed)
+        return WindowOrder(dataset.num_samples, stream.window, recipe.run.seed)
     return SampleOrder(dataset.num_samples, recipe.run.seed)

@@ -82,6 +82,8 @@ class DataOrder(Protocol):
     """Maps positions of the run, counted in sequences from its start, to samples."""
 
     num_samples: int
+    is_known: bool = True
+    """Whether any position can be looked up at once. If not, it waits for data."""
 
     def sample_ids(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """The samples at positions [start, start + count), `[count]`."""
@@ -122,11 +124,12 @@ class OrderAhead(DataOrder):
         self._order = order
         self._start, self._known = 0, np.empty(0, dtype=np.int64)
         self._previous = -_AHEAD
+        self._most = _AHEAD if order.is_known else 0
 
     @override
     def sample_ids(self, start: int, count: int) -> npt.NDArray[np.int64]:
         if not self._start <= start <= start + count <= self._start + len(self._known):
-            ahead = _AHEAD if 0 <= start - self._previous <= _AHEAD // 2 else 0
+            ahead = self._most if 0 <= start - self._previous <= _AHEAD // 2 else 0
             self._start, self._known = start, self._order.sample_ids(start, max(count, ahead))
         self._previous = start
         first = start - self._start

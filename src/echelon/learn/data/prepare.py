@@ -43,6 +43,8 @@ from echelon.learn.data.readers.record import ExampleFields
 from echelon.learn.data.resume import has_progress
 from echelon.learn.data.shared_folders import SharedFolders
 from echelon.learn.data.split import describe_split, warn_of_small_sets
+from echelon.learn.data.stream.addresses import fetch, is_address
+from echelon.learn.data.stream.chunk_list import StreamPlan, cut_chunks, save_plan
 from echelon.learn.data.templates import load_template
 from echelon.learn.data.text_sample import TextSample
 from echelon.learn.data.tokenize import Encoding
@@ -73,6 +75,7 @@ BYTES_PER_WORKER = 2**22
 """`prepare_workers: auto` starts at most one process per core, and at most one per this much text."""
 
 _WAITING_LINE_SECONDS = 10.0
+_FETCHED = "fetched"
 
 
 def prepare_data(recipe: "Recipe", *, verify: bool = False) -> PreparedData:
@@ -125,6 +128,7 @@ def prepare(
     corpus = list_corpus(spec.train, spec.validation)
     for line in (*describe_left_out(corpus), *describe_examples(corpus), *describe_limits(corpus)):
         logger.info(line)
+    _check_places(spec, corpus)
     spec = _settle_packing(spec, _has_examples(corpus), find_obstacle)
     tokenizer = None if isinstance(spec.tokenizer, int) else _complete_tokenizer(spec, spec.tokenizer, tokenizer)
     if _sample_rule(spec, corpus, tokenizer) is None:
@@ -136,7 +140,7 @@ def prepare(
         _make_folder(folder, spec, corpus, tokenizer, shared)
     if shared is not None:
         shared.send(folder)
-    prepared = open_prepared(folder, spec.sequence_len, spec.document_mask, verify=verify)
+    prepared = open_prepared(folder, spec.sequence_len, spec.document_mask, verify=verify, stream=spec.stream)
     return _described(replace(prepared, loaded=tokenizer), spec)
 
 
@@ -146,6 +150,24 @@ def _described(prepared: PreparedData, spec: PrepareSpec) -> PreparedData:
     for line in warn_of_small_sets(prepared.manifest):
         logger.warning(line)
     return prepared
+
+
+def _check_places(spec: PrepareSpec, corpus: Sequence[CorpusEntry]) -> None:
+    """Raise ConfigError for addresses without `data.stream`, and for samples with it."""
+    if spec.stream is not None:
+        for entry in corpus:
+            if any(isinstance(file.fields, ExampleFields) for file in entry.files):
+                raise ConfigError(
+                    f"{entry.source}: data.stream is for plain text, and these records are examples, which are packed "
+                    "by the lengths of all of them; remove data.stream."
+                )
+        return
+    for entry in corpus:
+        if is_address(entry.source.path):
+            raise ConfigError(
+                f"{entry.source}: data at an address is read while the run trains; set data.stream, for example "
+                "data.stream={window: 8192}, or copy it to this machine and give the folder."
+            )
 
 
 def _settle_packing(spec: PrepareSpec, has_examples: bool, find_obstacle: Callable[[], str | None]) -> PrepareSpec:
@@ -218,7 +240,10 @@ def _describe_prepared(prepared: PreparedData, folder: Path, document_mask: Docu
     else:
         yield "documents: each is alone in its sequence"
     held_out = sum(part.dataset.num_tokens for part in prepared.validation)
-    yield f"data: {prepared.train.num_tokens:,} training tokens, {held_out:,} held out, in {folder}"
+    trained = f"{prepared.train.num_tokens:,} training tokens"
+    if prepared.streamed is not None:
+        trained = prepared.streamed.describe()
+    yield f"data: {trained}, {held_out:,} held out, in {folder}"
 
 
 def _cache_key(spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "PreTrainedTokenizerFast | None") -> str:
@@ -235,7 +260,8 @@ def _cache_key(spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "Pre
     choices = [spec.separator, spec.mixture, spec.deduplicate, spec.max_broken_fraction, spec.max_shard_tokens]
     rule = _sample_rule(spec, corpus, tokenizer)
     samples = rule and asdict(rule)
-    digest.update(json.dumps([FORMAT_VERSION, identity, samples, fraction, *choices]).encode())
+    is_streamed = [] if spec.stream is None else ["stream"]
+    digest.update(json.dumps([FORMAT_VERSION, identity, samples, fraction, *choices, *is_streamed]).encode())
     for entry in corpus:
         limit = [] if entry.source.max_samples is None else [entry.source.max_samples]
         digest.update(json.dumps([entry.stream, entry.source.key, entry.source.name, *limit]).encode())
@@ -320,8 +346,12 @@ def write_folder(
             samples=_sample_rule(spec, corpus, tokenizer),
         )
         encoding = _encoding(tokenizer, spec, _instruction(spec, corpus, tokenizer))
-        writer = CorpusWriter(partial, corpus, encoding, options)
-        manifest = writer.write(_num_workers(spec, corpus))
+        written = corpus if spec.stream is None else _fetch_held_out(partial / _FETCHED, corpus)
+        writer = CorpusWriter(partial, written, encoding, options)
+        manifest = writer.write(_num_workers(spec, written))
+        if spec.stream is not None:
+            training = (file for entry in corpus if entry.stream == "train" for file in entry.files)
+            save_plan(partial, StreamPlan(encoding, spec.max_broken_fraction, tuple(cut_chunks(training))))
         given = spec.instruction
         learns_stops = given.answers != "prompts" and not given.scores_texts and not given.takes_prompts
         if encoding.instruction is not None and learns_stops:
@@ -329,6 +359,7 @@ def write_folder(
         save_settings(partial, spec, None if isinstance(spec.tokenizer, int) else tokenizer)
         save_manifest(partial, manifest)
         writer.finish()
+        shutil.rmtree(partial / _FETCHED, ignore_errors=True)
         os.rename(partial, folder)
         sync_path(folder.parent)
     except (ConfigError, DataError):
@@ -337,6 +368,13 @@ def write_folder(
     finally:
         if not has_progress(partial):
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _fetch_held_out(folder: Path, corpus: Sequence[CorpusEntry]) -> list[CorpusEntry]:
+    """Return the held-out text; what is at an address is fetched into the folder."""
+    folder.mkdir(exist_ok=True)
+    held_out = (entry for entry in corpus if entry.stream != "train")
+    return [replace(entry, files=tuple(fetch(file, folder) for file in entry.files)) for entry in held_out]
 
 
 def _partial(folder: Path) -> Path:
@@ -391,7 +429,7 @@ def _num_workers(spec: PrepareSpec, corpus: Sequence[CorpusEntry]) -> int:
         return spec.workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     num_bytes = corpus_bytes(corpus)
-    return max(1, min(cores, num_bytes // BYTES_PER_WORKER)) if num_bytes else cores
+    return max(1, min(cores, num_bytes // BYTES_PER_WORKER)) if num_bytes or not corpus else cores
 
 
 def _train_on_sample(spec: PrepareSpec, corpus: Sequence[CorpusEntry], vocab_size: int) -> "PreTrainedTokenizerFast":

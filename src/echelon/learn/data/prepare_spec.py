@@ -10,6 +10,7 @@ from echelon.learn.data.preflight import InstructionOptions
 from echelon.learn.data.prepared import DocumentMask
 from echelon.learn.data.shards import MAX_SHARD_TOKENS
 from echelon.learn.data.source import Source
+from echelon.learn.data.stream.chunks import StreamOptions
 from echelon.learn.data.tokenizer import EOS
 from echelon.learn.model.model_folder import find_model_dir
 from echelon.recipe.data_formats import LABELLED_FORMAT
@@ -36,6 +37,7 @@ class PrepareSpec:
     prepared_dir: Path
     sequence_len: int
     prepared_remote: str | None = None
+    stream: StreamOptions | None = None
     workers: int | None = None
     trust_remote_code: bool = False
     mixture: bool = False
@@ -66,6 +68,7 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
         prepared_dir=Path(recipe.prepared_dir),
         sequence_len=recipe.sample_len,
         prepared_remote=data.prepared_remote,
+        stream=stream_options(recipe),
         workers=None if data.prepare_workers == "auto" else int(data.prepare_workers),
         trust_remote_code=recipe.model.trust_remote_code,
         mixture=data.is_mixture,
@@ -91,6 +94,13 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
         ),
         new_tokens=recipe.model.new_tokens,
     )
+
+
+def stream_options(recipe: "Recipe") -> StreamOptions | None:
+    """What a machine keeps of the text that is prepared while the run trains; None if all is prepared before."""
+    if (stream := recipe.data.stream) is None:
+        return None
+    return StreamOptions(int(stream.cache_gb * 1e9), recipe.data.prepared_remote)
 
 
 def _sources(key: str, configs: Sequence[Any], records: str | None) -> tuple[Source, ...]:

@@ -20,6 +20,9 @@ from echelon.learn.data.tokenizer import fingerprint_json, load_tokenizer, paddi
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from echelon.learn.data.stream.chunks import StreamOptions
+    from echelon.learn.data.stream.dataset import StreamDataset
+
 _MOST_COUNTED = 20_000_000  # held-out tokens that are counted at the start of a run, in a fraction of a second
 
 DocumentMask = bool | Literal["auto"]
@@ -40,8 +43,9 @@ class PreparedData:
     """An open prepared folder.
 
     `train` is a MixtureDataset if `manifest.train` has several splits, with its parts in their order. `validation` is
-    empty if nothing was held out. `apart`: documents share sequences, and none attends to another. `loaded`: the
-    tokenizer, if this process has it from the preparation.
+    empty if nothing was held out. `apart`: documents share sequences, and none attends to another. `streamed`: `train`
+    if it is prepared while the run trains; `num_samples` is then unknown. `loaded`: the tokenizer, if this process has
+    it from the preparation.
     """
 
     path: Path
@@ -49,6 +53,7 @@ class PreparedData:
     train: Dataset
     validation: tuple[ValidationSet, ...]
     apart: bool = False
+    streamed: "StreamDataset | None" = None
     loaded: "PreTrainedTokenizerFast | None" = None
 
     @property
@@ -83,7 +88,10 @@ class PreparedData:
 
     @property
     def content_digest(self) -> str:
-        """A hash of the tokens and of the training and validation splits, independent of the folder's path."""
+        """A hash of the tokens and of the training and validation splits, independent of the folder's path.
+
+        Of text that is prepared while the run trains: of names, sizes and versions of its files, instead of its tokens.
+        """
         manifest = self.manifest
         shards = {stream: [shard.sha256 for shard in manifest.shards(stream)] for stream in manifest.streams}
         parts = (manifest.train, manifest.validation)
@@ -91,6 +99,8 @@ class PreparedData:
         content: list[object] = [self.fingerprint, shards, splits]
         if manifest.samples is not None:
             content.append([shard.sha256 for _, shard in manifest.files()])
+        if self.streamed is not None:
+            content.append(self.streamed.digest)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -122,6 +132,7 @@ def open_prepared(
     *,
     verify: bool = False,
     was_opened: bool = False,
+    stream: "StreamOptions | None" = None,
 ) -> PreparedData:
     """Open a prepared folder. Plain text is cut into samples of `sequence_len`; packs must have that length.
 
@@ -131,6 +142,8 @@ def open_prepared(
 
     `was_opened`: another process of this start has opened the folder before. The tokenizer is then compared with its
     checksums, but not parsed to compute its fingerprint, which takes more than half as long as loading it.
+
+    `stream`: what this machine keeps of text that is prepared while the run trains.
     """
     manifest = load_manifest(path)
     check_shards(path, manifest, verify=verify)
@@ -158,6 +171,12 @@ def open_prepared(
     apart = manifest.shares_sequences and wanted
     cut = _Cutter(path, manifest, sequence_len, apart)
     validation = tuple(ValidationSet(part.name, cut(part), part.bytes_per_token) for part in manifest.validation)
+    if (path / "stream.json").is_file():
+        from echelon.learn.data.stream.chunks import StreamOptions
+        from echelon.learn.data.stream.dataset import StreamDataset
+
+        streamed = StreamDataset(path, sequence_len, manifest.separator if apart else None, stream or StreamOptions())
+        return PreparedData(path, manifest, streamed, validation, apart, streamed)
     parts = [cut(split) for split in manifest.train]
     return PreparedData(path, manifest, parts[0] if len(parts) == 1 else MixtureDataset(parts), validation, apart)
 

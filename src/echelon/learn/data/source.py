@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Protocol
 
 from typing_extensions import override
@@ -24,6 +25,7 @@ from echelon.learn.data.readers.datasets import find_on_hub, is_saved_dataset, l
 from echelon.learn.data.readers.megatron import is_megatron_index
 from echelon.learn.data.readers.record import EITHER_FIELD, ExampleFields, Fields, SourceFile
 from echelon.learn.data.readers.separated import read_header
+from echelon.learn.data.stream.addresses import fetch, find_objects, is_address
 from echelon.recipe.data_formats import (
     LABELLED_FORMAT,
     PLAIN_FIELDS,
@@ -77,6 +79,8 @@ def list_files(source: Source, left_out: LeftOut | None = None) -> tuple[SourceF
     """
     left_out = LeftOut() if left_out is None else left_out
     path = Path(source.path).expanduser()
+    if is_address(source.path):
+        return _list_objects(source, left_out)
     if source.format == "hub":
         return settle_fields(source, find_on_hub(source.path, source.split, str(source)))
     if path.is_dir() and is_saved_dataset(path) and not is_extension(source.format):
@@ -97,13 +101,37 @@ def list_files(source: Source, left_out: LeftOut | None = None) -> tuple[SourceF
 
 
 def find_absent(sources: Iterable[Source]) -> Iterator[DataError]:
-    """Yield an error for each source that is not on this machine. Datasets of the hub are not looked for."""
+    """Yield an error for each source that is not on this machine. The hub and addresses are not asked."""
     for source in sources:
-        if source.format != "hub" and not Path(source.path).expanduser().exists():
+        if source.format != "hub" and not is_address(source.path) and not Path(source.path).expanduser().exists():
             try:
                 list_files(source)
             except DataError as error:
                 yield error
+
+
+def _list_objects(source: Source, left_out: LeftOut) -> tuple[SourceFile, ...]:
+    """List the objects of an address, with the fields of the first one that has records; it is fetched for that."""
+    found = find_objects(source.path, str(source))
+    is_folder = not glob.has_magic(source.path) and source.path not in found
+    files = []
+    for address, info in found.items():
+        path = Path(address)
+        if not info.size:
+            left_out.note("empty files", address)
+        elif is_folder and not _is_wanted(source.format, path, guess_format(path)):
+            left_out.note("files of other formats", address)
+        else:
+            form = _choose_format(source, path)
+            files.append(SourceFile(path, address, form, info.size, 0, not is_folder, revision=info.version))
+    _check_not_empty(source, files)
+    first = next((file for file in files if has_records(file.format) or ".json" in file.path.suffixes[-2:]), None)
+    if first is None:
+        return tuple(files)
+    with TemporaryDirectory(prefix="echelon-") as scratch:
+        [settled] = settle_fields(source, [fetch(first, Path(scratch))])
+    alike = [replace(file, format=settled.format) if file.format == first.format else file for file in files]
+    return tuple(replace(file, fields=settled.fields) if has_records(file.format) else file for file in alike)
 
 
 def _list_saved(source: Source, path: Path) -> list[SourceFile]:

@@ -54,7 +54,7 @@ def _texts(
     """Yield each text that is split separately: its name, its sources, and whether it is split by hash."""
     if mixture:
         yield from ((record.name, (record,), hashed) for record, hashed in zip(train, by_hash, strict=True))
-    else:
+    elif train:
         yield "train", train, by_hash[0]
 
 

@@ -134,9 +134,12 @@ def describe_repeats(recipe: Recipe, data: PreparedData) -> list[str]:
     ]
 
 
-def describe_mixture(recipe: Recipe, data: PreparedData) -> list[str]:
-    """Return a line for each source of a mixture: its share, the size of its epoch, and its epochs in the run."""
+def describe_order(recipe: Recipe, data: PreparedData) -> list[str]:
+    """Return what an order gives up, and a line for each source of a mixture: its share, its epoch, its epochs here."""
     order = build_order(recipe, data.train)
+    if recipe.data.stream is not None:
+        window = recipe.data.stream.window
+        return [f"order: shuffled only within windows of {window:,} sequences in reading order (data.stream.window)"]
     if not isinstance(order, MixtureOrder):
         return []
     num_sequences = recipe.batches.first_sequence(recipe.num_steps(order.num_samples))

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from echelon.learn.data.prepare_spec import stream_options
 from echelon.learn.data.prepared import open_prepared
 from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.distributed.runtime import Runtime
@@ -37,7 +38,9 @@ def build_run_learner(
     if number is not None:
         meshes = replace(meshes, number=number)
     prepared = folder.text.read_prepared_path()
-    data = open_prepared(prepared, recipe.sample_len, recipe.data.document_mask, was_opened=True)
+    data = open_prepared(
+        prepared, recipe.sample_len, recipe.data.document_mask, was_opened=True, stream=stream_options(recipe)
+    )
     # The hub is not asked again: the run keeps the commits of its first start.
     here = with_copies(recipe, read_commits(folder.hub_path))
     data = open_taught(here, data)

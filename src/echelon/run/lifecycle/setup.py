@@ -226,14 +226,14 @@ def _describe_start(
     recipe: Recipe, opened: OpenedRun, commits: Mapping[str, str], data: "PreparedData", plan: ParallelPlan
 ) -> Iterator[str]:
     """Lines about the run: hub commits, plan, data, steps and redacted secrets."""
-    from echelon.learn.data.survey import describe_mixture
+    from echelon.learn.data.survey import describe_order
     from echelon.learn.model.hub import describe_commits
 
     if opened.state == "resumed":  # recipe.yaml in the run folder has the new values now
         yield from (f"run: changed {difference}" for difference in opened.differences)
     yield from describe_commits(commits)
     yield from describe_plan(plan) if logger.isEnabledFor(logging.DEBUG) else summarize_plan(plan)
-    yield from describe_mixture(recipe, data)
+    yield from describe_order(recipe, data)
     yield from describe_steps(recipe, data.train.num_samples)
     yield from describe_longer_run(recipe, opened, data.train.num_samples)
     for key in find_secret_keys(recipe):
@@ -247,10 +247,12 @@ def _describe_size(recipe: Recipe, shape: ModelShape, plan: ParallelPlan, data: 
     fed = recipe.batches.first_sequence(num_steps)
     # The line about an adapter has its numbers of parameters, and the line about the data the number of tokens.
     parameters = [f"parameters: {shape.num_parameters:,}, all trained"] if plan.adapter is None else []
+    epochs = f"{fed / epoch:.2f} epochs; an epoch has {epoch:,} sequences"
+    if data.streamed is not None:
+        epochs = "of an epoch whose size is known once all of it is read"
     return [
         *parameters,
-        f"training: {num_steps:,} steps, {fed:,} sequences of {recipe.data.sequence_len:,} tokens, {fed / epoch:.2f} "
-        f"epochs; an epoch has {epoch:,} sequences",
+        f"training: {num_steps:,} steps, {fed:,} sequences of {recipe.data.sequence_len:,} tokens, {epochs}",
     ]
 
 

@@ -11,7 +11,7 @@ from echelon.learn.data.mixture import MixtureDataset, MixtureOrder, build_order
 from echelon.learn.data.order import Permutation, branch_seed
 from echelon.learn.data.prepare import prepare_data
 from echelon.learn.data.shards import TokenDataset
-from echelon.learn.data.survey import describe_mixture
+from echelon.learn.data.survey import describe_order
 from echelon.recipe.load import load_recipe
 from tests.mixtures import WEIGHTS, write_sources
 from tests.unit.recipe_samples import SMALL, load_text
@@ -145,7 +145,7 @@ def test_a_mixture_reads_the_samples_of_its_sources(tmp_path):
         text = bytes(tokens.astype(np.uint8))
         assert words[source] in text or len(text.strip(b"\0")) < 32
     # 250 steps of 8 are two passes through the table
-    lines = describe_mixture(recipe, data)
+    lines = describe_order(recipe, data)
     assert lines[0] == (
         f"mixture: notes 50.00%; {sizes[0]} sequences per epoch, 1,000 in the run: {1000 / sizes[0]:.2f} epochs"
     )
@@ -156,7 +156,7 @@ def test_a_mixture_reads_the_samples_of_its_sources(tmp_path):
 
 def test_shares_that_a_table_cannot_represent_are_reported(tmp_path):
     recipe = load_mixture(tmp_path, "data.train.0.weight=0.123456789")
-    first, *_ = describe_mixture(recipe, prepare_data(recipe))
+    first, *_ = describe_order(recipe, prepare_data(recipe))
     # 0.123456789 / 0.623456789
     assert first.startswith("mixture: notes 19.8020% (weight 19.801980%); ")
 

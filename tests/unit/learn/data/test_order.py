@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from echelon.learn.data.order import OrderAhead, Permutation, SampleOrder
+from echelon.learn.data.stream.window_order import StreamOrder, WindowOrder
 
 WORD = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -146,3 +147,51 @@ def test_an_order_ahead_looks_up_many_positions_where_the_next_steps_use_them(st
     for step in range(100):
         ahead.sample_ids(stride * step, count)
     assert len(asked) == lookups and asked[: len(first)] == first
+
+
+def windowed_one(position: int, size: int, window: int, seed: int) -> int:
+    """The order of a stream with Python integers, one position at a time."""
+    epoch, place = divmod(position, size)
+    block, index = divmod(place, window)
+    branch = mix_one((mix_one((seed + GOLDEN) & WORD) + (block + 1) * GOLDEN) & WORD)
+    length = min(window, size - block * window)
+    return block * window + permute_one(index, length, branch if block else seed, epoch)
+
+
+@pytest.mark.parametrize(("size", "window"), [(1, 1), (10, 3), (1000, 128), (1000, 999), (1000, 1000), (7, 100)])
+def test_samples_are_shuffled_within_windows(size, window):
+    order = WindowOrder(size, window, seed=5)
+    ids = order.sample_ids(0, 3 * size)
+    assert ids.tolist() == [windowed_one(position, size, window, 5) for position in range(3 * size)]
+    for epoch in ids.reshape(3, size):
+        for first in range(0, size, window):
+            assert sorted(epoch[first : first + window]) == list(range(first, min(first + window, size)))
+    assert all(np.array_equal(order.sample_ids(first, 2), ids[first : first + 2]) for first in range(3 * size - 1))
+    if window >= size:
+        assert np.array_equal(ids, SampleOrder(size, seed=5).sample_ids(0, 3 * size))
+
+
+class Arriving:
+    """Samples of which no more are there than an order has waited for."""
+
+    num_samples = 2**62
+
+    def __init__(self, size):
+        self.size, self.there = size, 0
+
+    def reach(self, count):
+        self.there = max(self.there, min(count, self.size))
+        return self.there
+
+    def expect(self, position, window):
+        pass
+
+
+def test_the_order_of_a_stream_waits_only_for_the_window_of_a_position():
+    whole, samples = WindowOrder(100, 16, seed=2), Arriving(100)
+    order = StreamOrder(samples, 16, seed=2)
+    for start in range(0, 250, 4):
+        assert np.array_equal(order.sample_ids(start, 4), whole.sample_ids(start, 4))
+        assert samples.there == min(100, -(-(start + 4) // 16) * 16)
+    late = StreamOrder(Arriving(100), 16, seed=2)  # a run that is resumed in its third epoch
+    assert np.array_equal(late.sample_ids(212, 8), whole.sample_ids(212, 8))

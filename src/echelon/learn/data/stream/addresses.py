@@ -1,0 +1,138 @@
+"""Files of the data in an object store: found by their address, and fetched whole, as they were when found."""
+
+import hashlib
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from glob import has_magic
+from pathlib import Path
+
+from echelon.ground.errors import ConfigError, DataError, EchelonError
+from echelon.ground.object_store import ObjectInfo, ObjectStore, ObjectStoreError
+from echelon.learn.data.readers.record import SourceFile
+
+logger = logging.getLogger(__name__)
+
+RETRY_DELAYS_SECONDS = (1.0, 4.0, 15.0, 60.0)
+"""The waits between attempts at a request. After the last one fails, the run stops; it can be resumed."""
+
+
+def is_address(path: str) -> bool:
+    """Whether the path of a source is an address such as s3://bucket/file or https://host/file."""
+    return re.match(r"[a-z][a-z0-9+.-]*://", path) is not None
+
+
+def find_objects(address: str, where: str) -> dict[str, ObjectInfo]:
+    """Return the objects that an address stands for: one, all below a folder, or those that a glob matches; sorted.
+
+    `where` starts each message. Raises DataError if there is none, ConfigError if the store refuses access or its
+    package is missing, EchelonError if it fails.
+    """
+    folder, _, name = _before_magic(address)
+    try:
+        store, found = ObjectStore(folder, where), dict[str, ObjectInfo]()
+
+        def attempt() -> None:
+            found.update(store.find(name))
+
+        persist(attempt, address)
+    except ObjectStoreError as error:
+        if error.kind == "absent":
+            raise DataError(
+                f"{where}: no such object; give an object, a folder, or a glob such as {folder}/*."
+            ) from None
+        problem = f"{where} cannot be listed ({error}); "
+        if error.kind == "refused":
+            raise ConfigError(
+                f"{problem}check the address, and that the credentials in the environment allow to list and read it."
+            ) from None
+        raise EchelonError(f"{problem}run the same command again when the server answers.") from None
+    if not any(entry.size for entry in found.values()):
+        raise DataError(f"{where}: no object there has any content; give an object, a folder, or a glob.")
+    return found
+
+
+def _before_magic(address: str) -> tuple[str, str, str]:
+    """Cut an address before the first part that is a glob, or else before its last part."""
+    protocol, _, path = address.rstrip("/").partition("://")
+    parts = path.split("/")
+    first = next((index for index, part in enumerate(parts) if has_magic(part)), len(parts) - 1)
+    return f"{protocol}://{'/'.join(parts[:first])}", "/", "/".join(parts[first:])
+
+
+def fetch(file: SourceFile, folder: Path) -> SourceFile:
+    """Copy a file of an address into a folder, and return the copy; a file of this machine is returned as it is.
+
+    Requests that fail are named and repeated. Raises DataError if the file is not the one that was listed: another
+    version, another size, or gone; EchelonError if the store keeps failing.
+    """
+    if not is_address(file.name):
+        _check_local(file)
+        return file
+    parent, _, name = file.name.rpartition("/")
+    store = ObjectStore(parent, "data.train")
+    path = folder / f"{hashlib.sha256(file.name.encode()).hexdigest()[:8]}-{name[-100:]}"
+    wanted = ObjectInfo(file.size, file.revision or "")
+
+    def attempt() -> None:
+        _check_same(file, store.stat(name), wanted)
+        store.download(name, path)
+        if (size := path.stat().st_size) != file.size:
+            raise ObjectStoreError(f"only {size:,} of {file.size:,} bytes arrived", "failed")
+        _check_same(file, store.stat(name), wanted)
+
+    try:
+        persist(attempt, file.name)
+    except ObjectStoreError as error:
+        path.unlink(missing_ok=True)
+        if error.kind == "absent":
+            raise _changed(file, "it is gone") from None
+        raise EchelonError(
+            f"{file.name} cannot be fetched ({error}); resume the run with the same command when the server answers."
+        ) from None
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return replace(file, path=path)
+
+
+def persist(attempt: Callable[[], None], address: str) -> None:
+    """Call `attempt` until it succeeds, naming each failure; raise the last one, or any refusal."""
+    for delay in RETRY_DELAYS_SECONDS:
+        try:
+            return attempt()
+        except ObjectStoreError as error:
+            if error.kind != "failed":
+                raise
+            logger.warning(f"data: {address}: {error}; again in {delay:g} s")
+        time.sleep(delay)
+    return attempt()
+
+
+def _check_same(file: SourceFile, found: ObjectInfo, wanted: ObjectInfo) -> None:
+    if found.size != wanted.size:
+        raise _changed(file, f"it has {found.size:,} bytes and had {wanted.size:,}")
+    if found.version != wanted.version:
+        raise _changed(file, f"its version is {found.version} and was {wanted.version}")
+
+
+def _check_local(file: SourceFile) -> None:
+    """Raise DataError for a file of this machine that is not the one that was listed."""
+    if file.format in ("hub", "megatron") or file.rows is not None:
+        return
+    try:
+        status = file.path.stat()
+    except OSError as error:
+        raise _changed(file, f"it cannot be read: {error.strerror}") from error
+    if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
+        raise _changed(file, "its size or time is another one")
+
+
+def _changed(file: SourceFile, how: str) -> DataError:
+    shown = file.name if is_address(file.name) else file.path
+    return DataError(
+        f"{shown} changed since the data was listed: {how}. Restore it and resume the run, or start a new one with "
+        "--fresh."
+    )

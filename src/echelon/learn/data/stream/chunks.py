@@ -1,0 +1,325 @@
+"""Prepares the chunks of a stream, and keeps the last ones on this machine's disk.
+
+    KEY.chunks/00000012.bin       the tokens of a chunk, until it is removed to make room
+    KEY.chunks/00000012.json      its record, which stays: a chunk that is prepared again must have the same tokens
+
+All processes that see the folder work together: a chunk is prepared by whoever takes its lock, and the others wait.
+With `data.prepared_remote`, chunks are shared through an object store as well, under the same names.
+"""
+
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from echelon.ground.checksums import compare_files
+from echelon.ground.errors import DataError, EchelonError, explain_storage_error
+from echelon.ground.file_lock import FileLock
+from echelon.ground.object_store import ObjectStore, ObjectStoreError
+from echelon.ground.stored import parse_json, read_json, write_json
+from echelon.ground.variables import use_one_tokenizer_thread
+from echelon.learn.data.broken_records import RecordCounts
+from echelon.learn.data.child_process import ChildProcess, stops_held_back
+from echelon.learn.data.readers.record import Broken, SourceFile
+from echelon.learn.data.shards import ShardRecord, ShardWriter, TokenStore
+from echelon.learn.data.stream.addresses import fetch, is_address
+from echelon.learn.data.stream.chunk_list import StreamPlan
+from echelon.learn.data.tokenize import Encoding, Piece, TaskEncoder, WorkerDiedError, plan_tasks, token_dtype
+
+logger = logging.getLogger(__name__)
+
+_NUM_LOCKS = 64
+_POLL_SECONDS = 0.05
+_SLOW_SECONDS = 10.0
+_MOST_TOKENS = 2**62  # a chunk is one shard
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """What a machine keeps of a stream: at most `cache_bytes` of tokens. `remote`: `data.prepared_remote`."""
+
+    cache_bytes: int = 20 * 10**9
+    remote: str | None = None
+
+
+class ChunkKeeper:
+    """The chunks of a stream, prepared when they are asked for. Threads and processes may share the folder."""
+
+    def __init__(self, folder: Path, plan: StreamPlan, options: StreamOptions) -> None:
+        """Reads and writes nothing."""
+        self.plan = plan
+        self.needed = frozenset[int]()
+        """The chunks that are not removed to make room."""
+        self._folder = folder
+        self._options = options
+        self._remote = None if options.remote is None else ObjectStore(options.remote, "data.prepared_remote")
+        self._dtype = token_dtype(plan.encoding.vocab_size).__name__
+        self._tokenizing = threading.Lock()
+        self._child: ChildProcess | None = None
+
+    def find(self, index: int) -> ShardRecord | None:
+        """Return the record of a chunk; None if it was never prepared here. Raises DataError if it is damaged."""
+        path = self._record_path(index)
+        try:
+            return _parse_record(read_json(path))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path} cannot be read ({error}); delete {self._folder} and run again.") from error
+
+    def has_tokens(self, index: int) -> bool:
+        """Whether the tokens of a chunk are on this machine."""
+        return self._tokens_path(index).exists()
+
+    def describe(self, index: int) -> ShardRecord:
+        """Return the record of a chunk, after preparing it if no machine has. Raises as `prepare`."""
+        while (record := self.find(index)) is None:
+            if (shared := self._find_shared(index)) is not None:
+                write_json(self._record_path(index), asdict(shared))
+            elif not self.prepare(index):
+                self._await(index, lambda: self.find(index) is not None)
+        return record
+
+    def open(self, index: int) -> TokenStore:
+        """Open the tokens of a chunk, after preparing it if need be. Raises as `prepare`."""
+        record = self.describe(index)
+        store = TokenStore(self._folder, [record], self._dtype)
+        while True:
+            try:
+                os.utime(self._tokens_path(index))
+                store.read(0, min(1, record.tokens))
+            except FileNotFoundError:
+                if not self.prepare(index):
+                    self._await(index, lambda: self.has_tokens(index))
+            else:
+                return store
+
+    def prepare(self, index: int) -> bool:
+        """Prepare a chunk that is not here, unless another process or thread does; returns whether it is here.
+
+        Raises:
+            DataError: its files are not those that were listed or cannot be used, or give other tokens than before.
+            EchelonError: they cannot be fetched, or the disk is full.
+        """
+        lock = FileLock(self._folder / f"{index % _NUM_LOCKS:02d}.lock")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if not lock.take():
+                return False
+            try:
+                if not self.has_tokens(index):
+                    with _slowness_told(self.plan.chunks[index][0].name):
+                        self._make_room()
+                        self._produce(index)
+            finally:
+                lock.release()
+        except OSError as error:
+            reason = explain_storage_error(error, self._folder) or error
+            raise EchelonError(f"the prepared data cannot be written to {self._folder}: {reason}.") from error
+        return True
+
+    def _await(self, index: int, is_done: Callable[[], bool]) -> None:
+        """Wait until another process has prepared a chunk, or none does any more."""
+        lock, next_line = FileLock(self._folder / f"{index % _NUM_LOCKS:02d}.lock"), time.monotonic() + _SLOW_SECONDS
+        while not is_done() and (holder := lock.read_holder()) is not None:
+            if time.monotonic() >= next_line:
+                logger.info(f"data: waiting for {self.plan.chunks[index][0].name}, which process {holder} prepares")
+                next_line += _SLOW_SECONDS
+            time.sleep(_POLL_SECONDS)
+
+    def _produce(self, index: int) -> None:
+        known = self.find(index)
+        writing = self._tokens_path(index).with_suffix(".writing")
+        shutil.rmtree(writing, ignore_errors=True)  # of a process that was killed
+        writing.mkdir()
+        try:
+            brought = self._bring(index, writing)
+            record = brought or self._tokenize(index, writing)
+            if known is not None and known.sha256 != record.sha256:
+                names = ", ".join(file.name for file in self.plan.chunks[index][:3])
+                raise DataError(
+                    f"{names}: prepared again, this text gives other tokens than before; it changed, or the tokenizer "
+                    "did. Restore it and resume the run, or start a new one with --fresh."
+                )
+            (writing / record.file).rename(self._tokens_path(index))
+            if known is None:
+                write_json(self._record_path(index), asdict(record))
+        finally:
+            shutil.rmtree(writing, ignore_errors=True)
+        if brought is None:
+            self._send(index, record)
+
+    def _tokenize(self, index: int, folder: Path) -> ShardRecord:
+        """Fetch the files of a chunk, and tokenize them in a process of its own."""
+        files = self.plan.chunks[index]
+        copies = [fetch(file, folder) for file in files]
+        name = self._tokens_path(index).name
+        with self._tokenizing:
+            if self._child is None:
+                with stops_held_back():
+                    self._child = ChildProcess(_serve, self.plan.encoding)
+            try:
+                self._child.connection.send((copies, folder, name, self._dtype))
+                found = self._child.connection.recv()
+            except (EOFError, OSError) as error:
+                code, self._child = self._child.wait_for_exit(), None
+                raise WorkerDiedError(
+                    f"a tokenizing process died (exit code {code}) at {files[0].name}; it may have run out of memory."
+                ) from error
+        if isinstance(found, EchelonError):
+            raise type(found)(_name_originals(str(found), files, copies))
+        record, counts = found
+        self._judge(counts, [_name_originals(place, files, copies) for place in counts.places])
+        assert isinstance(record, ShardRecord)
+        return record
+
+    def _judge(self, counts: RecordCounts, places: list[str]) -> None:
+        """Report the broken records of a chunk. Raises DataError for too many."""
+        if not counts.broken:
+            return
+        most = self.plan.max_broken_fraction
+        said = "; ".join(places[:3])
+        if counts.broken > max(most * counts.records, 1 if most else 0):
+            raise DataError(
+                f"data.train: {counts.broken:,} of {counts.records:,} records of a chunk cannot be used, more than "
+                f"data.max_broken_fraction={most:g}: {said}. Fix them, or allow more."
+            )
+        logger.warning(f"data.train: dropped {counts.broken:,} of {counts.records:,} records: {said}")
+
+    def _bring(self, index: int, folder: Path) -> ShardRecord | None:
+        """Download a chunk that another machine has prepared; None if there is none that can be used."""
+        if self._remote is None:
+            return None
+        if (record := self._find_shared(index)) is None:
+            return None
+        try:
+            self._remote.download(f"{self._folder.name}/{record.file}", folder / record.file)
+            faults = compare_files(folder, [(record.file, record.bytes, record.sha256)], checksums=True)
+        except ObjectStoreError as error:
+            faults = [str(error)]
+        if not faults:
+            return record
+        self._tell_unusable(record.file, faults[0])
+        return None
+
+    def _find_shared(self, index: int) -> ShardRecord | None:
+        """Return the record of a chunk that another machine has prepared; None if there is none that can be used."""
+        if self._remote is None:
+            return None
+        name = self._record_path(index).name
+        try:
+            if (content := self._remote.read(f"{self._folder.name}/{name}")) is None:
+                return None
+            record = _parse_record(parse_json(content))
+            if record.file != self._tokens_path(index).name:
+                raise ValueError("it is of another chunk")
+        except (ValueError, KeyError, TypeError, ObjectStoreError) as error:
+            self._tell_unusable(name, str(error))
+            return None
+        return record
+
+    def _tell_unusable(self, name: str, fault: str) -> None:
+        place = f"{self._options.remote}/{self._folder.name}/{name}"
+        logger.warning(f"data: {place} cannot be used ({fault}); the chunk is prepared here")
+
+    def _send(self, index: int, record: ShardRecord) -> None:
+        """Give a chunk that was prepared here to other machines. A store that fails is reported."""
+        if self._remote is None:
+            return
+        place = f"{self._folder.name}/{record.file}"
+        try:
+            self._remote.upload(self._tokens_path(index), place)
+            self._remote.write(f"{place[:-4]}.json", json.dumps(asdict(record)).encode())
+        except (ObjectStoreError, OSError) as error:
+            logger.warning(f"data: {self._options.remote}/{place} cannot be written ({error})")
+
+    def _make_room(self) -> None:
+        """Remove the tokens of the chunks that were used least recently, until the rest fits into the cache."""
+        found = []
+        for path in self._folder.glob("*.bin"):
+            with suppress(FileNotFoundError):  # removed by another process
+                status = path.stat()
+                found.append((status.st_mtime_ns, status.st_size, path))
+        left = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if left <= self._options.cache_bytes:
+                return
+            if int(path.stem) not in self.needed:
+                path.unlink(missing_ok=True)
+                left -= size
+
+    def _tokens_path(self, index: int) -> Path:
+        return self._folder / f"{index:08d}.bin"
+
+    def _record_path(self, index: int) -> Path:
+        return self._folder / f"{index:08d}.json"
+
+
+def _parse_record(content: dict[str, object]) -> ShardRecord:
+    record = ShardRecord(**content)  # type: ignore[arg-type]
+    if not isinstance(record.tokens, int) or not isinstance(record.sha256, str):
+        raise TypeError("it is not the record of a chunk")
+    return record
+
+
+def _name_originals(text: str, files: tuple[SourceFile, ...], copies: list[SourceFile]) -> str:
+    """Replace the paths of copies in a message by the addresses that they were fetched from."""
+    for file, copy in zip(files, copies, strict=True):
+        if is_address(file.name):
+            text = text.replace(str(copy.path), file.name)
+    return text
+
+
+@contextmanager
+def _slowness_told(name: str) -> Iterator[None]:
+    """Log a line if the block takes long: steps may wait for it."""
+    told = threading.Timer(_SLOW_SECONDS, lambda: logger.info(f"data: still preparing {name}"))
+    told.daemon = True
+    told.start()
+    try:
+        yield
+    finally:
+        told.cancel()
+
+
+def _serve(connection: Connection, encoding: Encoding) -> None:
+    """Tokenize one chunk after another, until the pipe is closed."""
+    use_one_tokenizer_thread()
+    encoder = TaskEncoder(encoding)
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            request = connection.recv()
+            try:
+                answer: object = write_chunk(encoder, *request)
+            except EchelonError as error:
+                answer = error
+            connection.send(answer)
+
+
+def write_chunk(
+    encoder: TaskEncoder, files: list[SourceFile], folder: Path, name: str, dtype: str
+) -> tuple[ShardRecord, RecordCounts]:
+    """Write the tokens of files to `folder/name`; returns its record, and what could be read."""
+    counts = RecordCounts()
+    with ShardWriter(folder, name, dtype, _MOST_TOKENS) as writer:
+        for task in plan_tasks(0, files):
+            for found in encoder.run(task).found:
+                if isinstance(found, Broken):
+                    counts.add_broken(found)
+                elif isinstance(found, Piece):
+                    counts.documents += found.is_first
+                    writer.append(found.tokens)
+        records = writer.finish()
+    if not records:
+        (folder / name).touch()
+        return ShardRecord(name, 0, 0, "", ""), counts
+    [record] = records
+    (folder / record.file).rename(folder / name)
+    return ShardRecord(name, record.tokens, record.bytes, record.sha256, record.blocks), counts

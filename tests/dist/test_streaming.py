@@ -1,0 +1,139 @@
+"""Complete runs whose text is prepared while they train, from a bucket that stalls, truncates and changes objects."""
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import assert_no_orphan, await_line, finish, read_lines, start, write_recipe
+from tests.object_server import BUCKET, bucket_served
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+NUM_OBJECTS = 40
+STEPS = 100
+EXACT = ("step", "tokens", "loss", "grad_norm", "learning_rate", "batch_hash")
+CONFIG = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+          "num_attention_heads": 2}  # fmt: skip
+
+
+@pytest.fixture
+def server():
+    with bucket_served() as server:
+        yield server
+
+
+def write_objects(folder):
+    """Write the text: a little more than 1 MiB in each file."""
+    folder.mkdir()
+    for number in range(NUM_OBJECTS):
+        draws = np.random.default_rng(number).integers(10**8, 10**9, 52_000)
+        (folder / f"{number:02d}.txt").write_text("".join(f"{number:02d} drew {draw}\n" for draw in draws))
+
+
+def is_of_text(method, path):
+    return method == "GET" and path.endswith(".txt")
+
+
+def rows(run, keys=EXACT):
+    return [tuple(row[key] for key in keys) for row in read_lines(run.metrics_path) if row["kind"] == "train"]
+
+
+def test_a_run_from_a_bucket_equals_one_from_prepared_text(echelon, server, tmp_path):
+    write_objects(tmp_path / "text")
+    address = f"s3://{BUCKET}/{tmp_path.name}-{time.time_ns()}/text"
+    store = fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True)
+    store.put(f"{tmp_path}/text/", f"{address}/", recursive=True)
+    sections = {
+        "model": {"config": CONFIG},
+        "train": {"steps": STEPS, "global_batch_size": 32, "eval_every": None, "precision": "fp32"},
+        "checkpoint": {"every_steps": 20},
+    }
+    data = {"sequence_len": 1024, "validation_fraction": 0}
+    write_recipe(tmp_path, data={**data, "train": "text"}, **sections)
+    assert echelon("prepare", "recipe.json", "data.prepared_dir=whole", "data.prepare_workers=1").code == 0
+    [whole] = [path for path in Path("whole").iterdir() if path.is_dir()]
+
+    data["stream"] = {"window": 256}
+    write_recipe(tmp_path, data={**data, "train": address}, **sections)
+    given = (f"data.prepared_dir={whole}", "run.name=whole")
+    ending = echelon("train", "recipe.json", "--nproc", "2", *given)
+    assert ending.code == 0, ending
+    straight = RunFolder(tmp_path / "runs" / "whole")
+    assert len(rows(straight)) == STEPS
+
+    # The first step comes before a twentieth of the text is read.
+    run = RunFolder(tmp_path / "runs" / "tiny")
+    early, slow = [], []
+
+    def watch(method, path):
+        if is_of_text(method, path):
+            if not (run.metrics_path.exists() and '"step": 1,' in run.metrics_path.read_text()):
+                early.append(path)
+            if path.endswith("02.txt") and not slow:
+                slow.append(path)
+                time.sleep(10)
+
+    server.before = watch
+    job = start("train", "recipe.json", "--nproc", "2")
+    await_line(run.metrics_path, '"step": 45,', job, seconds=200)
+    os.killpg(job.pid, signal.SIGKILL)
+    killed = finish(job)
+    assert_no_orphan(60.0)
+    assert 1 <= len(set(early)) <= NUM_OBJECTS / 20, early
+    assert "order: shuffled only within windows of 256 sequences in reading order (data.stream.window)" in killed.out
+
+    # It goes on, although what was prepared is lost, and objects arrive by halves.
+    [chunks] = Path("runs/prepared").glob("*.chunks")
+    shutil.rmtree(chunks)
+    server.num_cut = 2
+    ending = echelon("train", "recipe.json", "--nproc", "2")
+    assert ending.code == 0 and "Resuming from step-" in ending.out, ending
+    assert slow and rows(run) == rows(straight)
+    assert len(list(chunks.glob("*.json"))) < NUM_OBJECTS / 2, "it read no more than it needed"
+
+    # Another number of ranks feeds the same batches.
+    ending = echelon("train", "recipe.json", "--nproc", "1", "run.name=one")
+    keys = ("step", "tokens", "batch_hash")
+    assert ending.code == 0 and rows(RunFolder(tmp_path / "runs" / "one"), keys) == rows(straight, keys)
+
+
+def test_an_object_that_changes_under_a_run_stops_it(echelon, server, tmp_path):
+    write_objects(tmp_path / "text")
+    address = f"s3://{BUCKET}/{tmp_path.name}-{time.time_ns()}/text"
+    store = fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True)
+    store.put(f"{tmp_path}/text/", f"{address}/", recursive=True)
+    write_recipe(
+        tmp_path,
+        model={"config": CONFIG},
+        data={"train": address, "sequence_len": 1024, "stream": {"window": 256}, "validation_fraction": 0},
+        train={"steps": STEPS, "global_batch_size": 32, "eval_every": None, "precision": "fp32"},
+        checkpoint={"every_steps": 10},
+    )
+    changed = []
+
+    def change(method, path):
+        if is_of_text(method, path) and path.endswith("01.txt") and not changed:
+            changed.append(path)
+            text = (tmp_path / "text" / "02.txt").read_text()
+            store.pipe_file(f"{address}/02.txt", text.replace("drew", "DREW").encode())
+
+    server.before = change
+    ending = echelon("train", "recipe.json", "--nproc", "2")
+    assert changed and ending.code == 2, ending
+    assert f"{address}/02.txt changed since the data was listed: its version is " in ending.err
+    run = RunFolder(tmp_path / "runs" / "tiny")
+    reached = rows(run)[-1][0]
+    assert reached < STEPS
+    again = echelon("train", "recipe.json", "--nproc", "2")
+    assert again.code == 2 and "the data differs from that of the run" in again.err, again
+    store.put_file(str(tmp_path / "text" / "02.txt"), f"{address}/02.txt")
+    server.before = lambda method, path: None
+    restored = echelon("train", "recipe.json", "--nproc", "2")
+    assert restored.code == 0 and rows(run)[-1][0] == STEPS, restored

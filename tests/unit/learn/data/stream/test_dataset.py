@@ -1,0 +1,288 @@
+"""Text that is prepared while it is read has the samples of text that was prepared before."""
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+import yaml
+
+from echelon.ground.errors import ConfigError, DataError, EchelonError
+from echelon.learn.data.loader import BatchLoader, BatchPlace
+from echelon.learn.data.mixture import build_order
+from echelon.learn.data.prepare import prepare_data
+from echelon.learn.data.stream import addresses, chunks
+from echelon.learn.data.stream.addresses import fetch
+from echelon.learn.data.stream.dataset import UNKNOWN
+from echelon.recipe.load import load_recipe
+from tests.object_server import BUCKET, bucket_served
+
+RECIPE = {
+    "run": {"name": "tiny", "seed": 3},
+    "model": {"config": {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2}},
+    "tokenizer": "bytes",
+    "data": {"train": "text", "sequence_len": 64, "validation_fraction": 0},
+    "train": {"steps": 40, "global_batch_size": 16},
+    "optim": {"learning_rate": 1e-3},
+}
+STREAM = "data.stream={window: 200}"
+NUM_FILES = 10
+
+
+def write_files(folder: Path) -> None:
+    folder.mkdir()
+    for number in range(NUM_FILES):
+        draws = np.random.default_rng(number).integers(0, 10**9, 40 + 7 * number)
+        (folder / f"{number:02d}.txt").write_text("".join(f"{number} drew {draw}.\n" for draw in draws))
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Load the recipe, in a folder with its text, with overrides; every file is a chunk."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("echelon.learn.data.stream.chunk_list.PIECE_BYTES", 1)
+    monkeypatch.setattr(addresses, "RETRY_DELAYS_SECONDS", (0.0, 0.0))
+    write_files(tmp_path / "text")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    return lambda *overrides: load_recipe(tmp_path / "recipe.yaml", overrides)[0]
+
+
+def read_batches(recipe, steps=range(40), rank=0, size=1):
+    data = prepare_data(recipe).train
+    order = build_order(recipe, data)
+    loader = BatchLoader(data, order, recipe.batches, BatchPlace(16, rank, size))
+    return [loader.batch(step) for step in steps]
+
+
+def hashes(batches):
+    return [batch.hash for batch in batches]
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), pytest.param(("tokenizer=gpt", "data.document_mask=true"), marks=pytest.mark.slow)]
+)
+def test_batches_are_those_of_text_that_was_prepared_before(load, tmp_path, overrides):
+    if overrides:
+        whole = prepare_data(load("tokenizer={train: {vocab_size: 300}}"))
+        whole.tokenizer.save_pretrained(tmp_path / "gpt")
+    whole = prepare_data(load(*overrides))
+    given = load(*overrides, STREAM, f"data.prepared_dir={whole.path}")
+    expected = read_batches(given)
+    recipe = load(*overrides, STREAM)
+    assert prepare_data(recipe).train.num_samples == UNKNOWN
+    streamed = read_batches(recipe)
+    assert hashes(streamed) == hashes(expected)
+    for one, other in zip(streamed, expected, strict=True):
+        assert one.microbatches[0].input_ids.equal(other.microbatches[0].input_ids)
+    num_samples = whole.train.num_samples
+    assert 2 * num_samples < 16 * 40 or overrides, "two epochs are read"
+    # Any number of ranks, from any step on.
+    parts = [read_batches(recipe, range(17, 21), rank, 4) for rank in range(4)]
+    assert [sum(step) % 2**64 for step in zip(*map(hashes, parts), strict=True)] == hashes(expected)[17:21]
+    # One window over all of the text is the order of text that was prepared before.
+    wide = read_batches(load(*overrides, f"data.stream={{window: {num_samples}}}"))
+    assert hashes(wide) == hashes(read_batches(load(*overrides)))
+
+
+def test_only_the_chunks_of_a_window_are_prepared_before_its_first_batch(load):
+    recipe = load("data.stream={window: 16}")
+    data = prepare_data(recipe)
+    folder = data.path.with_name(f"{data.path.name}.chunks")
+    assert not folder.exists()
+    assert data.train.reach(5) >= 5
+    assert [path.name for path in sorted(folder.glob("*.bin"))] == ["00000000.bin"]
+
+
+def test_a_bounded_cache_forgets_chunks_and_prepares_the_same_again(load):
+    recipe = load("data.stream={window: 16, cache_gb: 0.0000123}")
+    data = prepare_data(recipe)
+    loader = BatchLoader(data.train, build_order(recipe, data.train), recipe.batches, BatchPlace(16))
+    folder = data.path.with_name(f"{data.path.name}.chunks")
+    largest = 0
+    found = []
+    for step in range(40):
+        found.append(loader.batch(step).hash)
+        largest = max(largest, sum(path.stat().st_size for path in folder.glob("*.bin") if path.exists()))
+    assert found == hashes(read_batches(load("data.stream={window: 16}")))
+    # The cache, the chunks of two windows, and those that are written meanwhile.
+    total = sum(json.loads(path.read_text())["bytes"] for path in folder.glob("*.json"))
+    assert largest < 12_300 + 4 * 2000 < total
+
+
+def test_several_ranks_prepare_a_chunk_once(load, monkeypatch):
+    recipe = load(STREAM)
+    expected = hashes(read_batches(recipe))
+    data = prepare_data(recipe)
+    folder = data.path.with_name(f"{data.path.name}.chunks")
+    for path in folder.iterdir():
+        path.unlink()
+    fetched = []
+    monkeypatch.setattr(chunks, "fetch", lambda file, place: (fetched.append(file.name), fetch(file, place))[1])
+    found = {}
+
+    def read(rank):
+        found[rank] = hashes(read_batches(recipe, rank=rank, size=3))
+
+    threads = [threading.Thread(target=read, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [sum(step) % 2**64 for step in zip(*(found[rank] for rank in range(3)), strict=True)] == expected
+    assert sorted(fetched) == [f"{number:02d}.txt" for number in range(NUM_FILES)]
+
+
+def test_text_that_changed_is_refused(load, tmp_path):
+    recipe = load(STREAM)
+    data = prepare_data(recipe)
+    path = tmp_path / "text" / "03.txt"
+    text = path.read_text()
+    path.write_text(text.replace("drew", "DREW"))
+    with pytest.raises(DataError, match=r"03\.txt changed since the data was listed: its size or time is another one"):
+        data.train.reach(UNKNOWN)
+    other = prepare_data(recipe)
+    assert other.content_digest != data.content_digest, "a run is not resumed with it"
+    # A text that changed in spite of its size and time, and is prepared again.
+    other.train.reach(UNKNOWN)
+    status = path.stat()
+    path.write_text(text.replace("drew", "drow"))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    (other.path.with_name(f"{other.path.name}.chunks") / "00000003.bin").unlink()
+    with pytest.raises(DataError, match=r"03\.txt: prepared again, this text gives other tokens than before"):
+        prepare_data(recipe).train.read_samples(np.arange(100))
+
+
+def test_broken_records_are_counted_in_each_chunk(load, tmp_path, caplog):
+    good = [json.dumps({"text": f"line {number}"}) for number in range(50)]
+    (tmp_path / "lines").mkdir()
+    (tmp_path / "lines" / "a.jsonl").write_text("\n".join([*good, "{"]))
+    (tmp_path / "lines" / "b.jsonl").write_text("\n".join([*good, "{", "["]))
+    data = prepare_data(load(STREAM, "data.train=lines")).train
+    data.reach(5)
+    assert any("dropped 1 of 51 records" in line and "a.jsonl:51" in line for line in caplog.messages)
+    with pytest.raises(DataError, match=r"2 of 52 records of a chunk cannot be used, .*b\.jsonl:51 .*b\.jsonl:52"):
+        data.reach(UNKNOWN)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.validation_fraction=0.1", "data.validation_fraction=0.1 does not go with data.stream"),
+        ("data.deduplicate=true", "data.deduplicate=True does not go"),
+        ("data.packing=false", "data.packing=false does not go"),
+        ("data.train=[{path: text, weight: 2}]", "data.train.0.weight=2 does not go"),
+        ("data.train=[{path: text, max_samples: 2}]", "data.train.0.max_samples=2 does not go"),
+        ("data.train=[{path: ORG/NAME, format: hub}]", "data.train.0.path=ORG/NAME is on the hub"),
+        ("tokenizer={train: {vocab_size: 300}}", "tokenizer.train does not go"),
+        ("train.evals_per_epoch=1", "train.evals_per_epoch=1 does not go"),
+        ("checkpoint.saves_per_epoch=1", "checkpoint.saves_per_epoch=1 does not go"),
+        ("data.stream.cache_gb=1e-6", "may not hold three windows"),
+    ],
+)
+def test_what_needs_all_of_the_text_is_refused(load, override, said):
+    with pytest.raises(ConfigError, match=said):
+        load(STREAM, override)
+
+
+def test_examples_are_refused(load, tmp_path):
+    (tmp_path / "talks.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    with pytest.raises(ConfigError, match=r"data\.stream is for plain text, and these records are examples"):
+        prepare_data(load(STREAM, "data.train=talks.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def server():
+    with bucket_served() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(server, tmp_path, load):
+    """A folder of a bucket with the text."""
+    server.start()
+    server.num_cut = 0
+    address = f"{BUCKET}/stream-{tmp_path.name}-{os.getpid()}"
+    fsspec.filesystem("s3").put(str(tmp_path / "text") + "/", f"{address}/", recursive=True)
+    return f"s3://{address}"
+
+
+def of_bucket(load, bucket, *overrides):
+    return load(STREAM, f"data.train={bucket}", f"data.prepared_dir=of-{bucket.rpartition('/')[2]}", *overrides)
+
+
+@pytest.mark.parametrize("pattern", ["", pytest.param("/*.txt", marks=pytest.mark.slow)])
+def test_a_bucket_gives_the_batches_of_its_files(load, bucket, pattern):
+    expected = hashes(read_batches(load(STREAM)))
+    assert hashes(read_batches(of_bucket(load, f"{bucket}{pattern}"))) == expected
+
+
+def test_held_out_text_is_fetched_before(load, bucket):
+    recipe = of_bucket(load, bucket, f"data.validation={bucket}/03.txt", f"data.train={bucket}/0[0-2].txt")
+    [held_out] = prepare_data(recipe).validation
+    text = np.concatenate(list(held_out.dataset.iter_tokens())).astype(np.uint8).tobytes()
+    assert text == Path("text/03.txt").read_bytes()
+
+
+def test_objects_that_arrive_incompletely_are_fetched_again(load, bucket, server, caplog):
+    expected = hashes(read_batches(load(STREAM), range(5)))
+    recipe = of_bucket(load, bucket)
+    prepare_data(recipe)
+    server.num_cut = 2
+    assert hashes(read_batches(recipe, range(5))) == expected
+    assert sum("again in 0 s" in line and f"{bucket}/0" in line for line in caplog.messages) >= 1
+
+
+def test_a_server_that_stays_down_is_named(load, bucket, server):
+    data = prepare_data(of_bucket(load, bucket)).train
+    server.stop()
+    with pytest.raises(EchelonError, match=f"{bucket}/00.txt cannot be fetched .* resume the run"):
+        data.reach(1)
+    server.start()
+    assert data.reach(1) >= 1
+
+
+def test_an_object_that_changed_is_refused(load, bucket, tmp_path):
+    data = prepare_data(of_bucket(load, bucket)).train
+    text = Path("text/04.txt").read_text()
+    store = fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True)
+    store.pipe_file(f"{bucket}/04.txt", text.replace("drew", "DREW").encode())
+    with pytest.raises(DataError, match=rf"{bucket}/04\.txt changed since the data was listed: its version is"):
+        data.reach(UNKNOWN)
+    store.rm_file(f"{bucket}/04.txt")
+    with pytest.raises(DataError, match=rf"{bucket}/04\.txt changed since the data was listed: it is gone"):
+        data.reach(UNKNOWN)
+
+
+def test_an_address_needs_a_stream_and_must_exist(load, bucket):
+    with pytest.raises(ConfigError, match=r"data at an address is read while the run trains; set data\.stream"):
+        prepare_data(load(f"data.train={bucket}"))
+    with pytest.raises(DataError, match=r"no such object|no object there has any content"):
+        prepare_data(of_bucket(load, f"{bucket}/nothing"))
+
+
+def test_a_chunk_is_prepared_by_one_machine_and_downloaded_by_others(load, bucket, server, caplog):
+    shared = f"data.prepared_remote={bucket}-shared"
+    expected = hashes(read_batches(of_bucket(load, bucket, shared)))
+    server.requests.clear()
+    other = of_bucket(load, bucket, shared, "data.prepared_dir=other")
+    assert hashes(read_batches(other)) == expected
+    name = bucket.rpartition("/")[2]
+    assert not [path for method, path in server.requests if method == "GET" and f"/{name}/0" in path]
+    # A resume on a new machine learns how large the chunks before its position are, and does not download them.
+    read_batches(of_bucket(load, bucket, shared, "data.prepared_dir=late", "data.stream.window=16"), range(8, 9))
+    [folder] = Path("late").glob("*.chunks")
+    assert len(list(folder.glob("*.bin"))) < len(list(folder.glob("*.json")))
+    # A chunk that is damaged there is named, and prepared here.
+    store = fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True)
+    [damaged] = [path for path in store.find(f"{bucket}-shared") if path.endswith("00000002.bin")]
+    content = store.cat_file(damaged)
+    store.pipe_file(damaged, content[:-1] + bytes([content[-1] ^ 1]))
+    caplog.clear()
+    assert hashes(read_batches(of_bucket(load, bucket, shared, "data.prepared_dir=third"))) == expected
+    assert any(
+        "00000002.bin cannot be used" in line and "the chunk is prepared here" in line for line in caplog.messages
+    )
+    assert store.cat_file(damaged) == content, "what was damaged is replaced"
