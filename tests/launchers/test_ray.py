@@ -1,5 +1,6 @@
-"""A real Ray cluster of a head and three machines: trained, cancelled, killed machines and workers, refusals."""
+"""A real Ray cluster of a head and three machines: jobs, cancelled ones, killed machines, a sweep, refusals."""
 
+import json
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from echelon.ground.stored import read_json
 from echelon.run.folder.run_folder import RunFolder
 from tests.dist.command import read_lines, write_recipe
 from tests.launchers.ray_cluster import ray_cluster, ray_missing
@@ -200,7 +202,9 @@ def test_a_killed_ray_worker_takes_its_agent_along_and_is_replaced(desk):
     desk.write({"nodes": 1}, train={"steps": 600, "log_every": 500}, checkpoint={"every_steps": 20})
     job = desk.launch()
     desk.await_step(30, job)
-    [worker] = [process for process in psutil.process_iter() if process.name().startswith("ray::Machine")]
+    workers = [process for process in psutil.process_iter() if process.name().startswith("ray::Machine")]
+    # Another Ray on this machine has its own folder.
+    [worker] = [process for process in workers if Path(process.cwd()).is_relative_to(desk.cluster.folder)]
     agents = worker.children(recursive=True)
     assert any("echelon" in " ".join(agent.cmdline()) for agent in agents)
     worker.kill()  # as Ray does when a machine's memory is full
@@ -209,6 +213,24 @@ def test_a_killed_ray_worker_takes_its_agent_along_and_is_replaced(desk):
     desk.await_state(job, "done  Ray job SUCCEEDED  step 600")
     log = desk("logs", job)[1]
     assert "is lost: Ray's worker there has ended" in log and "restart 1 of 3" in log
+
+
+def test_a_sweep_runs_its_trials_as_jobs_and_one_more_than_there_are_machines_waits(desk, tmp_path):
+    desk.write(train={"steps": 6}, launch={"ray": {"wait_seconds": 600}})
+    rates = [1e-4, 2e-4, 3e-4, 4e-4]
+    sweep = {"sweep": {"name": "lr", "sampler": "grid", "parallel": 4, "metric": "train_loss"}}
+    searched = {"recipe": "recipe.json", "search": {"optim.learning_rate": rates}}
+    (tmp_path / "sweep.yaml").write_text(json.dumps(sweep | searched))
+    code, out = desk("sweep", "sweep.yaml", "--to", "ray", seconds=900)
+    assert code == 0, out
+    trials = json.loads((tmp_path / "sweeps" / "lr" / "results.json").read_text())["trials"]
+    values = {trial["parameters"]["optim.learning_rate"]: trial["value"] for trial in trials}
+    assert sorted(values) == rates and {trial["state"] for trial in trials} == {"done"}, trials
+    records = [read_json(path) for path in tmp_path.glob("sweeps/lr/jobs/*/job.json")]
+    assert [record["target"] for record in records] == ["ray"] * 4
+    alone = train_alone(tmp_path / "alone", train={"steps": 6})
+    mean = sum(row["loss"] for row in alone) / len(alone)
+    assert values[1e-4] == pytest.approx(mean, abs=LOSS)
 
 
 def test_refusals_have_one_message_each(desk, tmp_path):
