@@ -2,12 +2,15 @@
 
     python benchmarks/quorum_cost.py [--rounds 5] [--before SRC]
 
-Trains a small Llama by `echelon train`. The sides run in turns, so that a drift of the machine's speed affects all.
-A round gives the median step of each side; the results are the medians over rounds, with their range. `--before` names
-the `src` folder of another checkout, whose quorum takes turns as well.
+Trains two Llamas by `echelon train`: one whose step is short, so that a cost in milliseconds shows, and one whose step
+is long. The sides run in turns, so that a drift of the machine's speed affects all. A round gives the median step of
+each side; the results are the medians over rounds, with their range, and the median over rounds of the time that a
+quorum takes more than every_step in the same round. `--before` names the `src` folder of another checkout, whose quorum
+takes turns as well.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -19,12 +22,21 @@ from pathlib import Path
 from measuring import describe_machine
 
 ROOT = Path(__file__).parents[1]
-STEPS, WARMUP = 80, 20
 OVERRIDES = [
-    "model.config.hidden_size=64", "model.config.intermediate_size=172", "model.config.num_hidden_layers=2",
-    "tokenizer=bytes", "data.sequence_len=64", f"train.steps={STEPS}", "train.global_batch_size=16",
-    "train.eval_every=100000", "checkpoint.every_steps=100000", "train.log_every=50",
+    "tokenizer=bytes", "train.global_batch_size=16", "train.eval_every=100000", "checkpoint.every_steps=100000",
+    "train.log_every=50", "optim.warmup_steps=0",
 ]  # fmt: skip
+SIZES = {
+    "short steps": [
+        "model.config.hidden_size=64", "model.config.intermediate_size=172", "model.config.num_hidden_layers=2",
+        "data.sequence_len=64", "train.steps=80",
+    ],
+    "long steps": [
+        "model.config.hidden_size=128", "model.config.intermediate_size=344", "model.config.num_hidden_layers=4",
+        "data.sequence_len=128", "train.steps=40",
+    ],
+}  # fmt: skip
+WARMUP = 10
 QUORUM = "sync={name: quorum, replicas: 2}"
 PLANS = {
     "ddp, 2 processes": (2, ["parallel=ddp"], ["parallel=ddp", QUORUM]),
@@ -54,16 +66,19 @@ def main():
     given = parser.parse_args()
     source = ROOT / "src"
     print(f"{describe_machine('torch', 'transformers')}; ms a step, median of {given.rounds} rounds (least to most)")
-    for name, (processes, plain, quorum) in PLANS.items():
+    for (name, (processes, plain, quorum)), (size, model) in itertools.product(PLANS.items(), SIZES.items()):
         sides = {"every_step": (plain, source), "quorum": (quorum, source)}
         if given.before:
             sides["quorum before"] = (quorum, given.before)
         found = {side: [] for side in sides}
         for _ in range(given.rounds):
             for side, (overrides, where) in sides.items():
-                found[side].append(median_step(processes, overrides, where))
+                found[side].append(median_step(processes, [*model, *overrides], where))
         for side, times in found.items():
-            print(f"{name}, {side}: {statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f})", flush=True)
+            ratios = [own / base for own, base in zip(times, found["every_step"], strict=True)]
+            more = 100 * (statistics.median(ratios) - 1)
+            shown = f"{statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f}), {more:+.1f} %"
+            print(f"{name}, {size}, {side}: {shown}; load {os.getloadavg()[0]:.1f}", flush=True)
 
 
 if __name__ == "__main__":

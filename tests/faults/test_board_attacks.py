@@ -60,11 +60,6 @@ def forget_presence(store):
     store.set("over/0", "")
 
 
-def lose_votes(store):
-    for ballot in range(2000):
-        store.set(f"votes/0/{ballot}", "7")
-
-
 def skip_entry(store):
     """Make the replicas skip the next view, in which none of them is missing."""
     store.set("entry/1", "changed")
@@ -81,7 +76,6 @@ ATTACKS = {
     "view of others": (set_view('{"number": 1, "members": ["8.0.0", "9.0.0"], "changes": []}'), None),
     "presence": (forget_presence, None),
     "entry": (skip_entry, WAITING),
-    "votes": (lose_votes, "did not end within 6 s (fault.hang_seconds)"),
 }
 
 

@@ -1,5 +1,6 @@
 """Replicas that die while the others form the group of a view with them: the others learn it at once, and go on."""
 
+import math
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from echelon.learn.distributed.joint_group import OpenStep
 from echelon.learn.distributed.membership import ViewChanged
 from echelon.learn.sync.pushes import Kind, Request, await_message, await_reply, post, receive, reply
 from echelon.run.lifecycle import view_group as module
@@ -161,6 +163,31 @@ def test_a_save_that_waits_for_another_replica_ends_when_a_third_is_lost():
         kept.board.publish(View(0, NAMES))
         kept.lose(NAMES[-1])
         assert kept.reports(2, 20) == [(name, True) for name in NAMES[:2]]
+
+
+def end_step(rank, world_size, failing):
+    """End a step whose last sum has failed on some ranks of a replica; the bits that this rank has after it."""
+    step, values = OpenStep(), torch.tensor([math.pi, -0.0, math.nan, -1e300], dtype=torch.float64)
+    step.begin()
+    if rank in failing:
+        step.run(fail)
+        values.fill_(7.0)
+    try:
+        return step.end(values, dist.group.WORLD).view(torch.int64).tolist(), values.view(torch.int64).tolist()
+    except ConnectionError as error:
+        return str(error)
+
+
+def fail():
+    raise ConnectionError("a peer is lost")
+
+
+def test_a_rank_whose_sum_failed_gets_the_bits_of_one_of_its_replica(workers):
+    for failing in ((), (0,), (1, 2)):
+        found = workers.run(end_step, 3, failing)
+        [right] = {tuple(own) for rank, (_, own) in enumerate(found) if rank not in failing}
+        assert [tuple(agreed) for agreed, _ in found] == [right] * 3
+    assert workers.run(end_step, 3, (0, 1, 2)) == ["a peer is lost"] * 3
 
 
 def exchange_late(member, port, results):

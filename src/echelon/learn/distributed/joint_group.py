@@ -14,7 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from typing_extensions import override
 
 from echelon.learn.distributed.membership import Membership, close_connections
-from echelon.learn.distributed.mesh import Grid, Meshes
+from echelon.learn.distributed.mesh import Grid, Meshes, all_reduce
 from echelon.planner.plan import ParallelPlan
 
 _CPU = torch.device("cpu")
@@ -22,10 +22,10 @@ _ELSEWHERE = "connection closed by peer: another process of this replica has los
 
 
 class OpenStep:
-    """A step of a replica of several ranks, whose all-reduces with other replicas end as one, in the vote on it.
+    """A step of a replica of several ranks, whose all-reduces with other replicas end as one, at the end of the step.
 
     From `begin` to `end` one that fails raises nothing: this rank computes the step to its end as the others of its
-    replica do, with numbers that nobody uses, and does not vote. So these all-reduces need no agreement of their own.
+    replica do, with numbers that nobody uses. So these all-reduces need no agreement of their own.
     """
 
     def __init__(self) -> None:
@@ -49,10 +49,19 @@ class OpenStep:
                     group.close()
         return _Dropped()
 
-    def end(self) -> None:
-        """End the step. Raises the error of the first operation that failed here. Not collective."""
+    def end(self, values: torch.Tensor, own: dist.ProcessGroup) -> torch.Tensor:
+        """End the step; return the result of its last all-reduce, fp64, [values], of a rank on which none failed.
+
+        Collective over `own`, the ranks of a replica. If one has failed on every rank, raises the first error here.
+        """
         self.is_open = False
-        self.check()
+        bits = torch.cat([values.new_ones(1), values]).view(torch.int64)
+        if self._failure is not None:
+            bits.fill_(torch.iinfo(torch.int64).min)
+        all_reduce(bits, own, dist.ReduceOp.MAX)
+        if bits[0] < 0:
+            self.check()
+        return bits[1:].view(torch.float64)
 
     def check(self) -> None:
         """Raise the error of the first operation that failed here."""
@@ -74,7 +83,7 @@ class JointGroup(dist.ProcessGroup):
     An operation ends in the same way on all ranks of a replica: where it fails on one of them, it fails on all. So all
     leave the view at the same operation, none waits for another in an operation inside the replica, and the groups
     inside the replica can be used on. For that each operation is waited for, and the ranks of the replica then tell
-    each other how it ended, in the group `own`; for the all-reduces of an `OpenStep` the vote does that. Messages
+    each other how it ended, in the group `own`; for the all-reduces of an `OpenStep` its end does that. Messages
     between two ranks (`send`, `recv`), and what no code here uses, such as `reduce_scatter`, are as in any group.
     """
 

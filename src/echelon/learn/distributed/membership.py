@@ -31,17 +31,23 @@ class Membership(Protocol):
         """Form another group of all ranks of the view. Collective. An error of one rank is one of its replica's."""
 
     def begin_step(self) -> None:
-        """Begin a step that ends in `vote`: an all-reduce between that fails raises its error there. Collective."""
+        """Begin a step that ends in `agree`: an all-reduce between that fails raises its error there. Collective."""
 
-    def vote(self) -> None:
-        """Vote for a step, and wait until all ranks of the view have. Collective.
+    def sees_next(self) -> bool:
+        """Whether another view is to follow this one. The first rank looks; false on all others."""
 
-        Raises ViewChanged if one of them is lost before: no replica may apply the step. Raises the error of the step's
-        first all-reduce that failed on this rank, which then has no vote.
+    def agree(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the last sum of a step over all ranks, if a rank of this replica has it. Collective over the replica.
+
+        Raises the error of the step's first all-reduce that failed, if none has. `values`: fp64, [values], of which the
+        first is that of `sees_next`; anything where an all-reduce of the step failed on this rank.
         """
 
+    def vote(self) -> None:
+        """Wait until all ranks, whose states differ, have voted. Collective. Raises ViewChanged if one is lost."""
+
     def check(self) -> None:
-        """Raise ViewChanged if the last vote found that the view ends. The same on every replica of the view."""
+        """Raise ViewChanged if the last step found that the view ends. The same on every replica of the view."""
 
     def is_ending(self) -> bool:
         """Whether this view is over, or another one is to follow it."""

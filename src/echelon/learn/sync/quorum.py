@@ -1,4 +1,4 @@
-"""A quorum: as with `every_step`, and each step is applied only once all replicas of the group have finished it."""
+"""A quorum: as with `every_step`, and a step is applied only once all replicas of the group have its gradients."""
 
 from collections.abc import Iterable
 
@@ -12,9 +12,11 @@ from echelon.recipe import SyncConfig
 
 
 class Quorum(EveryStep):
-    """The engine sums gradients over the replicas that are there; the weights change only after a vote.
+    """The engine sums gradients over the replicas that are there. The sum of the step's metrics, after that, is a vote.
 
-    So when a replica is lost, either every other one has applied the step or none has, and all hold the same weights.
+    A replica applies the step once it has this sum, to which all have contributed. So all replicas of a group hold the
+    same weights. When one is lost during this sum, others may have it and others not: these are then a step behind,
+    and get the state from one that is not.
     """
 
     lag = 0
@@ -32,8 +34,6 @@ class Quorum(EveryStep):
         return super().shares(step)
 
     @override
-    def apply(self, step: int, learning_rate: float, commit: Tensor) -> None:
-        """Vote, then apply the gradients. Raises ViewChanged if a replica was lost before it had voted."""
-        if self._membership is not None:
-            self._membership.vote()
-        super().apply(step, learning_rate, commit)
+    def agree(self, values: Tensor) -> Tensor:
+        """Raises an error if a replica was lost before any process of this one had the values."""
+        return values if self._membership is None else self._membership.agree(values)

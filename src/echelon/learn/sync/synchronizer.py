@@ -43,7 +43,8 @@ class Replica(Protocol):
 class Synchronizer(Protocol):
     """What happens around a step so that replicas stay, or become, one model. Every method is called by every rank.
 
-    A step calls `shares`, then for each of them `clip`, `should_commit` and `apply`, and `end_step`, in this order.
+    A step calls `shares`, then for each of them `clip`, `should_commit` and `apply`, and `end_step`, in this order. If
+    `lag` is 0, `agree` comes before `apply`.
     """
 
     lag: int
@@ -68,6 +69,13 @@ class Synchronizer(Protocol):
 
     def should_commit(self, grad_norm: Tensor) -> Tensor:
         """Whether to apply this step: a boolean scalar on the device that every rank of a replica agrees on."""
+
+    def agree(self, values: Tensor) -> Tensor:
+        """Take the sums of a step over all ranks: its metrics, fp64, on the host. Returns them.
+
+        Where replicas may be lost, their sum may have failed on this rank; what it returns is the same on every rank.
+        """
+        return values
 
     def apply(self, step: int, learning_rate: float, commit: Tensor) -> None:
         """Have the gradients applied, or dropped: calls `Replica.step` exactly once for each share.

@@ -155,6 +155,11 @@ class Journal:
         for forwarder in self._forwarders:
             forwarder.reread()
 
+    def cut_beyond(self, step: int) -> None:
+        """`cut`, if there are later rows: it reads the whole file."""
+        if self._folder.rows.last_step() > step:
+            self.cut(step)
+
     def flush(self) -> None:
         """Write rows that could not be written to a full disk. Raises OSError if they still cannot."""
         while self._unwritten:

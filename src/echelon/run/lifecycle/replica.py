@@ -105,8 +105,8 @@ class Replica:
         except ViewChanged:
             pass
         membership.end()
-        if trainer is None:
-            return False, held
+        if trainer is None:  # a replica that was a step behind may have a part of the newer state
+            return False, held if held is not None and held.is_whole else None
         trainer.saver.store.drop()
         trainer.saver.snapshots.drop()
         return False, hold(trainer)

@@ -149,8 +149,18 @@ class ViewMembership(Membership):
             self._step.begin()
 
     @override
+    def sees_next(self) -> bool:
+        return self.rank == 0 and self.board.is_published(self.view.number + 1)
+
+    @override
+    def agree(self, values: torch.Tensor) -> torch.Tensor:
+        if self._own is not None:
+            values = self._step.end(values, self._own)
+        self._is_changing = bool(values[0])
+        return values
+
+    @override
     def vote(self) -> None:
-        self._step.end()
         ballot, self._num_ballots = self._num_ballots, self._num_ballots + 1
         is_changing = self.board.vote(self.view, ballot)
         if is_changing is None:

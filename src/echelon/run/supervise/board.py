@@ -1,8 +1,9 @@
 """What replicas and their keeper tell each other, in a key-value store that the keeper holds.
 
 The keeper publishes views: the replicas that train together from now on. A view is over when one of its replicas is
-lost. The replicas of a view vote on every step. A step is committed when all of them have voted for it, and given up
-when the view is over before that; the store decides which came first, so all replicas learn the same.
+lost. Workers of parameter servers that wait for each other vote on every step. A step is committed when all of them
+have voted for it, and given up when the view is over before that; the store decides which came first, so all learn the
+same.
 
 The store has no passwords: every process of this machine can write to it. So the keeper remembers what it has read, and
 a wait either has a limit of its own or is watched by the caller.

@@ -3,7 +3,7 @@
 import math
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -162,8 +162,11 @@ class PendingMetrics:
         load = [0.0] * 3 if measured.gpu is None else [*measured.gpu, 1.0]
         own_times = [0.0] * meshes.num_devices
         own_times[dist.get_rank(meshes.everyone)] = measured.busy_seconds + record.data_wait_seconds
+        membership = meshes.membership if meshes.is_one_model else None
+        sees_next = membership is not None and membership.sees_next()
         sums = torch.cat(
             [
+                _to_device([float(sees_next)], device),
                 losses if meshes.counts_loss else torch.zeros_like(losses),
                 _to_device(data if meshes.counts_data else [0] * len(data), device),
                 _to_device(
@@ -193,6 +196,10 @@ class PendingMetrics:
         """Record that the step is done here."""
         self.finished = Stamp(self.record.loss_sum.device)
 
+    def agree(self, agree: Callable[[Tensor], Tensor]) -> None:
+        """Wait for the reduced values, and take what the replicas agree on instead. See `Synchronizer.agree`."""
+        self._values = agree(self.collect())
+
     def collect(self) -> Tensor:
         """Return the reduced values, which may still be on their way to the host. Waits for other replicas."""
         if self._values is not None:
@@ -203,17 +210,18 @@ class PendingMetrics:
         num_replicas, num_experts = self._grid.sizes["replica"], math.prod(shape)
         last = len(sums) - 4 * num_replicas
         norm, commit, in_a_row, scale = sums[last:].view(num_replicas, 4).T
+        sees_next, sums = sums[:1], sums[1:last]
         num_ranks, num_further = self._grid.size(AXES), len(self.record.further)
-        sizes = [last - num_experts - num_ranks - num_further, num_experts, num_ranks, num_further]
-        sums, tokens, own, further = torch.split(sums[:last], sizes)
+        sizes = [len(sums) - num_experts - num_ranks - num_further, num_experts, num_ranks, num_further]
+        sums, tokens, own, further = torch.split(sums, sizes)
         agreed = (norm.amax(), commit.amin(), in_a_row.amax(), scale.amin(), expert_load(tokens.view(shape)))
-        self._values = _to_host(torch.cat([torch.stack(agreed), peak, own, further, sums]))
+        self._values = _to_host(torch.cat([sees_next, torch.stack(agreed), peak, own, further, sums]))
         return self._values
 
     def read(self) -> StepMetrics:
         """Return the step's metrics. The only place where the host waits for the device."""
         self.finished.wait()
-        grad_norm, committed, in_a_row, scale, load, peak, *values = self.collect().tolist()
+        _, grad_norm, committed, in_a_row, scale, load, peak, *values = self.collect().tolist()
         num_ranks = self._grid.size(AXES)
         own_times, values = values[:num_ranks], values[num_ranks:]
         further, sums = values[: len(self.record.further)], values[len(self.record.further) :]

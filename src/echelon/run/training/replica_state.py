@@ -16,7 +16,7 @@ from echelon.run.training.state import GoodputState, JudgeState, SavedState
 from echelon.run.training.trainer import Trainer
 
 
-@dataclass(frozen=True)
+@dataclass
 class Held:
     """The state of a run between two views, beside its tensors, which are in the engine.
 
@@ -26,6 +26,7 @@ class Held:
         owes_save: whether a checkpoint was being written.
         rows: those of metrics.jsonl of the last step.
         stopped_by: what all replicas have agreed to stop for, if anything.
+        is_whole: whether the tensors are those of `saved`: not once they are overwritten by those of a later step.
     """
 
     saved: SavedState
@@ -33,6 +34,7 @@ class Held:
     owes_save: bool
     rows: tuple[dict[str, Any], ...]
     stopped_by: str | None
+    is_whole: bool = True
 
 
 def hold(trainer: Trainer) -> Held:
@@ -70,6 +72,7 @@ def heal(contents: RunContents, held: Held | None) -> Held | None:
     state = broadcast_object(held, group, source)
     assert state is not None
     if not num_servers and len({None if state_of_rank is None else state_of_rank[0] for state_of_rank in everyone}) > 1:
+        _give_up(held, state.saved.train.step)
         _send(contents, source // (meshes.num_devices // meshes.grid.sizes["replica"]))
     contents.sync.load_state_dict(state.saved.sync)
     contents.judge.load_state_dict(asdict(state.saved.judges[0]))
@@ -88,6 +91,12 @@ def _choose_source(everyone: Sequence[tuple[int, bool, bool] | None], num_server
         return None if None in everyone[:num_servers] else 0
     known = [state_of_rank for state_of_rank in everyone if state_of_rank is not None]
     return everyone.index(max(known)) if known else None
+
+
+def _give_up(held: Held | None, step: int) -> None:
+    """Say that what a replica holds is no longer whole, if the state after a later step is about to overwrite it."""
+    if held is not None and held.saved.train.step < step:
+        held.is_whole = False
 
 
 def _send(contents: RunContents, source: int) -> None:

@@ -114,8 +114,12 @@ class Accounting:
             self._tell("on_step_end", row)
 
     def make_up(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Write those of the rows after this many steps that a lost rank has not written."""
+        """Write those of the rows after this many steps that a lost rank has not written.
+
+        Removes those of later steps: the rank that wrote them may have been lost before another one had the step.
+        """
         if self.journal is not None:
+            self.journal.cut_beyond(step)
             for row in self.journal.missing(step, rows):
                 (self.journal.train if row["kind"] == "train" else self.journal.evaluation)(row)
 
@@ -179,7 +183,7 @@ class Accounting:
         """Return to the state after this step, with its goodput seconds, and remove the rows of later steps."""
         self.goodput.go_back(seconds)
         if self.journal is not None:
-            self.journal.cut(step)
+            self.journal.cut_beyond(step)
 
     def _tell(self, hook: str, *arguments: Any) -> None:
         for callback in self._callbacks:

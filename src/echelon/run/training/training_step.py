@@ -73,7 +73,7 @@ class TrainingStep:
             part = self._compute(step, share, is_suppressed)
             if self.sync.lag == 0:
                 pending = PendingMetrics(part, self.learner.meshes, measure())
-                pending.collect()
+                pending.agree(self.sync.agree)
             with record_function("echelon update"):
                 self.sync.apply(step, part.learning_rate, part.verdict.commit)
             record = part if record is None else record.joined_with(part)
