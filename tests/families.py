@@ -50,6 +50,10 @@ OTHERS: dict[str, dict[str, Any]] = CONVERTED | {
     | {"intermediate_size": 64, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     "mamba": {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
     "phi3": COMMON,
+    "olmo2": COMMON,
+    "olmoe": COMMON | {"num_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1},
+    "glm4": COMMON | {"head_dim": 16},
+    "granitemoe": COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1},
 }
 
 

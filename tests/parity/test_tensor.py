@@ -34,6 +34,7 @@ pytestmark = pytest.mark.dist
 
 HEADS = (("num_key_value_heads", 4),)
 TP2, SP2 = {"tp": 2}, {"tp": 2, "sequence_parallel": True}
+OTHER_FAMILIES = ["glm4", "olmoe", "granitemoe"]
 FAMILIES = ["mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "cohere"]
 
 DAILY = [
@@ -62,6 +63,19 @@ ROWS = [
     Row({**TP2, "dp_replicate": 2}, ranks=4, micro_batch=2, optimizer="adafactor", family="qwen2"),
     *[Row(TP2, ranks=2, micro_batch=4, family=family, tied=True) for family in FAMILIES],
     *[Row(SP2, ranks=2, micro_batch=4, family=family) for family in FAMILIES],
+    *[Row(TP2, ranks=2, micro_batch=4, family=family) for family in ("olmo2", "phi3", *OTHER_FAMILIES)],
+    Row({**SP2, "tp": 4}, ranks=4, micro_batch=4, family="olmo2", fields=HEADS),
+    Row({**SP2, "tp": 4}, ranks=4, micro_batch=4, family="phi3", fields=HEADS),
+    Row({**SP2, "dp_shard": 2}, ranks=4, micro_batch=2, family="phi3", tied=True, checkpointing="full"),
+    Row({**SP2, "dp_shard": 2}, ranks=4, micro_batch=2, family="olmo2", checkpointing="selective"),
+    Row({**SP2, "cp": 2}, ranks=4, micro_batch=4, family="phi3"),
+    Row({**TP2, "pp": 2}, ranks=4, micro_batch=2, family="glm4"),
+    Row(SP2, ranks=2, micro_batch=4, family="phi3", adapter="lora"),
+    Row(TP2, ranks=2, micro_batch=4, family="phi3", adapter="dora"),
+    Row(SP2, ranks=2, micro_batch=4, family="olmo2", adapter="lora"),
+    Row(SP2, ranks=2, micro_batch=4, family="phi3", compile=True),
+    Row(SP2, ranks=2, micro_batch=4, family="olmo2", compile=True),
+    Row(TP2, ranks=2, micro_batch=4, family="phi3", precision="bf16"),
 ]
 
 
@@ -137,6 +151,21 @@ def read_gradients(rank, world_size, path, config, plan):
     places = np.arange(len(tokens))
     engine.forward_backward(0, [Microbatch(tokens, labels, places, places)], (labels >= 0).sum().float(), CausalLM())
     return {name: whole(parameter.grad) for name, parameter in trained.items()}
+
+
+@pytest.mark.parametrize(
+    "family", ["olmo2", "phi3", *(pytest.param(family, marks=pytest.mark.slow) for family in OTHER_FAMILIES)]
+)
+def test_every_gradient_equals_that_of_one_process(workers, text, tmp_path, family):
+    """Of matrices that are several in one, and of norms over all heads, with all weights drawn at random."""
+    config = small_config(family)
+    path = str(write_recipe(Row(family=family), tmp_path, text, steps=4))
+    [expected] = workers.run(read_gradients, 1, path, config, ParallelPlan("ddp"))
+    for options in ({}, {"sequence_parallel": True}):
+        for found in workers.run(read_gradients, 2, path, config, ParallelPlan("tp", tp=2, **options)):
+            assert found.keys() == expected.keys()
+            for name, gradient in expected.items():
+                torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=f"{name} {options}")
 
 
 @pytest.mark.slow

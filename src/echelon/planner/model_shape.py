@@ -17,6 +17,9 @@ _TILE_ROWS = (
 SCORE_HEAD = "score"
 """The name of the head of a model that scores texts, in all models of transformers."""
 
+PACKED_MATRICES = {"gate_up_proj": 2, "qkv_proj": 3}
+"""How many matrices are one, by the last part of its name. Ranks of `tp` exchange their outputs."""
+
 _SCORES_TEXTS = "ForSequenceClassification"
 
 NormKind = Literal["rms", "rms_fp32", "layer"]

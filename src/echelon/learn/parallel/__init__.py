@@ -23,7 +23,6 @@ from echelon.learn.parallel.offload import apply_activation_offloading
 from echelon.learn.parallel.pipeline import Pipeline, StagePart
 from echelon.learn.parallel.protocol import DataParallel, Parallel
 from echelon.learn.parallel.step import ForwardBackward, SingleStage
-from echelon.learn.parallel.tensor import apply_tensor_parallel
 from echelon.planner.plan import ParallelPlan
 
 
@@ -50,6 +49,8 @@ def shard_model(
         context: how its attention has been divided, if it has been.
     """
     if plan.tp > 1:
+        from echelon.learn.parallel.tensor import apply_tensor_parallel
+
         apply_tensor_parallel(model, plan, meshes)
     if plan.ep > 1 or (plan.tp > 1 and find_experts(model)):
         divide_experts(model, plan, meshes)

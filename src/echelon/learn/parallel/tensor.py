@@ -29,10 +29,11 @@ from echelon.learn.model.adapters import ADAPTER
 from echelon.learn.model.parts import find_layers, find_score_head
 from echelon.learn.model.sharding import local_part
 from echelon.learn.model.stage import own_layers
-from echelon.learn.parallel import tensor_experts
+from echelon.learn.parallel import tensor_experts, tensor_features
 from echelon.planner.plan import ParallelPlan
 
 WHOLE, ALONG_SEQUENCE = Replicate(), Shard(1)
+PACKED = tensor_features.PACKED
 
 # What transformers calls a way to divide a module, and PyTorch's style for it, given the placement of the stream.
 STYLES: Mapping[str, Callable[[Placement], ParallelStyle]] = {
@@ -40,7 +41,14 @@ STYLES: Mapping[str, Callable[[Placement], ParallelStyle]] = {
     "rowwise": lambda stream: RowwiseParallel(output_layouts=stream),
     # Norms of heads, [batch, seq, heads, dim]: each rank has some of the heads, so gradients are added up over ranks.
     "replicated_with_grad_allreduce": lambda stream: SequenceParallel(sequence_dim=2, use_local_output=True),
+    tensor_features.ALL_HEADS: lambda stream: tensor_features.NormOfAllHeads(),
+    PACKED: lambda stream: ColwiseParallel(),
 }
+
+
+# What transformers leaves out of a plan although it is divided as elsewhere, by model type.
+_ATTENTION = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {"layers.*.self_attn.o_proj": "rowwise"}
+LEFT_OUT: Mapping[str, Mapping[str, str]] = {"granitemoe": _ATTENTION}
 
 
 class _Whole(ParallelStyle):
@@ -63,13 +71,14 @@ class _Whole(ParallelStyle):
 
 # A and B of a low-rank adapter, by the style of the matrix beside it. Together they send one number per token and rank
 # of the adapter.
-ADAPTER_STYLES: Mapping[str, tuple[Callable[[Placement], ParallelStyle], Callable[[Placement], ParallelStyle]]] = {
+ADAPTER_STYLES: dict[str, tuple[Callable[[Placement], ParallelStyle], Callable[[Placement], ParallelStyle]]] = {
     "colwise": (lambda stream: _Whole(WHOLE, use_local_output=False), lambda stream: ColwiseParallel()),
     "rowwise": (
         lambda stream: RowwiseParallel(output_layouts=stream),
         lambda stream: _Whole(stream, use_local_output=True),
     ),
 }
+ADAPTER_STYLES[PACKED] = ADAPTER_STYLES["colwise"]
 
 
 class _Receive(ParallelStyle):
@@ -151,9 +160,11 @@ def find_divided(model: Any) -> dict[str, str]:
             f"parallel.tp above 1: transformers declares no tensor-parallel plan for {kind} (base_model_tp_plan); use "
             "parallel.dp_shard, or a model with a plan, such as llama."
         )
+    declared = {**declared, **LEFT_OUT.get(kind, {})}
     inside = {id(module) for layer in find_layers(model) for module in layer.modules()}
     names = {name: id(module) for name, module in base.named_modules()}
     divided = {name: declared[key] for name in names if (key := _wildcard(name)) in declared and names[name] in inside}
+    divided = tensor_features.with_own_styles(base, divided)
     for name, style in divided.items():
         if style == tensor_experts.STYLE:
             tensor_experts.find_router(model, name)
@@ -216,8 +227,13 @@ def apply_tensor_parallel(model: Any, plan: ParallelPlan, meshes: Meshes) -> Non
     with _keeping(model):
         experts = _find_experts(divided)
         dense = {name: style for name, style in divided.items() if name not in experts}
+        packed = {name: tensor_features.find_sizes(base, name) for name in dense if dense[name] == PACKED}
         for name, style in dense.items():
             _divide(base.get_submodule(name), style, stream, mesh)
+        for name, sizes in packed.items():
+            _apply(base.get_submodule(name), mesh, _Return(partial(tensor_features.keep_own, sizes=sizes)))
+            if name.endswith("qkv_proj"):
+                tensor_features.divide_heads(base.get_submodule(name.rpartition(".")[0]), mesh.size())
         for block in _find_blocks(dense):
             _apply(base.get_submodule(block), mesh, _Receive(partial(_gather, stream=stream)))
         for name in experts:
@@ -278,7 +294,7 @@ def _divide(module: Any, style: str, stream: Placement, mesh: DeviceMesh) -> Non
         _apply(part[ADAPTER], mesh, choose(stream))
     if ADAPTER in module.lora_magnitude_vector:
         magnitude = module.lora_magnitude_vector[ADAPTER]
-        placement = Shard(0) if style == "colwise" else WHOLE
+        placement = WHOLE if style == "rowwise" else Shard(0)
         distributed = distribute_tensor(magnitude.weight, mesh, [placement], src_data_rank=None)
         magnitude.weight = nn.Parameter(distributed, requires_grad=magnitude.weight.requires_grad)
         group = mesh.get_group() if style == "rowwise" else None

@@ -13,7 +13,7 @@ from echelon.planner.axes.axis import Axis, Choices, Sender, ring_share
 from echelon.planner.collectives import find_group
 from echelon.planner.fitting_values import join_words, nearest
 from echelon.planner.layer_time import LayerTime, Step
-from echelon.planner.model_shape import SCORE_HEAD, ModelShape, divisors
+from echelon.planner.model_shape import PACKED_MATRICES, SCORE_HEAD, ModelShape, divisors
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.training import ParallelConfig
 
@@ -57,8 +57,10 @@ class _Tensor(Axis):
         repeated = count_repeated(plan)
         if step.software.recomputes_ends and repeated:
             repeated = 4.0
-        gather = find_group(plan, step.cluster, ("tp",)).all_gather(step.hidden_bytes)
-        return (8 + repeated) * gather * (1 - step.software.tp_overlap)
+        group = find_group(plan, step.cluster, ("tp",))
+        packed = step.hidden_bytes * _count_packed(step.shape) / step.shape.hidden_size
+        hidden, outputs = group.all_gather(step.hidden_bytes), group.all_gather(packed)
+        return ((8 + repeated) * hidden + (2 + bool(repeated)) * outputs) * (1 - step.software.tp_overlap)
 
     @override
     def sent_bytes(self, sender: Sender) -> dict[str, float]:
@@ -66,7 +68,9 @@ class _Tensor(Axis):
         passes = 1.5 if plan.sequence_parallel and sender.kind == "cpu" else 1.0  # gloo's reduce-scatter: an all-reduce
         num_ends = sender.load.has_head + (sender.rank == 0)  # the embedding and the head send, too
         times = passes * plan.num_microbatches * (sender.layers * (8 + count_repeated(plan)) + 2 * num_ends)
-        return {"tp": times * ring_share(plan.tp) * sender.hidden}
+        gathers = 2 + (plan.activation_checkpointing == "full") / plan.checkpoint_every
+        packed = gathers * plan.num_microbatches * sender.layers * _count_packed(sender.part) / sender.part.hidden_size
+        return {"tp": (times + packed) * ring_share(plan.tp) * sender.hidden}
 
     @override
     def meetings(self, plan: ParallelPlan, num_layers: int) -> dict[str, tuple[int, int]]:
@@ -98,6 +102,12 @@ def count_repeated(plan: ParallelPlan) -> float:
     if plan.activation_checkpointing != "full":
         return 0.0
     return (3 if plan.sequence_parallel else 2) / plan.checkpoint_every
+
+
+def _count_packed(shape: ModelShape) -> float:
+    """Return the outputs of a layer's packed matrices, on average: gathered, and their gradients added up."""
+    packed = (linear.count * linear.out_features for linear in shape.linears if linear.name in PACKED_MATRICES)
+    return sum(packed) / shape.num_layers
 
 
 @lru_cache(maxsize=64)

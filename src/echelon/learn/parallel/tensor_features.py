@@ -1,0 +1,119 @@
+"""Matrices whose divided output is not what a rank goes on with: several in one, and those before a norm of all heads.
+
+`transformers` gathers such outputs (`colwise_gather_output`): every rank computes all heads, or the whole width of the
+MLP, and cuts its part for the next matrix (`rowwise_split_input`). Here a rank keeps what belongs to its own heads, or
+its own part of the width, so that both are divided as in any other model.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+from typing_extensions import override
+
+from echelon.planner.model_shape import PACKED_MATRICES
+
+PACKED, ALL_HEADS = "packed", "norm_of_all_heads"
+_GATHERED, _SPLIT = "colwise_gather_output", "rowwise_split_input"
+
+
+def with_own_styles(base: nn.Module, declared: Mapping[str, str]) -> dict[str, str]:
+    """Return the styles of divided modules, with echelon's own in place of gathered outputs where they are known.
+
+    Args:
+        base: the decoder, on meta.
+        declared: the styles of `transformers`, by name in the decoder.
+    """
+    styles = dict(declared)
+    for block in {name.rpartition(".")[0] for name, style in declared.items() if style == _GATHERED}:
+        inside = {name.rpartition(".")[2]: name for name in declared if name.rpartition(".")[0] == block}
+        gathered = [last for last, name in inside.items() if declared[name] == _GATHERED]
+        module = base.get_submodule(block)
+        norms = {f"{last.removesuffix('_proj')}_norm": last for last in gathered}
+        found = [name for name, last in norms.items() if _is_norm_of(module, name, last)]
+        if not found and not set(gathered) <= set(PACKED_MATRICES):
+            continue
+        for last, name in inside.items():
+            if declared[name] == _GATHERED:
+                styles[name] = PACKED if last in PACKED_MATRICES else "colwise"
+            elif declared[name] == _SPLIT:
+                styles[name] = "rowwise"
+        styles |= {f"{block}.{name}": ALL_HEADS for name in found}
+    return styles
+
+
+def _is_norm_of(block: nn.Module, norm: str, matrix: str) -> bool:
+    """Whether a block has a norm of this name over all outputs of a matrix."""
+    weight = getattr(getattr(block, norm, None), "weight", None)
+    return isinstance(weight, Tensor) and weight.shape == _weight_of(getattr(block, matrix)).shape[:1]
+
+
+def _weight_of(linear: Any) -> Tensor:
+    weight: Tensor = getattr(linear, "base_layer", linear).weight
+    return weight
+
+
+def find_sizes(base: nn.Module, name: str) -> list[int]:
+    """Return the numbers of outputs of the matrices that are one, for a module of style `PACKED` on meta.
+
+    The first has as many as the next matrix has inputs.
+    """
+    block, _, last = name.rpartition(".")
+    following = "down_proj" if last == "gate_up_proj" else "o_proj"
+    outputs, first = (
+        _weight_of(base.get_submodule(name)).shape[0],
+        _weight_of(base.get_submodule(f"{block}.{following}")),
+    )
+    others = PACKED_MATRICES[last] - 1
+    return [first.shape[1], *[(outputs - first.shape[1]) // others] * others]
+
+
+def keep_own(output: Tensor, mesh: DeviceMesh, sizes: list[int]) -> Tensor:
+    """Return this rank's part of each of the matrices that are one, `[..., sum(sizes) / ranks]`.
+
+    Each rank has computed the next `sum(sizes) / ranks` outputs of all. They are gathered, and their gradients, of
+    which each rank has those of its own parts, are added up.
+    """
+    given = DTensor.from_local(output, mesh, [Shard(output.ndim - 1)], run_check=False)
+    whole = given.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    rank, size = mesh.get_local_rank(), mesh.size()
+    return torch.cat([matrix.chunk(size, -1)[rank] for matrix in whole.split(sizes, -1)], -1)
+
+
+class PartOfHeads:
+    """The config of an attention module that has some of the heads; all else is read from the whole config."""
+
+    def __init__(self, whole: Any, num_ranks: int) -> None:
+        self._whole, self._num_ranks = whole, num_ranks
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._whole, name)
+        return value // self._num_ranks if name in ("num_attention_heads", "num_key_value_heads") else value
+
+
+def divide_heads(attention: Any, num_ranks: int) -> None:
+    """Let an attention module cut the output of a packed matrix by its own heads, in place."""
+    attention.config = PartOfHeads(attention.config, num_ranks)
+    if hasattr(attention, "num_key_value_heads"):
+        attention.num_key_value_heads //= num_ranks
+
+
+class NormOfAllHeads(ParallelStyle):
+    """A norm over the outputs of all ranks: they are gathered, and each rank keeps its own. All have its weight."""
+
+    @override
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
+            [given] = inputs
+            part = DTensor.from_local(given, mesh, [Shard(given.ndim - 1)], run_check=False)
+            return part.redistribute(placements=[Replicate()])
+
+        def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
+            own: Tensor = output.redistribute(placements=[Shard(output.ndim - 1)]).to_local()
+            return own
+
+        return distribute_module(module, device_mesh, None, enter, leave)
