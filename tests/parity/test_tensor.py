@@ -75,6 +75,8 @@ ROWS = [
     Row(SP2, ranks=2, micro_batch=4, family="olmo2", adapter="lora"),
     Row(SP2, ranks=2, micro_batch=4, family="phi3", compile=True),
     Row(SP2, ranks=2, micro_batch=4, family="olmo2", compile=True),
+    Row(TP2, ranks=2, micro_batch=4, family="olmo2", compile=True),
+    Row(TP2, ranks=2, micro_batch=4, compile=True),
     Row(TP2, ranks=2, micro_batch=4, family="phi3", precision="bf16"),
 ]
 

@@ -18,7 +18,7 @@ SCORE_HEAD = "score"
 """The name of the head of a model that scores texts, in all models of transformers."""
 
 PACKED_MATRICES = {"gate_up_proj": 2, "qkv_proj": 3}
-"""How many matrices are one, by the last part of its name. Ranks of `tp` exchange their outputs."""
+"""How many matrices are one, by the last part of its name. Ranks that divide one exchange its outputs."""
 
 _SCORES_TEXTS = "ForSequenceClassification"
 

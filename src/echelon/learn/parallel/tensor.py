@@ -134,6 +134,11 @@ def _add_up(output: Tensor, mesh: DeviceMesh, stream: Placement) -> Tensor:
     return _declare(output, mesh, Partial()).redistribute(placements=[stream]).to_local()
 
 
+def _settle(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A plain tensor, in place of one that waits for its sum when it is read: compiled code would lose its gradient."""
+    return hidden.clone()
+
+
 def _cut_sequence(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's part of every sequence."""
     return _declare(hidden, mesh, WHOLE).redistribute(placements=[ALONG_SEQUENCE]).to_local()
@@ -227,21 +232,10 @@ def apply_tensor_parallel(model: Any, plan: ParallelPlan, meshes: Meshes) -> Non
     with _keeping(model):
         experts = _find_experts(divided)
         dense = {name: style for name, style in divided.items() if name not in experts}
-        packed = {name: tensor_features.find_sizes(base, name) for name in dense if dense[name] == PACKED}
-        for name, style in dense.items():
-            _divide(base.get_submodule(name), style, stream, mesh)
-        for name, sizes in packed.items():
-            _apply(base.get_submodule(name), mesh, _Return(partial(tensor_features.keep_own, sizes=sizes)))
-            if name.endswith("qkv_proj"):
-                tensor_features.divide_heads(base.get_submodule(name.rpartition(".")[0]), mesh.size())
+        _divide_matrices(base, dense, stream, mesh)
         for block in _find_blocks(dense):
             _apply(base.get_submodule(block), mesh, _Receive(partial(_gather, stream=stream)))
-        for name in experts:
-            router = tensor_experts.find_router(model, name)
-            tensor_experts.connect_router(base.get_submodule(router), base.get_submodule(name), mesh)
-        for block in _find_blocks(experts):
-            _apply(base.get_submodule(block), mesh, _Receive(partial(_gather_plain, stream=stream)))
-            _apply(base.get_submodule(block), mesh, _Return(partial(_add_up, stream=stream)))
+        _connect_experts(model, experts, stream, mesh)
         if plan.sequence_parallel:
             layers = own_layers(model)
             _apply(layers[0], mesh, _Receive(_cut_sequence))
@@ -254,6 +248,30 @@ def apply_tensor_parallel(model: Any, plan: ParallelPlan, meshes: Meshes) -> Non
             gather = _gather_plain if find_score_head(model) is None else _gather_whole
             _apply(final_norm, mesh, _Return(partial(gather, stream=stream)))
         _divide_vocabulary(model, mesh)
+        if plan.compile and isinstance(embedding := model.get_input_embeddings(), nn.Embedding):
+            _apply(embedding, mesh, _Return(_settle))
+
+
+def _divide_matrices(base: nn.Module, styles: Mapping[str, str], stream: Placement, mesh: DeviceMesh) -> None:
+    """Divide the matrices of the decoder, by name, each with its style."""
+    packed = {name: tensor_features.find_sizes(base, name) for name, style in styles.items() if style == PACKED}
+    for name, style in styles.items():
+        _divide(base.get_submodule(name), style, stream, mesh)
+    for name, sizes in packed.items():
+        _apply(base.get_submodule(name), mesh, _Return(partial(tensor_features.keep_own, sizes=sizes)))
+        if name.endswith("qkv_proj"):
+            tensor_features.divide_heads(base.get_submodule(name.rpartition(".")[0]), mesh.size())
+
+
+def _connect_experts(model: Any, experts: Iterable[str], stream: Placement, mesh: DeviceMesh) -> None:
+    """Exchange what goes into the blocks of experts and comes out of them; `experts`: their names in the decoder."""
+    base = model.base_model
+    for name in experts:
+        router = tensor_experts.find_router(model, name)
+        tensor_experts.connect_router(base.get_submodule(router), base.get_submodule(name), mesh)
+    for block in _find_blocks(experts):
+        _apply(base.get_submodule(block), mesh, _Receive(partial(_gather_plain, stream=stream)))
+        _apply(base.get_submodule(block), mesh, _Return(partial(_add_up, stream=stream)))
 
 
 def _apply(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:

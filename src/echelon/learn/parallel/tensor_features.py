@@ -30,20 +30,23 @@ def with_own_styles(base: nn.Module, declared: Mapping[str, str]) -> dict[str, s
     """
     styles = dict(declared)
     for block in {name.rpartition(".")[0] for name, style in declared.items() if style == _GATHERED}:
-        inside = {name.rpartition(".")[2]: name for name in declared if name.rpartition(".")[0] == block}
-        gathered = [last for last, name in inside.items() if declared[name] == _GATHERED]
-        module = base.get_submodule(block)
-        norms = {f"{last.removesuffix('_proj')}_norm": last for last in gathered}
-        found = [name for name, last in norms.items() if _is_norm_of(module, name, last)]
-        if not found and not set(gathered) <= set(PACKED_MATRICES):
-            continue
-        for last, name in inside.items():
-            if declared[name] == _GATHERED:
-                styles[name] = PACKED if last in PACKED_MATRICES else "colwise"
-            elif declared[name] == _SPLIT:
-                styles[name] = "rowwise"
-        styles |= {f"{block}.{name}": ALL_HEADS for name in found}
+        inside = {name: style for name, style in declared.items() if name.rpartition(".")[0] == block}
+        styles |= _find_styles(base.get_submodule(block), block, inside)
     return styles
+
+
+def _find_styles(module: nn.Module, block: str, inside: Mapping[str, str]) -> dict[str, str]:
+    """Return the styles of a block with gathered outputs, by name; those of `transformers` if they are not known."""
+    gathered = [name.rpartition(".")[2] for name, style in inside.items() if style == _GATHERED]
+    norms = {f"{last.removesuffix('_proj')}_norm": last for last in gathered}
+    found = [name for name, last in norms.items() if _is_norm_of(module, name, last)]
+    if not found and not set(gathered) <= set(PACKED_MATRICES):
+        return dict(inside)
+    own = {_SPLIT: "rowwise"}
+    styles = {name: own.get(style, style) for name, style in inside.items()}
+    for last in gathered:
+        styles[f"{block}.{last}"] = PACKED if last in PACKED_MATRICES else "colwise"
+    return styles | {f"{block}.{name}": ALL_HEADS for name in found}
 
 
 def _is_norm_of(block: nn.Module, norm: str, matrix: str) -> bool:
@@ -81,7 +84,7 @@ def keep_own(output: Tensor, mesh: DeviceMesh, sizes: list[int]) -> Tensor:
     given = DTensor.from_local(output, mesh, [Shard(output.ndim - 1)], run_check=False)
     whole = given.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     rank, size = mesh.get_local_rank(), mesh.size()
-    return torch.cat([matrix.chunk(size, -1)[rank] for matrix in whole.split(sizes, -1)], -1)
+    return torch.cat([matrix.chunk(size, -1)[rank] for matrix in torch.split(whole, sizes, -1)], -1)
 
 
 class PartOfHeads:
@@ -107,13 +110,12 @@ class NormOfAllHeads(ParallelStyle):
 
     @override
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def enter(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
+        def enter(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             [given] = inputs
             part = DTensor.from_local(given, mesh, [Shard(given.ndim - 1)], run_check=False)
             return part.redistribute(placements=[Replicate()])
 
-        def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
-            own: Tensor = output.redistribute(placements=[Shard(output.ndim - 1)]).to_local()
-            return own
+        def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+            return output.redistribute(placements=[Shard(output.ndim - 1)]).to_local()
 
         return distribute_module(module, device_mesh, None, enter, leave)
