@@ -195,7 +195,7 @@ SLOW_PAGES = {
     "adapters.md", "batches.md", "checkpoints.md", "classification.md", "context-parallelism.md", "debugging.md",
     "distillation.md", "evaluation.md", "faults.md", "fine-tuning.md", "hangs.md", "hub.md", "launching.md",
     "library.md", "logging.md", "loops.md", "optimization.md", "parameter-server.md", "python.md",
-    "quantized-checkpoints.md", "quorum.md",
+    "quantized-checkpoints.md", "quorum.md", "streaming.md",
     "remote-checkpoints.md", "replicas.md", "reports.md", "reward-models.md", "rewards.md", "run-folder.md",
     "schedules.md", "slurm.md", "sweeps.md", "tracking.md",
 }  # fmt: skip
