@@ -7,11 +7,11 @@ from typing_extensions import override
 
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.sync.every_step import EveryStep
-from echelon.learn.sync.synchronizer import DataShare, Replica
+from echelon.learn.sync.synchronizer import DataShare, Replica, StepVote
 from echelon.recipe import SyncConfig
 
 
-class Quorum(EveryStep):
+class Quorum(EveryStep, StepVote):
     """The engine sums gradients over the replicas that are there. The sum of the step's metrics, after that, is a vote.
 
     A replica applies the step once it has this sum, to which all have contributed. So all replicas of a group hold the

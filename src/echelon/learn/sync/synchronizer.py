@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -44,7 +44,7 @@ class Synchronizer(Protocol):
     """What happens around a step so that replicas stay, or become, one model. Every method is called by every rank.
 
     A step calls `shares`, then for each of them `clip`, `should_commit` and `apply`, and `end_step`, in this order. If
-    `lag` is 0, `agree` comes before `apply`.
+    `lag` is 0 and it is a `StepVote` too, `agree` comes before `apply`.
     """
 
     lag: int
@@ -69,13 +69,6 @@ class Synchronizer(Protocol):
 
     def should_commit(self, grad_norm: Tensor) -> Tensor:
         """Whether to apply this step: a boolean scalar on the device that every rank of a replica agrees on."""
-
-    def agree(self, values: Tensor) -> Tensor:
-        """Take the sums of a step over all ranks: its metrics, fp64, on the host. Returns them.
-
-        Where replicas may be lost, their sum may have failed on this rank; what it returns is the same on every rank.
-        """
-        return values
 
     def apply(self, step: int, learning_rate: float, commit: Tensor) -> None:
         """Have the gradients applied, or dropped: calls `Replica.step` exactly once for each share.
@@ -109,3 +102,15 @@ class Synchronizer(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a saved state, as a run resumes or goes back; `{}` where none was saved. Raises CheckpointError."""
+
+
+@runtime_checkable
+class StepVote(Protocol):
+    """What a synchronizer has besides if replicas may be lost: the sum of a step's metrics is the vote on the step."""
+
+    def agree(self, values: Tensor) -> Tensor:
+        """Return what this rank goes on with of the sums of a step over all ranks: its metrics, fp64, on the host.
+
+        If the sum failed on some ranks of a replica, what it returns is the same on all of them. Raises the error of
+        the sum if it failed on all.
+        """

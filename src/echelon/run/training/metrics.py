@@ -197,7 +197,7 @@ class PendingMetrics:
         self.finished = Stamp(self.record.loss_sum.device)
 
     def agree(self, agree: Callable[[Tensor], Tensor]) -> None:
-        """Wait for the reduced values, and take what the replicas agree on instead. See `Synchronizer.agree`."""
+        """Wait for the reduced values, and take what the replicas agree on instead. See `StepVote.agree`."""
         self._values = agree(self.collect())
 
     def collect(self) -> Tensor:

@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from echelon.ground.stop_request import StopRequest
 from echelon.learn.data.feed import Feed
-from echelon.learn.sync import DataShare, Synchronizer
+from echelon.learn.sync import DataShare, StepVote, Synchronizer
 from echelon.recipe.schedule import Schedule, build_schedule
 from echelon.run.training.bad_steps import StepJudge
 from echelon.run.training.diagnosis import Diagnosis, diagnose
@@ -73,7 +73,10 @@ class TrainingStep:
             part = self._compute(step, share, is_suppressed)
             if self.sync.lag == 0:
                 pending = PendingMetrics(part, self.learner.meshes, measure())
-                pending.agree(self.sync.agree)
+                if isinstance(self.sync, StepVote):
+                    pending.agree(self.sync.agree)
+                else:
+                    pending.collect()
             with record_function("echelon update"):
                 self.sync.apply(step, part.learning_rate, part.verdict.commit)
             record = part if record is None else record.joined_with(part)
