@@ -155,7 +155,7 @@ def _load(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many types on a strange pickle
         raise CheckpointError(
-            f"{path} cannot be read without running what is in it: {first_line(error)} Where you trust it, convert it "
+            f"{path} cannot be read without running code in it: {first_line(error)} If you trust it, convert it "
             "with DeepSpeed's zero_to_fp32.py CHECKPOINT OUT --safe_serialization; OUT is then a model.checkpoint."
         ) from error
 

@@ -113,8 +113,8 @@ def open_taught(recipe: Recipe, data: PreparedData) -> PreparedData:
     command = f"`echelon prepare RECIPE --teacher {wanted.teacher} --top-k {wanted.top_k}`"
     if own:
         raise ConfigError(
-            f"{_KEY}={wanted.teacher} is not here, and the values of {len(own)} teachers are beside the data in "
-            f"{data.path}; put the teacher there, or delete the folders of the others."
+            f"{_KEY}={wanted.teacher} does not exist here, and {data.path} has the values of {len(own)} teachers; copy "
+            "the teacher to that path, or delete the folders of the other teachers."
         )
     known = sorted({record.teacher for _, record in found})
     made = f" The values there were made by other weights ({', '.join(known)})." if known else ""

@@ -100,17 +100,17 @@ def _check_budget(recipe: "Recipe", budget: float, cluster: Cluster) -> None:
     adapter, shown = recipe.adapter, f"{_BUDGET}={budget:g}"
     if recipe.train.compile is False:
         raise ConfigError(
-            f"{shown} is kept by the compiler, but train.compile is false; use train.compile=true, or "
+            f"{shown} needs compiled layers, but train.compile is false; use train.compile=true, or "
             "train.activation_checkpointing=selective or full."
         )
     if adapter.target_parameters or adapter.quantize_experts:
         raise ConfigError(
-            f"{shown} is kept by the compiler, and layers whose expert weights an adapter replaces are not compiled; "
+            f"{shown} needs compiled layers, and layers whose expert weights an adapter replaces are not compiled; "
             "use train.activation_checkpointing=selective or full."
         )
     if not cluster.can_compile:
         raise PlanError(
-            f"{shown} is kept by the compiler, and {cluster.accelerator.name} has no C++ compiler or no Python "
+            f"{shown} needs compiled layers, and {cluster.accelerator.name} has no C++ compiler or no Python "
             "headers; install them, or use train.activation_checkpointing=selective or full."
         )
 

@@ -59,8 +59,8 @@ def join_quorum(layout: ParallelPlan, recipe: "Recipe", cluster: Cluster) -> Par
     """
     if cluster.kind == "cuda":
         raise PlanError(
-            f"sync.name={QUORUM}: the processes of a quorum leave a group of which one was lost, which is built for "
-            "processes on CPUs only; use sync.name: every_step on GPUs, which restarts from the newest checkpoint."
+            f"sync.name={QUORUM} works only with processes on CPUs so far, because only there they can leave a process "
+            "group after a loss; use sync.name: every_step on GPUs, which restarts from the newest checkpoint."
         )
     return replace(layout, num_replicas=recipe.sync.replicas)
 
@@ -93,8 +93,8 @@ def refuse_quorum(recipe: "Recipe") -> None:
     """Raise ConfigError for a quorum, where other launchers start the processes."""
     if recipe.sync.name == QUORUM:
         raise ConfigError(
-            f"sync.name={QUORUM}: its replicas are kept by echelon train on one machine, and other launchers end all "
-            "processes when one is lost; start echelon train there without them, or use sync.name: every_step."
+            f"sync.name={QUORUM} works only if echelon train starts all processes, on one machine: other launchers end "
+            "all processes when one is lost. Start it without a launcher, or use sync.name: every_step."
         )
 
 

@@ -191,8 +191,8 @@ class Recipe(Section):
         for key, values in (("prompts", self.evaluate.prompts), ("tasks", self.evaluate.tasks)):
             if self.objective.scores_texts and values:
                 raise ValueError(
-                    f"evaluate.{key}={list(values)} are to be continued, and objective.name={self.objective.name} "
-                    "trains a model that scores texts and writes none; remove it."
+                    f"evaluate.{key}={list(values)} need a model that writes text, but objective.name="
+                    f"{self.objective.name} trains one that only scores texts; remove it."
                 )
 
     @rule

@@ -224,6 +224,6 @@ class ObjectiveConfig(Section):
             )
         if self.on_policy_fraction and self.top_k is not None:
             raise ValueError(
-                f"objective.top_k={self.top_k} is of answers that the teacher has read before, and "
+                f"objective.top_k={self.top_k} needs answers that the teacher has scored in advance, but "
                 f"objective.on_policy_fraction={self.on_policy_fraction:g} trains on new ones; remove one of them."
             )

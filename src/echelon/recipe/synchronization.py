@@ -196,6 +196,6 @@ class SyncConfig(Section):
     def _an_agreement_needs_two(self) -> None:
         if self.name in (*APART, QUORUM) and self.replicas == 1:
             raise ValueError(
-                f"sync.replicas=1 leaves sync.name={self.name} with nobody to agree with; use 2 or more, or "
+                f"sync.replicas=1: sync.name={self.name} synchronizes at least two replicas; use 2 or more, or "
                 "sync.name: every_step."
             )

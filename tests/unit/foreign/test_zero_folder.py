@@ -63,7 +63,7 @@ def test_stage_3_cuts_each_weight(tmp_path: Path) -> None:
 def test_a_file_that_calls_a_function_is_refused(tmp_path: Path) -> None:
     made = tmp_path / "made"
     folder = write(tmp_path / "run", 3, [[[0.0] * 6], [[0.0] * 6]], epoch=Calls(made))
-    with pytest.raises(CheckpointError, match="cannot be read without running what is in it"):
+    with pytest.raises(CheckpointError, match="cannot be read without running code in it"):
         read_zero_folder(folder)
     assert not made.exists()
 

@@ -178,7 +178,7 @@ def test_a_recipe_with_tasks_is_refused_before_work_starts(tmp_path, monkeypatch
         evaluation_checks.check_tasks(load_text(tmp_path, SMALL + asked)[0])
     for text, words in (
         ("evaluate: {tasks_every: 5}\n", "evaluate.tasks_every=5 has no meaning without evaluate.tasks"),
-        (asked + "objective: {name: reward}\n", r"evaluate.tasks=\['arc_easy'\] are to be continued"),
+        (asked + "objective: {name: reward}\n", r"evaluate.tasks=\['arc_easy'\] need a model that writes text"),
         (asked + "engine: tensorflow\n", "evaluate.tasks=.*engine=tensorflow computes the logits of one position"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -371,7 +371,7 @@ def test_a_memory_budget_needs_the_compiler():
         assert (plan.activation_checkpointing, plan.activation_memory_budget, plan.compile) == ("none", 0.5, True)
         assert "within a memory budget of 0.5; compile on" in describe_plan(plan)[0]
     budget = "train.activation_checkpointing.memory_budget"
-    refusal(ConfigError, f"{budget}=0.5 is kept by the compiler", "train.compile=true", compile=False, cluster=gpus,
+    refusal(ConfigError, f"{budget}=0.5 needs compiled layers", "train.compile=true", compile=False, cluster=gpus,
             **kept(memory_budget=0.5))  # fmt: skip
     refusal(
         PlanError, budget, "no C++ compiler", cluster=replace(cpus(2), can_compile=False), **kept(memory_budget=0.5)

@@ -43,7 +43,7 @@ def test_defaults_depend_on_the_name():
             {"name": "local_sgd", "outer_momentum": 0.5},
             "sync.outer_momentum=0.5 has no effect with sync.name=local_sgd",
         ),
-        ({"name": "quorum", "replicas": 1}, "sync.replicas=1 leaves sync.name=quorum with nobody to agree with"),
+        ({"name": "quorum", "replicas": 1}, "sync.replicas=1: sync.name=quorum synchronizes at least two"),
         ({"name": "quorum", "every": 4}, "sync.every=4 has no effect with sync.name=quorum; set sync.name: local_sgd"),
         (
             {"name": "quorum", "compress": {"method": "bf16"}},
@@ -67,7 +67,7 @@ def test_defaults_depend_on_the_name():
             "method=sign does not work with sync.name=parameter_server; use none, bf16, fp16, int8, topk",
         ),
         ({"overlap": True}, "sync.overlap=true has no effect with sync.name=every_step"),
-        ({"name": "diloco", "replicas": 1}, "sync.replicas=1 leaves sync.name=diloco with nobody to agree with"),
+        ({"name": "diloco", "replicas": 1}, "sync.replicas=1: sync.name=diloco synchronizes at least two"),
         ({"compress": {"method": "int8"}}, "method=int8 does not work with sync.name=every_step; use none, bf16"),
         ({"name": "diloco", "compress": {"method": "topk"}}, "method=topk does not work with sync.name=diloco"),
         ({"compress": {"rank": 8}}, "sync.compress.rank=8 has no effect with sync.compress.method=none"),
@@ -129,7 +129,10 @@ def test_servers_divide_the_batch_between_the_workers_that_are_left():
     ("cluster", "message"),
     [
         (cpus(3), r"sync.replicas=2 does not divide"),
-        (parse_devices("2xH100"), r"sync.name=quorum: .* on CPUs only; use sync.name: every_step on GPUs"),
+        (
+            parse_devices("2xH100"),
+            r"sync.name=quorum works only with processes on CPUs .* use sync.name: every_step on GPUs",
+        ),
     ],
 )
 def test_a_quorum_that_cannot_be_kept_is_refused(cluster, message):
@@ -153,7 +156,7 @@ def test_a_replica_of_a_quorum_has_any_plan(parallel):
 
 def test_launchers_that_end_all_processes_refuse_a_quorum():
     refuse_quorum(build_recipe("ddp"))
-    with pytest.raises(ConfigError, match=r"sync.name=quorum: its replicas are kept by echelon train on one machine"):
+    with pytest.raises(ConfigError, match=r"sync.name=quorum works only if echelon train starts all"):
         refuse_quorum(build_recipe("ddp", sync={"name": "quorum"}))
 
 

@@ -118,7 +118,7 @@ class Fields:
         for name, value in self._values.items():
             if name not in self._seen and value != self._defaults.get(name):
                 raise ConfigError(
-                    f"model.config.{name}={value!r:.80} is not a field that engine=tensorflow knows how to give to "
+                    f"model.config.{name}={value!r:.80} is not a field that engine=tensorflow can pass to "
                     "keras-hub; remove it, or use engine=native."
                 )
 

@@ -254,8 +254,8 @@ def _check_profiler(profiler: Mapping[str, Any]) -> None:
 def _check_tracking(recipe: Recipe) -> None:
     if "prometheus" in recipe.track:
         raise ConfigError(
-            "track: prometheus waits to be asked for its metrics, and nothing outside can reach a container of "
-            "SageMaker; remove it: CloudWatch receives the metrics, and mlflow and wandb can."
+            "track: prometheus needs a connection to the process, and nothing outside can connect to a container of "
+            "SageMaker; remove it: CloudWatch receives the metrics, and mlflow and wandb work there."
         )
     arn, address = recipe.launch.sagemaker.mlflow_arn, recipe.mlflow.tracking_uri
     if arn is None:

@@ -100,7 +100,7 @@ def _check_channels(patch: Mapping[str, Any]) -> None:
     for channel in channels:
         name = channel.get("ChannelName") if isinstance(channel, Mapping) else None
         if name == CODE_CHANNEL:
-            raise ConfigError(f"{key}: the channel {name} has echelon itself; remove it from the patch.")
+            raise ConfigError(f"{key}: the channel {name} holds the files of echelon; remove it from the patch.")
         if isinstance(channel, Mapping) and "$patch" in channel:
             raise ConfigError(f"{key}: the recipe reads the channel {name}; remove it from the patch, or from data.")
 

@@ -88,7 +88,7 @@ def _check_keys(rope: RopeConfig) -> None:
         raise ConfigError(f"model.rope.beta_slow={slow:g} is more than beta_fast={fast:g}; make it less.")
     low, high = rope.low_freq_factor or 0, rope.high_freq_factor or math.inf
     if low >= high:
-        raise ConfigError(f"model.rope.low_freq_factor={low:g} is not less than high_freq_factor={high:g}; make it so.")
+        raise ConfigError(f"model.rope.low_freq_factor={low:g} is not below high_freq_factor={high:g}; lower it.")
 
 
 def check_full_sequences(recipe: Recipe, are_apart: bool = False) -> None:

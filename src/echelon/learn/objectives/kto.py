@@ -57,8 +57,8 @@ class KTO(Objective):
         if self.loss == "kto":
             if batch.mismatched is None:
                 raise ConfigError(
-                    "the loss KTO compares with answers to the prompts of others, and a batch has none; give them in "
-                    "Microbatch.mismatched (data.source), or use objective.loss=apo_zero_unpaired."
+                    "the loss KTO needs answers that were given to other prompts, and this batch has none; give them "
+                    "in Microbatch.mismatched (data.source), or use objective.loss=apo_zero_unpaired."
                 )
             found.append((run(batch.mismatched, _growth) * exist).sum())
         return torch.stack(found)
@@ -112,7 +112,7 @@ def _answers(batch: Microbatch) -> tuple[Tensor, Tensor]:
     """Return which sequences have an answer, and which answers are good: boolean [batch] each."""
     if GOOD not in batch.extra:
         raise ConfigError(
-            f"the loss KTO trains on judged answers, and a batch says of none whether it is good; give "
+            "the loss KTO trains on judged answers, and this batch does not say which of them are good; give "
             f"Microbatch.extra[{GOOD!r}], one boolean per sequence (data.source), or records with a label."
         )
     return (batch.labels != IGNORE).any(1), batch.extra[GOOD].bool()

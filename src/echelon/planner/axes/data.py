@@ -168,8 +168,8 @@ def _divide_rest(shard: int | str, rest: int, inner: dict[str, int], world: int)
     """(dp_replicate, dp_shard) if replicas take what shards and the degrees in `inner` leave."""
     if isinstance(shard, str):
         raise ConfigError(
-            "parallel.dp_replicate=auto and parallel.dp_shard=auto would both take what is left; give one of them a "
-            "number."
+            "parallel.dp_replicate=auto and parallel.dp_shard=auto would both take all remaining processes; give "
+            "one of them a number."
         )
     if rest % shard:
         fits = join_words([str(n) for n in nearest(divisors(rest), shard)])

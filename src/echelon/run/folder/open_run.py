@@ -152,8 +152,8 @@ def _refuse_misplaced(folder: RunFolder) -> None:
     for path in (folder.metrics_path, folder.samples_path):
         if path.exists() and path.stat().st_size > MAX_ROWS_BYTES:
             raise ConfigError(
-                f"{path} is larger than {render_bytes(MAX_ROWS_BYTES)}, the most that is read of it; move it away, and "
-                "the run goes on with a new one."
+                f"{path} is larger than {render_bytes(MAX_ROWS_BYTES)}, the limit for such a file; move it away, and "
+                "the run continues with a new one."
             )
     for name in FOLDERS:
         if (path := folder.path / name).exists() and not path.is_dir():

@@ -126,8 +126,8 @@ def _check_terminal_rank(recipe: Recipe, rank: int, count: int) -> None:
     """Raise ConfigError if no rank of this job can run in a terminal, or this one is not in it."""
     if recipe.sync.name in KEPT:
         raise ConfigError(
-            f"--here: under sync.name={recipe.sync.name} processes are started again one by one, and a terminal stays "
-            "with one; use sync.name=every_step."
+            f"--here does not work with sync.name={recipe.sync.name}, which replaces lost processes by new ones that "
+            "have no terminal; use sync.name=every_step."
         )
     if rank >= count:
         raise ConfigError(f"--rank {rank}: this job has the ranks 0 to {count - 1}; give one, or a larger --nproc.")

@@ -214,7 +214,7 @@ def test_an_image_of_a_private_registry_is_pulled_through_the_vpc(tmp_path):
         ("{VpcConfig: null}", "patch.VpcConfig: echelon sets it from launch.sagemaker.subnets and"),
         ("{ResourceConfig: null}", "patch.ResourceConfig: null would also remove ResourceConfig.InstanceType, which"),
         ("{AlgorithmSpecification: {ContainerEntrypoint: [a]}}", "ContainerEntrypoint: echelon starts its own entry"),
-        ("{InputDataConfig: [{ChannelName: echelon}]}", "the channel echelon has echelon itself"),
+        ("{InputDataConfig: [{ChannelName: echelon}]}", "the channel echelon holds the files of echelon"),
         ("{InputDataConfig: [{ChannelName: train, $patch: delete}]}", "the recipe reads the channel train"),
         ("{InputDataConfig: {train: 1}}", "patch.InputDataConfig: give a list of channels"),
         ("{InputDataConfig: [{ShuffleConfig: {Seed: 1}}]}", "has no ChannelName, which tells it from others"),
@@ -576,7 +576,7 @@ REFUSED = {
         "launch.sagemaker.training_plan_arn=arn:aws:sagemaker:us-west-2:111122223333:training-plan/p"],
     "launch.sagemaker.training_plan_arn=p ": ["launch.sagemaker.training_plan_arn=p"],
     "launch.sagemaker.mlflow_arn=here ": ["launch.sagemaker.mlflow_arn=here", "track=[mlflow]"],
-    "track: prometheus waits to be asked": ["track=[prometheus]"],
+    "track: prometheus needs a connection": ["track=[prometheus]"],
     "add mlflow to track": [f"launch.sagemaker.mlflow_arn={MLFLOW}"],
     "mlflow.tracking_uri and": [
         f"launch.sagemaker.mlflow_arn={MLFLOW}", "track=[mlflow]", "mlflow.tracking_uri=http://x"],
