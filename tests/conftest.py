@@ -35,16 +35,23 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 @pytest.fixture(autouse=True)
 def logging_restored() -> Iterator[None]:
-    """Remove the handlers and levels that a command or an example in this process has set, so that caplog sees all."""
-    logger = logging.getLogger("echelon")
-    before = logger.handlers[:], logger.level, logger.propagate
+    """Remove the handlers and levels that a command or an example in this process has set, so that caplog sees all.
+
+    Also before a test: a fixture of its module may have run a command.
+    """
+    restore_logging()
     yield
-    logger.handlers[:], logger.propagate = before[0], before[2]
-    logger.setLevel(before[1])
-    for name, each in logging.root.manager.loggerDict.items():
-        if name.startswith("echelon.") and isinstance(each, logging.Logger):
-            each.setLevel(logging.NOTSET)
+    restore_logging()
     os.environ.pop("ECHELON_LOG_LEVEL", None)
+
+
+def restore_logging() -> None:
+    logger = logging.getLogger("echelon")
+    logger.handlers.clear()
+    logger.propagate = True
+    for name, each in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "echelon" and isinstance(each, logging.Logger):
+            each.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")
