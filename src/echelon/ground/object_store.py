@@ -197,13 +197,22 @@ def _find_kind(error: BaseException) -> Kind:
     return "refused" if isinstance(error, PermissionError) or "Credential" in type(error).__name__ else "failed"
 
 
-def retried(attempt: Callable[[], None], delays: Iterable[float], wait: Callable[[float], Any]) -> None:
-    """Call `attempt` until it succeeds, waiting between attempts; raise the last failure, or any refusal."""
+def retried(
+    attempt: Callable[[], None],
+    delays: Iterable[float],
+    wait: Callable[[float], Any],
+    tell: Callable[[ObjectStoreError, float], None] = lambda error, delay: None,
+) -> None:
+    """Call `attempt` until it succeeds, waiting between attempts; raise the last failure, or any refusal.
+
+    `tell` is called with each failure after which another attempt follows, and the delay before it.
+    """
     for delay in delays:
         try:
             return attempt()
         except ObjectStoreError as error:
             if error.kind != "failed":
                 raise
+            tell(error, delay)
         wait(delay)
     return attempt()

@@ -10,7 +10,7 @@ from glob import has_magic
 from pathlib import Path
 
 from echelon.ground.errors import ConfigError, DataError, EchelonError
-from echelon.ground.object_store import ObjectInfo, ObjectStore, ObjectStoreError
+from echelon.ground.object_store import ObjectInfo, ObjectStore, ObjectStoreError, retried
 from echelon.learn.data.readers.record import SourceFile
 
 logger = logging.getLogger(__name__)
@@ -100,15 +100,11 @@ def fetch(file: SourceFile, folder: Path) -> SourceFile:
 
 def persist(attempt: Callable[[], None], address: str) -> None:
     """Call `attempt` until it succeeds, naming each failure; raise the last one, or any refusal."""
-    for delay in RETRY_DELAYS_SECONDS:
-        try:
-            return attempt()
-        except ObjectStoreError as error:
-            if error.kind != "failed":
-                raise
-            logger.warning(f"data: {address}: {error}; again in {delay:g} s")
-        time.sleep(delay)
-    return attempt()
+
+    def tell(error: ObjectStoreError, delay: float) -> None:
+        logger.warning(f"data: {address}: {error}; again in {delay:g} s")
+
+    retried(attempt, RETRY_DELAYS_SECONDS, time.sleep, tell)
 
 
 def _check_same(file: SourceFile, found: ObjectInfo, wanted: ObjectInfo) -> None:
