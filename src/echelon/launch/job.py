@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
+from echelon.learn.task_files import is_question_file, is_task_file
 from echelon.recipe import Recipe
 from echelon.recipe.launch_sections import Target
 
@@ -74,7 +75,7 @@ def list_inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
             if source.path != _STDLIB and source.format != "hub":
                 yield f"{key}.{index}.path", source.path
     for index, task in enumerate(recipe.evaluate.tasks):
-        if task.endswith((".yaml", ".yml", ".jsonl")):
+        if is_task_file(task) or is_question_file(task):
             yield f"evaluate.tasks.{index}", task
     for key, value in (("model.checkpoint", recipe.model.checkpoint), ("tokenizer", recipe.tokenizer)):
         if isinstance(value, str) and value.startswith("/"):

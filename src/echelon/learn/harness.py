@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from echelon.ground.errors import ConfigError, EchelonError
-from echelon.learn.task_files import build_task, is_task_file, name_tasks, read_task, read_task_name
+from echelon.learn.task_files import build_task, is_question_file, is_task_file, name_tasks, read_task, read_task_name
 
 Numbers = Mapping[str, Mapping[str, float]]
 """The metrics of each task, by lm-eval's names: `acc`, `acc_stderr`, ..., with the filter if the task names one."""
@@ -117,7 +117,7 @@ def open_tasks(entries: Sequence[str], asked: str) -> Tasks:
     """
     return Tasks(
         [
-            build_task(Path(entry).stem, read_task(Path(entry), asked)) if entry.endswith(".jsonl") else name
+            build_task(Path(entry).stem, read_task(Path(entry), asked)) if is_question_file(entry) else name
             for entry, name in zip(entries, name_tasks(entries, asked), strict=True)
         ],
         [Path(entry) for entry in entries if is_task_file(entry)],

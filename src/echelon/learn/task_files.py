@@ -140,7 +140,7 @@ def name_tasks(entries: Sequence[str], asked: str) -> list[str]:
     names = []
     for entry in entries:
         name = entry
-        if entry.endswith(".jsonl"):
+        if is_question_file(entry):
             read_task(Path(entry), asked)
             name = Path(entry).stem
         elif is_task_file(entry):
@@ -149,6 +149,11 @@ def name_tasks(entries: Sequence[str], asked: str) -> list[str]:
             raise ConfigError(f"{asked}: two tasks have the name {name}; rename one of them, or remove it.")
         names.append(name)
     return names
+
+
+def is_question_file(entry: str) -> bool:
+    """Whether a task is a file of questions."""
+    return entry.endswith(".jsonl")
 
 
 def is_task_file(entry: str) -> bool:
