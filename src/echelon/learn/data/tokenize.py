@@ -6,7 +6,7 @@ transformers: they rebuild the tokenizer from its JSON.
 """
 
 import itertools
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -346,14 +346,18 @@ class _Worker:
 
 
 def _serve(connection: Connection, encoding: Encoding) -> None:
-    """Run a worker: process tasks with one tokenizer thread until the pipe is closed."""
+    serve_requests(connection, encoding, TaskEncoder.run)
+
+
+def serve_requests(connection: Connection, encoding: Encoding, run: Callable[[TaskEncoder, Any], object]) -> None:
+    """Run a worker: answer requests with one tokenizer thread until the pipe is closed; an answer may be an error."""
     use_one_tokenizer_thread()
     encoder = TaskEncoder(encoding)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
-            task = connection.recv()
+            request = connection.recv()
             try:
-                result: TokenizedTask | EchelonError = encoder.run(task)
+                result = run(encoder, request)
             except EchelonError as error:
                 result = error
             connection.send(result)

@@ -24,14 +24,21 @@ from echelon.ground.errors import DataError, EchelonError, explain_storage_error
 from echelon.ground.file_lock import FileLock
 from echelon.ground.object_store import ObjectStore, ObjectStoreError
 from echelon.ground.stored import parse_json, read_json, write_json
-from echelon.ground.variables import use_one_tokenizer_thread
 from echelon.learn.data.broken_records import RecordCounts
 from echelon.learn.data.child_process import ChildProcess, stops_held_back
 from echelon.learn.data.readers.record import Broken, SourceFile
 from echelon.learn.data.shards import ShardRecord, ShardWriter, TokenStore
 from echelon.learn.data.stream.addresses import fetch, is_address
 from echelon.learn.data.stream.chunk_list import StreamPlan
-from echelon.learn.data.tokenize import Encoding, Piece, TaskEncoder, WorkerDiedError, plan_tasks, token_dtype
+from echelon.learn.data.tokenize import (
+    Encoding,
+    Piece,
+    TaskEncoder,
+    WorkerDiedError,
+    plan_tasks,
+    serve_requests,
+    token_dtype,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -290,17 +297,7 @@ def _slowness_told(name: str) -> Iterator[None]:
 
 
 def _serve(connection: Connection, encoding: Encoding) -> None:
-    """Tokenize one chunk after another, until the pipe is closed."""
-    use_one_tokenizer_thread()
-    encoder = TaskEncoder(encoding)
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        while True:
-            request = connection.recv()
-            try:
-                answer: object = write_chunk(encoder, *request)
-            except EchelonError as error:
-                answer = error
-            connection.send(answer)
+    serve_requests(connection, encoding, lambda encoder, request: write_chunk(encoder, *request))
 
 
 def write_chunk(
