@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 _INFO = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+?)(?:/revision/([^/]+))?")
-_TREE = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+?)/(?:tree|paths-info)/([^/]+)(?:/.*)?")
+_TREE = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+?)/(tree|paths-info)/([^/]+)(?:/(.*))?")
 _WRITE = re.compile(r"/api/models/([^/]+/[^/]+?)/(auth-check/write|preupload|commit|branch)(?:/(.+))?")
 _LARGE = re.compile(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch")
 _FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
@@ -120,7 +120,13 @@ class HubServer:
         elif match := _LARGE.fullmatch(path):
             self._offer_uploads(request)
         elif match := _TREE.fullmatch(path):
-            self._answer_listing(request, match[1], match[2], match[3], self._tree)
+            if match[3] == "tree":
+                wanted, is_deep = match[5] or "", "true" in parse_qs(url.query).get("recursive", ())
+            else:
+                wanted, is_deep = parse_qs(request.body.decode())["paths"], False
+            self._answer_listing(
+                request, match[1], match[2], match[4], lambda *args: self._tree(*args, wanted, is_deep)
+            )
         elif match := _INFO.fullmatch(path):
             sizes = "blobs" in parse_qs(url.query)
             self._answer_listing(request, match[1], match[2], match[3], lambda *args: self._info(*args, sizes=sizes))
@@ -151,8 +157,10 @@ class HubServer:
         name = name if kind == "models" else f"datasets/{name}"
         if (found := self._find(request, name, revision)) is not None:
             repository, digest = found
-            text = json.dumps(render(name, digest, repository.commits[digest])).encode()
-            self._send(request, 200, text, {"Content-Type": "application/json"})
+            if (content := render(name, digest, repository.commits[digest])) is None:
+                self._send(request, 404, b"", {"X-Error-Code": "EntryNotFound"})
+            else:
+                self._send_json(request, content)
 
     def _send_json(self, request, content, code=200):
         self._send(request, code, json.dumps(content).encode(), {"Content-Type": "application/json"})
@@ -251,9 +259,19 @@ class HubServer:
                 "private": self.repositories[name].private, "gated": False}  # fmt: skip
 
     @staticmethod
-    def _tree(name, digest, files):
-        return [{"type": "file", "path": file, "size": len(content), "oid": _sha(content)}
-                for file, content in files.items()]  # fmt: skip
+    def _tree(name, digest, files, wanted, is_deep):
+        """The entries in a folder, or of a list of paths; None for a folder that does not exist."""
+        found = {file: {"type": "file", "path": file, "size": len(content), "oid": _sha(content)}
+                 for file, content in files.items()}  # fmt: skip
+        for folder in {str(parent) for file in files for parent in Path(file).parents} - {"."}:
+            found[folder] = {"type": "directory", "path": folder, "oid": _sha(folder.encode()), "size": 0}
+        if isinstance(wanted, list):
+            return [found[path] for path in wanted if path in found]
+        start = f"{wanted}/" if wanted else ""
+        inside = [entry for path, entry in sorted(found.items()) if path.startswith(start)]
+        if wanted and not inside:
+            return None
+        return [entry for entry in inside if is_deep or "/" not in entry["path"][len(start) :]]
 
     def _answer_file(self, request, method, name, revision, file, path):
         if (found := self._find(request, name, revision)) is None:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
@@ -79,6 +80,41 @@ def test_resume_and_evaluation_use_the_commit_of_the_first_start(hub, tmp_path):
     assert len(hub.requests) == asked
     adapter = json.loads((tmp_path / "runs" / "tiny" / "export" / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == NAME
+
+
+def push_texts(hub, folder, seed):
+    """Push a dataset of three files, of which each holds about 400 sequences of 64 bytes."""
+    (folder / "data").mkdir(parents=True)
+    for number in range(3):
+        draws = np.random.default_rng((seed, number)).integers(10**8, 10**9, 1300)
+        lines = [json.dumps({"text": f"{number} drew {draw}, {draw}"}) for draw in draws]
+        (folder / "data" / f"train-{number:05d}.jsonl").write_text("\n".join(lines))
+    (folder / "data" / "test.jsonl").write_text(json.dumps({"text": "held out"}))
+    return hub.push("datasets/team/text", folder)
+
+
+def test_a_dataset_of_the_hub_is_prepared_while_a_run_trains(hub, tmp_path):
+    """Its batches are those of the dataset prepared before, and a resume keeps its commit."""
+    commit = push_texts(hub, tmp_path / "first", 0)
+    source = {"path": "team/text", "format": "hub", "split": "train"}
+    sections = {"train": {"steps": 8, "eval_every": None}, "checkpoint": {"every_steps": 4}}
+    data = {"train": [source], "sequence_len": 64, "validation_fraction": 0}
+    write_recipe(tmp_path, data=data, **sections)
+    whole = echelon(tmp_path, "train", "recipe.json", "--nproc", "1", "run.dir=whole/tiny")
+    assert f"hub: datasets/team/text is at commit {commit}" in whole.out
+    rows = read_lines(RunFolder(tmp_path / "whole" / "tiny").metrics_path)
+    expected = [row["batch_hash"] for row in rows if row["kind"] == "train"]
+
+    write_recipe(tmp_path, data={**data, "stream": {"window": 10**6}}, **sections)
+    echelon(tmp_path, "train", "recipe.json", "--nproc", "2", "run.dir=runs/wide", "train.steps=4")
+    wide = read_lines(RunFolder(tmp_path / "runs" / "wide").metrics_path)
+    assert [row["batch_hash"] for row in wide if row["kind"] == "train"] == expected[:4]
+
+    stream = ("data.stream.window=16", "data.prepared_dir=near")
+    echelon(tmp_path, "train", "recipe.json", "--nproc", "2", "train.steps=4", *stream)
+    push_texts(hub, tmp_path / "second", 1)
+    out = echelon(tmp_path, "train", "recipe.json", "--nproc", "1", *stream).out
+    assert f"hub: datasets/team/text is at commit {commit}" in out and len(losses(tmp_path)) == 8
 
 
 def test_a_reward_model_of_the_hub_judges_as_its_folder(hub, tmp_path):

@@ -416,10 +416,10 @@ class DataConfig(Section):
                         f"data.train.{index}.{key}={value:g} does not go with data.stream, which reads each source "
                         "once, in order; remove one of the two."
                     )
-            if source.format == "hub" or source.path.startswith("hf://"):
+            if source.path.startswith("hf://"):
                 raise ValueError(
-                    f"data.train.{index}.path={source.path} is on the hub, which does not go with data.stream; remove "
-                    "data.stream, or copy the files to a bucket or to this machine."
+                    f"data.train.{index}.path={source.path} may change during the run; name the dataset as ORG/NAME "
+                    "with format: hub, which is read at one commit."
                 )
 
     @rule

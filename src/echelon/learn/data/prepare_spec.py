@@ -60,7 +60,7 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
     is_labelled = recipe.objective.row.answers == "labelled"
     records = LABELLED_FORMAT if is_labelled else None
     return PrepareSpec(
-        train=_sources("data.train", data.train, records),
+        train=_sources("data.train", data.train, records, by_files=data.stream is not None),
         validation=_sources("data.validation", data.validation, records),
         validation_fraction=data.validation_fraction or 0.0,
         tokenizer=tokenizer if tokenizer is None or isinstance(tokenizer, str) else tokenizer.train.vocab_size,
@@ -103,7 +103,7 @@ def stream_options(recipe: "Recipe") -> StreamOptions | None:
     return StreamOptions(int(stream.cache_gb * 1e9), recipe.data.prepared_remote)
 
 
-def _sources(key: str, configs: Sequence[Any], records: str | None) -> tuple[Source, ...]:
+def _sources(key: str, configs: Sequence[Any], records: str | None, by_files: bool = False) -> tuple[Source, ...]:
     return tuple(
         Source(
             f"{key}.{index}",
@@ -115,6 +115,7 @@ def _sources(key: str, configs: Sequence[Any], records: str | None) -> tuple[Sou
             config.max_samples,
             json.dumps(config.options or {}, sort_keys=True, default=str),
             records,
+            by_files,
         )
         for index, config in enumerate(configs)
     )

@@ -21,7 +21,7 @@ from echelon.ground.extensions import is_extension
 from echelon.learn.data.file_walk import LeftOut, walk
 from echelon.learn.data.readers import field_names, find_reader, guess_format
 from echelon.learn.data.readers.arrays import is_array
-from echelon.learn.data.readers.datasets import find_on_hub, is_saved_dataset, list_saved_dataset
+from echelon.learn.data.readers.datasets import find_hub_files, find_on_hub, is_saved_dataset, list_saved_dataset
 from echelon.learn.data.readers.megatron import is_megatron_index
 from echelon.learn.data.readers.record import EITHER_FIELD, ExampleFields, Fields, SourceFile
 from echelon.learn.data.readers.separated import read_header
@@ -52,7 +52,8 @@ class Source:
     `key`: its recipe key, for messages. `path`: a file, a folder, a glob, `python-stdlib` or a Hub dataset. `fields`:
     maps the format's field names to the records'. `name`: its name in log lines and metrics. `max_samples`: the number
     of records to read from the start; None for all. `options`: the arguments of a custom reader, as JSON. `records`:
-    the format of records if nothing else is said; None: they are recognised by their fields.
+    the format of records if nothing else is said; None: they are recognised by their fields. `by_files`: a dataset of
+    the hub is read by its files, each of which is fetched whole.
     """
 
     key: str
@@ -64,6 +65,7 @@ class Source:
     max_samples: int | None = None
     options: str = "{}"
     records: str | None = None
+    by_files: bool = False
 
     @override
     def __str__(self) -> str:
@@ -81,6 +83,8 @@ def list_files(source: Source, left_out: LeftOut | None = None) -> tuple[SourceF
     path = Path(source.path).expanduser()
     if is_address(source.path):
         return _list_objects(source, left_out)
+    if source.format == "hub" and source.by_files:
+        return _list_hub_files(source)
     if source.format == "hub":
         return settle_fields(source, find_on_hub(source.path, source.split, str(source)))
     if path.is_dir() and is_saved_dataset(path) and not is_extension(source.format):
@@ -124,12 +128,35 @@ def _list_objects(source: Source, left_out: LeftOut) -> tuple[SourceFile, ...]:
         else:
             form = _choose_format(source, path)
             files.append(SourceFile(path, address, form, info.size, 0, not is_folder, revision=info.version))
-    _check_not_empty(source, files)
+    return _settle_objects(source, _check_not_empty(source, files))
+
+
+def _list_hub_files(source: Source) -> tuple[SourceFile, ...]:
+    """List the files of a split of a dataset of the hub, at its commit."""
+    folder, addresses = find_hub_files(source.path, source.split, str(source))
+    found, files = find_objects(folder, str(source)), []
+    for address in addresses:
+        path = Path(address)
+        guessed = "jsonl" if ".json" in path.suffixes[-2:] else guess_format(path)
+        info = found.get(address)
+        if info is None or guessed is None or not has_records(guessed):
+            raise DataError(
+                f"{source}: data.stream reads datasets whose repository has .parquet, .jsonl, .json, .csv or .arrow "
+                f"files, and {address} is none; remove data.stream."
+            )
+        files.append(SourceFile(path, address, guessed, info.size, 0, True, revision=info.version))
+    return _settle_objects(source, _check_not_empty(source, files))
+
+
+def _settle_objects(source: Source, files: list[SourceFile]) -> tuple[SourceFile, ...]:
+    """Set the fields to read in objects, from those of the first one that has records, which is fetched for that."""
     first = next((file for file in files if has_records(file.format) or ".json" in file.path.suffixes[-2:]), None)
     if first is None:
         return tuple(files)
     with TemporaryDirectory(prefix="echelon-") as scratch:
-        [settled] = settle_fields(source, [fetch(first, Path(scratch))])
+        copy = fetch(first, Path(scratch))
+        copy = replace(copy, format="json") if copy.format == "jsonl" and is_array(copy) else copy
+        [settled] = settle_fields(source, [copy])
     alike = [replace(file, format=settled.format) if file.format == first.format else file for file in files]
     return tuple(replace(file, fields=settled.fields) if has_records(file.format) else file for file in alike)
 

@@ -162,6 +162,31 @@ def find_on_hub(name: str, split: str | None, where: str) -> list[SourceFile]:
     ]
 
 
+def find_hub_files(name: str, split: str | None, where: str) -> tuple[str, list[str]]:
+    """Return the address of a dataset of the hub at a commit, and those of the files of a split, in reading order.
+
+    `name`: as for `find_on_hub`. Raises DataError if it cannot be read, ConfigError for a folder, and for a split that
+    it does not have or a slice of one, and the errors of `hub.find_dataset_commit`.
+    """
+    if Path(name).expanduser().is_dir():
+        raise ConfigError(
+            f"{where}, format=hub: data.stream reads a folder by its files; remove format, or data.stream."
+        )
+    name, _, given = name.partition("@")
+    revision = given or find_dataset_commit(name, where)
+    try:
+        builder = _import_datasets().load_dataset_builder(*_loaded_name(name), revision=revision)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{where} with format: hub cannot be read ({_one_line(error)}); check the name.") from error
+    found = {str(key): [str(file) for file in files] for key, files in (builder.config.data_files or {}).items()}
+    wanted = _only_split(found, where) if split is None else split
+    if wanted not in found:
+        raise ConfigError(
+            f"{where}, split={wanted}: data.stream reads whole splits; the dataset has {', '.join(found) or 'none'}."
+        )
+    return f"hf://datasets/{dataset_name(name)}@{revision}", found[wanted]
+
+
 def _measure_folder(folder: Path) -> tuple[int, int]:
     """Return the total size of a folder's files in bytes, and the newest modification time in nanoseconds."""
     files = [path.stat() for path in folder.rglob("*") if path.is_file()]
@@ -181,8 +206,13 @@ def _find_shares(split: str, infos: Mapping[str, Any], where: str) -> list[tuple
 
 def _stream(name: str, revision: str | None) -> Any:
     """Open the splits of a dataset for streaming, by name. No record is read yet."""
-    parts = [name] if Path(name).is_dir() else [dataset_name(name), *name.split("/")[2:]]
+    parts = [name] if Path(name).is_dir() else _loaded_name(name)
     return _import_datasets().load_dataset(*parts, revision=revision, streaming=True)
+
+
+def _loaded_name(name: str) -> list[str]:
+    """The arguments of `load_dataset` for ORG/NAME or ORG/NAME/CONFIG."""
+    return [dataset_name(name), *name.split("/")[2:]]
 
 
 def parse_record(file: SourceFile, number: int, record: Any) -> Record | Broken | None:

@@ -175,7 +175,7 @@ def test_broken_records_are_counted_in_each_chunk(load, tmp_path, caplog):
         ("data.packing=false", "data.packing=false does not go"),
         ("data.train=[{path: text, weight: 2}]", "data.train.0.weight=2 does not go"),
         ("data.train=[{path: text, max_samples: 2}]", "data.train.0.max_samples=2 does not go"),
-        ("data.train=[{path: ORG/NAME, format: hub}]", "data.train.0.path=ORG/NAME is on the hub"),
+        ("data.train=hf://datasets/ORG/NAME/a.txt", "data.train.0.path=hf://.* may change during the run; name the"),
         ("tokenizer={train: {vocab_size: 300}}", "tokenizer.train does not go"),
         ("train.evals_per_epoch=1", "train.evals_per_epoch=1 does not go"),
         ("checkpoint.saves_per_epoch=1", "checkpoint.saves_per_epoch=1 does not go"),
