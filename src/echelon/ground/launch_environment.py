@@ -71,6 +71,7 @@ _MAX_COMPILE_THREADS = 32  # as in torch
 _RECORDED_COLLECTIVES = 2000
 
 _SAGEMAKER_PORT = 7777
+_SKYPILOT_PORT = 29_400
 
 
 def launch_role(env: Mapping[str, str] | None = None) -> Role:
@@ -81,14 +82,22 @@ def launch_role(env: Mapping[str, str] | None = None) -> Role:
     if env.get("SLURM_STEP_ID", "").isdigit() and read_int(env, "SLURM_NTASKS", 1) > 1:
         nodes = read_int(env, "SLURM_STEP_NUM_NODES", read_int(env, "SLURM_NNODES", 1))
         return "agent" if read_int(env, "SLURM_NTASKS", 1) == nodes else "worker"
-    if "SM_HOSTS" in env or "SM_CURRENT_HOST" in env:
+    if "SM_HOSTS" in env or "SM_CURRENT_HOST" in env or len(env.get("SKYPILOT_NODE_IPS", "").split()) > 1:
         return "agent"
     return "local"
 
 
 def find_host_group(env: Mapping[str, str] | None = None) -> HostGroup:
-    """The machines of an agent's job, from Slurm's or SageMaker's variables. Raises ConfigError if they are missing."""
+    """The machines of an agent's job, from the variables of Slurm, SageMaker or SkyPilot.
+
+    Raises ConfigError if they are missing.
+    """
     env = os.environ if env is None else env
+    if "SKYPILOT_NODE_IPS" in env:
+        hosts = env["SKYPILOT_NODE_IPS"].split()
+        own, first = hosts[read_int(env, "SKYPILOT_NODE_RANK", 0)], min(hosts)  # the machine that torch gives rank 0
+        shares = env.get(SHARED_VARIABLE) == "1"
+        return HostGroup(len(hosts), len(hosts), first, _SKYPILOT_PORT, own == first, None, shares, own)
     if "SM_HOSTS" in env or "SM_CURRENT_HOST" in env:
         hosts = json.loads(env.get("SM_HOSTS", "null")) or [env["SM_CURRENT_HOST"]]
         hosts.sort(key=in_number_order)

@@ -346,6 +346,7 @@ _WAYS: dict[Target, str] = {
     "launch.setup from a file that only you can read: `NAME=$(cat FILE)`, `export NAME`",
     "ray": "set it in the environment of `ray start` on each machine, or keep it in a file there, and read it in "
     "launch.setup: `NAME=$(cat FILE)`, `export NAME`",
+    "skypilot": "set it as an environment variable of `echelon launch`, and name it in launch.skypilot.secrets",
     "kubernetes": "put it into a Secret of the cluster, and name the Secret in launch.kubernetes.env_from_secrets or "
     "launch.kubernetes.volumes",
     "sagemaker": "store it in AWS Secrets Manager, and name it in launch.sagemaker.secrets: `{HF_TOKEN: <ARN>}`",

@@ -47,15 +47,22 @@ def describe_packages(recipe: Recipe) -> list[str]:
             place = f"{launch.sagemaker.image} must contain {', '.join(own)}, which cannot be checked here"
             return [f"packages: {place}; the container installs what else it lacks"]
         return [f"packages: the container installs what its image lacks of echelon's extras {words}"]
-    if launch.to == "kubernetes":
-        place = f"the image {launch.kubernetes.image}"
-    elif launch.to == "slurm" and launch.slurm.container is not None:
-        place = f"the image {launch.slurm.container.image}"
-    elif launch.to == "ray" and launch.ray.runtime_env:
-        place = "launch.ray.runtime_env"
-    else:
-        place = f"launch.python={launch.python} on the machines"
+    place = _find_place(launch)
     return [f"packages: {place} must have echelon with its extras {words}; this cannot be checked here"]
+
+
+def _find_place(launch: LaunchConfig) -> str:
+    """What provides the packages where SageMaker's container installs none."""
+    images = {
+        "kubernetes": launch.kubernetes.image,
+        "slurm": None if launch.slurm.container is None else launch.slurm.container.image,
+        "skypilot": launch.skypilot.resources.get("image_id"),
+    }
+    if image := images.get(launch.to or ""):
+        return f"the image {image}"
+    if launch.to == "ray" and launch.ray.runtime_env:
+        return "launch.ray.runtime_env"
+    return f"launch.python={launch.python} on the machines"
 
 
 def _uses_this_python(launch: LaunchConfig) -> bool:

@@ -70,9 +70,13 @@ def watched_lines(
     ]
 
 
-def limit_command(launch: LaunchConfig, command: tuple[str, ...]) -> tuple[str, ...]:
-    """Wrap the command to save and end at `launch.max_hours`, for targets that have no time limit themselves."""
+def limit_command(launch: LaunchConfig, command: tuple[str, ...], own_code: bool = False) -> tuple[str, ...]:
+    """Wrap the command to save and end at `launch.max_hours`, for targets that have no time limit themselves.
+
+    The exit code is that of the command; with `own_code` it is 124 at the limit.
+    """
     if launch.max_hours is None:
         return command
     seconds = math.ceil(launch.max_hours * 3600)
-    return ("timeout", "--foreground", "--preserve-status", "--signal=TERM", str(seconds), *command)
+    preserve = () if own_code else ("--preserve-status",)
+    return ("timeout", "--foreground", *preserve, "--signal=TERM", str(seconds), *command)

@@ -12,6 +12,7 @@ _LAUNCHERS: dict[JobTarget, tuple[str, str]] = {
     "torchrun": ("echelon.launch.ssh_launcher", "TorchrunLauncher"),
     "slurm": ("echelon.launch.slurm", "SlurmLauncher"),
     "ray": ("echelon.launch.ray.launcher", "RayLauncher"),
+    "skypilot": ("echelon.launch.skypilot", "SkyPilotLauncher"),
     "kubernetes": ("echelon.launch.kubernetes.launcher", "KubernetesLauncher"),
     "sagemaker": ("echelon.launch.sagemaker.launcher", "SageMakerLauncher"),
     "sagemaker-endpoint": ("echelon.launch.sagemaker.endpoint", "EndpointLauncher"),

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from echelon.ground.redaction import redact, redact_text
 from echelon.recipe.section import Count, CountOrZero, Flag, Positive, Section, rule
 
-Target = Literal["local", "torchrun", "slurm", "ray", "kubernetes", "sagemaker"]
+Target = Literal["local", "torchrun", "slurm", "ray", "skypilot", "kubernetes", "sagemaker"]
 
 Port = Annotated[Count, Field(ge=1024, le=65535)]
 
@@ -112,6 +112,27 @@ class RayConfig(Section):
         default_factory=dict,
         description="Ray's runtime environment on all machines: `{pip: [echelon]}`, `{py_modules: [my_package]}`, "
         "`{image_uri: ...}`. Default: that of the cluster.",
+    )
+
+
+class SkyPilotConfig(Section):
+    """`launch.to: skypilot`: a managed job on machines that SkyPilot rents, with `launch.accelerator` if it is set."""
+
+    resources: dict[str, Any] = Field(
+        default_factory=dict,
+        description="SkyPilot's `resources`: `{infra: aws, use_spot: true, image_id: ..., disk_size: 500}`. It also "
+        "names `accelerators`, if there are alternatives or launch.accelerator is not set.",
+    )
+    file_mounts: dict[str, Any] = Field(
+        default_factory=dict,
+        description="SkyPilot's `file_mounts`: buckets as folders of the machines, `{/data: s3://bucket/text}`.",
+    )
+    secrets: tuple[str, ...] = Field(
+        (), description="Environment variables of `echelon launch` that SkyPilot passes on as secrets: `[HF_TOKEN]`."
+    )
+    patch: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Merged into the task, for fields without a key here: `{workdir: .}`; null removes a field.",
     )
 
 
@@ -429,6 +450,7 @@ class LaunchConfig(Section):
     torchrun: TorchrunConfig = Field(TorchrunConfig(), description="For `to: torchrun`.")
     slurm: SlurmConfig = Field(SlurmConfig(), description="For `to: slurm`.")
     ray: RayConfig = Field(RayConfig(), description="For `to: ray`.")
+    skypilot: SkyPilotConfig = Field(SkyPilotConfig(), description="For `to: skypilot`.")
     kubernetes: KubernetesConfig = Field(KubernetesConfig(), description="For `to: kubernetes`.")
     sagemaker: SageMakerConfig = Field(SageMakerConfig(), description="For `to: sagemaker`.")
 

@@ -32,7 +32,7 @@ def launch(
         typer.Option(
             "--to",
             metavar="TARGET",
-            help="local, torchrun, slurm, ray, kubernetes or sagemaker; for a run folder sagemaker-endpoint.",
+            help="local, torchrun, slurm, ray, skypilot, kubernetes or sagemaker; for a run folder sagemaker-endpoint.",
         ),
     ] = None,
     dry_run: Annotated[

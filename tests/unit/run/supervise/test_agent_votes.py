@@ -167,6 +167,17 @@ def test_the_group_from_sagemaker():
     assert find_host_group({"SM_CURRENT_HOST": "algo-1"}).shares_files
 
 
+def test_the_group_from_skypilot():
+    """torch gives rank 0 to the machine with the first address, which need not be SkyPilot's head."""
+    env = {"SKYPILOT_NODE_IPS": "10.0.0.9\n10.0.0.10", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0"}
+    assert launch_role(env) == "agent"
+    group = HostGroup(2, 2, "10.0.0.10", 29400, coordinates=False, shares_files=False, name="10.0.0.9")
+    assert find_host_group(env) == group
+    other = find_host_group(env | {"SKYPILOT_NODE_RANK": "1", "ECHELON_SHARES_FILES": "1"})
+    assert other.coordinates and other.shares_files and other.name == "10.0.0.10"
+    assert launch_role({"SKYPILOT_NODE_IPS": "10.0.0.9"}) == "local"
+
+
 def test_a_name_that_resolves_later_is_waited_for(monkeypatch, caplog):
     """A pod's name resolves when the pod has its address."""
     caplog.set_level(logging.INFO, "echelon")
