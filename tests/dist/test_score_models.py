@@ -123,6 +123,10 @@ def test_from_labels_to_the_same_classifier_in_transformers(echelon, base, tmp_p
 
     options = ("--merge",) if method == "lora" else ()
     assert echelon("export", run.path, "whole", *options).code == 0
+    ending = echelon("eval", "whole", "--data", "texts.jsonl", "--json")
+    assert ending.code == 0, ending
+    exported = json.loads(ending.out)
+    assert exported["loss"] == pytest.approx(given["loss"], abs=1e-4) and exported["labels"] == given["labels"]
     trained = load_run_model(run.path, CPU)
     model, tokenizer = load_as_the_card_says(run.export_dir if method == "lora" else tmp_path / "whole")
     whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole").eval()

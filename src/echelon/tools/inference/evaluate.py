@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from echelon.ground.errors import ConfigError
-from echelon.ground.run_files import is_model_folder, is_run
+from echelon.ground.run_files import is_model_folder
 from echelon.ground.scratch import scratch_folder
 from echelon.ground.stored import read_json
 from echelon.learn.checkpoint.adapted import read_run_recipe
@@ -23,7 +23,7 @@ from echelon.learn.model.traits import find_traits
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.learn.objectives.objective import Objective, build_objective
 from echelon.learn.objectives.outputs import ObjectiveModule, OutputsFn
-from echelon.tools.inference.held_out import open_held_out, prepare_given
+from echelon.tools.inference.held_out import find_objective, open_held_out, prepare_given
 from echelon.tools.inference.target import find_device, load_first_weights, load_target
 from echelon.tools.inference.team import Host, Team
 
@@ -55,7 +55,7 @@ def evaluate_model(
         raise ConfigError(f"{target} is an HF folder without text; give text with --data PATH.")
     team = team or Team(find_device())
     host, reference = Host(team), Host(team)
-    model, tokenizer = load_target(target, host, checkpoint, may_score=is_run(target))
+    model, tokenizer = load_target(target, host, checkpoint, may_score=True)
     sequence_len = _find_window(target, model)
     objective: Objective = CausalLM()
     with ExitStack() as stack:
@@ -71,9 +71,10 @@ def evaluate_model(
             objective = CausalLM() if recipe.objective.teacher is not None else build_objective(recipe.objective)
         else:
             scratch = stack.enter_context(scratch_folder("eval"))
-            given, compares = prepare_given(target, data, model, tokenizer, sequence_len, scratch)
+            trained = find_objective(target, model)
+            given, compares = prepare_given(target, data, model, tokenizer, trained, sequence_len, scratch)
             sets, source = [given], str(data)
-            objective = build_objective(read_run_recipe(target).objective) if compares else objective
+            objective = build_objective(trained) if compares else objective
         traits = find_traits(model, sequence_len)
         module = ObjectiveModule(model, traits=traits).eval()
         if objective.needs_reference and not read_run_recipe(target).adapter.is_adapter:

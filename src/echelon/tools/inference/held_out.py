@@ -17,8 +17,9 @@ from echelon.learn.data.prepare_spec import PrepareSpec, prepare_spec
 from echelon.learn.data.prepared import PreparedData, ValidationSet, open_prepared
 from echelon.learn.data.readers.record import ExampleFields
 from echelon.learn.data.source import Source, list_files
+from echelon.learn.model.parts import scores_texts
 from echelon.learn.model.traits import describe_obstacle, find_traits
-from echelon.recipe import Recipe
+from echelon.recipe import ObjectiveConfig, Recipe
 from echelon.recipe.data_formats import LABELLED_FORMAT
 from echelon.recipe.names import Answers, list_objectives
 from echelon.run.folder.run_folder import RunFolder
@@ -45,7 +46,13 @@ def open_held_out(run: Path) -> Sequence[ValidationSet]:
 
 
 def prepare_given(
-    target: Path, path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, scratch: Path
+    target: Path,
+    path: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    objective: ObjectiveConfig,
+    length: int,
+    scratch: Path,
 ) -> tuple[ValidationSet, bool]:
     """Prepare the user's text in sequences like those of the run; for an HF folder, with a recipe's defaults.
 
@@ -53,6 +60,7 @@ def prepare_given(
 
     Args:
         target: the run folder or HF folder of the model.
+        objective: what the model was trained for.
         length: tokens per sequence.
         scratch: folder for the prepared tokens.
 
@@ -66,19 +74,20 @@ def prepare_given(
         DataError: the text cannot be used.
     """
     recipe = read_run_recipe(target) if is_run(target) else None
-    source = _find_source(path, recipe)
+    wanted = objective.row.answers
+    source = _find_source(path, recipe, LABELLED_FORMAT if wanted == "labelled" else None)
     formats = {file.fields.format for file in list_files(source) if isinstance(file.fields, ExampleFields)}
     answers = find_answers(formats)
-    if answers is not None and (recipe is None or recipe.objective.row.answers != answers):
+    if answers not in (None, wanted) and not objective.scores_texts:
         raise ConfigError(
             f"--data {path} contains {_KINDS[answers]}, which only a run with objective.name="
             f"{list_objectives(answers)} can be evaluated on; give text or conversations."
         )
-    if recipe is not None and recipe.objective.scores_texts and (wanted := recipe.objective.row.answers) != answers:
+    if objective.scores_texts and answers != wanted:
         assert wanted is not None
         raise ConfigError(
             f"--data {path} has other records than {_KINDS[wanted]}; {target} is a model that scores texts "
-            f"(objective.name={recipe.objective.name}), and is evaluated on these alone."
+            f"(objective.name={objective.name}), and is evaluated on these alone."
         )
     tokenizer.save_pretrained(scratch / "tokenizer")
     spec = PrepareSpec(
@@ -91,7 +100,12 @@ def prepare_given(
         sequence_len=length,
         tokenizer_name=str(target),
     )
-    spec = spec if recipe is None else _as_own(spec, recipe, formats)
+    if recipe is not None:
+        spec = _as_own(spec, recipe, formats)
+    elif wanted is not None:  # the end of a text is where it has its score
+        cut = length if wanted == "labelled" else None
+        options = InstructionOptions(answers=wanted, scores_texts=True, labels=objective.labels, max_text_tokens=cut)
+        spec = replace(spec, on_overlong="drop", instruction=options)
     with warnings_only("echelon.learn.data"):  # this text is neither trained on nor kept
         prepared = prepare(spec, find_obstacle=lambda: describe_obstacle(find_traits(model, length), model.config))
     [record] = prepared.manifest.streams["train"]
@@ -99,10 +113,33 @@ def prepare_given(
     return ValidationSet(path.name or str(path), prepared.train, density), answers is not None
 
 
-def _find_source(path: Path, recipe: Recipe | None) -> Source:
-    """Return the source of the text; it uses the field names of the run's sources if they agree and fit the text."""
-    is_labelled = recipe is not None and recipe.objective.row.answers == "labelled"
-    plain = Source("--data", str(path), records=LABELLED_FORMAT if is_labelled else None)
+def find_objective(target: Path, model: PreTrainedModel) -> ObjectiveConfig:
+    """Return what a model was trained for: as its run says, or for an HF folder by the model's head.
+
+    Raises ConfigError for a folder whose model gives a text several labels at once, or numbers.
+    """
+    if is_run(target):
+        return read_run_recipe(target).objective
+    config = model.config
+    if not scores_texts(config):
+        return ObjectiveConfig()
+    labels = tuple(str(config.id2label[number]) for number in sorted(config.id2label))
+    if len(labels) == 1:
+        return ObjectiveConfig(name="reward")
+    if config.problem_type not in (None, "single_label_classification"):
+        raise ConfigError(
+            f"{target} has problem_type={config.problem_type} in config.json; only models that give a text one of "
+            "their labels, or one score, can be evaluated."
+        )
+    return ObjectiveConfig(name="classification", labels=labels)
+
+
+def _find_source(path: Path, recipe: Recipe | None, records: str | None) -> Source:
+    """Return the source of the text; it uses the field names of the run's sources if they agree and fit the text.
+
+    `records`: the format of all its records, if the model asks for one.
+    """
+    plain = Source("--data", str(path), records=records)
     namings = {tuple(sorted(source.fields.items())) for source in recipe.data.train} if recipe is not None else set()
     if len(namings) == 1 and (named := replace(plain, fields=dict(namings.pop()))).fields:
         with suppress(ConfigError, DataError):  # then the default field names of the formats are used

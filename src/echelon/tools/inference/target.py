@@ -91,8 +91,8 @@ def load_target(
 def _check_head(config: PretrainedConfig, target: Path, may_score: bool) -> None:
     if not may_score:
         fix = (
-            "evaluate the run that it was exported from (echelon eval RUN, with --data FILE for other records), load "
-            "it with AutoModelForSequenceClassification of transformers to get scores, or use a language model"
+            "evaluate it with echelon eval MODEL --data FILE, load it with AutoModelForSequenceClassification of "
+            "transformers to get scores, or use a language model"
         )
         check_has_vocabulary(config, str(target), fix)
 
