@@ -17,7 +17,7 @@ def import_file(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="A file of Axolotl, HF (TRL, PEFT) or LLaMA-Factory; or a checkpoint folder of DeepSpeed.",
+            help="A file of Axolotl, HF (TRL, PEFT), LLaMA-Factory, torchtune or torchtitan; or a folder of DeepSpeed.",
         ),
     ],
     out: Annotated[
@@ -26,7 +26,11 @@ def import_file(
     ] = None,
     tool: Annotated[
         str | None,
-        typer.Option("--from", metavar="TOOL", help="axolotl, hf, llamafactory or llamafactory-v1. Default: detected."),
+        typer.Option(
+            "--from",
+            metavar="TOOL",
+            help="The tool, such as hf or axolotl; an unknown one lists them all. Default: detected.",
+        ),
     ] = None,
     trainer: Annotated[
         str | None,

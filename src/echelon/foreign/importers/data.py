@@ -27,7 +27,7 @@ def read_data(ledger: Ledger, tool: Tool, trainer: Trainer | None, folder: Path)
             return read_factory(ledger, folder)
         case "llamafactory-v1":
             return read_factory_v1(ledger, folder)
-        case "hf":
+        case _:
             return read_hf(ledger, trainer)
 
 

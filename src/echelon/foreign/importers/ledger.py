@@ -59,6 +59,15 @@ class Ledger:
         self.reasons: dict[str, str] = {}
         self.remarks: list[str] = []
 
+    def beginning_with(self, reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+        """Return the keys with a beginning of `reasons`, and the reason, unless they are recorded, null or false."""
+        return [
+            (full, why)
+            for full, value in self.given.items()
+            for beginning, why in reasons.items()
+            if full.startswith(beginning) and full not in self.entries and value not in (None, False)
+        ]
+
     def expand(self, name: str, items: Mapping[str, Any]) -> None:
         """Replace a key by the items of its mapping or list, which are then recorded one by one."""
         if not items:

@@ -1,6 +1,7 @@
 """Read another tool's file as a flat mapping of its keys, and detect the tool; why some keys are not imported."""
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,18 +11,18 @@ from echelon.ground.errors import ConfigError
 from echelon.ground.stored import read_bytes
 from echelon.recipe.yaml_text import parse_yaml, read_table, show_value
 
-Tool = Literal["axolotl", "hf", "llamafactory", "llamafactory-v1"]
+Tool = Literal["axolotl", "hf", "llamafactory", "llamafactory-v1", "torchtune", "torchtitan"]
 TOOLS: tuple[Tool, ...] = get_args(Tool)
 
 TABLE: Mapping[str, Any] = read_table(Path(__file__).with_name("tools.yaml"))
 """What is known of each tool."""
 _GROUPS: tuple[str, ...] = tuple(TABLE["groups"].split())
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _OURS = ("run", "model", "data", "train")
 _READ = (
-    "It reads YAML and JSON of Axolotl, Hugging Face (Trainer, TRL, PEFT) and LLaMA-Factory; for other tools write a "
-    "recipe, beginning with: echelon init"
+    "Import reads files of Axolotl, Hugging Face (Trainer, TRL, PEFT), LLaMA-Factory, torchtune and torchtitan; for "
+    "other tools write a recipe, beginning with: echelon init"
 )
-_CODE = "whose data is made by functions of its own, so that import cannot read it."
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle")
 
 _KEYS = read_table(Path(__file__).with_name("keys.yaml"))
@@ -65,33 +66,55 @@ def read_foreign(path: Path) -> dict[str, Any]:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text; import reads YAML and JSON.") from None
-    if path.suffix == ".toml" or _is_toml(text):
-        raise ConfigError(f"{path} is TOML, as of torchtitan, {_CODE} {_READ}")
+    if (tables := _parse_toml(text)) or path.suffix == ".toml":
+        return _read_torchtitan(tables, path)
     given = _parse(text, path)
     if not isinstance(given, dict) or not given:
         raise ConfigError(f"{path} is not a mapping of keys; give the configuration file of a training tool.")
     if all(isinstance(given.get(key), dict) for key in _OURS):
         raise ConfigError(f"{path} is already an echelon recipe; train it with: echelon train {path}")
-    _refuse_torchtune(given, path)
+    if any(isinstance(section, dict) and "_component_" in section for section in given.values()):
+        return _resolve_references(_flatten_all(given))
     flat = _flatten(given)
     _check_training(flat, path)
     return flat
 
 
-def _refuse_torchtune(given: Mapping[Any, Any], path: Path) -> None:
-    """Raise ConfigError for a file of torchtune, known by its key for the class or function that a section builds."""
-    for section, value in given.items():
-        if isinstance(value, dict) and isinstance(component := value.get("_component_"), str):
-            named = f"{section}._component_: {show_value(component)}"
-            raise ConfigError(f"{path} is a configuration of torchtune ({named}), {_CODE} {_READ}")
+def _flatten_all(given: Mapping[str, Any], start: str = "") -> dict[str, Any]:
+    """Flatten every mapping, as deep as they are."""
+    flat: dict[str, Any] = {}
+    for key, value in given.items():
+        inner = _flatten_all(value, f"{start}{key}.") if isinstance(value, dict) else {f"{start}{key}": value}
+        flat.update(inner)
+    return flat
 
 
-def _is_toml(text: str) -> bool:
-    """Whether a text is TOML with keys. No mapping of YAML or JSON is."""
+def _resolve_references(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace `${key}` in texts by the value of that key, as OmegaConf does; a reference alone keeps its type."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if (whole := _REFERENCE.fullmatch(value)) and whole[1] in given:
+            return given[whole[1]]
+        return _REFERENCE.sub(lambda found: str(given.get(found[1], found[0])), value)
+
+    return {name: read(value) for name, value in given.items()}
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    """Return the keys of a text that is TOML, else none. No mapping of YAML or JSON is."""
     try:
-        return bool(tomllib.loads(text))
+        return tomllib.loads(text)
     except (ValueError, RecursionError):
-        return False
+        return {}
+
+
+def _read_torchtitan(tables: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    flat = _flatten_all(tables)
+    if "model.flavor" not in flat:
+        raise ConfigError(f"{path} is TOML, but not of torchtitan, which has `flavor` in [model]. {_READ}")
+    return flat
 
 
 def _check_training(given: Mapping[str, Any], path: Path) -> None:
@@ -144,8 +167,12 @@ def detect_tool(given: Mapping[str, Any], path: Path) -> Tool:
     decisive, score = (
         {tool: len(names & set(TABLE["tools"][tool][kind].split())) for tool in TOOLS} for kind in ("decisive", "signs")
     )
-    if decisive["llamafactory-v1"]:  # such files also have keys of Axolotl
-        return "llamafactory-v1"
+    # The files of these tools also have keys of others.
+    # The files of these tools also have keys of others.
+    first: tuple[Tool, ...] = ("torchtitan", "torchtune", "llamafactory-v1")
+    for tool in first:
+        if decisive[tool]:
+            return tool
     # The other tools also have keys of TrainingArguments, so hf is tried last.
     own: tuple[Tool, Tool] = ("axolotl", "llamafactory")
     for tool in sorted(own, key=lambda candidate: -score[candidate]):

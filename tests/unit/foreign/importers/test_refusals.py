@@ -230,45 +230,14 @@ def test_all_refused_keys_are_named_in_one_message(tmp_path: Path) -> None:
     assert "  neftune_noise_alpha: 5: noise on embeddings is not supported." in lines
 
 
-TORCHTUNE = """\
-model:
-  _component_: torchtune.models.llama3_1.lora_llama3_1_8b
-  lora_attn_modules: ['q_proj', 'v_proj', 'output_proj']
-  lora_rank: 8
-checkpointer:
-  _component_: torchtune.training.FullModelHFCheckpointer
-  checkpoint_dir: /tmp/Meta-Llama-3.1-8B-Instruct/
-shuffle: True
-batch_size: 2
-optimizer:
-  _component_: torch.optim.AdamW
-  lr: 3e-4
-epochs: 1
-gradient_accumulation_steps: 8
-"""
-TORCHTITAN = """\
-[job]
-dump_folder = "./outputs"
-
-[model]
-name = "llama3"
-flavor = "8B"
-
-[training]
-local_batch_size = 1
-"""
-
-
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("tune.yaml", TORCHTUNE,
-         "is a configuration of torchtune (model._component_: torchtune.models.llama3_1.lora_llama3_1_8b)"),
-        ("titan.toml", TORCHTITAN, "is TOML, as of torchtitan"),
-        ("titan.txt", TORCHTITAN, "is TOML, as of torchtitan"),
-        ("broken.toml", "[job\n", "is TOML, as of torchtitan"),
+        ("project.toml", '[project]\nname = "a"\n', "is TOML, but not of torchtitan, which has `flavor` in [model]."),
+        ("project.txt", '[project]\nname = "a"\n', "is TOML, but not of torchtitan, which has `flavor` in [model]."),
+        ("broken.toml", "[job\n", "is TOML, but not of torchtitan, which has `flavor` in [model]."),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("options", [[], ["--from", "hf"]], ids=["detected", "named"])
 def test_a_file_of_an_unknown_tool_gets_one_sentence(tmp_path, name, text, words, options):
     path = tmp_path / name
@@ -276,7 +245,6 @@ def test_a_file_of_an_unknown_tool_gets_one_sentence(tmp_path, name, text, words
     answer = CliRunner().invoke(app, ["import", str(path), *options])
     assert isinstance(answer.exception, ConfigError)
     assert str(answer.exception) == (
-        f"{path} {words}, whose data is made by functions of its own, so that import cannot read it. It reads YAML and "
-        "JSON of Axolotl, Hugging Face (Trainer, TRL, PEFT) and LLaMA-Factory; for other tools write a recipe, "
-        "beginning with: echelon init"
+        f"{path} {words} Import reads files of Axolotl, Hugging Face (Trainer, TRL, PEFT), LLaMA-Factory, torchtune "
+        "and torchtitan; for other tools write a recipe, beginning with: echelon init"
     )
