@@ -77,6 +77,11 @@ ROWS = [
     Row(SP2, ranks=2, micro_batch=4, family="olmo2", compile=True),
     Row(TP2, ranks=2, micro_batch=4, family="olmo2", compile=True),
     Row(TP2, ranks=2, micro_batch=4, compile=True),
+    Row(TP2, ranks=2, micro_batch=4, adapter="lora", compile=True),
+    Row(TP2, ranks=2, micro_batch=4, family="gemma2", tied=True, checkpointing="selective", compile=True),
+    Row({**TP2, "cp": 2}, ranks=4, micro_batch=4, compile=True),
+    Row({**SP2, "cp": 2, "cp_method": "ring"}, ranks=4, micro_batch=4, compile=True),
+    Row({**TP2, "pp": 2}, ranks=4, micro_batch=2, compile=True),
     Row(TP2, ranks=2, micro_batch=4, family="phi3", precision="bf16"),
 ]
 

@@ -1,6 +1,7 @@
 """Compilation of decoder layers, in place and without renaming a parameter, and how often anything was compiled."""
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,10 @@ from echelon.learn.optimizer import compiled_update
 MAX_GRAPHS = 32
 """Graphs that Dynamo keeps for a layer; its default is 8, which LoRA reaches: three in training (for the first shape,
 for any, and for one sequence), twice because the first layer's input needs no gradient, and two in evaluation."""
+
+RECURSION_LIMIT = 10_000
+"""Nested Python calls while layers are compiled. The tracer follows a size that may change back to its origin, three
+calls for each operation of a layer with distributed tensors; Python's own limit of 1,000 ends that with an error."""
 
 _OPTIMIZER = Path(compiled_update.__file__).parent  # its functions are compiled for several kinds of parameters
 
@@ -54,6 +59,7 @@ def apply_compile(layers: Iterable[nn.Module], backend: str, memory_budget: floa
     torch._functorch.config.activation_memory_budget = 1.0 if memory_budget is None else memory_budget
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), RECURSION_LIMIT))
     logging.getLogger("torch._dynamo.convert_frame").addHandler(_WATCH)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=False)
