@@ -236,16 +236,20 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """
     if left.dtype == total.dtype:
         total.addmm_(left, right)
-    elif _adds_to_fp32(left.device, left.dtype):
+    elif _adds_to_fp32(left.device, left.dtype, type(left)):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total.add_(left @ right)
 
 
 @lru_cache
-def _adds_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products of this dtype can be added to fp32 matrices there: by a try, as no list of torch says it."""
-    factor, total = (torch.zeros(16, 16, dtype=kind, device=device) for kind in (dtype, torch.float32))
+def _adds_to_fp32(device: torch.device, dtype: torch.dtype, kind: type[Tensor]) -> bool:
+    """Whether products of this dtype can be added to fp32 matrices there: by a try, as no list of torch says it.
+
+    A fake tensor may take what a tensor refuses, so each kind of tensor has its own answer.
+    """
+    factor = torch.zeros(16, 16, dtype=dtype, device=device)
+    total = torch.zeros(16, 16, dtype=torch.float32, device=device)
     try:
         torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
     except (RuntimeError, TypeError):  # TypeError: a fake tensor in torch 2.11

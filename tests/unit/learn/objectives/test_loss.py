@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import echelon.learn.objectives.loss
@@ -215,7 +216,9 @@ def test_of_each_chunk_the_head_gradient_takes_one_pass(monkeypatch):
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_product_of_low_precision_adds_to_fp32(device, names, dtype):
-    """By itself where torch can; in both ways the sum stays in fp32, in place."""
+    """By itself where torch can, whatever fake tensors take; in both ways the sum stays in fp32, in place."""
+    with FakeTensorMode():
+        add_product(torch.zeros(6, 5), torch.zeros(6, 4, dtype=dtype), torch.zeros(4, 5, dtype=dtype))
     left, right = (torch.randn(*shape, device=device, dtype=dtype) for shape in ((6, 4), (4, 5)))
     total = torch.full((6, 5), 1.0, device=device)
     add_product(total, left, right)  # the first call of a device tries what is possible there
