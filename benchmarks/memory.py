@@ -54,8 +54,8 @@ class Case:
 
     def plan(self):
         precision = Precision(compute=self.precision)
-        degrees = {"dp_replicate": 1, "dp_shard": 1, "num_microbatches": 2, "micro_batch_size": self.micro_batch_size}
-        return ParallelPlan(self.strategy, **degrees, precision=precision, activation_checkpointing=self.checkpointing)
+        batch = {"sequence_len": self.sequence_len, "micro_batch_size": self.micro_batch_size, "num_microbatches": 2}
+        return ParallelPlan(self.strategy, **batch, precision=precision, activation_checkpointing=self.checkpointing)
 
 
 TIED = {"tie_word_embeddings": True}
@@ -114,7 +114,7 @@ def measure(case: Case) -> tuple[int, MemoryEstimate]:
         for step in range(2):
             train_step(engine, case, step, device)
     stop_runtime()
-    return recorder.peak_bytes, estimate_memory(build_shape(case.model()), plan, case.sequence_len, device.type)
+    return recorder.peak_bytes, estimate_memory(build_shape(case.model()), plan, device.type)
 
 
 class Recorder:

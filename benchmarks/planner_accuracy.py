@@ -35,12 +35,12 @@ Scored = dict[str, list[tuple[Case, float]]]
 
 def estimate(case: Case, rates: Rates) -> TimeEstimate:
     """The time of a published step."""
-    return estimate_time(case.shape, case.plan, case.sequence_len, case.cluster, case.software, rates)
+    return estimate_time(case.shape, case.plan, case.cluster, case.software, rates)
 
 
 def plan_as_echelon(case: Case) -> TimeEstimate:
     """What `echelon plan` predicts for a recipe of a published run."""
-    return estimate_time(case.shape, case.planned, case.sequence_len, case.listed)
+    return estimate_time(case.shape, case.planned, case.listed)
 
 
 def loss(cases: Sequence[Case], rates: Rates) -> float:
@@ -98,9 +98,9 @@ def constant_mfu(cases: Sequence[Case]) -> list[float]:
     for each in cases:
         plan, device = each.plan, each.cluster.accelerator
         peak = (device.peak_flops(plan.precision.compute) or 125e12) * (2 if plan.precision.float8 else 1)
-        tokens = plan.global_batch_size * each.sequence_len
+        tokens = plan.global_batch_size * each.plan.sequence_len
         trained = None if plan.adapter is None else plan.adapter.num_trained_matmul_parameters
-        flops = tokens * each.shape.flops_per_token(each.sequence_len, trained)
+        flops = tokens * each.shape.flops_per_token(each.plan.sequence_len, trained)
         assert each.seconds is not None
         errors.append(abs(flops / (CONSTANT_MFU * peak * each.cluster.num_devices) / each.seconds - 1))
     return errors

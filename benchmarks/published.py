@@ -71,7 +71,6 @@ class Case:
     source: str
     shape: ModelShape
     plan: ParallelPlan
-    sequence_len: int
     cluster: Cluster
     software: Software
     seconds: float | None
@@ -112,11 +111,10 @@ def _read(row: dict[str, str]) -> Case | Excluded:
     plan = _plan(row, source, shape, cluster)
     if isinstance(plan, str):
         return Excluded(row["id"], source, plan)
-    length = int(row["seq_len"] or 8192)
     tokens = _number(row["tokens_per_s_per_gpu"]) or _derived(row, "tokens_per_s_per_gpu")
     seconds = _number(row["step_time_s"])
     if seconds is None and tokens:
-        seconds = plan.global_batch_size * length / (tokens * cluster.num_devices)
+        seconds = plan.global_batch_size * plan.sequence_len / (tokens * cluster.num_devices)
     software = _SOFTWARE[source]
     if row["compile"] == "no":
         software = replace(software, fused=False)
@@ -130,7 +128,6 @@ def _read(row: dict[str, str]) -> Case | Excluded:
         source,
         shape,
         plan,
-        length,
         cluster,
         software,
         seconds,
@@ -273,11 +270,12 @@ def _plan(row: dict[str, str], source: str, shape: ModelShape, cluster: Cluster)
     per_rank = vpp if pp > 1 else 1
     if source == "megatron24" and pp > 1:
         per_rank = 2
+    length = int(row["seq_len"] or 8192)
     stages: tuple[int, ...] = ()
     if pp > 1:
         if pp * per_rank > shape.num_layers:
             per_rank = 1
-        stages = balance_layers(shape.num_layers, pp * per_rank, head_cost(shape, int(row["seq_len"] or 8192)))
+        stages = balance_layers(shape.num_layers, pp * per_rank, head_cost(shape, length))
     low = "float16" if row["precision"].startswith("fp16") else "bfloat16"
     eights = any(word in row["precision"].lower() for word in ("fp8", "float8"))
     reduce = "bfloat16" if source in ("llmfoundry",) else "float32"
@@ -287,6 +285,7 @@ def _plan(row: dict[str, str], source: str, shape: ModelShape, cluster: Cluster)
         adapter = AdapterPlan("lora", 16, 0.0, (), inside, shape.num_parameters)
     return ParallelPlan(
         "published",
+        sequence_len=length,
         dp_replicate=1 if shards else dp,
         dp_shard=dp if shards else 1,
         cp=cp,

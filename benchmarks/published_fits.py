@@ -28,7 +28,7 @@ class Difference:
 def count_waiting(case: Case) -> float:
     """Bytes of the receive buffers of a rank in the middle of a pipeline, beyond those of microbatches in flight."""
     plan = case.plan
-    hidden = plan.micro_batch_size * case.sequence_len // plan.cp * case.shape.hidden_size * 2
+    hidden = plan.micro_batch_size * plan.sequence_len // plan.cp * case.shape.hidden_size * 2
     stages = len(plan.stages)
     share = plan.tp if plan.sequence_parallel and case.software.divides_borders else 1
     return 2 * stages // plan.pp * hidden * (plan.num_microbatches - min(stages, plan.num_microbatches) / share)
@@ -71,7 +71,7 @@ def fits(case: Case, differences: Sequence[Difference] = ()) -> bool:
     for each in differences:
         plan = each.change(plan)
     saved = sum(each.saved(case) for each in differences)
-    return estimate_memory(case.shape, plan, case.sequence_len).total - saved <= (1 - MEMORY_HEADROOM) * memory
+    return estimate_memory(case.shape, plan).total - saved <= (1 - MEMORY_HEADROOM) * memory
 
 
 def find_differences(case: Case) -> tuple[Difference, ...] | None:

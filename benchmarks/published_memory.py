@@ -73,12 +73,12 @@ def score_memory(cases: Sequence[Case]) -> tuple[dict[str, list[tuple[Case, floa
 def _count_stages(case: Case) -> Iterator[float]:
     """Megatron-DeepSpeed: bytes of a rank of each pipeline stage, with 1F1B."""
     shape, plan = case.shape, case.plan
-    hidden, tokens = shape.hidden_size, plan.micro_batch_size * case.sequence_len
+    hidden, tokens = shape.hidden_size, plan.micro_batch_size * plan.sequence_len
     layer = (12 * hidden**2 + 13 * hidden) / plan.tp
     table = shape.vocab_size * hidden / plan.tp  # tied: the first and the last stage have it
     weights = 4 + (4 if case.gradients == "fp32" else 0) + 12 / (plan.dp_replicate * plan.dp_shard)
     whole = tokens * hidden * (10 + 24 / plan.tp)
-    whole += 5 * shape.num_heads * case.sequence_len * tokens / plan.tp
+    whole += 5 * shape.num_heads * plan.sequence_len * tokens / plan.tp
     kept, redone = (2 * tokens * hidden, whole) if plan.activation_checkpointing == "full" else (whole, 0.0)
     for stage, count in enumerate(_uniform_layers(shape.num_layers, plan.pp)):
         is_last = stage == plan.pp - 1
@@ -100,7 +100,7 @@ def _count_torchtitan(case: Case) -> float:
     shape, plan = case.shape, case.plan
     hidden, inner = shape.hidden_size, shape.intermediate_size
     key_value = shape.num_kv_heads * shape.head_dim
-    tokens = plan.micro_batch_size * case.sequence_len / plan.cp
+    tokens = plan.micro_batch_size * plan.sequence_len / plan.cp
     ranks = plan.dp_shard * plan.cp * plan.tp
     states = 16 * shape.num_parameters / ranks
     gathered = 2 * (2 * shape.num_layer_parameters + 2 * shape.vocab_size * hidden) / plan.tp

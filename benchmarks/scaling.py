@@ -57,7 +57,8 @@ def describe_model(width, layers, length, has_experts=False):
 
 def list_plans(processes, size):
     """A plan of each strategy, by name; one process has only one. A pipeline has a microbatch for each stage."""
-    own = {"precision": Precision(compute="bfloat16"), "micro_batch_size": SIZES[size][3]}
+    _, layers, length, batch = SIZES[size]
+    own = {"precision": Precision(compute="bfloat16"), "sequence_len": length, "micro_batch_size": batch}
     if processes == 1:
         return {"one process": ParallelPlan("ddp", **own)}
     resharded = {**own, "reshard_after_forward": True, "reduce_gradients": "each"}
@@ -69,7 +70,6 @@ def list_plans(processes, size):
         "cp, ulysses": ParallelPlan("cp", cp=processes, cp_method="ulysses", **resharded),
         "ep": ParallelPlan("ep", dp_shard=processes, ep=processes, **resharded),
     }
-    layers = SIZES[size][1]
     if processes <= layers:
         stages = (layers // processes,) * processes
         plans["pp"] = ParallelPlan(
@@ -155,7 +155,7 @@ def render(arguments, rates, sent):
     is_right = True
     for (processes, strategy), own in rates.items():
         plan = list_plans(processes, arguments.size)[strategy]
-        theory = sum(count_step_bytes(shapes[plan.ep > 1], plan, length, "cpu").values())
+        theory = sum(count_step_bytes(shapes[plan.ep > 1], plan, "cpu").values())
         measured = sent[processes, strategy]
         ratio = "" if processes == 1 else f"{measured / theory:.3f}"
         allowed = ROUTED_TOLERANCE if plan.ep > 1 else TOLERANCE

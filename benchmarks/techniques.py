@@ -202,7 +202,7 @@ def plan_row(group, name, size, device=DEVICE):
     cluster = Cluster(accelerator, group.processes, group.processes, device, bf16_supported=True)
     shape = build_shape(model)
     plan = resolve_plan(recipe, shape, cluster)
-    return recipe, plan, estimate_memory(shape, plan, size.tokens, device)
+    return recipe, plan, estimate_memory(shape, plan, device)
 
 
 class PeakMemory:

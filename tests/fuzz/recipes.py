@@ -128,7 +128,7 @@ def plan_recipe(path: Path, overrides: list[str], cluster: Cluster) -> tuple[Rec
     recipe, _ = load_recipe(path, overrides)
     shape = check_model(recipe).shape
     plan = resolve_plan(recipe, shape, cluster)
-    estimate = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
+    estimate = estimate_memory(shape, plan, cluster.kind)
     describe_steps(recipe, None)
     assert estimate.total > 0
     return recipe, plan

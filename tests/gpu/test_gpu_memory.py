@@ -76,7 +76,7 @@ def measure_steps(case, runtime, folder, text):
         torch.cuda.synchronize()
         peak, reserved = torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved()
         shape = build_shape(trainer.recipe.model.config)
-        estimate = estimate_memory(shape, trainer.plan, trainer.recipe.data.sequence_len, "cuda")
+        estimate = estimate_memory(shape, trainer.plan, "cuda")
         [event] = [row for row in trainer.run_folder.rows.read_events() if row["event"] == "memory"]
     return peak, reserved, estimate, event["measured"]
 

@@ -49,7 +49,7 @@ def measure(rank, world_size, path, plan, config=CONFIG):
     places = np.arange(BATCH)
     microbatch = Microbatch(tokens, tokens, places, places).cut(meshes.sequence_part)
     rehearsal = engine.rehearse(microbatch, plan.num_microbatches, CausalLM())
-    return rehearsal.memory, estimate_parts(build_shape(config), plan, LENGTH, "cpu")
+    return rehearsal.memory, estimate_parts(build_shape(config), replace(plan, sequence_len=LENGTH), "cpu")
 
 
 def measure_both(workers, text, tmp_path, plan, config=CONFIG):

@@ -4,7 +4,7 @@ A plan that computes everything everywhere would pass a test of losses. Adapters
 sequence parallelism in detail are in the tests of each technique.
 """
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import numpy as np
@@ -193,7 +193,7 @@ def check_memory(measured, alone, shape, plan):
     A pipeline keeps several microbatches at once, so its activations need not fall.
     """
     kept = ParallelPlan("ddp", num_microbatches=MICROBATCHES, micro_batch_size=SEQUENCES)
-    planned, whole = (estimate_parts(shape, each, LENGTH, "cpu") for each in (plan, kept))
+    planned, whole = (estimate_parts(shape, replace(each, sequence_len=LENGTH), "cpu") for each in (plan, kept))
     assert measured.weights == pytest.approx(planned.weights, abs=1024)  # with buffers
     assert measured.gradients == planned.gradients
     states = [each.weights + each.gradients + each.optimizer for each in (measured, alone)]

@@ -61,7 +61,11 @@ def quorum(workers, text, tmp_path_factory):
 
 def test_four_replicas_compute_what_one_process_does(workers, text, tmp_path, quorum):
     folder, plan, _ = quorum
-    assert not plan.lossy and (plan.dp_replicate, plan.num_replicas, plan.global_batch_size) == (1, RANKS, GLOBAL_BATCH)
+    assert plan.sync.is_exact and (plan.dp_replicate, plan.num_replicas, plan.global_batch_size) == (
+        1,
+        RANKS,
+        GLOBAL_BATCH,
+    )
     rows, expected = read_rows(folder / "run"), train(workers, Row("ddp"), tmp_path, text, STEPS)
     assert hashes(rows) == hashes(expected)
     losses, norms = difference(rows, expected)

@@ -321,7 +321,7 @@ def _check_model(recipe: Recipe, cluster: Cluster | None) -> list[str]:
 def _check_plan(recipe: Recipe, shape: ModelShape, cluster: Cluster) -> str:
     """A line about the memory that the plan needs there. Raises PlanError if it does not fit."""
     plan = resolve_plan(recipe, shape, cluster)
-    needed = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind).total
+    needed = estimate_memory(shape, plan, cluster.kind).total
     there = cluster.accelerator.memory_bytes
     words = f"{plan.strategy} on {cluster.num_devices} x {cluster.accelerator.name} needs {render_bytes(needed)} each"
     if there is not None and needed > there:

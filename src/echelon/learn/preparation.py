@@ -43,6 +43,11 @@ def open_recipe(recipe: Recipe, plan: ParallelPlan | None) -> tuple[EngineSpec, 
             f"the plan is for {plan.world_size} processes, and this job has {dist.get_world_size()}; start as "
             "many as the plan needs, or pass plan=None."
         )
+    elif plan.sequence_len != here.data.sequence_len:
+        raise PlanError(
+            f"the plan is for sequences of {plan.sequence_len} tokens, and data.sequence_len={here.data.sequence_len}; "
+            "give the plan that sequence_len, or pass plan=None."
+        )
     meshes = build_mesh(plan, runtime.device.type, runtime.is_one_machine)
     return EngineSpec(here, config, plan, meshes, runtime.device), data
 

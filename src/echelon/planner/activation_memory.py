@@ -67,7 +67,7 @@ def _what_is_kept(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> _K
     return _Kept(compute, compute, mask, power, scores, frozen=True, adapter=beside, sequence_ranks=ranks)
 
 
-def answer_bytes(shape: ModelShape, plan: ParallelPlan, sequence_len: int) -> int:
+def answer_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
     """Bytes of one answer of `plan.rollout` while it is sampled, at its greatest length, with its prompt.
 
     Keys and values of every layer, those of one layer twice while a token is added; the hidden states of one layer when
@@ -75,33 +75,31 @@ def answer_bytes(shape: ModelShape, plan: ParallelPlan, sequence_len: int) -> in
     """
     if plan.rollout is None:
         return 0
-    read = sequence_len if plan.stages else max(1, sequence_len - plan.rollout.max_new_tokens)
+    read = plan.sequence_len if plan.stages else max(1, plan.sequence_len - plan.rollout.max_new_tokens)
     number = DTYPE_BYTES[plan.precision.compute]
     pair = 2 * shape.num_kv_heads * shape.head_dim * number
     kept = 0 if plan.stages else (shape.num_layers + 1) * pair
     hidden = (_SAMPLED_HIDDEN * shape.hidden_size + _SAMPLED_INNER * shape.intermediate_size) * number
-    return sequence_len * kept + read * hidden + _SCORE_BYTES * shape.vocab_size
+    return plan.sequence_len * kept + read * hidden + _SCORE_BYTES * shape.vocab_size
 
 
-def activation_bytes(
-    shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind
-) -> tuple[int, int, int]:
+def activation_bytes(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> tuple[int, int, int]:
     """(bytes that are kept on the device for backward, additional bytes of a layer that backward recomputes, bytes
     that are kept in host memory)."""
     by = _what_is_kept(shape, plan, kind)
-    tokens = plan.microbatch_tokens(sequence_len)
+    tokens = plan.microbatch_tokens
     rows = shape.num_chosen_experts
     mlp = _mlp_half_bytes(shape, by, rows)
-    layer = mlp + _attention_half_bytes(shape, by, sequence_len, kind) + by.adapter
+    layer = mlp + _attention_half_bytes(shape, by, plan.sequence_len, kind) + by.adapter
     layer += _beside_bytes(shape, plan, by.compute)
-    probabilities = _probability_bytes(shape, plan, sequence_len, kind)
+    probabilities = _probability_bytes(shape, plan, kind)
     layer += probabilities
     # The first layer's input needs no gradient if the embedding is frozen: its norm keeps nothing.
     num_redone = 0 if plan.activation_checkpointing == "none" else shape.num_layers // plan.checkpoint_every
     norms = 0 if by.frozen and num_redone < shape.num_layers else _norm_bytes(shape, by)
     outside = norms + by.residual * shape.hidden_size * (shape.parts.residual_dropout > 0)
     kept, redone = _kept_by_layer(shape, plan, by, layer, rows, probabilities)
-    rotary = 2 * plan.part_len(sequence_len) * shape.head_dim * by.residual if shape.num_position_parameters == 0 else 0
+    rotary = 2 * plan.part_len * shape.head_dim * by.residual if shape.num_position_parameters == 0 else 0
     # Expert weights with an adapter are added up before they are used, those in 4 bits are dequantized; it is kept.
     adapter = plan.adapter
     made = by.compute * (adapter.num_adapted_experts + adapter.num_quantized_experts) if adapter is not None else 0
@@ -113,20 +111,20 @@ def activation_bytes(
         here, moved = max(sum(kept[first : first + window]) for first in range(len(kept))), sum(kept[:-1])
     # When the backward pass of a layer comes to its attention, that of its MLP is done, and what the MLP kept is free.
     beside = sum(axis.attention_bytes(shape, plan, by.compute) for axis in AXES)
-    at_attention = tokens * (redone - mlp - outside + beside) + _blocks_bytes(shape, plan, sequence_len, kind)
+    at_attention = tokens * (redone - mlp - outside + beside) + _blocks_bytes(shape, plan, kind)
     redone = max(tokens * redone, at_attention) + again
     # 8: token ids
     return int(tokens * (here + outside + 8)) + rotary + fixed, int(redone), int(tokens * moved)
 
 
-def deferred_bytes(shape: ModelShape, plan: ParallelPlan, sequence_len: int) -> int:
+def deferred_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
     """Bytes that a microbatch keeps from the gradients of its activations until those of the weights are computed.
 
     Only the schedule `zero_bubble` computes them apart. PyTorch keeps the gradient of the output of each operation that
     has a trained weight: of products and norms. The activations are kept as well, and are counted as such.
     """
     by = _what_is_kept(shape, plan, "cpu")
-    tokens = plan.microbatch_tokens(sequence_len)
+    tokens = plan.microbatch_tokens
     if plan.adapter is not None:
         linears = targeted_linears(shape, plan.adapter)
         return tokens * by.compute * sum(linear.count * (plan.adapter.r + linear.out_features) for linear in linears)
@@ -239,12 +237,13 @@ def _half_bytes(shape: ModelShape, by: _Kept, inputs: int, num_norms: int) -> fl
     return norms + dropout + (0 if by.frozen else inputs * by.compute * shape.hidden_size)
 
 
-def _probability_bytes(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> float:
+def _probability_bytes(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> float:
     """Per token: the probabilities that learn/model/blocked_attention.py keeps in compiled layers."""
-    if not plan.compile or sequence_len > _KEPT_LENGTH or not _has_blocks(shape, plan, kind):
+    length = plan.sequence_len
+    if not plan.compile or length > _KEPT_LENGTH or not _has_blocks(shape, plan, kind):
         return 0.0
-    blocks = -(-sequence_len // _KEPT_QUERIES)
-    keys = (sequence_len + min(sequence_len, sequence_len / blocks)) / 2  # on average; a block sees none behind its end
+    blocks = -(-length // _KEPT_QUERIES)
+    keys = (length + min(length, length / blocks)) / 2  # on average; a block sees none behind its end
     return DTYPE_BYTES[plan.precision.compute] * shape.num_heads * keys
 
 
@@ -254,12 +253,12 @@ def _has_blocks(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> bool
     return kind == "cpu" and attends_in_blocks(plan) and not plan.divides_sequences and is_fused
 
 
-def _blocks_bytes(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> int:
+def _blocks_bytes(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> int:
     """Scores that the backward pass of learn/model/blocked_attention.py holds at once."""
     if not _has_blocks(shape, plan, kind):
         return 0
-    sequences = plan.micro_batch_size * plan.rows_per_sequence
-    block = min(_BLOCK_QUERIES, sequence_len) * sequence_len * DTYPE_BYTES[plan.precision.compute]
+    sequences, length = plan.micro_batch_size * plan.rows_per_sequence, plan.sequence_len
+    block = min(_BLOCK_QUERIES, length) * length * DTYPE_BYTES[plan.precision.compute]
     return _BLOCKS_HELD * sequences * shape.num_heads * block
 
 

@@ -79,11 +79,11 @@ class _Request:
         return fits_host and (self.usable_bytes is None or estimate.total <= self.usable_bytes)
 
     def estimate(self, plan: ParallelPlan) -> MemoryEstimate:
-        return estimate_memory(self.shape, plan, self.recipe.data.sequence_len, self.cluster.kind)
+        return estimate_memory(self.shape, plan, self.cluster.kind)
 
     def predict(self, plan: ParallelPlan) -> float:
         """Seconds of a step. Raises PlanError if the speed of the devices is unknown."""
-        return estimate_time(self.shape, plan, self.recipe.data.sequence_len, self.cluster).total
+        return estimate_time(self.shape, plan, self.cluster).total
 
 
 def resolve_plan(
@@ -108,7 +108,7 @@ def resolve_plan(
         plan, plan_why = _choose_strategy(request)
     else:
         plan, plan_why = _build_requested(request, _check_layout(request, recipe.parallel))
-    plan_why += [line for axis in AXES for line in axis.describe(shape, plan, recipe.data.sequence_len)]
+    plan_why += [line for axis in AXES for line in axis.describe(shape, plan)]
     check_compression(plan)
     check_replicas(plan)
     check_engine(recipe, plan)
@@ -160,8 +160,7 @@ def _choose_strategy(request: _Request) -> tuple[ParallelPlan, list[str]]:
         why.append(f"parallel auto: {_needs(request, layout, plan, needs)}")
     divided = dict(_list_divided(request)) if ranks else {}
     if fitting or divided:
-        length = request.recipe.data.sequence_len
-        plan, reason = choose_fastest(list(fitting), list(divided), request.shape, length, request.cluster)
+        plan, reason = choose_fastest(list(fitting), list(divided), request.shape, request.cluster)
         return plan, [*why, f"parallel auto: {plan.strategy}, {reason}", *(fitting | divided)[plan]]
     if refused:
         raise refused[0]

@@ -24,7 +24,6 @@ def choose_fastest(
     simple: Sequence[ParallelPlan],
     divided: Sequence[ParallelPlan],
     shape: ModelShape,
-    sequence_len: int,
     cluster: Cluster,
 ) -> tuple[ParallelPlan, str]:
     """The plan to take, and why, for the user.
@@ -37,7 +36,7 @@ def choose_fastest(
         divided: plans that divide the model or sequences as well, the simplest first. At least one of both kinds
             together.
     """
-    seconds = {plan: estimate_time(shape, plan, sequence_len, cluster).total for plan in (*simple, *divided)}
+    seconds = {plan: estimate_time(shape, plan, cluster).total for plan in (*simple, *divided)}
     table = ", ".join(f"{plan.strategy} {seconds[plan]:.3g} s" for plan in simple)
     by = f"by the predicted time of a step on {_describe_devices(cluster)}"
     others = _choose(divided, seconds) if divided else None

@@ -146,13 +146,12 @@ def forecast_run(
     `budget.usd_per_hour` of the recipe takes precedence over `price`. Raises PlanError if the speed of the devices is
     unknown.
     """
-    length = recipe.data.sequence_len
     correction = history.correct(plan)
-    step = correction.apply(estimate_time(shape, plan, length, cluster))
+    step = correction.apply(estimate_time(shape, plan, cluster))
     given = recipe.budget.usd_per_hour
     known = num_samples is not None or recipe.train.epochs is None
     num_steps = recipe.num_steps(num_samples or 0) if known else None
-    per_step = plan.global_batch_size * length
+    per_step = plan.global_batch_size * plan.sequence_len
     trained = None if plan.adapter is None else plan.adapter.num_trained_matmul_parameters
     peak = cluster.accelerator.peak_flops(plan.precision.compute)
     rate = per_step / step.total
@@ -161,7 +160,7 @@ def forecast_run(
         tokens_per_step=per_step,
         tokens=None if num_steps is None else recipe.batches.first_token(num_steps),
         num_steps=num_steps,
-        mfu=None if peak is None else shape.mfu(rate, cluster.num_devices, peak, length, trained),
+        mfu=None if peak is None else shape.mfu(rate, cluster.num_devices, peak, plan.sequence_len, trained),
         num_devices=cluster.num_devices,
         num_machines=cluster.num_nodes,
         price=price if given is None else HourlyPrice(given, "budget.usd_per_hour"),
@@ -170,9 +169,7 @@ def forecast_run(
     )
 
 
-def describe_estimate(
-    shape: ModelShape, plan: ParallelPlan, sequence_len: int, cluster: Cluster, history: History
-) -> dict[str, Any]:
+def describe_estimate(shape: ModelShape, plan: ParallelPlan, cluster: Cluster, history: History) -> dict[str, Any]:
     """The fields of estimate.json about time.
 
     `seconds`: of a step, and by part; None if the speed of the devices is unknown. `history`: the key of the measured
@@ -180,7 +177,7 @@ def describe_estimate(
     """
     correction = history.correct(plan)
     try:
-        step = correction.apply(estimate_time(shape, plan, sequence_len, cluster))
+        step = correction.apply(estimate_time(shape, plan, cluster))
     except PlanError:
         return {"seconds": None}
     seconds = {"step": step.total, **step.to_dict()}

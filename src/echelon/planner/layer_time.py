@@ -25,7 +25,6 @@ class Step:
 
     shape: ModelShape
     plan: ParallelPlan
-    sequence_len: int
     cluster: Cluster
     software: Software
     rates: Rates
@@ -37,7 +36,7 @@ class Step:
     @property
     def tokens(self) -> int:
         """Of one microbatch on one rank."""
-        return self.plan.microbatch_tokens(self.sequence_len)
+        return self.plan.microbatch_tokens
 
     @property
     def bandwidth(self) -> float:
@@ -182,7 +181,7 @@ def _matmul_forward(step: Step) -> float:
 def _attention(step: Step) -> tuple[float, float]:
     """Seconds of (the forward, the backward pass) of attention; fused kernels skip the masked half of the scores."""
     part, compute = step.part, step.plan.precision.compute
-    scores = step.tokens * part.num_heads * step.sequence_len
+    scores = step.tokens * part.num_heads * step.plan.sequence_len
     flops = 4.0 * scores * part.head_dim
     if step.software.attention == "unfused":
         passes = scores * DTYPE_BYTES[compute] / step.bandwidth

@@ -47,12 +47,13 @@ def build_layout(
     Raises PlanError if the degrees do not fit its processes, ConfigError for values that fit no cluster.
     """
     if isinstance(parallel, str):
-        return name_layout(parallel, cluster)
+        return replace(name_layout(parallel, cluster), sequence_len=sequence_len)
     for axis in AXES:
         axis.check_options(parallel, shape)
     if parallel.cpu_offload and cluster.kind == "cpu":
         raise PlanError("parallel.cpu_offload=true: on CPUs everything is in host memory already; omit it.")
-    plan = ParallelPlan("", cpu_offload=parallel.cpu_offload, prefetch=parallel.prefetch)
+    offload = parallel.cpu_offload
+    plan = ParallelPlan("", sequence_len=sequence_len, cpu_offload=offload, prefetch=parallel.prefetch)
     for axis in AXES:
         plan = replace(plan, **axis.settings(parallel, cluster.num_devices, shape, sequence_len))
     reshard, reduce = choose_switches(parallel, plan)

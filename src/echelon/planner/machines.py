@@ -189,7 +189,7 @@ def plan_on(recipe: "Recipe", shape: ModelShape, instance: Instance, count: int)
         plan = resolve_plan(recipe, shape, cluster)
     except (ConfigError, PlanError) as error:
         return Candidate(instance, count, reason=str(error))
-    needed = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind).total
+    needed = estimate_memory(shape, plan, cluster.kind).total
     usable = (cluster.accelerator.memory_bytes or 0) * (1 - MEMORY_HEADROOM)
     found = Candidate(instance, count, plan, needed, usable)
     if not found.fits or instance.price is None:

@@ -81,23 +81,21 @@ def describe_peak_memory(is_gpu: bool) -> str:
     return "memory resident in a process, with Python and its libraries"
 
 
-def estimate_memory(
-    shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind = "cuda"
-) -> MemoryEstimate:
-    """Estimate of one rank's peak bytes, for sequences of `sequence_len` tokens on a device of this kind.
+def estimate_memory(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind = "cuda") -> MemoryEstimate:
+    """Estimate of one rank's peak bytes, on a device of this kind.
 
     It is of the rank that needs the most.
     """
-    loads = _count_loads(shape, plan, sequence_len, kind)
+    loads = _count_loads(shape, plan, kind)
     return max((load.estimate() for load in loads), key=lambda estimate: estimate.total)
 
 
-def estimate_parts(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind = "cuda") -> MemoryParts:
+def estimate_parts(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind = "cuda") -> MemoryParts:
     """The total of `estimate_memory`, divided into parts that can be measured.
 
     Each part is that of the rank with the most of it.
     """
-    parts = [astuple(load.parts()) for load in _count_loads(shape, plan, sequence_len, kind)]
+    parts = [astuple(load.parts()) for load in _count_loads(shape, plan, kind)]
     return MemoryParts(*(max(sizes) for sizes in zip(*parts, strict=True)))
 
 
@@ -174,22 +172,20 @@ class _LoadBytes:
         )
 
 
-def _count_loads(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> list[_LoadBytes]:
+def _count_loads(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> list[_LoadBytes]:
     """The bytes of each rank with other layers, without those that need less than another one with equal layers."""
-    hidden = (
-        plan.micro_batch_size * plan.part_len(sequence_len) * shape.hidden_size * DTYPE_BYTES[plan.precision.compute]
-    )
+    hidden = plan.micro_batch_size * plan.part_len * shape.hidden_size * DTYPE_BYTES[plan.precision.compute]
     loads = keep_heaviest(rank_loads(shape, plan, hidden))
-    return [_count_load(load, plan, sequence_len, kind) for load in loads]
+    return [_count_load(load, plan, kind) for load in loads]
 
 
-def _count_load(load: RankLoad, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> _LoadBytes:
+def _count_load(load: RankLoad, plan: ParallelPlan, kind: DeviceKind) -> _LoadBytes:
     shape = load.shape
     plan = plan if load.adapter is plan.adapter else replace(plan, adapter=load.adapter)
-    length, tokens = plan.part_len(sequence_len), plan.microbatch_tokens(sequence_len)
-    kept, redone, moved = activation_bytes(shape, plan, sequence_len, kind)
+    length, tokens = plan.part_len, plan.microbatch_tokens
+    kept, redone, moved = activation_bytes(shape, plan, kind)
     chunk, head = _logits(shape, plan, plan.micro_batch_size * length, kind) if load.has_head else (0, 0)
-    waits = deferred_bytes(shape, plan, sequence_len) // load.num_stages if load.num_deferred else 0
+    waits = deferred_bytes(shape, plan) // load.num_stages if load.num_deferred else 0
     sending = sum(axis.buffer_bytes(shape, plan, tokens, kind) for axis in AXES)
     return _LoadBytes(
         states=_states(shape, plan),
@@ -202,7 +198,7 @@ def _count_load(load: RankLoad, plan: ParallelPlan, sequence_len: int, kind: Dev
         beside=_rotary_bytes(shape, length) + sending + load.received_bytes,
         reference=(0 if plan.cpu_offload else reference_bytes(shape, plan)) + _reward_bytes(plan),
         host=moved + (sum(_shard_states(shape, plan)) + reference_bytes(shape, plan) if plan.cpu_offload else 0),
-        answers=_count_rows(plan) * answer_bytes(shape, plan, sequence_len),
+        answers=_count_rows(plan) * answer_bytes(shape, plan),
         assumptions=tuple(_list_assumptions(shape, plan, kind)),
     )
 

@@ -168,6 +168,6 @@ def _scale_to(
         return replace(point, reason=str(error))
     if not best.fits:
         return replace(point, reason="no plan fits in memory")
-    sent = count_step_bytes(shape, best.plan, recipe.data.sequence_len, cluster.kind)
+    sent = count_step_bytes(shape, best.plan, cluster.kind)
     good = None if reliability is None else estimate_goodput(shape, best.plan, cluster.num_nodes, reliability)
     return replace(point, ranked=best, sent_bytes=sum(sent.values()), goodput=good)

@@ -18,7 +18,7 @@ _SLOWEST, _FASTEST, _PER_DECADE, _HALVINGS = 1e6, 1e12, 8, 12
 _UNITS = ((1e9, "Gbit/s"), (1e6, "Mbit/s"))
 
 
-def describe_payoff(shape: ModelShape, plan: ParallelPlan, sequence_len: int, cluster: Cluster) -> str | None:
+def describe_payoff(shape: ModelShape, plan: ParallelPlan, cluster: Cluster) -> str | None:
     """The line about when `sync` pays; None where the plan has one copy of the model, or nothing but `every_step`.
 
     Raises PlanError if the speed of the devices is unknown.
@@ -27,10 +27,8 @@ def describe_payoff(shape: ModelShape, plan: ParallelPlan, sequence_len: int, cl
     plain = plan.sync.name == QUORUM or plan.sync == SyncPlan()
     if num_copies == 1 or plain:
         return None
-    here, other = (
-        estimate_time(shape, candidate, sequence_len, cluster).total for candidate in (plan, without_sync(plan))
-    )
-    speed = find_payoff(shape, plan, sequence_len, cluster)
+    here, other = (estimate_time(shape, candidate, cluster).total for candidate in (plan, without_sync(plan)))
+    speed = find_payoff(shape, plan, cluster)
     if speed is None:
         limit = "at no speed of the links between replicas"
     elif speed >= _FASTEST:
@@ -45,7 +43,7 @@ def describe_payoff(shape: ModelShape, plan: ParallelPlan, sequence_len: int, cl
     )
 
 
-def find_payoff(shape: ModelShape, plan: ParallelPlan, sequence_len: int, cluster: Cluster) -> float | None:
+def find_payoff(shape: ModelShape, plan: ParallelPlan, cluster: Cluster) -> float | None:
     """The fastest link between replicas, in bit/s for each process, at which `sync` pays; None: at no speed.
 
     Between 1 Mbit/s and 1 Tbit/s; computation, and links inside a replica, are those of the cluster. Raises as
@@ -56,8 +54,7 @@ def find_payoff(shape: ModelShape, plan: ParallelPlan, sequence_len: int, cluste
     def pays(speed: float) -> bool:
         link = Link("", speed / 8, latency, "")
         ours, theirs = (
-            estimate_time(shape, candidate, sequence_len, cluster, between=Links(link, link)).total
-            for candidate in (plan, other)
+            estimate_time(shape, candidate, cluster, between=Links(link, link)).total for candidate in (plan, other)
         )
         return ours <= WORTH * theirs
 

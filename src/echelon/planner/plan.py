@@ -230,6 +230,8 @@ class ParallelPlan:
     schedule: PipelineSchedule | None = None
     stages: tuple[Count, ...] = ()
     """Decoder layers of each pipeline stage; empty without a pipeline. Stage s is on rank s modulo `pp`."""
+    sequence_len: Count = 1
+    """Tokens of a sequence."""
     micro_batch_size: Count = 1
     """Sequences of one microbatch on one rank."""
     num_microbatches: Count = 1
@@ -267,11 +269,6 @@ class ParallelPlan:
     """What the model answers in each step, if it is trained on its own answers."""
     why: tuple[str, ...] = ()
     """Lines for the user about automatic choices and the figures behind them."""
-
-    @property
-    def lossy(self) -> bool:
-        """Whether the losses differ from those of a single process by more than rounding, because of `sync`."""
-        return not self.sync.is_exact
 
     @property
     def dp_size(self) -> int:
@@ -323,13 +320,15 @@ class ParallelPlan:
         """Pipeline stages of a rank; without a pipeline the whole model is one."""
         return len(self.stages) // self.pp if self.stages else 1
 
-    def part_len(self, sequence_len: int) -> int:
+    @property
+    def part_len(self) -> int:
         """Tokens of a sequence that one rank computes."""
-        return -(-sequence_len // self.cp)
+        return -(-self.sequence_len // self.cp)
 
-    def microbatch_tokens(self, sequence_len: int) -> int:
+    @property
+    def microbatch_tokens(self) -> int:
         """Tokens of a microbatch that one rank computes, in all rows of its sequences."""
-        return self.micro_batch_size * self.rows_per_sequence * self.part_len(sequence_len)
+        return self.micro_batch_size * self.rows_per_sequence * self.part_len
 
     @property
     def world_size(self) -> int:

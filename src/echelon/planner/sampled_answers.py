@@ -36,10 +36,10 @@ def add_rollout(
     rows = most if config.max_num_seqs == "auto" else min(most, config.max_num_seqs)
     group_size = config.group_size if recipe.draws_answers else 1
     turns = 1 if config.environment is None else config.environment.max_turns
-    tokens = min(turns * config.max_new_tokens, recipe.data.sequence_len - 1)
+    tokens = min(turns * config.max_new_tokens, plan.sequence_len - 1)
     rollout = RolloutPlan(group_size, tokens, config.updates, 1)
     if usable is not None:
-        needs = estimate_memory(shape, replace(plan, rollout=rollout), recipe.data.sequence_len, kind)
+        needs = estimate_memory(shape, replace(plan, rollout=rollout), kind)
         room = usable - (needs.states - needs.gradients)
         rows = max(1, min(rows, int(room / max(1, needs.answers))))
     return replace(plan, rollout=replace(rollout, max_num_seqs=rows))
@@ -50,7 +50,7 @@ def describe_rollout(plan: ParallelPlan, recipe: "Recipe", shape: ModelShape, ki
     if plan.rollout is None:
         return []
     rollout = plan.rollout
-    needs = estimate_memory(shape, plan, recipe.data.sequence_len, kind)
+    needs = estimate_memory(shape, plan, kind)
     rest = "without a cache, because of parallel.pp" if plan.stages else "with their keys and values"
     return [
         f"rollout: {rollout.max_num_seqs} of the {count_noun(plan.num_read, 'answer')} of each rank are sampled at "
@@ -110,9 +110,9 @@ def sampling_seconds(step: Step) -> float:
     num_turns, rows = _divide_answers(step)
     num_passes = num_turns * rollout.max_new_tokens
     if plan.stages:
-        return num_passes * _forward_seconds(step, rows, step.sequence_len)
+        return num_passes * _forward_seconds(step, rows, plan.sequence_len)
     num_prompts = -(-plan.num_read // rollout.group_size)
-    prompt_len = max(1, step.sequence_len - rollout.max_new_tokens)
+    prompt_len = max(1, plan.sequence_len - rollout.max_new_tokens)
     return num_passes * time_token(step).total + _forward_seconds(step, num_prompts, prompt_len)
 
 
@@ -127,12 +127,13 @@ def describe_sampling(step: Step) -> str:
 
 def time_token(step: Step) -> TokenTime:
     """Return the seconds of a pass that adds one token to each row of the cache."""
-    rollout, part, policy, count = _rollout_of(step), step.part, step.plan.precision, step.shape.num_layers
+    rollout, plan, part, count = _rollout_of(step), step.plan, step.part, step.shape.num_layers
+    policy = plan.precision
     rows, number = _divide_answers(step)[1], DTYPE_BYTES[policy.compute]
     sized = _resize(step, rows, 1)
     layer, head, launch = layer_time(sized), head_time(sized), launch_time(sized)
-    read = DTYPE_BYTES[policy.param] + 2 * number if step.plan.uses_autocast else number  # autocast casts them again
-    mean_len = step.sequence_len - rollout.max_new_tokens / 2
+    read = DTYPE_BYTES[policy.param] + 2 * number if plan.uses_autocast else number  # autocast casts them again
+    mean_len = plan.sequence_len - rollout.max_new_tokens / 2
     cached = _CACHE_PASSES * rows * mean_len * 2 * part.num_kv_heads * part.head_dim * number
     head_read = part.hidden_size * part.vocab_size * number / step.bandwidth
     return TokenTime(
@@ -178,5 +179,5 @@ def _sent_seconds(step: Step, layer: LayerTime) -> float:
 def _resize(step: Step, rows: int, length: int) -> Step:
     """The step with one uncompiled microbatch of this size."""
     uncompiled = replace(step.plan, compile=False, activation_checkpointing="none")
-    plan = replace(uncompiled, micro_batch_size=rows, num_microbatches=1, rows_per_sequence=1)
-    return replace(step, plan=plan, sequence_len=length, software=replace(step.software, fused=False))
+    plan = replace(uncompiled, sequence_len=length, micro_batch_size=rows, num_microbatches=1, rows_per_sequence=1)
+    return replace(step, plan=plan, software=replace(step.software, fused=False))

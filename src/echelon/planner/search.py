@@ -203,7 +203,7 @@ def _list_found(
 
     def measure(candidate: ParallelPlan) -> _Found:
         plan = add_rollout(candidate, variant, shape, cluster.kind, usable)
-        return _Found(variant, plan, estimate_memory(shape, plan, variant.data.sequence_len, cluster.kind))
+        return _Found(variant, plan, estimate_memory(shape, plan, cluster.kind))
 
     memory = cluster.accelerator.memory_bytes
     for plan in list_micro_batches(variant, first, cluster.kind)[::-1]:

@@ -12,9 +12,7 @@ from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 
 
-def count_step_bytes(
-    shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind = "cuda"
-) -> Mapping[str, float]:
+def count_step_bytes(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind = "cuda") -> Mapping[str, float]:
     """Bytes by axis (`dp` between copies of the weights, `shard`, and the others by name), of the rank that sends the
     most.
 
@@ -23,6 +21,6 @@ def count_step_bytes(
     part = divide_shape(shape, plan)
     found = []
     for rank, load in enumerate(rank_loads(shape, plan)):
-        sender = Sender(part, load, rank, plan, sequence_len, kind)
+        sender = Sender(part, load, rank, plan, kind)
         found.append({name: count for axis in AXES for name, count in axis.sent_bytes(sender).items()})
     return max(found, key=lambda counts: sum(counts.values()))

@@ -115,7 +115,6 @@ def name_part(name: str) -> str:
 def estimate_time(
     shape: ModelShape,
     plan: ParallelPlan,
-    sequence_len: int,
     cluster: Cluster,
     software: Software | None = None,
     rates: Rates | None = None,
@@ -129,7 +128,7 @@ def estimate_time(
     """
     software = software or choose_software(shape, plan, cluster)
     rates = rates or rates_of(cluster)
-    step = Step(shape, plan, sequence_len, cluster, software, rates, divide_shape(shape, plan), between)
+    step = Step(shape, plan, cluster, software, rates, divide_shape(shape, plan), between)
     launch = launch_time(step)
     waited = launch if rates.waits_for_host else LaunchTime()
     layer = layer_time(step).launched_in(waited.layer)
@@ -205,7 +204,7 @@ def _update_seconds(step: Step, share: float, computation: float) -> tuple[float
     moved = 0.0
     if plan.activation_offloading:
         resident = replace(plan, cpu_offload=False)
-        kept = estimate_memory(step.shape, resident, step.sequence_len, step.cluster.kind).host
+        kept = estimate_memory(step.shape, resident, step.cluster.kind).host
         copies = 2 * kept * plan.num_microbatches / rates.host_bandwidth
         moved = step.exposed(copies, computation)
     if plan.cpu_offload:

@@ -163,7 +163,7 @@ def test_plans_are_made_without_importing(package):
     own = "not_here.at_all:Rule keeps two numbers per parameter, like AdamW"
     assert set(report.memory.assumptions) == {*adamw.memory.assumptions, own}
     assert replace(report.memory, assumptions=adamw.memory.assumptions) == adamw.memory
-    assert adamw.memory == estimate_memory(adamw.shape, adamw.plan, 16, "cuda")
+    assert adamw.memory == estimate_memory(adamw.shape, adamw.plan, "cuda")
 
 
 def test_a_users_own_recipe_finds_modules_beside_it(package, tmp_path, monkeypatch):

@@ -99,11 +99,11 @@ def test_bytes_of_modules_trained_in_full():
     shape, adapter = planned(SMALL, method="lora", r=4, modules_to_save=["embed_tokens", "lm_head"])
     assert (adapter.num_saved_outside, adapter.num_saved_inside, adapter.num_looked_up) == (12_800, 0, 6_400)
     plan = ParallelPlan("ddp", precision=BF16, adapter=adapter)
-    estimate = estimate_memory(shape, plan, 48)
+    estimate = estimate_memory(shape, replace(plan, sequence_len=48))
     frozen, whole = FROZEN - 12_800, 12_800
     assert estimate.parameters == 2 * frozen + 4 * (TRAINED + whole) + 2 * (TRAINED + whole - 6_400)
     assert (estimate.gradients, estimate.optimizer) == (4 * (TRAINED + whole), 8 * (TRAINED + whole))
-    frozen_head = estimate_memory(shape, replace(plan, adapter=planned(SMALL, method="lora", r=4)[1]), 48)
+    frozen_head = estimate_memory(shape, replace(plan, adapter=planned(SMALL, method="lora", r=4)[1], sequence_len=48))
     assert estimate.logits - frozen_head.logits == 100 * 64 * 4
     assert "with embed_tokens, lm_head trained in full: " in adapter.describe("bfloat16")
     assert ParallelPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
@@ -203,7 +203,7 @@ SHARDED = {"reshard_after_forward": True, "reduce_gradients": "each", "precision
 )
 def test_states_by_hand(plan, parameters, gradients, optimizer, buffers):
     shape, adapter = planned(SMALL, method="lora", r=4)
-    estimate = estimate_memory(shape, replace(plan, adapter=adapter), 48)
+    estimate = estimate_memory(shape, replace(plan, adapter=adapter, sequence_len=48))
     assert (estimate.parameters, estimate.gradients, estimate.optimizer) == (parameters, gradients, optimizer)
     assert estimate.buffers == buffers + 2 * 48 * 16 * 4
 
@@ -211,7 +211,10 @@ def test_states_by_hand(plan, parameters, gradients, optimizer, buffers):
 def test_a_frozen_head_has_no_gradient_and_4_bit_weights_are_dequantized_singly():
     shape, adapter = planned(SMALL, method="qlora", r=4)
     plan = ParallelPlan("ddp", precision=BF16, adapter=adapter)
-    estimate, full = estimate_memory(shape, plan, 48), estimate_memory(shape, replace(plan, adapter=None), 48)
+    estimate, full = (
+        estimate_memory(shape, replace(plan, sequence_len=48)),
+        estimate_memory(shape, replace(plan, adapter=None, sequence_len=48)),
+    )
     assert full.logits - estimate.logits == 100 * 64 * 4
     assert estimate.buffers == 64 * 176 * 2 + 2 * 48 * 16 * 4
     inside, outside = frozen_bytes(shape, adapter, 2)

@@ -48,7 +48,7 @@ def test_a_simple_plan_is_taken_if_no_other_is_clearly_faster():
     given = fields(config=small, global_batch_size=192, activation_checkpointing="none", micro_batch_size=2)
     cluster = parse_devices(NETWORK)
     plan, line = choose(NETWORK, build_shape(small), given)
-    taken = estimate_time(build_shape(small), plan, 4096, cluster).total
+    taken = estimate_time(build_shape(small), plan, cluster).total
     best = search_plans(Recipe.model_validate(given), build_shape(small), cluster)[0]
     assert (plan.strategy, best.plan.pp) == ("zero1", 2)
     assert 1.05 < taken / best.forecast.step.total < 1.1
@@ -64,7 +64,7 @@ def test_a_divided_plan_is_taken_where_the_network_is_slow():
             other = plan if name == "chosen" else choose_named(name)
         except PlanError:
             continue
-        seconds[name] = estimate_time(SHAPE, other, 4096, parse_devices(NETWORK)).total
+        seconds[name] = estimate_time(SHAPE, other, parse_devices(NETWORK)).total
     assert len(seconds) > 3 and all(1.1 * seconds["chosen"] < seconds[name] for name in seconds if name != "chosen")
 
 

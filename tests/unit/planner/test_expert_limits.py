@@ -1,5 +1,7 @@
 """What expert parallelism refuses, what it saves, and the parameters that a token uses."""
 
+from dataclasses import replace
+
 import pytest
 
 from echelon.ground.errors import EchelonError
@@ -106,11 +108,11 @@ def test_memory_of_a_rank_by_hand():
     shape = build_shape(small_config("mixtral"))
     whole = ParallelPlan("fsdp", dp_shard=4, reshard_after_forward=True, reduce_gradients="each")
     split = ParallelPlan("fsdp+ep", dp_shard=4, ep=2, reshard_after_forward=True, reduce_gradients="each")
-    ours, theirs = (estimate_memory(shape, plan, 32, "cpu") for plan in (split, whole))
+    ours, theirs = (estimate_memory(shape, replace(plan, sequence_len=32), "cpu") for plan in (split, whole))
     half = 4 * 3 * 128 * 64 // 2
     assert theirs.parameters - ours.parameters == 2 * half * 4
     assert (ours.gradients, ours.optimizer) == (theirs.gradients, theirs.optimizer)
     rows = 2 * (32 * 2) * 64 * 4  # sent and received: two experts for each of 32 tokens
     assert theirs.buffers - ours.buffers == 2 * half * 4 - rows
     assert ours.activations == theirs.activations
-    assert estimate_memory(shape, split, 32, "cuda").buffers == ours.buffers
+    assert estimate_memory(shape, replace(split, sequence_len=32), "cuda").buffers == ours.buffers

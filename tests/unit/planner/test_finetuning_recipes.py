@@ -85,7 +85,7 @@ class Planned:
     plan: ParallelPlan
 
     def estimate(self, kind: Any = "cuda") -> MemoryEstimate:
-        return estimate_memory(self.shape, self.plan, self.recipe.data.sequence_len, kind)
+        return estimate_memory(self.shape, self.plan, kind)
 
 
 def plan_recipe(name: str, folder: Path, *overrides: str, **fields: Any) -> Planned:

@@ -67,12 +67,12 @@ def test_a_price_of_the_recipe_takes_precedence():
 
 def test_the_seconds_of_a_run_folder_add_up():
     recipe, cluster = build_recipe("fsdp"), parse_devices("8xH100")
-    found = describe_estimate(shape_of(), resolve_plan(recipe, shape_of(), cluster), 64, cluster, NO_HISTORY)["seconds"]
+    found = describe_estimate(shape_of(), resolve_plan(recipe, shape_of(), cluster), cluster, NO_HISTORY)["seconds"]
     assert found is not None
     assert sum(found.values()) == pytest.approx(2 * found["step"])
     unknown = parse_devices("8xcpu")
     plan = resolve_plan(recipe, shape_of(), unknown)
-    assert describe_estimate(shape_of(), plan, 64, unknown, NO_HISTORY) == {"seconds": None}
+    assert describe_estimate(shape_of(), plan, unknown, NO_HISTORY) == {"seconds": None}
     with pytest.raises(PlanError, match="the speed of cpu is unknown"):
         forecast_run(recipe, shape_of(), resolve_plan(recipe, shape_of(), unknown), unknown)
 
@@ -106,7 +106,7 @@ def test_the_warning_about_a_cpu_that_is_not_calibrated_names_both_directions():
     """Steps may take longer than predicted, or less: 0.141 s were measured for 0.313 s."""
     cluster = parse_devices("1xcpu")
     cluster = replace(cluster, accelerator=replace(cluster.accelerator, fp32_flops=1e11, memory_bandwidth=1e10))
-    step = estimate_time(shape_of(2), ParallelPlan("ddp"), 128, cluster)
+    step = estimate_time(shape_of(2), ParallelPlan("ddp", sequence_len=128), cluster)
     assert [line for line in step.assumptions if line.startswith("on CPUs")] == [
         "on CPUs only matrix products are measured: this time may be several times too short or too long"
     ]

@@ -30,7 +30,7 @@ FSDP = ParallelPlan("fsdp", dp_shard=2, reshard_after_forward=True, reduce_gradi
 
 
 def predict(cache, plan=DDP, shape=SHAPE, cluster=CLUSTER):
-    return describe_estimate(shape, plan, 128, cluster, read_history(cache, shape, cluster))
+    return describe_estimate(shape, replace(plan, sequence_len=128), cluster, read_history(cache, shape, cluster))
 
 
 def measure(cache, path, factor, plan=DDP, steps=300, uneven=(1.0,)):
@@ -39,7 +39,7 @@ def measure(cache, path, factor, plan=DDP, steps=300, uneven=(1.0,)):
     `uneven`: multiples of that, which the times of its steps repeat.
     """
     estimate = predict(cache, plan)
-    plain = estimate_time(SHAPE, plan, 128, CLUSTER).total
+    plain = estimate_time(SHAPE, replace(plan, sequence_len=128), CLUSTER).total
     times = [factor * plain * uneven[step % len(uneven)] for step in range(steps)]
     folder = write_run(path, times, estimate["seconds"])
     stored = json.loads(folder.estimate_path.read_text()) | estimate
@@ -58,7 +58,11 @@ def test_a_measured_run_corrects_the_next_plan_of_its_model_and_device(tmp_path)
     found = predict(tmp_path)
     assert found["history"] == {"key": plain["history"]["key"], "factor": pytest.approx(1.5)}
     assert found["seconds"] == pytest.approx({name: 1.5 * each for name, each in plain["seconds"].items()})
-    step = read_history(tmp_path, SHAPE, CLUSTER).correct(DDP).apply(estimate_time(SHAPE, DDP, 128, CLUSTER))
+    step = (
+        read_history(tmp_path, SHAPE, CLUSTER)
+        .correct(DDP)
+        .apply(estimate_time(SHAPE, replace(DDP, sequence_len=128), CLUSTER))
+    )
     assert step.assumptions[-1].startswith(f"corrected by a factor of 1.50: run {tmp_path / 'first'} of this plan took")
 
 

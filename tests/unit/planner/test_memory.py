@@ -114,7 +114,7 @@ def predict(config, precision, dp_shard=1, checkpointing="none"):
         precision=precision,
         activation_checkpointing=checkpointing,
     )
-    return estimate_memory(build_shape(config), plan, SEQUENCE, "cpu").activations
+    return estimate_memory(build_shape(config), replace(plan, sequence_len=SEQUENCE), "cpu").activations
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -183,7 +183,9 @@ def test_activations_with_an_adapter_are_within_ten_percent_of_measured(name, ad
     precision = Precision() if mode == "fp32" else BF16
     measured = count_saved_bytes(build_adapted(config, adapter, precision, cast=mode == "cast"), mode == "autocast")
     shape, plan = plan_adapted(config, adapter, precision, dp_shard=2 if mode == "cast" else 1)
-    assert estimate_memory(shape, plan, SEQUENCE, "cpu").activations == pytest.approx(measured, rel=0.10)
+    assert estimate_memory(shape, replace(plan, sequence_len=SEQUENCE), "cpu").activations == pytest.approx(
+        measured, rel=0.10
+    )
 
 
 def test_selective_lies_between_full_and_none():
@@ -254,10 +256,10 @@ OUTSIDE = LLAMA_PARAMETERS - 4 * LLAMA_LAYER
     ids=lambda value: value.strategy if isinstance(value, ParallelPlan) else "",
 )
 def test_states_by_hand(plan, parameters, gradients, optimizer):
-    estimate = estimate_memory(build_shape(MODELS["llama"]), plan, SEQUENCE)
+    estimate = estimate_memory(build_shape(MODELS["llama"]), replace(plan, sequence_len=SEQUENCE))
     assert (estimate.parameters, estimate.gradients, estimate.optimizer) == (parameters, gradients, optimizer)
     assert estimate.total == estimate.states + estimate.activations + estimate.logits
-    parts = estimate_parts(build_shape(MODELS["llama"]), plan, SEQUENCE)
+    parts = estimate_parts(build_shape(MODELS["llama"]), replace(plan, sequence_len=SEQUENCE))
     assert sum(astuple(parts)) == estimate.total
 
 
@@ -274,8 +276,9 @@ def test_states_by_hand(plan, parameters, gradients, optimizer):
     ids=lambda value: value.strategy if isinstance(value, ParallelPlan) else "",
 )
 def test_parts_by_hand(plan, shards, cast, gathered, checkpointing):
-    plan, shape = replace(plan, micro_batch_size=BATCH, activation_checkpointing=checkpointing), MODELS["llama"]
-    parts, estimate = (each(build_shape(shape), plan, SEQUENCE) for each in (estimate_parts, estimate_memory))
+    sizes = {"sequence_len": SEQUENCE, "micro_batch_size": BATCH}
+    plan, shape = replace(plan, **sizes, activation_checkpointing=checkpointing), MODELS["llama"]
+    parts, estimate = (each(build_shape(shape), plan) for each in (estimate_parts, estimate_memory))
     stored = 4 * LLAMA_PARAMETERS // shards
     assert (parts.weights, parts.gradients, parts.optimizer) == (stored, stored, 2 * stored)
     assert sum(astuple(parts)) == estimate.total
@@ -290,7 +293,7 @@ def test_parts_by_hand(plan, shards, cast, gathered, checkpointing):
 
 def test_only_what_the_plan_uses_is_assumed():
     def assumed(plan):
-        return " ".join(estimate_memory(build_shape(MODELS["llama"]), plan, SEQUENCE).assumptions)
+        return " ".join(estimate_memory(build_shape(MODELS["llama"]), replace(plan, sequence_len=SEQUENCE)).assumptions)
 
     least = assumed(ParallelPlan("ddp"))
     words = {
@@ -327,13 +330,13 @@ def with_optimizer(name, precision=BF16, **degrees):
     ids=lambda value: f"{value.optimizer} {value.precision.rounding}" if isinstance(value, ParallelPlan) else "",
 )
 def test_optimizer_state_by_hand(plan, bytes_kept):
-    assert estimate_memory(build_shape(MODELS["llama"]), plan, SEQUENCE).optimizer == bytes_kept
+    assert estimate_memory(build_shape(MODELS["llama"]), replace(plan, sequence_len=SEQUENCE)).optimizer == bytes_kept
 
 
 @pytest.mark.parametrize("precision", [STOCHASTIC, KAHAN], ids=lambda precision: precision.rounding)
 def test_bf16_masters_halve_parameters_and_gradients_and_need_no_copies(precision):
     plan = ParallelPlan("ddp", dp_replicate=2, precision=precision)
-    estimate = estimate_memory(build_shape(MODELS["llama"]), plan, SEQUENCE)
+    estimate = estimate_memory(build_shape(MODELS["llama"]), replace(plan, sequence_len=SEQUENCE))
     assert (estimate.parameters, estimate.gradients) == (2 * LLAMA_PARAMETERS, 2 * LLAMA_PARAMETERS)
 
 
@@ -341,7 +344,9 @@ def test_fp16_needs_as_much_as_bf16():
     shape = build_shape(MODELS["llama"])
     for sharding in ({"dp_replicate": 2}, {"dp_shard": 2}):
         fp16, bf16 = (ParallelPlan("x", precision=precision, **sharding) for precision in (FP16, BF16))
-        assert estimate_memory(shape, fp16, SEQUENCE) == estimate_memory(shape, bf16, SEQUENCE)
+        assert estimate_memory(shape, replace(fp16, sequence_len=SEQUENCE)) == estimate_memory(
+            shape, replace(bf16, sequence_len=SEQUENCE)
+        )
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"])
@@ -353,7 +358,9 @@ def test_optimizer_state_is_within_five_percent_of_measured(name, master_weights
     model.to(getattr(torch, precision.param))
     optimizer = build_optimizer(model, OptimConfig(name=name, learning_rate=1.0), master_weights, seed=0)
     kept = sum(tensor.numel() * tensor.element_size() for _, tensor in optimizer.tensors())
-    predicted = estimate_memory(build_shape(model.config.to_dict()), with_optimizer(name, precision), SEQUENCE)
+    predicted = estimate_memory(
+        build_shape(model.config.to_dict()), replace(with_optimizer(name, precision), sequence_len=SEQUENCE)
+    )
     assert predicted.optimizer == pytest.approx(kept, rel=0.05, abs=0.04 * 8 * predicted.parameters / 4)
 
 
@@ -378,9 +385,9 @@ def test_logits_never_exceed_two_chunks():
     shape = replace(build_shape(MODELS["llama"]), vocab_size=128256, hidden_size=0)
     plan = ParallelPlan("ddp", micro_batch_size=8)
     # 256 MiB / (4 * 128256) = 523 tokens, 1 GiB 2093, in multiples of 256; a short batch is smaller than a chunk
-    assert estimate_memory(shape, plan, 8192, "cpu").logits == 2 * 512 * 128256 * 4
-    assert estimate_memory(shape, plan, 8192).logits == 2 * 2048 * 128256 * 4
-    assert estimate_memory(shape, replace(plan, micro_batch_size=1), 100).logits == 2 * 100 * 128256 * 4
+    assert estimate_memory(shape, replace(plan, sequence_len=8192), "cpu").logits == 2 * 512 * 128256 * 4
+    assert estimate_memory(shape, replace(plan, sequence_len=8192)).logits == 2 * 2048 * 128256 * 4
+    assert estimate_memory(shape, replace(plan, micro_batch_size=1, sequence_len=100)).logits == 2 * 100 * 128256 * 4
 
 
 @pytest.mark.parametrize(
@@ -397,7 +404,10 @@ def test_logits_never_exceed_two_chunks():
 )
 def test_bytes_of_each_logit(family, kind, plan, each):
     shape = replace(build_shape(MODELS[family]), hidden_size=0)
-    assert estimate_memory(shape, ParallelPlan("ddp", micro_batch_size=1, **plan), 10, kind).logits == 10 * 100 * each
+    assert (
+        estimate_memory(shape, ParallelPlan("ddp", micro_batch_size=1, **plan, sequence_len=10), kind).logits
+        == 10 * 100 * each
+    )
 
 
 @pytest.mark.parametrize("vocab_size", [100, 128256])
@@ -405,13 +415,13 @@ def test_the_peak_is_the_loss_or_the_first_recomputed_layer(vocab_size):
     """When the first layer is recomputed, the chunk of logits is freed, but not the gradient of the head."""
     shape = replace(build_shape(MODELS["llama"]), vocab_size=vocab_size)
     plan = ParallelPlan("ddp", micro_batch_size=1, activation_checkpointing="full")
-    estimate = estimate_memory(shape, plan, 100)
+    estimate = estimate_memory(shape, replace(plan, sequence_len=100))
     # 100 tokens: 4 inputs of 64, the last norm's 2 * 64 and statistic, 2 ids; rotary tables of 2 * 16 for each
     inputs = 100 * (4 * 64 * 4 + 2 * 64 * 4 + 4 + 8) + 2 * 100 * 16 * 4
     # hidden states with their gradient, the head's gradient
     head = 2 * 100 * 64 * 4 + vocab_size * 64 * 4
     if vocab_size == 100:
-        none = estimate_memory(shape, replace(plan, activation_checkpointing="none"), 100)
+        none = estimate_memory(shape, replace(plan, activation_checkpointing="none", sequence_len=100))
         layer = (none.activations - inputs + 100 * 4 * 64 * 4) // 4
         assert (estimate.activations, estimate.logits) == (inputs + layer, head)
     else:
@@ -427,21 +437,23 @@ def test_long_sequences_in_bf16_on_a_cpu_peak_in_attention():
     plan = ParallelPlan("ddp", precision=BF16, activation_checkpointing="full")
     kept, attention = 2 * 256 + 8 + 2 * 32 * 4, (2 * 256 + 4) + 3 * 128 + (64 + 32 + 32 + 64) * 2 + 2 * 4
     expected = length * (kept + attention + 3 * 256 * 2 * 2)
-    assert estimate_memory(shape, plan, length, "cpu").activations == expected
-    assert estimate_memory(shape, plan, length, "cuda").activations < 0.95 * expected
+    assert estimate_memory(shape, replace(plan, sequence_len=length), "cpu").activations == expected
+    assert estimate_memory(shape, replace(plan, sequence_len=length), "cuda").activations < 0.95 * expected
 
 
 def test_offloaded_activations_are_on_the_device_for_two_layers():
     """Full checkpointing keeps an input of 100 x 64 numbers in fp32 for each of four layers."""
     shape = build_shape(MODELS["llama"])
     plan = ParallelPlan("ddp", micro_batch_size=1, activation_checkpointing="full")
-    here, moved = (estimate_memory(shape, replace(plan, activation_offloading=each), 100) for each in (False, True))
+    here, moved = (
+        estimate_memory(shape, replace(plan, activation_offloading=each, sequence_len=100)) for each in (False, True)
+    )
     assert here.activations - moved.activations == 2 * 100 * 64 * 4
     assert (here.host, moved.host) == (0, 3 * 100 * 64 * 4)
     assert here.total - moved.total == here.activations - moved.activations
     for horizon, layers in ((0, 2), (1, 2), (2, 3), (9, 4)):
         ahead = estimate_memory(
-            shape, replace(plan, activation_offloading=True, activation_loading_horizon=horizon), 100
+            shape, replace(plan, activation_offloading=True, activation_loading_horizon=horizon, sequence_len=100)
         )
         assert here.activations - ahead.activations == (4 - layers) * 100 * 64 * 4
         assert ahead.host == moved.host
@@ -452,7 +464,7 @@ def test_tensor_parallelism_divides_matrices_activations_and_logits(sequence_par
     """By hand, for 2 ranks: 100 tokens, width 64, 4 layers, queries of 4 x 16, keys of 1 x 16, an MLP of 88."""
     shape = build_shape(MODELS["llama"])
     plan = ParallelPlan("tp", tp=2, sequence_parallel=sequence_parallel)
-    parts = estimate_parts(shape, plan, 100)
+    parts = estimate_parts(shape, replace(plan, sequence_len=100))
     layer = (2 * 64 * 128 + 2 * 64 * 32 + 3 * 64 * 176) // 2 + 2 * 64
     weights = 4 * layer + 2 * 100 * 64 // 2 + 64
     assert parts.weights == parts.gradients == parts.optimizer / 2 == 4 * weights
@@ -460,7 +472,7 @@ def test_tensor_parallelism_divides_matrices_activations_and_logits(sequence_par
     kept = 2 * 64 * 4 + 4 * 4 * 88 + 2 * norm + 2 * 4 * (64 + 16) + 4 * 4
     assert parts.activations == 100 * (4 * kept + norm + 8) + 2 * 100 * 16 * 4
     # the logits and the head of half of the vocabulary
-    assert parts.loss == estimate_parts(replace(shape, vocab_size=50), ParallelPlan("ddp"), 100).loss
+    assert parts.loss == estimate_parts(replace(shape, vocab_size=50), ParallelPlan("ddp", sequence_len=100)).loss
 
 
 LLAMA_270M = {
@@ -497,7 +509,9 @@ FSDP_H200 = ParallelPlan(
 )
 def test_the_estimate_is_near_the_peak_of_an_h200(config, length, plan, measured):
     """The peak of allocated bytes in tests/gpu/test_gpu_memory.py, on an H200 with torch 2.11 on 2026-11-27."""
-    assert estimate_memory(build_shape(config), plan, length, "cuda").total == pytest.approx(measured, rel=0.04)
+    assert estimate_memory(build_shape(config), replace(plan, sequence_len=length), "cuda").total == pytest.approx(
+        measured, rel=0.04
+    )
 
 
 @pytest.mark.parametrize(
@@ -514,9 +528,13 @@ def test_the_reference_of_dpo_is_counted(plan, on_device, on_host):
     """A frozen copy of every weight: whole as it trains, or this rank's shard in the compute dtype."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS["llama"]))
     shape, numel = build_shape(MODELS["llama"]), sum(each.numel() for each in model.parameters())
-    without, kept = (estimate_memory(shape, replace(plan, keeps_reference=keeps), SEQUENCE) for keeps in (False, True))
+    without, kept = (
+        estimate_memory(shape, replace(plan, keeps_reference=keeps, sequence_len=SEQUENCE)) for keeps in (False, True)
+    )
     assert kept.parameters - without.parameters == numel * on_device and kept.host - without.host == numel * on_host
-    parts = [estimate_parts(shape, replace(plan, keeps_reference=keeps), SEQUENCE) for keeps in (False, True)]
+    parts = [
+        estimate_parts(shape, replace(plan, keeps_reference=keeps, sequence_len=SEQUENCE)) for keeps in (False, True)
+    ]
     assert parts[0] == parts[1], "what the rehearsal measures"
 
 
@@ -551,7 +569,9 @@ def test_a_teacher_is_counted_where_it_is_in_memory(tmp_path):
     ]
     numel = sum(parameter.numel() for parameter in teacher.parameters())
     assert [plan.num_teacher_parameters for plan in plans] == [0, numel, 0]
-    sizes = [estimate_memory(shape, replace(plan, micro_batch_size=1), SEQUENCE).parameters for plan in plans]
+    sizes = [
+        estimate_memory(shape, replace(plan, micro_batch_size=1, sequence_len=SEQUENCE)).parameters for plan in plans
+    ]
     assert sizes[1] - sizes[0] == 4 * numel and sizes[2] == sizes[0]
     assert f"teacher: {numel:,} frozen parameters" in "\n".join(describe_plan(plans[1]))
 
@@ -569,6 +589,6 @@ def test_reward_models_are_counted_whole(tmp_path):
     ]
     numel = sum(parameter.numel() for model in scorers for parameter in model.parameters())
     assert [plan.num_reward_parameters for plan in plans] == [0, numel]
-    sizes = [estimate_memory(shape, plan, SEQUENCE).parameters for plan in plans]
+    sizes = [estimate_memory(shape, replace(plan, sequence_len=SEQUENCE)).parameters for plan in plans]
     assert sizes[1] - sizes[0] == 2 * numel
     assert f"reward: {numel:,} frozen parameters of reward models" in "\n".join(describe_plan(plans[1]))

@@ -48,7 +48,9 @@ def test_the_keys_and_values_of_an_answer_are_those_that_a_model_keeps():
     shape, _, plan = resolve(recipe, "1xH100")
     # A layer more, for the copy that is made while a token is added; the difference of two lengths has nothing else.
     longer, shorter = (
-        answer_bytes(shape, replace(plan, rollout=replace(plan.rollout, max_new_tokens=length - 8)), length)
+        answer_bytes(
+            shape, replace(plan, rollout=replace(plan.rollout, max_new_tokens=length - 8), sequence_len=length)
+        )
         for length in (48, 24)
     )
     assert 3 * (longer - shorter) == kept * (shape.num_layers + 1) / shape.num_layers
@@ -61,7 +63,7 @@ def test_as_many_answers_are_sampled_at_once_as_fit_beside_weights_and_optimizer
     assert 1 < rows < 64  # of 512 answers on 8 ranks
     for count, fits in ((rows, True), (rows + 1, False)):
         sized = replace(plan, rollout=replace(plan.rollout, max_num_seqs=count))
-        assert (estimate_memory(shape, sized, 4096).total <= usable) is fits
+        assert (estimate_memory(shape, sized).total <= usable) is fits
     assert any(f"rollout: {rows} of the 64 answers of each rank" in line for line in plan.why)
 
 
@@ -87,7 +89,7 @@ def test_every_candidate_of_a_search_samples_as_many_as_it_has_room_for():
 def test_a_token_takes_at_least_the_time_to_read_the_weights():
     recipe = build_recipe(parallel="zero2", train={"global_batch_size": 64})
     shape, cluster, plan = resolve(recipe, "8xH200")
-    seconds = estimate_time(shape, plan, 4096, cluster).sampling
+    seconds = estimate_time(shape, plan, cluster).sampling
     # 8.03e9 parameters in 2 bytes, of which the embedding is not read, at 4.8 TB/s, 2,048 times.
     assert seconds > (8.03e9 - 0.53e9) * 2 / 4.8e12 * 2048
 
@@ -97,7 +99,7 @@ def test_weights_that_are_gathered_for_every_token_make_sampling_slow():
     shape, cluster, plan = resolve(recipe)
     assert plan.strategy == "zero2"  # which gathers weights once, where fsdp gathers them for every token
     fsdp = resolve_plan(build_recipe(parallel="fsdp"), shape, cluster)
-    slow, fast = (estimate_time(shape, candidate, 4096, cluster) for candidate in (fsdp, plan))
+    slow, fast = (estimate_time(shape, candidate, cluster) for candidate in (fsdp, plan))
     # One token: 7/8 of 7.5e9 parameters in 2 bytes at 370 GB/s, if nothing is beside it.
     assert slow.sampling - fast.sampling > 0.5 * 2048 * 7 / 8 * 15e9 / 370e9
     assert slow.limit == "sampling"
@@ -107,7 +109,7 @@ def test_weights_that_are_gathered_for_every_token_make_sampling_slow():
 def test_each_update_on_the_answers_takes_as_long_as_the_first():
     shape, cluster, plan = resolve(build_recipe())
     once, thrice = (
-        estimate_time(shape, replace(plan, rollout=replace(plan.rollout, updates=updates)), 4096, cluster)
+        estimate_time(shape, replace(plan, rollout=replace(plan.rollout, updates=updates)), cluster)
         for updates in (1, 3)
     )
     assert thrice.sampling == once.sampling

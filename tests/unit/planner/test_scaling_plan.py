@@ -53,14 +53,14 @@ def test_data_parallel_bytes_are_those_of_the_worked_example(parallel, gigabytes
     """docs/memory-and-traffic.md, whose formulas are counted in real processes by tests/parity/test_traffic.py."""
     shape = build_shape(SMALL)
     assert shape.num_parameters == pytest.approx(1.345e9, rel=1e-3)
-    sent = count_step_bytes(shape, plan_of(parallel), 2048)
+    sent = count_step_bytes(shape, plan_of(parallel))
     assert sum(sent.values()) / GIGA == pytest.approx(gigabytes, abs=0.06)
 
 
 def test_layers_that_are_gathered_in_float8_send_a_byte_less_for_each_weight():
     shape = build_shape(SMALL)
     plain, tensorwise, rowwise = (
-        sum(count_step_bytes(shape, plan_of("fsdp", **options), 2048).values())
+        sum(count_step_bytes(shape, plan_of("fsdp", **options)).values())
         for options in ({}, {"precision": "fp8"}, {"precision": "fp8", "float8_scaling": "rowwise"})
     )
     layers = 24 * (4 * 2048**2 + 3 * 2048 * 5504 + 2 * 2048)
@@ -72,21 +72,21 @@ def test_bytes_of_other_axes_are_those_of_their_pages():
     shape, hidden = build_shape(SMALL), 2048 * 2048 * 2  # one sequence, bf16
     tensor = plan_of({"tp": 8}, batch=8, micro_batch_size=1)
     tensor_bytes = 8 * (8 * 24 + 4) * 7 / 8 * hidden
-    assert count_step_bytes(shape, tensor, 2048)["tp"] == pytest.approx(tensor_bytes)
+    assert count_step_bytes(shape, tensor)["tp"] == pytest.approx(tensor_bytes)
     # Half of them are reduce-scatters under sequence parallelism, of which gloo sends twice the bytes.
     sequence = replace(tensor, sequence_parallel=True)
-    on_gpus, on_cpus = (count_step_bytes(shape, sequence, 2048, kind)["tp"] for kind in ("cuda", "cpu"))
+    on_gpus, on_cpus = (count_step_bytes(shape, sequence, kind)["tp"] for kind in ("cuda", "cpu"))
     assert (on_gpus, on_cpus) == pytest.approx((1.0 * tensor_bytes, 1.5 * tensor_bytes))
     stages = plan_of({"pp": 8}, batch=8, micro_batch_size=1)
-    assert count_step_bytes(shape, stages, 2048)["pp"] == 8 * 2 * hidden  # of a stage between two others
+    assert count_step_bytes(shape, stages)["pp"] == 8 * 2 * hidden  # of a stage between two others
     context = plan_of({"cp": 2, "dp_shard": 4}, batch=8, micro_batch_size=1)
     keys = 2 * 16 * 128 * 2048 * 2  # keys and values of a whole sequence
-    assert count_step_bytes(shape, context, 2048)["cp"] == pytest.approx(2 * 24 * 2 * keys / 2)
+    assert count_step_bytes(shape, context)["cp"] == pytest.approx(2 * 24 * 2 * keys / 2)
     ulysses = plan_of({"cp": 2, "dp_shard": 4, "cp_method": "ulysses"}, batch=8, micro_batch_size=1)
-    assert count_step_bytes(shape, ulysses, 2048)["cp"] == pytest.approx(2 * 24 * 2 * 2048 * 64 * 128 * 2 / 2 / 2)
+    assert count_step_bytes(shape, ulysses)["cp"] == pytest.approx(2 * 24 * 2 * 2048 * 64 * 128 * 2 / 2 / 2)
     full = plan_of({"tp": 8}, batch=8, micro_batch_size=1, activation_checkpointing="full")
     # PyTorch stops before the last sum over ranks of a layer that it computes again.
-    assert count_step_bytes(shape, full, 2048)["tp"] == pytest.approx(8 * (10 * 24 + 4) * 7 / 8 * hidden)
+    assert count_step_bytes(shape, full)["tp"] == pytest.approx(8 * (10 * 24 + 4) * 7 / 8 * hidden)
 
 
 def scaling(counts=(8, 16, 64), devices="1xH100", **options):
@@ -99,7 +99,7 @@ def test_each_point_is_the_plan_of_that_many_devices():
     for each, sequences in zip(report.strong.points, (512, 512, 512), strict=True):
         assert each.ranked.plan.global_batch_size == sequences and each.ranked.plan.dp_shard == each.num_devices
         cluster = parse_devices(f"{each.num_devices}xH100")
-        seconds = estimate_time(build_shape(SMALL), each.ranked.plan, 4096, cluster).total
+        seconds = estimate_time(build_shape(SMALL), each.ranked.plan, cluster).total
         assert each.tokens_per_second == pytest.approx(512 * 4096 / seconds)
     assert [each.ranked.plan.global_batch_size for each in report.weak.points] == [512, 1024, 4096]
     strong, weak = report.strong, report.weak

@@ -101,8 +101,8 @@ def test_prefetch_and_gpipe_cannot_be_better_by_the_planners_formulas():
         resolve_plan(Recipe.model_validate(fields(parallel, micro_batch_size=1)), shape, cluster)
         for parallel in ({"dp_shard": 8}, {"dp_shard": 8, "prefetch": 3}, {"pp": 8}, {"pp": 8, "schedule": "gpipe"})
     ]
-    seconds = [estimate_time(shape, each, 4096, cluster).total for each in plans]
-    needs = [estimate_memory(shape, each, 4096).total for each in plans]
+    seconds = [estimate_time(shape, each, cluster).total for each in plans]
+    needs = [estimate_memory(shape, each).total for each in plans]
     assert seconds[1] == seconds[0] and needs[1] > needs[0]
     assert seconds[3] >= seconds[2] and needs[3] > needs[2]
 
@@ -147,8 +147,8 @@ def test_a_candidate_is_the_plan_that_its_settings_give_on_the_devices():
         settings = each.settings()
         plan = resolve_plan(Recipe.model_validate(fields(settings["parallel"], **settings["train"])), shape, cluster)
         assert replace(plan, why=()) == replace(each.plan, why=())
-        assert estimate_memory(shape, plan, 4096).total == each.memory.total
-        assert estimate_time(shape, plan, 4096, cluster).total == pytest.approx(each.forecast.step.total)
+        assert estimate_memory(shape, plan).total == each.memory.total
+        assert estimate_time(shape, plan, cluster).total == pytest.approx(each.forecast.step.total)
 
 
 def test_a_model_that_fits_nowhere_is_answered_with_its_smallest_plans():

@@ -32,8 +32,8 @@ PLAIN = Rates(
     product=1, small_dim=0, attention=1, fused=1, eager=1, overlap=0, launch=0, step_seconds=0, bandwidth_share=1
 )
 FSDP = ParallelPlan(
-    "fsdp", dp_shard=64, reshard_after_forward=True, reduce_gradients="each", micro_batch_size=2, num_microbatches=4,
-    precision=Precision(compute="bfloat16"),
+    "fsdp", dp_shard=64, reshard_after_forward=True, reduce_gradients="each", sequence_len=4096, micro_batch_size=2,
+    num_microbatches=4, precision=Precision(compute="bfloat16"),
 )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ COPIES = (4 * 2 * 4 + 4 * (6 + 12 / 64)) * (32 * (LAYER + 2 * 4096) + 2 * 32000 
 
 
 def step_of(plan=FSDP, devices="64xA100-80", rates=PLAIN, shape=LLAMA, length=4096):
-    return estimate_time(shape, plan, length, parse_devices(devices), rates=rates)
+    return estimate_time(shape, replace(plan, sequence_len=length), parse_devices(devices), rates=rates)
 
 
 def test_products_take_their_flops_at_the_best_measured_rate():
@@ -126,7 +126,9 @@ def test_full_checkpointing_repeats_the_forward_pass_of_layers():
         (products + attention + memory) / 2, rel=1e-4
     )
     assert once.recompute == 0
-    to_the_end = estimate_time(LLAMA, plan, 4096, CLUSTER, Software(recomputes_ends=True, fused=False), PLAIN).recompute
+    to_the_end = estimate_time(
+        LLAMA, replace(plan, sequence_len=4096), CLUSTER, Software(recomputes_ends=True, fused=False), PLAIN
+    ).recompute
     assert to_the_end == pytest.approx(products + attention + memory + 2 * 32 * 4096 * 11008 * tokens / rate, rel=1e-4)
 
 
@@ -173,7 +175,9 @@ def test_soft_capped_attention_is_eager_in_layers_that_are_compiled_and_checkpoi
 
 def test_eager_soft_capped_attention_needs_memory_for_the_scores_of_a_layer():
     plan = replace(FSDP, precision=Precision(compute="bfloat16"), activation_checkpointing="full")
-    flex, eager = (estimate_memory(GEMMA2, replace(plan, compile=each), 8192, "cuda").total for each in (False, True))
+    flex, eager = (
+        estimate_memory(GEMMA2, replace(plan, compile=each, sequence_len=8192), "cuda").total for each in (False, True)
+    )
     scores = 8192**2 * GEMMA2.num_heads * plan.micro_batch_size * (2 + 4 + 2)  # bf16, the fp32 softmax, and its cast
     assert eager - flex == pytest.approx(scores, rel=0.1)
 
@@ -208,21 +212,22 @@ def test_the_parts_of_a_step_add_up_and_the_largest_limits_it():
 
 
 def test_replicas_that_train_apart_send_once_in_many_steps():
-    alone = ParallelPlan("ddp", micro_batch_size=2, precision=Precision(compute="bfloat16"))
-    apart = replace(alone, num_replicas=16, sync=SyncPlan(name="local_sgd", every=50))
-    every = estimate_time(LLAMA, replace(alone, dp_replicate=16), 4096, parse_devices("16xA100-80"), rates=PLAIN)
-    found = estimate_time(LLAMA, apart, 4096, parse_devices("16xA100-80"), rates=PLAIN)
+    apart = replace(PAIR, num_replicas=16, sync=SyncPlan(name="local_sgd", every=50))
+    every = estimate_time(LLAMA, replace(PAIR, dp_replicate=16), parse_devices("16xA100-80"), rates=PLAIN)
+    found = estimate_time(LLAMA, apart, parse_devices("16xA100-80"), rates=PLAIN)
     assert found.exposed_communication["dp"] == pytest.approx(every.exposed_communication["dp"] / 50)
 
 
-PAIR = ParallelPlan("ddp", micro_batch_size=2, precision=Precision(compute="bfloat16"))
+PAIR = ParallelPlan("ddp", sequence_len=4096, micro_batch_size=2, precision=Precision(compute="bfloat16"))
 MACHINES = "16xA100-80@nvlink3,ib200"
 ALL = 32 * (LAYER + 2 * 4096) + 2 * 32000 * 4096 + 4096
 
 
 def between(plan, rates=PLAIN, devices=MACHINES):
     """The exposed communication between copies of the model."""
-    return estimate_time(LLAMA, plan, 4096, parse_devices(devices), rates=rates).exposed_communication["dp"]
+    return estimate_time(
+        LLAMA, replace(plan, sequence_len=4096), parse_devices(devices), rates=rates
+    ).exposed_communication["dp"]
 
 
 def test_gradients_are_also_summed_inside_replicas():
@@ -260,28 +265,27 @@ def test_local_sgd_pays_below_the_speed_that_its_formula_gives():
     """Where C + X / 50 is 0.9 of the step with every_step; X: the all-reduce of all gradients, C: the rest."""
     cluster = parse_devices(MACHINES)
     plan = replace(PAIR, num_replicas=16, sync=SyncPlan(name="local_sgd", every=50))
-    step = estimate_time(LLAMA, replace(PAIR, dp_replicate=16), 4096, cluster)
+    step = estimate_time(LLAMA, replace(PAIR, dp_replicate=16), cluster)
     rest = step.total - step.communication
-    speed = find_payoff(LLAMA, plan, 4096, cluster)
+    speed = find_payoff(LLAMA, plan, cluster)
     link = Link("", speed / 8, 30e-6, "")
     ours, theirs = (
-        estimate_time(LLAMA, each, 4096, cluster, between=Links(link, link)).total
-        for each in (plan, without_sync(plan))
+        estimate_time(LLAMA, each, cluster, between=Links(link, link)).total for each in (plan, without_sync(plan))
     )
     assert ours / theirs == pytest.approx(0.9, abs=1e-3)
     whole = 2 * 32 * (4 * 30e-6 + 4 * ALL / 32 * 15 / 16 / (speed / 8))
     assert ours == pytest.approx(rest + whole / 50)
     assert f"at least 10% where the links between replicas have less than {speed / 1e9:.3g} Gbit/s" in describe_payoff(
-        LLAMA, plan, 4096, cluster
+        LLAMA, plan, cluster
     )
 
 
 def test_a_plan_says_where_a_way_to_agree_never_pays():
     cluster = parse_devices(MACHINES)
     one_server = replace(PAIR, num_replicas=16, sync=SyncPlan(name="parameter_server"))
-    assert "at no speed of the links between replicas" in describe_payoff(LLAMA, one_server, 4096, cluster)
+    assert "at no speed of the links between replicas" in describe_payoff(LLAMA, one_server, cluster)
     for plan in (PAIR, replace(PAIR, dp_replicate=16), replace(PAIR, num_replicas=16, sync=SyncPlan(name="quorum"))):
-        assert describe_payoff(LLAMA, plan, 4096, cluster) is None
+        assert describe_payoff(LLAMA, plan, cluster) is None
 
 
 def test_a_pipeline_estimates_its_slowest_rank():
@@ -349,7 +353,7 @@ def test_unknown_links_are_refused(text, words):
 def test_a_device_of_unknown_speed_is_refused():
     slow = replace(ACCELERATORS["H100"], name="X1", bf16_flops=None)
     with pytest.raises(PlanError, match="the speed of X1 is unknown"):
-        estimate_time(LLAMA, FSDP, 4096, Cluster(slow, 64, 8, "cuda"))
+        estimate_time(LLAMA, FSDP, Cluster(slow, 64, 8, "cuda"))
 
 
 def test_more_bandwidth_is_never_slower():
@@ -357,5 +361,5 @@ def test_more_bandwidth_is_never_slower():
         replace(parse_devices("64xA100-80"), links=Links(Link("a", speed, 1e-6, ""), Link("b", speed / 10, 1e-6, "")))
         for speed in (300e9, 30e9)
     )
-    times = [estimate_time(LLAMA, FSDP, 4096, each, rates=GPU_RATES).total for each in (fast, slow)]
+    times = [estimate_time(LLAMA, FSDP, each, rates=GPU_RATES).total for each in (fast, slow)]
     assert times[0] < times[1]

@@ -102,9 +102,11 @@ def test_a_quorum_computes_what_ddp_does_and_changes_with_its_replicas():
     ddp = resolve_plan(build_recipe("ddp", batch=24), TINY, cpus(4))
     assert replace(plan, sync=SyncPlan(), why=(), num_replicas=1, dp_replicate=4) == replace(ddp, why=())
     line = "sync: quorum, 4 replicas of 1 process, the loss of a replica costs one repeated step"
-    assert not plan.lossy and line in describe_plan(plan)
+    assert plan.sync.is_exact and line in describe_plan(plan)
     assert resolve_plan(build_recipe("auto", batch=24, sync=quorum), TINY, cpus(4)).num_replicas == 4
-    assumed = {each.sync.name: estimate_memory(TINY, each, 64, "cpu").assumptions for each in (plan, ddp)}
+    assumed = {
+        each.sync.name: estimate_memory(TINY, replace(each, sequence_len=64), "cpu").assumptions for each in (plan, ddp)
+    }
     assert not [line for line in assumed["quorum"] if "DDP" in line or "bucket" in line]
     assert "a quorum sends copies of gradients, which count as optimizer" in assumed["quorum"]
     assert "DDP's gradients are views into its buckets" in assumed["every_step"]
@@ -162,10 +164,10 @@ def test_launchers_that_end_all_processes_refuse_a_quorum():
 
 def test_the_plan_says_what_is_lossy():
     plain = resolve_plan(build_recipe("ddp"), TINY, cpus(2))
-    assert plain.sync == SyncPlan() and not plain.lossy
+    assert plain.sync == SyncPlan() and plain.sync.is_exact
     assert not [line for line in describe_plan(plain) if line.startswith("sync")]
     plan = resolve_plan(build_recipe("ddp", sync={**DILOCO, "compress": {"method": "int8"}}), TINY, cpus(4))
-    assert plan.lossy and ParallelPlan.from_dict(plan.to_dict()) == plan
+    assert not plan.sync.is_exact and ParallelPlan.from_dict(plan.to_dict()) == plan
     assert describe_plan(plan)[3] == (
         "sync: diloco, 2 replicas of 2 processes, every 30 steps, outer learning rate 0.7, momentum 0.9, gradients "
         "sent as int8; lossy: the losses are not those of sync.name: every_step"
@@ -178,7 +180,7 @@ def compressing(method, parallel="ddp", precision="fp32"):
 
 
 def test_compression_needs_whole_gradients():
-    assert compressing("powersgd").lossy
+    assert not compressing("powersgd").sync.is_exact
     assert compressing("bf16", "fsdp").precision.reduce == "bfloat16"
     assert compressing("bf16").precision.reduce == "float32", "DDP rounds in its own sum"
     with pytest.raises(
@@ -201,7 +203,7 @@ def test_bytes_and_memory_of_replicas():
     plan = resolve_plan(build_recipe("fsdp", sync=sync), TINY, cpus(8))
     plain = replace(plan, sync=SyncPlan())
     held = trained // 2
-    extra = estimate_memory(TINY, plan, 128, "cpu").total - estimate_memory(TINY, plain, 128, "cpu").total
+    extra = estimate_memory(TINY, plan, "cpu").total - estimate_memory(TINY, plain, "cpu").total
     assert extra == held * (4 + 4 + 4 + 4), "agreed weights, momentum, late sums, outer gradients"
     assert estimate_checkpoint(TINY, plan) == trained * 4 + 2 * trained * 4 + 4 * (trained * 4 + 2 * trained * 4)
     sent, whole = 1.5 * held * (1 + 4 / 256) / 10, 1.5 * 4 * held
@@ -213,7 +215,7 @@ def test_bytes_and_memory_of_replicas():
 def test_bytes_and_memory_of_compressed_gradients():
     plan = resolve_plan(build_recipe("ddp", sync={"compress": {"method": "topk"}}), TINY, cpus(4))
     plain, trained = replace(plan, sync=SyncPlan()), TINY.num_parameters
-    extra = estimate_memory(TINY, plan, 128, "cpu").total - estimate_memory(TINY, plain, 128, "cpu").total
+    extra = estimate_memory(TINY, plan, "cpu").total - estimate_memory(TINY, plain, "cpu").total
     assert extra == 2 * 4 * trained
     assert estimate_checkpoint(TINY, plan) - estimate_checkpoint(TINY, plain) == 4 * 4 * trained
     [line] = [line for line in plan.why if line.startswith("sync every_step")]
@@ -228,7 +230,7 @@ def test_bytes_that_depend_on_shapes(method):
     sent = count_sent_bytes(plan.sync, [each.shape for each in model.parameters()], 4)
     [line] = [line for line in plan.why if line.startswith("sync every_step")]
     assert f"sends {render_bytes(round(sent))} per step" in line
-    assert count_step_bytes(TINY, plan, 128)["dp"] == pytest.approx(sent)
+    assert count_step_bytes(TINY, plan)["dp"] == pytest.approx(sent)
 
 
 def test_bytes_of_signs():
@@ -244,17 +246,20 @@ SERVERS = {"name": "parameter_server", "servers": 2}
 def test_every_process_is_a_worker_of_parameter_servers():
     plan = resolve_plan(build_recipe("ddp", batch=24, sync=SERVERS), TINY, cpus(4))
     assert (plan.num_replicas, plan.dp_replicate, plan.world_size, plan.global_batch_size) == (4, 1, 4, 24)
-    assert plan.num_microbatches * plan.micro_batch_size == 6 and not plan.lossy
+    assert plan.num_microbatches * plan.micro_batch_size == 6 and plan.sync.is_exact
     assert describe_plan(plan)[3] == "sync: parameter_server, 4 workers, 2 servers, aggregate weighted"
     assert ParallelPlan.from_dict(plan.to_dict()) == plan
     assert resolve_plan(build_recipe("auto", batch=24, sync=SERVERS), TINY, cpus(4)).num_replicas == 4
-    assert resolve_plan(build_recipe("ddp", sync={**SERVERS, "aggregate": "mean"}), TINY, cpus(4)).lossy
+    assert not resolve_plan(build_recipe("ddp", sync={**SERVERS, "aggregate": "mean"}), TINY, cpus(4)).sync.is_exact
     free, bounded = (
         resolve_plan(build_recipe("ddp", sync={**SERVERS, "max_staleness": staleness}), TINY, cpus(4))
         for staleness in (None, 1)
     )
-    assert free.lossy and "aggregate weighted, staleness of any number of steps; lossy" in describe_plan(free)[3]
-    assert bounded.lossy and ParallelPlan.from_dict(bounded.to_dict()) == bounded
+    assert (
+        not free.sync.is_exact
+        and "aggregate weighted, staleness of any number of steps; lossy" in describe_plan(free)[3]
+    )
+    assert not bounded.sync.is_exact and ParallelPlan.from_dict(bounded.to_dict()) == bounded
     sync = {**SERVERS, "max_staleness": 1, "staleness_compensation": 0.04}
     compensated = resolve_plan(build_recipe("ddp", sync=sync), TINY, cpus(4))
     assert "staleness of at most 1 step, compensated with 0.04; lossy" in describe_plan(compensated)[3]
@@ -280,7 +285,7 @@ def test_bytes_and_memory_of_parameter_servers():
     plan = resolve_plan(build_recipe("ddp", sync=SERVERS), TINY, cpus(4))
     plain, trained = resolve_plan(build_recipe("ddp"), TINY, cpus(1)), TINY.num_parameters
     plain = replace(plain, micro_batch_size=plan.micro_batch_size)
-    ours, theirs = (estimate_memory(TINY, each, 128, "cpu") for each in (plan, plain))
+    ours, theirs = (estimate_memory(TINY, each, "cpu") for each in (plan, plain))
     owned = trained // 2
     assert ours.parameters == theirs.parameters and ours.gradients == theirs.gradients
     pushed, copies, waiting = 4 * trained, (4 + 4 + 4) * owned, 3 * 4 * owned
@@ -294,7 +299,7 @@ def test_bytes_and_memory_of_parameter_servers():
     assert f"gets {render_bytes(round(3 * 0.8 * owned))} of gradients" in line
     assert f"sends {render_bytes(round(3 * 4 * owned))} of weights" in line
     assert estimate_checkpoint(TINY, compressed) - estimate_checkpoint(TINY, plan) == 4 * 4 * trained
-    extra = estimate_memory(TINY, compressed, 128, "cpu").optimizer - ours.optimizer
+    extra = estimate_memory(TINY, compressed, "cpu").optimizer - ours.optimizer
     assert extra == 2 * 4 * trained, "what was not sent, and a new one during a step"
 
 

@@ -100,7 +100,7 @@ def plan(
     chosen = resolve_plan(recipe, shape, cluster)
     note(f"cluster: {cluster.num_devices} x {cluster.accelerator.name} on {cluster.num_nodes} machine(s)")
     left = (f"left to train: {line}" for line in checked.left)
-    memory = estimate_memory(shape, chosen, recipe.data.sequence_len, cluster.kind)
+    memory = estimate_memory(shape, chosen, cluster.kind)
     for part in (describe_plan(chosen), [describe_checkpoint(shape, chosen)], describe_steps(recipe, None), left):
         for line in part:
             note(line)
@@ -134,7 +134,7 @@ def _forecast(
     except PlanError as error:
         note(f"time: {error}")
         return None
-    payoff = describe_payoff(shape, chosen, recipe.data.sequence_len, cluster)
+    payoff = describe_payoff(shape, chosen, cluster)
     for line in (*forecast.describe(), *([] if payoff is None else [payoff])):
         note(line)
     return forecast

@@ -98,7 +98,7 @@ def _describe_stages(spec: EngineSpec) -> tuple[int | None, float]:
     if spec.plan.pp == 1:
         return None, 0.0
     shape = build_shape(spec.config.to_dict())
-    return shape.hidden_size, predict_waiting(shape, spec.plan, spec.recipe.data.sequence_len)
+    return shape.hidden_size, predict_waiting(shape, spec.plan)
 
 
 def build_native_engine(

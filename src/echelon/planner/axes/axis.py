@@ -44,13 +44,12 @@ class Sender:
     rank: int
     """Of the ranks that divide the layers."""
     plan: ParallelPlan
-    sequence_len: int
     kind: DeviceKind
 
     @property
     def tokens(self) -> int:
         """Of one microbatch."""
-        return self.plan.microbatch_tokens(self.sequence_len)
+        return self.plan.microbatch_tokens
 
     @property
     def layers(self) -> int:
@@ -126,7 +125,7 @@ class Axis:
         """Whether a step may have this number of microbatches."""
         return True
 
-    def describe(self, shape: ModelShape, plan: ParallelPlan, sequence_len: int) -> list[str]:
+    def describe(self, shape: ModelShape, plan: ParallelPlan) -> list[str]:
         """Return lines for the user about what the axis costs."""
         return []
 

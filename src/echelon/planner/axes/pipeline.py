@@ -105,10 +105,10 @@ class _Pipeline(Axis):
         return plan.schedule is None or fits_schedule(plan.schedule, plan.pp, num_microbatches)
 
     @override
-    def describe(self, shape: ModelShape, plan: ParallelPlan, sequence_len: int) -> list[str]:
+    def describe(self, shape: ModelShape, plan: ParallelPlan) -> list[str]:
         if plan.schedule is None:
             return []
-        share = predict_waiting(shape, plan, sequence_len)
+        share = predict_waiting(shape, plan)
         return [
             f"pipeline: stages of {join_words([str(n) for n in plan.stages], last='and')} layers, "
             f"{plan.num_microbatches} microbatches in a step; by its schedule {plan.schedule}, the processes wait for "
@@ -247,7 +247,7 @@ def _check_settings(recipe: "Recipe", plan: ParallelPlan) -> None:
             raise ConfigError(f"{what} does not work with parallel.pp={plan.pp}: {reason}; change it, or use pp: 1.")
 
 
-def predict_waiting(shape: ModelShape, plan: ParallelPlan, sequence_len: int) -> float:
+def predict_waiting(shape: ModelShape, plan: ParallelPlan) -> float:
     """Return the share of a step in which a process of a pipeline waits, the mean over all; 0.0 without a pipeline.
 
     The schedule is simulated. A stage takes as long as its layers, the last one also as its head, by their FLOPs;
@@ -257,7 +257,7 @@ def predict_waiting(shape: ModelShape, plan: ParallelPlan, sequence_len: int) ->
     if plan.schedule is None:
         return 0.0
     costs = [float(count) for count in plan.stages]
-    costs[-1] += head_cost(shape, sequence_len)
+    costs[-1] += head_cost(shape, plan.sequence_len)
     return waiting_share(plan.schedule, plan.pp, [StageTime(cost, cost, cost) for cost in costs], plan.num_microbatches)
 
 

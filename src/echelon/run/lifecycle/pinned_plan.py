@@ -16,7 +16,7 @@ def pin_plan(folder: RunFolder, planned: ParallelPlan, learner: Learner) -> None
     """Write the plan and its estimate into the run folder if the rehearsal changed it. On rank 0."""
     if learner.plan == planned:
         return
-    estimate = estimate_memory(learner.shape, learner.plan, learner.recipe.data.sequence_len, _kind_of(learner))
+    estimate = estimate_memory(learner.shape, learner.plan, _kind_of(learner))
     stored = read_as(folder.estimate_path, dict[str, Any])
     write_json(folder.estimate_path, stored | {"memory": asdict(estimate), "seconds": None})
     write_json(folder.plan_path, learner.plan.to_dict())
@@ -25,8 +25,7 @@ def pin_plan(folder: RunFolder, planned: ParallelPlan, learner: Learner) -> None
 def note_memory(journal: Journal, step: int, learner: Learner) -> None:
     """Write the measured memory to the journal, if it is known, with what was planned. On rank 0."""
     if learner.memory is not None:
-        sequence_len = learner.recipe.data.sequence_len
-        planned = estimate_parts(learner.shape, learner.plan, sequence_len, _kind_of(learner))
+        planned = estimate_parts(learner.shape, learner.plan, _kind_of(learner))
         journal.memory(step, planned, learner.memory)
 
 

@@ -160,12 +160,12 @@ def prepare_run(
         cluster = find_cluster()
         plan = _find_plan(opened, recipe, shape, cluster, data.train.num_samples)
         _check_profile(recipe, num_steps, plan.world_size)
-        memory = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
+        memory = estimate_memory(shape, plan, cluster.kind)
         folder.text.write_prepared_path(data.path, data.content_digest, data.is_packed)
         fetch_models(recipe, commits)  # last, after every check that can fail
         write_commits(folder.hub_path, commits)
         history = read_history(find_cache_dir(), shape, cluster)
-        seconds = describe_estimate(shape, plan, recipe.data.sequence_len, cluster, history)
+        seconds = describe_estimate(shape, plan, cluster, history)
         estimate = {"memory": asdict(memory), **seconds}
         write_run(folder, recipe, plan, estimate, num_steps, cluster, variables)
     cost = describe_cost(recipe, folder, rate, cluster.num_nodes, num_steps)

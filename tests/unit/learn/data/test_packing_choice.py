@@ -93,7 +93,7 @@ def test_preference_pairs_work_without_a_mask_and_are_counted(tmp_path):
     report = plan(load_recipe(path, pairs)[0], "1xH100")
     assert report.plan.rows_per_sequence == 2
     assert any("data.packing=auto: samples are not packed, because this mamba model" in line for line in report.lines)
-    masked = estimate_memory(report.shape, replace(report.plan, rows_per_sequence=1), 32)
+    masked = estimate_memory(report.shape, replace(report.plan, rows_per_sequence=1))
     assert report.memory.states == masked.states
     assert report.memory.activations == pytest.approx(2 * masked.activations, rel=0.05)
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -200,7 +201,7 @@ def test_memory_of_adapted_experts_by_hand():
         adapter = build_adapter_plan(AdapterConfig(method="lora", r=4, target_parameters=names), shape)
         for checkpointing in ("none", "full"):
             plan = ParallelPlan("ddp", precision=Precision(), adapter=adapter, activation_checkpointing=checkpointing)
-            estimates.append(estimate_memory(shape, plan, 32))
+            estimates.append(estimate_memory(shape, replace(plan, sequence_len=32)))
     without, without_full, adapted_all, adapted_full = estimates
     assert adapted_all.activations - without.activations == 4 * 2 * (gate_up + down)
     assert adapted_full.activations + adapted_full.logits - without_full.activations - without_full.logits > 0

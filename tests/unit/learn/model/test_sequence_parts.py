@@ -120,9 +120,9 @@ def test_memory_is_that_of_a_part_and_the_gathered_keys_and_values():
     """By hand, fp32: all tokens' activations are halved; keys and values of the other half are added in each layer."""
     shape = build_shape(small_config("llama"))
     sharded = ParallelPlan("fsdp", dp_shard=2, micro_batch_size=4, reshard_after_forward=True)
-    whole = estimate_memory(shape, sharded, 128)
+    whole = estimate_memory(shape, replace(sharded, sequence_len=128))
     halves = {
-        method: estimate_memory(shape, replace(sharded, dp_shard=1, cp=2, cp_method=method), 128)
+        method: estimate_memory(shape, replace(sharded, dp_shard=1, cp=2, cp_method=method, sequence_len=128))
         for method in ("allgather", "ulysses")
     }
     others = 4 * 64 * 2 * shape.num_kv_heads * shape.head_dim * 4 * shape.num_layers

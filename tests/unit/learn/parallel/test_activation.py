@@ -63,7 +63,7 @@ def test_compiled_layers_keep_their_budget(budget):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     plan = ParallelPlan("ddp", micro_batch_size=BATCH, compile=True, activation_memory_budget=budget)
     # The model has torch's fused attention, as on a GPU: tests/parity/test_memory_parts.py has echelon's on a CPU.
-    planned = estimate_parts(build_shape(small_config("llama", **FIELDS)), plan, LENGTH, "cuda")
+    planned = estimate_parts(build_shape(small_config("llama", **FIELDS)), replace(plan, sequence_len=LENGTH), "cuda")
     assert kept == pytest.approx(planned.activations, rel=0.1)
 
 
@@ -85,7 +85,7 @@ def test_compiled_layers_in_bf16_keep_what_the_plan_counts(name):
     kept, _ = measure_kept(None, build(family, fields).to(torch.bfloat16))
     half = Precision(param="bfloat16", compute="bfloat16", master="bfloat16")
     plan = ParallelPlan("ddp", micro_batch_size=BATCH, compile=True, precision=half)
-    planned = estimate_parts(build_shape(small_config(family, **fields)), plan, LENGTH, "cuda")
+    planned = estimate_parts(build_shape(small_config(family, **fields)), replace(plan, sequence_len=LENGTH), "cuda")
     assert kept == pytest.approx(planned.activations, rel=0.1)
 
 
@@ -103,7 +103,7 @@ def test_the_plan_of_every_second_layer_lies_between_none_and_full():
     layer_input = BATCH * LENGTH * 4 * 64
 
     def count(**checkpointing):
-        return estimate_memory(shape, replace(none, **checkpointing), LENGTH, "cpu").activations
+        return estimate_memory(shape, replace(none, **checkpointing, sequence_len=LENGTH), "cpu").activations
 
     # full: four inputs, and one layer that is recomputed
     layer = (count() - count(activation_checkpointing="full") + 4 * layer_input) // 3

@@ -138,10 +138,10 @@ def test_unequal_stages_wait_longer():
     """
     plan = ParallelPlan("pp", pp=2, schedule="1f1b", stages=(1, 3), num_microbatches=4)
     free = replace(shape_of(), vocab_size=0)  # whose head costs nothing
-    assert predict_waiting(free, plan, 64) == pytest.approx(1 - 48 / (2 * 39), abs=1e-4)
-    assert predict_waiting(free, replace(plan, stages=(2, 2)), 64) == pytest.approx(1 / 5, abs=1e-4)
-    assert predict_waiting(shape_of(vocab_size=8192), replace(plan, stages=(2, 2)), 64) > 1 / 5
-    assert predict_waiting(free, ParallelPlan("ddp"), 64) == 0.0
+    assert predict_waiting(free, replace(plan, sequence_len=64)) == pytest.approx(1 - 48 / (2 * 39), abs=1e-4)
+    assert predict_waiting(free, replace(plan, stages=(2, 2), sequence_len=64)) == pytest.approx(1 / 5, abs=1e-4)
+    assert predict_waiting(shape_of(vocab_size=8192), replace(plan, stages=(2, 2), sequence_len=64)) > 1 / 5
+    assert predict_waiting(free, ParallelPlan("ddp", sequence_len=64)) == 0.0
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -243,6 +243,6 @@ def test_a_stage_needs_the_memory_of_its_layers():
     """fp32 AdamW on one process of four: 8 bytes of moments, 4 of weights and of gradients, per parameter."""
     shape = shape_of(8, vocab_size=8192)
     plan = resolve_plan(build_recipe({"pp": 2, "stages": [4, 4]}), shape, cpus(2))
-    needs = estimate_memory(shape, plan, 64, "cpu")
+    needs = estimate_memory(shape, plan, "cpu")
     last = 4 * 36_992 + 64 + 8192 * 64
     assert needs.optimizer == 8 * last

@@ -165,7 +165,7 @@ def test_processes_that_share_cores_share_their_rates_and_links():
 def test_a_step_takes_what_the_measured_rates_say():
     """One process with both cores, 4 microbatches of 256 tokens."""
     plan = ParallelPlan("ddp", micro_batch_size=2, num_microbatches=4)
-    found = estimate_time(SHAPE, plan, 128, calibrated_cluster(CALIBRATION, 1, 1))
+    found = estimate_time(SHAPE, replace(plan, sequence_len=128), calibrated_cluster(CALIBRATION, 1, 1))
     assert found.matmul == pytest.approx(6 * 1024 * (4 * LAYER + 256 * 2048) / 160e9, rel=1e-3)
     forward = 4 * 1024 * 256 * 128 * 4 / 2 / 50e9
     assert found.attention == pytest.approx(forward * (1 + 2.5 / 0.9))
@@ -177,7 +177,7 @@ def test_a_step_takes_what_the_measured_rates_say():
     assert any("measured on this machine on 2026-01-02" in line for line in found.assumptions)
     assert "kernels: PyTorch's attention on the CPU, pointwise operations not fused" in found.assumptions
     half = replace(plan, precision=Precision(compute="bfloat16"))
-    step = estimate_time(SHAPE, half, 128, calibrated_cluster(CALIBRATION, 1, 1))
+    step = estimate_time(SHAPE, replace(half, sequence_len=128), calibrated_cluster(CALIBRATION, 1, 1))
     assert any("attention on the CPU in blocks of queries" in line for line in step.assumptions)
 
 
@@ -192,7 +192,8 @@ def test_tensor_and_pipeline_parallelism_pay_for_fully_shard_on_one_rank():
     ):
         plan = ParallelPlan(micro_batch_size=2, num_microbatches=4, **fields)
         bare, found = (
-            estimate_time(SHAPE, plan, 128, calibrated_cluster(each, 2, 2)) for each in (CALIBRATION, wrapped)
+            estimate_time(SHAPE, replace(plan, sequence_len=128), calibrated_cluster(each, 2, 2))
+            for each in (CALIBRATION, wrapped)
         )
         assert found.overhead - bare.overhead == pytest.approx(4 * hooks), fields
         assert (found.bubble > bare.bubble) == (plan.pp > 1)
@@ -219,7 +220,8 @@ def test_an_uneven_speed_makes_more_of_the_axes_that_meet_more_often():
     ):
         plan = ParallelPlan(micro_batch_size=2, num_microbatches=4, **fields)
         even, other = (
-            estimate_time(SHAPE, plan, 128, calibrated_cluster(each, 2, 2)) for each in (CALIBRATION, uneven)
+            estimate_time(SHAPE, replace(plan, sequence_len=128), calibrated_cluster(each, 2, 2))
+            for each in (CALIBRATION, uneven)
         )
         work = even.compute + even.overhead
         more = other.exposed_communication[axis] - even.exposed_communication[axis]
@@ -236,7 +238,7 @@ def test_processes_that_wait_in_a_pipeline_leave_their_cores_to_others():
             "pp", pp=4, schedule="1f1b", stages=(1, 1, 1, 1), micro_batch_size=2, num_microbatches=count
         )  # fmt: skip
         known = replace(CALIBRATION, num_devices=cores, latency=0.0, bandwidth=1e15, launch_seconds=0.0)
-        found = estimate_time(SHAPE, plan, 128, calibrated_cluster(known, 4, 4))
+        found = estimate_time(SHAPE, replace(plan, sequence_len=128), calibrated_cluster(known, 4, 4))
         assert sum(found.to_dict().values()) == pytest.approx(found.total)
         return found.compute + found.bubble
 
