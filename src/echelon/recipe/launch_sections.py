@@ -166,20 +166,25 @@ class VolumeConfig(Section):
 
 
 class KubernetesConfig(Section):
-    """`launch.to: kubernetes`: a job of the Kubeflow operators, of SageMaker HyperPod's, or of KubeRay."""
+    """`launch.to: kubernetes`: a job of an operator of the cluster."""
 
-    kind: Literal["pytorchjob", "trainjob", "hyperpod", "rayjob"] = Field(
+    kind: Literal["pytorchjob", "trainjob", "jobset", "volcano", "mpijob", "hyperpod", "rayjob"] = Field(
         "pytorchjob",
-        description="`pytorchjob`: Kubeflow's training operator (v1); `trainjob`: Kubeflow Trainer (v2); `hyperpod`: "
-        "HyperPodPyTorchJob; `rayjob`: a Ray cluster of its own, by KubeRay.",
+        description="`pytorchjob`: Kubeflow's training operator (v1); `trainjob`: Kubeflow Trainer (v2); `jobset`: "
+        "JobSet; `volcano`: a Job of Volcano; `mpijob`: Kubeflow's MPI operator; `hyperpod`: HyperPodPyTorchJob; "
+        "`rayjob`: a Ray cluster of its own, by KubeRay.",
     )
     image: str | None = Field(None, description="Container image with echelon installed.")
     namespace: str = Field("default", description="Namespace of the job.")
     context: str | None = Field(None, description="Context of the kubeconfig. Default: the current one.")
     gpus_per_node: CountOrZero | None = Field(None, description="`nvidia.com/gpu` per pod. Default: nproc_per_node.")
     efa_per_node: CountOrZero = Field(0, description="`vpc.amazonaws.com/efa` per pod.")
-    cpu: str | None = Field(None, description="CPU cores per pod, such as `8`; both request and limit.")
-    memory: str | None = Field(None, description="Memory per pod, such as `200Gi`.")
+    cpu: str | None = Field(
+        None,
+        description="CPU cores per pod, such as `8`; both request and limit. Default: 90 % of what its GPUs have, if "
+        "node_selector names a type of the catalogue.",
+    )
+    memory: str | None = Field(None, description="Memory per pod, such as `200Gi`. Default: like cpu.")
     resources: dict[str, CountOrZero | str] = Field(
         default_factory=dict,
         description="Other resources per pod, both request and limit: `{rdma/hca: 8}`; for MIG "
@@ -222,7 +227,7 @@ class KubernetesConfig(Section):
         None,
         description="Delete the job and its logs this time after its end. Default: never. Not with trainjob.",
     )
-    queue: str | None = Field(None, description="Kueue's local queue.")
+    queue: str | None = Field(None, description="Kueue's local queue; of a volcano job Volcano's queue.")
     runtime: str = Field("torch-distributed", description="The ClusterTrainingRuntime of a trainjob.")
     patch: dict[str, Any] = Field(
         default_factory=dict,

@@ -17,6 +17,7 @@ from echelon.launch.kubernetes.kinds import PORT, find_kind, is_elastic, longest
 from echelon.launch.kubernetes.pod import (
     RECIPE_MOUNT,
     SHARED_MEMORY_MOUNT,
+    build_resources,
     count_processes,
     find_workdir,
 )
@@ -87,15 +88,22 @@ def read_quantity(text: str) -> Decimal | None:
 def _check_kind(job: JobSpec) -> None:
     """Refuse settings for which the job kind has no field."""
     settings = job.recipe.launch.kubernetes
-    if is_elastic(job) and settings.kind not in ("pytorchjob", "rayjob"):
+    kind = find_kind(job)
+    what = {"volcano": "a Job of Volcano", "mpijob": "an MPIJob"}.get(settings.kind, f"a {kind.kind}")
+    if is_elastic(job) and not kind.is_elastic:
         raise ConfigError(
-            f"launch.nodes={job.recipe.launch.nodes}: a {find_kind(job).kind} has a fixed number of pods; use "
+            f"launch.nodes={job.recipe.launch.nodes}: {what} has a fixed number of pods; use "
             f"launch.nodes={job.nodes[1]}, or {_KEY}.kind=pytorchjob."
         )
-    if settings.kind == "trainjob" and settings.env_from_secrets:
+    if settings.kind == "volcano" and job.recipe.launch.max_hours is not None:
         raise ConfigError(
-            f"{_KEY}.env_from_secrets: a TrainJob cannot take variables from whole Secrets; mount the Secret as a "
-            f"volume ({_KEY}.volumes with secret_name) and read it in launch.setup, or use {_KEY}.kind=pytorchjob."
+            f"launch.max_hours={job.recipe.launch.max_hours:g}: {what} has no time limit; set budget.max_hours instead."
+        )
+    if settings.kind in ("trainjob", "mpijob") and settings.env_from_secrets:
+        raise ConfigError(
+            f"{_KEY}.env_from_secrets: the processes of {what} cannot take variables from whole Secrets; mount "
+            f"the Secret as a volume ({_KEY}.volumes with secret_name) and read it in launch.setup, or use "
+            f"{_KEY}.kind=pytorchjob."
         )
     for name in _NOT_IN_TRAINJOBS:
         value = getattr(settings, name)
@@ -110,11 +118,6 @@ def _check_kind(job: JobSpec) -> None:
         )
     if settings.kind == "rayjob" and settings.host_network:
         raise ConfigError(f"{_KEY}.host_network: the ports of a Ray cluster need pods with addresses; remove it.")
-    if settings.kind == "hyperpod" and not count_processes(job):
-        raise ConfigError(
-            "launch.nproc_per_node=auto: a HyperPodPyTorchJob without GPUs needs the number of processes per pod; set "
-            "launch.nproc_per_node."
-        )
 
 
 def _check_names(job: JobSpec) -> None:
@@ -191,6 +194,11 @@ def _check_devices(job: JobSpec) -> None:
             {f"{_KEY}.gpus_per_node": 1},
         )
     gpus, processes = count_gpus(job, "kubernetes"), count_processes(job)
+    if launch.kubernetes.kind in ("hyperpod", "mpijob") and not processes:
+        raise ConfigError(
+            f"launch.nproc_per_node=auto: {_KEY}.kind={launch.kubernetes.kind} without GPUs needs the number of "
+            "processes per pod; set launch.nproc_per_node."
+        )
     if gpus and processes != gpus:
         raise ConfigError(
             f"{_KEY}.gpus_per_node={gpus}: each of the launch.nproc_per_node={processes} processes uses one GPU; set "
@@ -308,6 +316,16 @@ def _describe(job: JobSpec) -> list[str]:
         )
     if settings.kind == "hyperpod":
         lines.append("the image must also contain hyperpod-elastic-agent, the only agent HyperPod's operator supports")
+    if settings.kind == "mpijob":
+        lines.append(
+            "the image must also contain Open MPI and sshd, which the pods start; mpirun ends the ranks at once when "
+            "its pod is deleted, so what counts is the newest checkpoint"
+        )
+    if not {"cpu", "memory"} <= set(build_resources(job).get("limits", {})):
+        lines.append(
+            f"{_KEY}.cpu and memory are not both set, so the pods are not of Guaranteed quality: they share cores, and "
+            "are evicted first where memory runs out"
+        )
     if settings.efa_per_node and job.nodes[1] > 1:
         lines.append(
             "EFA: the image must have libfabric and NCCL's plugin aws-ofi-nccl; pods without them train over TCP, many "

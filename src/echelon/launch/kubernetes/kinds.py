@@ -10,10 +10,13 @@ PORT = 29400
 
 @dataclass(frozen=True)
 class JobKind:
-    """How one kind is addressed in the API.
+    """How one kind is addressed in the API, and the names that its operator gives.
 
-    `container` is the container name its operator expects. `pods_by` is the label that selects a job's pods.
-    `operator` is what to install if the cluster does not know the kind.
+    `operator` is what to install if the cluster does not know the kind. `pods_by` is the label that selects a job's
+    pods. `container` is the container whose output is the job's, `worker` the one that trains, by default the same.
+    `port` is its port, with the name that the operator expects. `pod` and `host` are the longest name of a pod, and the
+    name under which all pods reach the first one; they have the fields `name` of the job and `last`, the number of its
+    last pod. `is_elastic`: whether the number of pods may change.
     """
 
     group: str
@@ -23,25 +26,51 @@ class JobKind:
     container: str
     pods_by: str
     operator: str
+    pod: str
+    host: str
+    port: tuple[str, int] | None = ("rendezvous", PORT)
+    worker: str | None = None
+    is_elastic: bool = False
+
+    @property
+    def trainer(self) -> str:
+        """The name of the container that trains."""
+        return self.worker or self.container
 
 
+_JOBSET_POD, _JOBSET_HOST = "{name}-node-0-{last}-xxxxx", "{name}-node-0-0.{name}"
 KINDS = {
     "pytorchjob": JobKind(
         "kubeflow.org", "v1", "PyTorchJob", "pytorchjobs", "pytorch", "training.kubeflow.org/job-name",
-        "Kubeflow's training operator (v1)",
+        "Kubeflow's training operator (v1)", "{name}-worker-{last}", "{name}-master-0", ("pytorchjob-port", PORT),
+        is_elastic=True,
     ),
+    # The pods of a TrainJob are those of a JobSet, which has one service for all of them.
     "trainjob": JobKind(
         "trainer.kubeflow.org", "v1alpha1", "TrainJob", "trainjobs", "node", "jobset.sigs.k8s.io/jobset-name",
-        "Kubeflow Trainer 2.3 or later",
+        "Kubeflow Trainer 2.3 or later", _JOBSET_POD, _JOBSET_HOST,
     ),
+    "jobset": JobKind(
+        "jobset.x-k8s.io", "v1alpha2", "JobSet", "jobsets", "node", "jobset.sigs.k8s.io/jobset-name",
+        "JobSet 0.8 or later", _JOBSET_POD, _JOBSET_HOST,
+    ),
+    "volcano": JobKind(
+        "batch.volcano.sh", "v1alpha1", "Job", "jobs", "node", "volcano.sh/job-name",
+        "Volcano 1.9 or later", "{name}-node-{last}", "{name}-node-0.{name}",
+    ),
+    "mpijob": JobKind(
+        "kubeflow.org", "v2beta1", "MPIJob", "mpijobs", "mpi", "training.kubeflow.org/job-name",
+        "Kubeflow's MPI operator 0.6 or later", "{name}-launcher-xxxxx", "{name}-worker-0.{name}", None,
+    ),
+    # Its operator talks to its agent at the port.
     "hyperpod": JobKind(
         "sagemaker.amazonaws.com", "v1", "HyperPodPyTorchJob", "hyperpodpytorchjobs", "pytorch-job-container", "HPJob",
-        "the SageMaker HyperPod training operator",
+        "the SageMaker HyperPod training operator", "{name}-pod-{last}", "", ("agent", 8080), is_elastic=True,
     ),
     # The pod with the driver's output is that of the Kubernetes Job that submits it.
     "rayjob": JobKind(
         "ray.io", "v1", "RayJob", "rayjobs", "ray-job-submitter", "batch.kubernetes.io/job-name",
-        "KubeRay 1.3 or later",
+        "KubeRay 1.3 or later", "{name}-xxxxx-head-xxxxx", "", None, "ray-worker", is_elastic=True,
     ),
 }  # fmt: skip
 
@@ -57,28 +86,11 @@ def is_elastic(job: JobSpec) -> bool:
 
 
 def longest_pod_name(job: JobSpec) -> str:
-    """The longest name that the operator gives to a pod of the job.
-
-    A PyTorchJob's pods are NAME-master-0 and NAME-worker-0, a TrainJob's NAME-node-0-0 and a suffix of five characters,
-    a HyperPodPyTorchJob's NAME-pod-0. KubeRay admits names of RayJobs up to 47 characters.
-    """
-    last = job.nodes[1] - 1
-    kind = job.recipe.launch.kubernetes.kind
-    if kind == "trainjob":
-        return f"{job.name}-node-0-{last}-xxxxx"
-    if kind == "hyperpod":
-        return f"{job.name}-pod-{last}"
-    if kind == "rayjob":
-        return f"{job.name}-xxxxx-head-xxxxx"
-    return f"{job.name}-worker-{last}"
+    """The longest name that the operator gives to a pod of the job. KubeRay admits RayJobs of up to 47 characters."""
+    return find_kind(job).pod.format(name=job.name, last=job.nodes[1] - 1)
 
 
 def rendezvous_host(job: JobSpec) -> str:
-    """The host name under which all pods reach the first pod.
-
-    A PyTorchJob gives each pod a service of the pod's name; one with an elastic policy has no master. The pods of a
-    TrainJob are those of a JobSet, which has one service.
-    """
-    if job.recipe.launch.kubernetes.kind == "trainjob":
-        return f"{job.name}-node-0-0.{job.name}"
-    return f"{job.name}-worker-0" if is_elastic(job) else f"{job.name}-master-0"
+    """The host name under which all pods reach the first pod. An elastic PyTorchJob has workers only."""
+    host = find_kind(job).host.format(name=job.name)
+    return host.replace("-master-", "-worker-") if is_elastic(job) else host

@@ -14,6 +14,7 @@ from echelon.launch.kubernetes.pod import (
     build_mounts,
     build_placement,
     build_resources,
+    build_small,
     build_template,
     build_volumes,
     config_map_name,
@@ -22,11 +23,12 @@ from echelon.launch.kubernetes.pod import (
     is_on_hyperpod,
     patch_template,
 )
-from echelon.launch.kubernetes.ray_pods import build_head, render_pod_files
+from echelon.launch.kubernetes.ray_pods import render_pod_files
 from echelon.launch.patch import merge_patch
 from echelon.launch.ray.submission import DRIVER
 from echelon.recipe.render import render_recipe
 from echelon.recipe.yaml_text import render_documents
+from echelon.run.supervise.outcome import REFUSED
 
 # A patch of a TrainJob's runtime names its manager.
 _SIGNATURE = "echelon"
@@ -38,6 +40,9 @@ def render_manifest(job: JobSpec) -> str:
     build = {
         "pytorchjob": _build_pytorchjob,
         "trainjob": _build_trainjob,
+        "jobset": _build_jobset,
+        "volcano": _build_volcano,
+        "mpijob": _build_mpijob,
         "hyperpod": _build_hyperpod,
         "rayjob": _build_rayjob,
     }
@@ -135,7 +140,75 @@ def _build_trainjob(job: JobSpec) -> dict[str, Any]:
     )
 
 
+def _build_jobset(job: JobSpec) -> dict[str, Any]:
+    """A JobSet with one indexed Job. A failed pod, unless it was refused, restarts all of them."""
+    limits = _limits(job)
+    ttl = limits.pop("ttlSecondsAfterFinished", None)
+    refused = {"operator": "In", "values": [REFUSED], "containerName": find_kind(job).trainer}
+    nodes = {
+        "parallelism": job.nodes[1],
+        "completions": job.nodes[1],
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        **limits,
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": refused}]},
+        "template": build_template(job, "Never"),
+    }
+    final = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy", "DeadlineExceeded"]}
+    return _build_job(
+        job,
+        {
+            "failurePolicy": {"maxRestarts": job.recipe.fault.max_restarts, "rules": [final]},
+            **({} if ttl is None else {"ttlSecondsAfterFinished": ttl}),
+            "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": nodes}}],
+        },
+    )
+
+
+def _build_volcano(job: JobSpec) -> dict[str, Any]:
+    """A Job of Volcano, which starts all pods at once or none; the plugin svc gives them their names."""
+    settings = job.recipe.launch.kubernetes
+    restart = [{"event": event, "action": "RestartJob"} for event in ("PodEvicted", "PodFailed")]
+    queue = {} if settings.queue is None else {"queue": settings.queue}
+    task = {"name": "node", "replicas": job.nodes[1], "template": build_template(job, "Never")}
+    return _build_job(
+        job,
+        {
+            "schedulerName": settings.scheduler or "volcano",
+            **queue,
+            "minAvailable": job.nodes[1],
+            "maxRetry": job.recipe.fault.max_restarts,
+            "plugins": {"svc": []},
+            "policies": [{"exitCode": REFUSED, "action": "TerminateJob"}, *restart],
+            **_limits(job),
+            "tasks": [task],
+        },
+    )
+
+
+def _build_mpijob(job: JobSpec) -> dict[str, Any]:
+    """Pods with sshd, and one more, in which mpirun starts the ranks there."""
+    template = build_template(job)
+    launcher = build_small(template, find_kind(job).container, build_command(job))
+    policy = {"cleanPodPolicy": "Running", "backoffLimit": job.recipe.fault.max_restarts, **_limits(job)}
+    return _build_job(
+        job,
+        {
+            "slotsPerWorker": count_processes(job),
+            "runPolicy": policy,
+            "mpiReplicaSpecs": {
+                "Launcher": {"replicas": 1, "restartPolicy": "Never", "template": launcher},
+                "Worker": {"replicas": job.nodes[1], "template": template},
+            },
+        },
+    )
+
+
 def _build_hyperpod(job: JobSpec) -> dict[str, Any]:
+    """With a range of machines HyperPod asks the run to save (SIGUSR1) when it adds machines or takes some away."""
+    low, high = job.nodes
+    notice = grace_seconds(job)
+    elastic = {"minReplicas": low, "maxReplicas": high, "gracefulShutdownTimeoutInSeconds": notice}
     policy = {
         "cleanPodPolicy": "None",
         "jobMaxRetryCount": job.recipe.fault.max_restarts,
@@ -145,8 +218,9 @@ def _build_hyperpod(job: JobSpec) -> dict[str, Any]:
         job,
         {
             "nprocPerNode": str(count_processes(job)),
-            "replicaSpecs": [{"name": "pod", "replicas": job.nodes[1], "template": build_template(job)}],
+            "replicaSpecs": [{"name": "pod", "replicas": high, "template": build_template(job)}],
             "runPolicy": policy,
+            **({"elasticPolicy": elastic} if is_elastic(job) else {}),
         },
     )
 
@@ -174,7 +248,7 @@ def _build_rayjob(job: JobSpec) -> dict[str, Any]:
             **({} if ttl is None else {"ttlSecondsAfterFinished": ttl}),
             "rayClusterSpec": {
                 # Without cores, so that no machine of the placement group is the head.
-                "headGroupSpec": {"rayStartParams": {"num-cpus": "0"}, "template": build_head(job, template)},
+                "headGroupSpec": {"rayStartParams": {"num-cpus": "0"}, "template": build_small(template, "ray-head")},
                 "workerGroupSpecs": [workers],
             },
         },
@@ -185,7 +259,7 @@ def _build_job(job: JobSpec, spec: dict[str, Any]) -> dict[str, Any]:
     settings = job.recipe.launch.kubernetes
     kind = find_kind(job)
     labels = build_labels(job)
-    if settings.queue is not None:
+    if settings.queue is not None and settings.kind != "volcano":
         labels[_QUEUE_LABEL] = settings.queue
     metadata: dict[str, Any] = {"name": job.name, "namespace": settings.namespace, "labels": labels}
     annotations: dict[str, str] = {}

@@ -3,6 +3,7 @@
 import math
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -11,7 +12,7 @@ from echelon.launch.job import JobSpec, count_gpus, describe_gpu_request
 from echelon.launch.kubernetes.kinds import PORT, find_kind, rendezvous_host
 from echelon.launch.patch import merge_patch
 from echelon.launch.shell import guard_setup, join_words, needs_shell
-from echelon.planner.hardware.instances import INSTANCES, efa_environment
+from echelon.planner.hardware.instances import INSTANCES, Instance, efa_environment
 
 RECIPE_MOUNT = "/etc/echelon"
 RECIPE_PATH = f"{RECIPE_MOUNT}/recipe.yaml"
@@ -21,6 +22,9 @@ SHARED_MEMORY_MOUNT = "/dev/shm"
 _LEAVING_SECONDS = 30
 # With the name of a machine's type.
 _TYPE_LABELS = ("node.kubernetes.io/instance-type", "beta.kubernetes.io/instance-type")
+_USED_SHARE = 0.9
+# Ray's head stores the state of the cluster, and runs the driver.
+_SMALL = {"cpu": "2", "memory": "8Gi"}
 _HEALTH_LABEL = "sagemaker.amazonaws.com/node-health-status"
 
 
@@ -50,10 +54,14 @@ def build_command(job: JobSpec) -> list[str]:
     """The container's command. Its process 1 is the agent, so that signals reach it.
 
     In the pods of a PyTorchJob, RANK and WORLD_SIZE count pods; the options of `echelon train` override them.
-    HyperPod's operator assigns ranks only to its own agent, so there that agent starts the workers.
+    HyperPod's operator assigns ranks only to its own agent, so there that agent starts the workers; in an MPIJob
+    mpirun starts every rank, from a pod of its own.
     """
-    if job.recipe.launch.kubernetes.kind == "hyperpod":
+    kind = job.recipe.launch.kubernetes.kind
+    if kind == "hyperpod":
         return _wrap(job, _hyperpod_command(job))
+    if kind == "mpijob":
+        return [*_list_mpirun(job), *_wrap(job, (job.recipe.launch.python, "-m", "echelon", "train", RECIPE_PATH))]
     low, high = job.nodes
     nodes = str(high) if low == high else f"{low}:{high}"
     options = ("--nodes", nodes, "--rendezvous", f"{rendezvous_host(job)}:{PORT}")
@@ -63,12 +71,26 @@ def build_command(job: JobSpec) -> list[str]:
 def _hyperpod_command(job: JobSpec) -> tuple[str, ...]:
     """HyperPod's launcher, with torchrun's options and a shutdown timeout; without one it kills at once."""
     launch = job.recipe.launch
+    low, high = job.nodes
+    nodes = str(high) if low == high else f"{low}:{high}"
     return (
-        launch.python, "-m", "hyperpod_elastic_agent.run",
-        f"--nnodes={job.nodes[1]}", f"--nproc-per-node={count_processes(job)}", "--rdzv-backend=hyperpod",
+        launch.python, "-m", "hyperpod_elastic_agent.run", f"--nnodes={nodes}",
+        f"--nproc-per-node={count_processes(job)}", "--rdzv-backend=hyperpod",
         "--shutdown-signal=SIGTERM", f"--shutdown-timeout={math.ceil(job.recipe.fault.notice_seconds)}",
         "--tee=3", "--log-dir=/tmp/hyperpod", "-m", "echelon", "train", RECIPE_PATH,
     )  # fmt: skip
+
+
+def _list_mpirun(job: JobSpec) -> list[str]:
+    """Open MPI's mpirun and its options; the operator's variables name the pods. sshd gives ranks no variables."""
+    names = [variable["name"] for variable in build_env(job)]
+    meeting = {"MASTER_ADDR": rendezvous_host(job), "MASTER_PORT": str(PORT)}
+    return [
+        "mpirun", "-np", str(job.nodes[1] * count_processes(job)), "--bind-to", "none",
+        "--wdir", str(find_workdir(job)),
+        *(word for name in names for word in ("-x", name)),
+        *(word for name, value in meeting.items() for word in ("-x", f"{name}={value}")),
+    ]  # fmt: skip
 
 
 def _wrap(job: JobSpec, argv: tuple[str, ...]) -> list[str]:
@@ -101,14 +123,17 @@ def _efa_variables(job: JobSpec) -> dict[str, str]:
     RDMA to GPU memory is requested only where a node selector names a type that has it: with another type libfabric
     would refuse to start.
     """
-    settings = job.recipe.launch.kubernetes
-    if not settings.efa_per_node:
+    if not job.recipe.launch.kubernetes.efa_per_node:
         return {}
-    for label in _TYPE_LABELS:
-        instance = INSTANCES.get(f"ml.{settings.node_selector.get(label, '').removeprefix('ml.')}")
-        if instance is not None:
-            return efa_environment(instance)
-    return {"FI_PROVIDER": "efa"}
+    instance = find_machine_type(job)
+    return {"FI_PROVIDER": "efa"} if instance is None else efa_environment(instance)
+
+
+def find_machine_type(job: JobSpec) -> Instance | None:
+    """The type of AWS's catalogue that the node selector names."""
+    labels = job.recipe.launch.kubernetes.node_selector
+    named = (f"ml.{labels[label].removeprefix('ml.')}" for label in _TYPE_LABELS if label in labels)
+    return next((INSTANCES[name] for name in named if name in INSTANCES), None)
 
 
 def _find_asked(job: JobSpec) -> tuple[int, str]:
@@ -122,17 +147,26 @@ def _find_asked(job: JobSpec) -> tuple[int, str]:
 
 
 def build_resources(job: JobSpec) -> dict[str, Any]:
-    """The container's resources. Requests equal limits, which gives it exclusive cores."""
+    """The container's resources. Requests equal limits, so with cores and memory it is of Guaranteed quality."""
     settings = job.recipe.launch.kubernetes
     amounts: dict[str, int | str | None] = {
-        "cpu": settings.cpu,
-        "memory": settings.memory,
+        **_share_machine(job),
+        **{name: value for name in ("cpu", "memory") if (value := getattr(settings, name)) is not None},
         "nvidia.com/gpu": count_gpus(job, "kubernetes") or None,
         "vpc.amazonaws.com/efa": settings.efa_per_node or None,
         **settings.resources,
     }
     given = {name: str(amount) for name, amount in amounts.items() if amount is not None}
     return {"limits": given, "requests": dict(given)} if given else {}
+
+
+def _share_machine(job: JobSpec) -> dict[str, str]:
+    """Cores and memory of a machine of a known type, in proportion to its GPUs; the rest is left to the system."""
+    instance, gpus = find_machine_type(job), count_gpus(job, "kubernetes")
+    if instance is None or not 0 < gpus <= instance.gpus:
+        return {}
+    share = _USED_SHARE * gpus / instance.gpus
+    return {"cpu": str(int(instance.vcpus * share)), "memory": f"{int(instance.ram_gib * share)}Gi"}
 
 
 def build_volumes(job: JobSpec) -> list[dict[str, Any]]:
@@ -197,22 +231,21 @@ def build_placement(job: JobSpec) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value}
 
 
-def build_template(job: JobSpec) -> dict[str, Any]:
-    """The pod template of a PyTorchJob or HyperPodPyTorchJob; a TrainJob's runtime has its own, which is patched."""
+def build_template(job: JobSpec, restart_policy: str | None = None) -> dict[str, Any]:
+    """The template of the pods that train; a TrainJob's runtime has its own, which is patched."""
     settings = job.recipe.launch.kubernetes
     kind = find_kind(job)
-    port = {"name": "pytorchjob-port", "containerPort": PORT}
-    if settings.kind == "hyperpod":
-        port = {"name": "agent", "containerPort": 8080}  # where the operator talks to its agent
+    # The pods of a RayJob start Ray, those of an MPIJob sshd, each by the operator's own command.
+    command = [] if settings.kind in ("rayjob", "mpijob") else build_command(job)
     container: dict[str, Any] = {
-        "name": "ray-worker" if settings.kind == "rayjob" else kind.container,
+        "name": kind.trainer,
         "image": settings.image,
         "imagePullPolicy": settings.image_pull_policy,
-        "command": [] if settings.kind == "rayjob" else build_command(job),  # KubeRay's own starts Ray
+        "command": command,
         "workingDir": str(find_workdir(job)),
         "env": build_env(job),
         "envFrom": [{"secretRef": {"name": name}} for name in settings.env_from_secrets],
-        "ports": [] if settings.kind == "rayjob" else [port],
+        "ports": [] if kind.port is None else [dict(zip(("name", "containerPort"), kind.port, strict=True))],
         "resources": build_resources(job),
         "volumeMounts": build_mounts(job),
         "securityContext": settings.container_security_context,
@@ -221,6 +254,7 @@ def build_template(job: JobSpec) -> dict[str, Any]:
         "metadata": build_metadata(job),
         "spec": {
             "terminationGracePeriodSeconds": grace_seconds(job),
+            **({} if restart_policy is None else {"restartPolicy": restart_policy}),
             **build_placement(job),
             "containers": [{name: value for name, value in container.items() if value}],
             "volumes": build_volumes(job),
@@ -235,6 +269,16 @@ def patch_template(job: JobSpec, template: dict[str, Any]) -> dict[str, Any]:
         template, job.recipe.launch.kubernetes.pod_patch, "launch.kubernetes.pod_patch"
     )
     return patched
+
+
+def build_small(template: dict[str, Any], name: str, command: Sequence[str] = ()) -> dict[str, Any]:
+    """The pod that starts the others, Ray's head or mpirun's: that of a machine, without its amounts."""
+    spec = template["spec"]
+    first, *others = spec["containers"]
+    small = {**first, "name": name, "resources": {"limits": _SMALL, "requests": dict(_SMALL)}}
+    if command:
+        small["command"] = list(command)
+    return {**template, "spec": {**spec, "containers": [small, *others]}}
 
 
 def build_labels(job: JobSpec) -> dict[str, str]:

@@ -12,9 +12,15 @@ from echelon.run.supervise.outcome import DONE, FAILED, STOPPED
 # Normal reasons while a pod starts.
 _STARTING = ("ContainerCreating", "PodInitializing")
 _DONE = ("Succeeded", "Complete", "Completed")
-_RANK_LABELS = ("training.kubeflow.org/replica-index", "batch.kubernetes.io/job-completion-index")
+_FAILED_IN_VOLCANO = ("Aborted", "Terminated", "Failed")
+_RANK_LABELS = (
+    "training.kubeflow.org/replica-index",
+    "batch.kubernetes.io/job-completion-index",
+    "volcano.sh/task-index",
+)
 _STOPPED_IN_RAY = "STOPPED"
 _ROLE_LABEL = "training.kubeflow.org/replica-type"
+_FIRST_ROLES = ("master", "launcher")  # of an MPIJob the launcher has the output of all ranks
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ def read_pods(pods: Sequence[Mapping[str, Any]], container: str) -> list[PodStat
 def _rank(pod: Mapping[str, Any]) -> tuple[bool, int, str]:
     labels = pod["metadata"].get("labels") or {}
     index = next((labels[name] for name in _RANK_LABELS if name in labels), "0")
-    return labels.get(_ROLE_LABEL) != "master", int(index), pod["metadata"]["name"]
+    return labels.get(_ROLE_LABEL) not in _FIRST_ROLES, int(index), pod["metadata"]["name"]
 
 
 def _read_pod(pod: Mapping[str, Any], container: str) -> PodState:
@@ -93,8 +99,11 @@ def judge(job: Mapping[str, Any] | None, pods: Sequence[PodState]) -> JobStatus:
 
 
 def _find_conditions(job: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The conditions of a job that are true now, by type; of a RayJob, what its two states say in the same words."""
+    """The conditions of a job that are true now, by type; of a RayJob and a Job of Volcano, their states as such."""
     status = job.get("status") or {}
+    if (state := status.get("state")) is not None:
+        phase = state.get("phase")
+        return {"Failed" if phase in _FAILED_IN_VOLCANO else phase: {**state, "reason": state.get("reason") or phase}}
     if (deployed := status.get("jobDeploymentStatus")) is not None:
         ended = status.get("jobStatus") in ("FAILED", _STOPPED_IN_RAY)
         reason = _STOPPED_IN_RAY if status.get("jobStatus") == _STOPPED_IN_RAY else status.get("reason")

@@ -1,9 +1,8 @@
-"""What a RayJob of KubeRay has beyond other kinds: the driver's files in the ConfigMap, and the pod of Ray's head."""
+"""What a RayJob of KubeRay has beyond other kinds: the driver's files in the ConfigMap."""
 
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from echelon.ground.stored import read_text
 from echelon.launch.job import JobSpec, count_gpus
@@ -11,9 +10,6 @@ from echelon.launch.kubernetes.pod import RECIPE_MOUNT, find_workdir
 from echelon.launch.ray import driver
 from echelon.launch.ray.driver import AGENT, ORDER, Order
 from echelon.launch.ray.submission import DRIVER, render_agent
-
-# Ray's head stores the state of the cluster, and runs the driver.
-_HEAD = {"cpu": "2", "memory": "8Gi"}
 
 
 def render_pod_files(job: JobSpec) -> dict[str, str]:
@@ -28,11 +24,3 @@ def render_pod_files(job: JobSpec) -> dict[str, str]:
         ORDER: json.dumps(asdict(order), indent=2) + "\n",
         AGENT: render_agent(job, "kubernetes", Path(find_workdir(job))),
     }
-
-
-def build_head(job: JobSpec, template: dict[str, Any]) -> dict[str, Any]:
-    """The pod of the head: that of a machine, without its amounts."""
-    spec = template["spec"]
-    first, *others = spec["containers"]
-    head = {**first, "name": "ray-head", "resources": {"limits": _HEAD, "requests": dict(_HEAD)}}
-    return {**template, "spec": {**spec, "containers": [head, *others]}}

@@ -10,6 +10,7 @@ from kubernetes.config import kube_config
 from echelon.ground.errors import ConfigError, LaunchError
 from echelon.launch.job import JobRecord
 from echelon.launch.kubernetes import launcher
+from echelon.launch.kubernetes.kinds import KINDS
 from echelon.launch.kubernetes.launcher import KubernetesLauncher
 from echelon.launch.records import submit_job
 from tests.unit.launch.kubernetes.kubernetes_jobs import NAME, make_kubernetes_job
@@ -60,12 +61,12 @@ def ended(code: int) -> dict[str, Any]:
     return {"terminated": {"exitCode": code}}
 
 
-@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "rayjob"])
+@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "jobset", "volcano", "mpijob", "rayjob"])
 def test_the_rendered_job_arrives_and_is_deleted(kind, cluster, tmp_path):
     record = submit(tmp_path, f"launch.kubernetes.kind={kind}")
     assert (record.id, record.place) == (f"default/{NAME}", {"kind": kind, "context": "here"})
     config_map, body = yaml.safe_load_all((record.folder / "manifest.yaml").read_text())
-    job = cluster.objects[f"{kind}s", "default", NAME]
+    job = cluster.objects[KINDS[kind].plural, "default", NAME]
     uid = job["metadata"].pop("uid")
     assert job == body
     recipe = cluster.objects[RECIPE]
@@ -169,6 +170,44 @@ def test_states_of_a_rayjob(deployed, ray, message, expected, cluster, tmp_path)
     status = KubernetesLauncher().status(record)
     assert (status.state, status.exit_code) == expected
     assert " ".join(message.split()) in status.detail
+
+
+@pytest.mark.parametrize(
+    ("phase", "codes", "expected"),
+    [
+        ("Pending", (), ("queued", None)),
+        ("Restarting", (), ("queued", None)),
+        ("Running", (None,), ("running", None)),
+        ("Completed", (0, 0), ("done", 0)),
+        ("Terminated", (2, 2), ("failed", 2)),
+        ("Failed", (3, 3), ("stopped", 3)),
+        ("Aborted", (), ("failed", 1)),
+    ],
+)
+def test_states_of_a_job_of_volcano(phase, codes, expected, cluster, tmp_path):
+    """The phases of Volcano's `JobState`, and its labels of pods."""
+    record = submit(tmp_path, "launch.kubernetes.kind=volcano")
+    cluster.objects["jobs", "default", NAME]["status"] = {"state": {"phase": phase}, "conditions": [{"status": phase}]}
+    labels = {"volcano.sh/job-name": NAME}
+    cluster.pods = [
+        {
+            "metadata": {"name": f"{NAME}-node-{index}", "labels": labels | {"volcano.sh/task-index": str(index)}},
+            "status": {"containerStatuses": [{"name": "node", "state": RUNS if code is None else ended(code)}]},
+        }
+        for index, code in enumerate(codes)
+    ]
+    status = KubernetesLauncher().status(record)
+    assert (status.state, status.exit_code) == expected
+
+
+def test_the_output_of_an_mpijob_is_that_of_its_launcher(cluster, tmp_path):
+    record = submit(tmp_path, "launch.kubernetes.kind=mpijob")
+    cluster.pods = [pod("worker", 0, RUNS), pod("launcher", 0, RUNS)]
+    for each in cluster.pods:
+        each["status"]["containerStatuses"][0]["name"] = "mpi"
+    cluster.logs = {f"{NAME}-launcher-0": "of all ranks", f"{NAME}-worker-0": "sshd"}
+    lines = list(KubernetesLauncher().logs(record, False))
+    assert lines == [f"--- {NAME}-launcher-0", "of all ranks", f"--- {NAME}-worker-0", "sshd"]
 
 
 def test_a_deleted_job_still_saves(cluster, tmp_path):

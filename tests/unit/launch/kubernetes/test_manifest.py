@@ -15,7 +15,7 @@ from echelon.launch.job_checks import refuse_secrets
 from echelon.launch.kubernetes import manifest
 from echelon.launch.kubernetes.checks import FIELDS, read_quantity
 from echelon.launch.kubernetes.launcher import KubernetesLauncher
-from echelon.launch.kubernetes.pod import build_env
+from echelon.launch.kubernetes.pod import build_env, build_resources
 from echelon.launch.patch import merge_patch
 from echelon.launch.ray import driver
 from echelon.recipe.load import load_recipe
@@ -68,6 +68,17 @@ CASES = {
                  "launch.kubernetes.workdir='/data/my work'", "fault.notice_seconds=100", *PLACES, *AMOUNTS),
     "hyperpod": ("launch.nodes=2", "launch.max_hours=2", "launch.kubernetes.kind=hyperpod",
                  "fault.max_restarts=5", *PLACES[1:], *AMOUNTS),
+    "jobset": ("launch.nodes=4", "launch.max_hours=2", "launch.kubernetes.kind=jobset", "fault.max_restarts=5",
+               "launch.kubernetes.ttl_seconds=3600", "launch.kubernetes.env_from_secrets=[hub]", *PLACES[1:], *AMOUNTS),
+    "volcano": ("launch.nodes=2", "launch.kubernetes.kind=volcano", "launch.kubernetes.ttl_seconds=3600", *PLACES[1:],
+                *AMOUNTS, "launch.kubernetes.patch={spec: {tasks: [{name: node, topologyPolicy: best-effort}]}}"),
+    "mpijob": ("launch.nodes=2", "launch.max_hours=2", "launch.kubernetes.kind=mpijob", "launch.env={A: 'it $1'}",
+               "launch.setup=['echo \"$A\"']", *PLACES[1:], *AMOUNTS),
+    "hyperpod-elastic": (
+        "launch.nodes='2:4'", "launch.kubernetes.kind=hyperpod",
+        "launch.kubernetes.patch={spec: {runPolicy: {logMonitoringConfiguration: [{name: steps, logPattern: "
+        "'step \\d+/', expectedRecurringFrequencyInSeconds: 600, expectedStartCutOffInSeconds: 1800}]}}}",
+    ),
     "rayjob": ("launch.nodes='2:4'", "launch.max_hours=2", "launch.kubernetes.kind=rayjob",
                "launch.kubernetes.ttl_seconds=3600", *PLACES[1:], *AMOUNTS),
     "pytorchjob-one": ("fault.max_restarts=0",),
@@ -107,6 +118,22 @@ def test_pods_with_efa_have_its_variables(tmp_path, selector, given):
     assert [each["value"] for each in own if each["name"] == "FI_PROVIDER"] == ["tcp"]
     without = build_env(make_kubernetes_job(tmp_path, "launch.kubernetes.efa_per_node=0"))
     assert not names & {each["name"] for each in without}
+
+
+def test_pods_on_a_known_machine_are_of_guaranteed_quality(tmp_path):
+    """By default each has nearly its share of the cores and the memory: of a p5.48xlarge, 192 cores and 2 TiB."""
+    on_p5 = "launch.kubernetes.node_selector={node.kubernetes.io/instance-type: p5.48xlarge}"
+
+    def request(*overrides):
+        return build_resources(make_kubernetes_job(tmp_path, *overrides))
+
+    whole = request(on_p5)
+    assert whole["requests"] == whole["limits"] == {"cpu": "172", "memory": "1843Gi", "nvidia.com/gpu": "8"}
+    part = request(on_p5, "launch.nproc_per_node=2", "launch.kubernetes.memory=300Gi")["limits"]
+    assert part == {"cpu": "43", "memory": "300Gi", "nvidia.com/gpu": "2"}
+    assert request() == {"limits": {"nvidia.com/gpu": "8"}, "requests": {"nvidia.com/gpu": "8"}}
+    lines = KubernetesLauncher().check(make_kubernetes_job(tmp_path))
+    assert any("so the pods are not of Guaranteed quality" in line for line in lines)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -301,7 +328,9 @@ def test_a_secret_in_a_patch_is_refused(tmp_path):
     [
         *[(("launch.kubernetes.kind=trainjob", each), "a TrainJob has no field for it") for each in PODS],
         (("launch.kubernetes.kind=trainjob", "launch.nodes='1:2'"), "a TrainJob has a fixed number of pods"),
-        (("launch.kubernetes.kind=hyperpod", "launch.nodes='1:2'"), "a HyperPodPyTorchJob has a fixed number"),
+        (("launch.kubernetes.kind=jobset", "launch.nodes='1:2'"), "a JobSet has a fixed number"),
+        (("launch.kubernetes.kind=volcano", "launch.max_hours=2"), "a Job of Volcano has no time limit"),
+        (("launch.kubernetes.kind=mpijob", "launch.kubernetes.env_from_secrets=[a]"), "the processes of an MPIJob"),
         (("launch.kubernetes.kind=trainjob", "launch.kubernetes.env_from_secrets=[a]"), "whole Secrets"),
         (
             ("launch.kubernetes.kind=hyperpod", "launch.nproc_per_node=auto", "launch.kubernetes.gpus_per_node=0"),
