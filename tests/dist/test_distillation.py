@@ -265,6 +265,7 @@ def test_processes_draw_the_same_answers(answers, parallel, settings):
     assert first[0] == first[1]
 
 
+@pytest.mark.slow
 def test_prompts_need_no_answers(answers):
     """The same draws and losses as from records with answers, which are never read."""
     records = [json.loads(line) for line in (answers / "pairs.jsonl").read_text().splitlines()]

@@ -94,6 +94,7 @@ def test_added_classes_train(changed):
     assert len(losses) == 8 and losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_the_first_change_does_in_each_step_what_the_page_shows(tmp_path):
     for name in ("src", "tests", "docs", "recipes", "pyproject.toml", "CHANGELOG.md"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy

@@ -192,12 +192,12 @@ class Session:
 
 # Pages whose content other tests also run: only `make slow` runs these.
 SLOW_PAGES = {
-    "adapters.md", "batches.md", "checkpoints.md", "classification.md", "context-parallelism.md", "debugging.md",
-    "distillation.md", "evaluation.md", "faults.md", "fine-tuning.md", "hangs.md", "hub.md", "launching.md",
-    "library.md", "logging.md", "loops.md", "optimization.md", "parameter-server.md", "python.md",
-    "quantized-checkpoints.md", "quorum.md", "streaming.md",
+    "adapters.md", "batches.md", "checkpoints.md", "choosing-a-strategy.md", "classification.md",
+    "context-parallelism.md", "debugging.md", "distillation.md", "evaluation.md", "faults.md", "fine-tuning.md",
+    "hangs.md", "hub.md", "launching.md", "library.md", "logging.md", "loops.md", "optimization.md",
+    "parameter-server.md", "preference-tuning.md", "python.md", "quantized-checkpoints.md", "quorum.md",
     "remote-checkpoints.md", "replicas.md", "reports.md", "reward-models.md", "rewards.md", "run-folder.md",
-    "schedules.md", "slurm.md", "sweeps.md", "tracking.md",
+    "sagemaker.md", "schedules.md", "slurm.md", "streaming.md", "sweeps.md", "tracking.md",
 }  # fmt: skip
 # Pages whose commands take minutes: tests/docs/test_tutorials.py runs them.
 TUTORIALS = {"tutorial-chat.md", "tutorial-rewards.md", "tutorial-text.md"}
