@@ -163,6 +163,10 @@ class FaultConfig(Section):
     spike_window: Count = Field(
         100, description="Number of applied steps in that median; no spike is detected before that many steps."
     )
+    on_bad_machine: Literal["leave_out", "warn"] = Field(
+        "leave_out",
+        description="Reaction to a machine that fails a check before training; `leave_out` needs enough others.",
+    )
     on_straggler: Literal["warn", "stop"] = Field(
         "warn",
         description="Reaction to a process that is persistently slower than the others. `stop` also ends the run with "

@@ -165,8 +165,9 @@ def train_on_hosts(
     """
     _refuse_snapshots(recipe)
     refuse_quorum(recipe)
-    count = _count_workers(recipe, group, num_processes)
-    agent = Agent(group)
+    missing = _find_missing_gpus(recipe, group, num_processes)
+    count = default_num_processes() if num_processes is None else num_processes
+    agent = Agent(group, None, recipe.fault, missing)
     if fresh and (not group.shares_files or is_coordinator(group)):
         _move_aside(RunFolder(recipe.run.dir))
     with scratch_folder("host") as scratch:
@@ -181,20 +182,20 @@ def train_on_hosts(
     return outcome, agent.is_coordinator or not group.shares_files
 
 
-def _count_workers(recipe: Recipe, group: HostGroup, num_processes: int | None) -> int:
-    """The number of workers of this machine, one of several; one if it lacks the GPUs that its job asked for.
+def _find_missing_gpus(recipe: Recipe, group: HostGroup, num_processes: int | None) -> str | None:
+    """Why this machine, one of several, lacks GPUs that its job asked for; None if it has them.
 
-    That worker is refused, of which its agent tells the other machines. Raises ConfigError if there are none.
+    Its agent tells the other machines. Raises ConfigError if there are none.
     """
     try:
         _check_gpus(recipe, num_processes)
-    except ConfigError:
+    except ConfigError as error:
         if group.is_alone:
             raise
-        return 1
+        return str(error)
     if not group.is_alone:
         _warn_without_efa()
-    return default_num_processes() if num_processes is None else num_processes
+    return None
 
 
 def _warn_without_efa() -> None:

@@ -26,7 +26,10 @@ from echelon.ground.run_files import is_run, newest_step
 from echelon.ground.scratch import scratch_folder
 from echelon.ground.stop_request import ECHO_SECONDS, STOP_SIGNALS, read_stop_file
 from echelon.ground.stored import write_text
+from echelon.planner.hardware.health import examine_health
+from echelon.recipe import FaultConfig
 from echelon.run.folder.run_folder import describe_gone
+from echelon.run.supervise.admission import Admission, Condition
 from echelon.run.supervise.agent_votes import Decision, HostReport, Meeting
 from echelon.run.supervise.hang_verdict import explain_hang, read_records
 from echelon.run.supervise.news import news_shared
@@ -71,13 +74,24 @@ class Agent:
     logs its local events.
     """
 
-    def __init__(self, group: HostGroup, warm: WarmStart | None = None) -> None:
+    def __init__(
+        self,
+        group: HostGroup,
+        warm: WarmStart | None = None,
+        fault: FaultConfig | None = None,
+        missing: str | None = None,
+    ) -> None:
         """`warm`: the process that forks the workers; without one each starts an interpreter.
+
+        Of a group of several: `fault` says how bad machines are treated, and `missing` which GPUs that the job asked
+        for this machine lacks.
 
         Raises LaunchError if the coordinator's name does not resolve, ConfigError for an unknown interface.
         """
         self._group = group
         self._warm = warm
+        self._fault = fault or FaultConfig()
+        self._missing = missing
         if not group.is_alone:
             await_name(group)
         self._address = find_own_address(group)
@@ -117,6 +131,8 @@ class Agent:
             attempt = meeting.attempt()
             meeting.join(attempt)
             cause, died_at = self._attempt(job, meeting, attempt, announced)
+            if not meeting.coordinates and meeting.is_left_out(attempt):
+                return cause.outcome
             erase_progress_bar()
             self.keeps_journal = meeting.coordinates if self._group.shares_files else 0 in folder.read_pids()
             if self.keeps_journal and folder.logs_dir.is_dir():
@@ -143,10 +159,13 @@ class Agent:
         folder, was_run = job.folder, is_run(job.folder.path)
         variables = {**network_variables(self._address), **job.env, **announced}
         # A single machine has no other to inform, and its workers handle a stop during startup themselves.
-        news: AbstractContextManager[None] = (
-            nullcontext() if self._group.is_alone else news_shared(meeting.watch(attempt), folder)
-        )
+        news: AbstractContextManager[None] = nullcontext()
+        if not self._group.is_alone:
+            watch = meeting.watch(attempt)
+            news = news_shared(watch, folder, Admission(watch, self._fault).look)
         with exported(variables), news:
+            if not self._group.is_alone and (refusal := self._present(job, meeting, attempt)) is not None:
+                return refusal, None
             if job.min_replicas is not None:
                 deaths = ReplicaKeeper(job, self._warm).run()
                 died_at = min((death.time for death in deaths), default=None)
@@ -166,6 +185,15 @@ class Agent:
         elif self._group.is_alone and is_peer_leaving(folder.outcomes_dir):  # not because a machine joins or leaves
             cause = replace(cause, outcome=replace(cause.outcome, final=True))
         return cause, died_at
+
+    def _present(self, job: Workers, meeting: Meeting, attempt: int) -> Cause | None:
+        """Present this machine to the coordinator; None if it takes part in the attempt, else how that ends here."""
+        health = examine_health(job.num_processes, job.folder.path)
+        condition = Condition.of(health, self._missing, self._fault)
+        answer = Admission(meeting.watch(attempt), self._fault).present(condition)
+        if not answer.is_admitted and not answer.ends and not meeting.coordinates:
+            logger.warning(f"this machine is left out: {answer.words}")
+        return None if answer.is_admitted else answer.cause
 
     def _settings(self, job: Workers, meeting: Meeting, attempt: int) -> dict[str, Any]:
         """The rendezvous settings in torchrun's LaunchConfig."""

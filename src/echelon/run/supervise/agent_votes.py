@@ -199,9 +199,15 @@ class Meeting:
         logger.debug(f"attempt {attempt}: {self.host} takes part, store at {self.endpoint}")
         self._store.append(f"{attempt}/hosts", self.host + "\n")
 
+    def is_left_out(self, attempt: int) -> bool:
+        """Whether the coordinator has left this machine out of an attempt."""
+        return self.host not in _list_hosts(self._store, attempt)
+
     def await_decision(self, attempt: int, mine: HostReport) -> Decision:
         """Report how the attempt ended here, wait until it has ended everywhere; returns what all machines do next."""
         self._store.set(f"{attempt}/report/{self.host}", json.dumps(asdict(mine)))
+        if self.coordinates:
+            self._store.set(f"{attempt}/closed", "")
         key = f"{attempt}/decision"
         while not self._store.check([key]):
             if not (self.coordinates and self._decide(attempt, key)):
@@ -238,7 +244,8 @@ class Meeting:
 
     def _collect(self, attempt: int) -> dict[str, HostReport | None] | None:
         """The reports of all machines that joined, None for lost ones; None while one is still running."""
-        hosts = _lines(self._store, f"{attempt}/hosts")
+        if not (hosts := _list_hosts(self._store, attempt)):
+            return None  # this machine is left out, and no other has come yet
         reports: dict[str, HostReport | None] = {}
         for host in hosts:
             key = f"{attempt}/report/{host}"
@@ -274,7 +281,7 @@ class Meeting:
     def _await_readers(self, attempt: int) -> None:
         """Wait until the others have read the decision, since the store ends with this process."""
         deadline = time.monotonic() + LOST_SECONDS
-        others = set(_lines(self._store, f"{attempt}/hosts")) - {self.host}
+        others = set(_list_hosts(self._store, attempt)) - {self.host}
         while not others <= set(_lines(self._store, f"{attempt}/read")) and time.monotonic() < deadline:
             others -= {host for host in others if self._silent(self._store, host)}
             time.sleep(_LOOK_SECONDS)
@@ -312,7 +319,7 @@ class Watch:
 
     def count_missing(self) -> int:
         """How many machines the attempt still needs to join."""
-        return max(0, self.group.min_nodes - len(self._hosts()))
+        return max(0, self.group.min_nodes - len(self.hosts()))
 
     def tell_death(self) -> None:
         """Tell the others that this attempt has lost a rank."""
@@ -322,12 +329,31 @@ class Watch:
         """Whether a machine has lost a rank, or is itself lost."""
         key = f"{self.attempt}/death"
         is_looking = self.coordinates and not self.store.check([key])
-        if is_looking and any(self.silent(self.store, host) for host in self._hosts()):
+        if is_looking and any(map(self.is_silent, self.hosts())):
             self.tell_death()
         return self.store.check([key])
 
-    def _hosts(self) -> list[str]:
-        return _lines(self.store, f"{self.attempt}/hosts")
+    def hosts(self) -> list[str]:
+        """The machines that take part in the attempt, lost ones included."""
+        return _list_hosts(self.store, self.attempt)
+
+    def is_closed(self) -> bool:
+        """Whether the attempt has ended on the coordinator, which admits no more machines to it."""
+        return self.store.check([f"{self.attempt}/closed"])
+
+    def is_silent(self, host: str) -> bool:
+        """Whether a machine has stopped sending heartbeats."""
+        return self.silent(self.store, host)
+
+    def leave_out(self, host: str) -> None:
+        """Let a machine that has joined the attempt take no part in it. By the coordinator, before it starts ranks."""
+        self.store.append(f"{self.attempt}/left out", host + "\n")
+
+
+def _list_hosts(store: "_Store", attempt: int) -> list[str]:
+    """The machines that take part in an attempt: those that have joined, without those that were left out."""
+    out = _lines(store, f"{attempt}/left out")
+    return [host for host in _lines(store, f"{attempt}/hosts") if host not in out]
 
 
 def _lines(store: "_Store", key: str) -> list[str]:

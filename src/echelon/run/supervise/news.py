@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from echelon.ground.stop_request import read_stop_file
@@ -21,12 +21,12 @@ _WAITING_SECONDS = 20.0
 
 
 @contextmanager
-def news_shared(watch: Watch, folder: RunFolder) -> Iterator[None]:
-    """Share stops and deaths with the other machines of an attempt during the block.
+def news_shared(watch: Watch, folder: RunFolder, look: Callable[[], None]) -> Iterator[None]:
+    """Share stops and deaths with the other machines of an attempt during the block; also calls `look` all the time.
 
     A lost coordinator counts as a death: the workers leave, and the main thread's next use of the store fails.
     """
-    news = _News(watch, folder)
+    news = _News(watch, folder, look)
     thread = threading.Thread(target=news.share, name="news", daemon=True)
     thread.start()
     try:
@@ -37,10 +37,11 @@ def news_shared(watch: Watch, folder: RunFolder) -> Iterator[None]:
 
 
 class _News:
-    def __init__(self, watch: Watch, folder: RunFolder) -> None:
+    def __init__(self, watch: Watch, folder: RunFolder, look: Callable[[], None]) -> None:
         self.over = threading.Event()
         self._watch = watch
         self._folder = folder
+        self._look = look
         self._next_line_at = time.monotonic() + _WAITING_SECONDS
 
     def share(self) -> None:
@@ -48,6 +49,7 @@ class _News:
         is_stop_known = is_death_known = False
         try:
             while not self.over.wait(_LOOK_SECONDS):
+                self._look()
                 self._log_missing()
                 is_stop_known = is_stop_known or self._share_stop()
                 is_death_known = is_death_known or self._share_death()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from echelon.ground.cores import num_cores, read_system_file
+from echelon.ground.cores import num_cores
 from echelon.ground.errors import LaunchError
 from echelon.ground.hosts import address_of
 from echelon.ground.sizes import render_bytes
@@ -18,6 +18,8 @@ from echelon.ground.variables import read_environment
 from echelon.planner.hardware.detection import machine_memory_bytes
 from echelon.planner.hardware.efa import explain_no_efa, find_plugin, is_efa_wanted
 from echelon.planner.hardware.gpu_check import count_expected, count_visible, explain_missing, find_needed
+from echelon.planner.hardware.gpu_health import read_gpu_health
+from echelon.planner.hardware.health import free_memory_bytes
 from echelon.run.folder.environment import find_version
 from echelon.tools.doctor.link_probe import Probe, measure_here
 from echelon.tools.doctor.verdict import Finding
@@ -85,11 +87,15 @@ def judge_devices() -> Iterator[Finding]:
         words = f"{torch.cuda.get_device_name(index)}, {render_bytes(free)} of {render_bytes(total)} free"
         taken = free < total / 2
         yield Finding("devices", words, "end the processes that use the GPU; `nvidia-smi` lists them" if taken else "")
+    health = read_gpu_health()
+    for problem in (*health.faults, *health.slowdowns):
+        words, _, remedy = problem.partition("; ")
+        yield Finding("devices", words, remedy)
 
 
 def _judge_memory() -> Finding:
     total = machine_memory_bytes()
-    free = min(total, _read_meminfo("MemAvailable") or total)
+    free = min(total, free_memory_bytes())
     words = f"{render_bytes(free)} of {render_bytes(total)} free"
     return Finding("memory", words, "" if free >= _LEAST_MEMORY else "end other programs, or give the container more")
 
@@ -148,11 +154,3 @@ def _judge_gloo() -> Finding:
             "gloo", f"two processes on this machine cannot run an all-reduce: {error}", "check that `lo` is up"
         )
     return Finding("gloo", f"two processes here: {speed.rate}, {speed.delay} for an all-reduce")
-
-
-def _read_meminfo(key: str) -> int | None:
-    """A value of /proc/meminfo in bytes."""
-    for line in read_system_file("/proc/meminfo").splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    return None

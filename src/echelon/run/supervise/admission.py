@@ -1,0 +1,244 @@
+"""Admission of machines to an attempt: each presents its condition, and the coordinator says who takes part.
+
+A bad machine is left out where enough others are there, so that it does not fail, or slow down, the whole job.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum
+from statistics import median
+
+from echelon.planner.hardware.health import Health
+from echelon.recipe import FaultConfig
+from echelon.run.supervise.agent_votes import Watch
+from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, Cause, Outcome, Weight
+
+logger = logging.getLogger(__name__)
+
+# Of a device against the median of the other machines' devices of that name.
+_SLOW = 0.5
+# Deaths on different machines are put in order by their times, and a shared folder's files are compared by theirs.
+_CLOCK_SECONDS = 2.0
+_LOOK_SECONDS = 0.05
+# How long too few machines without a fault wait for more of an elastic job.
+_LAST_CALL_SECONDS = 30.0
+
+
+class Gravity(IntEnum):
+    """What a problem of a machine entails."""
+
+    NAMED = 0
+    """It is named."""
+    LEFT_OUT = 1
+    """The machine is left out if enough others are there, and else takes part."""
+    ENDS = 2
+    """The machine is left out if enough others are there, and else the job ends."""
+    REFUSES = 3
+    """The same; the request cannot be met by this machine."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with a machine, a sentence with the fix."""
+
+    words: str
+    gravity: int = Gravity.ENDS
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a machine knows of itself before it takes part.
+
+    Attributes:
+        problems: those it knows.
+        rates: FLOP/s and bytes/s by kind, as of `Health`.
+        clock: the seconds that its clock is ahead of the coordinator's, at least and at most.
+    """
+
+    problems: tuple[Problem, ...] = ()
+    rates: Mapping[str, float] = field(default_factory=dict)
+    clock: tuple[float, float] = (0.0, 0.0)
+
+    @staticmethod
+    def of(health: Health, missing: str | None, fault: FaultConfig) -> "Condition":
+        """The condition of this machine. `missing`: the message if it lacks GPUs that its job asked for."""
+        gravity = Gravity.ENDS if fault.on_bad_machine == "leave_out" else Gravity.NAMED
+        found = [Problem(words, gravity) for words in health.faults]
+        found += [Problem(words, _slow_gravity(fault)) for words in health.slowdowns]
+        if missing is not None:
+            found.insert(0, Problem(missing.rstrip("."), Gravity.REFUSES))
+        return Condition(tuple(found), health.rates)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The coordinator's answer to a machine: whether it takes part; if the attempt `ends`, the message and the code."""
+
+    is_admitted: bool
+    words: str = ""
+    ends: bool = False
+    code: int = FAILED
+
+    @property
+    def cause(self) -> Cause:
+        """How the attempt ends on this machine, which takes no part; a cause of nothing if it came too late."""
+        if self.code == DONE:
+            return Cause(Outcome(DONE), Weight.NOTHING, time.time())
+        return Cause(Outcome(self.code, self.words, final=True), Weight.CAUSE, time.time())
+
+
+def judge(conditions: Mapping[str, Condition], fault: FaultConfig) -> dict[str, list[Problem]]:
+    """The problems of each machine: those it knows, and those that show when it is compared with the others."""
+    found = {host: list(condition.problems) for host, condition in conditions.items()}
+    for host, words in _compare_clocks(conditions).items():
+        gravity = Gravity.LEFT_OUT if fault.on_bad_machine == "leave_out" else Gravity.NAMED
+        found[host].append(Problem(words, gravity))
+    for host, condition in conditions.items():
+        for kind, rate in condition.rates.items():
+            others = [other.rates[kind] for name, other in conditions.items() if name != host and kind in other.rates]
+            if others and rate < _SLOW * (usual := median(others)):
+                words = f"it is slow ({kind}): {rate:.3g} per second, and the other machines {usual:.3g}"
+                found[host].append(Problem(words, _slow_gravity(fault)))
+    return found
+
+
+def _compare_clocks(conditions: Mapping[str, Condition]) -> dict[str, str]:
+    """The machines whose clock certainly differs from that of most others, or of the coordinator if none is usual."""
+
+    def differ(usual: float) -> dict[str, float]:
+        gaps = {host: max(c.clock[0] - usual, usual - c.clock[1], 0.0) for host, c in conditions.items()}
+        return {host: gap for host, gap in gaps.items() if gap > _CLOCK_SECONDS}
+
+    candidates = [0.0, *(sum(condition.clock) / 2 for condition in conditions.values())]
+    odd = min(map(differ, candidates), key=len)  # the first of several: the coordinator's
+    return {
+        host: f"its clock differs from the others by {gap:.1f} s; set it with NTP: start chrony or systemd-timesyncd"
+        for host, gap in odd.items()
+    }
+
+
+def _slow_gravity(fault: FaultConfig) -> Gravity:
+    return Gravity.LEFT_OUT if fault.on_straggler == "stop" else Gravity.NAMED
+
+
+class Admission:
+    """The admission to one attempt, through the store of the agents. Each thread needs one of its own."""
+
+    def __init__(self, watch: Watch, fault: FaultConfig) -> None:
+        self._watch = watch
+        self._fault = fault
+        self._short_since: float | None = None
+
+    def present(self, condition: Condition) -> Answer:
+        """Present this machine, and wait for the answer. It has joined the attempt. Raises DistError as a Meeting."""
+        watch = self._watch
+        if not watch.coordinates:
+            if (clock := self._measure_clock()) is None:
+                return Answer(False, ends=True, code=DONE)
+            condition = Condition(condition.problems, condition.rates, clock)
+        watch.store.set(self._key("condition", watch.host), json.dumps(asdict(condition)))
+        if not self._await(key := self._key("answer", watch.host)):
+            return Answer(False, ends=True, code=DONE)
+        return Answer(**json.loads(watch.store.get(key)))
+
+    def look(self) -> None:
+        """On the coordinator, now and then during the whole attempt: answer those who wait, if it can be decided."""
+        if not self._watch.coordinates:
+            return
+        hosts = self._watch.hosts()
+        for host in hosts:
+            if self._has("ping", host) and not self._has("pong", host):
+                self._watch.store.set(self._key("pong", host), str(time.time()))
+        conditions = {host: self._read(host) for host in hosts if self._has("condition", host)}
+        waiting = [host for host in conditions if not self._has("answer", host)]
+        if waiting:
+            self._decide(conditions, waiting)
+
+    def _decide(self, conditions: Mapping[str, Condition], waiting: Sequence[str]) -> None:
+        problems = judge(conditions, self._fault)
+        worst = {host: max((p.gravity for p in found), default=Gravity.NAMED) for host, found in problems.items()}
+        taken = [host for host in conditions if worst[host] == Gravity.NAMED and not self._watch.is_silent(host)]
+        if len(taken) < self._watch.group.min_nodes:
+            if self._may_grow(len(conditions)):
+                return
+            taken = [host for host in conditions if worst[host] < Gravity.ENDS]
+        if len(taken) < self._watch.group.min_nodes:
+            ending = self._describe_ending(problems)
+            for host in waiting:
+                self._answer(host, ending)
+            return
+        self._take(taken, waiting, problems)
+
+    def _take(self, taken: Sequence[str], waiting: Sequence[str], problems: Mapping[str, Sequence[Problem]]) -> None:
+        """Answer those who wait: some of the machines take part, and the others are left out."""
+        for host in waiting:
+            words = "; ".join(problem.words for problem in problems[host])
+            if host not in taken:
+                logger.warning(f"machine {host} is left out: {words}")
+            elif words:
+                logger.warning(f"machine {host}: {words}")
+            self._answer(host, Answer(host in taken, words))
+
+    def _may_grow(self, count: int) -> bool:
+        """Whether more machines may come, while too few without a fault are there."""
+        group, now = self._watch.group, time.monotonic()
+        if count < group.min_nodes:
+            self._short_since = None
+            return True
+        self._short_since = now if self._short_since is None else self._short_since
+        return count < group.max_nodes and now - self._short_since < _LAST_CALL_SECONDS
+
+    def _describe_ending(self, problems: Mapping[str, Sequence[Problem]]) -> Answer:
+        """Why the job ends on all machines: too few are left without the bad ones."""
+        refused = [p.words for found in problems.values() for p in found if p.gravity == Gravity.REFUSES]
+        if refused:
+            return Answer(False, f"{refused[0]}.", True, REFUSED)
+        bad = [
+            f"machine {host}: {problem.words}"
+            for host, found in problems.items()
+            for problem in found
+            if problem.gravity == Gravity.ENDS
+        ]
+        least = self._watch.group.min_nodes
+        remedy = f"start again with {least} others, or set fault.on_bad_machine=warn to train all the same"
+        return Answer(False, f"{'; '.join(bad)}; {remedy}", True)
+
+    def _answer(self, host: str, answer: Answer) -> None:
+        if not answer.is_admitted and not answer.ends:
+            self._watch.leave_out(host)
+        self._watch.store.set(self._key("answer", host), json.dumps(asdict(answer)))
+
+    def _measure_clock(self) -> tuple[float, float] | None:
+        """The bounds of this clock's lead over the coordinator's, which reads its own between two readings of this.
+
+        None if the attempt is over.
+        """
+        store, host = self._watch.store, self._watch.host
+        before = time.time()
+        store.set(self._key("ping", host), "")
+        if not self._await(key := self._key("pong", host)):
+            return None
+        after, there = time.time(), float(store.get(key))
+        return before - there, after - there
+
+    def _read(self, host: str) -> Condition:
+        fields = json.loads(self._watch.store.get(self._key("condition", host)))
+        low, high = fields["clock"]
+        return Condition(tuple(Problem(**problem) for problem in fields["problems"]), fields["rates"], (low, high))
+
+    def _has(self, word: str, host: str) -> bool:
+        return self._watch.store.check([self._key(word, host)])
+
+    def _await(self, key: str) -> bool:
+        """Wait for a key; False if the attempt is over before it is there."""
+        while not self._watch.store.check([key]):
+            if self._watch.is_closed():
+                return self._watch.store.check([key])
+            time.sleep(_LOOK_SECONDS)
+        return True
+
+    def _key(self, word: str, host: str) -> str:
+        return f"{self._watch.attempt}/{word}/{host}"
