@@ -27,6 +27,7 @@ from echelon.foreign.importers.source_file import (
     detect_tool,
     read_foreign,
 )
+from echelon.foreign.importers.swift import complete_swift, swift_defaults
 from echelon.foreign.importers.torchtitan import carry_torchtitan
 from echelon.foreign.importers.torchtune import carry_torchtune
 from echelon.foreign.importers.training import Amounts, carry_optimizer, carry_training
@@ -98,11 +99,15 @@ def _carry(ledger: Ledger, tool: Tool, path: Path, amounts: Amounts, asked: str 
     refuse_plugins(ledger)
     carry_model(ledger, tool)
     carry_adapter(ledger, tool, defaults)
+    if tool == "ms-swift":
+        defaults = swift_defaults(ledger, defaults)
     read = read_data(ledger, tool, trainer, path.parent)
     if tool == "llamafactory-v1":
         answers = carry_v1_objective(ledger, read, asked)
     carry_data(ledger, tool, read, defaults, answers)
     named = carry_parallel(ledger, path.parent)
+    if tool == "ms-swift":
+        complete_swift(ledger)
     steps = carry_training(ledger, tool, defaults, replace(amounts, devices=amounts.devices or named))
     carry_optimizer(ledger, tool, defaults, steps)
     carry_operation(ledger, defaults, steps)

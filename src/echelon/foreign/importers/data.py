@@ -11,6 +11,7 @@ from echelon.foreign.importers.hf_data import read_hf
 from echelon.foreign.importers.ledger import Ledger
 from echelon.foreign.importers.source_file import Tool
 from echelon.foreign.importers.sources import Read
+from echelon.foreign.importers.swift import read_swift
 from echelon.recipe.aliases import spellings
 from echelon.recipe.names import Answers
 from echelon.recipe.yaml_text import show_value
@@ -21,6 +22,8 @@ _PLACE_OF_DATA = "path/to/data.jsonl"
 def read_data(ledger: Ledger, tool: Tool, trainer: Trainer | None, folder: Path) -> Read:
     """Read the data sources of a file of `tool` in the folder `folder`."""
     match tool:
+        case "ms-swift":
+            return read_swift(ledger)
         case "axolotl":
             return read_axolotl(ledger)
         case "llamafactory":
@@ -53,7 +56,7 @@ def carry_data(ledger: Ledger, tool: Tool, read: Read, defaults: Defaults, answe
 
 
 def _carry_validation(ledger: Ledger, validation: list[dict[str, object]]) -> None:
-    names = (*spellings("data.validation_fraction"), "validation_split_percentage")
+    names = (*spellings("data.validation_fraction"), "validation_split_percentage", "split_dataset_ratio")
     full = ledger.find(*names)
     size = ledger.number(*names)
     if validation or "data.validation" in ledger.values:
@@ -219,11 +222,13 @@ def _has_turns(source: Mapping[str, Any]) -> bool:
 
 
 def _carry_overlong(ledger: Ledger, tool: Tool, defaults: Defaults) -> None:
-    if (full := ledger.find("excess_length_strategy", "sample_packing_excess")) is None:
+    if (full := ledger.find("excess_length_strategy", "sample_packing_excess", "truncation_strategy")) is None:
         put_default(ledger, defaults, "data.on_overlong", defaults.on_overlong)
         return
     value = ledger.take(full)
-    if (ours := {"drop": "drop", "truncate": "cut", "raise": "refuse"}.get(str(value))) is None:
+    if (
+        ours := {"drop": "drop", "delete": "drop", "truncate": "cut", "right": "cut", "raise": "refuse"}.get(str(value))
+    ) is None:
         ledger.refuse(full, "samples that are too long can be cut, dropped or refused: data.on_overlong.")
     else:
         ledger.put("data.on_overlong", ours, f"{full}: {value}")

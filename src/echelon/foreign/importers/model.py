@@ -16,7 +16,7 @@ _CAUSAL = ("CausalLM", "LMHeadModel")
 
 def carry_model(ledger: Ledger, tool: Tool) -> None:
     """Import the model, its attention implementation, its tokenizer and added tokens."""
-    names: tuple[str, ...] = ("model",) if tool == "llamafactory-v1" else ("base_model_name_or_path",)
+    names: tuple[str, ...] = ("model",) if tool in ("llamafactory-v1", "ms-swift") else ("base_model_name_or_path",)
     if ledger.move("model.checkpoint", *names) is None:
         ledger.put("model.checkpoint", _PLACE_OF_MODEL, "not in the file")
         ledger.remark(f"the file has no model; set model.checkpoint (currently {_PLACE_OF_MODEL}).")
@@ -88,7 +88,7 @@ def carry_adapter(ledger: Ledger, tool: Tool, defaults: Defaults) -> None:
     """Import the adapter: its method, rank, alpha, target modules and quantization."""
     if (method := _find_method(ledger, tool)) is None:
         for name in ("lora_r", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear",
-                     "lora_target_parameters", "lora_modules_to_save", "lora_target",
+                     "lora_target_parameters", "lora_modules_to_save", "lora_target", "target_modules",
                      "quantize_moe_experts"):  # fmt: skip
             if ledger.find(name) is not None:
                 ledger.need_not(name, "all parameters are trained; there is no adapter.")
@@ -151,7 +151,7 @@ def _find_method(ledger: Ledger, tool: Tool) -> str | None:
     if wanted not in ("lora", "qlora", "dora"):
         assert named is not None
         ledger.refuse(named, "echelon supports full fine-tuning and the adapters lora, qlora and dora.")
-        ledger.take("quantization_bit")
+        ledger.take(*_BITS)
         ledger.take("quantization_method")
         return None
     if dora and (width == 4 or wanted == "qlora"):
@@ -162,13 +162,14 @@ def _find_method(ledger: Ledger, tool: Tool) -> str | None:
     return "dora" if dora else "qlora" if width == 4 else wanted
 
 
-_METHOD_KEYS = ("adapter", "finetuning_type", "peft_type", "peft_config.name")
-_WIDTH_KEYS = ("load_in_4bit", "load_in_8bit", "quantization_bit", "use_4bit", "use_8bit")
+_METHOD_KEYS = ("adapter", "finetuning_type", "tuner_type", "train_type", "peft_type", "peft_config.name")
+_BITS = ("quantization_bit", "quant_bits")
+_WIDTH_KEYS = ("load_in_4bit", "load_in_8bit", *_BITS, "use_4bit", "use_8bit")
 
 
 def _find_width(ledger: Ledger) -> int | None:
     """Return the bits of a frozen weight; None if the file does not set them."""
-    bits = ledger.peek("quantization_bit")
+    bits = ledger.peek(*_BITS)
     if ledger.peek("load_in_4bit", "use_4bit") or bits == 4:
         return 4
     return 8 if ledger.peek("load_in_8bit", "use_8bit") else bits
@@ -180,19 +181,23 @@ def _find_wanted(ledger: Ledger, tool: Tool) -> str | None:
     if word := ledger.take(*_METHOD_KEYS):
         return str(word).lower()
     has_config = ledger.find("lora_r", "lora_rank", "r", "lora_alpha", "target_modules") is not None
-    return "lora" if peft or tool == "llamafactory" or (tool == "hf" and has_config and peft is None) else None
+    return (
+        "lora"
+        if peft or tool in ("llamafactory", "ms-swift") or (tool == "hf" and has_config and peft is None)
+        else None
+    )
 
 
 def _carry_width(ledger: Ledger, width: int | None) -> None:
     """Record the bit width of frozen weights: 4 bits are part of the method, 8 bits differ, others are refused."""
     ledger.take("load_in_4bit", "use_4bit")
-    full = ledger.find("load_in_8bit", "use_8bit", "quantization_bit")
+    full = ledger.find("load_in_8bit", "use_8bit", *_BITS)
     if width == 4:
-        ledger.take("quantization_bit")
+        ledger.take(*_BITS)
     elif width == 8:
         ledger.differ(str(full), "frozen weights are kept in 16 bits instead of 8: more exact, but more memory.")
     elif width is not None:
-        ledger.refuse("quantization_bit", "frozen weights can have 4 bits (bitsandbytes) or 16 bits and more.")
+        ledger.refuse(str(full), "frozen weights can have 4 bits (bitsandbytes) or 16 bits and more.")
     if ledger.take("quantization_method", "quant_config.name") not in (None, "bnb", "bitsandbytes"):
         ledger.refuse(
             ledger.find("quant_config.name") or "quantization_method",

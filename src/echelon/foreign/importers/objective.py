@@ -8,6 +8,7 @@ from echelon.foreign.importers.ledger import Ledger
 from echelon.foreign.importers.reward_keys import put_grpo
 from echelon.foreign.importers.source_file import TABLE, Tool
 from echelon.foreign.importers.sources import Read
+from echelon.foreign.importers.swift import find_swift_method
 from echelon.ground.errors import ConfigError
 from echelon.recipe.names import OBJECTIVES, Answers
 from echelon.recipe.objective import SMOOTHED
@@ -83,6 +84,8 @@ def carry_objective(ledger: Ledger, tool: Tool, trainer: Trainer | None) -> Answ
 def _find_method(ledger: Ledger, tool: Tool, trainer: Trainer | None) -> tuple[str | None, Any]:
     """Return the key that names the method, if one does, and the method: one of `_METHODS`, or of the user's."""
     full = ledger.find("stage", "rl")
+    if tool == "ms-swift":
+        return ledger.find("rlhf_type"), find_swift_method(ledger)
     if full is None and tool == "axolotl" and ledger.peek("reward_model") is True:
         ledger.take("reward_model")
         return "reward_model", "reward"

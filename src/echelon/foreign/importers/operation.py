@@ -202,8 +202,10 @@ def _carry_evaluation(ledger: Ledger, defaults: Defaults, steps: int | None) -> 
     strategy = ledger.take("eval_strategy", "evaluation_strategy")
     holds_out = bool(ledger.values.get("data.validation") or ledger.values.get("data.validation_fraction"))
     every, times = ledger.number("eval_steps"), ledger.number("evals_per_epoch")
-    # Only in Axolotl does eval_steps alone enable evaluation.
-    asked = every or times if defaults.name == "Axolotl" and strategy is None else strategy
+    if strategy is None:
+        asked, every = _find_default_evaluation(ledger, defaults, holds_out, every, times)
+    else:
+        asked = strategy
     if strategy == "no" or not asked:
         ledger.put("train.eval_every", None, f"{named}: no" if strategy == "no" else "nothing is evaluated")
     elif not holds_out:
@@ -215,6 +217,18 @@ def _carry_evaluation(ledger: Ledger, defaults: Defaults, steps: int | None) -> 
         ledger.put("train.evals_per_epoch", times or 1, why)
     else:
         _put_rhythm(ledger, *_EVALUATION, every or ledger.values["train.log_every"], "eval_steps", steps)
+
+
+def _find_default_evaluation(
+    ledger: Ledger, defaults: Defaults, holds_out: bool, every: float | None, times: float | None
+) -> tuple[Any, float | None]:
+    """Return whether a file without a strategy evaluates, and every how many steps.
+
+    In Axolotl eval_steps alone enables evaluation, in ms-swift held-out data alone, then with every save.
+    """
+    if defaults.name == "ms-swift" and holds_out:
+        return "steps", every or ledger.peek("save_steps") or 500
+    return (every or times if defaults.name == "Axolotl" else None), every
 
 
 def _carry_saving(ledger: Ledger, defaults: Defaults, steps: int | None) -> None:

@@ -11,7 +11,7 @@ from echelon.ground.errors import ConfigError
 from echelon.ground.stored import read_bytes
 from echelon.recipe.yaml_text import parse_yaml, read_table, show_value
 
-Tool = Literal["axolotl", "hf", "llamafactory", "llamafactory-v1", "torchtune", "torchtitan"]
+Tool = Literal["axolotl", "hf", "llamafactory", "llamafactory-v1", "ms-swift", "torchtune", "torchtitan"]
 TOOLS: tuple[Tool, ...] = get_args(Tool)
 
 TABLE: Mapping[str, Any] = read_table(Path(__file__).with_name("tools.yaml"))
@@ -20,8 +20,8 @@ _GROUPS: tuple[str, ...] = tuple(TABLE["groups"].split())
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _OURS = ("run", "model", "data", "train")
 _READ = (
-    "Import reads files of Axolotl, Hugging Face (Trainer, TRL, PEFT), LLaMA-Factory, torchtune and torchtitan; for "
-    "other tools write a recipe, beginning with: echelon init"
+    "Import reads files of Axolotl, Hugging Face (Trainer, TRL, PEFT), LLaMA-Factory, ms-swift, torchtune and "
+    "torchtitan; for other tools write a recipe, beginning with: echelon init"
 )
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle")
 
@@ -169,7 +169,7 @@ def detect_tool(given: Mapping[str, Any], path: Path) -> Tool:
     )
     # The files of these tools also have keys of others.
     # The files of these tools also have keys of others.
-    first: tuple[Tool, ...] = ("torchtitan", "torchtune", "llamafactory-v1")
+    first: tuple[Tool, ...] = ("torchtitan", "torchtune", "llamafactory-v1", "ms-swift")
     for tool in first:
         if decisive[tool]:
             return tool

@@ -33,7 +33,9 @@ def carry_training(ledger: Ledger, tool: Tool, defaults: Defaults, amounts: Amou
     """Import the run length, batch size, precision and memory settings. Returns the steps, None if unknown."""
     batch = _carry_batch(ledger, tool, defaults, amounts)
     steps = _carry_length(ledger, defaults, batch, amounts.samples)
-    _carry_precision(ledger, defaults)
+    if "train.precision" not in ledger.values:  # the dtype of an ms-swift file sets it
+        _carry_precision(ledger, defaults)
+    _explain_dtypes(ledger)
     if ledger.peek("torch_compile") not in (None, False):
         ledger.move("train.compile")
     else:
@@ -51,9 +53,9 @@ def _carry_batch(ledger: Ledger, tool: Tool, defaults: Defaults, amounts: Amount
     if whole is not None:
         ledger.put("train.global_batch_size", whole, f"global_batch_size: {whole:g}")
         return int(whole)
-    full, accumulation = _find_accumulation(ledger, tool, micro)
     divided = math.prod(_degree(ledger, name) for name in _DIVISIONS)
     devices = max(1, (amounts.devices or 1) // divided)
+    full, accumulation = _find_accumulation(ledger, tool, micro, devices)
     batch = int(micro * accumulation * devices)
     arithmetic = f"{micro:g} a device x {accumulation:g} accumulated x {devices} device{'s' if devices > 1 else ''}"
     if divided > 1 and amounts.devices is not None:
@@ -69,12 +71,14 @@ def _carry_batch(ledger: Ledger, tool: Tool, defaults: Defaults, amounts: Amount
     return batch
 
 
-def _find_accumulation(ledger: Ledger, tool: Tool, micro: float) -> tuple[str | None, float]:
+def _find_accumulation(ledger: Ledger, tool: Tool, micro: float, devices: int) -> tuple[str | None, float]:
     """Return (the key that sets it, the number of microbatches per step on each device)."""
     full = ledger.find("gradient_accumulation_steps")
     accumulation = ledger.number("gradient_accumulation_steps") or 1
     if tool == "axolotl" and full is None and (name := ledger.find("batch_size")) is not None:
         return name, (ledger.number(name) or micro) // micro
+    if tool == "ms-swift" and full is None:  # its default gives a step of about 16 samples
+        return None, math.ceil(16 / micro / devices)
     return full, accumulation
 
 
@@ -130,7 +134,6 @@ def _carry_precision(ledger: Ledger, defaults: Defaults) -> None:
         # LLaMA-Factory stores frozen weights in the checkpoint's dtype and computes in it.
         adapts = defaults.name == "LLaMA-Factory" and "adapter.method" in ledger.values
         put_default(ledger, defaults, "train.precision", "auto" if adapts else defaults.precision)
-    _explain_dtypes(ledger)
 
 
 def _explain_dtypes(ledger: Ledger) -> None:

@@ -51,6 +51,7 @@ def dataset(**keys: Any) -> dict[str, Any]:
     ("given", "key"),
     [
         # other objectives
+        ({**SFT, "label_column_name": "label"}, "label_column_name"),
         ({**AXOLOTL, "rl": "grpo", "trl": {"beta": 0.1}}, "trl.beta"),
         ({**AXOLOTL, "rl": "ebft"}, "rl"),
         ({**AXOLOTL, "rl": "kto"}, TYPE),
@@ -245,6 +246,6 @@ def test_a_file_of_an_unknown_tool_gets_one_sentence(tmp_path, name, text, words
     answer = CliRunner().invoke(app, ["import", str(path), *options])
     assert isinstance(answer.exception, ConfigError)
     assert str(answer.exception) == (
-        f"{path} {words} Import reads files of Axolotl, Hugging Face (Trainer, TRL, PEFT), LLaMA-Factory, torchtune "
-        "and torchtitan; for other tools write a recipe, beginning with: echelon init"
+        f"{path} {words} Import reads files of Axolotl, Hugging Face (Trainer, TRL, PEFT), LLaMA-Factory, ms-swift, "
+        "torchtune and torchtitan; for other tools write a recipe, beginning with: echelon init"
     )
