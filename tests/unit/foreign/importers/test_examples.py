@@ -86,8 +86,8 @@ def _differences(given: dict[str, Any], found: Imported) -> Iterator[str]:
     for entry in found.entries:
         if entry.fate == "refused" or _UNKNOWN in entry.text or (entry.fate in ("lost", "needless") and not entry.text):
             yield f"{entry.name} is {entry.fate}: {entry.text!r}"
-    wanted = given.get("rl") or given.get("stage")
-    methods = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
+    wanted = given.get("rl") or given.get("stage") or ("rm" if given.get("reward_model") is True else None)
+    methods = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "simpo": "simpo", "kto": "kto", "rm": "reward"}
     by_loss = {"orpo": "orpo", "simpo": "simpo"}.get(str(given.get("pref_loss")))
     lengths = ("sequence_len", "cutoff_len", "max_length", "max_seq_length")
     expected = {
