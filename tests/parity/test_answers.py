@@ -9,6 +9,7 @@ from tests.parity.training import Row, bounds, difference, hashes, train
 pytestmark = pytest.mark.dist
 
 STEPS = 4
+AS_TRL = 1e-5  # the bound of tests/peer, which compares one process with TRL's trainers
 VARIANTS = {
     "grpo": {},
     "dr grpo": {"normalize": "constant", "max_tokens": 16},
@@ -56,7 +57,6 @@ def test_equals_one_process(workers, alone, text, tmp_path, variant, plan):
     row = replace(PLANS[plan], changes=changes)
     rows, expected = train(workers, row, tmp_path, text, STEPS), alone(row)
     losses, norms = difference(rows, expected)
-    loss_bound, norm_bound = bounds(row)
-    assert losses <= loss_bound and norms <= norm_bound, f"loss {losses:.1e}, norm {norms:.1e}"
+    assert losses <= AS_TRL and norms <= bounds(row)[1], f"loss {losses:.1e}, norm {norms:.1e}"
     assert hashes(rows) == hashes(expected)
     assert all(row["grad_norm"] > 1e-3 for row in expected if row["kind"] == "train")

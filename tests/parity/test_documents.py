@@ -22,6 +22,7 @@ REWARD = {"objective": {"name": "reward", "center_weight": 0.05}}
 CLASSIFICATION = {"objective": {"name": "classification", "labels": ["red", "green", "blue"]}}
 CHANGES = {"packed": None, "pairs": DPO, "judged": KTO, "scored": REWARD, "labelled": CLASSIFICATION}
 STEPS = 4
+AS_TRL = 1e-5  # the bound of tests/peer, which compares one process with TRL's trainers
 
 ROWS = [
     ("packed", with_ranks(Row("ddp", checkpointing="selective"), 2, micro_batch=2)),
@@ -151,6 +152,8 @@ def check(workers, alone, text, folder, samples, row):
     rows, expected = run(workers, samples, row, folder, text), alone(samples, row)
     losses, norms = difference(rows, expected)
     loss_bound, norm_bound = bounds(row)
+    if row.changes is not None and row.precision == "fp32":
+        loss_bound = AS_TRL
     assert losses <= loss_bound and norms <= norm_bound, f"{row}: loss {losses:.1e}, norm {norms:.1e}"
     assert hashes(rows) == hashes(expected)
     ours, theirs = ([each for each in rows if each["kind"] == "eval"][-1] for rows in (rows, expected))
