@@ -148,6 +148,8 @@ def _read_source(ledger: Ledger, section: str, pairs: bool) -> dict[str, Any]:
         return {"path": builder}
     path = ledger.take(f"{section}.source") or row["source"]
     files = ledger.take(f"{section}.data_files")
+    if files is not None and not isinstance(files, str):
+        ledger.refuse(f"{section}.data_files", "give one file, or write a recipe, where data.train lists files.")
     form = row["format"]
     if ledger.take(f"{section}.conversation_style") == "openai":
         form, row = "messages", {**row, "column": "messages"}

@@ -275,6 +275,7 @@ def test_the_learning_rate_is_that_of_torchtitan(tmp_path, lines, decay, fall):
         (TUNE, [("alpaca_cleaned_dataset", "stack_exchange_paired_dataset"), *list(PAIRS.items())[1:]],
          "import knows the texts of pairs with a conversation"),
         (TUNE, [("  packed: True", "  filter_fn: mine")], "dataset.filter_fn: mine: records are read"),
+        (TUNE, [("  packed: True", "  data_files: [a.jsonl, b.jsonl]")], "dataset.data_files: .*: give one file"),
         (TUNE, [("torch.optim.AdamW", "torch.optim.Adagrad")], "optimizer._component_: torch.optim.Adagrad: the"),
         (TUNE, [("apply_lora_to_output: False", "apply_lora_to_output: True")], "model.apply_lora_to_output: true"),
         (TUNE, [("FullModelHFCheckpointer", "FullModelMetaCheckpointer")], "checkpointer._component_: .*of the hub"),
