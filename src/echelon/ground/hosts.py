@@ -29,7 +29,7 @@ class HostGroup:
     `coordinates`: whether this machine is the coordinator; None: it is if the address is its own. `interface`: the
     network interface to use; None: the one that reaches the coordinator. `shares_files`: whether every machine sees the
     same run folder. `name`: this machine's name for the others; torch assigns ranks in the order of the names, else of
-    the addresses.
+    the addresses. `spares_machines`: whether the job may end well without machines that were lost, as a quorum does.
     """
 
     min_nodes: int
@@ -40,6 +40,7 @@ class HostGroup:
     interface: str | None = None
     shares_files: bool = True
     name: str | None = None
+    spares_machines: bool = False
 
     @property
     def is_alone(self) -> bool:
@@ -165,11 +166,11 @@ def is_coordinator(group: HostGroup) -> bool:
     return found is not None
 
 
-def limit_silence(group: HostGroup, seconds: float) -> None:
-    """Make this process's connections to the coordinator fail after this many seconds without an answer.
+def limit_silence_of(port: int | None, seconds: float) -> None:
+    """Make this process's connections to this port of other machines, or to any, fail after so long without an answer.
 
-    torch's store waits for an answer forever, and neither a broken link nor a machine without power closes connections.
-    Has no effect on systems without a list of open files in /proc.
+    torch's store waits for an answer forever, as gloo does, and neither a broken link nor a machine without power
+    closes connections. Has no effect on systems without a list of open files in /proc.
     """
     for entry in Path("/proc/self/fd").glob("*"):
         with suppress(OSError):  # not a connection, or closed meanwhile
@@ -181,11 +182,12 @@ def limit_silence(group: HostGroup, seconds: float) -> None:
                 continue
             with line:
                 is_tcp = line.family in (socket.AF_INET, socket.AF_INET6) and line.type == socket.SOCK_STREAM
-                if is_tcp and line.getpeername()[1] == group.port:
-                    _limit_silence(line, seconds)
+                if is_tcp and port in (None, line.getpeername()[1]):
+                    limit_silence(line, seconds)
 
 
-def _limit_silence(line: socket.socket, seconds: float) -> None:
+def limit_silence(line: socket.socket, seconds: float) -> None:
+    """Make one connection fail after this many seconds without an answer of the other machine's kernel."""
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))  # for unacknowledged data
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # for an idle connection
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(seconds / 3)))

@@ -347,13 +347,16 @@ def hosted_environment(outcomes_dir: Path, shares_files: bool) -> dict[str, str]
     return {HOST_VARIABLE: str(outcomes_dir), SHARED_VARIABLE: str(int(shares_files))}
 
 
-def replica_environment(rank: int, world_size: int, address: str, port: int, member: str) -> dict[str, str]:
-    """The variables of a process of a replica that may be lost alone, on this machine.
+def replica_environment(
+    rank: int, world_size: int, num_local: int, address: str, port: int, member: str
+) -> dict[str, str]:
+    """The variables of a process of a replica that may be lost alone, one of `num_local` processes of this machine.
 
     `member`: the name of the process; `address` and `port`: those of its keeper's store.
     """
     meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port), _MEMBER_VARIABLE: member}
-    return {**rank_environment(rank, world_size), **meeting}
+    local = {"LOCAL_RANK": str(rank % num_local), "LOCAL_WORLD_SIZE": str(num_local)}
+    return {**rank_environment(rank, world_size), **local, **meeting}
 
 
 def rank_environment(rank: int, world_size: int) -> dict[str, str]:

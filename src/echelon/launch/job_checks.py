@@ -129,7 +129,7 @@ def _fill_missing(job: JobSpec) -> tuple[JobSpec, list[str], tuple[EchelonError,
     if recipe.launch.to is None:
         raise ConfigError(f"launch.to is not set; add --to with one of {', '.join(TARGETS)}.")
     refuse_secrets(recipe)
-    if recipe.launch.to != "local":
+    if recipe.launch.to not in ("local", "torchrun"):
         refuse_quorum(recipe)
     launcher = find_launcher(recipe.launch.to)
     spec = prepare_spec(recipe)

@@ -93,8 +93,9 @@ def refuse_quorum(recipe: "Recipe") -> None:
     """Raise ConfigError for a quorum, where other launchers start the processes."""
     if recipe.sync.name == QUORUM:
         raise ConfigError(
-            f"sync.name={QUORUM} works only if echelon train starts all processes, on one machine: other launchers end "
-            "all processes when one is lost. Start it without a launcher, or use sync.name: every_step."
+            f"sync.name={QUORUM} works only if echelon train starts all processes, on one machine or as the agent of "
+            "each (--nodes): other launchers end all processes when one is lost. Start it without a launcher, or use "
+            "sync.name: every_step."
         )
 
 

@@ -90,7 +90,7 @@ def _find_visible(nvml: Any) -> list[tuple[str, int]]:
     count = nvml.nvmlDeviceGetCount()
     chosen = read_environment().get("CUDA_VISIBLE_DEVICES")
     numbers = [int(word) for word in (chosen or "").split(",") if word.strip().isdigit()]
-    if chosen is None or not numbers:  # all, or named by an id
+    if not numbers and chosen not in ("", "-1"):  # all, or named by an id
         numbers = list(range(count))
     return [(str(number), number) for number in numbers if number < count]
 

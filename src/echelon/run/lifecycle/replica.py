@@ -77,7 +77,8 @@ class Replica:
             view = board.await_view(number, self.member, wait.look)
             num_essential = recipe.sync.num_essential
             num_replicas = self.place.world_size // plan.replica_size
-            membership = ViewMembership(board, store, view, self.member, num_replicas, inside, num_essential)
+            is_spread = self.place.local_world_size < self.place.world_size
+            membership = ViewMembership(board, store, view, self.member, num_replicas, inside, num_essential, is_spread)
             number, before = view.number, held
             is_done, held = self._train_in(membership, learner, held, wait)
             membership.leave()

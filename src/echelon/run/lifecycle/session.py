@@ -41,6 +41,7 @@ from echelon.recipe import Recipe
 from echelon.recipe.synchronization import KEPT, QUORUM, SyncConfig
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.process_group import default_num_processes, open_store, watch_starter
+from echelon.run.lifecycle.quorum_hosts import Preparation, check_quorum_hosts
 from echelon.run.lifecycle.separate_folders import (
     announce_commits,
     await_fetched,
@@ -164,21 +165,35 @@ def train_on_hosts(
     without shared files have separate logs, so each reports.
     """
     _refuse_snapshots(recipe)
-    refuse_quorum(recipe)
+    is_quorum = recipe.sync.name == QUORUM and not group.is_alone
+    if is_quorum:
+        check_quorum_hosts(recipe, group)
+        group = replace(group, spares_machines=True)
+    else:
+        refuse_quorum(recipe)
     missing = _find_missing_gpus(recipe, group, num_processes)
     count = default_num_processes() if num_processes is None else num_processes
     agent = Agent(group, None, recipe.fault, missing)
     if fresh and (not group.shares_files or is_coordinator(group)):
         _move_aside(RunFolder(recipe.run.dir))
+    preparation = Preparation(recipe, count, group.max_nodes)
     with scratch_folder("host") as scratch:
         outcomes = scratch / "outcomes"
         outcomes.mkdir()
         folder = RunFolder(recipe.run.dir, outcomes)
-        argv = worker_argv("echelon", "train", *arguments)
-        job = _make_job(recipe, argv, count, folder, hosted_environment(outcomes, group.shares_files))
+        environment = hosted_environment(outcomes, group.shares_files)
+        if is_quorum:
+            argv = worker_argv("echelon.run.lifecycle.worker", str(folder.path))
+            job = _make_job(recipe, argv, count, folder, environment | managed_environment())
+            job = replace(job, num_machines=group.max_nodes, prepare=preparation.prepare)
+            job = _kept(job, recipe.sync)
+        else:
+            argv = worker_argv("echelon", "train", *arguments)
+            job = _make_job(recipe, argv, count, folder, environment)
         outcome = agent.submit(job)
     if agent.keeps_journal and is_run(folder.path):
         outcome = _describe_ending(folder, outcome)
+    preparation.end()
     return outcome, agent.is_coordinator or not group.shares_files
 
 
@@ -229,7 +244,7 @@ def _kept(job: Workers, sync: SyncConfig) -> Workers:
     """The job with what it needs so that the loss of a process does not restart the others, if its replicas can."""
     if sync.name not in KEPT:
         return job
-    size = job.num_processes // sync.replicas if sync.name == QUORUM else 1
+    size = job.world_size // sync.replicas if sync.name == QUORUM else 1
     return replace(job, min_replicas=sync.min_replicas, num_essential=sync.num_essential, replica_size=size)
 
 

@@ -17,12 +17,14 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 from typing_extensions import override
 
 from echelon.ground.errors import LaunchError
+from echelon.ground.hosts import limit_silence_of
 from echelon.ground.launch_environment import find_rendezvous
 from echelon.learn.distributed.joint_group import JointGroup, OpenStep
 from echelon.learn.distributed.membership import Membership, ViewChanged
 from echelon.learn.distributed.mesh import all_reduce
 from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS
 from echelon.run.supervise.board import Board, Change, View, await_true
+from echelon.run.supervise.hands import SILENT_SECONDS
 from echelon.run.supervise.outcome import is_secondary
 
 _BACKEND = "gloo"
@@ -31,8 +33,8 @@ _STORE_SECONDS = 60.0
 # A fifth of the time that gloo waits for a connection once all replicas have published their addresses.
 CONNECT_SECONDS = 4.0
 _LOOK_SECONDS = 0.002
-# How long the keeper may take to notice a death that a replica has met as an error.
-_NOTICE_SECONDS, _SHORT_NOTICE_SECONDS = 5.0, 2.0
+# How long the keeper may take to notice a death that a replica has met as an error; of a machine, once it is silent.
+_NOTICE_SECONDS, _SHORT_NOTICE_SECONDS, _MACHINE_NOTICE_SECONDS = 5.0, 2.0, 5.0 + SILENT_SECONDS
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class ViewMembership(Membership):
         store: that of the board, in which the processes of the view find each other.
         member: the name of this process.
         inside: the processes of this replica.
+        is_spread: whether the replicas are on several machines.
     """
 
     board: Board
@@ -75,6 +78,7 @@ class ViewMembership(Membership):
     num_replicas: int
     inside: Inside
     num_essential: int = 0
+    is_spread: bool = False
     _num_ballots: int = 0
     _is_changing: bool = field(default=False)
     _step: OpenStep = field(default_factory=OpenStep)
@@ -140,6 +144,8 @@ class ViewMembership(Membership):
         group = JointGroup(lambda: dist.ProcessGroupGloo(found, rank, size, timeout), rank, size, own, name, step)
         group.enlist(places, found)
         group.be_patient(COLLECTIVE_SECONDS)
+        if self.is_spread:
+            limit_silence_of(None, SILENT_SECONDS)
         self._groups.append(group)
         return group
 
@@ -184,7 +190,8 @@ class ViewMembership(Membership):
         """
         if isinstance(error, ViewChanged):
             raise error
-        seconds = _NOTICE_SECONDS if is_secondary(error) else _SHORT_NOTICE_SECONDS
+        usual = _MACHINE_NOTICE_SECONDS if self.is_spread else _NOTICE_SECONDS
+        seconds = usual if is_secondary(error) else _SHORT_NOTICE_SECONDS
         if isinstance(error, KeyboardInterrupt | SystemExit):
             return
         if await_true(self.is_ending, seconds):

@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     the true code is in the outcome."""
     watch_starter()
     [run_dir] = sys.argv[1:] if argv is None else argv
-    folder = RunFolder(Path(run_dir))
+    folder = RunFolder(Path(run_dir), find_host_dir())
     stop = listen_for_stops(folder)
     leave_after_peers(folder)
     output = redirect_output(folder)

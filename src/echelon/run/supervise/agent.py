@@ -28,12 +28,14 @@ from echelon.ground.stop_request import ECHO_SECONDS, STOP_SIGNALS, read_stop_fi
 from echelon.ground.stored import write_text
 from echelon.planner.hardware.health import examine_health
 from echelon.recipe import FaultConfig
-from echelon.run.folder.run_folder import describe_gone
+from echelon.run.folder.run_folder import RunFolder, describe_gone
 from echelon.run.supervise.admission import Admission, Condition
 from echelon.run.supervise.agent_votes import Decision, HostReport, Meeting
+from echelon.run.supervise.hands import Hand, Machines
 from echelon.run.supervise.hang_verdict import explain_hang, read_records
 from echelon.run.supervise.news import news_shared
 from echelon.run.supervise.outcome import (
+    DONE,
     FAILED,
     STOPPED,
     Cause,
@@ -61,6 +63,8 @@ _SHUTDOWN_SECONDS = 5
 _MONITOR_SECONDS = 0.2
 # The first machines of an elastic job wait this long for others.
 _LAST_CALL_SECONDS = 5
+# Between the loss of the keeper of a quorum and the next attempt to reach it.
+_REJOIN_SECONDS = 1.0
 # Cloud machines may start minutes apart.
 _JOIN_SECONDS = 1800
 # These end the job at once; STOP_SIGNALS let it save first.
@@ -158,21 +162,29 @@ class Agent:
         """Start the workers once, with all other machines; returns how they ended here, and when the first one died."""
         folder, was_run = job.folder, is_run(job.folder.path)
         variables = {**network_variables(self._address), **job.env, **announced}
-        # A single machine has no other to inform, and its workers handle a stop during startup themselves.
-        news: AbstractContextManager[None] = nullcontext()
-        if not self._group.is_alone:
-            watch = meeting.watch(attempt)
-            news = news_shared(watch, folder, Admission(watch, self._fault).look)
-        with exported(variables), news:
+        with exported(variables), self._news_shared(job, meeting, attempt):
             if not self._group.is_alone and (refusal := self._present(job, meeting, attempt)) is not None:
                 return refusal, None
             if job.min_replicas is not None:
-                deaths = ReplicaKeeper(job, self._warm).run()
+                deaths = self._keep(job, meeting, attempt)
+                if isinstance(deaths, Cause):
+                    return deaths, None
                 died_at = min((death.time for death in deaths), default=None)
             else:
                 with deaths_watched(folder, job.num_processes) as death:
                     deaths = self._run_torchrun(job, self._settings(job, meeting, attempt))
                 died_at = death.died_at
+        return self._find_cause(folder, deaths, was_run), died_at
+
+    def _news_shared(self, job: Workers, meeting: Meeting, attempt: int) -> AbstractContextManager[None]:
+        """Share news with the other machines during a block, and admit them to the attempt."""
+        if self._group.is_alone:  # no other to inform, and its workers handle a stop during startup themselves
+            return nullcontext()
+        watch = meeting.watch(attempt)
+        return news_shared(watch, job.folder, Admission(watch, self._fault).look, job.min_replicas is None)
+
+    def _find_cause(self, folder: RunFolder, deaths: Sequence[ProcessDeath], was_run: bool) -> Cause:
+        """How an attempt has ended on this machine. `was_run`: whether there was a run before it."""
         silent = find_silent(folder.outcomes_dir)
         cause = find_cause(read_outcomes(folder.outcomes_dir), deaths, folder.logs_dir, silent)
         if cause.weight is Weight.DEATH and (verdict := explain_hang(read_records(folder.outcomes_dir), silent)):
@@ -184,7 +196,7 @@ class Agent:
             cause = replace(cause, outcome=Outcome(FAILED, "its peers were lost"), weight=Weight.ECHO)
         elif self._group.is_alone and is_peer_leaving(folder.outcomes_dir):  # not because a machine joins or leaves
             cause = replace(cause, outcome=replace(cause.outcome, final=True))
-        return cause, died_at
+        return cause
 
     def _present(self, job: Workers, meeting: Meeting, attempt: int) -> Cause | None:
         """Present this machine to the coordinator; None if it takes part in the attempt, else how that ends here."""
@@ -194,6 +206,25 @@ class Agent:
         if not answer.is_admitted and not answer.ends and not meeting.coordinates:
             logger.warning(f"this machine is left out: {answer.words}")
         return None if answer.is_admitted else answer.cause
+
+    def _keep(self, job: Workers, meeting: Meeting, attempt: int) -> list[ProcessDeath] | Cause:
+        """Keep the replicas of a job through an attempt; returns the deaths that have ended it.
+
+        Of several machines, the coordinator keeps all replicas. Elsewhere the result is a Cause: how it ended is known
+        there, or why it could not begin.
+        """
+        if self._group.is_alone:
+            return ReplicaKeeper(job, self._warm).run()
+        if meeting.coordinates:
+            if job.prepare is not None and (ending := job.prepare()) is not None:
+                return Cause(ending, Weight.NOTHING if ending.code == DONE else Weight.CAUSE, time.time())
+            machines = Machines(self._address, job.num_machines - 1, job.folder.outcomes_dir)
+            keeper = ReplicaKeeper(job, self._warm, machines)
+            meeting.call(attempt, machines.call)
+            return keeper.run()
+        while (call := meeting.await_call(attempt)) is not None and not Hand(job, self._warm, call).run():
+            time.sleep(_REJOIN_SECONDS)  # the link may have been down only for a moment
+        return Cause(Outcome(DONE), Weight.NOTHING, time.time())
 
     def _settings(self, job: Workers, meeting: Meeting, attempt: int) -> dict[str, Any]:
         """The rendezvous settings in torchrun's LaunchConfig."""

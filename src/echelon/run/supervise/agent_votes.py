@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Protocol, cast
 
 from echelon.ground.errors import LaunchError
-from echelon.ground.hosts import HostGroup, join_endpoint, limit_silence, open_coordinator
+from echelon.ground.hosts import HostGroup, join_endpoint, limit_silence_of, open_coordinator
 from echelon.ground.sockets import answers_as_store, host_store, is_loopback
 from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Cause, Outcome, Weight
 from echelon.run.supervise.restart import Restarts
@@ -137,10 +137,14 @@ class _Tally:
     def num_staying(self) -> int:
         return len(self.reports) - len(self.asked - set(self.lost))
 
+    def is_done(self, group: HostGroup) -> bool:
+        """Whether the run has reached its end, on all machines that it needs."""
+        return self.first is not None and self.first.code == DONE and (group.spares_machines or not self.lost)
+
     def find_ending(self, group: HostGroup) -> Outcome | None:
         """How the job ends even if restarts are left; None if it may continue."""
         first = self.first
-        if first is not None and (first.code == REFUSED or (first.code == DONE and not self.lost)):
+        if first is not None and (first.code == REFUSED or self.is_done(group)):
             return first.outcome
         if self.asked and not (group.is_elastic and self.num_staying >= group.min_nodes):
             stopped = next((report for report in self.reports if report.code == STOPPED), first)
@@ -198,6 +202,19 @@ class Meeting:
         """Announce that this machine takes part."""
         logger.debug(f"attempt {attempt}: {self.host} takes part, store at {self.endpoint}")
         self._store.append(f"{attempt}/hosts", self.host + "\n")
+
+    def call(self, attempt: int, words: str) -> None:
+        """On the coordinator: tell the others where to meet the keeper of a quorum."""
+        self._store.set(f"{attempt}/keeper", words)
+
+    def await_call(self, attempt: int) -> str | None:
+        """Wait for what the coordinator says in `call`; None if the attempt is over before."""
+        key = f"{attempt}/keeper"
+        while not self._store.check([key]):
+            if self._store.check([f"{attempt}/closed"]):
+                return None
+            time.sleep(_LOOK_SECONDS)
+        return self._store.get(key).decode()
 
     def is_left_out(self, attempt: int) -> bool:
         """Whether the coordinator has left this machine out of an attempt."""
@@ -292,7 +309,7 @@ class Meeting:
             while not self._over.is_set():
                 store.set(f"beat/{self.host}", str(count := count + 1))
                 if not self.coordinates:  # every time, since torch opens new connections
-                    limit_silence(self._group, LOST_SECONDS)
+                    limit_silence_of(self._group.port, LOST_SECONDS)
                 self._over.wait(_BEAT_SECONDS)
 
 

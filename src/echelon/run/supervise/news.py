@@ -21,12 +21,16 @@ _WAITING_SECONDS = 20.0
 
 
 @contextmanager
-def news_shared(watch: Watch, folder: RunFolder, look: Callable[[], None]) -> Iterator[None]:
+def news_shared(
+    watch: Watch, folder: RunFolder, look: Callable[[], None], shares_deaths: bool = True
+) -> Iterator[None]:
     """Share stops and deaths with the other machines of an attempt during the block; also calls `look` all the time.
+
+    `shares_deaths`: whether a death on one machine ends the workers of all.
 
     A lost coordinator counts as a death: the workers leave, and the main thread's next use of the store fails.
     """
-    news = _News(watch, folder, look)
+    news = _News(watch, folder, look, shares_deaths)
     thread = threading.Thread(target=news.share, name="news", daemon=True)
     thread.start()
     try:
@@ -37,16 +41,17 @@ def news_shared(watch: Watch, folder: RunFolder, look: Callable[[], None]) -> It
 
 
 class _News:
-    def __init__(self, watch: Watch, folder: RunFolder, look: Callable[[], None]) -> None:
+    def __init__(self, watch: Watch, folder: RunFolder, look: Callable[[], None], shares_deaths: bool) -> None:
         self.over = threading.Event()
         self._watch = watch
         self._folder = folder
         self._look = look
+        self._shares_deaths = shares_deaths
         self._next_line_at = time.monotonic() + _WAITING_SECONDS
 
     def share(self) -> None:
         """Poll the folder and the store until the attempt is over. Forwards each stop and each death once."""
-        is_stop_known = is_death_known = False
+        is_stop_known, is_death_known = False, not self._shares_deaths
         try:
             while not self.over.wait(_LOOK_SECONDS):
                 self._look()

@@ -20,6 +20,9 @@ from echelon.ground.stored import open_regular, read_as, read_text, write_json, 
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
 
+MACHINE_LOST = -1000
+"""The exit code of a process whose machine was lost."""
+
 # The agent kills a worker that outlives its SIGTERM by this many seconds: such a death is not a cause.
 _KILLED_BY_AGENT_SECONDS = 5.0
 
@@ -234,6 +237,8 @@ def _find_abort_reason(death: ProcessDeath, logs_dir: Path) -> str:
 
 def describe_ending(death: ProcessDeath) -> str:
     """How a process ended, as the end of a sentence about it."""
+    if death.exit_code == MACHINE_LOST:
+        return "was lost with its machine"
     if death.exit_code < 0:
         return f"was killed by {_name_signal(-death.exit_code)}"
     return f"exited with code {death.exit_code}"

@@ -2,18 +2,18 @@
 others train on."""
 
 import logging
-import os
-import signal
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from echelon.ground.errors import LaunchError
 from echelon.ground.launch_environment import replica_environment
 from echelon.ground.sockets import host_store, listen_at
 from echelon.ground.stored import write_text
 from echelon.ground.variables import read_environment
 from echelon.run.supervise.board import Board, Change, View, name_member
+from echelon.run.supervise.hands import Machines, RemoteWorker
 from echelon.run.supervise.outcome import FAILED, ProcessDeath, describe_ending, read_outcomes
 from echelon.run.supervise.warm_start import StartedWorker, WarmStart, end_workers, start_worker
 from echelon.run.supervise.workers import Workers
@@ -36,7 +36,7 @@ class _Replica:
     Attributes:
         number: from 0; a replica that is started again keeps it.
         members: the names of its processes in this start.
-        processes: them, in the same order.
+        processes: them, in the same order, also on other machines.
         started: when, in UTC seconds.
         is_ready: whether it can train.
         has_state: whether it has the weights of the run: it has begun to train in a view.
@@ -44,7 +44,7 @@ class _Replica:
 
     number: int
     members: tuple[str, ...]
-    processes: tuple[StartedWorker, ...]
+    processes: tuple[StartedWorker | RemoteWorker, ...]
     started: float
     is_ready: bool = False
     has_state: bool = False
@@ -72,29 +72,34 @@ class _Replica:
         """End the processes that still run, and wait until they have ended."""
         running = [process for process in self.processes if process.poll() is None]
         for process in running:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+            process.kill()
         for process in running:
             process.wait()
 
 
 class ReplicaKeeper:
-    """Runs one attempt of a job whose replicas may be lost one by one. All replicas are processes of this machine."""
+    """Runs one attempt of a job whose replicas may be lost one by one."""
 
-    def __init__(self, job: Workers, warm: WarmStart | None) -> None:
-        """`warm`: the process that forks the workers; without one each starts an interpreter."""
+    def __init__(self, job: Workers, warm: WarmStart | None, machines: Machines | None = None) -> None:
+        """`warm`: the process that forks the workers; without one each starts an interpreter.
+
+        `machines`: the other machines of the job; None if all replicas are processes of this one.
+        """
         self._job = job
         self._warm = warm
-        listener = listen_at(_HERE, 0)
+        self._machines = machines
+        self._address = _HERE if machines is None else machines.address
+        listener = listen_at(self._address, 0)
         assert listener is not None, "this machine has this address"
         self._store = host_store(listener, _STORE_SECONDS)
         self._board = Board(self._store)
         self._running: dict[int, _Replica] = {}
         self._view: View | None = None
         self._changes: list[Change] = []
-        self._num_replicas = job.num_processes // job.replica_size
+        self._num_replicas = job.world_size // job.replica_size
         self._num_starts = dict.fromkeys(range(self._num_replicas), 0)
         self._failed_starts = dict.fromkeys(range(self._num_replicas), 0)
+        self._due = set(self._num_starts)
         self._is_ending = False
         self._short_since: float | None = None
 
@@ -105,27 +110,59 @@ class ReplicaKeeper:
         one that the others need, or the last ones, if no replica is left that trains.
         """
         try:
-            for number in self._num_starts:
-                self._start(number)
+            self._await_machines()
+            self._start_due()
             while self._running:
                 deaths = list(self._reap())
                 if deaths:
                     return deaths
+                if not self._is_ending:
+                    self._start_due()
                 self._publish()
                 time.sleep(_LOOK_SECONDS)
             return []
         finally:
             self._end_all()
 
+    def _await_machines(self) -> None:
+        """Wait until all other machines are there. Raises LaunchError if one does not come."""
+        deadline = time.monotonic() + _RETURN_SECONDS
+        while not all(map(self._has_place, self._num_starts)):
+            if time.monotonic() > deadline:
+                raise LaunchError(f"not all machines have come to the keeper of the quorum in {_RETURN_SECONDS:g} s.")
+            time.sleep(_LOOK_SECONDS)
+
+    def _has_place(self, number: int) -> bool:
+        """Whether the machines of a replica's processes are there."""
+        if self._machines is None:
+            return True
+        self._machines.admit()
+        size = self._job.replica_size
+        places = {rank // self._job.num_processes for rank in range(number * size, (number + 1) * size)}
+        return all(map(self._machines.is_there, places))
+
+    def _start_due(self) -> None:
+        """Start the replicas that do not run, and whose machines are there."""
+        for number in sorted(self._due):
+            if self._has_place(number):
+                self._due.remove(number)
+                self._start(number)
+
     def _start(self, number: int) -> None:
         """Start a replica, by this number, in new processes."""
-        job, size, start = self._job, self._job.replica_size, self._num_starts[number]
+        size, start = self._job.replica_size, self._num_starts[number]
         self._num_starts[number] += 1
         members, processes, now = tuple(name_member(number, start, index) for index in range(size)), [], time.time()
         for index, member in enumerate(members):
-            place = replica_environment(number * size + index, job.num_processes, _HERE, self._store.port, member)
-            processes.append(start_worker(job.argv, {**read_environment(), **place}, self._warm))
+            processes.append(self._start_process(number * size + index, member))
         self._running[number] = _Replica(number, members, tuple(processes), now)
+
+    def _start_process(self, rank: int, member: str) -> StartedWorker | RemoteWorker:
+        job, machine, port = self._job, rank // self._job.num_processes, self._store.port
+        if machine and self._machines is not None:
+            return self._machines.at(machine).start(member, rank, port)
+        place = replica_environment(rank, job.world_size, job.num_processes, self._address, port, member)
+        return start_worker(job.argv, {**read_environment(), **place}, self._warm)
 
     def _listen(self) -> None:
         """Remember what the replicas say of themselves: the board may forget it."""
@@ -191,7 +228,7 @@ class ReplicaKeeper:
             )
             logger.warning(line)
             return len(self._running) >= (self._job.min_replicas or 1)
-        self._start(number)
+        self._due.add(number)
         return True
 
     def _publish(self) -> None:
@@ -224,6 +261,8 @@ class ReplicaKeeper:
         is_awaited = self._short_since is not None and time.monotonic() - self._short_since < _RETURN_SECONDS
         path = self._job.folder.awaited_path
         if is_awaited != path.exists():
+            if self._machines is not None:
+                self._machines.tell(do="await", is_awaited=is_awaited)
             with suppress(OSError):  # the disk may be full: the others then count their wait
                 write_text(path, "a lost replica starts again\n") if is_awaited else path.unlink(missing_ok=True)
 
@@ -239,9 +278,13 @@ class ReplicaKeeper:
         return self._job.min_replicas or 1 if waits else 1
 
     def _end_all(self) -> None:
+        if self._machines is not None:
+            self._machines.tell(do="end")
         processes = [process for replica in self._running.values() for process in replica.processes]
         end_workers(processes, self._job.folder)
         self._running.clear()
+        if self._machines is not None:
+            self._machines.close()
 
 
 def _list_members(replicas: Iterable[_Replica]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from typing_extensions import override
 
@@ -115,6 +115,12 @@ class ForkedWorker:
             time.sleep(_LOOK_SECONDS)
         return code
 
+    def kill(self) -> None:
+        """Send SIGKILL, if it still runs."""
+        with suppress(ProcessLookupError):
+            if self.poll() is None:
+                os.kill(self.pid, signal.SIGKILL)
+
 
 StartedWorker = ForkedWorker | subprocess.Popen[bytes]
 """A worker process: a child of this one, in a session of its own."""
@@ -126,7 +132,20 @@ def start_worker(argv: Sequence[str], env: Mapping[str, str], warm: WarmStart | 
     return worker or subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
-def end_workers(workers: Sequence[StartedWorker], folder: RunFolder) -> None:
+class Ending(Protocol):
+    """What ends a worker, which may be on another machine."""
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, once it has ended. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+
+    def kill(self) -> None:
+        """End it with SIGKILL."""
+
+
+def end_workers(workers: Sequence[Ending], folder: RunFolder) -> None:
     """End the workers that still run: they notice that the job has failed; what does not exit is killed."""
     running = [worker for worker in workers if worker.poll() is None]
     if running:
@@ -137,8 +156,7 @@ def end_workers(workers: Sequence[StartedWorker], folder: RunFolder) -> None:
         with suppress(subprocess.TimeoutExpired):
             worker.wait(max(0.0, deadline - time.monotonic()))
             continue
-        with suppress(ProcessLookupError):
-            os.kill(worker.pid, signal.SIGKILL)
+        worker.kill()
         worker.wait()
 
 

@@ -1,23 +1,26 @@
 """The worker processes that an agent starts on its machine, and the folder in memory for their snapshots."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from echelon.ground.scratch import scratch_folder
 from echelon.run.folder.run_folder import RunFolder
+from echelon.run.supervise.outcome import Outcome
 
 
 @dataclass(frozen=True)
 class Workers:
-    """`num_processes` copies of `argv`, which differ in RANK and the other variables of torchrun.
+    """`num_processes` copies of `argv` on this machine, which differ in RANK and the other variables of torchrun.
 
     `max_restarts`: how often all of them are restarted after a failure. `notice_seconds`: how long they may take to
     save when they are asked to stop; 0: they are ended immediately. `memory`: an in-memory folder for snapshots, from
     which restarted workers resume. `min_replicas`: the workers are replicas, of which at least so many train, and the
     others go on without a lost one; None: they are ranks that need each other. `replica_size`: so many workers are one
-    replica. `num_essential`: the first so many replicas are parameter servers, which the others need.
+    replica. `num_essential`: the first so many replicas are parameter servers, which the others need. Of a quorum on
+    several machines: `num_machines`, and `prepare`, by which the first one prepares the run; it returns how the job
+    ends, or None if it can start.
     """
 
     argv: tuple[str, ...]
@@ -30,6 +33,13 @@ class Workers:
     min_replicas: int | None = None
     replica_size: int = 1
     num_essential: int = 0
+    num_machines: int = 1
+    prepare: Callable[[], Outcome | None] | None = None
+
+    @property
+    def world_size(self) -> int:
+        """The processes of all machines."""
+        return self.num_processes * self.num_machines
 
 
 PLACE = Path("/dev/shm")

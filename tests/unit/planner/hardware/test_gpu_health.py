@@ -101,8 +101,11 @@ def test_a_lowered_clock_is_a_slowdown(driver, reasons, words):
 
 def test_gpus_that_this_process_may_not_use_are_not_asked(driver, monkeypatch):
     driver({"lost": True}, {})
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert read_gpu_health() == GpuHealth()
+    for chosen in ("1", "", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert read_gpu_health() == GpuHealth()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937")
+    assert len(read_gpu_health().faults) == 1
 
 
 def test_serious_and_recent_errors_of_the_kernels_log_are_found(driver, tmp_path):

@@ -2,6 +2,7 @@
 
 import logging
 import socket
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from echelon.ground.hosts import (
     find_interface,
     find_own_address,
     is_coordinator,
-    limit_silence,
+    limit_silence_of,
     parse_group,
 )
 from echelon.ground.launch_environment import find_host_group, launch_role
@@ -40,6 +41,14 @@ def decided(*reports, asked=(), group=FIXED, restarts=3):
 def test_all_done_is_done():
     ending = decided(told("a", DONE, weight=Weight.NOTHING), told("b", DONE, weight=Weight.NOTHING))
     assert (ending.goes_on, ending.code) == (False, DONE)
+
+
+def test_a_job_that_spares_machines_is_done_without_lost_ones():
+    """A quorum; any other job has failed when a machine is lost."""
+    done = told("a", DONE, weight=Weight.NOTHING)
+    ending = decided(done, "b", group=replace(FIXED, spares_machines=True))
+    assert (ending.goes_on, ending.code) == (False, DONE)
+    assert decided(done, "b").code == FAILED
 
 
 def test_a_failure_restarts_all_from_the_newest_checkpoint_of_any_machine():
@@ -77,7 +86,7 @@ def test_connections_to_the_coordinator_break_when_it_is_silent():
         socket.create_server(("127.0.0.1", 0)) as other,
     ):
         lines = [socket.create_connection(each.getsockname()) for each in (coordinator, other)]
-        limit_silence(HostGroup(1, 2, "127.0.0.1", coordinator.getsockname()[1]), 15)
+        limit_silence_of(coordinator.getsockname()[1], 15)
         limits = [line.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for line in lines]
         alive = [line.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for line in lines]
         for line in lines:

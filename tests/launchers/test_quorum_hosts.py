@@ -1,0 +1,268 @@
+"""A quorum of replicas on several machines, as network namespaces with shared files: processes, machines and links are
+lost, and the rows are those of one process. How long each loss held up the others is written to
+benchmarks/results/lost-machines-cpu.jsonl, and the page beside it."""
+
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import finish, read_lines, start, write_recipe
+from tests.faults.test_quorum import JOINED, LOST, MODEL, assert_same_rows
+from tests.namespaces import machines, namespaces_allowed
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.slow,
+    pytest.mark.skipif(namespaces_allowed() is not None, reason=str(namespaces_allowed())),
+]
+ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "lost-machines-cpu.jsonl"
+# So that steps are slow, without work for this machine: the gradients of one have 0.3 MB.
+MEGABITS = 10
+PATIENCE_SECONDS = 300
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+
+
+class Job:
+    """A quorum on emulated machines, `size` processes on each, and what a test does to it."""
+
+    def __init__(self, network, size=1, parallel="ddp", steps=100_000, **sync):
+        self.network, self.size = network, size
+        for machine in network:
+            machine.slow(MEGABITS)
+        self.folder = network[0].folder
+        self.run = RunFolder(self.folder / "runs" / "tiny")
+        write_recipe(
+            self.folder, model={"config": MODEL}, parallel=parallel, checkpoint={"every_steps": 20},
+            train={"steps": steps, "global_batch_size": 12, "log_every": 500, "eval_every": 40},
+            optim={"learning_rate": 1e-4},  # so that rounding does not grow over some hundred steps
+            sync={"name": "quorum", "replicas": len(network), **sync}, fault={"hang_seconds": 120},
+        )  # fmt: skip
+        self.agents = {}
+
+    def begin(self, *chosen):
+        """Start the agents of all machines, or of some."""
+        command = [sys.executable, "-m", "echelon", "train", "recipe.json", "--nproc", str(self.size)]
+        command += ["--nodes", str(len(self.network)), "--rendezvous", "node-1:29400"]
+        for machine in chosen or self.network:
+            self.agents[machine.name] = machine.start(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **PIPES)
+        return self
+
+    def events(self, *names):
+        rows = read_lines(self.run.events_path) if self.run.events_path.exists() else []
+        return [row for row in rows if row["event"] in names]
+
+    def until(self, holds):
+        """Wait until something holds, while the first machine's agent runs."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not holds():
+            assert self.agents["node-1"].poll() is None, self.agents["node-1"].communicate()
+            assert time.monotonic() < deadline, (self.run.rows.last_step(), self.events(LOST, JOINED))
+            time.sleep(0.02)
+
+    def last_step(self):
+        return (self.run.rows.last_step() or 0) if self.run.metrics_path.exists() else 0
+
+    def until_step(self, step):
+        self.until(lambda: self.last_step() >= step)
+
+    def until_lost(self, fault, count=1):
+        """Wait until the others have gone on after so many losses; write down how long after now that was."""
+        began = time.time()
+        self.until(lambda: len(self.events(LOST)) >= count)
+        write_down(fault, self.events(LOST)[-1]["time"] - began)
+
+    def end(self):
+        """Wait for the agents; their exit codes by machine, and their outputs."""
+        outputs = {name: agent.communicate(timeout=PATIENCE_SECONDS)[0] for name, agent in self.agents.items()}
+        return {name: agent.returncode for name, agent in self.agents.items()}, outputs
+
+    def stop(self):
+        """Train some steps more, and stop all machines by a signal to the first; as `end`."""
+        self.until_step(self.last_step() + 5)
+        self.agents["node-1"].terminate()
+        return self.end()
+
+    def assert_never_restarted(self):
+        names = [event["event"] for event in self.events("restart", "failure", "resume", "start")]
+        assert names == ["start"], names
+
+    def assert_same_as_alone(self):
+        """The rows are those of the same training in one process, which is stopped when it has as many."""
+        run, last = RunFolder(self.folder / "runs" / "alone"), self.last_step()
+        words = ["run.dir=runs/alone", "sync={name: every_step}", "parallel=ddp"]
+        process = start("train", "recipe.json", "--nproc", "1", *words, cwd=self.folder, OMP_NUM_THREADS="1")
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not run.metrics_path.exists() or (run.rows.last_step() or 0) <= last:
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+            time.sleep(0.05)
+        process.terminate()
+        assert finish(process, PATIENCE_SECONDS).code == 3
+        assert last >= 10
+        assert_same_rows(self.run, read_lines(run.metrics_path), last)
+
+
+def workers(machine):
+    """The training processes of a machine, by their ranks."""
+    listed = subprocess.run(["ip", "netns", "pids", machine.namespace], capture_output=True, text=True).stdout.split()
+    found = {}
+    for pid in listed:
+        try:
+            words = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        except OSError:
+            continue
+        ranks = [word.removeprefix("RANK=") for word in words if word.startswith("RANK=")]
+        if ranks:
+            found[int(ranks[0])] = int(pid)
+    return found
+
+
+def write_down(fault, seconds):
+    """Add a measurement, and write the page from all."""
+    rows = [*(read_lines(ROWS) if ROWS.exists() else []), {"fault": fault, "seconds": round(seconds, 2)}]
+    ROWS.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    lines = [
+        "# Lost machines of a quorum, and what they cost",
+        "",
+        "`python -m pytest tests/launchers/test_quorum_hosts.py -m slow`: a small GPT-2 trained by a "
+        "[quorum](../../docs/quorum.md#on-several-machines) on two to four machines, emulated by network namespaces "
+        f"with links of {MEGABITS} Mbit/s. No job restarted; every row has the `batch_hash` of a single process "
+        "that lost nothing, and its loss within 2e-5.",
+        "",
+        f"Machine: {os.cpu_count()} shared CPU cores ({platform.machine()}), {platform.system()}; Python "
+        f"{platform.python_version()}, torch {metadata.version('torch')}; {time.strftime('%Y-%m-%d')}. Other work ran "
+        "beside it. Seconds: from the fault until the others went on in a new group, and repeated the step.",
+        "",
+        "| Fault | Times | Seconds, median | most |",
+        "|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(row["fault"] for row in rows):
+        taken = [row["seconds"] for row in rows if row["fault"] == name]
+        lines.append(f"| {name} | {len(taken)} | {statistics.median(taken):.1f} | {max(taken):.1f} |")
+    ROWS.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+def test_a_lost_process_costs_one_step(tmp_path):
+    """Of another machine, then of the keeper's; each returns."""
+    with machines(3, tmp_path) as network:  # a machine that is alone would not be slowed by its link
+        job = Job(network).begin()
+        for number, machine in enumerate((network[2], network[0])):
+            job.until_step(job.last_step() + 5)
+            [pid] = workers(machine).values()
+            os.kill(pid, signal.SIGKILL)
+            job.until_lost("a process is killed", number + 1)
+            job.until(lambda before=number: len(job.events(JOINED)) > before)
+        codes, outputs = job.stop()
+    assert set(codes.values()) == {3}, outputs
+    job.assert_never_restarted()
+    job.assert_same_as_alone()
+
+
+@pytest.mark.parametrize(("size", "parallel"), [(1, "ddp"), (2, "fsdp")])
+def test_a_lost_machine_costs_one_step_and_may_return(tmp_path, size, parallel):
+    """Without power: its connections are not closed. Then the same command is given there again."""
+    with machines(3, tmp_path) as network:
+        job = Job(network, size, parallel).begin()
+        last = network[-1]
+        job.until_step(5)
+        last.cut()
+        last.kill()
+        job.until_lost(f"a machine of 3 loses its power, {parallel}")
+        job.agents.pop(last.name).communicate()
+        last.heal()
+        job.begin(last)
+        job.until(lambda: job.events(JOINED))
+        codes, outputs = job.stop()
+    assert set(codes.values()) == {3}, outputs
+    assert "was lost with its machine" in "".join(outputs.values())
+    job.assert_never_restarted()
+    job.assert_same_as_alone()
+
+
+def test_a_replica_of_two_machines_is_lost_with_one_of_them(tmp_path):
+    """The other machine's part of the replica ends too, and both start again once the machine has returned."""
+    with machines(4, tmp_path) as network:
+        job = Job(network, 1, "fsdp", replicas=2).begin()
+        job.until_step(5)
+        by_rank = {rank: machine for machine in network for rank in workers(machine)}
+        killed, other = by_rank[3], by_rank[2]  # places are given in the order in which machines come
+        before = workers(other)
+        killed.kill()  # its connections are closed
+        job.until_lost("all processes of a machine of 4 are killed, fsdp over two machines")
+        job.until(lambda: workers(other) != before)
+        job.agents.pop(killed.name).communicate()
+        job.begin(killed)
+        job.until(lambda: job.events(JOINED))
+        assert workers(other).keys() == before.keys() and workers(other) != before
+        codes, outputs = job.stop()
+    assert set(codes.values()) == {3}, outputs
+    job.assert_never_restarted()
+    job.assert_same_as_alone()
+
+
+def test_a_machine_that_is_cut_off_stops_by_itself(tmp_path):
+    """It has the process that writes the run's files: the first one has died before, and come back as the last."""
+    with machines(3, tmp_path) as network:
+        job = Job(network).begin()
+        job.until_step(5)
+        os.kill(workers(network[0])[0], signal.SIGKILL)
+        job.until(lambda: job.events(JOINED))
+        [cut] = [machine for machine in network if 1 in workers(machine)]
+        cut.cut()
+        job.until_lost("a machine of 3 is cut off", 2)
+        job.until(lambda: not workers(cut))
+        assert job.agents[cut.name].wait(PATIENCE_SECONDS) == 1
+        codes, outputs = job.stop()
+    assert codes == {machine.name: 1 if machine is cut else 3 for machine in network}, outputs
+    assert "does not answer; this machine stops" in outputs[cut.name]
+    job.assert_never_restarted()
+    steps = [event["step"] for event in job.events("checkpoint")]
+    assert steps == sorted(set(steps)), steps
+    job.assert_same_as_alone()
+
+
+def test_without_the_first_machine_all_stop_and_the_same_command_resumes(tmp_path):
+    with machines(2, tmp_path) as network:
+        job = Job(network).begin()
+        job.until(lambda: job.events("checkpoint"))
+        network[0].kill()
+        assert job.agents["node-2"].wait(PATIENCE_SECONDS) == 1 and not workers(network[1])
+        assert "start the same command again on the remaining machines" in job.agents["node-2"].communicate()[0]
+        job.agents["node-1"].communicate()
+        job.begin()
+        job.until(lambda: job.events("resume"))
+        codes, outputs = job.stop()
+    assert set(codes.values()) == {3}, outputs
+    job.assert_same_as_alone()
+
+
+def test_a_run_ends_without_a_lost_machine(tmp_path):
+    with machines(2, tmp_path) as network:
+        job = Job(network, steps=40).begin()
+        job.until_step(5)
+        network[1].kill()
+        codes, outputs = job.end()
+    assert codes["node-1"] == 0, outputs
+    assert job.run.is_finished() and job.last_step() == 40
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["--nodes", "1:2"], "use --nodes 2"), (["--nodes", "2", "data.train=no.txt"], "no.txt")]
+)
+def test_what_cannot_run_is_refused_on_all_machines(tmp_path, words, said):
+    with machines(2, tmp_path) as network:
+        Job(network)
+        command = [sys.executable, "-m", "echelon", "train", "recipe.json", "--nproc", "1", *words]
+        agents = [machine.start([*command, "--rendezvous", "node-1:29400"], **PIPES) for machine in network]
+        outputs = [agent.communicate(timeout=PATIENCE_SECONDS)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [2, 2], outputs
+    assert said in outputs[0] and not (tmp_path / "runs" / "tiny" / "metrics.jsonl").exists()
