@@ -6,10 +6,12 @@ Processes are started with `spawn`: forking a process with threads can hang.
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any, NoReturn
 
 from echelon.ground.errors import ConfigError, TrainingError, first_line
@@ -33,7 +35,8 @@ class ChildProcess:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=_run, args=(os.getpid(), work, theirs, *arguments), daemon=True)
-        self._process.start()
+        with _without_main():
+            self._process.start()
         theirs.close()
 
     def stop(self) -> None:
@@ -46,6 +49,20 @@ class ChildProcess:
         """Wait for the end of a process that has closed its pipe; returns its exit code."""
         self._process.join()
         return self._process.exitcode
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Keep multiprocessing from running the script of this process again in the one that it starts.
+
+    A script needs no `if __name__ == "__main__"` then. `work` is not defined there.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _run(parent: int, work: Callable[..., None], connection: Connection, *arguments: Any) -> None:
