@@ -21,6 +21,9 @@ from echelon.planner.plan import ParallelPlan
 from echelon.recipe.batches import BatchSchedule
 
 _TRIM_TO = 8
+_FULL_SHARE = 15 / 16
+"""A microbatch that is filled to more than this share keeps its full width: packed ones then have one width, and
+compiled layers know it. The padding costs less than a layer that is compiled for any width."""
 _LOW_32_BITS = np.uint64(2**32 - 1)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SAMPLE_SALT = np.uint64(0xD1B54A32D192ED03)
@@ -322,13 +325,14 @@ def set_width(samples: Samples, rows: slice | Ids = slice(None), padding: Paddin
     """Select rows and set their width to `padding`, by removing columns of padding at the end or adding some.
 
     Plain text fills its sequences, so all rows keep one shape. For other samples, the width is rounded up to a multiple
-    of 8, up to the full width.
+    of 8, or to the full width if little is missing.
     """
     documents = None if samples.documents is None else samples.documents[rows]
     width = _round_up(samples.inputs.shape[1], padding.multiple)
     if documents is not None and not padding.is_equal:
         filled = int((documents >= 0).any(axis=0).sum())
-        width = min(width, _round_up(max(1, filled), math.lcm(_TRIM_TO, padding.multiple)))
+        trimmed = _round_up(max(1, filled), math.lcm(_TRIM_TO, padding.multiple))
+        width = trimmed if trimmed <= _FULL_SHARE * width else width
     return Samples(
         _widen(samples.inputs[rows], width, 0),
         _widen(samples.labels[rows], width, NO_LABEL),

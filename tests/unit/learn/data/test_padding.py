@@ -49,6 +49,14 @@ def test_width_of_sequences_with_padding(padding, rows, width):
         assert (samples.documents[row] >= 0).sum() == length and (samples.inputs[row] == 5).sum() == length
 
 
+@pytest.mark.parametrize(("length", "width"), [(200, 200), (473, 480), (481, 512), (505, 512)])
+def test_sequences_that_are_nearly_full_keep_their_width(length, width):
+    """15 sixteenths of 512 are 480."""
+    documents = np.where(np.arange(512) < length, 0, -1).astype(np.int32)[None]
+    tokens = np.ones((1, 512), np.int64)
+    assert set_width(Samples(tokens, tokens, documents, True)).inputs.shape == (1, width)
+
+
 @pytest.mark.parametrize(("multiple", "width"), [(1, 30), (8, 32)])
 def test_width_of_full_sequences(multiple, width):
     text = Samples(np.ones((2, 30), np.int64), np.ones((2, 30), np.int64))
