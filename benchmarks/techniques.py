@@ -90,6 +90,7 @@ class Group:
 
 
 FULL, OFFLOADED = {"activation_checkpointing": "full"}, {"activation_offloading": True}
+TILED = {"activation_checkpointing": {"mlp_tiles": 16}}
 DATA_PARALLEL = {"ddp": {"parallel": "ddp"}, "fsdp": {"parallel": "fsdp"}}
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 GROUPS = {
@@ -147,6 +148,13 @@ GROUPS = {
         {f"cp 2, {each}": {"parallel": {"cp": 2, "cp_method": each}} for each in ("allgather", "ulysses", "ring")},
         processes=2,
         all=FULL,
+        sizes={"cpu": Size(64, 1, 2, 512, 65536, batch=1), "cuda": Size(1024, 8, 16, 32000, 65536, batch=1)},
+    ),
+    "tiles": Group(
+        "The MLP in tiles of a sequence of 65,536 tokens, two processes",
+        {name: {"parallel": {"cp": 2, "cp_method": "ring"}, "train": kept}
+         for name, kept in (("cp 2, ring", FULL), ("cp 2, ring, MLP in 16 tiles", TILED))},
+        processes=2,
         sizes={"cpu": Size(64, 1, 2, 512, 65536, batch=1), "cuda": Size(1024, 8, 16, 32000, 65536, batch=1)},
     ),
     "pipeline": Group(

@@ -1,14 +1,24 @@
 """Complete runs whose text is prepared while they train, from a bucket that stalls, truncates and changes objects."""
 
+import datetime
+import hashlib
 import os
 import shutil
 import signal
+import ssl
+import threading
 import time
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
 import numpy as np
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from echelon.run.folder.run_folder import RunFolder
 from tests.dist.command import assert_no_orphan, await_line, finish, read_lines, start, write_recipe
@@ -137,3 +147,78 @@ def test_an_object_that_changes_under_a_run_stops_it(echelon, server, tmp_path):
     server.before = lambda method, path: None
     restored = echelon("train", "recipe.json", "--nproc", "2")
     assert restored.code == 0 and rows(run)[-1][0] == STEPS, restored
+
+
+def certify(folder):
+    """Write a certificate of localhost that signs itself, and its key; return their paths."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    paths = folder / "certificate.pem", folder / "key.pem"
+    paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    paths[1].write_bytes(key.private_bytes(*form))
+    return paths
+
+
+class Files(SimpleHTTPRequestHandler):
+    """The files of a folder, with their SHA-256 as version."""
+
+    def end_headers(self):
+        if (path := Path(self.translate_path(self.path))).is_file():
+            self.send_header("ETag", f'"{hashlib.sha256(path.read_bytes()).hexdigest()}"')
+        super().end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def served_by_https(folder, certificate, key):
+    """The address of a server of the folder's files, which clients reach that trust the certificate."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=folder))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"https://localhost:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_files_of_an_https_server_give_the_batches_of_the_same_files_here(tmp_path):
+    (tmp_path / "text").mkdir()
+    draws = np.random.default_rng(0).integers(10**8, 10**9, 20_000)
+    for name, part in (("a.txt", draws[:12_000]), ("b.txt", draws[12_000:])):
+        (tmp_path / "text" / name).write_text("".join(f"drew {draw}\n" for draw in part))
+    certificate, key = certify(tmp_path)
+    with served_by_https(tmp_path / "text", certificate, key) as address:
+        found = []
+        for place in (str(tmp_path / "text"), address):
+            write_recipe(
+                tmp_path,
+                run={"name": "far" if place == address else "near"},
+                model={"config": CONFIG},
+                data={"train": [f"{place}/{name}" for name in ("a.txt", "b.txt")], "sequence_len": 1024,
+                      "stream": {"window": 64}, "validation_fraction": 0},
+                train={"steps": 10, "global_batch_size": 32, "eval_every": None, "precision": "fp32"},
+            )  # fmt: skip
+            arguments = ("train", "recipe.json", "--nproc", "2")
+            ending = finish(start(*arguments, cwd=tmp_path, SSL_CERT_FILE=str(certificate)), 300)
+            assert ending.code == 0, ending
+            found.append(rows(RunFolder(tmp_path / "runs" / ("far" if place == address else "near"))))
+        assert found[0] == found[1] and len(found[0]) == 10
+        # The file changes: a resume says so.
+        (tmp_path / "text" / "a.txt").write_text("other text\n" * 20_000)
+        again = finish(start(*arguments, "train.steps=12", cwd=tmp_path, SSL_CERT_FILE=str(certificate)), 300)
+        assert again.code == 2 and "the data differs from that of the run" in again.err, again

@@ -80,4 +80,12 @@ PRECISIONS = [
     with_ranks(Row("zero2", precision="bf16", master_weights="bf16_stochastic"), 4, micro_batch=1),
     with_ranks(Row("fsdp", precision="bf16", master_weights="bf16_stochastic", optimizer="muon"), 2),
 ]
+TILED = [
+    with_ranks(Row(parallel, checkpointing={"mlp_tiles": 3}, family=family, tied=tied, precision=precision), 2, **more)
+    for parallel, family, tied, precision, more in (
+        ("ddp", "gpt2", True, "bf16", {}), ("fsdp", "llama", False, "fp32", {"micro_batch": 2}),
+        ("zero1", "gemma2", True, "fp32", {}), ("fsdp", "qwen3", False, "fp16", {}),
+        ({"pp": 2}, "llama", True, "fp32", {"micro_batch": 2}),
+    )
+]  # fmt: skip
 FULL = [build_row(*values) for values in itertools.product(*OPTIONS.values())]

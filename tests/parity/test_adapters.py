@@ -38,6 +38,7 @@ SLOW = [
     with_ranks(Row("fsdp", adapter="lora", checkpointing="full", compile=True), 2, micro_batch=2),
     with_ranks(Row("zero1", adapter="whole", tied=True), 4, micro_batch=1),
     with_ranks(Row("fsdp", adapter="qlora", checkpointing="full", compile=True, precision="bf16"), 2),
+    with_ranks(Row("fsdp", adapter="qlora", checkpointing={"mlp_tiles": 3}, precision="bf16"), 2),
     with_ranks(Row("fsdp", adapter="whole", tied=True, checkpointing="full", compile=True, precision="bf16"), 2),
     with_ranks(Row("ddp", adapter="experts", family="mixtral", precision="bf16"), 2),
     with_ranks(Row("fsdp", adapter="4-bit experts", family="mixtral", checkpointing="full", precision="bf16"), 2),

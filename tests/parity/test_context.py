@@ -78,6 +78,7 @@ ROWS = [
     slow(divided(2, "ring", adapter="lora")),
     slow(divided(2, "ring", checkpointing="full")),
     slow(divided(2, "ring", checkpointing="selective")),
+    slow(divided(2, "ring", checkpointing={"mlp_tiles": 3})),
     slow(divided(2, "ring", compile=True)),
     slow(divided(2, "ring", precision="bf16")),
 ]

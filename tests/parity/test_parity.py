@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.parity.parity_rows import COVERING, FULL, OPTIMIZERS, PRECISIONS
+from tests.parity.parity_rows import COVERING, FULL, OPTIMIZERS, PRECISIONS, TILED
 from tests.parity.published_rows import Difference
 from tests.parity.training import LOSS, Row, bounds, difference, hashes, losses_of, train, weight_difference, with_ranks
 
@@ -55,7 +55,7 @@ def test_equals_one_process(workers, references, text, tmp_path, publish, row):
     check(workers, references, text, tmp_path, row, publish)
 
 
-@pytest.mark.parametrize("row", with_marks(OPTIMIZERS + PRECISIONS), ids=str)
+@pytest.mark.parametrize("row", with_marks(OPTIMIZERS + PRECISIONS + TILED), ids=str)
 def test_every_optimizer_and_precision_equals_one_process(workers, references, text, tmp_path, publish, row):
     check(workers, references, text, tmp_path, row, publish)
 

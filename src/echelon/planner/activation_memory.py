@@ -89,7 +89,7 @@ def activation_bytes(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) ->
     by = _what_is_kept(shape, plan, kind)
     tokens = plan.microbatch_tokens
     rows = shape.num_chosen_experts
-    mlp = _mlp_half_bytes(shape, by, rows)
+    mlp = _mlp_half_bytes(shape, by, rows, plan.mlp_tiles)
     layer = mlp + _attention_half_bytes(shape, by, plan.sequence_len, kind) + by.adapter
     layer += _beside_bytes(shape, plan, by.compute)
     probabilities = _probability_bytes(shape, plan, kind)
@@ -104,6 +104,8 @@ def activation_bytes(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) ->
     adapter = plan.adapter
     made = by.compute * (adapter.num_adapted_experts + adapter.num_quantized_experts) if adapter is not None else 0
     fixed = made * (shape.num_layers - num_redone) // shape.num_layers
+    masks, largest = (0, 0) if by.scores else _count_masks(plan)
+    fixed += 0 if num_redone else by.compute * masks * shape.num_layers
     again = made // shape.num_layers if num_redone else 0
     here, moved = sum(kept), 0.0
     if plan.activation_offloading:
@@ -112,9 +114,23 @@ def activation_bytes(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) ->
     # When the backward pass of a layer comes to its attention, that of its MLP is done, and what the MLP kept is free.
     beside = sum(axis.attention_bytes(shape, plan, by.compute) for axis in AXES)
     at_attention = tokens * (redone - mlp - outside + beside) + _blocks_bytes(shape, plan, kind)
-    redone = max(tokens * redone, at_attention) + again
+    at_attention += (by.compute * masks if num_redone else 0) + largest
+    redone = max(tokens * redone + _tile_sums(shape, plan), at_attention) + again
     # 8: token ids
     return int(tokens * (here + outside + 8)) + rotary + fixed, int(redone), int(tokens * moved)
+
+
+def _count_masks(plan: ParallelPlan) -> tuple[int, int]:
+    """The numbers in the masks that attention makes for each layer, without documents; see Axis.mask_numbers."""
+    found = [axis.mask_numbers(plan) for axis in AXES]
+    return sum(masks for masks, _ in found), max(largest for _, largest in found)
+
+
+def _tile_sums(shape: ModelShape, plan: ParallelPlan) -> int:
+    """Bytes of the fp32 sums of an MLP's gradients over its tiles (learn/model/mlp_tiles.py)."""
+    if plan.mlp_tiles == 1 or plan.adapter is not None:
+        return 0
+    return FP32_BYTES * shape.parts.num_mlp_matrices * shape.hidden_size * shape.intermediate_size
 
 
 def deferred_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
@@ -206,8 +222,8 @@ def _attention_half_bytes(shape: ModelShape, by: _Kept, sequence_len: int, kind:
     return _half_bytes(shape, by, inputs, num_norms) + _attention_bytes(shape, by, sequence_len, kind)
 
 
-def _mlp_half_bytes(shape: ModelShape, by: _Kept, rows_per_token: int) -> float:
-    """The same of its MLP, or of its experts, for `rows_per_token` of them."""
+def _mlp_half_bytes(shape: ModelShape, by: _Kept, rows_per_token: int, tiles: int) -> float:
+    """The same of its MLP in so many tiles, or of its experts, for `rows_per_token` of them."""
     parts = shape.parts
     inputs = 2 if _keeps_copies(shape, by) else 1  # gate and up
     share, _ = shape.expert_widths
@@ -215,7 +231,7 @@ def _mlp_half_bytes(shape: ModelShape, by: _Kept, rows_per_token: int) -> float:
     number = (parts.mlp_saved - by.frozen) * by.compute
     # The input of a written-out GELU's power, its tangent, and that plus 1.
     number += 3 * (by.power - by.compute) if _writes_out_gelu(shape) else 0
-    mlp = (1 - share) * number * shape.intermediate_size
+    mlp = (1 - share) * number * shape.intermediate_size / tiles
     mlp += share * rows_per_token * _expert_row_bytes(shape, by)
     return _half_bytes(shape, by, inputs, parts.num_norms // 2) + mlp
 

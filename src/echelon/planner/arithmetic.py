@@ -123,7 +123,7 @@ def choose_compile(
     keeps = _keeps_weights(recipe, kept)
     if isinstance(wanted, bool):
         return wanted, [f"compile: on, {_KEEPS_WEIGHTS}; this plan does not count them"] if wanted and keeps else []
-    if (obstacle := _find_compile_obstacle(recipe)) is not None:
+    if (obstacle := _find_compile_obstacle(recipe, kept)) is not None:
         return False, [f"compile auto: off, {obstacle}"]
     if kept.memory_budget is not None:
         return True, ["compile auto: on, the compiler keeps activations within the memory budget"]
@@ -157,9 +157,11 @@ def _choose_on_cpu(cluster: Cluster, seconds: float | None, gain: float) -> tupl
     return True, [f"compile auto: on, {length}, which saves about {gain:.0%} of each step"]
 
 
-def _find_compile_obstacle(recipe: "Recipe") -> str | None:
+def _find_compile_obstacle(recipe: "Recipe", kept: KeptActivations) -> str | None:
     if not find_row(recipe).compiles:
         return f"engine={recipe.engine} does not compile layers"
     if getattr(recipe.parallel, "schedule", None) == "zero_bubble":
         return "PyTorch cannot split the backward pass of compiled layers (zero_bubble)"
+    if kept.mlp_tiles > 1:
+        return "the tiles of an MLP are not compiled"
     return None

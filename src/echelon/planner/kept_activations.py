@@ -24,6 +24,7 @@ class KeptActivations:
     policy: ActivationCheckpointing
     every: int = 1
     memory_budget: float | None = None
+    mlp_tiles: int = 1
 
     @property
     def is_input_alone(self) -> bool:
@@ -37,6 +38,7 @@ class KeptActivations:
             activation_checkpointing=self.policy,
             checkpoint_every=self.every,
             activation_memory_budget=self.memory_budget,
+            mlp_tiles=self.mlp_tiles,
         )
 
 
@@ -50,8 +52,8 @@ def list_activations(recipe: "Recipe") -> tuple[KeptActivations, ...]:
     """
     given = recipe.train.activation_checkpointing
     if not isinstance(given, str):
-        is_budget = given.every is None
-        return (KeptActivations("none" if is_budget else "full", given.every or 1, given.memory_budget),)
+        policy: ActivationCheckpointing = "full" if given.memory_budget is None else "none"
+        return (KeptActivations(policy, given.every or 1, given.memory_budget, given.mlp_tiles or 1),)
     if given != "auto":
         return (KeptActivations(given),)
     limits = [limit.values for limit in ENGINES[recipe.engine].limits if limit.key == _KEY]
@@ -73,6 +75,8 @@ def check_activations(recipe: "Recipe", kept: KeptActivations, shape: ModelShape
         )
     if getattr(recipe.parallel, "schedule", None) == "zero_bubble":
         _check_zero_bubble(recipe.train)
+    if kept.mlp_tiles > 1:
+        _check_tiles(recipe, kept.mlp_tiles)
     if kept.memory_budget is not None:
         _check_budget(recipe, kept.memory_budget, cluster)
     if recipe.train.activation_offloading:
@@ -93,6 +97,19 @@ def _check_zero_bubble(train: "TrainConfig") -> None:
         "the gradient of each weight in a backward pass of its own; each would recompute the layer, and all of it "
         "would be kept. Use another schedule, or train.activation_checkpointing=none."
     )
+
+
+def _check_tiles(recipe: "Recipe", num_tiles: int) -> None:
+    """Refuse tiles in layers that are compiled, and more of them than tokens."""
+    length = recipe.data.sequence_len
+    ways = (
+        (recipe.train.compile is True, "train.compile=true", "the tiles are not compiled; set train.compile=auto"),
+        (recipe.train.precision == "fp8", "train.precision=fp8", "the tiles are not compiled; use bf16"),
+        (num_tiles > length, f"data.sequence_len={length}", "a tile has at least one token; use fewer tiles"),
+    )
+    for is_given, key, why in ways:
+        if is_given:
+            raise ConfigError(f"{_KEY}.mlp_tiles={num_tiles} does not go with {key}: {why}.")
 
 
 def _check_budget(recipe: "Recipe", budget: float, cluster: Cluster) -> None:

@@ -125,7 +125,8 @@ def describe_plan(plan: ParallelPlan) -> dict[str, str]:
         "precision": f"{plan.precision.compute}{', float8' if plan.precision.float8 else ''}",
         "compile": str(plan.compile),
         "micro_batch": f"{plan.micro_batch_size} x {plan.num_microbatches}",
-        "checkpointing": f"{plan.activation_checkpointing} {plan.checkpoint_every} {plan.activation_memory_budget}",
+        "checkpointing": f"{plan.activation_checkpointing} {plan.checkpoint_every} {plan.activation_memory_budget}"
+        + f" {plan.mlp_tiles}" * (plan.mlp_tiles > 1),
         "schedule": str(plan.schedule),
         "sharding": f"{plan.reshard_after_forward} {plan.reduce_gradients} {plan.cp_method}",
         "offload": f"{plan.cpu_offload} {plan.activation_offloading}",

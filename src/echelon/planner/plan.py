@@ -258,6 +258,8 @@ class ParallelPlan:
     """Activation checkpointing is of layers whose number, from 1, this divides."""
     activation_memory_budget: Share | None = None
     """Share of the activations of compiled layers that PyTorch keeps; None for all that it keeps by itself."""
+    mlp_tiles: Count = 1
+    """Tiles of the sequence in which the MLP of a layer runs, one after another."""
     activation_offloading: bool = False
     activation_loading_horizon: CountOrZero = 1
     """Layers whose offloaded activations are loaded ahead of the one that is differentiated."""

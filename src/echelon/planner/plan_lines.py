@@ -106,6 +106,7 @@ def _describe_activations(plan: ParallelPlan) -> str:
     words = plan.activation_checkpointing if plan.checkpoint_every == 1 else f"of 1 in {plan.checkpoint_every} layers"
     if plan.activation_memory_budget is not None:
         words = f"by torch.compile within a memory budget of {plan.activation_memory_budget:g}"
+    words += f", each MLP in {plan.mlp_tiles} tiles" * (plan.mlp_tiles > 1)
     if not plan.activation_offloading:
         return words
     ahead = plan.activation_loading_horizon

@@ -79,14 +79,17 @@ class RankedPlan:
         """How activations are kept, in a few words."""
         plan = self.plan
         every = f" every {plan.checkpoint_every}" if plan.checkpoint_every > 1 else ""
-        return f"{plan.activation_checkpointing}{every}" + (", offloaded" if plan.activation_offloading else "")
+        tiles = f", MLP in {plan.mlp_tiles} tiles" if plan.mlp_tiles > 1 else ""
+        return f"{plan.activation_checkpointing}{every}{tiles}" + (", offloaded" if plan.activation_offloading else "")
 
     def settings(self) -> dict[str, Any]:
         """The keys of a recipe that give this plan, with `parallel` and `train` as mappings."""
         plan, parallel = self.plan, self.parallel
-        checkpointing = (
-            plan.activation_checkpointing if plan.checkpoint_every == 1 else {"every": plan.checkpoint_every}
-        )
+        checkpointing: str | dict[str, int] = plan.activation_checkpointing
+        if plan.checkpoint_every > 1:
+            checkpointing = {"every": plan.checkpoint_every}
+        if plan.mlp_tiles > 1:
+            checkpointing = {"mlp_tiles": plan.mlp_tiles}
         train: dict[str, Any] = {"micro_batch_size": plan.micro_batch_size}
         if plan.activation_memory_budget is None:
             train["activation_checkpointing"] = checkpointing
@@ -109,6 +112,7 @@ class RankedPlan:
             "num_microbatches": plan.num_microbatches,
             "activation_checkpointing": plan.activation_checkpointing,
             "checkpoint_every": plan.checkpoint_every,
+            "mlp_tiles": plan.mlp_tiles,
             "activation_offloading": plan.activation_offloading,
             "cpu_offload": plan.cpu_offload,
             "cp_method": plan.cp_method,

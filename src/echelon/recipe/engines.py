@@ -86,6 +86,7 @@ _DEEPSPEED = EngineRow(
         Limit("train.master_weights", ("fp32",), "keeps master weights in fp32"),
         Limit("train.compile", ("auto", False), "does not compile layers"),
         Limit("train.activation_offloading", (False,), "keeps activations on the device"),
+        Limit("train.activation_checkpointing.mlp_tiles", (None,), "gathers and reduces weights by modules"),
         Limit("fault.verify_replicas_every", (None,), "has partitions, which have no copies to compare"),
     ),
     purpose="ZeRO by DeepSpeed: its config, its tuning, and offloading of the optimizer alone",

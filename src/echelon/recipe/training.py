@@ -66,7 +66,7 @@ Callbacks = Annotated[
 
 
 class CheckpointingConfig(Section):
-    """Activation checkpointing of some of the layers, or within a share of their memory. Exactly one key."""
+    """Activation checkpointing of some of the layers, within a share of their memory, or in tiles. Exactly one key."""
 
     every: Count | None = Field(None, description="Recompute every n-th layer in full; 2: half of the layers.")
     memory_budget: Number | None = Field(
@@ -76,14 +76,19 @@ class CheckpointingConfig(Section):
         description="Share of the activations of compiled layers that PyTorch keeps, from 0 (a layer's inputs alone) "
         "to 1. It chooses what costs the least to recompute.",
     )
+    mlp_tiles: Count | None = Field(
+        None,
+        description="Recompute every layer in full, and its MLP in so many tiles of the sequence, one after another: "
+        "for long sequences.",
+    )
 
     @rule
     def _exactly_one_way(self) -> None:
-        if (self.every is None) == (self.memory_budget is None):
-            given = "both are given" if self.every is not None else "none of them is given"
+        given = [key for key, value in self if value is not None]
+        if len(given) != 1:
             raise ValueError(
-                "train.activation_checkpointing takes one of every and memory_budget, for example {every: 2} or "
-                f"{{memory_budget: 0.5}}; {given}."
+                "train.activation_checkpointing takes one of every, memory_budget and mlp_tiles, for example "
+                f"{{every: 2}} or {{memory_budget: 0.5}}; {' and '.join(given) or 'none of them'} are given."
             )
 
 
@@ -129,7 +134,8 @@ class TrainConfig(Section):
     activation_checkpointing: Checkpointing = Field(
         "auto",
         description="Recompute activations in the backward pass to save memory: `full` keeps a layer's input alone, "
-        "`selective` also the results of matrix products and attention; `{every: 2}`, `{memory_budget: 0.5}`. `auto`: "
+        "`selective` also the results of matrix products and attention; `{every: 2}`, `{memory_budget: 0.5}`, "
+        "`{mlp_tiles: 8}`. `auto`: "
         "`none`, `selective` or `full`, whichever is fastest with the largest micro batch that fits.",
     )
     activation_offloading: Flag = Field(

@@ -441,6 +441,29 @@ def test_long_sequences_in_bf16_on_a_cpu_peak_in_attention():
     assert estimate_memory(shape, replace(plan, sequence_len=length), "cuda").activations < 0.95 * expected
 
 
+def test_an_mlp_in_tiles_needs_one_of_them_and_the_sums_of_its_gradients():
+    """Of 4 tensors of the intermediate width 176, three quarters are not there; of three matrices, sums in fp32 are."""
+    shape, length = build_shape(MODELS["llama"]), 1000
+    plan = ParallelPlan("ddp", sequence_len=length, activation_checkpointing="full")
+    whole, tiled = (estimate_memory(shape, replace(plan, mlp_tiles=each)) for each in (1, 4))
+    assert whole.activations - tiled.activations == length * 3 * 176 * 4 - 3 * 64 * 176 * 4
+
+
+def test_masks_of_divided_sequences_are_counted():
+    """65,536 tokens on two ranks: the second one has masks of [16384, 32768] and of [16384, 49152]. The peak that
+    benchmarks/results/techniques-cpu.md has was 6,290 MB."""
+    narrow = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    shape = build_shape({**MODELS["llama"], **narrow, "vocab_size": 512})
+    plan = ParallelPlan("fsdp", sequence_len=65536, cp=2, cp_method="ulysses", activation_checkpointing="full")
+    gathered = replace(plan, cp_method="allgather")
+    found = [estimate_memory(shape, each).total for each in (gathered, plan)]
+    assert found[0] == pytest.approx(6290e6, rel=0.02) and found[1] < 255e6
+    kept = [
+        estimate_memory(shape, replace(each, activation_checkpointing="none")).activations for each in (gathered, plan)
+    ]
+    assert kept[0] - kept[1] > 16384 * (32768 + 49152) * 4
+
+
 def test_offloaded_activations_are_on_the_device_for_two_layers():
     """Full checkpointing keeps an input of 100 x 64 numbers in fp32 for each of four layers."""
     shape = build_shape(MODELS["llama"])

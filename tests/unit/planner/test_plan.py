@@ -349,8 +349,9 @@ def auto_strategy(devices, **recipe):
     return resolve_plan(build_recipe(sequence_len=4096, **recipe), LLAMA_8B, parse_devices(devices))
 
 
-def kept(every=None, memory_budget=None):
-    return {"activation_checkpointing": SimpleNamespace(every=every, memory_budget=memory_budget)}
+def kept(**given):
+    keys = {"every": None, "memory_budget": None, "mlp_tiles": None}
+    return {"activation_checkpointing": SimpleNamespace(**{**keys, **given})}
 
 
 def test_layers_are_recomputed_in_part():
@@ -358,6 +359,19 @@ def test_layers_are_recomputed_in_part():
     assert (plan.activation_checkpointing, plan.checkpoint_every) == ("full", 2)
     assert "activation checkpointing of 1 in 2 layers;" in describe_plan(plan)[0]
     refusal(ConfigError, "every=3 is more than the 2 layers", "use 2 or less", **kept(every=3))
+
+
+def test_an_mlp_is_computed_in_tiles():
+    plan = resolve_plan(build_recipe({"cp": 2}, **kept(mlp_tiles=4)), TINY, parse_devices("2xH100"))
+    assert (plan.activation_checkpointing, plan.checkpoint_every, plan.mlp_tiles) == ("full", 1, 4)
+    assert "activation checkpointing full, each MLP in 4 tiles;" in describe_plan(plan)[0]
+    assert not plan.compile and any("compile auto: off, the tiles of an MLP" in line for line in plan.why)
+    tiled = kept(mlp_tiles=4)
+    refusal(ConfigError, "mlp_tiles=4 does not go with train.compile=true", "compile=auto", compile=True, **tiled)
+    refusal(ConfigError, "mlp_tiles=4 does not go with train.precision=fp8", "use bf16", precision="fp8", **tiled)
+    refusal(ConfigError, "parallel.tp=2 does not work with train.activation_checkpointing.mlp_tiles", "use full",
+            parallel={"tp": 2}, **tiled)  # fmt: skip
+    refusal(ConfigError, "mlp_tiles=999 does not go with data.sequence_len", "fewer tiles", **kept(mlp_tiles=999))
     gpus = parse_devices("8xH100")
     alone = resolve_plan(build_recipe("fsdp", activation_offloading=True, **kept(every=2)), TINY, gpus)
     assert not alone.compile  # half of the layers keep what a compiled graph would not give away

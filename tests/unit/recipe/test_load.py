@@ -143,8 +143,8 @@ def test_a_rendered_recipe_loads_as_an_equal_recipe(tmp_path: Path, override: st
          "line 9: train.steps=100 and train.tokens=5 are both given, but only one of train.steps, train.tokens and "
          "train.epochs can set how long to train; keep one."),
         ("steps: 100", "steps: 100\n  activation_checkpointing: {every: 2, memory_budget: 0.5}",
-         "line 10: train.activation_checkpointing takes one of every and memory_budget, for example {every: 2} or "
-         "{memory_budget: 0.5}; both are given."),
+         "line 10: train.activation_checkpointing takes one of every, memory_budget and mlp_tiles, for example "
+         "{every: 2} or {memory_budget: 0.5}; every and memory_budget are given."),
         ("steps: 100", "steps: 100\n  activation_checkpointing: {memory_budget: 2}",
          "line 10: train.activation_checkpointing.memory_budget=2 must be at most 1; use 1 or less."),
         ("steps: 100", "steps: 100\n  activation_loading_horizon: 2",

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from echelon.learn.model.adapters import apply_adapter
 from echelon.learn.model.float8 import apply_float8
 from echelon.learn.model.liger import apply_liger
+from echelon.learn.model.parts import find_layers
 from echelon.learn.model.quantization import Quantized
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.recipe import Recipe
@@ -57,6 +58,10 @@ def prepare_layers(
             add_by_products(model)
     if plan.precision.float8:
         apply_float8(model, device_type != "cuda", plan.precision.float8_scaling, plan.gathers_float8)
+    if plan.mlp_tiles > 1:
+        from echelon.learn.model.mlp_tiles import apply_tiles, find_mlps
+
+        apply_tiles(find_layers(model), find_mlps(skeleton), plan.mlp_tiles)
     frozen_dtype = plan.precision.compute if recipe.adapter.is_adapter else plan.precision.param
     store_parameters(model, replace(plan.precision, compute=frozen_dtype))
     return model

@@ -149,6 +149,13 @@ class Axis:
         """Bytes that the backward pass of a layer's attention holds for a moment, per token, likewise."""
         return 0
 
+    def mask_numbers(self, plan: ParallelPlan) -> tuple[int, int]:
+        """Return the size of the masks that a layer's attention needs in its backward pass, and that of the largest.
+
+        Each is a boolean of one byte first, then a number of the compute dtype.
+        """
+        return 0, 0
+
     def buffer_bytes(self, shape: ModelShape, plan: ParallelPlan, tokens: int, kind: DeviceKind) -> int:
         """Bytes that a layer needs while it sends, for these tokens of a microbatch."""
         return 0

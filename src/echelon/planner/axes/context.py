@@ -92,6 +92,15 @@ class _Context(Axis):
         return shape.head_dim * (number * (2 * key_value + 2 * heads) + _FP32_BYTES * (heads + 3 * key_value))
 
     @override
+    def mask_numbers(self, plan: ParallelPlan) -> tuple[int, int]:
+        # Kernels take no causal mask for queries in the middle of the keys: each chunk has one of [chunk, its end], but
+        # the very first. Of the ranks, the second one has the most.
+        if plan.cp_method != "allgather":
+            return 0, 0
+        square = (plan.part_len // 2) ** 2
+        return square * (2 * plan.cp + 1), square * (2 * plan.cp - 1)
+
+    @override
     def layer_seconds(self, step: Step, layer: LayerTime) -> float:
         plan, shape = step.plan, step.part
         if plan.cp == 1:

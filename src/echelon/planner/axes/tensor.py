@@ -174,6 +174,8 @@ def _check_settings(recipe: "Recipe", shape: ModelShape, tp: int) -> None:
          "these modules are divided; remove it"),
         (has_adapter and recipe.model.new_tokens, "model.new_tokens of an adapter", "the embedding is divided"),
         (recipe.optim.name == "adamw_8bit", "optim.name=adamw_8bit", "its blocks are of whole rows; use adamw"),
+        (getattr(recipe.train.activation_checkpointing, "mlp_tiles", None),
+         "train.activation_checkpointing.mlp_tiles", "it divides the MLP itself; use full"),
         (recipe.train.precision == "fp8", "train.precision=fp8", "its scales are those of whole matrices; use bf16"),
     ]  # fmt: skip
     for is_used, what, why in obstacles:

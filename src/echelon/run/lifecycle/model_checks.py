@@ -203,6 +203,7 @@ def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: 
     from echelon.learn.model.build import parameter_names
     from echelon.learn.model.causality import check_is_causal
     from echelon.learn.model.divided_copy import check_divides
+    from echelon.learn.model.mlp_tiles import find_mlps
     from echelon.learn.model.rope import check_scaled
     from echelon.learn.model.router import check_routers
     from echelon.learn.model.traits import describe_obstacle, find_traits
@@ -216,6 +217,9 @@ def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: 
     obstacle = describe_obstacle(traits, config)
     if not isinstance(recipe.parallel, str) and recipe.parallel.cp > 1:
         check_divides(model, recipe.parallel.cp_method or "allgather", traits, recipe.data.sequence_len)
+    kept = recipe.train.activation_checkpointing
+    if not isinstance(kept, str) and kept.mlp_tiles is not None:
+        find_mlps(model)
     _check_float8(model, recipe, elsewhere, left)
     _check_divisible(model, recipe)
     if not recipe.adapter.is_adapter or _try_adapter(model, recipe.adapter, elsewhere, left):
