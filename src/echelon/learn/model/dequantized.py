@@ -15,7 +15,7 @@ from echelon.learn.model.safetensors_folder import FLOATING, SafetensorsFolder, 
 from echelon.learn.model.stored_format import StoredFormat, find_stored_format
 from echelon.learn.model.stored_layouts import LAYOUTS, Layout, Packed, Shape
 
-PIECE = 2**22
+PIECE = 2**20
 """The numbers of a weight that are computed at a time, which bounds the memory beside the result."""
 
 # What layers do to their inputs and outputs: of no use to weights that are plain numbers.

@@ -32,7 +32,7 @@ from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.replica_costs import trained_shapes
 from echelon.planner.shape import build_shape
 from echelon.recipe import AdapterConfig
-from tests.families import assert_same_shapes, small_config, small_model
+from tests.families import assert_same_shapes, initialized, small_config, small_model
 from tests.unit.learn.model.test_adapter_layers import IDS, adapted, logits, trained
 from tests.unit.recipe_samples import SMALL, load_text
 
@@ -46,14 +46,20 @@ MIXTURES = {
     "gpt_oss": {"model_type": "gpt_oss", **TINY, "head_dim": 16, "num_local_experts": 4},
     "qwen2_moe": {"model_type": "qwen2_moe", **TINY, "num_experts": 4, "moe_intermediate_size": 32,
                   "shared_expert_intermediate_size": 32},
+    "glm4_moe": {"model_type": "glm4_moe", **TINY, "head_dim": 16, "n_routed_experts": 4, "moe_intermediate_size": 32,
+                 "first_k_dense_replace": 1},
+    "qwen3_next": {"model_type": "qwen3_next", **TINY, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32,
+                   "layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 32,
+                   "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+                   "linear_value_head_dim": 16},
     **{family: small_config(family) for family in ("mixtral", "qwen3_moe", "deepseek_v3")},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("adapter", [EXPERTS, SOME], ids=["all", "some"])
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "qwen3_next"])
 def test_peft_loads_the_adapter_and_both_merges_agree(tmp_path, family, adapter):
-    base, config = small_model(family), load_config(small_config(family))
+    base, config = initialized(load_config(MIXTURES[family]), seed=0), load_config(MIXTURES[family])
     model, principal = adapted(base, config, adapter)
     (tmp_path / "model").mkdir()
     write_adapter(
