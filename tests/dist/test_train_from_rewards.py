@@ -144,6 +144,7 @@ def test_a_killed_run_equals_an_uninterrupted_one(folder, nproc):
         ("rollout.updates=3", "objective.clip_high=0.28", "objective.normalize=token"),
         ("objective.advantage=leave_one_out", "objective.normalize=constant", "rollout.skip_uniform_groups=true"),
         ("objective.ratio=sequence", "objective.kl_weight=0.05", "rollout.updates=2", "rollout.temperature=0.9"),
+        ("rollout.sampler=transformers", "rollout.temperature=0.9"),
         (
             "adapter.method=lora",
             "adapter.r=16",
@@ -153,7 +154,7 @@ def test_a_killed_run_equals_an_uninterrupted_one(folder, nproc):
             "parallel=fsdp",
         ),
     ],
-    ids=["dapo", "rloo and dr grpo", "gspo with kl", "lora"],
+    ids=["dapo", "rloo and dr grpo", "gspo with kl", "sampled by transformers", "lora"],
 )
 def test_variants_raise_the_reward(folder, settings):
     ending, _, rows = train(folder, "variant", 2, *settings)
@@ -261,6 +262,14 @@ def test_a_reward_that_is_not_there_is_refused(folder):
         (["objective.name=causal_lm"], "rollout has no effect with objective.name=causal_lm"),
         (["objective.beta=0.2"], "objective.beta=0.2 has no effect with objective.name=grpo; set objective.name=dpo"),
         (["sync.name=local_sgd"], "sync.name=local_sgd does not go with objective.name=grpo"),
+        (
+            ["rollout.sampler=transformers", "rollout.top_k=5"],
+            "rollout.top_k=5 does not go with rollout.sampler=transformers: it draws from all tokens",
+        ),
+        (
+            ["rollout.sampler=transformers", "adapter.method=lora"],
+            "adapter.method=lora does not go with rollout.sampler=transformers: it has no adapter",
+        ),
     ],
 )
 def test_what_cannot_train_is_refused(echelon, folder, settings, message):

@@ -22,6 +22,7 @@ from echelon.learn.distributed.objects import gather_found, gather_objects
 from echelon.learn.environments import EnvironmentProcess
 from echelon.learn.evaluation import EvalResult
 from echelon.learn.model.hub import read_commits, with_copies
+from echelon.learn.paged_sampler import PagedSampler
 from echelon.learn.reward_models import RewardModel, find_reward_models
 from echelon.learn.rewards import Asked, RewardProcess, Scores, name_rewards
 from echelon.learn.rollouts import Played, Rollouts
@@ -86,12 +87,13 @@ class Judge:
 
         Raises:
             ConfigError: a reward or an environment cannot be imported, or does not accept its options, or a reward
-                model is not there; on every rank.
+                model is not there, or the sampler does not take the plan; on every rank.
         """
         self._learner, meshes = learner, learner.meshes
         places = gather_objects(meshes.data_rank, meshes.everyone)
         self._rewards: RewardProcess | None = None
         self._environments: EnvironmentProcess | None = None
+        self._sampler = None if learner.recipe.rollout.sampler == "native" else PagedSampler(learner)
         self._judges = places.index(meshes.data_rank) == dist.get_rank(meshes.everyone)
         try:
             gather_found(lambda: self._start(hub_path), meshes.everyone)
@@ -144,6 +146,8 @@ class Judge:
         """
         if self._learner.recipe.rollout.environment is None:
             report("sampling answers")
+            if self._sampler is not None and sampling.temperature:
+                return self._sampler.answer([prompt.ids for prompt in prompts], sampling)
             return self._learner.generate([prompt.ids for prompt in prompts], sampling)
         return Conversations(self._learner, self._environments, report).hold(prompts, sampling)
 

@@ -123,8 +123,8 @@ class _LoadBytes:
         head: hidden states with their gradient, and the head's gradient; 0 without the head.
         beside: rotary tables, rows sent to experts, and what is received from another stage.
         agreement: what replicas and compressed gradients need. Not in `parts`, which are measured before it is there.
-        reference: the frozen copy of the initial weights, the teacher, and reward models. Not in `parts`, which are
-            measured without them.
+        reference: the frozen copy of the initial weights, the teacher, reward models, and the weights of a sampler of
+            transformers. Not in `parts`, which are measured without them.
         host: what is kept in host memory.
         answers: of answers that are sampled at once, instead of gradients and activations.
         assumptions: what the count simplifies.
@@ -196,7 +196,7 @@ def _count_load(load: RankLoad, plan: ParallelPlan, kind: DeviceKind) -> _LoadBy
         head=head * load.num_kept,
         agreement=agreement_bytes(plan, _num_held(shape, plan)),
         beside=_rotary_bytes(shape, length) + sending + load.received_bytes,
-        reference=(0 if plan.cpu_offload else reference_bytes(shape, plan)) + _reward_bytes(plan),
+        reference=(0 if plan.cpu_offload else reference_bytes(shape, plan)) + _reward_bytes(shape, plan),
         host=moved + (sum(_shard_states(shape, plan)) + reference_bytes(shape, plan) if plan.cpu_offload else 0),
         answers=_count_rows(plan) * answer_bytes(shape, plan),
         assumptions=tuple(_list_assumptions(shape, plan, kind)),
@@ -214,9 +214,10 @@ def reference_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
     return -(-parameters // plan.num_shards) * number
 
 
-def _reward_bytes(plan: ParallelPlan) -> int:
-    """Bytes of the reward models on a rank that judges answers."""
-    return plan.num_reward_parameters * DTYPE_BYTES[plan.precision.compute]
+def _reward_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
+    """Bytes of the reward models on a rank that judges answers, and of the copy that a sampler of transformers has."""
+    copied = plan.rollout is not None and plan.rollout.sampler != "native"
+    return (plan.num_reward_parameters + copied * shape.num_parameters) * DTYPE_BYTES[plan.precision.compute]
 
 
 def _count_rows(plan: ParallelPlan) -> int:

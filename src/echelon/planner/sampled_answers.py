@@ -37,7 +37,7 @@ def add_rollout(
     group_size = config.group_size if recipe.draws_answers else 1
     turns = 1 if config.environment is None else config.environment.max_turns
     tokens = min(turns * config.max_new_tokens, plan.sequence_len - 1)
-    rollout = RolloutPlan(group_size, tokens, config.updates, 1)
+    rollout = RolloutPlan(group_size, tokens, config.updates, 1, config.sampler)
     if usable is not None:
         needs = estimate_memory(shape, replace(plan, rollout=rollout), kind)
         room = usable - (needs.states - needs.gradients)

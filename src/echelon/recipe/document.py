@@ -258,6 +258,25 @@ class Recipe(Section):
                 )
 
     @rule
+    def _a_foreign_sampler_draws_plainly(self) -> None:
+        sampler = self.rollout.sampler
+        if sampler == "native":
+            return
+        for key, value, unset, why in (
+            ("rollout.environment", self.rollout.environment, None, "it gives answers of one turn"),
+            ("rollout.top_p", self.rollout.top_p, 1.0, "it draws from all tokens"),
+            ("rollout.top_k", self.rollout.top_k, 0, "it draws from all tokens"),
+            ("adapter.method", self.adapter.method, "full", "it has no adapter"),
+            ("engine", self.engine, "native", "it takes the weights of the native engine"),
+        ):
+            if value != unset:
+                shown = f"{key}={value}" if isinstance(value, str | float | int) else key
+                raise ValueError(
+                    f"{shown} does not go with rollout.sampler={sampler}: {why}; remove it, or set "
+                    "rollout.sampler=native."
+                )
+
+    @rule
     def _answers_fit_the_sequence(self) -> None:
         room, length = self.rollout.max_new_tokens, self.data.sequence_len
         if self.samples_answers and room > length - 2:

@@ -51,6 +51,11 @@ class RolloutConfig(Section):
         "`max_new_tokens` tokens, a whole answer at most `data.sequence_len`. `environment: package.module:Name` is a "
         "shorthand.",
     )
+    sampler: Literal["native", "transformers"] = Field(
+        "native",
+        description="What samples the answers: echelon, whose draws do not depend on the other answers, or the "
+        "continuous batching of transformers, with a copy of the weights (full fine-tuning, `parallel: ddp`).",
+    )
     lag: Annotated[CountOrZero, Field(le=1)] = Field(
         0,
         description="1: sample the answers of the next step before the updates of this one, so that their rewards "
