@@ -163,8 +163,9 @@ def choose_instance(recipe: "Recipe", shape: ModelShape, count: int | None = Non
     Of machines that cost nearly the same the fewest are taken, as predictions of a network are less certain than those
     of links inside a machine. Only types with a dated price are considered. Raises PlanError if none of them fits.
     """
-    known = list_instances(recipe.launch.sagemaker.extra_types)
-    candidates = tuple(_try_type(recipe, shape, instance, count) for instance in known.values() if instance.gpus)
+    known = list_instances(recipe.launch.sagemaker.extra_types, recipe.launch.sagemaker.region)
+    own = [instance for name, instance in known.items() if instance.gpus and name.startswith("ml.")]
+    candidates = tuple(_try_type(recipe, shape, instance, count) for instance in own)
     fitting = [candidate for candidate in candidates if candidate.fits]
     priced = [candidate for candidate in fitting if candidate.usd_per_hour is not None]
     if priced:

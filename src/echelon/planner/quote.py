@@ -73,10 +73,19 @@ class Amount:
 
 @dataclass(frozen=True)
 class Quote:
-    """What a run takes under a plan on machines of a known price: a start, and all steps."""
+    """What a run takes under a plan on machines of a known price: a start, and all steps.
+
+    `is_spot`: the price is that of spot machines; what their interruptions cost is not part of the quote.
+    """
 
     candidate: RankedPlan
     bar: ErrorBar
+    is_spot: bool = False
+
+    @property
+    def machines(self) -> str:
+        """Their number and type."""
+        return self.candidate.machines + (" spot" if self.is_spot else "")
 
     @property
     def hours(self) -> Amount:

@@ -52,6 +52,42 @@ def test_a_quote_is_a_start_and_all_steps_at_the_price_of_the_machines(report):
     assert first.usd.expected == pytest.approx(first.hours.expected * forecast.price.usd_per_hour)
 
 
+PRICES = """
+- region: us-west-2
+  date: "2026-11-20"
+  source: of a test
+  spot_usd_per_hour: {g6e.12xlarge: 4.0}
+- region: south
+  date: "2026-11-21"
+  source: of another test
+  usd_per_hour: {other.8x-h100: 20.0}
+  machines: {other.8x-h100: {gpus: 8, accelerator: H100, vcpus: 208, memory_gib: 1800, network_gbits: 3200}}
+"""
+
+
+def test_spot_machines_and_those_of_a_file_are_quoted_too(recipe_path, tmp_path, monkeypatch):
+    monkeypatch.setenv("ECHELON_CACHE", str(tmp_path))
+    (tmp_path / "prices").mkdir()
+    (tmp_path / "prices" / "mine.yaml").write_text(PRICES)
+    found = quote(recipe_path, count=1)
+    by_name = {one.machines: one for one in found.quotes}
+    spot, on_demand = by_name["1 x ml.g6e.12xlarge spot"], by_name["1 x ml.g6e.12xlarge"]
+    assert spot.hours == on_demand.hours
+    assert spot.usd.expected == pytest.approx(spot.hours.expected * 4.0)
+    other = by_name["1 x other.8x-h100"]
+    assert other.usd.expected == pytest.approx(other.hours.expected * 20.0)
+    text = str(found)
+    assert "prices: spot, us-west-2, 2026-11-20" in text and "prices: south, 2026-11-21" in text
+    settings = found.accepted(found.quotes.index(spot) + 1)
+    assert "budget.spot_usd_per_hour=4.0" in settings
+    assert 'launch.sagemaker.spot={"max_wait_hours": 48}' in settings
+    with pytest.raises(ConfigError, match="which echelon cannot rent"):
+        found.accepted(found.quotes.index(other) + 1)
+    (tmp_path / "prices" / "mine.yaml").write_text(PRICES.replace("4.0", "free"))
+    with pytest.raises(ConfigError, match=r"mine\.yaml is not a list of prices \(spot_usd_per_hour\.g6e\.12xlarge"):
+        quote(recipe_path, count=1)
+
+
 def test_the_cheapest_to_the_fastest_come_first(report):
     """Against the definition: nothing is at or below one of the best in both, and something is for each other."""
     points = [(one.usd.expected, one.hours.expected) for one in report.quotes]

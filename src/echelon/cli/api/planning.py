@@ -188,7 +188,8 @@ def _find_instances(
             on_line(line)
         found, machines = choice.instance, choice.count
     else:
-        found, machines = find_instance(instance, recipe.launch.sagemaker.extra_types), count or 1
+        settings, machines = recipe.launch.sagemaker, count or 1
+        found = find_instance(instance, settings.extra_types, region=settings.region)
     price = None if found.price is None else HourlyPrice(found.price.usd_per_hour, found.price.terms)
     if instance != "auto" and price is None:
         on_line(f"instance: {machines} x {found.name}, price unknown; set budget.usd_per_hour")

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from typing_extensions import override
@@ -14,6 +14,7 @@ from echelon.cli.api.searching import render_numbered, search
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.ground.sizes import render_duration
 from echelon.ground.variables import find_cache_dir
+from echelon.planner.forecast import HourlyPrice
 from echelon.planner.hardware.instances import EXTRA_TYPES, list_instances
 from echelon.planner.measured_runs import read_history
 from echelon.planner.quote import Quote, find_error_bar, order_quotes
@@ -55,6 +56,11 @@ class QuoteReport:
         count, _, name = quote.candidate.machines.partition(" x ")
         price = quote.candidate.forecast.price
         assert price is not None
+        if not name.startswith("ml."):
+            raise ConfigError(
+                f"--accept {number}: {name} is a machine of a file of prices, which echelon cannot rent; launch "
+                "the recipe there with --to skypilot, or by its own scheduler."
+            )
         limits = [limit for limit in (self.recipe.budget.max_usd, quote.usd.high) if limit is not None]
         settings = quote.candidate.settings()
         values = {
@@ -63,12 +69,15 @@ class QuoteReport:
             "launch.nodes": int(count),
             "parallel": settings["parallel"],
             **{f"train.{key}": value for key, value in settings["train"].items()},
-            "budget.usd_per_hour": price.usd_per_hour,
+            f"budget.{'spot_' if quote.is_spot else ''}usd_per_hour": price.usd_per_hour,
             "budget.max_usd": round(min(limits), 2),
             "budget.quote": _plain(quote),
         }
         if self.recipe.launch.max_hours is None:  # SageMaker ends a job after 24 h otherwise
             values["launch.max_hours"] = max(24, math.ceil(quote.hours.high) + 1)
+        if quote.is_spot and self.recipe.launch.sagemaker.spot is None:
+            hours = self.recipe.launch.max_hours or values["launch.max_hours"]
+            values["launch.sagemaker.spot"] = {"max_wait_hours": 2 * hours}
         return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,6 +87,7 @@ class QuoteReport:
                 {
                     "number": number,
                     "machines": quote.candidate.machines,
+                    "spot": quote.is_spot,
                     "plan": quote.candidate.name(),
                     **_plain(quote),
                     "error_bar": quote.bar.reason,
@@ -109,11 +119,14 @@ class QuoteReport:
         yield from _say_once("error bar", [(quote.bar.reason, number) for number, quote in enumerate(shown, 1)])
         terms = [(price.terms, number) for number, quote in enumerate(shown, 1)
                  if (price := quote.candidate.forecast.price) is not None]  # fmt: skip
-        yield from _say_once("prices on demand", terms)
+        yield from _say_once("prices", terms)
         yield "  with 5 min for a start; without evaluation, checkpoints, waiting for machines, storage and traffic"
         if self.unpriced:
             yield f"  not quoted, price unknown (give it in {EXTRA_TYPES}): {', '.join(self.unpriced)}"
-        yield "  spot machines cost less, and their price cannot be looked up here"
+        if any(quote.is_spot for quote in self.quotes):
+            yield "  spot: without what interruptions cost; SageMaker's discount may differ from EC2's market"
+        else:
+            yield "  spot machines cost less; echelon plan --prices spot looks their prices up"
 
 
 def quote(recipe: RecipeLike, count: int | None = None) -> QuoteReport:
@@ -140,12 +153,16 @@ def quote(recipe: RecipeLike, count: int | None = None) -> QuoteReport:
             "train.tokens."
         )
     shape = check_model(recipe, elsewhere=True).shape
-    quotes = [
-        Quote(candidate, find_error_bar(candidate.plan, read_history(find_cache_dir(), shape, candidate.cluster)))
-        for candidate in fitting
-    ]
-    types = list_instances(recipe.launch.sagemaker.extra_types).values()
-    unpriced = tuple(instance.name for instance in types if instance.gpus and instance.price is None)
+    types = list_instances(recipe.launch.sagemaker.extra_types, recipe.launch.sagemaker.region)
+    quotes: list[Quote] = []
+    for candidate in fitting:
+        bar = find_error_bar(candidate.plan, read_history(find_cache_dir(), shape, candidate.cluster))
+        quotes.append(Quote(candidate, bar))
+        if (spot := types[candidate.machines.partition(" x ")[2]].spot) is not None:
+            price = HourlyPrice(spot.usd_per_hour, f"spot, {spot.terms}")
+            forecast = replace(candidate.forecast, price=price)
+            quotes.append(Quote(replace(candidate, forecast=forecast), bar, is_spot=True))
+    unpriced = tuple(instance.name for instance in types.values() if instance.gpus and instance.price is None)
     best, others = order_quotes(quotes)
     return QuoteReport(recipe, tuple(best), tuple(others), unpriced)
 
@@ -162,7 +179,7 @@ def _plain(quote: Quote) -> dict[str, float]:
 def _row(quote: Quote) -> tuple[str, ...]:
     hours, usd = quote.hours, quote.usd
     return (
-        quote.candidate.machines,
+        quote.machines,
         quote.candidate.name(),
         _render_hours(hours.expected),
         f"{_render_hours(hours.low)} to {_render_hours(hours.high)}",

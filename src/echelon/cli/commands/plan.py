@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from echelon.cli.commands import plan_options as options
 from echelon.cli.commands.arguments import OverridesArgument, read_recipe
 from echelon.cli.commands.terminal import show
 from echelon.ground.errors import ConfigError
+
+if TYPE_CHECKING:
+    from echelon.recipe import Recipe
 
 
 def plan(
@@ -25,6 +28,7 @@ def plan(
     engines: options.Engines = False,
     accuracy: options.Accuracy = False,
     calibrate: options.Calibrate = False,
+    prices: options.Prices = None,
     scaling: options.Scaling = None,
     plot: options.Plot = None,
     mtbf_hours: options.MtbfHours = None,
@@ -37,11 +41,10 @@ def plan(
     """
     # First: the parser takes the next option for the value if the numbers were forgotten.
     counts = None if scaling is None else options.parse_counts(scaling)
-    if calibrate:
-        _calibrate()
-        if recipe_path is None:
-            return None
+    asks_first = _ask_first(recipe_path, overrides, calibrate, prices)
     if recipe_path is None:
+        if asks_first:
+            return None
         raise ConfigError("a recipe is missing; write echelon plan RECIPE, or echelon plan --calibrate.")
     if accuracy:
         return _show_accuracy([recipe_path, *map(Path, overrides or [])])
@@ -75,6 +78,25 @@ def _show_accuracy(runs: Sequence[Path]) -> None:
 
     for line in describe_accuracy(runs):
         show(line)
+
+
+def _ask_first(path: Path | None, overrides: list[str] | None, calibrate: bool, prices: str | None) -> bool:
+    """Measure this machine, and ask for prices, if the options say so; returns whether they do."""
+    if calibrate:
+        _calibrate()
+    if prices is not None:
+        _refresh_prices(None if path is None else read_recipe(path, overrides), prices)
+    return calibrate or prices is not None
+
+
+def _refresh_prices(recipe: "Recipe | None", which: str) -> None:
+    from echelon.launch.sagemaker.price_list import refresh_prices
+
+    region = None if recipe is None else recipe.launch.sagemaker.region
+    path, priced, on_spot = refresh_prices(region, which == "spot")
+    show(
+        f"prices: {priced} types on demand" + (f", {on_spot} on spot" if which == "spot" else "") + f", kept in {path}"
+    )
 
 
 def _calibrate() -> None:

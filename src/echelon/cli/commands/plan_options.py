@@ -43,6 +43,12 @@ Accuracy = Annotated[
 Calibrate = Annotated[
     bool, typer.Option("--calibrate", help="Measure this machine first, in under a minute; later plans use the result.")
 ]
+Prices = Annotated[
+    Literal["refresh", "spot"] | None,
+    typer.Option(
+        "--prices", help="First ask AWS for today's prices; spot: also of spot machines. Later plans use them."
+    ),
+]
 Scaling = Annotated[
     str | None, typer.Option("--scaling", metavar="8,16,32", help="Plan for each of these numbers of devices.")
 ]

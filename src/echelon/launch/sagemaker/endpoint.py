@@ -171,7 +171,7 @@ def _find_machine(recipe: Recipe) -> Instance:
             f"{_KEY}.instance_type is not set; give --instance, such as --instance ml.g6.xlarge.",
             {f"{_KEY}.instance_type": "ml.g6.xlarge"},
         )
-    instance = find_instance(name, settings.extra_types, f"{_KEY}.instance_type")
+    instance = find_instance(name, settings.extra_types, f"{_KEY}.instance_type", settings.region)
     if settings.endpoint.image is None and "V100" in str(instance.accelerator):
         raise ConfigError(
             f"{_KEY}.instance_type={name}: AWS's vLLM image uses CUDA 13, which does not support V100; use a newer "

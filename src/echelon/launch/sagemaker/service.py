@@ -63,7 +63,7 @@ class Service:
     def upload(self, uploads: Sequence[Upload], kms_key: str | None) -> None:
         """Upload every object to its address."""
         extra = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": kms_key} if kms_key else {}
-        with _explained("uploading the job's files"):
+        with explained("uploading the job's files"):
             s3 = self._client("s3")
             for upload in uploads:
                 bucket, _, key = upload.address.removeprefix("s3://").partition("/")
@@ -76,14 +76,14 @@ class Service:
         """The request completed by ModelTrainer; see `model_trainer`."""
         from echelon.launch.sagemaker.model_trainer import merge_defaults
 
-        with _explained("building the request with ModelTrainer"):
+        with explained("building the request with ModelTrainer"):
             return merge_defaults(self._session, request)
 
     def create(self, request: Mapping[str, Any]) -> None:
         """Create the training job. If the answer is lost, the error says how to look for a job that may be running."""
         from botocore.exceptions import ClientError, HTTPClientError
 
-        with _explained("creating the training job"):
+        with explained("creating the training job"):
             try:
                 self._client("sagemaker").create_training_job(**request)
             except (ClientError, HTTPClientError) as error:
@@ -99,7 +99,7 @@ class Service:
 
     def describe(self, name: str, usd_per_hour: float | None = None) -> JobStatus:
         """The status of the job, with dollars if `usd_per_hour` of one machine is known."""
-        with _explained(f"asking for {name}"):
+        with explained(f"asking for {name}"):
             answer = self._client("sagemaker").describe_training_job(TrainingJobName=name)
         return read_status(answer, usd_per_hour)
 
@@ -107,7 +107,7 @@ class Service:
         """Whether there is a training job of this name."""
         from botocore.exceptions import ClientError
 
-        with _explained(f"looking for {name}"):
+        with explained(f"looking for {name}"):
             try:
                 self._client("sagemaker").describe_training_job(TrainingJobName=name)
             except ClientError as error:
@@ -120,7 +120,7 @@ class Service:
         """Copy the objects with these names directly below the address to a folder; unchanged ones are left out."""
         bucket, _, prefix = address.removeprefix("s3://").partition("/")
         folder.mkdir(OWNER_ONLY, parents=True, exist_ok=True)
-        with _explained(f"reading {address}"):
+        with explained(f"reading {address}"):
             s3 = self._client("s3")
             pages = s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{prefix}/", Delimiter="/")
             for found in (item for page in pages for item in page.get("Contents", [])):
@@ -135,7 +135,7 @@ class Service:
 
     def stop(self, name: str) -> None:
         """Ask the job to end."""
-        with _explained(f"stopping {name}"):
+        with explained(f"stopping {name}"):
             self._client("sagemaker").stop_training_job(TrainingJobName=name)
 
     def deploy(self, requests: Mapping[str, Mapping[str, Any]]) -> None:
@@ -143,12 +143,12 @@ class Service:
         sagemaker, done = self._client("sagemaker"), list[str]()
         try:
             for operation, request in requests.items():
-                with _explained(f"the request {operation}"):
+                with explained(f"the request {operation}"):
                     getattr(sagemaker, operation)(**request)
                 done.append(operation)
         except LaunchError:
             for operation in reversed(done):
-                with suppress(LaunchError), _explained(operation):
+                with suppress(LaunchError), explained(operation):
                     self._delete(operation, requests[operation])
             raise
 
@@ -161,7 +161,7 @@ class Service:
         """The status of an endpoint; `running` while it serves."""
         from botocore.exceptions import ClientError
 
-        with _explained(f"asking for {name}"):
+        with explained(f"asking for {name}"):
             try:
                 answer = self._client("sagemaker").describe_endpoint(EndpointName=name)
             except ClientError as error:
@@ -181,7 +181,7 @@ class Service:
             (sagemaker.delete_endpoint_config, "EndpointConfigName"),
             (sagemaker.delete_model, "ModelName"),
         ):
-            with _explained(f"deleting the {key} {name}"):
+            with explained(f"deleting the {key} {name}"):
                 try:
                     delete(**{key: name})
                 except ClientError as error:
@@ -256,7 +256,7 @@ def _read_exit_code(state: JobState, reason: str) -> int | None:
 
 
 def _list_events(logs: Any, group: str, prefix: str, start: int) -> Iterator[dict[str, Any]]:
-    with _explained(f"reading the log {group} {prefix}".rstrip(" /")):
+    with explained(f"reading the log {group} {prefix}".rstrip(" /")):
         streams = {"logStreamNamePrefix": prefix} if prefix else {}
         pages = logs.get_paginator("filter_log_events").paginate(logGroupName=group, startTime=start, **streams)
         try:
@@ -277,7 +277,7 @@ def _render_event(event: Mapping[str, Any], prefix: str) -> str:
 
 
 @contextmanager
-def _explained(action: str) -> Iterator[None]:
+def explained(action: str) -> Iterator[None]:
     """Turn an error of AWS into a one-line LaunchError, without headers or credentials."""
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError

@@ -26,7 +26,7 @@ Link = Literal["PCIe", "NVLink", "NVSwitch", "NeuronLink"]
 
 @dataclass(frozen=True)
 class Price:
-    """US dollars per hour for one machine on demand; the bill depends on region and contract.
+    """US dollars per hour for one machine, on demand if not said otherwise; the bill depends on region and contract.
 
     A price in the recipe has no date, and is for whatever region the job runs in.
     """
@@ -64,6 +64,7 @@ class Instance:
         own_disks: whether it has local NVMe disks, of fixed size and encrypted by the hardware; SageMaker then
             provides no volume.
         bf16_supported: as in `Cluster`.
+        spot: the price of a spot machine, from a file of prices.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Instance:
     neuron_devices: int = 0
     own_disks: bool = True
     bf16_supported: bool | None = None
+    spot: Price | None = None
 
     @property
     def accelerator(self) -> str | None:
@@ -135,14 +137,17 @@ def find_instance(
     name: str,
     extra_types: "Iterable[InstanceTypeConfig]" = (),
     key: str = "launch.sagemaker.instance_type",
+    region: str | None = None,
 ) -> Instance:
     """The type of this name, with or without `ml.`, in the catalogue or in `launch.sagemaker.extra_types`.
 
-    `key` is the recipe key of the name. Raises ConfigError with the nearest names and how to describe a type; also for
-    a wrong description.
+    `key` is the recipe key of the name; `region` is where it runs, for its price. Raises ConfigError with the nearest
+    names and how to describe a type; also for a wrong description.
     """
-    known = list_instances(extra_types)
+    known = list_instances(extra_types, region)
     wanted = f"ml.{name.strip().lower().removeprefix('ml.')}"
+    if name in known:
+        return known[name]
     if wanted in known:
         return known[wanted]
     family = [name for name in known if name.startswith(f"{wanted.rpartition('.')[0]}.")]
@@ -154,9 +159,35 @@ def find_instance(
     )
 
 
-def list_instances(extra_types: "Iterable[InstanceTypeConfig]") -> dict[str, Instance]:
-    """The catalogue and the types described in the recipe, by name. Raises ConfigError for a wrong description."""
-    return INSTANCES | {given.name: _describe_type(f"{EXTRA_TYPES}.{i}", given) for i, given in enumerate(extra_types)}
+def list_instances(extra_types: "Iterable[InstanceTypeConfig]" = (), region: str | None = None) -> dict[str, Instance]:
+    """The catalogue, the user's files of prices and the types described in the recipe, by name.
+
+    Prices are those of `region` where one is known, and the newest. Raises ConfigError for a wrong description.
+    """
+    known = _read_files(region)
+    return known | {given.name: _describe_type(f"{EXTRA_TYPES}.{i}", given) for i, given in enumerate(extra_types)}
+
+
+def _read_files(region: str | None) -> dict[str, Instance]:
+    """The catalogue with the prices and the machines of the user's files."""
+    from echelon.planner.hardware.price_files import read_price_rows
+
+    known = dict(INSTANCES)
+    for row in read_price_rows():
+        for machine in row.read_machines():
+            known[machine.name] = _describe_type(f"machines.{machine.name}", machine)
+        for kind, prices in (("price", row.usd_per_hour), ("spot", row.spot_usd_per_hour)):
+            for given, usd in prices.items():
+                if (name := given if given in known else f"ml.{given}") in known:
+                    found = [getattr(known[name], kind), Price(usd, row.region, row.date, row.source)]
+                    best = max((price for price in found if price), key=lambda price: _rank_price(price, region))
+                    known[name] = replace(known[name], **{kind: best})
+    return known
+
+
+def _rank_price(price: Price, region: str | None) -> tuple[bool, str]:
+    """Prices of the region come first, then the newest."""
+    return price.region == region, price.date or ""
 
 
 def _describe_type(key: str, given: "InstanceTypeConfig") -> Instance:

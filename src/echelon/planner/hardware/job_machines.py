@@ -80,13 +80,15 @@ def find_machines(launch: "LaunchConfig") -> JobMachines:
     """
     settings = launch.sagemaker
     if not settings.instance_groups:
-        instance = find_instance(settings.instance_type or "", settings.extra_types)
+        instance = find_instance(settings.instance_type or "", settings.extra_types, region=settings.region)
         return JobMachines((MachineGroup(None, instance, launch.node_range[1]),))
     machines = JobMachines(
         tuple(
             MachineGroup(
                 group.name,
-                find_instance(group.instance_type, settings.extra_types, f"{_KEY}.{index}.instance_type"),
+                find_instance(
+                    group.instance_type, settings.extra_types, f"{_KEY}.{index}.instance_type", settings.region
+                ),
                 group.nodes,
             )
             for index, group in enumerate(settings.instance_groups)
@@ -146,6 +148,7 @@ def _combine(types: list[Instance]) -> Instance:
         ram_gib=min(kind.ram_gib for kind in types),
         efa_rdma=all(kind.efa_rdma for kind in types),
         own_disks=all(kind.own_disks for kind in types),
+        spot=None,
         bf16_supported=all(_has_bf16(kind) for kind in types) if device.name != "cpu" else None,
     )
 

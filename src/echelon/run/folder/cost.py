@@ -12,7 +12,7 @@ from echelon.ground.errors import ConfigError, MissingSettingError, StoppedError
 from echelon.ground.sizes import render_duration
 from echelon.ground.stop_request import LIMITS
 from echelon.ground.stored import read_as, write_json
-from echelon.planner.hardware.instances import Price, list_instances
+from echelon.planner.hardware.instances import Instance, Price, list_instances
 from echelon.planner.hardware.job_machines import find_machines
 from echelon.run.folder.run_folder import RunFolder
 
@@ -28,12 +28,13 @@ _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class Rate:
     """The price of one machine in dollars per hour, and its source.
 
-    `at_most`: it is the price on demand of a spot machine, which costs less.
+    `at_most`: it is the price on demand of a spot machine, which costs less. `spot`: what a spot machine cost lately.
     """
 
     usd_per_hour: float
     source: str
     at_most: bool = False
+    spot: Price | None = None
 
     def describe(self, num_machines: int = 1) -> str:
         """`$12.29/h x 2 machines (budget.usd_per_hour)`, after "at most" if it is an upper bound."""
@@ -123,8 +124,8 @@ def find_price_here(recipe: "Recipe", variables: Mapping[str, str]) -> Rate | No
     name = variables.get("SM_CURRENT_INSTANCE_TYPE")
     if name is None and "TRAINING_JOB_NAME" in variables:
         name = settings.instance_type
-    instance = None if name is None else list_instances(settings.extra_types).get(name)
-    return _find_rate(recipe, name, None if instance is None else instance.price)
+    instance = None if name is None else list_instances(settings.extra_types, settings.region).get(name)
+    return _find_rate(recipe, name, instance)
 
 
 def find_price_at_target(recipe: "Recipe") -> Rate | None:
@@ -133,7 +134,7 @@ def find_price_at_target(recipe: "Recipe") -> Rate | None:
     if recipe.launch.to != "sagemaker" or not (settings.instance_groups or settings.instance_type):
         return _find_rate(recipe, None, None)
     machines = find_machines(recipe.launch)
-    return _find_rate(recipe, machines.weakest.name, machines.price)
+    return _find_rate(recipe, machines.weakest.name, machines.weakest)
 
 
 def check_budget(recipe: "Recipe", rate: Rate | None) -> None:
@@ -178,9 +179,10 @@ def describe_cost(
     if rate is not None:
         hourly = rate.describe(num_machines)
         if rate.at_most:
-            hourly += (
-                "; spot machines cost less, and their price cannot be looked up here: set budget.spot_usd_per_hour"
-            )
+            if rate.spot is not None:
+                hourly += f"; a spot machine cost {rate.spot.describe()}; budget.spot_usd_per_hour counts that"
+            else:
+                hourly += "; spot machines cost less: echelon plan --prices spot finds their price"
         seconds = None if num_steps is None else _estimate_seconds(recipe, folder, num_steps)
         so_far = f"; ${spent.usd:.2f} in {render_duration(spent.seconds)} so far" if spent.seconds else ""
         if seconds is None:
@@ -212,9 +214,10 @@ def _estimate_seconds(recipe: "Recipe", folder: RunFolder, num_steps: int) -> fl
     return statistics.median(paces) * max(0, fed(num_steps) - fed(int(recent[0]["step"])))
 
 
-def _find_rate(recipe: "Recipe", name: str | None, price: Price | None) -> Rate | None:
+def _find_rate(recipe: "Recipe", name: str | None, instance: Instance | None) -> Rate | None:
     """The price of a machine of this type, or of any machine if `name` is None."""
     budget, settings = recipe.budget, recipe.launch.sagemaker
+    price = None if instance is None else instance.price
     on_demand = None if price is None else Rate(price.usd_per_hour, f"{name} on demand, {price.terms}")
     if price is not None and price.region and settings.region not in (None, price.region):
         terms = f"{name} on demand, {price.terms}; not the price in {settings.region}, where the job runs"
@@ -228,4 +231,4 @@ def _find_rate(recipe: "Recipe", name: str | None, price: Price | None) -> Rate 
         return Rate(budget.spot_usd_per_hour, f"budget.spot_usd_per_hour{bound}")
     if on_demand is None or budget.usd_per_hour is not None:
         return on_demand
-    return replace(on_demand, at_most=True)
+    return replace(on_demand, at_most=True, spot=None if instance is None else instance.spot)

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from echelon.cli.main import app
 from echelon.ground.errors import ConfigError, StoppedError
 from echelon.ground.stop_request import StopRequest
+from echelon.planner.hardware.instances import Price
 from echelon.recipe.batches import constant_batch
 from echelon.recipe.load import load_recipe
 from echelon.run.folder.cost import (
@@ -112,9 +114,14 @@ def test_the_price_on_demand_is_an_upper_bound_on_spot(folder, clock):
     assert rate == Rate(7.09, elsewhere, at_most=True)
     assert rate == find_price_here(recipe, {"TRAINING_JOB_NAME": "job"})
     assert describe_cost(recipe, folder, rate, 2, 100) == [
-        f"cost: at most $7.09/h x 2 machines ({elsewhere}); spot machines cost less, and their price cannot be looked "
-        "up here: set budget.spot_usd_per_hour; the duration is unknown until steps are measured"
+        f"cost: at most $7.09/h x 2 machines ({elsewhere}); spot machines cost less: echelon plan --prices spot finds "
+        "their price; the duration is unknown until steps are measured"
     ]
+    lately = replace(rate, spot=Price(2.8, "us-west-2", "2026-11-20", "EC2"))
+    assert describe_cost(recipe, folder, lately, 2, 100)[0].startswith(
+        f"cost: at most $7.09/h x 2 machines ({elsewhere}); a spot machine cost $2.8/h (us-west-2, 2026-11-20); "
+        "budget.spot_usd_per_hour counts that; the duration"
+    )
     limited = load(*spot, "budget.max_usd=50")
     assert describe_cost(limited, folder, rate, 2, 100)[1].endswith(
         "; budget.max_usd counts the price on demand, so less than that is paid"
