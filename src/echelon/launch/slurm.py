@@ -22,6 +22,7 @@ from echelon.launch.job import (
 )
 from echelon.launch.job_logs import Log, rarely, read_exit_code
 from echelon.launch.records import record_job, write_job
+from echelon.launch.slurm_files import list_local_files
 from echelon.launch.slurm_script import (
     ARRAY,
     BATCH,
@@ -71,7 +72,7 @@ class SlurmLauncher(ArrayLauncher):
                 "neither launch.slurm.cpus_per_task nor launch.slurm.exclusive is set: most clusters then give each "
                 "task one core"
             )
-        return lines + list_hidden_inputs(job)
+        return [*lines, *list_local_files(job), *list_hidden_inputs(job)]
 
     @override
     def render(self, job: JobSpec) -> dict[str, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from echelon.ground.errors import ConfigError, LaunchError
+from echelon.launch import slurm
 from echelon.launch.job import JobRecord, JobSpec
 from echelon.launch.slurm import SlurmLauncher
 from echelon.launch.slurm_script import format_time, render_array
@@ -117,7 +118,8 @@ def test_srun_gets_its_options_and_the_container_unchanged(tmp_path, make):
     ]  # fmt: skip
 
 
-def test_inputs_outside_of_the_container_are_named(make):
+def test_inputs_outside_of_the_container_are_named(make, monkeypatch):
+    monkeypatch.setattr(slurm, "list_local_files", lambda job: [])
     job = make("data.train=/elsewhere/text.txt", *APPTAINER, "launch.slurm.exclusive=true")
     assert SlurmLauncher().check(job)[1:] == [
         "data.train.0.path=/elsewhere/text.txt is not below a folder of launch.slurm.container.mounts; add it, unless "

@@ -1,0 +1,72 @@
+"""Which files of a Slurm job are on a disk of this machine alone, by the type of their file system."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from echelon.ground.stored import read_text
+from echelon.launch.job import JobSpec, list_inputs
+
+# File systems of one machine; others are shared by their nature, such as NFS, Lustre, GPFS, BeeGFS, Ceph and FUSE.
+_LOCAL = (
+    "bcachefs",
+    "btrfs",
+    "ext2",
+    "ext3",
+    "ext4",
+    "f2fs",
+    "jfs",
+    "overlay",
+    "ramfs",
+    "squashfs",
+    "tmpfs",
+    "xfs",
+    "zfs",
+)
+
+
+def list_local_files(job: JobSpec, mounts: Path = Path("/proc/self/mounts")) -> list[str]:
+    """A line for each local file system with files that the machines of the job need; none where /proc is missing.
+
+    A machine of the cluster may mount the same files in another way, so this is no error.
+    """
+    types = _read_mounts(mounts)
+    found: dict[Path, list[str]] = {}
+    for key, path in _list_needed(job):
+        place = Path(os.path.realpath(path))
+        mount = next((mount for mount in (place, *place.parents) if mount in types), None)
+        if mount is not None and types[mount] in _LOCAL:
+            found.setdefault(mount, []).append(f"{key}={path}")
+    return [
+        f"{', '.join(keys)}: on {mount}, a file system of this machine ({types[mount]}); if the job's machines do not "
+        "see it, the job fails when it starts; move it to a file system that all of them share"
+        for mount, keys in found.items()
+    ]
+
+
+def _list_needed(job: JobSpec) -> Iterator[tuple[str, Path]]:
+    """Key and path of what every machine must see under the same path."""
+    recipe = job.recipe
+    yield "the working directory", job.workdir
+    yield "run.dir", job.workdir / recipe.run.dir
+    for key, path in list_inputs(recipe):
+        if "://" not in path:
+            yield key, job.workdir / Path(path).expanduser()
+    if recipe.launch.slurm.container is None and "/" in recipe.launch.python:
+        yield "launch.python", job.workdir / Path(recipe.launch.python).expanduser()
+
+
+def _read_mounts(mounts: Path) -> dict[Path, str]:
+    """The type of the file system at each mount point; of several at one, the last is the one that is seen."""
+    try:
+        lines = read_text(mounts).splitlines()
+    except OSError:
+        return {}
+    rows = (line.split() for line in lines)
+    return {Path(_unescape(row[1])): row[2] for row in rows if len(row) > 2}
+
+
+def _unescape(name: str) -> str:
+    """A mount point as it is, without the escapes of spaces, such as `\\040`."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), name)
