@@ -294,12 +294,12 @@ def _refer_to_secret(variable: str, given: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
         raise ValueError(f"{key}: {redact_text(variable)!r} is not the name of a variable; use letters, digits and _.")
     name = given.removeprefix(SECRET_SCHEME)
-    arn = r"arn:aws[a-z-]*:secretsmanager:[a-z0-9-]+:\d{12}:secret:[A-Za-z0-9/_+=.@-]+"
+    arn = r"arn:aws[a-z-]*:(?:secretsmanager:[a-z0-9-]+:\d{12}:secret:|ssm:[a-z0-9-]+:\d{12}:parameter/)[\w/+=.@-]+"
     if not re.fullmatch(rf"(?:{arn}|[A-Za-z0-9/_+=.@-]{{1,512}})(?:#[^#\s]+)?", name):
         raise ValueError(
-            f"{key}.{variable} is not the ARN or the name of a secret in AWS Secrets Manager; write it like team/hf or "
-            "arn:aws:secretsmanager:us-east-1:111122223333:secret:team/hf-AbCdEf, and for one key of a JSON object "
-            "add #KEY."
+            f"{key}.{variable} is not the ARN or the name of a secret in AWS Secrets Manager, nor a parameter's ARN; "
+            "write it like team/hf or arn:aws:secretsmanager:us-east-1:111122223333:secret:team/hf-AbCdEf, and for "
+            "one key of a JSON object add #KEY."
         )
     if redact({"key": name}) != {"key": name}:
         raise ValueError(
@@ -369,7 +369,7 @@ class SageMakerConfig(Section):
     secrets: dict[str, str] = Field(
         default_factory=dict,
         description="Environment variables of training from AWS Secrets Manager: `{HF_TOKEN: <ARN>}`, or a name, and "
-        "`<ARN>#KEY` for a secret that is a JSON object.",
+        "`<ARN>#KEY` for a secret that is a JSON object; or the ARN of a parameter of Systems Manager.",
     )
     wheels: str | None = Field(
         None,

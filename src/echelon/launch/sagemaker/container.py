@@ -29,7 +29,10 @@ from echelon.ground.nodelist import in_number_order
 from echelon.ground.sizes import render_bytes
 from echelon.ground.stop_request import STOP_SIGNALS
 from echelon.ground.variables import HUB_PLACES, asked_environment, read_environment, set_default_variables
+from echelon.launch.sagemaker.install import WARM_CACHE
 from echelon.launch.sagemaker.kept_data import find_large_disk, open_kept
+from echelon.launch.sagemaker.removed_checkpoints import CheckpointRemover
+from echelon.launch.sagemaker.request import find_checkpoint_uri
 from echelon.launch.sagemaker.secrets_manager import hide_values, read_secrets
 from echelon.planner.hardware.efa import has_efa
 from echelon.planner.hardware.gpu_check import check_gpus, find_compat, find_needed
@@ -160,6 +163,7 @@ def run(base: Path, env: Mapping[str, str]) -> Outcome:
     # The recipe names a folder if the job brings its prepared data.
     keeper = open_kept(recipe, base) if recipe.data.prepared_dir is None else None
     folder = RunFolder(recipe.run.dir)
+    remover = _open_remover(recipe, folder, _find_region(recipe, env)) if container.is_first else None
     started = time.time()
 
     def show(at_end: bool = False) -> None:
@@ -168,6 +172,8 @@ def run(base: Path, env: Mapping[str, str]) -> Outcome:
         # A full disk is reported when the run's own files cannot be written.
         with suppress(OSError):
             mirror(folder.path / "tensorboard", base / "output" / "tensorboard")
+        if remover is not None:
+            remover.look()
         if keeper is not None:
             keeper.keep(wait=at_end)
 
@@ -184,6 +190,15 @@ def run(base: Path, env: Mapping[str, str]) -> Outcome:
     except OSError as error:  # the run folder has them too, so the job does not fail
         logger.warning(f"container: some reports of the run are missing in {base / 'output'}: {error}")
     return outcome
+
+
+def _open_remover(recipe: Recipe, folder: RunFolder, region: str | None) -> CheckpointRemover | None:
+    """What removes checkpoints in S3; None where the job does not reach S3, or the recipe does not name the place."""
+    settings = recipe.launch.sagemaker
+    if settings.network_isolation or (settings.checkpoint_uri is None and settings.bucket is None):
+        return None
+    address = f"{find_checkpoint_uri(recipe)}/{folder.path.name}/{folder.checkpoints_dir.name}"
+    return CheckpointRemover(folder.checkpoints_dir, address, region)
 
 
 def find_asked(recipe: Recipe, container: Container) -> dict[str, str]:
@@ -246,7 +261,9 @@ def _check_channels(recipe: Recipe, container: Container) -> None:
 
 def find_variables(container: Container, env: Mapping[str, str], system: Path = Path("/sys")) -> dict[str, str]:
     """The variables to add to training's environment: hosts, EFA and HF_HOME. The job's own variables win."""
-    variables = {"SM_HOSTS": json.dumps(container.hosts), "SM_CURRENT_HOST": container.host}
+    # /etc/nccl.conf of AWS's images sets INFO, hundreds of lines of each rank.
+    variables = {} if "NCCL_DEBUG" in env else {"NCCL_DEBUG": "WARN"}
+    variables |= {"SM_HOSTS": json.dumps(container.hosts), "SM_CURRENT_HOST": container.host}
     if container.interface is not None:
         variables["SM_NETWORK_INTERFACE_NAME"] = container.interface
     if container.instance_type is not None:
@@ -258,7 +275,8 @@ def find_variables(container: Container, env: Mapping[str, str], system: Path = 
         logger.info(f"container: EFA, {described or 'as the job set it'}")
         variables |= added
     if not HUB_PLACES & env.keys():
-        disk, free = find_large_disk(container.base)
+        warm = container.base / WARM_CACHE.relative_to("/opt/ml")
+        disk, free = (warm, shutil.disk_usage(warm).free) if warm.is_dir() else find_large_disk(container.base)
         logger.info(f"container: HF_HOME={disk / 'huggingface'}, {render_bytes(free)} free")
         variables["HF_HOME"] = str(disk / "huggingface")
     return variables

@@ -28,6 +28,7 @@ _FIELDS: Mapping[str, Sequence[str]] = TABLE["distributions"]
 _STRATEGIES = {"multi_worker_mirrored_strategy": "multi_worker", "parameter_server": "parameter_server"}
 """TensorFlow's distributions, with the names of their strategies in a recipe."""
 
+_FLAT_SMP = "smdistributed_modelparallel"
 # Allowed combinations; each entry may also be used alone.
 _TOGETHER = (
     {"torch_distributed", "smdistributed.dataparallel"},
@@ -50,10 +51,10 @@ def apply_distribution(recipe: Recipe) -> Distribution:
 
     Raises ConfigError with the key of an entry that is unknown, conflicts with another, or has no equivalent.
     """
-    enabled = _read_enabled(recipe.launch.sagemaker.distribution)
     changes: dict[str, Any] = {}
     env: dict[str, str] = {}
     lines: list[str] = []
+    enabled = _read_enabled(_nest_smp(recipe.launch.sagemaker.distribution, lines))
     for name, settings in enabled.items():
         if options := settings.get("custom_mpi_options"):
             env |= _read_mpi_options(f"{KEY}.{name}.custom_mpi_options", options, lines)
@@ -77,6 +78,22 @@ def apply_distribution(recipe: Recipe) -> Distribution:
         smp = map_smp(parameters, SMP_KEY, 1 if "mpi" in enabled else 2)
         lines += smp.lines
     return Distribution(_change(recipe, changes, smp), env, tuple(lines))
+
+
+def _nest_smp(distribution: Mapping[str, Any], lines: list[str]) -> Mapping[str, Any]:
+    """`smdistributed_modelparallel`, as in old examples with its parameters beside `enabled`, as the SDK spells it.
+
+    Its version 1 is started by mpi.
+    """
+    flat = distribution.get(_FLAT_SMP)
+    if not isinstance(flat, Mapping) or "smdistributed" in distribution:
+        return distribution
+    own = {name: value for name, value in flat.items() if name not in ("enabled", "parameters")}
+    settings = {"enabled": flat.get("enabled", True), "parameters": {**(flat.get("parameters") or {}), **own}}
+    others = {name: value for name, value in distribution.items() if name != _FLAT_SMP}
+    launcher = {} if others else {"mpi": {"enabled": settings["enabled"]}}
+    lines.append(f"{KEY}.{_FLAT_SMP} -> smdistributed.modelparallel" + (", started by mpi" if launcher else ""))
+    return {**others, **launcher, "smdistributed": {"modelparallel": settings}}
 
 
 def _read_enabled(distribution: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

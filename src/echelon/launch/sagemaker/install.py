@@ -58,6 +58,9 @@ _MARKERS = {
 _MOST_PINS = 2000
 
 # Where packets are dropped, as in a subnet without a NAT gateway, pip would wait for minutes with its own values.
+WARM_CACHE = Path("/opt/ml/sagemaker/warmpoolcache")
+"""The folder that SageMaker keeps for the next job on warm machines, if the account has it."""
+
 _PATIENCE = {"PIP_RETRIES": "2", "PIP_DEFAULT_TIMEOUT": "10"}
 _UNREACHABLE = re.compile(r"after connection broken by '(\w+)")
 
@@ -207,6 +210,8 @@ def _run_pip(
     settings = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore", "PIP_NO_INPUT": "1"}
     # Debian's rule against pip in its system Python protects a system; a container is disposable.
     settings["PIP_BREAK_SYSTEM_PACKAGES"] = "1"
+    if WARM_CACHE.is_dir():
+        settings["PIP_CACHE_DIR"] = str(WARM_CACHE / "pip")
     with tempfile.TemporaryDirectory(prefix="pip-") as folder:
         requirements, constraints, report = (Path(folder, name) for name in ("wanted.txt", "pins.txt", "report.json"))
         requirements.write_text("\n".join([*options, *wanted]) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Secrets of a job in a container: read from AWS Secrets Manager with boto3, for the processes of the training only.
+"""Secrets of a job in a container: read from AWS Secrets Manager or Parameter Store, for the training's processes only.
 
 They are in no file, no request and no message: a recipe names where they are.
 """
@@ -16,9 +16,11 @@ _KEY = "launch.sagemaker.secrets"
 _CONNECT_SECONDS, _READ_SECONDS, _ATTEMPTS = 10, 20, 3
 # A shorter value could be a part of any word.
 _SHORTEST_HIDDEN = 6
+_PERMISSIONS = {"secretsmanager": "secretsmanager:GetSecretValue", "ssm": "ssm:GetParameter"}
 _HINTS = {
-    "AccessDeniedException": "the role of the job, launch.sagemaker.role, needs secretsmanager:GetSecretValue on it",
+    "AccessDeniedException": "the role of the job, launch.sagemaker.role, needs {permission} on it",
     "ResourceNotFoundException": "give its ARN if it is in another region or account",
+    "ParameterNotFound": "correct its ARN",
     "DecryptionFailure": "the role of the job, launch.sagemaker.role, needs kms:Decrypt on its key",
 }
 
@@ -48,12 +50,13 @@ def read_secrets(references: Mapping[str, str], region: str | None) -> dict[str,
         shown = f"{_KEY}.{variable}={reference}"
         place, _, key = reference.removeprefix(SECRET_SCHEME).partition("#")
         if place not in texts:
-            given = re.match(r"arn:[^:]*:secretsmanager:([^:]+):", place)
+            given = re.match(r"arn:[^:]*:[^:]*:([^:]+):", place)
             if (where := given[1] if given else region) is None:
                 raise ConfigError(
                     f"{shown}: the region is unknown; give the secret's ARN, or set launch.sagemaker.region."
                 )
-            client = boto3.Session(region_name=where).client("secretsmanager", config=settings)
+            service = "ssm" if ":ssm:" in place else "secretsmanager"
+            client = boto3.Session(region_name=where).client(service, config=settings)
             texts[place] = _ask(client, place, where, shown)
         values[variable] = _choose(texts[place], key, shown)
     return values
@@ -62,17 +65,20 @@ def read_secrets(references: Mapping[str, str], region: str | None) -> dict[str,
 def _ask(client: Any, place: str, region: str, shown: str) -> str:
     from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
 
+    service = client.meta.service_model.service_name
     try:
+        if service == "ssm":
+            return str(client.get_parameter(Name=place, WithDecryption=True)["Parameter"]["Value"])
         answer = client.get_secret_value(SecretId=place)
     except ClientError as error:
         said = error.response.get("Error", {})
         code, words = said.get("Code", ""), " ".join(str(said.get("Message", "")).split()).rstrip(".")
-        hint = f"; {_HINTS[code]}" if code in _HINTS else ""
+        hint = f"; {_HINTS[code].format(permission=_PERMISSIONS[service])}" if code in _HINTS else ""
         raise LaunchError(f"{shown}: AWS refused to read it in {region} ({code}): {words}{hint}.") from None
     except (ConnectionError, HTTPClientError) as error:
         raise LaunchError(
-            f"{shown}: Secrets Manager cannot be reached ({type(error).__name__}); in subnets without a NAT gateway, "
-            f"add an endpoint for com.amazonaws.{region}.secretsmanager to the VPC."
+            f"{shown}: {service} cannot be reached ({type(error).__name__}); in subnets without a NAT gateway, add an "
+            f"endpoint for com.amazonaws.{region}.{service} to the VPC."
         ) from None
     except BotoCoreError as error:
         raise LaunchError(f"{shown}: cannot be read: {' '.join(str(error).split()).rstrip('.')}.") from None

@@ -118,6 +118,7 @@ def test_passes_hosts_and_efa_to_training(base, tmp_path, caplog):
     caplog.set_level(logging.INFO, "echelon")
     found = container.read_container(base, {})
     assert container.find_variables(found, {"HF_HOME": "/data"}, tmp_path) == {
+        "NCCL_DEBUG": "WARN",
         "SM_HOSTS": '["algo-1", "algo-2", "algo-10"]',
         "SM_CURRENT_HOST": "algo-10",
         "SM_NETWORK_INTERFACE_NAME": "eth0",
@@ -128,8 +129,9 @@ def test_passes_hosts_and_efa_to_training(base, tmp_path, caplog):
     card = tmp_path / "class" / "infiniband" / "rdmap16s27" / "device"
     card.mkdir(parents=True)
     (card / "driver").symlink_to(driver)
-    given = container.find_variables(found, {"FI_PROVIDER": "tcp", "HF_HOME": "/data"}, tmp_path)
-    assert "FI_PROVIDER" not in given
+    own = {"FI_PROVIDER": "tcp", "NCCL_DEBUG": "INFO", "HF_HOME": "/data"}
+    given = container.find_variables(found, own, tmp_path)
+    assert not {"FI_PROVIDER", "NCCL_DEBUG"} & given.keys()
     assert given["RDMAV_FORK_SAFE"] == "1"
     assert caplog.messages == ["container: EFA, RDMAV_FORK_SAFE=1"]
 
@@ -143,6 +145,11 @@ def test_hub_files_are_stored_where_there_is_most_space(base, tmp_path, monkeypa
     given = container.find_variables(found, {}, tmp_path)
     assert given["HF_HOME"] == f"{tmp_path}/huggingface"
     assert f"container: HF_HOME={tmp_path}/huggingface, 500 GiB free" in caplog.messages
+    warm = base / "sagemaker" / "warmpoolcache"
+    warm.mkdir(parents=True)
+    room[warm] = 1
+    assert container.find_variables(found, {}, tmp_path)["HF_HOME"] == f"{warm}/huggingface"
+    warm.rmdir()
     room[base] = 500
     assert container.find_variables(found, {}, tmp_path)["HF_HOME"] == f"{base}/huggingface"
     for name in ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"):

@@ -54,6 +54,23 @@ def test_the_resulting_plan(tmp_path, distribution, parallel):
         assert plan == parallel
 
 
+@pytest.mark.parametrize(
+    "flat",
+    [
+        {"microbatches": 2, "partitions": 2, "placement_strategy": "spread"},
+        {"enabled": True, "parameters": {"microbatches": 2, "partitions": 2, "placement_strategy": "spread"}},
+    ],
+)
+def test_the_flat_dictionary_of_old_examples_is_that_of_the_sdk(tmp_path, flat):
+    given = submit(tmp_path, {"smdistributed_modelparallel": flat}, "launch.nodes=2")
+    nested = submit(tmp_path, smp({"mpi": {"enabled": True}}, **(flat.get("parameters") or flat)), "launch.nodes=2")
+    assert given.staging.recipe.parallel == nested.staging.recipe.parallel
+    assert given.staging.recipe.parallel.pp == 2
+    assert any(
+        "smdistributed_modelparallel -> smdistributed.modelparallel, started by mpi" in line for line in given.lines
+    )
+
+
 def test_settings_of_the_library_are_keys_of_the_recipe(tmp_path):
     recipe = submit(tmp_path, smp(V2, random_seed=7)).staging.recipe
     assert recipe.run.seed == 7
@@ -120,7 +137,6 @@ REFUSED = [
     (SMDDP, ["parallel=fsdp", P4D], "(SMDDP) is not available to echelon. Its newest release is for PyTorch 2.5"),
     (SMDDP, ["parallel=fsdp", P4D, OWN_IMAGE], "needs PyTorch 2.11 or later. Use torch_distributed: {enabled: true}"),
     ({"smdistributed_dataparallel": {"enabled": True}}, [], "spells it smdistributed: {dataparallel: {enabled: true}}"),
-    ({"smdistributed_modelparallel": {"enabled": True}}, [], "spells it smdistributed: {modelparallel: {enabled: true"),
     ({"pytorchx": {"enabled": True}}, [], "no such entry; PyTorch's own launcher is torch_distributed: {enabled"),
     (smp(V2, microbatches=4), [], "microbatches belongs to version 1 of the library, which runs under mpi"),
     (smp(V1, hybrid_shard_degree=4), [], "hybrid_shard_degree belongs to version 2 of the library"),

@@ -15,6 +15,7 @@ from echelon.launch.job_checks import refuse_secrets
 from echelon.launch.sagemaker import container, enter, secrets_manager
 from echelon.launch.sagemaker.launcher import SageMakerLauncher
 from echelon.launch.sagemaker.secrets_manager import read_secrets
+from echelon.recipe.launch_sections import SageMakerConfig
 from echelon.recipe.load import load_recipe
 from echelon.recipe.render import find_secret_keys, render_recipe
 from tests.object_server import ObjectServer
@@ -46,6 +47,18 @@ def test_plain_secrets_and_keys_of_json_secrets_are_read_by_name_and_arn(vault):
     assert read_secrets(asked, "us-east-1") == {"HF_TOKEN": TOKEN, "WANDB_API_KEY": PLAIN, "AGAIN": PLAIN}
     assert read_secrets({"A": f"{arn}#wandb"}, None) == {"A": PLAIN}
     assert read_secrets({}, None) == {}
+
+
+def test_parameters_of_systems_manager_are_read_by_arn(vault):
+    store = boto3.client("ssm", region_name="us-east-1")
+    store.put_parameter(Name="/team/hf", Value=TOKEN, Type="SecureString")
+    arn = store.get_parameter(Name="/team/hf")["Parameter"]["ARN"]
+    assert arn.startswith("arn:aws:ssm:us-east-1:")
+    assert read_secrets({"HF_TOKEN": arn}, None) == {"HF_TOKEN": TOKEN}
+    with pytest.raises(LaunchError, match=r"\(ParameterNotFound\).*; correct its ARN"):
+        read_secrets({"HF_TOKEN": arn + "x"}, None)
+    section = SageMakerConfig(secrets={"HF_TOKEN": arn})
+    assert section.secrets == {"HF_TOKEN": arn}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""Remove in S3 what a run has removed in its checkpoint folder.
+
+SageMaker copies new files of the folder to S3, and copies all of them back at a restart, but removes none: checkpoints
+that `checkpoint.keep_last` has removed would cost money, and come back.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_SECONDS, _READ_SECONDS, _ATTEMPTS = 5, 20, 2
+
+
+class CheckpointRemover:
+    """Looks at the checkpoints of a run, `folder`, whose copy is at `address` in S3.
+
+    Only checkpoints that it has seen in the folder are removed. An error ends it with one line: the run goes on.
+    """
+
+    def __init__(self, folder: Path, address: str, region: str | None) -> None:
+        self._folder, self._region = folder, region
+        self._bucket, _, prefix = address.removeprefix("s3://").partition("/")
+        self._prefix = f"{prefix.strip('/')}/".lstrip("/")
+        self._seen = self._list()
+        self._s3: Any = None
+        self._works = True
+
+    def look(self) -> None:
+        """Remove the copies of the checkpoints that have gone since the last look."""
+        if not self._works:
+            return
+        now = self._list()
+        gone, self._seen = self._seen - now, now
+        for name in sorted(gone):
+            try:
+                self._remove(f"{self._prefix}{name}/")
+            except Exception as error:  # boto3 is missing, or AWS refuses: neither may end a run
+                self._works = False
+                logger.warning(
+                    f"container: removed checkpoints stay in S3 below s3://{self._bucket}/{self._prefix}, and come "
+                    f"back at a restart ({' '.join(str(error).split())}); the role of the job needs s3:ListBucket and "
+                    "s3:DeleteObject there"
+                )
+                return
+
+    def _list(self) -> set[str]:
+        return {path.name for path in self._folder.glob("step-*") if path.is_dir()}
+
+    def _remove(self, prefix: str) -> None:
+        if self._s3 is None:
+            import boto3
+            from botocore.config import Config
+
+            retries: Any = {"total_max_attempts": _ATTEMPTS, "mode": "standard"}
+            settings = Config(connect_timeout=_CONNECT_SECONDS, read_timeout=_READ_SECONDS, retries=retries)
+            self._s3 = boto3.Session(region_name=self._region).client("s3", config=settings)
+        for page in self._s3.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=prefix):
+            keys = [{"Key": entry["Key"]} for entry in page.get("Contents", ())]
+            if keys:
+                answer = self._s3.delete_objects(Bucket=self._bucket, Delete={"Objects": keys, "Quiet": True})
+                if errors := answer.get("Errors"):
+                    raise PermissionError(f"{errors[0].get('Code')}: {errors[0].get('Message')}")
