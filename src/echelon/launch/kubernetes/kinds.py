@@ -48,7 +48,7 @@ KINDS = {
     # The pods of a TrainJob are those of a JobSet, which has one service for all of them.
     "trainjob": JobKind(
         "trainer.kubeflow.org", "v1alpha1", "TrainJob", "trainjobs", "node", "jobset.sigs.k8s.io/jobset-name",
-        "Kubeflow Trainer 2.3 or later", _JOBSET_POD, _JOBSET_HOST,
+        "Kubeflow Trainer 2.3 or later (before: kind jobset)", _JOBSET_POD, _JOBSET_HOST,
     ),
     "jobset": JobKind(
         "jobset.x-k8s.io", "v1alpha2", "JobSet", "jobsets", "node", "jobset.sigs.k8s.io/jobset-name",

@@ -66,6 +66,10 @@ def check_sweep(path: Path, to: str | None = None) -> CheckedSweep:
             f"{path}: launch.sagemaker.instance_type=auto is chosen at a launch, and a sweep has many; set the type "
             "that `echelon plan --instance auto` prints."
         )
+    if base.launch.to == "skypilot":
+        raise ConfigError(
+            f"{path}: launch.to=skypilot: the results of trials are deleted with their machines; use another target."
+        )
     is_grid = sweep.sweep.sampler == "grid"
     num_trials = sweep.sweep.trials
     if is_grid:

@@ -68,6 +68,7 @@ def test_defaults(tmp_path: Path) -> None:
         (HEAD.replace("4", "4, sampler: qmc") + "search: {optim.schedule: [cosine]}", "sweep.sampler=qmc searches only ranges of numbers"),
         (HEAD.replace("4", "4, pruner: asha, metric: train_loss") + LR, "use metric: eval_loss or pruner: none"),
         (HEAD + LR + "set: {launch.to: sagemaker, launch.sagemaker.instance_type: auto}", "instance_type=auto is chosen at a launch"),
+        (HEAD + LR + "set: {launch.to: skypilot}", "the results of trials are deleted with their machines"),
         (SMALL, "is a recipe; a sweep file is a YAML file with the keys sweep, recipe and search"),
     ],
 )  # fmt: skip
