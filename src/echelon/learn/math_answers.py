@@ -1,7 +1,9 @@
 """The reward `math`: whether two mathematical expressions are equal, by math-verify, in the process of the rewards."""
 
 import logging
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -16,8 +18,12 @@ except ImportError as error:
         "reward=number."
     ) from error
 
-_SECONDS = 2  # to read an expression, and to compare two; math-verify counts whole seconds
-logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it reports each comparison that takes too long
+_SECONDS = 2.0
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that it has no time limit of its own
+
+
+class _TooLong(BaseException):
+    """Passes the handlers of `Exception` in math-verify."""
 
 
 def math(answers: Sequence[str], records: Sequence[Record], field: str = "answer") -> list[float | str]:
@@ -25,7 +31,8 @@ def math(answers: Sequence[str], records: Sequence[Record], field: str = "answer
 
     The result of an answer is what it has in `\\boxed{}`, else its last formula between dollar signs, else its last
     number. The field is a formula, or a text with one in `\\boxed{}` or between dollar signs. An answer that cannot be
-    read, or that takes longer than two seconds to read or to compare, has 0. Only for the main thread.
+    read, or that takes longer than two seconds of processor time to read and compare, has 0: what else the machine does
+    changes no reward. Only for the main thread.
     """
     return [
         _compare(answer, str(record[field]), field) if field in record else missing(field)
@@ -37,12 +44,35 @@ def _compare(answer: str, solution: str, field: str) -> float | str:
     wanted = _read_solution(solution)
     if not wanted:
         return f"the record's field {field} is no formula"
-    return float(verify(wanted, parse(answer, parsing_timeout=_SECONDS), timeout_seconds=_SECONDS))
+    try:
+        with _limited():
+            return float(verify(wanted, parse(answer, parsing_timeout=None), timeout_seconds=None))
+    except _TooLong:
+        return 0.0
 
 
 @lru_cache(4096)
 def _read_solution(text: str) -> list[Any]:
-    found: list[Any] = parse(
-        text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}", parsing_timeout=_SECONDS
-    )
-    return found
+    formula = text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
+    try:
+        with _limited():
+            found: list[Any] = parse(formula, parsing_timeout=None)
+            return found
+    except _TooLong:
+        return []
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Raise _TooLong after two seconds of this process's processor time."""
+
+    def end(*_: object) -> None:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGPROF, end)
+    signal.setitimer(signal.ITIMER_PROF, _SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 
+import math_verify.parser
 import pytest
 
 from echelon.ground.errors import ConfigError
@@ -54,6 +55,18 @@ def test_math_compares_as_mathematics(solution, equal, others):
     answers = [*equal, *others]
     expected = [1.0] * len(equal) + [0.0] * len(others)
     assert equals(answers, [{"answer": solution}] * len(answers)) == expected
+
+
+def test_a_busy_machine_changes_no_comparison(monkeypatch):
+    read = math_verify.parser.extract_target_from_pred
+
+    def wait_and_read(*arguments, **named):
+        time.sleep(1.2)  # as if other programs ran
+        return read(*arguments, **named)
+
+    monkeypatch.setattr(math_verify.parser, "extract_target_from_pred", wait_and_read)
+    monkeypatch.setattr("echelon.learn.math_answers._SECONDS", 1)
+    assert equals([r"\boxed{0.75}"], [{"answer": "3/4"}]) == [1.0]
 
 
 def test_a_comparison_that_takes_too_long_is_no_equality():
