@@ -180,7 +180,6 @@ def prepare_run(
 
 def _check_against_data(recipe: Recipe, here: _LocalRecipe, data: "PreparedData", num_steps: int) -> ModelShape:
     """Make the checks that need the prepared data; returns the shape of the model, which depends on its vocabulary."""
-    from echelon.learn.reward_models import check_reward_models
     from echelon.learn.teacher import check_teacher, open_taught
 
     if fault := find_fault(recipe.optim, num_steps, recipe.batches):
@@ -188,7 +187,10 @@ def _check_against_data(recipe: Recipe, here: _LocalRecipe, data: "PreparedData"
     check_evaluation(recipe, data)
     try_benchmarks(recipe)
     check_teacher(here.recipe, data.tokenizer)
-    check_reward_models(here.recipe, data)
+    if recipe.reward:  # this module imports models, which this process otherwise does not need
+        from echelon.learn.reward_models import check_reward_models
+
+        check_reward_models(here.recipe, data)
     open_taught(here.recipe, data)
     fields, line = size_vocabulary(here.recipe, here.fields, data.vocab_size)
     logger.info(f"model: {line}")
