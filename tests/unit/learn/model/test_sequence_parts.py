@@ -117,7 +117,8 @@ def test_preference_pairs_are_refused(tmp_path):
 
 
 def test_memory_is_that_of_a_part_and_the_gathered_keys_and_values():
-    """By hand, fp32: all tokens' activations are halved; keys and values of the other half are added in each layer."""
+    """By hand, fp32: all tokens' activations are halved. In each layer keys and values of the other half are added, and
+    the masks of the second rank's chunks of 32 tokens, which end at tokens 64 and 96."""
     shape = build_shape(small_config("llama"))
     sharded = ParallelPlan("fsdp", dp_shard=2, micro_batch_size=4, reshard_after_forward=True)
     whole = estimate_memory(shape, replace(sharded, sequence_len=128))
@@ -127,7 +128,8 @@ def test_memory_is_that_of_a_part_and_the_gathered_keys_and_values():
     }
     others = 4 * 64 * 2 * shape.num_kv_heads * shape.head_dim * 4 * shape.num_layers
     assert halves["ulysses"].activations == pytest.approx(whole.activations / 2, rel=1e-6)
-    assert halves["allgather"].activations - halves["ulysses"].activations == others
+    masks = 4 * 32 * (64 + 96) * shape.num_layers
+    assert halves["allgather"].activations - halves["ulysses"].activations == others + masks
     for each in halves.values():
         assert (each.parameters, each.gradients, each.optimizer) == (
             whole.parameters, whole.gradients, whole.optimizer,
