@@ -13,7 +13,7 @@ from echelon.planner.hardware.instances import cluster_of
 from echelon.planner.hardware.job_machines import JobMachines
 from echelon.recipe import CheckpointConfig, LaunchConfig, Recipe
 from echelon.recipe.engines import ENGINES, NATIVE
-from echelon.recipe.launch_sections import SageMakerConfig
+from echelon.recipe.sagemaker_sections import SageMakerConfig
 
 _KEY = "launch.sagemaker"
 _MAX_HOURS = 28 * 24

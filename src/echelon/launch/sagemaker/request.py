@@ -23,7 +23,7 @@ from echelon.planner.hardware.gpu_check import check_image_devices
 from echelon.planner.hardware.instances import efa_environment
 from echelon.planner.hardware.job_machines import JobMachines, find_machines
 from echelon.recipe import LaunchConfig, Recipe
-from echelon.recipe.launch_sections import FileSystemConfig
+from echelon.recipe.sagemaker_sections import FileSystemConfig
 from echelon.recipe.yaml_text import read_table
 
 DEFAULT_MAX_HOURS = 24.0

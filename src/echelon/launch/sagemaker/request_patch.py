@@ -12,7 +12,7 @@ from typing import Any
 from echelon.ground.errors import ConfigError, MissingSettingError
 from echelon.launch.patch import merge_patch
 from echelon.launch.sagemaker.staging import CODE_CHANNEL
-from echelon.recipe.launch_sections import SageMakerConfig
+from echelon.recipe.sagemaker_sections import SageMakerConfig
 from echelon.recipe.yaml_text import read_table
 
 _KEY = "launch.sagemaker"

@@ -10,7 +10,7 @@ from typing import Any
 
 from echelon.ground.errors import ConfigError, LaunchError
 from echelon.ground.redaction import HIDDEN
-from echelon.recipe.launch_sections import SECRET_SCHEME
+from echelon.recipe.sagemaker_sections import SECRET_SCHEME
 
 _KEY = "launch.sagemaker.secrets"
 _CONNECT_SECONDS, _READ_SECONDS, _ATTEMPTS = 10, 20, 3

@@ -19,8 +19,8 @@ from echelon.launch.sagemaker import wheels
 from echelon.launch.shell import needs_shell
 from echelon.recipe import Recipe, SourceConfig
 from echelon.recipe.inputs import is_template
-from echelon.recipe.launch_sections import FileSystemConfig
 from echelon.recipe.render import plain_value, recipe_mapping, render_recipe
+from echelon.recipe.sagemaker_sections import FileSystemConfig
 
 DATA_DIR = PurePosixPath("/opt/ml/input/data")
 CHECKPOINT_DIR = PurePosixPath("/opt/ml/checkpoints")

@@ -16,7 +16,7 @@ from echelon.planner.hardware.links import machine_links
 from echelon.recipe.yaml_text import read_table
 
 if TYPE_CHECKING:
-    from echelon.recipe.launch_sections import InstanceTypeConfig
+    from echelon.recipe.sagemaker_sections import InstanceTypeConfig
 
 EXTRA_TYPES = "launch.sagemaker.extra_types"
 """The recipe key with the types that the catalogue lacks."""

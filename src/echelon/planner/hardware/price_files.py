@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError
 from echelon.ground.errors import ConfigError
 from echelon.ground.stored import read_text
 from echelon.ground.variables import find_cache_dir
-from echelon.recipe.launch_sections import InstanceTypeConfig
+from echelon.recipe.sagemaker_sections import InstanceTypeConfig
 from echelon.recipe.section import Positive, Section
 from echelon.recipe.yaml_text import parse_yaml
 

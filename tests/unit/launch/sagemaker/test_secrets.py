@@ -15,9 +15,9 @@ from echelon.launch.job_checks import refuse_secrets
 from echelon.launch.sagemaker import container, enter, secrets_manager
 from echelon.launch.sagemaker.launcher import SageMakerLauncher
 from echelon.launch.sagemaker.secrets_manager import read_secrets
-from echelon.recipe.launch_sections import SageMakerConfig
 from echelon.recipe.load import load_recipe
 from echelon.recipe.render import find_secret_keys, render_recipe
+from echelon.recipe.sagemaker_sections import SageMakerConfig
 from tests.object_server import ObjectServer
 from tests.unit.launch.sagemaker.sagemaker_jobs import make_job
 

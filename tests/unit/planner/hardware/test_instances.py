@@ -14,7 +14,7 @@ from echelon.planner.hardware.instances import (
     find_instance,
     nearest_gpu_instance,
 )
-from echelon.recipe.launch_sections import InstanceTypeConfig
+from echelon.recipe.sagemaker_sections import InstanceTypeConfig
 
 
 @pytest.mark.parametrize(
