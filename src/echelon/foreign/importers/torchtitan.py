@@ -27,10 +27,7 @@ def carry_torchtitan(ledger: Ledger, path: Path, amounts: Amounts) -> None:
     _carry_precision(ledger)
     _carry_optimizer(ledger)
     _carry_operation(ledger)
-    for full, why in ledger.beginning_with(_TABLE["needless"]):
-        ledger.need_not(full, why)
-    for full, why in ledger.beginning_with(_TABLE["refused"]):
-        ledger.refuse(full, why)
+    ledger.settle_rest(_TABLE["needless"], _TABLE["refused"])
 
 
 def _carry_model(ledger: Ledger) -> None:
