@@ -7,9 +7,9 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -172,20 +172,27 @@ def measure_core_flops() -> tuple[float, float]:
 
     size = 512
     factors = [torch.ones(size, size, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
-    best = [float("inf")] * len(factors)
+    with torch.no_grad():
+        bf16_seconds, fp32_seconds = time_on_a_core([partial(torch.mm, factor, factor) for factor in factors])
+    return 2.0 * size**3 / bf16_seconds, 2.0 * size**3 / fp32_seconds
+
+
+def time_on_a_core(works: Sequence[Callable[[], object]]) -> list[float]:
+    """CPU seconds of each work on one core: the best of a few, in alternation."""
+    import torch
+
+    best = [float("inf")] * len(works)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with torch.no_grad():
-            for _ in range(_TURNS):
-                for place, factor in enumerate(factors):
-                    started = time.thread_time()
-                    torch.mm(factor, factor)
-                    best[place] = min(best[place], time.thread_time() - started)
+        for _ in range(_TURNS):
+            for place, work in enumerate(works):
+                started = time.thread_time()
+                work()
+                best[place] = min(best[place], time.thread_time() - started)
     finally:
         torch.set_num_threads(threads)
-    bf16_seconds, fp32_seconds = best
-    return 2.0 * size**3 / bf16_seconds, 2.0 * size**3 / fp32_seconds
+    return best
 
 
 def find_peak_flops(device: "torch.device", compute_dtype: str) -> float:

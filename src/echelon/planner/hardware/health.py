@@ -8,13 +8,13 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from echelon.ground.cores import read_system_file
 from echelon.ground.sizes import render_bytes
 from echelon.ground.variables import find_system_root, read_environment
-from echelon.planner.hardware.detection import machine_memory_bytes, measure_core_flops
+from echelon.planner.hardware.detection import machine_memory_bytes, measure_core_flops, time_on_a_core
 from echelon.planner.hardware.gpu_check import count_visible
 from echelon.planner.hardware.gpu_health import read_gpu_health
 
@@ -126,13 +126,5 @@ def _measure_core_copy() -> float:
 
     source = torch.ones(_COPIED["cpu"])
     target = torch.empty_like(source)
-    best, threads = float("inf"), torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for _ in range(_TURNS):
-            began = time.thread_time()
-            target.copy_(source)
-            best = min(best, time.thread_time() - began)
-    finally:
-        torch.set_num_threads(threads)
-    return 2.0 * source.nbytes / max(best, 1e-9)
+    [seconds] = time_on_a_core([partial(target.copy_, source)])
+    return 2.0 * source.nbytes / max(seconds, 1e-9)
