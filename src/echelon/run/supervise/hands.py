@@ -14,7 +14,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -76,24 +76,13 @@ class Line:
         self.is_lost = True
         self._connection.close()
 
-    def _losing(self) -> "_Losing":
-        return _Losing(self)
-
-
-class _Losing:
-    """A scope in which an error of a connection, or a message that is none, ends the line."""
-
-    def __init__(self, line: Line) -> None:
-        self._line = line
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: object, trace: object) -> bool:
-        is_lost = isinstance(error, OSError | ValueError | TypeError)
-        if is_lost:
-            self._line.close()
-        return is_lost
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        """A scope in which an error of the connection, or a message that is none, ends the line."""
+        try:
+            yield
+        except (OSError, ValueError, TypeError):
+            self.close()
 
 
 class RemoteWorker:
