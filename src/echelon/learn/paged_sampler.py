@@ -59,9 +59,9 @@ class PagedSampler:
             eos_token_id=sorted(learner.stops) or None, pad_token_id=0,
         )  # fmt: skip
         pages = -(-(max(map(len, rows)) + sampling.max_tokens) // _PAGE)
-        most = learner.plan.rollout.max_num_seqs if learner.plan.rollout is not None else len(rows)
+        at_once = learner.plan.rollout.max_num_seqs if learner.plan.rollout is not None else len(rows)
         settings = ContinuousBatchingConfig(
-            num_blocks=pages * most, max_requests_per_batch=most, return_logprobs=True,
+            num_blocks=pages * at_once, max_requests_per_batch=at_once, return_logprobs=True,
             allow_block_sharing=False, seed=row_seed(sampling.seed, "process", learner.place.rank) % 2**31,
         )  # fmt: skip
         logging.disable_progress_bar()
