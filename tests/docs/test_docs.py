@@ -197,7 +197,8 @@ SLOW_PAGES = {
     "hangs.md", "hub.md", "launching.md", "library.md", "logging.md", "loops.md", "optimization.md",
     "parameter-server.md", "preference-tuning.md", "python.md", "quantized-checkpoints.md", "quorum.md",
     "remote-checkpoints.md", "replicas.md", "reports.md", "reward-models.md", "rewards.md", "run-folder.md",
-    "sagemaker.md", "schedules.md", "slurm.md", "streaming.md", "sweeps.md", "tracking.md",
+    "sagemaker-endpoint.md", "sagemaker-settings.md", "sagemaker.md", "schedules.md", "slurm.md", "streaming.md",
+    "sweeps.md", "tracking.md",
 }  # fmt: skip
 # Pages whose commands take minutes: tests/docs/test_tutorials.py runs them.
 TUTORIALS = {"tutorial-chat.md", "tutorial-rewards.md", "tutorial-text.md"}

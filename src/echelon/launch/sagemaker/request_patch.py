@@ -69,8 +69,8 @@ def check_registry(settings: SageMakerConfig) -> None:
             f"{_KEY}.image={image} is not in Amazon ECR, so SageMaker pulls it through the VPC of the job, which the "
             f"request must say; set {PATCH}={{AlgorithmSpecification: {{TrainingImageConfig: "
             "{TrainingRepositoryAccessMode: Vpc}}}, with TrainingRepositoryAuthConfig if the registry asks for a "
-            f"password (docs/sagemaker.md), and {_KEY}.subnets and {_KEY}.security_group_ids; or push the image to "
-            "ECR.",
+            f"password (docs/sagemaker-settings.md), and {_KEY}.subnets and {_KEY}.security_group_ids; or push the "
+            "image to ECR.",
             {PATCH: merge_patch(settings.patch, pull, PATCH)},
         )
     if not settings.subnets:
