@@ -1,9 +1,8 @@
-"""The diffs in CONTRIBUTING.md apply to the current source, and do what the page says."""
+"""The diffs in docs/first-change.md and docs/new-parts.md apply to the current source, and do what the pages say."""
 
 import doctest
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import pytest
 from tests.docs.test_docs import BLOCK, ELLIPSIS, read_commands
 
 ROOT = Path(__file__).parents[2]
-SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.M | re.S))
 ADDED = {
     "src/echelon/learn/optimizer/sign.py",
     "src/echelon/learn/data/readers/mail.py",
@@ -59,7 +57,7 @@ def changed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("changed")
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     before = {path.relative_to(folder).as_posix(): path.read_text() for path in (folder / "src").rglob("*.py")}
-    for block in BLOCK.finditer(SECTIONS["Adding an optimizer, a file format or an objective"]):
+    for block in BLOCK.finditer((ROOT / "docs" / "new-parts.md").read_text("utf-8")):
         apply(block["text"], folder)
     after = {path.relative_to(folder).as_posix(): path.read_text() for path in (folder / "src").rglob("*.py")}
     assert after.keys() - before.keys() == ADDED
@@ -104,7 +102,8 @@ def test_the_first_change_does_in_each_step_what_the_page_shows(tmp_path):
     (tmp_path / "echelon").chmod(0o755)
     programs = os.pathsep.join([str(tmp_path), os.path.dirname(sys.executable), os.environ["PATH"]])
     environment = {**os.environ, "PATH": programs, "PYTHONPATH": str(tmp_path / "src")}
-    _, *blocks = BLOCK.finditer(SECTIONS["A first change, in 15 minutes"])  # the first one sets the environment up
+    page = (ROOT / "docs" / "first-change.md").read_text("utf-8")
+    _, *blocks = BLOCK.finditer(page)  # the first one sets the environment up
     num_commands = 0
     for block in blocks:
         if block["language"] == "diff":
