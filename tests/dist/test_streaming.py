@@ -2,6 +2,7 @@
 
 import datetime
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -112,6 +113,47 @@ def test_a_run_from_a_bucket_equals_one_from_prepared_text(echelon, server, tmp_
     ending = echelon("train", "recipe.json", "--nproc", "1", "run.name=one")
     keys = ("step", "tokens", "batch_hash")
     assert ending.code == 0 and rows(RunFolder(tmp_path / "runs" / "one"), keys) == rows(straight, keys)
+
+
+def test_packed_conversations_are_streamed_exactly(echelon, server, tmp_path):
+    (tmp_path / "talks").mkdir()
+    for number in range(4):
+        draw = np.random.default_rng(number)
+        turns = [("user", "What is {0}?"), ("assistant", "It is {1}.")]
+        talks = (
+            {
+                "messages": [
+                    {"role": role, "content": said.format(n, "7" * draw.integers(1, 90))} for role, said in turns
+                ]
+            }
+            for n in range(8000)
+        )
+        (tmp_path / "talks" / f"{number}.jsonl").write_text("\n".join(map(json.dumps, talks)))
+    address = f"s3://{BUCKET}/{tmp_path.name}-{time.time_ns()}/talks"
+    store = fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True)
+    store.put(f"{tmp_path}/talks/", f"{address}/", recursive=True)
+    tokens = ["<|im_start|>", "<|im_end|>"]
+    write_recipe(
+        tmp_path,
+        model={"config": CONFIG, "new_tokens": tokens},
+        data={"train": address, "sequence_len": 512, "stream": {"window": 64}, "chat_template": "chatml",
+              "validation_fraction": 0},
+        train={"steps": 30, "global_batch_size": 32, "eval_every": None, "precision": "fp32"},
+        checkpoint={"every_steps": 10},
+        optim={"learning_rate": 1e-3, "schedule": "constant"},
+    )  # fmt: skip
+    straight = echelon("train", "recipe.json", "--nproc", "2", "run.name=straight")
+    assert straight.code == 0 and "samples are packed within each chunk" in straight.out, straight
+    assert echelon("train", "recipe.json", "--nproc", "2", "train.steps=15").code == 0
+    [chunks] = Path("runs/prepared").glob("*.chunks")
+    shutil.rmtree(chunks)
+    ending = echelon("train", "recipe.json", "--nproc", "1")
+    assert ending.code == 0 and "Resuming from step-" in ending.out, ending
+    run, whole = (RunFolder(tmp_path / "runs" / name) for name in ("tiny", "straight"))
+    keys = ("step", "tokens", "batch_hash")
+    assert len(rows(whole)) == 30 and rows(run, keys) == rows(whole, keys)
+    losses = [np.array([row[0] for row in rows(part, ("loss",))]) for part in (run, whole)]
+    assert np.allclose(*losses, rtol=1e-5)
 
 
 def test_an_object_that_changes_under_a_run_stops_it(echelon, server, tmp_path):

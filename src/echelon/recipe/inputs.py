@@ -404,7 +404,6 @@ class DataConfig(Section):
             ("validation_fraction", self.validation_fraction or None, "text to hold out is found by reading all of it; "
              "name files in data.validation, or set it to 0"),
             ("deduplicate", self.deduplicate or None, "copies are found by reading all of the text; remove it"),
-            ("packing", "false" if self.packing is False else None, "its documents are joined; set data.packing=auto"),
             ("source", self.source, "it gives batches of its own; keep one of the two"),
         ):  # fmt: skip
             if value is not None:

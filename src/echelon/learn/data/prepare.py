@@ -60,6 +60,7 @@ from echelon.learn.data.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
+from echelon.recipe.data_formats import PROMPT_FORMAT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -153,13 +154,14 @@ def _described(prepared: PreparedData, spec: PrepareSpec) -> PreparedData:
 
 
 def _check_places(spec: PrepareSpec, corpus: Sequence[CorpusEntry]) -> None:
-    """Raise ConfigError for addresses without `data.stream`, and for samples with it."""
+    """Raise ConfigError for addresses without `data.stream`, and for prompts with it."""
     if spec.stream is not None:
         for entry in corpus:
-            if any(isinstance(file.fields, ExampleFields) for file in entry.files):
+            fields = (file.fields for file in entry.files)
+            if any(isinstance(found, ExampleFields) and found.format == PROMPT_FORMAT for found in fields):
                 raise ConfigError(
-                    f"{entry.source}: data.stream is for plain text, and these records are examples, which are packed "
-                    "by the lengths of all of them; remove data.stream."
+                    f"{entry.source}: data.stream does not go with prompts, whose records a reward reads at any time; "
+                    "remove data.stream, and copy them to this machine if they are at an address."
                 )
         return
     for entry in corpus:
@@ -235,7 +237,7 @@ def _describe_prepared(prepared: PreparedData, folder: Path, document_mask: Docu
     """Yield log lines about the split, the packing and the size of the data."""
     yield from (*prepared.manifest.remarks, *describe_split(prepared.manifest))
     kept = "attends only to itself" if prepared.apart else "attends to earlier ones in its sequence"
-    if prepared.manifest.shares_sequences:
+    if prepared.shares_sequences:
         yield f"documents: each {kept} (data.document_mask={str(document_mask).lower()})"
     else:
         yield "documents: each is alone in its sequence"
@@ -351,7 +353,8 @@ def write_folder(
         manifest = writer.write(_num_workers(spec, written))
         if spec.stream is not None:
             training = (file for entry in corpus if entry.stream == "train" for file in entry.files)
-            save_plan(partial, StreamPlan(encoding, spec.max_broken_fraction, tuple(cut_chunks(training))))
+            chunks = tuple(cut_chunks(training))
+            save_plan(partial, StreamPlan(encoding, spec.max_broken_fraction, chunks, options.samples))
         given = spec.instruction
         learns_stops = given.answers != "prompts" and not given.scores_texts and not given.takes_prompts
         if encoding.instruction is not None and learns_stops:

@@ -77,6 +77,11 @@ class PreparedData:
         return self.manifest.vocab_size
 
     @property
+    def shares_sequences(self) -> bool:
+        """Whether a sequence may contain more than one document."""
+        return self.manifest.shares_sequences or (self.streamed is not None and self.streamed.plan.shares_sequences)
+
+    @property
     def is_packed(self) -> bool | None:
         """Whether samples share sequences; None for plain text that is joined."""
         return None if self.manifest.samples is None else self.manifest.samples.packing
@@ -168,17 +173,28 @@ def open_prepared(
             f"{sequence_len}; prepare again."
         )
     wanted = rule is not None if document_mask == "auto" else document_mask
-    apart = manifest.shares_sequences and wanted
+    streamed = _open_stream(path, sequence_len, wanted, stream)
+    apart = wanted and manifest.shares_sequences if streamed is None else streamed.apart
     cut = _Cutter(path, manifest, sequence_len, apart)
     validation = tuple(ValidationSet(part.name, cut(part), part.bytes_per_token) for part in manifest.validation)
-    if (path / "stream.json").is_file():
-        from echelon.learn.data.stream.chunks import StreamOptions
-        from echelon.learn.data.stream.dataset import StreamDataset
-
-        streamed = StreamDataset(path, sequence_len, manifest.separator if apart else None, stream or StreamOptions())
+    if streamed is not None:
         return PreparedData(path, manifest, streamed, validation, apart, streamed)
     parts = [cut(split) for split in manifest.train]
     return PreparedData(path, manifest, parts[0] if len(parts) == 1 else MixtureDataset(parts), validation, apart)
+
+
+def _open_stream(
+    path: Path, sequence_len: int, are_apart: bool, options: "StreamOptions | None"
+) -> "StreamDataset | None":
+    """Open the training text that is prepared while a run trains; None if all is prepared."""
+    if not (path / "stream.json").is_file():
+        return None
+    from echelon.learn.data.stream.chunk_list import load_plan
+    from echelon.learn.data.stream.chunks import StreamOptions
+    from echelon.learn.data.stream.dataset import StreamDataset
+
+    plan = load_plan(path)
+    return StreamDataset(path, plan, sequence_len, are_apart and plan.shares_sequences, options or StreamOptions())
 
 
 def check_mask(document_mask: DocumentMask, separator: int | str | None) -> None:

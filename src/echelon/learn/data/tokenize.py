@@ -129,6 +129,11 @@ class TaskEncoder:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
 
+    @property
+    def dtype(self) -> str:
+        """The name of the dtype of `Piece.tokens`."""
+        return self._dtype.__name__
+
     def encode(self, texts: list[bytes]) -> list[Tokens]:
         """Tokenize each UTF-8 text, without special tokens around it."""
         if self._tokenizer is None:

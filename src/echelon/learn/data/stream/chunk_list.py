@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from echelon.ground.errors import DataError
-from echelon.ground.stored import read_json, write_text
-from echelon.learn.data.readers.record import PIECE_BYTES, Fields, SourceFile
+from echelon.ground.stored import read_json, validator_of, write_text
+from echelon.learn.data.catalog import SampleRule
+from echelon.learn.data.readers.record import PIECE_BYTES, ExampleFields, Fields, SourceFile
 from echelon.learn.data.tokenize import Encoding
+from echelon.recipe.data_formats import PAIR_FORMATS
 
 STREAM_NAME = "stream.json"
 _MOST_BYTES = 2**32  # names of millions of files
@@ -25,16 +27,27 @@ Files = tuple[SourceFile, ...]
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """stream.json. `chunks`: the files of each chunk. `max_broken_fraction`: of the records of a chunk."""
+    """stream.json. `chunks`: the files of each chunk. `max_broken_fraction`: of the records of a chunk.
+
+    `samples`: the rule that turns the documents of a chunk into samples; None: all documents form one text.
+    """
 
     encoding: Encoding
     max_broken_fraction: float
     chunks: tuple[Files, ...]
+    samples: SampleRule | None = None
 
     @property
     def num_bytes(self) -> int:
         """The size of all files, as stored."""
         return sum(file.size for files in self.chunks for file in files)
+
+    @property
+    def shares_sequences(self) -> bool:
+        """Whether a sequence may contain more than one document."""
+        fields = (file.fields for files in self.chunks for file in files)
+        has_pairs = any(isinstance(found, ExampleFields) and found.format in PAIR_FORMATS for found in fields)
+        return self.samples is None or self.samples.packing or has_pairs
 
 
 def cut_chunks(files: Iterable[SourceFile]) -> Iterator[Files]:
@@ -60,23 +73,31 @@ def load_plan(folder: Path) -> StreamPlan:
     path = folder / STREAM_NAME
     try:
         content = read_json(path, _MOST_BYTES)
+        encoding = validator_of(Encoding).validate_python(content["encoding"])
         chunks = tuple(tuple(map(_parse_file, files)) for files in content["chunks"])
-        return StreamPlan(Encoding(**content["encoding"]), content["max_broken_fraction"], chunks)
+        rule = content.get("samples")
+        return StreamPlan(encoding, content["max_broken_fraction"], chunks, rule and SampleRule(**rule))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} cannot be read ({error}); delete {folder} and run again.") from error
 
 
 def _parse_file(values: dict[str, Any]) -> SourceFile:
-    rows = values["rows"] and tuple(values["rows"])
-    return SourceFile(**{**values, "path": Path(values["path"]), "fields": Fields(**values["fields"]), "rows": rows})
+    rows, fields = values["rows"] and tuple(values["rows"]), values["fields"]
+    of_examples = "format" in fields
+    found = ExampleFields(fields["format"], tuple(map(tuple, fields["names"]))) if of_examples else Fields(**fields)
+    return SourceFile(**{**values, "path": Path(values["path"]), "fields": found, "rows": rows})
 
 
 def digest_plan(plan: StreamPlan) -> str:
-    """A hash of what decides the tokens: the settings, and name, size and version of each file."""
+    """A hash of what decides the tokens and samples: the settings, and name, size and version of each file."""
     files = [
         [file.name, file.format, file.size, file.revision or file.mtime_ns, file.rows, str(file.fields)]
         for chunk in plan.chunks
         for file in chunk
     ]
-    content = [plan.encoding.fingerprint, plan.encoding.separator, files]
+    content: list[Any] = [plan.encoding.fingerprint, plan.encoding.separator, files]
+    if plan.samples is not None:
+        fields = [repr(file.fields) for chunk in plan.chunks for file in chunk]
+        instruction = plan.encoding.instruction
+        content.append([asdict(plan.samples), instruction and asdict(instruction), fields])
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]

@@ -1,6 +1,6 @@
 """Prepares the chunks of a stream, and keeps the last ones on this machine's disk.
 
-    KEY.chunks/00000012.bin       the tokens of a chunk, until it is removed to make room
+    KEY.chunks/00000012.bin       the tokens of a chunk, or the rows of its samples, until it is removed to make room
     KEY.chunks/00000012.json      its record, which stays: a chunk that is prepared again must have the same tokens
 
 All processes that see the folder work together: a chunk is prepared by whoever takes its lock, and the others wait.
@@ -25,11 +25,16 @@ from echelon.ground.file_lock import FileLock
 from echelon.ground.object_store import ObjectStore, ObjectStoreError
 from echelon.ground.stored import parse_json, read_json, write_json
 from echelon.learn.data.broken_records import RecordCounts
+from echelon.learn.data.catalog import SampleRule
 from echelon.learn.data.child_process import ChildProcess, stops_held_back
 from echelon.learn.data.readers.record import Broken, SourceFile
-from echelon.learn.data.shards import ShardRecord, ShardWriter, TokenStore
+from echelon.learn.data.resume import SampleCounts, SinkState
+from echelon.learn.data.shards import DTYPES, MAX_CHUNK_TOKENS, ShardRecord, TokenStore
+from echelon.learn.data.sinks import open_sink
+from echelon.learn.data.source import Source
 from echelon.learn.data.stream.addresses import fetch, is_address
 from echelon.learn.data.stream.chunk_list import StreamPlan
+from echelon.learn.data.stream.rows import ROW_DTYPE, write_rows
 from echelon.learn.data.tokenize import (
     Encoding,
     Piece,
@@ -45,7 +50,6 @@ logger = logging.getLogger(__name__)
 _NUM_LOCKS = 64
 _POLL_SECONDS = 0.05
 _SLOW_SECONDS = 10.0
-_MOST_TOKENS = 2**62  # a chunk is one shard
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,9 @@ class ChunkKeeper:
         self._folder = folder
         self._options = options
         self._remote = None if options.remote is None else ObjectStore(options.remote, "data.prepared_remote")
-        self._dtype = token_dtype(plan.encoding.vocab_size).__name__
+        name = ROW_DTYPE if plan.samples is not None else token_dtype(plan.encoding.vocab_size).__name__
+        self.dtype = DTYPES[name]
+        """The type of the numbers of a chunk."""
         self._tokenizing = threading.Lock()
         self._child: ChildProcess | None = None
 
@@ -97,7 +103,7 @@ class ChunkKeeper:
     def open(self, index: int) -> TokenStore:
         """Open the tokens of a chunk, after preparing it if need be. Raises as `prepare`."""
         record = self.describe(index)
-        store = TokenStore(self._folder, [record], self._dtype)
+        store = TokenStore(self._folder, [record], self.dtype.name)
         while True:
             try:
                 os.utime(self._tokens_path(index))
@@ -171,9 +177,9 @@ class ChunkKeeper:
         with self._tokenizing:
             if self._child is None:
                 with stops_held_back():
-                    self._child = ChildProcess(_serve, self.plan.encoding)
+                    self._child = ChildProcess(_serve, self.plan.encoding, self.plan.samples)
             try:
-                self._child.connection.send((copies, folder, name, self._dtype))
+                self._child.connection.send((copies, folder, name))
                 found = self._child.connection.recv()
             except (EOFError, OSError) as error:
                 code, self._child = self._child.wait_for_exit(), None
@@ -182,8 +188,10 @@ class ChunkKeeper:
                 ) from error
         if isinstance(found, EchelonError):
             raise type(found)(_name_originals(str(found), files, copies))
-        record, counts = found
+        record, counts, samples = found
         self._judge(counts, [_name_originals(place, files, copies) for place in counts.places])
+        if samples.num_overlong or samples.num_unlabelled:
+            logger.info(f"data.train: of {counts.documents:,} samples of {files[0].name}, {_say_lost(samples)}")
         assert isinstance(record, ShardRecord)
         return record
 
@@ -284,6 +292,14 @@ def _name_originals(text: str, files: tuple[SourceFile, ...], copies: list[Sourc
     return text
 
 
+def _say_lost(counts: SampleCounts) -> str:
+    became = "dropped" if counts.num_dropped else "cut"
+    return (
+        f"{counts.num_overlong:,} are longer than data.sequence_len and were {became} ({counts.lost_tokens:,} tokens "
+        f"lost), and {counts.num_unlabelled:,} were dropped because they have no target"
+    )
+
+
 @contextmanager
 def _slowness_told(name: str) -> Iterator[None]:
     """Log a line if the block takes long: steps may wait for it."""
@@ -296,27 +312,36 @@ def _slowness_told(name: str) -> Iterator[None]:
         told.cancel()
 
 
-def _serve(connection: Connection, encoding: Encoding) -> None:
-    serve_requests(connection, encoding, lambda encoder, request: write_chunk(encoder, *request))
+def _serve(connection: Connection, encoding: Encoding, rule: SampleRule | None) -> None:
+    serve_requests(connection, encoding, lambda encoder, request: write_chunk(encoder, rule, *request))
 
 
 def write_chunk(
-    encoder: TaskEncoder, files: list[SourceFile], folder: Path, name: str, dtype: str
-) -> tuple[ShardRecord, RecordCounts]:
-    """Write the tokens of files to `folder/name`; returns its record, and what could be read."""
-    counts = RecordCounts()
-    with ShardWriter(folder, name, dtype, _MOST_TOKENS) as writer:
+    encoder: TaskEncoder, rule: SampleRule | None, files: list[SourceFile], folder: Path, name: str
+) -> tuple[ShardRecord, RecordCounts, SampleCounts]:
+    """Write the tokens of files, or their samples if there is a rule, to `folder/name`.
+
+    Returns its record, what could be read, and what became of samples. Raises DataError.
+    """
+    counts, state = RecordCounts(), SinkState()
+    source = Source("data.train", files[0].name)
+    with open_sink(folder, name, state, source, rule, encoder.dtype, MAX_CHUNK_TOKENS) as sink:
         for task in plan_tasks(0, files):
             for found in encoder.run(task).found:
                 if isinstance(found, Broken):
                     counts.add_broken(found)
                 elif isinstance(found, Piece):
                     counts.documents += found.is_first
-                    writer.append(found.tokens)
-        records = writer.finish()
+                    state.documents += found.is_first
+                    sink.append(found)
+        sink.finish()
+    if rule is None:
+        records = state.parts["tokens"].shards
+    else:
+        records = write_rows(folder, name, state, rule, encoder.dtype)
     if not records:
         (folder / name).touch()
-        return ShardRecord(name, 0, 0, "", ""), counts
+        return ShardRecord(name, 0, 0, "", ""), counts, state.counts
     [record] = records
     (folder / record.file).rename(folder / name)
-    return ShardRecord(name, record.tokens, record.bytes, record.sha256, record.blocks), counts
+    return ShardRecord(name, record.tokens, record.bytes, record.sha256, record.blocks), counts, state.counts

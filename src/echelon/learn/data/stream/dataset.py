@@ -1,4 +1,4 @@
-"""Samples of a text that is prepared while the run trains: the windows of its chunks, joined in reading order."""
+"""Samples of a text that is prepared while the run trains: the windows or packs of its chunks, in reading order."""
 
 import logging
 import threading
@@ -14,10 +14,10 @@ from typing_extensions import override
 
 from echelon.ground.errors import DataError, EchelonError
 from echelon.ground.sizes import render_bytes
-from echelon.learn.data.shards import DTYPES, Dataset, Samples, TokenDataset, TokenStore
-from echelon.learn.data.stream.chunk_list import digest_plan, load_plan
+from echelon.learn.data.shards import NO_LABEL, Dataset, Samples, TokenDataset, TokenStore
+from echelon.learn.data.stream.chunk_list import StreamPlan, digest_plan
 from echelon.learn.data.stream.chunks import ChunkKeeper, StreamOptions
-from echelon.learn.data.tokenize import token_dtype
+from echelon.learn.data.stream.rows import read_rows, row_size
 
 logger = logging.getLogger(__name__)
 
@@ -30,22 +30,23 @@ _POLL_SECONDS = 0.2
 
 
 class StreamDataset(Dataset):
-    """The samples of a stream: those that `TokenDataset` cuts from the tokens of all chunks.
+    """The samples of a stream: those that `TokenDataset` cuts from the tokens of all chunks, or the rows of all chunks.
 
     `num_samples` is UNKNOWN. What is read is prepared first, if it is not there. A thread prepares what `expect` names.
     """
 
     num_samples = UNKNOWN
 
-    def __init__(self, folder: Path, sequence_len: int, separator: int | None, options: StreamOptions) -> None:
-        """`folder`: the prepared folder with stream.json; chunks are kept beside it. Raises DataError."""
-        plan = load_plan(folder)
+    def __init__(self, folder: Path, plan: StreamPlan, sequence_len: int, apart: bool, options: StreamOptions) -> None:
+        """`folder`: the prepared folder of the plan; chunks are kept beside it. `apart`: documents are kept apart."""
+        self.plan = plan
         self.sequence_len = sequence_len
         self.digest = digest_plan(plan)
         """A hash of what decides the tokens."""
         self._keeper = ChunkKeeper(folder.absolute().with_name(f"{folder.name}.chunks"), plan, options)
-        self._dtype = DTYPES[token_dtype(plan.encoding.vocab_size).__name__]
-        self._separator = separator
+        # The numbers that each sample adds to those before it, and those that the last one needs beyond.
+        self._step, self._beyond = (sequence_len, 1) if plan.samples is None else (row_size(sequence_len), 0)
+        self.apart = apart
         self._stops = [0]  # of the tokens of the chunks whose size is known
         self._open = OrderedDict[int, TokenStore]()
         self._growing = threading.Lock()
@@ -55,32 +56,37 @@ class StreamDataset(Dataset):
 
     def describe(self) -> str:
         """A clause for the start of a run."""
-        plan = self._keeper.plan
-        size = render_bytes(plan.num_bytes)
-        return f"{size} of training text in {len(plan.chunks):,} chunks, prepared while the run trains"
+        plan, size = self.plan, render_bytes(self.plan.num_bytes)
+        packed = "" if plan.samples is None or not plan.samples.packing else "; samples are packed within each chunk"
+        return f"{size} of training text in {len(plan.chunks):,} chunks, prepared while the run trains{packed}"
 
     @property
     @override
     def num_tokens(self) -> int:
-        """The tokens that are known so far, from the start of the text on."""
-        return self._stops[-1]
+        """The tokens that are known so far, from the start of the text on; of samples, the positions of their rows."""
+        return self._stops[-1] if self.plan.samples is None else self._stops[-1] // self._step * self.sequence_len
 
     @property
     def _is_whole(self) -> bool:
-        return len(self._stops) > len(self._keeper.plan.chunks)
+        return len(self._stops) > len(self.plan.chunks)
 
     def _count_known(self) -> int:
         """Count the samples whose size is known by now. The last one is whole, unless the text ends there."""
         with self._growing:
             while not self._is_whole and (record := self._keeper.find(len(self._stops) - 1)) is not None:
                 self._stops.append(self._stops[-1] + record.tokens)
-            length, more = self.sequence_len, max(0, self._stops[-1] - 1)
-            return -(-more // length) if self._is_whole else more // length
+            more = max(0, self._stops[-1] - self._beyond)
+            return -(-more // self._step) if self._is_whole else more // self._step
 
     def reach(self, count: int) -> int:
         """Wait until `count` samples are known, or all. Raises DataError, or EchelonError if chunks cannot be had."""
         while (known := self._count_known()) < count and not self._is_whole:
             self._keeper.describe(len(self._stops) - 1)
+        if not known and self.plan.samples is not None:
+            raise DataError(
+                "data.train: none of its samples can be used; the lines above have the reason: increase "
+                "data.sequence_len, or change data.train_on."
+            )
         if not known:
             raise DataError(
                 f"data.train has {self.num_tokens} tokens, but a sample needs at least two; give more text."
@@ -102,17 +108,26 @@ class StreamDataset(Dataset):
     def read_samples(self, sample_ids: npt.NDArray[np.int64]) -> Samples:
         """The samples `[n]`."""
         self.reach(int(sample_ids.max()) + 1 if sample_ids.size else 0)
-        return TokenDataset([_Joined(self)], self.sequence_len, separator=self._separator).read_samples(sample_ids)
+        if self.plan.samples is None:
+            separator = self.plan.encoding.separator if self.apart else None
+            return TokenDataset([_Joined(self)], self.sequence_len, separator=separator).read_samples(sample_ids)
+        firsts = (sample_ids * self._step).tolist()
+        rows = [self.read_tokens(first, first + self._step) for first in firsts]
+        return read_rows(np.array(rows, dtype=np.uint32).reshape(-1, self._step), self.apart)
 
     @override
     def iter_tokens(self, chunk_tokens: int = 2**22) -> Iterator[npt.NDArray[Any]]:
-        """Yield all tokens in order, in chunks."""
-        self.reach(UNKNOWN)
+        """Yield all tokens in order, in chunks; of samples, the targets, a sequence at a time."""
+        known = self.reach(UNKNOWN)
+        if self.plan.samples is not None:
+            labels = (self.read_samples(np.array([sample])).labels for sample in range(known))
+            yield from (found[found != NO_LABEL] for found in labels)
+            return
         yield from TokenDataset([_Joined(self)], self.sequence_len).iter_tokens(chunk_tokens)
 
     def read_tokens(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """Read tokens [start, stop), which are known, `[stop - start]`."""
-        parts = [np.empty(0, dtype=self._dtype)]
+        """Read tokens, or numbers of rows, [start, stop), which are known, `[stop - start]`."""
+        parts = [np.empty(0, dtype=self._keeper.dtype)]
         index = int(np.searchsorted(self._stops, start, side="right")) - 1
         while start < stop:
             first, end = self._stops[index], min(stop, self._stops[index + 1])
@@ -158,9 +173,9 @@ class StreamDataset(Dataset):
         They are not while the windows reach into chunks of unknown size: then only the next ones are named.
         """
         self._count_known()
-        stops, count = list(self._stops), len(self._keeper.plan.chunks)
+        stops, count = list(self._stops), len(self.plan.chunks)
         place, window = self._expected
-        first, last = place * self.sequence_len, (place + 2 * window) * self.sequence_len + 1
+        first, last = place * self._step, (place + 2 * window) * self._step + self._beyond
         start = max(0, int(np.searchsorted(stops, first, side="right")) - 1)
         is_known = last <= stops[-1] or len(stops) > count
         if last <= stops[-1]:
@@ -178,7 +193,7 @@ class _Joined(TokenStore):
     """The tokens of a stream that are known, as one store."""
 
     def __init__(self, dataset: StreamDataset) -> None:
-        self.dtype = dataset._dtype
+        self.dtype = dataset._keeper.dtype
         self._dataset = dataset
 
     @property

@@ -1,4 +1,4 @@
-"""Text that is prepared while it is read has the samples of text that was prepared before."""
+"""Text that is prepared while it is read has the samples of text that was prepared before, and samples too."""
 
 import json
 import os
@@ -172,7 +172,6 @@ def test_broken_records_are_counted_in_each_chunk(load, tmp_path, caplog):
     [
         ("data.validation_fraction=0.1", "data.validation_fraction=0.1 does not go with data.stream"),
         ("data.deduplicate=true", "data.deduplicate=True does not go"),
-        ("data.packing=false", "data.packing=false does not go"),
         ("data.train=[{path: text, weight: 2}]", "data.train.0.weight=2 does not go"),
         ("data.train=[{path: text, max_samples: 2}]", "data.train.0.max_samples=2 does not go"),
         ("data.train=hf://datasets/ORG/NAME/a.txt", "data.train.0.path=hf://.* may change during the run; name the"),
@@ -187,10 +186,105 @@ def test_what_needs_all_of_the_text_is_refused(load, override, said):
         load(STREAM, override)
 
 
-def test_examples_are_refused(load, tmp_path):
-    (tmp_path / "talks.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
-    with pytest.raises(ConfigError, match=r"data\.stream is for plain text, and these records are examples"):
-        prepare_data(load(STREAM, "data.train=talks.jsonl"))
+def write_records(folder, make):
+    """Write files of 30 to 45 records: of `make(draw, number)`."""
+    folder.mkdir()
+    for number in range(6):
+        draw = np.random.default_rng(number)
+        records = [make(draw, index) for index in range(30 + 3 * number)]
+        (folder / f"{number}.jsonl").write_text("\n".join(map(json.dumps, records)))
+
+
+def make_ids(draw, number):
+    ids = draw.integers(0, 256, draw.integers(2, 70)).tolist()
+    return {"input_ids": ids, "labels": [-100, *ids[1:]] if number % 2 else [-100] * (len(ids) - 1) + ids[-1:]}
+
+
+def make_pair(draw, number):
+    return {"prompt": f"{number} ", "chosen": "y" * int(draw.integers(1, 40)), "rejected": f"no {draw.integers(9)}"}
+
+
+def make_judged(draw, number):
+    return {"prompt": f"{number}", "completion": "ab" * int(draw.integers(1, 40)), "label": number % 3 == 0}
+
+
+def assert_same_samples(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        for mine, theirs in zip(one.microbatches, other.microbatches, strict=True):
+            assert mine.input_ids.equal(theirs.input_ids) and mine.labels.equal(theirs.labels)
+            assert (mine.documents is None) == (theirs.documents is None)
+            assert mine.documents is None or mine.documents.equal(theirs.documents)
+            assert mine.extra.keys() == theirs.extra.keys()
+            assert all(mine.extra[name].equal(theirs.extra[name]) for name in mine.extra)
+
+
+@pytest.mark.parametrize(
+    ("make", "overrides"),
+    [
+        (make_ids, ()),
+        pytest.param(make_pair, ("objective.name=dpo", "data.document_separator=null"), marks=pytest.mark.slow),
+        pytest.param(make_judged, ("objective.name=kto", "data.document_separator=null"), marks=pytest.mark.slow),
+    ],
+)
+def test_samples_with_a_sequence_of_their_own_are_those_of_prepared_ones(load, tmp_path, make, overrides):
+    write_records(tmp_path / "records", make)
+    overrides = (*overrides, "data.train=records", "data.packing=false")
+    whole = prepare_data(load(*overrides))
+    expected = read_batches(load(*overrides, STREAM, f"data.prepared_dir={whole.path}"))
+    found = read_batches(load(*overrides, STREAM))
+    assert hashes(found) == hashes(expected)
+    assert_same_samples(found, expected)
+
+
+def rows_of(samples):
+    documents = [row.tobytes() for row in samples.documents]
+    return list(zip(map(tuple, samples.inputs), map(tuple, samples.labels), documents, strict=True))
+
+
+def test_samples_are_packed_within_a_chunk(load, tmp_path):
+    write_records(tmp_path / "records", make_ids)
+    recipe = load(STREAM, "data.train=records")
+    data = prepare_data(recipe).train
+    found = rows_of(data.read_samples(np.arange(data.reach(UNKNOWN))))
+    alone = [prepare_data(load(f"data.train=records/{number}.jsonl")).train for number in range(6)]
+    packs = [rows_of(dataset.read_samples(np.arange(dataset.num_samples))) for dataset in alone]
+    stops = np.cumsum([0, *map(len, packs)])
+    assert len(found) == stops[-1] < 6 * 30
+    for first, stop, expected in zip(stops, stops[1:], packs, strict=False):
+        assert sorted(found[first:stop]) == sorted(expected)
+        # The longest samples, which are packed first, are not all at the beginning.
+        assert found[first:stop] != expected
+    # Any number of ranks, from any step on, after the chunks are lost.
+    batches = hashes(read_batches(recipe))
+    for path in prepare_data(recipe).path.with_name(f"{prepare_data(recipe).path.name}.chunks").glob("*.bin"):
+        path.unlink()
+    parts = [read_batches(recipe, range(9, 13), rank, 4) for rank in range(4)]
+    assert [sum(step) % 2**64 for step in zip(*map(hashes, parts), strict=True)] == batches[9:13]
+    assert prepare_data(load(STREAM, "data.train=records", "data.on_overlong=drop")).content_digest != (
+        prepare_data(recipe).content_digest
+    )
+
+
+@pytest.mark.slow
+def test_samples_that_do_not_fit_are_counted_in_each_chunk(load, tmp_path, caplog):
+    write_records(tmp_path / "records", make_ids)
+    prepare_data(load(STREAM, "data.train=records")).train.reach(UNKNOWN)
+    lines = [json.loads(line) for line in (tmp_path / "records" / "0.jsonl").read_text().splitlines()]
+    lost = [len(line["input_ids"]) - 65 for line in lines if len(line["input_ids"]) > 65]
+    cut = f"of 30 samples of 0.jsonl, {len(lost)} are longer than data.sequence_len and were cut ({sum(lost)} tokens"
+    assert lost and any(cut in line for line in caplog.messages), caplog.messages
+    with pytest.raises(DataError, match=r"0\.jsonl: sample \d+ has \d+ tokens .* more than data.sequence_len=64"):
+        prepare_data(load(STREAM, "data.train=records", "data.on_overlong=refuse")).train.reach(UNKNOWN)
+    (tmp_path / "long").mkdir()
+    (tmp_path / "long" / "a.jsonl").write_text(json.dumps({"input_ids": [1] * 99, "labels": [-100] * 98 + [1]}))
+    with pytest.raises(DataError, match=r"none of its samples can be used"):
+        prepare_data(load(STREAM, "data.train=long")).train.reach(1)
+
+
+def test_prompts_are_refused(load, tmp_path):
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": "a"}))
+    with pytest.raises(ConfigError, match=r"data\.stream does not go with prompts"):
+        prepare_data(load(STREAM, "data.train=asked.jsonl"))
 
 
 @pytest.fixture(scope="module")
