@@ -10,6 +10,7 @@ from echelon.recipe.section import Count, CountOrZero, Flag, Positive, Section, 
 
 Target = Literal["local", "torchrun", "slurm", "ray", "skypilot", "kubernetes", "sagemaker"]
 
+TrainJobKind = Literal["trainjob", "trainjob-2.2", "trainjob-2.1", "trainjob-2.0"]
 Port = Annotated[Count, Field(ge=1024, le=65535)]
 
 _OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -168,11 +169,11 @@ class VolumeConfig(Section):
 class KubernetesConfig(Section):
     """`launch.to: kubernetes`: a job of an operator of the cluster."""
 
-    kind: Literal["pytorchjob", "trainjob", "jobset", "volcano", "mpijob", "hyperpod", "rayjob"] = Field(
+    kind: Literal["pytorchjob", TrainJobKind, "jobset", "volcano", "mpijob", "hyperpod", "rayjob"] = Field(
         "pytorchjob",
-        description="`pytorchjob`: Kubeflow's training operator (v1); `trainjob`: Kubeflow Trainer (v2); `jobset`: "
-        "JobSet; `volcano`: a Job of Volcano; `mpijob`: Kubeflow's MPI operator; `hyperpod`: HyperPodPyTorchJob; "
-        "`rayjob`: a Ray cluster of its own, by KubeRay.",
+        description="`pytorchjob`: Kubeflow's training operator (v1); `trainjob`: Kubeflow Trainer 2.3 or later, "
+        "`trainjob-2.0` to `trainjob-2.2` for older versions; `jobset`: JobSet; `volcano`: a Job of Volcano; `mpijob`: "
+        "Kubeflow's MPI operator; `hyperpod`: HyperPodPyTorchJob; `rayjob`: a Ray cluster of its own, by KubeRay.",
     )
     image: str | None = Field(None, description="Container image with echelon installed.")
     namespace: str = Field("default", description="Namespace of the job.")
@@ -224,8 +225,7 @@ class KubernetesConfig(Section):
         None, description="Default: the cluster's. Not with trainjob."
     )
     ttl_seconds: CountOrZero | None = Field(
-        None,
-        description="Delete the job and its logs this time after its end. Default: never. Not with trainjob.",
+        None, description="Delete the job and its logs this time after its end. Default: never. Not with trainjob."
     )
     queue: str | None = Field(None, description="Kueue's local queue; of a volcano job Volcano's queue.")
     runtime: str = Field("torch-distributed", description="The ClusterTrainingRuntime of a trainjob.")

@@ -13,13 +13,14 @@ from typing import Any
 
 from echelon.ground.errors import ConfigError, MissingSettingError
 from echelon.launch.job import JobSpec, count_gpus, list_inputs
-from echelon.launch.kubernetes.kinds import PORT, find_kind, is_elastic, longest_pod_name
+from echelon.launch.kubernetes.kinds import PORT, JobKind, find_kind, is_elastic, longest_pod_name
 from echelon.launch.kubernetes.pod import (
     RECIPE_MOUNT,
     SHARED_MEMORY_MOUNT,
     build_resources,
     count_processes,
     find_workdir,
+    grace_seconds,
 )
 from echelon.launch.records import STAMP_LENGTH
 from echelon.planner.hardware.gpu_check import check_image_devices
@@ -53,8 +54,8 @@ _OWN_RESOURCES = {
     "nvidia.com/gpu": "gpus_per_node",
     "vpc.amazonaws.com/efa": "efa_per_node",
 }
-# Settings of pods that the patch of a TrainJob's runtime cannot have.
-_NOT_IN_TRAINJOBS = ("priority_class", "scheduler", "host_network", "image_pull_policy", "ttl_seconds")
+# Kinds without a time limit.
+_ENDLESS = ("volcano", "trainjob-2.0", "trainjob-2.1")
 # Paths of the container that a volume must not hide.
 _TAKEN = (RECIPE_MOUNT, SHARED_MEMORY_MOUNT, "/", "/proc", "/sys", "/dev")
 
@@ -90,34 +91,43 @@ def _check_kind(job: JobSpec) -> None:
     settings = job.recipe.launch.kubernetes
     kind = find_kind(job)
     what = {"volcano": "a Job of Volcano", "mpijob": "an MPIJob"}.get(settings.kind, f"a {kind.kind}")
+    if version := settings.kind.partition("-")[2]:
+        what += f" of Kubeflow Trainer {version}"
     if is_elastic(job) and not kind.is_elastic:
         raise ConfigError(
             f"launch.nodes={job.recipe.launch.nodes}: {what} has a fixed number of pods; use "
             f"launch.nodes={job.nodes[1]}, or {_KEY}.kind=pytorchjob."
         )
-    if settings.kind == "volcano" and job.recipe.launch.max_hours is not None:
+    if settings.kind in _ENDLESS and job.recipe.launch.max_hours is not None:
         raise ConfigError(
             f"launch.max_hours={job.recipe.launch.max_hours:g}: {what} has no time limit; set budget.max_hours instead."
         )
-    if settings.kind in ("trainjob", "mpijob") and settings.env_from_secrets:
+    if kind.kind in ("TrainJob", "MPIJob") and settings.env_from_secrets:
         raise ConfigError(
             f"{_KEY}.env_from_secrets: the processes of {what} cannot take variables from whole Secrets; mount "
             f"the Secret as a volume ({_KEY}.volumes with secret_name) and read it in launch.setup, or use "
             f"{_KEY}.kind=pytorchjob."
         )
-    for name in _NOT_IN_TRAINJOBS:
+    _check_fields_of_kind(settings, kind, what)
+    if settings.kind == "rayjob" and settings.host_network:
+        raise ConfigError(f"{_KEY}.host_network: the ports of a Ray cluster need pods with addresses; remove it.")
+
+
+def _check_fields_of_kind(settings: KubernetesConfig, kind: JobKind, what: str) -> None:
+    default = KubernetesConfig()
+    for name in kind.lacks:
         value = getattr(settings, name)
-        if settings.kind == "trainjob" and value not in (None, False):
+        if value != getattr(default, name):
             raise ConfigError(
-                f"{_KEY}.{name}={value}: a TrainJob has no field for it; set it in the runtime {settings.runtime}, or "
-                f"use {_KEY}.kind=pytorchjob."
+                f"{_KEY}.{name}={value}: {what} has no field for it; set it in the runtime {settings.runtime}, or "
+                f"use {_KEY}.kind=jobset."
             )
-    if settings.kind != "trainjob" and settings.runtime != KubernetesConfig().runtime:
+    if settings.kind == "trainjob-2.0" and "metadata" in settings.pod_patch:
+        raise ConfigError(f"{_KEY}.pod_patch.metadata: {what} has no field for it; set it in the runtime.")
+    if kind.kind != "TrainJob" and settings.runtime != default.runtime:
         raise ConfigError(
             f"{_KEY}.runtime={settings.runtime}: only a TrainJob has a runtime; use {_KEY}.kind=trainjob, or remove it."
         )
-    if settings.kind == "rayjob" and settings.host_network:
-        raise ConfigError(f"{_KEY}.host_network: the ports of a Ray cluster need pods with addresses; remove it.")
 
 
 def _check_names(job: JobSpec) -> None:
@@ -309,11 +319,16 @@ def _describe(job: JobSpec) -> list[str]:
     recipe = job.recipe
     settings = recipe.launch.kubernetes
     lines = [f"run folder: {find_workdir(job) / str(recipe.run.dir)} in the pods"]
-    if settings.kind == "trainjob":
+    if find_kind(job).kind == "TrainJob":
         lines.append(
             f"the runtime {settings.runtime} decides whether pods are restarted: a TrainJob cannot request it; "
             "fault.max_restarts applies to processes"
         )
+        if settings.kind != "trainjob":
+            lines.append(
+                f"the runtime {settings.runtime} also has terminationGracePeriodSeconds, by default 30: set it to "
+                f"{grace_seconds(job)} there, fault.notice_seconds and half a minute, or pods are killed while saving"
+            )
     if settings.kind == "hyperpod":
         lines.append("the image must also contain hyperpod-elastic-agent, the only agent HyperPod's operator supports")
     if settings.kind == "mpijob":

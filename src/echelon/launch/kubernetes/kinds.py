@@ -1,6 +1,6 @@
 """The job kinds of a cluster: their names in the API, and the names that their operators give."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from echelon.launch.job import JobSpec
 
@@ -16,7 +16,8 @@ class JobKind:
     pods. `container` is the container whose output is the job's, `worker` the one that trains, by default the same.
     `port` is its port, with the name that the operator expects. `pod` and `host` are the longest name of a pod, and the
     name under which all pods reach the first one; they have the fields `name` of the job and `last`, the number of its
-    last pod. `is_elastic`: whether the number of pods may change.
+    last pod. `is_elastic`: whether the number of pods may change. `lacks`: keys of `launch.kubernetes` for which it has
+    no field.
     """
 
     group: str
@@ -31,6 +32,7 @@ class JobKind:
     port: tuple[str, int] | None = ("rendezvous", PORT)
     worker: str | None = None
     is_elastic: bool = False
+    lacks: tuple[str, ...] = ()
 
     @property
     def trainer(self) -> str:
@@ -39,17 +41,25 @@ class JobKind:
 
 
 _JOBSET_POD, _JOBSET_HOST = "{name}-node-0-{last}-xxxxx", "{name}-node-0-0.{name}"
+# The pods of a TrainJob are those of a JobSet, which has one service for all of them.
+_TRAINJOB = JobKind(
+    "trainer.kubeflow.org", "v1alpha1", "TrainJob", "trainjobs", "node", "jobset.sigs.k8s.io/jobset-name",
+    "Kubeflow Trainer", _JOBSET_POD, _JOBSET_HOST,
+    lacks=("priority_class", "scheduler", "host_network", "image_pull_policy", "ttl_seconds"),
+)  # fmt: skip
+# Those of Kubeflow Trainer before 2.2, and before 2.1.
+_LACKS_2_1 = (*_TRAINJOB.lacks, "security_context", "container_security_context")
+_LACKS_2_0 = (*_LACKS_2_1, "affinity", "image_pull_secrets", "labels", "annotations")
 KINDS = {
     "pytorchjob": JobKind(
         "kubeflow.org", "v1", "PyTorchJob", "pytorchjobs", "pytorch", "training.kubeflow.org/job-name",
         "Kubeflow's training operator (v1)", "{name}-worker-{last}", "{name}-master-0", ("pytorchjob-port", PORT),
         is_elastic=True,
     ),
-    # The pods of a TrainJob are those of a JobSet, which has one service for all of them.
-    "trainjob": JobKind(
-        "trainer.kubeflow.org", "v1alpha1", "TrainJob", "trainjobs", "node", "jobset.sigs.k8s.io/jobset-name",
-        "Kubeflow Trainer 2.3 or later (before: kind jobset)", _JOBSET_POD, _JOBSET_HOST,
-    ),
+    "trainjob": _TRAINJOB,
+    "trainjob-2.2": _TRAINJOB,
+    "trainjob-2.1": replace(_TRAINJOB, lacks=_LACKS_2_1),
+    "trainjob-2.0": replace(_TRAINJOB, lacks=_LACKS_2_0),
     "jobset": JobKind(
         "jobset.x-k8s.io", "v1alpha2", "JobSet", "jobsets", "node", "jobset.sigs.k8s.io/jobset-name",
         "JobSet 0.8 or later", _JOBSET_POD, _JOBSET_HOST,

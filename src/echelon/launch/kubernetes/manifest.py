@@ -30,23 +30,23 @@ from echelon.recipe.render import render_recipe
 from echelon.recipe.yaml_text import render_documents
 from echelon.run.supervise.outcome import REFUSED
 
-# A patch of a TrainJob's runtime names its manager.
-_SIGNATURE = "echelon"
+# A patch of a TrainJob's runtime names its manager; the operator wants a path after a domain.
+_SIGNATURE = "echelon/launch"
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 
 def render_manifest(job: JobSpec) -> str:
     """The manifest of a checked job; `kubectl create -f` accepts it too."""
     build = {
-        "pytorchjob": _build_pytorchjob,
-        "trainjob": _build_trainjob,
-        "jobset": _build_jobset,
-        "volcano": _build_volcano,
-        "mpijob": _build_mpijob,
-        "hyperpod": _build_hyperpod,
-        "rayjob": _build_rayjob,
+        "PyTorchJob": _build_pytorchjob,
+        "TrainJob": _build_trainjob,
+        "JobSet": _build_jobset,
+        "Job": _build_volcano,
+        "MPIJob": _build_mpijob,
+        "HyperPodPyTorchJob": _build_hyperpod,
+        "RayJob": _build_rayjob,
     }
-    return render_documents([_build_config_map(job), build[job.recipe.launch.kubernetes.kind](job)])
+    return render_documents([_build_config_map(job), build[find_kind(job).kind](job)])
 
 
 def _build_config_map(job: JobSpec) -> dict[str, Any]:
@@ -117,14 +117,12 @@ def _build_trainjob(job: JobSpec) -> dict[str, Any]:
     if settings.container_security_context:
         container["securityContext"] = settings.container_security_context
     pod = {
-        "terminationGracePeriodSeconds": grace_seconds(job),
+        **({"terminationGracePeriodSeconds": grace_seconds(job)} if settings.kind == "trainjob" else {}),
         **build_placement(job),
         "volumes": build_volumes(job),
         "containers": [container],
     }
     template = patch_template(job, {"metadata": build_metadata(job), "spec": pod})
-    jobs = [{"name": "node", "template": {"spec": {"template": template}}}]
-    patch = {"manager": _SIGNATURE, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}}}
     return _build_job(
         job,
         {
@@ -134,10 +132,22 @@ def _build_trainjob(job: JobSpec) -> dict[str, Any]:
                 "name": settings.runtime,
             },
             "trainer": {name: value for name, value in trainer.items() if value},
-            "runtimePatches": [patch],
+            **_patch_runtime(settings.kind, template),
             **_limits(job),
         },
     )
+
+
+def _patch_runtime(kind: str, template: dict[str, Any]) -> dict[str, Any]:
+    """The field of a TrainJob that changes the pods of its runtime; each version of the operator had its own."""
+    target = {"targetJobs": [{"name": "node"}]}
+    if kind == "trainjob-2.0":
+        return {"podSpecOverrides": [{**target, **template["spec"]}]}
+    if kind == "trainjob-2.1":
+        return {"podTemplateOverrides": [{**target, **template}]}
+    jobs = [{"name": "node", "template": {"spec": {"template": template}}}]
+    spec = {"template": {"spec": {"replicatedJobs": jobs}}}
+    return {"runtimePatches": [{"manager": _SIGNATURE, "trainingRuntimeSpec": spec}]}
 
 
 def _build_jobset(job: JobSpec) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def _wrap(job: JobSpec, argv: tuple[str, ...]) -> list[str]:
     A TrainJob cannot set the container's working directory.
     """
     lines = guard_setup(job.recipe.launch.setup)
-    if job.recipe.launch.kubernetes.kind == "trainjob":
+    if find_kind(job).kind == "TrainJob":
         lines.insert(0, f"cd {shlex.quote(str(find_workdir(job)))} || exit 2")
     if lines or needs_shell(job.recipe.launch):
         argv = ("/bin/bash", "-c", "\n".join([*lines, f"exec {join_words(argv)}"]))

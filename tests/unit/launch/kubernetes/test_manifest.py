@@ -66,6 +66,13 @@ CASES = {
                            "{mount: /keys, secret_name: hub}]"),
     "trainjob": ("launch.nodes=4", "launch.max_hours=2", "launch.kubernetes.kind=trainjob",
                  "launch.kubernetes.workdir='/data/my work'", "fault.notice_seconds=100", *PLACES, *AMOUNTS),
+    **{
+        f"trainjob-{version}": (
+            "launch.nodes=2", f"launch.kubernetes.kind=trainjob-{version}",
+            *([place for place in PLACES if "pull" not in place] if version == "2.0" else PLACES), *AMOUNTS,
+        )
+        for version in ("2.0", "2.1", "2.2")
+    },
     "hyperpod": ("launch.nodes=2", "launch.max_hours=2", "launch.kubernetes.kind=hyperpod",
                  "fault.max_restarts=5", *PLACES[1:], *AMOUNTS),
     "jobset": ("launch.nodes=4", "launch.max_hours=2", "launch.kubernetes.kind=jobset", "fault.max_restarts=5",
@@ -146,7 +153,8 @@ def test_the_manifest_equals_the_golden_file(case, tmp_path, monkeypatch):
     text = launcher.render(job)["manifest.yaml"]
     assert text == (GOLDEN / f"kubernetes-{case}.yaml").read_text()
     config_map, body = yaml.safe_load_all(text)
-    assert list_faults(config_map) == list_faults(body) == []
+    assert list_faults(config_map) == []
+    assert list_faults(body, case if case.startswith("trainjob-2") else None) == []
     assert config_map["data"]["recipe.yaml"] == "run: {name: small}\nseed: 'no'\n"
 
 
@@ -167,6 +175,16 @@ def test_a_rayjob_brings_the_driver_its_order_and_the_script_of_each_machine(tmp
     cpus = make_kubernetes_job(tmp_path, *settings, "launch.kubernetes.gpus_per_node=0", "launch.nproc_per_node=2")
     config_map, _ = yaml.safe_load_all(KubernetesLauncher().render(cpus)["manifest.yaml"])
     assert json.loads(config_map["data"]["order.json"])["bundle"] == {"CPU": 1.0}
+
+
+@pytest.mark.parametrize("version", ["2.0", "2.1", "2.2"])
+def test_an_old_trainer_refuses_the_job_of_a_newer_one(version, tmp_path):
+    """Each has its own field for the pods; and the newest also the time to save."""
+    kind = f"trainjob-{version}"
+    _, body = yaml.safe_load_all((GOLDEN / "kubernetes-trainjob.yaml").read_text())
+    assert any("'runtimePatches'" in fault or "'terminationGrace" in fault for fault in list_faults(body, kind))
+    lines = KubernetesLauncher().check(make_kubernetes_job(tmp_path, f"launch.kubernetes.kind={kind}"))
+    assert any("terminationGracePeriodSeconds, by default 30: set it to 90 there" in line for line in lines)
 
 
 def test_a_field_outside_the_schema_is_detected(tmp_path):
@@ -328,6 +346,13 @@ def test_a_secret_in_a_patch_is_refused(tmp_path):
     [
         *[(("launch.kubernetes.kind=trainjob", each), "a TrainJob has no field for it") for each in PODS],
         (("launch.kubernetes.kind=trainjob", "launch.nodes='1:2'"), "a TrainJob has a fixed number of pods"),
+        (("launch.kubernetes.kind=trainjob", "launch.kubernetes.ttl_seconds=0"), "a TrainJob has no field for it"),
+        *[
+            (("launch.kubernetes.kind=trainjob-2.0", setting), "a TrainJob of Kubeflow Trainer 2.0 has no field for it")
+            for setting in (SECURITY[0], SECURITY[4], PODS[0], "launch.kubernetes.pod_patch={metadata: {}}")
+        ],
+        (("launch.kubernetes.kind=trainjob-2.1", SECURITY[2]), "Kubeflow Trainer 2.1 has no field for it"),
+        (("launch.kubernetes.kind=trainjob-2.1", "launch.max_hours=2"), "Kubeflow Trainer 2.1 has no time limit"),
         (("launch.kubernetes.kind=jobset", "launch.nodes='1:2'"), "a JobSet has a fixed number"),
         (("launch.kubernetes.kind=volcano", "launch.max_hours=2"), "a Job of Volcano has no time limit"),
         (("launch.kubernetes.kind=mpijob", "launch.kubernetes.env_from_secrets=[a]"), "the processes of an MPIJob"),
