@@ -193,8 +193,8 @@ class Session:
 # Pages whose content other tests also run: only `make slow` runs these.
 SLOW_PAGES = {
     "adapters.md", "batches.md", "checkpoints.md", "choosing-a-strategy.md", "classification.md",
-    "context-parallelism.md", "debugging.md", "distillation.md", "evaluation.md", "faults.md", "fine-tuning.md",
-    "hangs.md", "hub.md", "launching.md", "library.md", "logging.md", "loops.md", "optimization.md",
+    "context-parallelism.md", "debugging.md", "distillation.md", "elastic.md", "evaluation.md", "faults.md",
+    "fine-tuning.md", "hangs.md", "hub.md", "launching.md", "library.md", "logging.md", "loops.md", "optimization.md",
     "parameter-server.md", "preference-tuning.md", "python.md", "quantized-checkpoints.md", "quorum.md",
     "remote-checkpoints.md", "replicas.md", "reports.md", "reward-models.md", "rewards.md", "run-folder.md",
     "sagemaker-endpoint.md", "sagemaker-settings.md", "sagemaker.md", "schedules.md", "slurm.md", "streaming.md",

@@ -38,7 +38,7 @@ from echelon.planner.hardware.job_machines import find_machines
 from echelon.planner.machines import choose_instance, find_cluster
 from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ModelShape
-from echelon.planner.replica_limits import refuse_quorum
+from echelon.planner.replica_limits import refuse_living_on
 from echelon.recipe import LaunchConfig, Recipe
 from echelon.recipe.launch_sections import Target
 from echelon.recipe.message_parts import read_fault
@@ -130,7 +130,7 @@ def _fill_missing(job: JobSpec) -> tuple[JobSpec, list[str], tuple[EchelonError,
         raise ConfigError(f"launch.to is not set; add --to with one of {', '.join(TARGETS)}.")
     refuse_secrets(recipe)
     if recipe.launch.to not in ("local", "torchrun"):
-        refuse_quorum(recipe)
+        refuse_living_on(recipe)
     launcher = find_launcher(recipe.launch.to)
     spec = prepare_spec(recipe)
     missing: list[EchelonError] = []

@@ -31,8 +31,10 @@ from echelon.planner.replica_limits import (
     check_compression,
     check_replicas,
     compressed_precision,
+    holds_snapshots,
     join_quorum,
     join_servers,
+    refuse_gpus,
 )
 from echelon.planner.sampled_answers import add_rollout, describe_rollout
 from echelon.planner.search_space import list_divided, list_micro_batches
@@ -221,9 +223,10 @@ def _auto_layouts(request: _Request) -> list[ParallelPlan]:
 
 def _build_layout(request: _Request, parallel: "str | ParallelConfig") -> ParallelPlan:
     """The layout of every replica."""
+    refuse_gpus(request.recipe, request.cluster)
     layout = build_layout(parallel, request.replica, request.shape, request.recipe.data.sequence_len)
     if request.recipe.sync.name == QUORUM:
-        return join_quorum(layout, request.recipe, request.cluster)
+        return join_quorum(layout, request.recipe)
     if request.recipe.sync.name == PARAMETER_SERVER:
         return join_servers(layout, request.recipe, request.cluster)
     return replace(layout, num_replicas=request.recipe.sync.replicas)
@@ -363,6 +366,7 @@ def _build_plan(
         keeps_reference=request.recipe.objective.needs_reference and not request.recipe.adapter.is_adapter,
         num_teacher_parameters=count_teacher(request.recipe),
         num_reward_parameters=count_reward_models(request.recipe),
+        holds_snapshots=holds_snapshots(request.recipe),
         activation_offloading=request.recipe.train.activation_offloading,
         activation_loading_horizon=request.recipe.train.activation_loading_horizon,
         compile=request.compile,

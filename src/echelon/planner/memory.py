@@ -34,6 +34,7 @@ _CAPPED = (
 _COMPILED = "compiled layers keep what was measured on a CPU: their input, results of products and attention"
 _EAGER = "activations are those of eager execution; a compiled model needs less"
 _COPIED = "a quorum sends copies of gradients, which count as optimizer"
+_HELD = "four parts of the state, of two snapshots each of this process and of another one, count as optimizer"
 # Optimizers with state that the estimate simplifies.
 _UNCOUNTED = {
     "adafactor": "its row and column statistics are not counted",
@@ -122,7 +123,8 @@ class _LoadBytes:
         chunk: the logits of one chunk of the loss; 0 without the head.
         head: hidden states with their gradient, and the head's gradient; 0 without the head.
         beside: rotary tables, rows sent to experts, and what is received from another stage.
-        agreement: what replicas and compressed gradients need. Not in `parts`, which are measured before it is there.
+        agreement: what replicas, compressed gradients and held snapshots need. Not in `parts`, which are measured
+            before it is there.
         reference: the frozen copy of the initial weights, the teacher, reward models, and the weights of a sampler of
             transformers. Not in `parts`, which are measured without them.
         host: what is kept in host memory.
@@ -194,7 +196,7 @@ def _count_load(load: RankLoad, plan: ParallelPlan, kind: DeviceKind) -> _LoadBy
         redone=redone + waits,
         chunk=chunk,
         head=head * load.num_kept,
-        agreement=agreement_bytes(plan, _num_held(shape, plan)),
+        agreement=agreement_bytes(plan, _num_held(shape, plan)) + _snapshot_bytes(shape, plan),
         beside=_rotary_bytes(shape, length) + sending + load.received_bytes,
         reference=(0 if plan.cpu_offload else reference_bytes(shape, plan)) + _reward_bytes(shape, plan),
         host=moved + (sum(_shard_states(shape, plan)) + reference_bytes(shape, plan) if plan.cpu_offload else 0),
@@ -236,8 +238,7 @@ def _list_assumptions(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -
         yield f"the engine {plan.engine} is counted as the native one; what it copies beside that is not counted"
     if plan.compile:
         yield _COMPILED if knows_compiled(shape, plan) else _EAGER
-    if plan.sync.name == QUORUM:
-        yield _COPIED
+    yield from _list_copies(plan)
     if not plan.uses_fully_shard and plan.dp_size > 1:
         yield "DDP's gradients are views into its buckets"
     row = OPTIMIZERS.get(plan.optimizer)
@@ -255,6 +256,13 @@ def _list_assumptions(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -
         yield "activation offloading: small tensors, which stay on the device, are counted as if they moved"
     yield "the bytes of a document mask, if the data has one, are not counted"
     yield "temporary workspace, allocator fragmentation and gradients of activations use the headroom"
+
+
+def _list_copies(plan: ParallelPlan) -> Iterator[str]:
+    if plan.sync.name == QUORUM:
+        yield _COPIED
+    if plan.holds_snapshots:
+        yield _HELD
 
 
 @dataclass(frozen=True)
@@ -353,6 +361,16 @@ def estimate_checkpoint(shape: ModelShape, plan: ParallelPlan) -> int:
 def count_held(shape: ModelShape, plan: ParallelPlan) -> int:
     """Trained parameters that the rank with the most has."""
     return max(_num_held(load.shape, replace(plan, adapter=load.adapter)) for load in rank_loads(shape, plan))
+
+
+def _snapshot_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
+    """Bytes of the snapshots that one rank holds: two of its own part of a checkpoint, and two of another rank's."""
+    if not plan.holds_snapshots:
+        return 0
+    held = _num_held(shape, plan)
+    optimizer = -(-_optimizer_bytes(shape, plan) // plan.num_shards)
+    own = replace(plan, num_replicas=1)
+    return 4 * saved_bytes(own, held, held * DTYPE_BYTES[plan.precision.master], optimizer)
 
 
 def _num_held(shape: ModelShape, plan: ParallelPlan) -> int:

@@ -250,6 +250,8 @@ class ParallelPlan:
     """Whether gathered parameters are freed after use."""
     reduce_gradients: ReduceGradients = "last"
     """Whether gradients are reduced after each microbatch, or once after the last."""
+    holds_snapshots: bool = False
+    """Whether each rank holds snapshots of the training state in memory: of its own part, and of another rank's."""
     cpu_offload: bool = False
     """Whether parameters and optimizer state are in host memory."""
     prefetch: Count | None = None

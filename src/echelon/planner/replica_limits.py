@@ -52,16 +52,8 @@ def check_replicas(plan: ParallelPlan) -> None:
         )
 
 
-def join_quorum(layout: ParallelPlan, recipe: "Recipe", cluster: Cluster) -> ParallelPlan:
-    """The layout of all replicas of a quorum, from that of one: each holds a copy of the model, divided as it likes.
-
-    Raises PlanError on GPUs.
-    """
-    if cluster.kind == "cuda":
-        raise PlanError(
-            f"sync.name={QUORUM} works only with processes on CPUs so far, because only there they can leave a process "
-            "group after a loss; use sync.name: every_step on GPUs, which restarts from the newest checkpoint."
-        )
+def join_quorum(layout: ParallelPlan, recipe: "Recipe") -> ParallelPlan:
+    """The layout of all replicas of a quorum, from that of one: each holds a copy of the model, divided as it likes."""
     return replace(layout, num_replicas=recipe.sync.replicas)
 
 
@@ -89,13 +81,34 @@ def join_servers(layout: ParallelPlan, recipe: "Recipe", cluster: Cluster) -> Pa
     return replace(layout, dp_replicate=1, num_replicas=count)
 
 
-def refuse_quorum(recipe: "Recipe") -> None:
-    """Raise ConfigError for a quorum, where other launchers start the processes."""
-    if recipe.sync.name == QUORUM:
+def name_living_on(recipe: "Recipe") -> tuple[str, str] | None:
+    """The key by which processes live on when one is lost, and the key without that; None if they do not."""
+    if recipe.fault.on_lost_process == "replace":
+        return "fault.on_lost_process=replace", "fault.on_lost_process: restart"
+    return (f"sync.name={QUORUM}", "sync.name: every_step") if recipe.sync.name == QUORUM else None
+
+
+def holds_snapshots(recipe: "Recipe") -> bool:
+    """Whether the ranks of a run hold its snapshots themselves."""
+    return recipe.fault.on_lost_process == "replace" and recipe.checkpoint.snapshot_every_steps is not None
+
+
+def refuse_living_on(recipe: "Recipe") -> None:
+    """Raise ConfigError if processes shall live on when one is lost, where other launchers start them."""
+    if (named := name_living_on(recipe)) is not None:
         raise ConfigError(
-            f"sync.name={QUORUM} works only if echelon train starts all processes, on one machine or as the agent of "
+            f"{named[0]} works only if echelon train starts all processes, on one machine or as the agent of "
             "each (--nodes): other launchers end all processes when one is lost. Start it without a launcher, or use "
-            "sync.name: every_step."
+            f"{named[1]}."
+        )
+
+
+def refuse_gpus(recipe: "Recipe", cluster: Cluster) -> None:
+    """Raise PlanError if processes shall live on when one is lost, and use GPUs."""
+    if (named := name_living_on(recipe)) is not None and cluster.kind == "cuda":
+        raise PlanError(
+            f"{named[0]} works only with processes on CPUs so far, because only there they can leave a process "
+            f"group after a loss; use {named[1]} on GPUs, which restarts from the newest checkpoint."
         )
 
 

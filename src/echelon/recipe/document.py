@@ -35,7 +35,7 @@ from echelon.recipe.operation import (
 from echelon.recipe.rollout import OF_DISTILLATION, Rewards, RolloutConfig
 from echelon.recipe.schedule import find_fault
 from echelon.recipe.section import PathOrName, Section, name_or_mapping, rule
-from echelon.recipe.synchronization import QUORUM, SyncConfig
+from echelon.recipe.synchronization import KEPT, QUORUM, SyncConfig
 from echelon.recipe.tensorflow_config import TensorflowConfig
 from echelon.recipe.training import EngineName, OptimConfig, ParallelConfig, ParallelName, TrainConfig
 
@@ -319,12 +319,17 @@ class Recipe(Section):
                 raise ValueError(f"{key} does not go with objective.name=grpo, whose batches are answers; remove it.")
 
     @rule
-    def _replicas_are_the_snapshots(self) -> None:
+    def _a_loss_has_one_answer(self) -> None:
         every_steps = self.checkpoint.snapshot_every_steps
         if self.sync.name == QUORUM and every_steps is not None:
             raise ValueError(
                 f"checkpoint.snapshot_every_steps={every_steps}: with sync.name={QUORUM} the other replicas hold what "
                 "a snapshot would; remove this key."
+            )
+        if self.sync.name in KEPT and self.fault.on_lost_process == "replace":
+            raise ValueError(
+                f"fault.on_lost_process=replace: with sync.name={self.sync.name} the others go on without a lost "
+                "process; remove this key."
             )
 
     @rule

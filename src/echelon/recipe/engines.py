@@ -63,6 +63,7 @@ class EngineRow:
 _WHOLE_COPIES = (
     Limit("sync.name", ("every_step",), "sums the gradients of all processes in every step"),
     Limit("sync.compress.method", ("none",), "sends gradients by its own library"),
+    Limit("fault.on_lost_process", ("restart",), "cannot leave its process groups"),
 )
 
 _ONE_MODEL = "runs the whole model on every process"
@@ -87,6 +88,7 @@ _DEEPSPEED = EngineRow(
         Limit("train.compile", ("auto", False), "does not compile layers"),
         Limit("train.activation_offloading", (False,), "keeps activations on the device"),
         Limit("train.activation_checkpointing.mlp_tiles", (None,), "gathers and reduces weights by modules"),
+        Limit("fault.on_lost_process", ("restart",), "cannot leave its process groups"),
         Limit("fault.verify_replicas_every", (None,), "has partitions, which have no copies to compare"),
     ),
     purpose="ZeRO by DeepSpeed: its config, its tuning, and offloading of the optimizer alone",

@@ -37,8 +37,8 @@ class CheckpointConfig(Section):
     )
     snapshot_every_steps: Count | None = Field(
         None,
-        description="Steps between snapshots in the memory of this machine, from which failed processes are "
-        "restarted. Needs three times the size of the training state in memory.",
+        description="Steps between snapshots in memory, from which failed processes are restarted: in that of the "
+        "machine, or with `fault.on_lost_process: replace` in that of two processes for each part.",
     )
     keep_last: Count = Field(3, description="Number of newest checkpoints to keep.")
     keep_best: Flag = Field(False, description="Also keep the one with the lowest evaluation loss.")
@@ -171,6 +171,11 @@ class FaultConfig(Section):
         "warn",
         description="Reaction to a process that is persistently slower than the others. `stop` also ends the run with "
         "a checkpoint, so that its machine can be replaced.",
+    )
+    on_lost_process: Literal["restart", "replace"] = Field(
+        "restart",
+        description="Reaction to the loss of a process: all start again, or (`replace`, on CPUs) a new one takes its "
+        "place while the others keep what they have in memory.",
     )
     max_restarts: CountOrZero = Field(
         3, description="Maximum number of restarts of failed processes, each from the newest checkpoint."

@@ -12,7 +12,14 @@ from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster, parse_d
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.plan_lines import describe_plan, summarize_plan
 from echelon.planner.shape import build_shape
-from echelon.recipe import AdapterConfig, BatchRampConfig, ObjectiveConfig, SyncConfig
+from echelon.recipe import (
+    AdapterConfig,
+    BatchRampConfig,
+    CheckpointConfig,
+    FaultConfig,
+    ObjectiveConfig,
+    SyncConfig,
+)
 from echelon.recipe.batches import constant_batch, ramp_batch
 from echelon.recipe.training import ParallelConfig
 from tests.families import small_config
@@ -68,6 +75,8 @@ def build_recipe(
         adapter=adapter,
         model=SimpleNamespace(new_tokens=(), trust_remote_code=False, attn_implementation=None),
         objective=ObjectiveConfig(),
+        fault=FaultConfig(),
+        checkpoint=CheckpointConfig(),
         draws_answers=False,
         samples_answers=False,
         reward=(),

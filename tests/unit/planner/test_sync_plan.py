@@ -15,9 +15,9 @@ from echelon.planner.memory import estimate_checkpoint, estimate_memory
 from echelon.planner.plan import ParallelPlan, SyncPlan
 from echelon.planner.plan_lines import describe_plan
 from echelon.planner.replica_costs import agreement_bytes, count_sent_bytes
-from echelon.planner.replica_limits import refuse_quorum, resize
+from echelon.planner.replica_limits import refuse_living_on, resize
 from echelon.planner.sent_bytes import count_step_bytes
-from echelon.recipe import SyncConfig
+from echelon.recipe import CheckpointConfig, FaultConfig, SyncConfig
 from tests.unit.planner.test_plan import TINY, TINY_CONFIG, build_recipe, cpus
 
 DILOCO = {"name": "diloco", "replicas": 2}
@@ -156,10 +156,36 @@ def test_a_replica_of_a_quorum_has_any_plan(parallel):
         assert (left.world_size, left.global_batch_size) == (2 * count, 24)
 
 
+def replacing(parallel):
+    """A recipe under which a lost process is replaced, and the ranks hold snapshots."""
+    recipe = build_recipe(parallel)
+    recipe.fault = FaultConfig(on_lost_process="replace")
+    recipe.checkpoint = CheckpointConfig(snapshot_every_steps=5)
+    return recipe
+
+
+@pytest.mark.parametrize(("parallel", "shards"), [("ddp", 1), ("fsdp", 2), ({"tp": 2}, 2)])
+def test_held_snapshots_are_planned(parallel, shards):
+    """Two of a rank's own part and two of another's: weights and two moments of AdamW, in fp32."""
+    plan, plain = (resolve_plan(recipe, TINY, cpus(2)) for recipe in (replacing(parallel), build_recipe(parallel)))
+    held = estimate_memory(TINY, plan, "cpu").total - estimate_memory(TINY, plain, "cpu").total
+    assert held == pytest.approx(4 * 3 * 4 * TINY.num_parameters / shards, rel=5e-3)  # tp copies norms
+    assert ParallelPlan.from_dict(plan.to_dict()) == plan
+    states = estimate_memory(TINY, plain, "cpu").states
+    with pytest.raises(PlanError, match="parameters, gradients and optimizer need"):
+        resolve_plan(replacing(parallel), TINY, cpus(2, gigabytes=(states + held / 2) / 1e9))
+
+
+def test_lost_processes_are_not_replaced_on_gpus():
+    message = r"fault.on_lost_process=replace works only with processes on CPUs .* restart on GPUs"
+    with pytest.raises(PlanError, match=message):
+        resolve_plan(replacing("fsdp"), TINY, parse_devices("2xH100"))
+
+
 def test_launchers_that_end_all_processes_refuse_a_quorum():
-    refuse_quorum(build_recipe("ddp"))
+    refuse_living_on(build_recipe("ddp"))
     with pytest.raises(ConfigError, match=r"sync.name=quorum works only if echelon train starts all"):
-        refuse_quorum(build_recipe("ddp", sync={"name": "quorum"}))
+        refuse_living_on(build_recipe("ddp", sync={"name": "quorum"}))
 
 
 def test_the_plan_says_what_is_lossy():

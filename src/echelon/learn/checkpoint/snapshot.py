@@ -22,6 +22,9 @@ class Snapshots:
     consecutive failures no more are taken.
     """
 
+    is_beside = False
+    """Whether one is taken after a step with a checkpoint too."""
+
     def __init__(
         self, folder: Path | None, every_steps: int | None, new_group: Callable[[], dist.ProcessGroup] | None = None
     ) -> None:

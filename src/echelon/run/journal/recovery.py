@@ -4,7 +4,7 @@ import logging
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from echelon.ground.launch_environment import find_last_end, read_clock
+from echelon.ground.launch_environment import LastEnd, find_last_end, read_clock
 from echelon.run.folder.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -28,11 +28,11 @@ class Recovery:
     first_step_seconds: float
     repeated_steps: int
 
-    def describe(self) -> str:
-        """Return the line for the console."""
+    def describe(self, is_loss: bool = False) -> str:
+        """Return the line for the console. `is_loss`: of a rank, while the others have kept their processes."""
         steps = "1 step" if self.repeated_steps == 1 else f"{self.repeated_steps} steps"
         detected = "" if self.detection_seconds is None else f"processes ended {self.detection_seconds:.1f} s, "
-        since = "after the failure" if detected else "since the last sign of life"
+        since = "after the failure" if detected else "after the loss" if is_loss else "since the last sign of life"
         return (
             f"recovered, {since}: {detected}rendezvous {self.restart_seconds:.1f} s, load {self.load_seconds:.1f} s, "
             f"first step {self.first_step_seconds:.1f} s; {steps} lost"
@@ -42,12 +42,16 @@ class Recovery:
 class RecoveryWatch:
     """Measures a recovery on rank 0, from the start of this process to its first step."""
 
-    def __init__(self, folder: RunFolder) -> None:
-        """Must be created as soon as the ranks have met, before metrics.jsonl is cut."""
+    def __init__(self, folder: RunFolder, end: LastEnd | None = None) -> None:
+        """Must be created as soon as the ranks have met, before metrics.jsonl is cut.
+
+        `end`: when a rank was lost, where the others have kept their processes.
+        """
         self._folder = folder
         self._up_at = self._loaded_at = read_clock()
         self._done_before = folder.rows.last_step()
-        self._end = find_last_end(folder.metrics_path)
+        self.lost_at = None if end is None else end.time
+        self._end = end or find_last_end(folder.metrics_path)
 
     def loaded(self) -> None:
         """Record that the checkpoint is loaded."""
@@ -67,4 +71,4 @@ class RecoveryWatch:
         self._end = None
         with suppress(OSError):  # the disk may be full
             self._folder.rows.append_event("recovered", step=step, **asdict(recovery))
-        logger.info(recovery.describe())
+        logger.info(recovery.describe(is_loss=self.lost_at is not None))

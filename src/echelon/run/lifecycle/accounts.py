@@ -78,7 +78,7 @@ def _open_records(
     saved, held, step = restored.saved, restored.held, restored.state.step
     if held is not None and held.owes_pause:
         saved = replace(held.saved, train=replace(held.saved.train, owes_evaluation=True))
-    goodput = open_goodput(folder, saved)
+    goodput = open_goodput(folder, saved, recovery.lost_at)
     if held is None:
         record_beginning(folder, step, learner.data, peak_flops)
     watch = recovery if held is None else None  # a loss of replicas is no restart

@@ -26,6 +26,8 @@ from echelon.run.training.trainer import Trainer
 from echelon.run.training.training_step import TrainingStep
 
 if TYPE_CHECKING:
+    from echelon.ground.launch_environment import LastEnd
+    from echelon.learn.checkpoint.peer_memory import Held as Memory
     from echelon.recipe import Recipe
     from echelon.run.training.callbacks import Callback
     from echelon.run.training.replica_state import Held
@@ -40,14 +42,17 @@ def build_trainer(
     stop: StopRequest | None = None,
     heart: Heartbeat | None = None,
     callbacks: Sequence["Callback"] = (),
+    memory: "Memory | None" = None,
+    loss: "LastEnd | None" = None,
 ) -> Trainer:
     """Build a trainer with everything a run needs, rehearsed and loaded, ready for `fit`. Collective.
 
-    `stop` and `heart` are the stop request and the watchdog of hangs; by default there are none.
+    `stop` and `heart` are the stop request and the watchdog of hangs; by default there are none. `memory`: where this
+    process holds snapshots, if it lives on when another rank is lost; `loss`: when the last one was.
     """
-    recovery = RecoveryWatch(folder) if runtime.rank == 0 else None
+    recovery = RecoveryWatch(folder, loss) if runtime.rank == 0 else None
     learner = build_run_learner(recipe, plan, folder, runtime, compile_backend, is_first=runtime.rank == 0)
-    return assemble(learner, folder, runtime, recovery, stop, heart, callbacks)
+    return assemble(learner, folder, runtime, recovery, stop, heart, callbacks, memory=memory)
 
 
 def assemble(
@@ -59,16 +64,18 @@ def assemble(
     heart: Heartbeat | None = None,
     callbacks: Sequence["Callback"] = (),
     held: "Held | None" = None,
+    memory: "Memory | None" = None,
 ) -> Trainer:
     """Build a trainer around a learner, and load the newest checkpoint, or the state of a replica. Collective.
 
     Args:
         recovery: on rank 0, what measures a recovery.
         held: what this replica holds from an earlier view; None if it holds nothing.
+        memory: where this process holds snapshots; None if it does not.
     """
     recipe, stop, heart = learner.recipe, stop or StopRequest(), heart or Heartbeat()
     # A save is tested, and the newest state is loaded, before anything of this start is written.
-    restored = restore(learner, folder, runtime, held)
+    restored = restore(learner, folder, runtime, held, memory)
     sync = restored.contents.sync
     sampler = build_sampler(learner)
     feed = learner.open_feed()

@@ -1,4 +1,5 @@
-"""A quorum on several machines: whether these machines can have one, and the preparation of its run."""
+"""Processes on several machines that live on when one is lost: whether these machines can keep them, and the
+preparation of their run."""
 
 from functools import partial
 
@@ -6,7 +7,7 @@ from echelon.ground.errors import ConfigError, EchelonError
 from echelon.ground.hosts import HostGroup
 from echelon.ground.variables import Place, read_environment
 from echelon.planner.hardware.detection import detect_launched_cluster
-from echelon.planner.replica_limits import refuse_quorum
+from echelon.planner.replica_limits import refuse_living_on
 from echelon.recipe import Recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.setup import prepare_run
@@ -16,19 +17,19 @@ from echelon.run.supervise.outcome import DONE, Outcome, is_final
 _PATIENCE_SECONDS = 15.0
 
 
-def check_quorum_hosts(recipe: Recipe, group: HostGroup) -> None:
-    """Raise ConfigError if the machines of a group cannot keep a quorum."""
+def check_hosts(recipe: Recipe, group: HostGroup, asked: str) -> None:
+    """Raise ConfigError if the machines of a group cannot keep processes that live on. `asked`: the key for that."""
     if group.coordinates is not None:  # in a job of Slurm or SageMaker, which end all machines when one is lost
-        refuse_quorum(recipe)
+        refuse_living_on(recipe)
     if group.is_elastic:
         raise ConfigError(
-            f"--nodes {group.min_nodes}:{group.max_nodes} with sync.name=quorum: its number of machines is fixed, and "
-            f"the others go on without one that is lost until it returns; use --nodes {group.max_nodes}."
+            f"--nodes {group.min_nodes}:{group.max_nodes} with {asked}: its number of machines is fixed, and one that "
+            f"is lost may return; use --nodes {group.max_nodes}."
         )
     if not group.shares_files:
         raise ConfigError(
-            "sync.name=quorum on several machines needs a run folder that all of them share; set run.dir on a shared "
-            "file system, or use sync.name: every_step."
+            f"{asked} on several machines needs a run folder that all of them share; set run.dir on a shared file "
+            "system, or remove this key."
         )
 
 

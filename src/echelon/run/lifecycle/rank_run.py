@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from echelon.ground.errors import StoppedError
@@ -50,14 +50,21 @@ def run_training(
     return conduct(trainer, recipe, folder, stop, heart)
 
 
-def conduct(trainer: Trainer, recipe: Recipe, folder: RunFolder, stop: StopRequest, heart: Heartbeat) -> TrainState:
+def conduct(
+    trainer: Trainer,
+    recipe: Recipe,
+    folder: RunFolder,
+    stop: StopRequest,
+    heart: Heartbeat,
+    raise_change: Callable[[BaseException], None] | None = None,
+) -> TrainState:
     """Train to the run's last step, and do what follows it. Collective. Raises the errors of `run_training`.
 
-    Raises ViewChanged as well, where replicas may be lost: then their group has ended.
+    Raises ViewChanged as well, where processes may be lost: then their group has ended. `raise_change` raises it for an
+    error that comes from a loss.
     """
     journal, store = trainer.accounting.journal, trainer.saver.store
     meshes = trainer.train_step.learner.meshes
-    membership = meshes.membership
 
     def time_left() -> float:
         return stop.seconds_left(recipe.fault.notice_seconds) - _LEAVING_SECONDS
@@ -91,8 +98,8 @@ def conduct(trainer: Trainer, recipe: Recipe, folder: RunFolder, stop: StopReque
         store.close(time_left)
         raise
     except BaseException as error:
-        if membership is not None:
-            membership.raise_change(error)
+        if raise_change is not None:
+            raise_change(error)
         store.abandon()
         raise
     finally:

@@ -100,7 +100,8 @@ class Replica:
         trainer = None
         try:
             trainer = self._join(membership, learner, held, wait)
-            conduct(trainer, learner.recipe, self.folder, self.stop, trainer.accounting.heart)
+            heart = trainer.accounting.heart
+            conduct(trainer, learner.recipe, self.folder, self.stop, heart, membership.raise_change)
             if membership.await_end():
                 return True, None
         except ViewChanged:

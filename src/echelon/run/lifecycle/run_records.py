@@ -77,7 +77,7 @@ def record_changes(folder: RunFolder, membership: ViewMembership, step: int, syn
     """
     word = "worker" if sync == PARAMETER_SERVER else "replica"
     now, size = time.time(), membership.size
-    for change in membership.find_changes():
+    for change in membership.board.find_changes(membership.number):
         seconds = now - change.time
         fields = {"replica": change.replica, "pid": change.pid, "replicas": size, "seconds": seconds}
         with suppress(OSError):  # the disk may be full
@@ -94,7 +94,7 @@ def record_changes(folder: RunFolder, membership: ViewMembership, step: int, syn
                 f"{sync}: {word} {change.replica} (pid {change.pid}) {change.reason}; {going_on} after step {step}, "
                 f"{seconds:.1f} s later"
             )
-    membership.tell_recorded()
+    membership.board.tell_recorded(membership.number)
 
 
 def describe_training(
@@ -160,8 +160,11 @@ def describe_end(
     yield f"next: echelon export {run} {shlex.quote(f'{folder.path.name}-exported')}"
 
 
-def open_goodput(folder: RunFolder, saved: SavedState | None) -> GoodputTracker:
-    """The run's goodput so far; also removes the metrics rows of lost steps. On rank 0."""
+def open_goodput(folder: RunFolder, saved: SavedState | None, lost_at: float | None = None) -> GoodputTracker:
+    """The run's goodput so far; also removes the metrics rows of lost steps. On rank 0.
+
+    `lost_at`: when a rank was lost, where the others have kept their processes; None at a start of all.
+    """
     written = folder.metrics_path.stat().st_mtime if folder.metrics_path.exists() else 0.0
     at = TrainState() if saved is None else saved.train
     num_cut = folder.rows.cut_metrics(at.step, at.owes_evaluation)
@@ -174,7 +177,7 @@ def open_goodput(folder: RunFolder, saved: SavedState | None) -> GoodputTracker:
         return GoodputTracker(find_start(0.0))
     if events and events[-1]["event"] in _ENDS:  # the run had finished, and was given more steps later
         found = replace(found, stopped=True)
-    opened = GoodputTracker(find_start(found.until))
+    opened = GoodputTracker(find_start(found.until) if lost_at is None else lost_at)
     opened.resume(found, last_sign=written if num_cut else 0.0)
     return opened
 

@@ -2,11 +2,14 @@
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 
 from echelon.ground.launch_environment import find_host_dir, find_snapshot_dir, shares_files
 from echelon.learn.checkpoint.carrier import Carrier
+from echelon.learn.checkpoint.peer_memory import Held as Memory
+from echelon.learn.checkpoint.peer_memory import HeldSnapshot, PeerMemory
 from echelon.learn.checkpoint.snapshot import Snapshots
 from echelon.learn.checkpoint.store import CheckpointStore
 from echelon.learn.distributed.membership import Membership
@@ -52,9 +55,13 @@ def build_store(recipe: Recipe, folder: RunFolder, meshes: Meshes) -> Checkpoint
     )
 
 
-def build_snapshots(recipe: Recipe, membership: Membership | None) -> Snapshots:
-    """The run's snapshots, if the recipe enables them. Collective."""
+def build_snapshots(
+    recipe: Recipe, membership: Membership | None, memory: Memory | None, runtime: Runtime
+) -> Snapshots | PeerMemory:
+    """The run's snapshots, if the recipe enables them: in `memory` where the ranks keep them. Collective."""
     every_steps = recipe.checkpoint.snapshot_every_steps
+    if memory is not None:
+        return PeerMemory(memory, every_steps, 1 if runtime.is_one_machine else runtime.local_world_size)
     return Snapshots(find_snapshot_dir(), every_steps, None if membership is None else membership.new_group)
 
 
@@ -64,7 +71,7 @@ class Restored:
 
     contents: RunContents
     store: CheckpointStore
-    snapshots: Snapshots
+    snapshots: Snapshots | PeerMemory
     state: TrainState
     saved: SavedState | None
     """What was loaded; None at the first start."""
@@ -72,7 +79,9 @@ class Restored:
     """What a replica has held since an earlier view of its group; None for a start of the run."""
 
 
-def restore(learner: Learner, folder: RunFolder, runtime: Runtime, held: Held | None) -> Restored:
+def restore(
+    learner: Learner, folder: RunFolder, runtime: Runtime, held: Held | None, memory: Memory | None = None
+) -> Restored:
     """Open the store of a run and load the newest checkpoint or snapshot, or the state of a replica. Collective.
 
     Raises CheckpointError if nothing can be saved, before a step is trained.
@@ -80,7 +89,8 @@ def restore(learner: Learner, folder: RunFolder, runtime: Runtime, held: Held | 
     recipe, meshes = learner.recipe, learner.meshes
     sync = build_synchronizer(recipe.sync, learner.engine, meshes)
     contents = RunContents(learner.engine, sync, StepJudge(recipe.fault, learner.device), meshes)
-    store, snapshots = build_store(recipe, folder, meshes), build_snapshots(recipe, meshes.membership)
+    store = build_store(recipe, folder, meshes)
+    snapshots = build_snapshots(recipe, meshes.membership, memory, runtime)
     tensors = contents.tensors()
     store.rehearse(tensors)
     snapshots.rehearse(tensors)
@@ -103,7 +113,7 @@ def build_saver(learner: Learner, restored: Restored, accounting: Accounting) ->
 
 def load_newest(
     store: CheckpointStore,
-    snapshots: Snapshots,
+    snapshots: Snapshots | PeerMemory,
     contents: RunContents,
     runtime: Runtime,
 ) -> SavedState | None:
@@ -112,8 +122,12 @@ def load_newest(
     checkpoint = store.newest(beyond=-1 if snapshot is None else snapshot.step) or snapshot
     if checkpoint is None:
         return None
-    saved = contents.load(checkpoint, store)
+    if isinstance(checkpoint, HeldSnapshot):
+        assert isinstance(snapshots, PeerMemory)
+        saved = contents.load(snapshots.fetch(checkpoint), partial(snapshots.fill, checkpoint.step))
+    else:
+        saved = contents.load(checkpoint.read_state(), partial(store.load, checkpoint))
     if runtime.rank == 0:
         held = ", a snapshot in memory" if checkpoint == snapshot else ""
-        logger.info(f"Resuming from {checkpoint.path.name}{held}.")
+        logger.info(f"Resuming from step-{checkpoint.step:08d}{held}.")
     return saved

@@ -36,12 +36,12 @@ from echelon.planner.hardware.detection import detect_cluster, detect_launched_c
 from echelon.planner.hardware.efa import explain_no_efa
 from echelon.planner.hardware.gpu_check import check_gpus, find_needed
 from echelon.planner.machines import limit_to_weakest
-from echelon.planner.replica_limits import refuse_quorum
+from echelon.planner.replica_limits import name_living_on, refuse_living_on
 from echelon.recipe import Recipe
-from echelon.recipe.synchronization import KEPT, QUORUM, SyncConfig
+from echelon.recipe.synchronization import KEPT, QUORUM
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.process_group import default_num_processes, open_store, watch_starter
-from echelon.run.lifecycle.quorum_hosts import Preparation, check_quorum_hosts
+from echelon.run.lifecycle.quorum_hosts import Preparation, check_hosts
 from echelon.run.lifecycle.separate_folders import (
     announce_commits,
     await_fetched,
@@ -104,11 +104,12 @@ def train_locally(
         return Outcome(DONE)
     folder = run.folder
     try:
-        with memory_held(recipe.checkpoint.snapshot_every_steps is not None) as memory:
+        is_parents = recipe.fault.on_lost_process == "restart"  # else the ranks hold snapshots themselves
+        with memory_held(is_parents and recipe.checkpoint.snapshot_every_steps is not None) as memory:
             folder.clear_outcomes()
             argv = worker_argv("echelon.run.lifecycle.worker", str(folder.path))
             job = _make_job(recipe, argv, count, folder, managed_environment(memory), memory)
-            job = _kept(job, recipe.sync)
+            job = _kept(job, recipe)
             if here is None:
                 outcome = Agent(THIS_MACHINE, warm).submit(job)
             else:
@@ -129,6 +130,10 @@ def _check_terminal_rank(recipe: Recipe, rank: int, count: int) -> None:
         raise ConfigError(
             f"--here does not work with sync.name={recipe.sync.name}, which replaces lost processes by new ones that "
             "have no terminal; use sync.name=every_step."
+        )
+    if recipe.fault.on_lost_process == "replace":
+        raise ConfigError(
+            "--here does not work with fault.on_lost_process=replace: a new process has no terminal; use restart."
         )
     if rank >= count:
         raise ConfigError(f"--rank {rank}: this job has the ranks 0 to {count - 1}; give one, or a larger --nproc.")
@@ -165,12 +170,12 @@ def train_on_hosts(
     without shared files have separate logs, so each reports.
     """
     _refuse_snapshots(recipe)
-    is_quorum = recipe.sync.name == QUORUM and not group.is_alone
-    if is_quorum:
-        check_quorum_hosts(recipe, group)
+    asked = None if group.is_alone else name_living_on(recipe)
+    if asked is not None:
+        check_hosts(recipe, group, asked[0])
         group = replace(group, spares_machines=True)
     else:
-        refuse_quorum(recipe)
+        refuse_living_on(recipe)
     missing = _find_missing_gpus(recipe, group, num_processes)
     count = default_num_processes() if num_processes is None else num_processes
     agent = Agent(group, None, recipe.fault, missing)
@@ -182,11 +187,11 @@ def train_on_hosts(
         outcomes.mkdir()
         folder = RunFolder(recipe.run.dir, outcomes)
         environment = hosted_environment(outcomes, group.shares_files)
-        if is_quorum:
+        if asked is not None:
             argv = worker_argv("echelon.run.lifecycle.worker", str(folder.path))
             job = _make_job(recipe, argv, count, folder, environment | managed_environment())
             job = replace(job, num_machines=group.max_nodes, prepare=preparation.prepare)
-            job = _kept(job, recipe.sync)
+            job = _kept(job, recipe)
         else:
             argv = worker_argv("echelon", "train", *arguments)
             job = _make_job(recipe, argv, count, folder, environment)
@@ -240,8 +245,11 @@ def _make_job(
     return Workers(argv, count, folder, environment, fault.max_restarts, fault.notice_seconds, memory)
 
 
-def _kept(job: Workers, sync: SyncConfig) -> Workers:
-    """The job with what it needs so that the loss of a process does not restart the others, if its replicas can."""
+def _kept(job: Workers, recipe: Recipe) -> Workers:
+    """The job with what it needs so that the loss of a process does not restart the others, if they can live on."""
+    sync = recipe.sync
+    if recipe.fault.on_lost_process == "replace":
+        return replace(job, min_replicas=job.world_size, needs_all=True)
     if sync.name not in KEPT:
         return job
     size = job.world_size // sync.replicas if sync.name == QUORUM else 1
@@ -258,7 +266,7 @@ def _move_aside(folder: RunFolder) -> None:
 
 
 def _refuse_snapshots(recipe: Recipe) -> None:
-    if recipe.checkpoint.snapshot_every_steps is not None:
+    if recipe.checkpoint.snapshot_every_steps is not None and recipe.fault.on_lost_process == "restart":
         raise ConfigError(
             f"checkpoint.snapshot_every_steps={recipe.checkpoint.snapshot_every_steps}: launchers other than "
             "echelon's own do not keep snapshots for their ranks; remove this key, or start with echelon train only."
@@ -293,7 +301,7 @@ def train_as_rank(recipe: Recipe, fresh: bool, stop: StopRequest | None = None) 
     during tokenization. Collective: every rank calls it.
     """
     _refuse_snapshots(recipe)
-    refuse_quorum(recipe)
+    refuse_living_on(recipe)
     if stop is None:  # echelon's agent has set them
         set_default_variables(torch_environment(find_place().local_world_size))
     # Imported first, so that the watchdog and the log are ready before anything slow.

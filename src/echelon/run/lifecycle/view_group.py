@@ -23,12 +23,11 @@ from echelon.learn.distributed.joint_group import JointGroup, OpenStep
 from echelon.learn.distributed.membership import Membership, ViewChanged
 from echelon.learn.distributed.mesh import all_reduce
 from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS
-from echelon.run.supervise.board import Board, Change, View, await_true
+from echelon.run.supervise.board import Board, View, await_true
 from echelon.run.supervise.hands import SILENT_SECONDS
 from echelon.run.supervise.outcome import is_secondary
 
 _BACKEND = "gloo"
-_RECORDED = "recorded"
 _STORE_SECONDS = 60.0
 # A fifth of the time that gloo waits for a connection once all replicas have published their addresses.
 CONNECT_SECONDS = 4.0
@@ -235,17 +234,6 @@ class ViewMembership(Membership):
         all_reduce(is_done, dist.group.WORLD, dist.ReduceOp.MAX)
         return bool(is_done)
 
-    def find_changes(self) -> list[Change]:
-        """The replicas that were lost and have joined, up to this view, in changes that nobody has recorded."""
-        first = self.view.number
-        while first > 0 and not self.board.is_marked(_RECORDED, str(first - 1)):
-            first -= 1
-        return [change for number in range(first, self.view.number + 1) for change in self.board.read(number).changes]
-
-    def tell_recorded(self) -> None:
-        """Say that the changes up to this view are recorded."""
-        self.board.mark(_RECORDED, str(self.view.number))
-
 
 class ViewStore(Store):
     """A store whose waits end when a replica of a view is lost. gloo waits in it for the addresses of its peers.
@@ -264,6 +252,16 @@ class ViewStore(Store):
     def set(self, key: str, value: str) -> None:
         """Publish a value."""
         self._store.set(key, value)
+
+    @override
+    def add(self, key: str, num: int) -> int:
+        """Add to a counter; returns its new value."""
+        return self._store.add(key, num)
+
+    @override
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        return self._store.check(keys)
 
     @override
     def get(self, key: str) -> bytes:

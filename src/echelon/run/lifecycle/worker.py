@@ -167,9 +167,9 @@ def run_rank(
 
 
 def run_replica(folder: RunFolder, stop: StopRequest, member: str, output: "Output") -> RankOutcome:
-    """Train this replica of a quorum to the end; returns the outcome, which is also written to the folder.
+    """Train this process, which lives on when another one is lost; returns the outcome, also written to the folder.
 
-    `member`: the name of this start of the replica.
+    It is one of a replica of a quorum, or a rank. `member`: the name of this start of it.
     """
     with OutcomeReport(folder, find_place().rank) as ending:
         from echelon.recipe.load import load_recipe
@@ -180,11 +180,15 @@ def run_replica(folder: RunFolder, stop: StopRequest, member: str, output: "Outp
         if recipe.train.deterministic:
             use_deterministic_algorithms()
         with garbage_kept():
+            from echelon.run.lifecycle.kept_rank import KeptRank
             from echelon.run.lifecycle.replica import Replica
         place = find_place()
         leave_without_folder(folder, place.rank)
         build = partial(build_heart, recipe, folder)
-        Replica(folder, place, member, stop, build, partial(output.show, folder)).train()
+        if recipe.fault.on_lost_process == "replace":
+            KeptRank(folder, place, member, stop, build).train()
+        else:
+            Replica(folder, place, member, stop, build, partial(output.show, folder)).train()
     return ending.outcome
 
 

@@ -26,6 +26,7 @@ _PATIENT_LOOK_SECONDS = 0.02
 # finish the run. As long as torch waits in a collective.
 _FIRST_VIEW_SECONDS = _END_SECONDS = 900.0
 _COMPLETE, _CHANGED = "complete", "changed"
+_RECORDED = "recorded"
 _COMMITTED, _LAST, _GIVEN_UP = "committed", "committed, the last of its view", "given up"
 
 
@@ -122,6 +123,17 @@ class Board:
     def is_marked(self, word: str, member: str) -> bool:
         """Whether `mark` was called with the same arguments."""
         return bool(self._store.check([f"{word}/{member}"]))
+
+    def find_changes(self, number: int) -> list[Change]:
+        """The replicas that were lost and have joined, up to this view, in changes that nobody has recorded."""
+        first = number
+        while first > 0 and not self.is_marked(_RECORDED, str(first - 1)):
+            first -= 1
+        return [change for view in range(first, number + 1) for change in self.read(view).changes]
+
+    def tell_recorded(self, number: int) -> None:
+        """Say that the changes up to this view are recorded."""
+        self.mark(_RECORDED, str(number))
 
     def await_view(self, beyond: int, member: str, watch: Callable[[], None] = lambda: None) -> View:
         """Wait until all replicas of a view that has this one, and a number above `beyond`, wait for the same view.

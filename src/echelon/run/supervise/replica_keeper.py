@@ -219,7 +219,7 @@ class ReplicaKeeper:
         if self._view is not None and replica.members[0] in self._view.members:
             self._board.end(self._view.number)
             self._changes.append(Change(number, death.pid, death.time, describe_ending(death)))
-        if self._is_ending or self._job.folder.stop_path.exists():
+        if self._is_ending or (self._job.folder.stop_path.exists() and not self._job.needs_all):
             return True
         if self._failed_starts[number] == _MAX_FAILED_STARTS:
             line = (
@@ -274,7 +274,7 @@ class ReplicaKeeper:
     @property
     def _least(self) -> int:
         """With fewer replicas the others wait for a lost one to return; not if they are to stop, and must save."""
-        waits = not self._is_ending and not self._job.folder.stop_path.exists()
+        waits = self._job.needs_all or (not self._is_ending and not self._job.folder.stop_path.exists())
         return self._job.min_replicas or 1 if waits else 1
 
     def _end_all(self) -> None:

@@ -18,7 +18,8 @@ class Workers:
     save when they are asked to stop; 0: they are ended immediately. `memory`: an in-memory folder for snapshots, from
     which restarted workers resume. `min_replicas`: the workers are replicas, of which at least so many train, and the
     others go on without a lost one; None: they are ranks that need each other. `replica_size`: so many workers are one
-    replica. `num_essential`: the first so many replicas are parameter servers, which the others need. Of a quorum on
+    replica. `num_essential`: the first so many replicas are parameter servers, which the others need. `needs_all`: the
+    others go on only with a new one in the place of a lost one, also to save and stop. Of a quorum on
     several machines: `num_machines`, and `prepare`, by which the first one prepares the run; it returns how the job
     ends, or None if it can start.
     """
@@ -33,6 +34,7 @@ class Workers:
     min_replicas: int | None = None
     replica_size: int = 1
     num_essential: int = 0
+    needs_all: bool = False
     num_machines: int = 1
     prepare: Callable[[], Outcome | None] | None = None
 

@@ -2,17 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from echelon.learn.checkpoint.folder import Checkpoint
-from echelon.learn.checkpoint.store import CheckpointStore
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.objects import gather_objects
 from echelon.learn.engines import Engine
 from echelon.learn.sync import Synchronizer
+from echelon.learn.sync.synchronizer import Fill
 from echelon.run.journal.goodput import GoodputTracker
 from echelon.run.training.bad_steps import StepJudge
 from echelon.run.training.state import SavedState, TrainState
@@ -52,14 +50,15 @@ class RunContents:
             "loop": self.loop.describe(),
         }
 
-    def load(self, checkpoint: Checkpoint, store: CheckpointStore) -> SavedState:
+    def load(self, state: dict[str, Any], fill: Fill) -> SavedState:
         """Load a checkpoint into every part; return its content that is not a tensor.
+
+        `state`: that content, as JSON values. `fill`: fills tensors from the checkpoint.
 
         Raises:
             CheckpointError: it is hostile, or does not belong to this run. The run cannot continue after this.
         """
-        saved = SavedState.from_dict(checkpoint.read_state())
-        fill = partial(store.load, checkpoint)
+        saved = SavedState.from_dict(state)
         self.sync.load_state_dict(saved.sync)
         self.loop.loaded = saved.loop
         self.engine.load(lambda tensors: self.sync.load(tensors, fill))

@@ -90,9 +90,10 @@ class Pauses:
             is_best = not state.owes_evaluation and state.best_step == state.step
         if self.stop.agreed is not None:
             self.saver.save_and_leave(state, self.stop.agreed)
-        if due.checkpoint or self.stops_early(state) or (is_best and self.saver.keeps_best):
+        is_saved = due.checkpoint or self.stops_early(state) or (is_best and self.saver.keeps_best)
+        if is_saved:
             self.saver.save_and_learn(state)
-        elif due.snapshot:
+        if due.snapshot and (self.saver.snapshots.is_beside or not is_saved):
             self.saver.save_snapshot(state)
         self.accounting.restart_clock()
         return state

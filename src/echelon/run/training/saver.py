@@ -2,6 +2,7 @@
 
 import logging
 import time
+from functools import partial
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from echelon.ground.errors import StoppedError
 from echelon.ground.stop_request import LIMITS, STRAGGLER
 from echelon.learn.checkpoint.folder import Checkpoint
+from echelon.learn.checkpoint.peer_memory import PeerMemory
 from echelon.learn.checkpoint.snapshot import Snapshots
 from echelon.learn.checkpoint.store import CheckpointStore
 from echelon.recipe import Recipe
@@ -32,7 +34,7 @@ class Saver:
         recipe: Recipe,
         contents: RunContents,
         store: CheckpointStore,
-        snapshots: Snapshots,
+        snapshots: Snapshots | PeerMemory,
         interval: SaveInterval,
         accounting: Accounting,
         everyone: dist.ProcessGroup,
@@ -120,7 +122,7 @@ class Saver:
 
     def load(self, checkpoint: Checkpoint) -> SavedState:
         """Load a checkpoint. See RunContents.load."""
-        return self.contents.load(checkpoint, self.store)
+        return self.contents.load(checkpoint.read_state(), partial(self.store.load, checkpoint))
 
     def _await_whole(self, state: TrainState) -> None:
         while not self.store.wait():

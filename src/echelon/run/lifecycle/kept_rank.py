@@ -1,0 +1,236 @@
+"""A rank that lives on when another one is lost: with `fault.on_lost_process: replace`.
+
+All ranks train in a process group until one of them is lost. The others then leave the group, but keep their processes
+with what these have imported, compiled and hold in memory. When a new process has taken the place of the lost one, all
+form the next group, and go on from the newest snapshot in memory, or else from the newest checkpoint.
+"""
+
+import gc
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from echelon.ground.errors import LaunchError, StoppedError
+from echelon.ground.hosts import limit_silence_of
+from echelon.ground.launch_environment import LastEnd
+from echelon.ground.stop_request import StopRequest
+from echelon.ground.variables import Place
+from echelon.learn.checkpoint.peer_memory import Held
+from echelon.learn.distributed.membership import ViewChanged, close_connections
+from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS, Runtime
+from echelon.planner.plan import ParallelPlan, load_plan
+from echelon.recipe import Recipe
+from echelon.recipe.load import load_recipe
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.lifecycle.assemble import build_trainer
+from echelon.run.lifecycle.rank_run import conduct
+from echelon.run.lifecycle.replica import Wait
+from echelon.run.lifecycle.view_group import ViewStore, join_board
+from echelon.run.supervise.board import Board, View, await_true
+from echelon.run.supervise.hands import SILENT_SECONDS
+from echelon.run.supervise.outcome import is_secondary
+from echelon.run.supervise.restart import SAME_FAILURES
+from echelon.run.training.callbacks import build_callbacks
+from echelon.run.training.heartbeat import Heartbeat
+
+logger = logging.getLogger(__name__)
+
+_BACKEND = "gloo"
+_LOOK_SECONDS = 0.05
+# How long the keeper may take to notice a death that this rank has met as an error.
+_NOTICE_SECONDS, _SHORT_NOTICE_SECONDS, _MACHINE_NOTICE_SECONDS = 5.0, 2.0, 5.0 + SILENT_SECONDS
+# A rank that cannot leave a group in this time ends, and is replaced too.
+_LEAVING_SECONDS = 15.0
+
+
+@dataclass
+class KeptRank:
+    """A process of a run, from its start to the end of the run.
+
+    Attributes:
+        place: its place in the job.
+        member: the name of this process.
+        build_heart: builds the watchdog of hangs of a group.
+    """
+
+    folder: RunFolder
+    place: Place
+    member: str
+    stop: StopRequest
+    build_heart: Callable[[Runtime], Heartbeat]
+    _held: Held = field(default_factory=Held)
+
+    def train(self) -> None:
+        """Train until the run has ended, in one group after the other.
+
+        Raises StoppedError when a rank was asked to stop, and the run is saved; LaunchError, which restarts all, when
+        losses leave it no time to advance; or another error of a training.
+        """
+        recipe, plan = load_recipe(self.folder.recipe_path)[0], load_plan(self.folder.plan_path)
+        board, store = join_board()
+        board.mark("ready", self.member)
+        number, furthest, num_in_vain = -1, -1, 0
+        wait = Wait(self.folder, self.stop, recipe.fault.notice_seconds)
+        while True:
+            view = board.await_view(number, self.member, wait.look)
+            number = view.number
+            with _Group(board, store, view, self.place) as group:
+                step = self._train_in(group, recipe, plan, wait)
+            if step is None:
+                return
+            num_in_vain = 0 if step > furthest else num_in_vain + 1
+            furthest = max(furthest, step)
+            if num_in_vain == SAME_FAILURES:
+                raise LaunchError(
+                    f"a process was lost {SAME_FAILURES} times in a row before the run came beyond step "
+                    f"{max(0, furthest)}; {self.folder.events_path} and the logs in {self.folder.logs_dir} say which."
+                )
+            wait.begin(self.build_heart(self._runtime()))
+
+    def _train_in(self, group: "_Group", recipe: Recipe, plan: ParallelPlan, wait: Wait) -> int | None:
+        """Train in a group; None when the run has ended, else the number of finished steps. Collective."""
+        trainer, runtime = None, self._runtime()
+        is_first = runtime.rank == 0
+        try:
+            group.form()
+            wait.end()
+            loss = group.find_loss() if is_first else None
+            callbacks = build_callbacks(recipe.train.callbacks) if is_first else ()
+            heart = self.build_heart(runtime)
+            trainer = build_trainer(
+                recipe,
+                plan,
+                self.folder,
+                runtime,
+                stop=self.stop,
+                heart=heart,
+                callbacks=callbacks,
+                memory=self._held,
+                loss=loss,
+            )
+            group.board.mark("trains", self.member)
+            dist.barrier()
+            if is_first:
+                record_losses(self.folder, group.board, group.view, trainer.state.step)
+            conduct(trainer, recipe, self.folder, self.stop, heart, group.raise_loss)
+            if group.board.await_end(group.view, is_first):
+                return None
+        except BaseException as error:
+            wait.end()
+            with suppress(ViewChanged):
+                group.raise_loss(error)
+                raise
+        group.close()
+        if trainer is None:
+            return -1
+        trainer.saver.store.drop()
+        trainer.saver.snapshots.drop()
+        return trainer.state.step
+
+    def _runtime(self) -> Runtime:
+        place = self.place
+        cpu = torch.device("cpu")
+        return Runtime(place.rank, place.world_size, place.local_rank, place.local_world_size, cpu, _BACKEND)
+
+
+class _Group:
+    """The process groups of all ranks until one of them is lost."""
+
+    def __init__(self, board: Board, store: Store, view: View, place: Place) -> None:
+        self.board = board
+        self.view = view
+        self._place = place
+        # torch does not refer to a store that is a Python object.
+        self._store = ViewStore(PrefixStore(f"ranks/{view.number}", store), self._is_over)
+        self._is_left = threading.Event()
+        self._watch = threading.Thread(target=self._end_in_time, name="losses", daemon=True)
+
+    def __enter__(self) -> "_Group":
+        """Begin to watch for losses."""
+        self._watch.start()
+        return self
+
+    def form(self) -> None:
+        """Form the default process group. Collective. Raises ViewChanged, or an error, if a rank is lost meanwhile."""
+        place, timeout = self._place, timedelta(seconds=COLLECTIVE_SECONDS)
+        dist.init_process_group(
+            _BACKEND, store=self._store, rank=place.rank, world_size=place.world_size, timeout=timeout
+        )
+        if self._is_spread:
+            limit_silence_of(None, SILENT_SECONDS)
+
+    @property
+    def _is_spread(self) -> bool:
+        return self._place.local_world_size < self._place.world_size
+
+    def _is_over(self) -> bool:
+        return self.board.is_over(self.view.number)
+
+    def _end_in_time(self) -> None:
+        """In a thread, after a loss: end all waits in the groups, and after some time this process."""
+        while not self._is_over():
+            if self._is_left.wait(_LOOK_SECONDS):
+                return
+        self.close()
+        if not self._is_left.wait(_LEAVING_SECONDS):
+            logger.error(f"this rank did not leave its group {_LEAVING_SECONDS:g} s after a loss, and ends")
+            sys.stdout.flush()
+            os._exit(1)
+
+    def find_loss(self) -> LastEnd | None:
+        """When the first process was lost that is replaced in this group; None in the first group of a job."""
+        times = [change.time for change in self.board.find_changes(self.view.number) if change.reason is not None]
+        return LastEnd(min(times), None) if times else None
+
+    def raise_loss(self, error: BaseException) -> None:
+        """Raise ViewChanged if an error comes from a loss. Waits a moment for the keeper to notice it."""
+        if isinstance(error, ViewChanged):
+            raise error
+        if isinstance(error, KeyboardInterrupt | SystemExit | StoppedError):
+            return
+        usual = _MACHINE_NOTICE_SECONDS if self._is_spread else _NOTICE_SECONDS
+        if await_true(self._is_over, usual if is_secondary(error) else _SHORT_NOTICE_SECONDS):
+            raise ViewChanged from error
+
+    def close(self) -> None:
+        """End all waits in the groups, here and in the other processes. Not collective."""
+        for group in list(c10d._world.pg_map):
+            close_connections(group)
+
+    def __exit__(self, *error: object) -> None:
+        """Leave the groups, of which the caller must have dropped what it built in them."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._is_left.set()
+        self._watch.join()
+        gc.collect()
+
+
+def record_losses(folder: RunFolder, board: Board, view: View, step: int) -> None:
+    """Log the processes that were lost and are replaced, and write their events. On rank 0, before the next step.
+
+    `step`: the number of complete steps.
+    """
+    now = time.time()
+    for change in board.find_changes(view.number):
+        if change.reason is not None:
+            seconds = now - change.time
+            fields = {"rank": change.replica, "pid": change.pid, "reason": change.reason, "seconds": seconds}
+            with suppress(OSError):  # the disk may be full
+                folder.rows.append_event("process_lost", step=step, **fields)
+            logger.warning(
+                f"failure: rank {change.replica} (pid {change.pid}) {change.reason}; a new process has taken its "
+                f"place, and all go on after step {step}, {seconds:.1f} s later"
+            )
+    board.tell_recorded(view.number)
