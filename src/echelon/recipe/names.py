@@ -76,6 +76,7 @@ FORMATS: dict[str, FormatRow] = {
     "parquet": FormatRow(f"{_READERS}.columns:ParquetReader", (".parquet", ".pq"), has_records=True),
     "arrow": FormatRow(f"{_READERS}.columns:ArrowReader", (".arrow", ".feather", ".ipc"), has_records=True),
     "hub": FormatRow(f"{_READERS}.datasets:HubReader", in_folders=False, has_records=True),
+    "mds": FormatRow(f"{_READERS}.mds:MdsReader", (".mds",), compressible=True, has_records=True),
     "nanogpt": FormatRow(f"{_READERS}.ids:NanogptReader", (".bin",), in_folders=False),
     "npy": FormatRow(f"{_READERS}.ids:NumpyReader", (".npy",), in_folders=False),
     "megatron": FormatRow(f"{_READERS}.megatron:MegatronReader", (".idx",), in_folders=False),

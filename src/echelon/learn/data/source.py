@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from echelon.ground.errors import ConfigError, DataError
 from echelon.ground.extensions import is_extension
+from echelon.ground.object_store import ObjectInfo
 from echelon.learn.data.file_walk import LeftOut, walk
 from echelon.learn.data.readers import field_names, find_reader, guess_format
 from echelon.learn.data.readers.arrays import is_array
@@ -25,7 +26,7 @@ from echelon.learn.data.readers.datasets import find_hub_files, find_on_hub, is_
 from echelon.learn.data.readers.megatron import is_megatron_index
 from echelon.learn.data.readers.record import EITHER_FIELD, ExampleFields, Fields, SourceFile
 from echelon.learn.data.readers.separated import read_header
-from echelon.learn.data.stream.addresses import fetch, find_objects, is_address
+from echelon.learn.data.stream.addresses import fetch, find_objects, is_address, join_infos
 from echelon.recipe.data_formats import (
     LABELLED_FORMAT,
     PLAIN_FIELDS,
@@ -94,7 +95,7 @@ def list_files(source: Source, left_out: LeftOut | None = None) -> tuple[SourceF
             f"{source.key}.split={source.split} is for Hugging Face datasets, on disk or on the Hub, but {source.path} "
             f"is not one; list the files to read, or hold out a fraction with data.validation_fraction."
         )
-    files = _check_not_empty(source, _list_paths(source, path, left_out))
+    files = _check_not_empty(source, _without_indexes(_list_paths(source, path, left_out)))
     if is_extension(source.format):
         files = [replace(file, options=source.options) for file in files]
         find_reader(files[0], f"{source.key}.format")
@@ -121,14 +122,27 @@ def _list_objects(source: Source, left_out: LeftOut) -> tuple[SourceFile, ...]:
     files = []
     for address, info in found.items():
         path = Path(address)
+        if path.suffix == ".bin" and f"{address[:-4]}.idx" in found:
+            continue  # the .idx represents it
         if not info.size:
             left_out.note("empty files", address)
         elif is_folder and not _is_wanted(source.format, path, guess_format(path)):
             left_out.note("files of other formats", address)
         else:
             form = _choose_format(source, path)
-            files.append(SourceFile(path, address, form, info.size, 0, not is_folder, revision=info.version))
-    return _settle_objects(source, _check_not_empty(source, files))
+            if form == "megatron":
+                address, info = _find_megatron(source, address, found)
+            place = Path(address)
+            files.append(SourceFile(place, address, form, info.size, 0, not is_folder, revision=info.version))
+    return _settle_objects(source, _check_not_empty(source, _without_indexes(files)))
+
+
+def _find_megatron(source: Source, address: str, found: dict[str, ObjectInfo]) -> tuple[str, ObjectInfo]:
+    """Return the address of a dataset's .idx, given that or its .bin, and the size and version of both."""
+    stem = address.removesuffix(".idx").removesuffix(".bin")
+    parts = [f"{stem}.idx", f"{stem}.bin"]
+    infos = [found[part] if part in found else find_objects(part, str(source))[part] for part in parts]
+    return parts[0], join_infos(infos)
 
 
 def _list_hub_files(source: Source) -> tuple[SourceFile, ...]:
@@ -270,6 +284,12 @@ def _describe(source: Source, path: Path, name: str, format: str, required: bool
         parts = [beside.stat() for beside in (path, path.with_suffix(".bin")) if beside.is_file()]
         size, mtime_ns = sum(part.st_size for part in parts), max((part.st_mtime_ns for part in parts), default=0)
     return SourceFile(path.resolve(), name, format, size, mtime_ns, required)
+
+
+def _without_indexes(files: list[SourceFile]) -> list[SourceFile]:
+    """Leave out each index.json beside MDS shards, which repeats what these have."""
+    folders = {file.path.parent for file in files if file.format == "mds"}
+    return [file for file in files if file.path.name != "index.json" or file.path.parent not in folders]
 
 
 def _check_not_empty(source: Source, files: list[SourceFile]) -> list[SourceFile]:

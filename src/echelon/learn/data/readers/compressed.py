@@ -1,4 +1,4 @@
-"""Read the bytes of plain and compressed (.gz, .zst) files."""
+"""Read the bytes of plain and compressed (.gz, .zst, .zstd) files."""
 
 import gzip
 import zlib
@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 from echelon.ground.errors import ConfigError, DataError
 from echelon.learn.data.readers.record import SourceFile
 
-COMPRESSIONS = (".gz", ".zst")
+COMPRESSIONS = (".gz", ".zst", ".zstd")
 
 _PACKED_BYTES = 2**16
 
@@ -51,7 +51,7 @@ class Decompressed:
         self._damages: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
         if suffix == ".gz":
             self._read = gzip.GzipFile(fileobj=raw).read
-        elif suffix == ".zst":
+        elif suffix in (".zst", ".zstd"):
             self._read = _ZstdFrames(raw).read
             self._damages = (EOFError, _import_zstandard().ZstdError)
 

@@ -4,7 +4,7 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from glob import has_magic
 from pathlib import Path
@@ -62,6 +62,18 @@ def _before_magic(address: str) -> tuple[str, str, str]:
     return f"{protocol}://{'/'.join(parts[:first])}", "/", "/".join(parts[first:])
 
 
+def join_infos(infos: Iterable[ObjectInfo]) -> ObjectInfo:
+    """Return the size and version of a file that is stored as several objects: Megatron's .idx with its .bin."""
+    found = list(infos)
+    return ObjectInfo(sum(info.size for info in found), " ".join(info.version for info in found))
+
+
+def _list_parts(file: SourceFile, path: Path | str) -> list[str]:
+    """Return the names of what a file at a path is stored as."""
+    name = str(path)
+    return [name, f"{name.removesuffix('.idx')}.bin"] if file.format == "megatron" else [name]
+
+
 def fetch(file: SourceFile, folder: Path) -> SourceFile:
     """Copy a file of an address into a folder, and return the copy; a file of this machine is returned as it is.
 
@@ -76,24 +88,31 @@ def fetch(file: SourceFile, folder: Path) -> SourceFile:
     path = folder / f"{hashlib.sha256(file.name.encode()).hexdigest()[:8]}-{name[-100:]}"
     wanted = ObjectInfo(file.size, file.revision or "")
 
+    parts = list(zip(_list_parts(file, name), map(Path, _list_parts(file, path)), strict=True))
+
     def attempt() -> None:
-        _check_same(file, store.stat(name), wanted)
-        store.download(name, path)
-        if (size := path.stat().st_size) != file.size:
+        _check_same(file, join_infos(store.stat(part) for part, _ in parts), wanted)
+        for part, place in parts:
+            store.download(part, place)
+        if (size := sum(place.stat().st_size for _, place in parts)) != file.size:
             raise ObjectStoreError(f"only {size:,} of {file.size:,} bytes arrived", "failed")
-        _check_same(file, store.stat(name), wanted)
+        _check_same(file, join_infos(store.stat(part) for part, _ in parts), wanted)
+
+    def remove() -> None:
+        for _, place in parts:
+            place.unlink(missing_ok=True)
 
     try:
         persist(attempt, file.name)
     except ObjectStoreError as error:
-        path.unlink(missing_ok=True)
+        remove()
         if error.kind == "absent":
             raise _changed(file, "it is gone") from None
         raise EchelonError(
             f"{file.name} cannot be fetched ({error}); resume the run with the same command when the server answers."
         ) from None
     except BaseException:
-        path.unlink(missing_ok=True)
+        remove()
         raise
     return replace(file, path=path)
 
@@ -116,13 +135,13 @@ def _check_same(file: SourceFile, found: ObjectInfo, wanted: ObjectInfo) -> None
 
 def _check_local(file: SourceFile) -> None:
     """Raise DataError for a file of this machine that is not the one that was listed."""
-    if file.format in ("hub", "megatron") or file.rows is not None:
+    if file.format == "hub" or file.rows is not None:
         return
     try:
-        status = file.path.stat()
+        found = [Path(part).stat() for part in _list_parts(file, file.path)]
     except OSError as error:
         raise _changed(file, f"it cannot be read: {error.strerror}") from error
-    if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
+    if (sum(one.st_size for one in found), max(one.st_mtime_ns for one in found)) != (file.size, file.mtime_ns):
         raise _changed(file, "its size or time is another one")
 
 

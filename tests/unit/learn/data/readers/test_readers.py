@@ -319,6 +319,60 @@ def test_a_damaged_megatron_index_is_refused(tmp_path, change, problem):
         read(tmp_path / "x.bin", format="megatron")
 
 
+MDS = Path(__file__).parent / "mds"
+"""Folders that `MDSWriter` of mosaicml-streaming 0.13.0 wrote, each named by the form of its columns or shards."""
+
+MDS_TEXTS = [f"document {number}: größe {'x' * (number * 7 % 30)}" for number in range(16)]
+MDS_IDS = [list(range(number % 7, 5 + number % 7 + number % 4)) for number in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("text", MDS_TEXTS),  # several shards, with other columns and an index.json, which is no text
+        ("gz", MDS_TEXTS),
+        ("packed", MDS_TEXTS),  # .zstd
+        ("arrays", MDS_IDS),
+        ("any", MDS_IDS),  # whose type is stored with each value
+        ("bytes", MDS_IDS),  # int64, as of llm-foundry
+        ("fixed", [list(range(number, number + 4)) for number in range(4)]),
+    ],
+)
+def test_samples_of_mds_shards(name, expected):
+    fields = {} if isinstance(expected[0], str) else {"fields": {"input_ids": "tokens"}}
+    assert read(MDS / name, **fields) == expected
+    if name == "text":
+        assert len(list_files(Source("k", str(MDS / name)))) == 2
+        assert read(MDS / name / "*.mds", piece_bytes=1) == expected
+
+
+def test_examples_of_mds_shards():
+    [file] = list_files(Source("data.train.0", str(MDS / "turns")))
+    records = [record.content for span in cut_file(file) for record in read_records(span, Reading())]
+    assert records[2] == {
+        "messages": [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "yes"}]
+    } and len(records) == 5  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda data: data[:-30], [*MDS_IDS[:4], "cannot be read, nor can the rest of the shard (it ends early)"]),
+        (lambda data: b"\xff" * 9 + data[9:], ["(it is not an MDS shard)"]),
+        (lambda data: data[:200], ["it ends early"]),
+        (lambda data: data.replace(b'"tokens"', b'"takens"'), None),
+    ],
+)
+def test_a_damaged_mds_shard_loses_its_end(tmp_path, change, found):
+    (tmp_path / "x.mds").write_bytes(change((MDS / "bytes" / "shard.00000.mds").read_bytes()))
+    if found is None:
+        with pytest.raises(DataError, match=r"x\.mds has no column `tokens`; its columns are takens"):
+            read(tmp_path / "x.mds", fields={"input_ids": "tokens"})
+        return
+    *kept, last = read(tmp_path / "x.mds", fields={"input_ids": "tokens"})
+    assert kept == found[:-1] and last.startswith(f"{tmp_path / 'x.mds'}, record {len(kept)} ") and found[-1] in last
+
+
 def test_formats_by_suffix_and_mismatches(tmp_path):
     path = write_jsonl(tmp_path / "x.txt", [{"text": "one"}])
     assert read(path) == ['{"text": "one"}\n']

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from echelon.learn.data.stream.addresses import fetch
 from echelon.learn.data.stream.dataset import UNKNOWN
 from echelon.recipe.load import load_recipe
 from tests.object_server import BUCKET, bucket_served
+from tests.unit.learn.data.readers.test_readers import write_megatron
 
 RECIPE = {
     "run": {"name": "tiny", "seed": 3},
@@ -311,6 +313,40 @@ def of_bucket(load, bucket, *overrides):
 def test_a_bucket_gives_the_batches_of_its_files(load, bucket, pattern):
     expected = hashes(read_batches(load(STREAM)))
     assert hashes(read_batches(of_bucket(load, f"{bucket}{pattern}"))) == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param({"path": "ids", "fields": {"input_ids": "tokens"}}, marks=pytest.mark.slow),
+        {"path": "ids", "format": "megatron"},
+        pytest.param({"path": "ids/x.bin", "format": "megatron"}, marks=pytest.mark.slow),
+        pytest.param({"path": "ids/*"}, marks=pytest.mark.slow),
+    ],
+)
+def test_shards_of_ids_in_a_bucket_are_read_as_those_here(load, bucket, tmp_path, source):
+    is_mds = "fields" in source
+    if is_mds:
+        shutil.copytree(Path(__file__).parents[1] / "readers" / "mds" / "arrays", tmp_path / "ids")
+    else:
+        (tmp_path / "ids").mkdir()
+        draw = np.random.default_rng(1)
+        write_megatron(tmp_path / "ids" / "x", [draw.integers(0, 256, 900).tolist() for _ in range(5)], [0, 1, 3, 5])
+    store = fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True)
+    store.put(f"{tmp_path}/ids/", f"{bucket}/ids/", recursive=True)
+    far = {**source, "path": f"{bucket}/{source['path']}"}
+    here, there = (f"data.train={json.dumps([entry])}" for entry in (source, far))
+    expected = np.concatenate(list(prepare_data(load(here)).train.iter_tokens()))
+    data = prepare_data(of_bucket(load, bucket, there)).train
+    assert np.array_equal(np.concatenate(list(data.iter_tokens())), expected)
+    [[file]] = data.plan.chunks
+    sizes = [path.stat().st_size for path in (tmp_path / "ids").iterdir()]
+    assert file.size == sum(sizes) and len(sizes) == (1 if is_mds else 2)
+    for path in (tmp_path / "ids").iterdir():  # also the .bin, beside the .idx that the file is named by
+        store.pipe_file(f"{bucket}/ids/{path.name}", path.read_bytes()[:-1] + b"?")
+        with pytest.raises(DataError, match=rf"{file.name} changed since the data was listed: its version is"):
+            fetch(file, tmp_path)
+        store.put_file(str(path), f"{bucket}/ids/{path.name}")
 
 
 def test_held_out_text_is_fetched_before(load, bucket):
