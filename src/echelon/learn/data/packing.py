@@ -141,15 +141,6 @@ class PackedDataset:
         """The packs."""
         return self._packs.packs
 
-    def in_reading_order(self) -> npt.NDArray[np.int64]:
-        """The packs `[num_samples]` in the order in which the longest document of each was read."""
-        stops = self._stops.read(0, self.num_samples).astype(np.int64)
-        documents = self._documents.read(0, self._documents.num_tokens).reshape(-1, 2).astype(np.int64)
-        pack_of = np.repeat(np.arange(stops.size), np.diff(stops, prepend=0))
-        longest_first = np.lexsort((documents[:, 0], -documents[:, 1], pack_of))
-        longest = longest_first[np.concatenate([[0], stops[:-1]])]
-        return np.argsort(documents[longest, 0], kind="stable")
-
     def read_samples(self, sample_ids: npt.NDArray[np.int64]) -> Samples:
         """The packs `[n]`."""
         shape = (sample_ids.size, self.sequence_len)

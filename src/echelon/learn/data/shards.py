@@ -21,8 +21,6 @@ import numpy.typing as npt
 from echelon.ground.errors import DataError
 
 MAX_SHARD_TOKENS = 2**30
-MAX_CHUNK_TOKENS = 2**62
-"""A chunk of a stream is one shard, whatever its size."""
 BLOCK_BYTES = 2**17
 """The bytes that one checksum of a shard covers: the usual readahead of the system around a page fault."""
 NO_LABEL = -100

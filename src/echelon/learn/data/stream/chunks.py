@@ -29,12 +29,12 @@ from echelon.learn.data.catalog import SampleRule
 from echelon.learn.data.child_process import ChildProcess, stops_held_back
 from echelon.learn.data.readers.record import Broken, SourceFile
 from echelon.learn.data.resume import SampleCounts, SinkState
-from echelon.learn.data.shards import DTYPES, MAX_CHUNK_TOKENS, ShardRecord, TokenStore
+from echelon.learn.data.shards import DTYPES, ShardRecord, TokenStore
 from echelon.learn.data.sinks import open_sink
 from echelon.learn.data.source import Source
 from echelon.learn.data.stream.addresses import fetch, is_address
 from echelon.learn.data.stream.chunk_list import StreamPlan
-from echelon.learn.data.stream.rows import ROW_DTYPE, write_rows
+from echelon.learn.data.stream.rows import MAX_CHUNK_TOKENS, ROW_DTYPE, write_rows
 from echelon.learn.data.tokenize import (
     Encoding,
     Piece,

@@ -10,12 +10,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from echelon.learn.data.catalog import TARGETS_DTYPE, SampleRule
+from echelon.learn.data.catalog import INDEX_DTYPE, TARGETS_DTYPE, PackRecord, SampleRule
 from echelon.learn.data.packing import PackedDataset, write_packs
 from echelon.learn.data.resume import SinkState
-from echelon.learn.data.shards import GOOD, MAX_CHUNK_TOKENS, Samples, ShardRecord, ShardWriter, TokenStore
+from echelon.learn.data.shards import GOOD, Samples, ShardRecord, ShardWriter, TokenStore
 
 ROW_DTYPE = "uint32"
+
+MAX_CHUNK_TOKENS = 2**62
+"""A chunk of a stream is one shard, whatever its size."""
 
 _ROWS_AT_ONCE = 64
 
@@ -38,11 +41,20 @@ def write_rows(folder: Path, prefix: str, state: SinkState, rule: SampleRule, dt
     packs = write_packs(folder, f"{prefix}.packs", parts["lengths"], span, rule, MAX_CHUNK_TOKENS)
     tokens, targets = TokenStore(folder, parts["tokens"], dtype), TokenStore(folder, parts["targets"], TARGETS_DTYPE)
     packed = PackedDataset(folder, tokens, targets, packs, rule.sequence_len, rule.padding, apart=True)
-    order = packed.in_reading_order()
+    order = _find_reading_order(folder, packs)
     with ShardWriter(folder, f"{prefix}.rows", ROW_DTYPE, MAX_CHUNK_TOKENS) as writer:
         for first in range(0, order.size, _ROWS_AT_ONCE):
             writer.append(_as_rows(packed.read_samples(order[first : first + _ROWS_AT_ONCE])).reshape(-1))
         return writer.finish()
+
+
+def _find_reading_order(folder: Path, packs: PackRecord) -> npt.NDArray[np.int64]:
+    """Return the packs `[n]` in the order in which the longest document of each was read."""
+    stops, index = (TokenStore(folder, shards, INDEX_DTYPE) for shards in (packs.stops, packs.documents))
+    bounds = np.concatenate([[0], stops.read(0, packs.packs).astype(np.int64)])
+    firsts, lengths = index.read(0, index.num_tokens).astype(np.int64).reshape(-1, 2).T
+    longest_first = np.lexsort((firsts, -lengths, np.repeat(np.arange(packs.packs), np.diff(bounds))))
+    return np.argsort(firsts[longest_first[bounds[:-1]]], kind="stable")
 
 
 def _as_rows(samples: Samples) -> npt.NDArray[np.uint32]:
