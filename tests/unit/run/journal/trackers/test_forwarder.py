@@ -83,7 +83,7 @@ def run(tmp_path, monkeypatch):
     return Run(tmp_path)
 
 
-def until(condition, seconds=5.0):
+def until(condition, seconds=30.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -145,6 +145,7 @@ def test_missing_rows_are_reported_at_the_end_and_sent_by_the_next_start(run):
     [line] = run.said("is missing")
     assert line == "track: shelf is missing 3 of 3 rows; run the same command again to send them"
     assert not Ledger.read(run.ledger).complete
+    until(lambda: not any(thread.name == "forwarder-shelf" for thread in threading.enumerate()))
     shelf.error = None
     run.start(shelf).close(done=True)
     assert steps(shelf) == [1, 2, 3] and Ledger.read(run.ledger).complete
