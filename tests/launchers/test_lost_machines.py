@@ -27,8 +27,8 @@ PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 def start_agent(machine, nodes, *more, coordinator="node-1", **popen):
     """Start echelon as the agent of a machine, with one process."""
     command = [sys.executable, "-m", "echelon", "train", "recipe.json", "--nproc", "1", "--nodes", nodes]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return machine.start([*command, "--rendezvous", f"{coordinator}:29400", *more], env=environment, **(PIPES | popen))
+    settings = {"env": os.environ | {"OMP_NUM_THREADS": "1"}} | PIPES | popen
+    return machine.start([*command, "--rendezvous", f"{coordinator}:29400", *more], **settings)
 
 
 def finish(*processes, seconds=120):
@@ -117,6 +117,85 @@ def test_a_lost_host_shrinks_the_run_and_a_new_one_grows_it(tmp_path, whole):
     assert codes == [0, 0], outputs
     assert [outputs[0].count(f"plan: ddp on {count} process") for count in (1, 2)] == [1, 2], outputs[0]
     assert_same(rows(run), whole(steps))
+
+
+def test_a_spare_ends_with_the_others(tmp_path):
+    write_recipe(tmp_path, train={"steps": 20, "log_every": 500})
+    with machines(3, tmp_path) as network:
+        codes, outputs = finish(*(start_agent(machine, "2+1") for machine in network), seconds=240)
+    assert codes == [0, 0, 0], outputs
+    assert sum("this machine is a spare" in output for output in outputs[1:]) == 1, outputs
+    assert "plan: ddp on 2 process" in "".join(outputs)
+
+
+def test_a_spare_takes_the_place_of_a_lost_machine(tmp_path, whole):
+    """The lost one is disconnected first, so that its connections are not closed."""
+    steps = 1500
+    write_recipe(
+        tmp_path,
+        train={"steps": steps, "log_every": 500},
+        optim=GENTLE,
+        checkpoint={"every_steps": 50},
+        fault={"hang_seconds": 10},
+    )
+    run = RunFolder(tmp_path / "runs" / "tiny")
+    with machines(3, tmp_path) as (first, second, third):
+        lasting, lost = start_agent(first, "2+1"), start_agent(second, "2+1")
+        await_line(run.metrics_path, '"step": 20,', lasting, 240)
+        with (tmp_path / "spare.log").open("w") as log:
+            spare = start_agent(third, "2+1", stdout=log)
+        await_line(tmp_path / "spare.log", "this machine is a spare", lasting, 240)
+        await_line(run.metrics_path, '"step": 60,', lasting, 240)
+        second.cut()
+        second.kill()
+        await_count(run, "recovered", 1, lasting, seconds=240)
+        finish(lost)
+        codes, outputs = finish(lasting, spare, seconds=300)
+    assert codes == [0, 0], outputs
+    said = outputs[0] + (tmp_path / "spare.log").read_text()
+    assert "1 of 2 machines stopped responding: node-2" in outputs[0]
+    assert said.count("plan: ddp on 2 process") == 2, said
+    assert_same(rows(run), whole(steps))
+
+
+SLOW = """
+import os, time
+from echelon.learn.objectives.causal_lm import CausalLM
+
+class Slow(CausalLM):
+    def __init__(self, config):
+        pass
+
+    def loss_sum(self, outputs, batch):
+        end = time.thread_time() + 0.05
+        while os.uname().nodename == "node-2" and time.thread_time() < end:
+            pass
+        return super().loss_sum(outputs, batch)
+"""
+
+
+def test_a_spare_takes_the_place_of_a_slow_machine(tmp_path, whole):
+    """It leaves with a checkpoint, so no step is repeated and nothing has failed."""
+    (tmp_path / "slow_parts.py").write_text(SLOW)
+    write_recipe(
+        tmp_path,
+        objective={"name": "slow_parts:Slow"},
+        train={"steps": 1500, "log_every": 500},
+        optim=GENTLE,
+        fault={"on_straggler": "replace"},
+    )
+    run = RunFolder(tmp_path / "runs" / "tiny")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    with machines(3, tmp_path) as (first, second, third):
+        lasting, slow = (start_agent(machine, "2+1", env=environment) for machine in (first, second))
+        await_line(run.metrics_path, '"step": 1,', lasting, 240)
+        spare = start_agent(third, "2+1", env=environment)
+        codes, outputs = finish(lasting, slow, spare, seconds=300)
+    assert codes == [0, 3, 0], outputs
+    assert "this machine is slow; a spare takes its place" in outputs[1] and "is a spare" in outputs[2], outputs
+    [found] = events(run, "straggler")
+    assert found["host"] == "node-2" and not events(run, "failure")
+    assert_same(rows(run), whole(1500))
 
 
 def test_a_cut_link_ends_both_sides_and_the_same_command_resumes(tmp_path, whole):

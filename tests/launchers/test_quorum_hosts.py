@@ -33,10 +33,14 @@ PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
 class Job:
-    """A quorum on emulated machines, `size` processes on each, and what a test does to it."""
+    """A quorum on emulated machines, `size` processes on each, and what a test does to it.
 
-    def __init__(self, network, size=1, parallel="ddp", steps=100_000, **sync):
+    `spares`: so many of the machines wait.
+    """
+
+    def __init__(self, network, size=1, parallel="ddp", steps=100_000, spares=0, **sync):
         self.network, self.size = network, size
+        self.nodes = f"{len(network) - spares}+{spares}" if spares else str(len(network))
         for machine in network:
             machine.slow(MEGABITS)
         self.folder = network[0].folder
@@ -45,14 +49,14 @@ class Job:
             self.folder, model={"config": MODEL}, parallel=parallel, checkpoint={"every_steps": 20},
             train={"steps": steps, "global_batch_size": 12, "log_every": 500, "eval_every": 40},
             optim={"learning_rate": 1e-4},  # so that rounding does not grow over some hundred steps
-            sync={"name": "quorum", "replicas": len(network), **sync}, fault={"hang_seconds": 120},
+            sync={"name": "quorum", "replicas": len(network) - spares, **sync}, fault={"hang_seconds": 120},
         )  # fmt: skip
         self.agents = {}
 
     def begin(self, *chosen):
         """Start the agents of all machines, or of some."""
         command = [sys.executable, "-m", "echelon", "train", "recipe.json", "--nproc", str(self.size)]
-        command += ["--nodes", str(len(self.network)), "--rendezvous", "node-1:29400"]
+        command += ["--nodes", self.nodes, "--rendezvous", "node-1:29400"]
         for machine in chosen or self.network:
             self.agents[machine.name] = machine.start(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **PIPES)
         return self
@@ -184,6 +188,23 @@ def test_a_lost_machine_costs_one_step_and_may_return(tmp_path, size, parallel):
         codes, outputs = job.stop()
     assert set(codes.values()) == {3}, outputs
     assert "was lost with its machine" in "".join(outputs.values())
+    job.assert_never_restarted()
+    job.assert_same_as_alone()
+
+
+def test_a_spare_takes_the_place_of_a_lost_machine(tmp_path):
+    with machines(3, tmp_path) as network:
+        job = Job(network, spares=1).begin(*network[:2])
+        job.until_step(5)
+        job.begin(network[2])
+        job.until_step(10)
+        assert not workers(network[2])
+        network[1].kill()
+        job.until(lambda: job.events(JOINED))
+        job.agents.pop(network[1].name).communicate()
+        assert workers(network[2])
+        codes, outputs = job.stop()
+    assert set(codes.values()) == {3}, outputs
     job.assert_never_restarted()
     job.assert_same_as_alone()
 

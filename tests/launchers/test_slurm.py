@@ -251,6 +251,13 @@ def test_elastic_job_continues_when_a_machine_is_lost(desk):
     assert [row["step"] for row in desk.rows()] == list(range(1, 801))
 
 
+def test_a_spare_machine_waits_until_the_job_ends(desk):
+    name, number = desk.launch("launch.nodes=1+1", "launch.slurm.cpus_per_task=1")
+    assert desk.slurm.await_state(number, "COMPLETED", "FAILED") == "COMPLETED", desk.output(name)
+    assert [row["step"] for row in desk.rows()] == list(range(1, 7))
+    assert "plan: ddp on 1 process;" in desk.output(name) and "this machine is a spare" in desk.output(name)
+
+
 def listens(process, port):
     """Whether this process accepts connections on the port."""
     return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in process.net_connections())

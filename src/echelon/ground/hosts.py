@@ -29,7 +29,9 @@ class HostGroup:
     `coordinates`: whether this machine is the coordinator; None: it is if the address is its own. `interface`: the
     network interface to use; None: the one that reaches the coordinator. `shares_files`: whether every machine sees the
     same run folder. `name`: this machine's name for the others; torch assigns ranks in the order of the names, else of
-    the addresses. `spares_machines`: whether the job may end well without machines that were lost, as a quorum does.
+    the addresses. `num_spares`: so many machines more wait, and take the places of lost ones. `lives_on`: whether
+    the processes that are left stay, and the job may end well without a lost machine: with a quorum, and where lost
+    processes are replaced.
     """
 
     min_nodes: int
@@ -40,17 +42,28 @@ class HostGroup:
     interface: str | None = None
     shares_files: bool = True
     name: str | None = None
-    spares_machines: bool = False
+    num_spares: int = 0
+    lives_on: bool = False
 
     @property
     def is_alone(self) -> bool:
         """Whether the job has a single machine."""
-        return self.max_nodes == 1
+        return self.max_machines == 1
+
+    @property
+    def max_machines(self) -> int:
+        """Those that train, and those that wait."""
+        return self.max_nodes + self.num_spares
 
     @property
     def is_elastic(self) -> bool:
         """Whether machines may leave and join."""
         return self.min_nodes < self.max_nodes
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether a machine that is asked to stop leaves, and the others go on."""
+        return self.is_elastic or bool(self.num_spares and not self.lives_on)
 
     @property
     def endpoint(self) -> str:
@@ -69,13 +82,16 @@ def join_endpoint(host: str, port: int) -> str:
 
 def parse_group(nodes: str, rendezvous: str, interface: str | None = None) -> HostGroup:
     """The group that `--nodes` and `--rendezvous` describe. Raises ConfigError."""
-    numbers = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", nodes)
+    numbers = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*)|\+([1-9]\d*))?", nodes)
     if numbers is None or int(numbers[1]) > int(numbers[2] or numbers[1]):
-        raise ConfigError(f"--nodes {nodes} is neither a number of machines nor MIN:MAX; use --nodes 2, or 1:4.")
+        raise ConfigError(
+            f"--nodes {nodes} is neither a number of machines, nor MIN:MAX, nor N+SPARES; use --nodes 2, 1:4 or 4+1."
+        )
     address = re.fullmatch(r"\[?([A-Za-z0-9_.:-]+?)\]?:(\d{1,5})", rendezvous)
     if address is None or not 0 < int(address[2]) < 65536:
         raise ConfigError(f"--rendezvous {rendezvous} is not HOST:PORT; use the first machine's, such as node-1:29400.")
-    return HostGroup(int(numbers[1]), int(numbers[2] or numbers[1]), address[1], int(address[2]), interface=interface)
+    least, most, spares = int(numbers[1]), int(numbers[2] or numbers[1]), int(numbers[3] or 0)
+    return HostGroup(least, most, address[1], int(address[2]), interface=interface, num_spares=spares)
 
 
 def await_name(group: HostGroup) -> None:

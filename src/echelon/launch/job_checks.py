@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 # Targets that see the files of this machine.
 _SEE_FILES = ("local", "torchrun", "slurm", "ray")
+# Their agents meet by themselves, and one may wait.
+_WITH_SPARES: tuple[Target, ...] = ("torchrun", "slurm")
 _INSTANCE_TYPE, _REGION = "launch.sagemaker.instance_type", "launch.sagemaker.region"
 
 
@@ -128,6 +130,11 @@ def _fill_missing(job: JobSpec) -> tuple[JobSpec, list[str], tuple[EchelonError,
     recipe = job.recipe
     if recipe.launch.to is None:
         raise ConfigError(f"launch.to is not set; add --to with one of {', '.join(TARGETS)}.")
+    if recipe.launch.num_spares and recipe.launch.to not in _WITH_SPARES:
+        raise ConfigError(
+            f"launch.nodes={recipe.launch.nodes}: machines can wait as spares with launch.to="
+            f"{' and '.join(_WITH_SPARES)} only; use launch.nodes={recipe.launch.max_training}."
+        )
     refuse_secrets(recipe)
     if recipe.launch.to not in ("local", "torchrun"):
         refuse_living_on(recipe)
@@ -262,7 +269,7 @@ def settle_instance(recipe: Recipe) -> Recipe:
         raise ConfigError(
             f"launch.sagemaker.instance_type=auto: the size of the model is unknown ({error.reason}); set a type."
         ) from error
-    choice = choose_instance(recipe, shape, recipe.launch.node_range[1])
+    choice = choose_instance(recipe, shape, recipe.launch.max_training)
     for line in choice.describe():
         logger.info(line)
     sagemaker = recipe.launch.sagemaker.model_copy(update={"instance_type": choice.instance.name})
@@ -282,7 +289,7 @@ def find_target_cluster(recipe: Recipe) -> Cluster | None:
             f"launch.accelerator={launch.accelerator}: the number per machine is unknown; set "
             "launch.nproc_per_node, or omit launch.accelerator."
         )
-    return parse_devices(f"{launch.node_range[1] * count}x{launch.accelerator}", count)
+    return parse_devices(f"{launch.max_training * count}x{launch.accelerator}", count)
 
 
 def _count_devices(launch: LaunchConfig) -> int | None:

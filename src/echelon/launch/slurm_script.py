@@ -71,7 +71,9 @@ def render_machine(job: JobSpec) -> str:
     train = join_words(job.train_command(str(job.recipe_path)))
     fewest, most = job.nodes
     if fewest != most:
-        train += f' --nodes "{fewest}:$SLURM_STEP_NUM_NODES" --rendezvous "$ECHELON_RENDEZVOUS"'
+        launch = job.recipe.launch
+        nodes = str(launch.nodes) if launch.num_spares else f"{fewest}:$SLURM_STEP_NUM_NODES"
+        train += f' --nodes "{nodes}" --rendezvous "$ECHELON_RENDEZVOUS"'
     lines = (
         "#!/bin/bash",
         *prepare_lines(

@@ -155,13 +155,13 @@ def torchrun_command(job: JobSpec) -> tuple[str, ...]:
     """The same job under torchrun itself, which does its own restarts; see docs/elastic.md."""
     launch = job.recipe.launch
     torchrun = launch.torchrun
-    nproc = str(launch.nproc_per_node)
+    nproc, nodes = str(launch.nproc_per_node), str(launch.nodes).partition("+")[0]
     conf = "last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=5"
     names = () if torchrun.interface is None else ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     interface = (f"{name}={torchrun.interface}" for name in names)
     return limit_command(launch, (
         "env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *interface, launch.python, "-m", "torch.distributed.run",
-        "--nnodes", str(launch.nodes), "--nproc-per-node", nproc, "--max-restarts", str(job.recipe.fault.max_restarts),
+        "--nnodes", nodes, "--nproc-per-node", nproc, "--max-restarts", str(job.recipe.fault.max_restarts),
         "--rdzv-backend", "c10d", "--rdzv-id", job.name, "--rdzv-endpoint", f"{torchrun.hosts[0]}:{torchrun.port}",
         "--rdzv-conf", conf, "-m", "echelon", "train", str(_folder(job) / "recipe.yaml"),
     ))  # fmt: skip

@@ -14,6 +14,8 @@ from echelon.planner.waits import expect_largest
 RESTART_SECONDS = 300.0
 """From a failure to the next step, if it is not given: an assumption, not a measurement."""
 
+_MOST_SPARES = 3
+
 
 def best_interval_seconds(save_seconds: float, failure_seconds: float) -> float:
     """Return the training time between two saves that minimises the expected loss of time.
@@ -46,11 +48,14 @@ class Reliability:
         restart_seconds: from a failure of the job to its next step.
         step_spread: standard deviation of a machine's step time, as a part of its mean; every step waits for the
             slowest machine.
+        replace_hours: mean hours until a machine that has failed is back, or another one in its place; 0: it only
+            restarts.
     """
 
     mtbf_hours: float | None = None
     restart_seconds: float = RESTART_SECONDS
     step_spread: float = 0.0
+    replace_hours: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Goodput:
         interval_seconds: training time between two saves.
         slowdown: the expected step over one whose machines all take the mean time.
         share: of the job's time, that of steps as fast as the plan says: the goodput.
+        by_spares: the goodput with 0, 1, 2, ... machines that wait; empty if a machine that fails is back at once.
     """
 
     failure_hours: float | None
@@ -70,6 +76,7 @@ class Goodput:
     interval_seconds: float
     slowdown: float
     share: float
+    by_spares: tuple[float, ...] = ()
 
     def describe(self, reliability: Reliability) -> Iterator[str]:
         """Lines for the user."""
@@ -80,6 +87,12 @@ class Goodput:
                 f"  failures: one in {between} of the job, {reliability.restart_seconds:g} s each to restart;"
                 f" a save blocks training for {self.save_seconds:.2g} s and is best every "
                 f"{render_duration(self.interval_seconds)}"
+            )
+        if self.by_spares:
+            shares = ", ".join(f"{count}: {share:.1%}" for count, share in enumerate(self.by_spares))
+            yield (
+                f"  machines: replaced after {render_duration(3600 * reliability.replace_hours)}; useful time by the "
+                f"number of spare machines (--nodes N+SPARES): {shares}"
             )
         if self.slowdown > 1:
             yield f"  stragglers: a step takes {self.slowdown:.3f} times the mean of one machine"
@@ -98,8 +111,24 @@ def estimate_goodput(shape: ModelShape, plan: ParallelPlan, num_machines: int, r
         return Goodput(None, save, math.inf, slowdown, 1 / slowdown)
     failure = reliability.mtbf_hours * 3600 / num_machines
     interval = best_interval_seconds(save, failure)
-    share = training_share(interval, save, reliability.restart_seconds, failure)
-    return Goodput(failure / 3600, save, interval, slowdown, share / slowdown)
+    share = training_share(interval, save, reliability.restart_seconds, failure) / slowdown
+    if not reliability.replace_hours:
+        return Goodput(failure / 3600, save, interval, slowdown, share)
+    missing = reliability.replace_hours * 3600 / failure
+    by_spares = tuple(share * complete_share(missing, count) for count in range(_MOST_SPARES + 1))
+    return Goodput(failure / 3600, save, interval, slowdown, by_spares[0], by_spares)
+
+
+def complete_share(missing: float, num_spares: int) -> float:
+    """The part of the time in which no more machines are missing than there are spares.
+
+    If machines fail independently, at any time, the number of those that are being replaced is Poisson-distributed
+    whatever the distribution of the time that takes (Palm's theorem: a queue M/G/infinity).
+
+    Args:
+        missing: the mean number of machines that are being replaced: the time for one over that between two failures.
+    """
+    return math.exp(-missing) * sum(missing**count / math.factorial(count) for count in range(num_spares + 1))
 
 
 def training_share(interval: float, save: float, restart: float, failure: float) -> float:

@@ -245,7 +245,9 @@ class LaunchConfig(Section):
 
     to: Target | None = Field(None, description="The target, if `--to` is not given.")
     nodes: Count | str = Field(
-        1, description="Number of machines; `MIN:MAX`: any number in this range, also changing during the run."
+        1,
+        description="Number of machines; `MIN:MAX`: any number in this range, also changing during the run; `4+1`: 4, "
+        "and one that waits and takes the place of a lost one, `to: torchrun` and `to: slurm`.",
     )
     nproc_per_node: Count | Literal["auto"] = Field("auto", description="Processes per machine; auto: one per GPU.")
     accelerator: str | None = Field(
@@ -273,10 +275,12 @@ class LaunchConfig(Section):
     @field_validator("nodes", mode="before")
     @classmethod
     def _a_number_or_a_range(cls, nodes: object) -> object:
-        match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", str(nodes))
+        match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*)|\+[1-9]\d*)?", str(nodes))
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ValueError(f"launch.nodes={nodes} is neither a number of machines nor MIN:MAX; use 2, or 1:4.")
-        return nodes if match[2] else int(match[1])
+            raise ValueError(
+                f"launch.nodes={nodes} is neither a number of machines, nor MIN:MAX, nor N+SPARES; use 2, 1:4 or 4+1."
+            )
+        return int(match[0]) if match[0].isdigit() else nodes
 
     @field_validator("env")
     @classmethod
@@ -304,8 +308,18 @@ class LaunchConfig(Section):
 
     @property
     def node_range(self) -> tuple[int, int]:
-        """The fewest and the most machines."""
+        """The fewest and the most machines, spares included."""
         if self._num_in_groups:
             return self._num_in_groups, self._num_in_groups
-        first, _, last = str(self.nodes).partition(":")
-        return int(first), int(last or first)
+        least, _, most = str(self.nodes).partition("+")[0].partition(":")
+        return int(least), int(most or least) + self.num_spares
+
+    @property
+    def num_spares(self) -> int:
+        """The machines that wait until another one is lost."""
+        return int(str(self.nodes).partition("+")[2] or 0)
+
+    @property
+    def max_training(self) -> int:
+        """The most machines that train at the same time."""
+        return self.node_range[1] - self.num_spares

@@ -167,10 +167,11 @@ class FaultConfig(Section):
         "leave_out",
         description="Reaction to a machine that fails a check before training; `leave_out` needs enough others.",
     )
-    on_straggler: Literal["warn", "stop"] = Field(
+    on_straggler: Literal["warn", "stop", "replace"] = Field(
         "warn",
         description="Reaction to a process that is persistently slower than the others. `stop` also ends the run with "
-        "a checkpoint, so that its machine can be replaced.",
+        "a checkpoint, so that its machine can be replaced. `replace`: a spare machine of `--nodes N+SPARES` takes its "
+        "place.",
     )
     on_lost_process: Literal["restart", "replace"] = Field(
         "restart",

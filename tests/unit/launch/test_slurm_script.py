@@ -174,6 +174,12 @@ def test_gpus_and_memory_are_requested_once(make):
         SlurmLauncher().check(make("launch.slurm.options={mem-per-cpu: 4G}", "launch.slurm.memory=1G"))
 
 
+def test_a_spare_machine_is_requested_and_the_agents_know_of_it(make):
+    rendered = SlurmLauncher().render(make("launch.nodes=4+1"))
+    assert "#SBATCH --nodes=4-5\n" in rendered["job.sbatch"] and "#SBATCH --no-kill\n" in rendered["job.sbatch"]
+    assert '--nodes "4+1" --rendezvous "$ECHELON_RENDEZVOUS"' in rendered["machine.sh"]
+
+
 @pytest.mark.parametrize(
     ("hours", "text"), [(1, "1:00:00"), (36.5, "36:30:00"), (0.1, "0:06:00"), (0.101, "0:07:00"), (100, "100:00:00")]
 )

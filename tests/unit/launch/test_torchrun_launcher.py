@@ -127,6 +127,14 @@ def test_invalid_jobs_are_refused_before_anything_starts(override, words):
         TorchrunLauncher().check(make("/work", override))
 
 
+def test_a_spare_host_is_one_more():
+    job = make("/work", "launch.nodes=2+1", "launch.torchrun.hosts=[a, b, c]")
+    TorchrunLauncher().check(job)
+    assert "--nodes 2+1 --rendezvous a:29400" in TorchrunLauncher().render(job)["agent.sh"]
+    with pytest.raises(ConfigError, match=r"launch\.nodes=2\+1 does not fit the 4 hosts"):
+        TorchrunLauncher().check(make("/work", "launch.nodes=2+1", "launch.torchrun.hosts=[a, b, c, d]"))
+
+
 def test_a_range_accepts_fewer_hosts_than_its_maximum():
     lines = TorchrunLauncher().check(make("/work", "launch.nodes='1:4'"))
     assert lines[0] == "2 hosts, which must share /work; rendezvous at a:29400"

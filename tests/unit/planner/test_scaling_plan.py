@@ -20,6 +20,7 @@ from echelon.planner.more_devices import Scaling
 from echelon.planner.reliability import (
     Reliability,
     best_interval_seconds,
+    complete_share,
     estimate_goodput,
     expect_slowest,
     training_share,
@@ -189,6 +190,23 @@ def test_more_machines_fail_more_often():
     assert estimate_goodput(shape, plan, 100, Reliability(0.001)).share < 0.01
 
 
+@pytest.mark.parametrize("num_spares", [0, 1, 2])
+def test_spare_machines_stand_in_for_those_that_are_replaced(num_spares):
+    """Machines fail at any time, every 10 hours, and are back after 2 to 18: on average one is missing."""
+    chance = random.Random(7)
+    clock, ends, complete = 0.0, [], 0.0
+    for _ in range(40_000):
+        until = clock + chance.expovariate(1 / 10)
+        while clock < until:
+            ends = [end for end in ends if end > clock]
+            change = min([until, *ends])
+            complete += (change - clock) * (len(ends) <= num_spares)
+            clock = change
+        ends.append(clock + chance.uniform(2, 18))
+    assert complete_share(1.0, num_spares) == pytest.approx(complete / clock, abs=0.01)
+    assert complete_share(1.0, num_spares) == pytest.approx([0.3679, 0.7358, 0.9197][num_spares], abs=1e-4)
+
+
 def write(tmp_path, **given):
     path = tmp_path / "r.yaml"
     path.write_text(yaml.safe_dump({**fields("fsdp", SMALL, global_batch_size=512), **given}))
@@ -227,6 +245,12 @@ def test_goodput_and_both_prices_are_part_of_a_plan(tmp_path, capsys):
     assert "useful time (goodput): 9" in text and "failures: one in 2d02h of the job, 300 s each to restart" in text
     assert "at $63.296/h x 2 machines on demand (us-west-2, 2026-09-01)" in text
     assert "at $20/h x 2 machines on spot machines" in text
+    plan_command(path, instance="ml.p5.48xlarge", count=2, mtbf_hours=100.0, replace_hours=50.0)
+    lines = capsys.readouterr().out.splitlines()
+    [line] = [line for line in lines if "machines: replaced after 2d02h; " in line]
+    shares = [float(word.rstrip(",%")) for word in line.split() if "%" in word]
+    # On average one of the two is missing; without failures of that kind the goodput is above 99 %.
+    assert shares[0] == pytest.approx(36.8, abs=0.5) and shares[1] == pytest.approx(73.6, abs=0.8) and len(shares) == 4
     plan_command(path, instance="ml.p5.48xlarge", as_json=True, step_spread=0.1)
     best = json.loads(capsys.readouterr().out)["candidates"][0]
     assert best["spot_usd"] == pytest.approx(20 * best["hours"])

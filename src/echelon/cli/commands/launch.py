@@ -41,7 +41,7 @@ def launch(
     hosts: Annotated[
         str | None, typer.Option("--hosts", metavar="A,B", help="Machines for --to torchrun; sets launch.nodes too.")
     ] = None,
-    nodes: Annotated[str | None, typer.Option("--nodes", metavar="N|MIN:MAX", help="Machines.")] = None,
+    nodes: Annotated[str | None, typer.Option("--nodes", metavar="N|MIN:MAX|N+S", help="Machines.")] = None,
     instance: Annotated[
         str | None, typer.Option("--instance", metavar="ml.TYPE|auto", help="Machines for --to sagemaker.")
     ] = None,

@@ -33,6 +33,7 @@ def plan(
     plot: options.Plot = None,
     mtbf_hours: options.MtbfHours = None,
     restart_seconds: options.RestartSeconds = None,
+    replace_hours: options.ReplaceHours = None,
     step_spread: options.StepSpread = None,
 ) -> None:
     """Show how a recipe would run, its memory, time and cost.
@@ -55,7 +56,7 @@ def plan(
         "devices": devices,
         "devices_per_node": devices_per_node,
         "instance": instance,
-        "reliability": read_reliability(mtbf_hours, restart_seconds, step_spread),
+        "reliability": read_reliability(mtbf_hours, restart_seconds, replace_hours, step_spread),
     }
     searches = any(option is not None for option in (by, budget_usd, deadline_hours, plot)) or as_json
     if build and (searches or counts is not None):

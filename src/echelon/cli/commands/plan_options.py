@@ -61,6 +61,12 @@ MtbfHours = Annotated[
 RestartSeconds = Annotated[
     float | None, typer.Option("--restart-seconds", min=0, help="From a failure to the next step. Default: 300.")
 ]
+ReplaceHours = Annotated[
+    float | None,
+    typer.Option(
+        "--replace-hours", min=0, help="Until a failed machine is replaced: show the goodput with spare machines."
+    ),
+]
 StepSpread = Annotated[
     float | None,
     typer.Option(

@@ -18,16 +18,18 @@ if TYPE_CHECKING:
 
 
 def read_reliability(
-    mtbf_hours: float | None, restart_seconds: float | None, step_spread: float | None
+    mtbf_hours: float | None, restart_seconds: float | None, replace_hours: float | None, step_spread: float | None
 ) -> Reliability | None:
     """What the options say about failures and stragglers; None if they say nothing. Raises ConfigError."""
-    if restart_seconds is not None and mtbf_hours is None:
-        raise ConfigError(f"--restart-seconds {restart_seconds:g} needs --mtbf-hours; add it, or remove the option.")
+    for option, value in (("--restart-seconds", restart_seconds), ("--replace-hours", replace_hours)):
+        if value is not None and mtbf_hours is None:
+            raise ConfigError(f"{option} {value:g} needs --mtbf-hours; add it, or remove the option.")
     if mtbf_hours is None and step_spread is None:
         return None
     if mtbf_hours is not None and mtbf_hours <= 0:
         raise ConfigError(f"--mtbf-hours {mtbf_hours:g}: give the mean hours between failures of a machine, above 0.")
-    return Reliability(mtbf_hours, RESTART_SECONDS if restart_seconds is None else restart_seconds, step_spread or 0.0)
+    restart = RESTART_SECONDS if restart_seconds is None else restart_seconds
+    return Reliability(mtbf_hours, restart, step_spread or 0.0, replace_hours or 0.0)
 
 
 def find_plans(

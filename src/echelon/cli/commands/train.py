@@ -47,7 +47,9 @@ def train(
     fresh: FreshOption = False,
     nodes: Annotated[
         str | None,
-        typer.Option("--nodes", metavar="N|MIN:MAX", help="Number of machines, or MIN:MAX; the same on each."),
+        typer.Option(
+            "--nodes", metavar="N|MIN:MAX|N+S", help="Number of machines, MIN:MAX, or N+SPARES; the same on each."
+        ),
     ] = None,
     rendezvous: Annotated[
         str | None,

@@ -81,7 +81,7 @@ def find_machines(launch: "LaunchConfig") -> JobMachines:
     settings = launch.sagemaker
     if not settings.instance_groups:
         instance = find_instance(settings.instance_type or "", settings.extra_types, region=settings.region)
-        return JobMachines((MachineGroup(None, instance, launch.node_range[1]),))
+        return JobMachines((MachineGroup(None, instance, launch.max_training),))
     machines = JobMachines(
         tuple(
             MachineGroup(

@@ -127,6 +127,11 @@ class RunFolder(RunFiles):
         """The file by which the parent tells replicas that it starts a lost one again, without which none may train."""
         return self.outcomes_dir / "awaited"
 
+    @property
+    def slow_path(self) -> Path:
+        """The file by which a worker tells its agent that it is slow, and that a spare may take the machine's place."""
+        return self.outcomes_dir / "slow"
+
     def write_pid(self, rank: int) -> None:
         """Write the pid of this rank, for the parent to watch."""
         (self.outcomes_dir / f"pid-{rank}").write_text(str(os.getpid()), encoding="utf-8")

@@ -94,7 +94,7 @@ def assemble(
         Recovery(recipe.fault, step, saver, accounting),
         restored.state,
         build_recorder(recipe.profile, folder, runtime, heart.resting),
-        build_straggler_watch(learner.meshes, recipe.fault.on_straggler == "stop"),
+        build_straggler_watch(learner.meshes, recipe.fault.on_straggler, folder.slow_path),
     )
     if recipe.loop is not None:
         trainer.loop = partial(run_loop, find_loop(recipe.loop), judge)

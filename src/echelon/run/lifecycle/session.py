@@ -95,6 +95,7 @@ def train_locally(
     `warm`: the process that forks the workers, from `workers_warmed`. `here`: the rank that runs in this process, in
     its terminal; None: all ranks are workers.
     """
+    _refuse_replacing(recipe)
     _check_gpus(recipe, num_processes)
     count = default_num_processes() if num_processes is None else num_processes
     if here is not None:
@@ -171,9 +172,11 @@ def train_on_hosts(
     """
     _refuse_snapshots(recipe)
     asked = None if group.is_alone else name_living_on(recipe)
+    if not group.num_spares or asked is not None:
+        _refuse_replacing(recipe)
     if asked is not None:
         check_hosts(recipe, group, asked[0])
-        group = replace(group, spares_machines=True)
+        group = replace(group, lives_on=True)
     else:
         refuse_living_on(recipe)
     missing = _find_missing_gpus(recipe, group, num_processes)
@@ -265,6 +268,15 @@ def _move_aside(folder: RunFolder) -> None:
         logger.info(f"run: the old run is now in {target}")
 
 
+def _refuse_replacing(recipe: Recipe) -> None:
+    if recipe.fault.on_straggler == "replace":
+        raise ConfigError(
+            "fault.on_straggler=replace needs a machine that waits: start echelon train with --nodes N+SPARES on N "
+            "machines and the spares, without sync.name=quorum and fault.on_lost_process=replace; or use "
+            "fault.on_straggler: stop."
+        )
+
+
 def _refuse_snapshots(recipe: Recipe) -> None:
     if recipe.checkpoint.snapshot_every_steps is not None and recipe.fault.on_lost_process == "restart":
         raise ConfigError(
@@ -302,6 +314,8 @@ def train_as_rank(recipe: Recipe, fresh: bool, stop: StopRequest | None = None) 
     """
     _refuse_snapshots(recipe)
     refuse_living_on(recipe)
+    if stop is None:
+        _refuse_replacing(recipe)
     if stop is None:  # echelon's agent has set them
         set_default_variables(torch_environment(find_place().local_world_size))
     # Imported first, so that the watchdog and the log are ready before anything slow.

@@ -1,6 +1,7 @@
 """Admission of machines to an attempt: each presents its condition, and the coordinator says who takes part.
 
-A bad machine is left out where enough others are there, so that it does not fail, or slow down, the whole job.
+A bad machine is left out where enough others are there, so that it does not fail, or slow down, the whole job. Machines
+beyond the number that trains are spares: they wait for the next attempt, in which they take the places of lost ones.
 """
 
 import json
@@ -75,12 +76,16 @@ class Condition:
 
 @dataclass(frozen=True)
 class Answer:
-    """The coordinator's answer to a machine: whether it takes part; if the attempt `ends`, the message and the code."""
+    """The coordinator's answer to a machine: whether it takes part; if the attempt `ends`, the message and the code.
+
+    `is_spare`: whether it waits for the next attempt.
+    """
 
     is_admitted: bool
     words: str = ""
     ends: bool = False
     code: int = FAILED
+    is_spare: bool = False
 
     @property
     def cause(self) -> Cause:
@@ -148,13 +153,16 @@ class Admission:
         """On the coordinator, now and then during the whole attempt: answer those who wait, if it can be decided."""
         if not self._watch.coordinates:
             return
+        for host in self._watch.spares():
+            self._watch.is_silent(host)  # a spare counts as lost only if it was looked at before
         hosts = self._watch.hosts()
         for host in hosts:
             if self._has("ping", host) and not self._has("pong", host):
                 self._watch.store.set(self._key("pong", host), str(time.time()))
         conditions = {host: self._read(host) for host in hosts if self._has("condition", host)}
         waiting = [host for host in conditions if not self._has("answer", host)]
-        if waiting:
+        is_present = self._watch.host in conditions or self._watch.host not in hosts
+        if waiting and is_present:  # this machine trains, if it can, whoever comes first
             self._decide(conditions, waiting)
 
     def _decide(self, conditions: Mapping[str, Condition], waiting: Sequence[str]) -> None:
@@ -170,12 +178,36 @@ class Admission:
             for host in waiting:
                 self._answer(host, ending)
             return
-        self._take(taken, waiting, problems)
+        spares = self._find_spares(taken, waiting)
+        self._take([host for host in taken if host not in spares], spares, waiting, problems)
 
-    def _take(self, taken: Sequence[str], waiting: Sequence[str], problems: Mapping[str, Sequence[Problem]]) -> None:
-        """Answer those who wait: some of the machines take part, and the others are left out."""
+    def _find_spares(self, fit: Sequence[str], waiting: Sequence[str]) -> list[str]:
+        """Of the machines that could take part, those that are not needed; if possible those that were spares before.
+
+        Where processes live on, all take part: their keeper gives a machine that comes later the place of a lost one.
+        """
+        watch = self._watch
+        if not watch.group.num_spares or watch.group.lives_on:
+            return []
+        before = watch.spares(watch.attempt - 1)
+        order = sorted(fit, key=lambda host: (host in waiting, host != watch.host, host in before))
+        return order[watch.group.max_nodes :]
+
+    def _take(
+        self,
+        taken: Sequence[str],
+        spares: Sequence[str],
+        waiting: Sequence[str],
+        problems: Mapping[str, Sequence[Problem]],
+    ) -> None:
+        """Answer those who wait: some of the machines take part, some are spares, and the others are left out."""
         for host in waiting:
             words = "; ".join(problem.words for problem in problems[host])
+            if host in spares:
+                logger.info(f"machine {host} is a spare")
+                self._watch.hold(host)
+                self._answer(host, Answer(False, is_spare=True))
+                continue
             if host not in taken:
                 logger.warning(f"machine {host} is left out: {words}")
             elif words:
@@ -189,7 +221,7 @@ class Admission:
             self._short_since = None
             return True
         self._short_since = now if self._short_since is None else self._short_since
-        return count < group.max_nodes and now - self._short_since < _LAST_CALL_SECONDS
+        return count < group.max_machines and now - self._short_since < _LAST_CALL_SECONDS
 
     def _describe_ending(self, problems: Mapping[str, Sequence[Problem]]) -> Answer:
         """Why the job ends on all machines: too few are left without the bad ones."""

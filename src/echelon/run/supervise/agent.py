@@ -37,7 +37,6 @@ from echelon.run.supervise.news import news_shared
 from echelon.run.supervise.outcome import (
     DONE,
     FAILED,
-    STOPPED,
     Cause,
     Outcome,
     ProcessDeath,
@@ -61,6 +60,7 @@ logger = logging.getLogger(__name__)
 # On a single machine: seconds between a signal of torchrun's agent and SIGKILL.
 _SHUTDOWN_SECONDS = 5
 _MONITOR_SECONDS = 0.2
+_LOOK_SECONDS = 0.2
 # The first machines of an elastic job wait this long for others.
 _LAST_CALL_SECONDS = 5
 # Between the loss of the keeper of a quorum and the next attempt to reach it.
@@ -136,7 +136,10 @@ class Agent:
             meeting.join(attempt)
             cause, died_at = self._attempt(job, meeting, attempt, announced)
             if not meeting.coordinates and meeting.is_left_out(attempt):
-                return cause.outcome
+                ending = self._wait(meeting, attempt, asked) if meeting.is_spare(attempt) else cause.outcome
+                if ending is None:
+                    continue
+                return ending
             erase_progress_bar()
             self.keeps_journal = meeting.coordinates if self._group.shares_files else 0 in folder.read_pids()
             if self.keeps_journal and folder.logs_dir.is_dir():
@@ -144,10 +147,8 @@ class Agent:
             if asked:
                 meeting.watch(attempt).ask(read_stop_file(folder.stop_path) or "SIGTERM")
             decision = meeting.await_decision(attempt, HostReport.of(meeting.host, cause, _find_newest_step(job)))
-            if meeting.host in decision.leaving:
-                return Outcome(STOPPED if cause.outcome.code == STOPPED else FAILED, cause.outcome.message)
-            if not decision.goes_on:
-                return Outcome(decision.code, decision.message)
+            if (ending := decision.find_ending(meeting.host, cause.outcome)) is not None:
+                return ending
             if asked:  # since the decision: the next attempt stops as soon as it can
                 write_text(folder.stop_path, read_stop_file(folder.stop_path) or "SIGTERM")
             ended_at = read_clock()
@@ -155,6 +156,15 @@ class Agent:
             self._tell_restart(job, decision, detection)
             folder.clear_outcomes(restart=True)
             announced = {RESTART_VARIABLE: json.dumps({"ended_at": ended_at, "detection_seconds": detection})}
+
+    @staticmethod
+    def _wait(meeting: Meeting, attempt: int, asked: Sequence[object]) -> Outcome | None:
+        """Wait as a spare for the next attempt; if there is none, or this machine is asked to stop, how it ends."""
+        while (decision := meeting.find_decision(attempt)) is None:
+            if asked:
+                return Outcome(FAILED, "stopped by a signal while this machine waited as a spare")
+            time.sleep(_LOOK_SECONDS)
+        return decision.find_ending(meeting.host, Outcome(DONE))
 
     def _attempt(
         self, job: Workers, meeting: Meeting, attempt: int, announced: Mapping[str, str]
@@ -203,7 +213,9 @@ class Agent:
         health = examine_health(job.num_processes, job.folder.path)
         condition = Condition.of(health, self._missing, self._fault)
         answer = Admission(meeting.watch(attempt), self._fault).present(condition)
-        if not answer.is_admitted and not answer.ends and not meeting.coordinates:
+        if answer.is_spare:
+            logger.info("this machine is a spare: it takes the place of one that is lost")
+        elif not answer.is_admitted and not answer.ends and not meeting.coordinates:
             logger.warning(f"this machine is left out: {answer.words}")
         return None if answer.is_admitted else answer.cause
 

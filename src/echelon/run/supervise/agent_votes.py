@@ -87,23 +87,33 @@ class Decision:
     step: int | None = None
     leaving: tuple[str, ...] = ()
 
+    def find_ending(self, host: str, own: Outcome) -> Outcome | None:
+        """How a machine ends, whose own ranks ended like this; None if it takes part in another attempt."""
+        if host in self.leaving:
+            return Outcome(STOPPED if own.code == STOPPED else FAILED, own.message)
+        return None if self.goes_on else Outcome(self.code, self.message)
+
 
 def decide(
-    reports: Mapping[str, HostReport | None], asked: frozenset[str], group: HostGroup, restarts: Restarts
+    reports: Mapping[str, HostReport | None],
+    asked: frozenset[str],
+    group: HostGroup,
+    restarts: Restarts,
+    num_spares: int = 0,
 ) -> Decision:
-    """The coordinator's decision; a machine without a report is lost.
+    """The coordinator's decision; a machine without a report is lost. `num_spares`: so many others wait.
 
     The cause of the end is the report with the smallest weight, and of those the earliest.
     """
     tally = _Tally.of(reports, asked)
     first = tally.first
-    ending = tally.find_ending(group)
+    ending = tally.find_ending(group, num_spares)
     if ending is None and (asked or (first is not None and first.code == STOPPED)):
         # Machines leave or join: the others have saved and continue.
         return Decision(True, FAILED, "", restarts.done, tally.step, tuple(sorted(asked)))
     if ending is None:
         failure = tally.describe_failure()
-        ending = failure if tally.num_staying < group.min_nodes else restarts.refuse(failure, tally.step)
+        ending = failure if tally.num_staying + num_spares < group.min_nodes else restarts.refuse(failure, tally.step)
         if ending is None:
             return Decision(True, FAILED, failure.message, restarts.done, tally.step)
     return Decision(False, ending.code, ending.message, restarts.done, tally.step)
@@ -139,14 +149,14 @@ class _Tally:
 
     def is_done(self, group: HostGroup) -> bool:
         """Whether the run has reached its end, on all machines that it needs."""
-        return self.first is not None and self.first.code == DONE and (group.spares_machines or not self.lost)
+        return self.first is not None and self.first.code == DONE and (group.lives_on or not self.lost)
 
-    def find_ending(self, group: HostGroup) -> Outcome | None:
+    def find_ending(self, group: HostGroup, num_spares: int) -> Outcome | None:
         """How the job ends even if restarts are left; None if it may continue."""
         first = self.first
         if first is not None and (first.code == REFUSED or self.is_done(group)):
             return first.outcome
-        if self.asked and not (group.is_elastic and self.num_staying >= group.min_nodes):
+        if self.asked and not (group.may_leave and self.num_staying + num_spares >= group.min_nodes):
             stopped = next((report for report in self.reports if report.code == STOPPED), first)
             return Outcome(FAILED, "stopped by a signal") if stopped is None else stopped.outcome
         if first is not None and first.code == STOPPED:
@@ -220,21 +230,30 @@ class Meeting:
         """Whether the coordinator has left this machine out of an attempt."""
         return self.host not in _list_hosts(self._store, attempt)
 
+    def is_spare(self, attempt: int) -> bool:
+        """Whether this machine waits for the attempt after this one."""
+        return self.host in _lines(self._store, f"{attempt}/spares")
+
     def await_decision(self, attempt: int, mine: HostReport) -> Decision:
         """Report how the attempt ended here, wait until it has ended everywhere; returns what all machines do next."""
         self._store.set(f"{attempt}/report/{self.host}", json.dumps(asdict(mine)))
         if self.coordinates:
             self._store.set(f"{attempt}/closed", "")
-        key = f"{attempt}/decision"
-        while not self._store.check([key]):
-            if not (self.coordinates and self._decide(attempt, key)):
+        while (decision := self.find_decision(attempt)) is None:
+            if not (self.coordinates and self._decide(attempt)):
                 time.sleep(_LOOK_SECONDS)
+        if self.coordinates and not decision.goes_on:
+            self._await_readers(attempt)
+        return decision
+
+    def find_decision(self, attempt: int) -> Decision | None:
+        """What all machines do after an attempt; None if that is not decided yet."""
+        if not self._store.check([key := f"{attempt}/decision"]):
+            return None
         fields = json.loads(self._store.get(key))
         logger.debug(f"attempt {attempt}: decided {fields}")
         if not self.coordinates:
             self._store.append(f"{attempt}/read", self.host + "\n")
-        elif not fields["goes_on"]:
-            self._await_readers(attempt)
         return Decision(**{**fields, "leaving": tuple(fields["leaving"])})
 
     def watch(self, attempt: int) -> "Watch":
@@ -245,18 +264,19 @@ class Meeting:
         """Send no more heartbeats."""
         self._over.set()
 
-    def _decide(self, attempt: int, key: str) -> bool:
-        """Decide for all machines under this key of the store, if the attempt has ended everywhere."""
+    def _decide(self, attempt: int) -> bool:
+        """Decide for all machines, if the attempt has ended everywhere."""
         reports = self._collect(attempt)
         if reports is None:
             return False
         asked = self._find_asked(list(reports))
-        # If the coordinator leaves, the store is lost, so all machines must leave.
-        leaving = frozenset(reports if self.host in asked else asked)
-        decision = decide(reports, leaving, self._group, self._restarts)
+        spares = [host for host in _lines(self._store, f"{attempt}/spares") if not self._silent(self._store, host)]
+        if self.host in asked:  # if the coordinator leaves, the store is lost, so all machines must leave
+            asked, spares = list(reports), []
+        decision = decide(reports, frozenset(asked), self._group, self._restarts, len(spares))
         if decision.goes_on:
             self._store.add("attempt", 1)
-        self._store.set(key, json.dumps(asdict(decision)))
+        self._store.set(f"{attempt}/decision", json.dumps(asdict(decision)))
         return True
 
     def _collect(self, attempt: int) -> dict[str, HostReport | None] | None:
@@ -298,7 +318,7 @@ class Meeting:
     def _await_readers(self, attempt: int) -> None:
         """Wait until the others have read the decision, since the store ends with this process."""
         deadline = time.monotonic() + LOST_SECONDS
-        others = set(_list_hosts(self._store, attempt)) - {self.host}
+        others = {*_list_hosts(self._store, attempt), *_lines(self._store, f"{attempt}/spares")} - {self.host}
         while not others <= set(_lines(self._store, f"{attempt}/read")) and time.monotonic() < deadline:
             others -= {host for host in others if self._silent(self._store, host)}
             time.sleep(_LOOK_SECONDS)
@@ -330,8 +350,8 @@ class Watch:
         self.store.set("asked/name", name)
 
     def asked(self) -> str | None:
-        """The signal that asked the whole job to stop; None in an elastic job, whose machines stop individually."""
-        is_all = not self.group.is_elastic and self.store.check(["asked/name"])
+        """The signal that asked the whole job to stop; None in a job whose machines stop individually."""
+        is_all = not self.group.may_leave and self.store.check(["asked/name"])
         return self.store.get("asked/name").decode() if is_all else None
 
     def count_missing(self) -> int:
@@ -365,6 +385,18 @@ class Watch:
     def leave_out(self, host: str) -> None:
         """Let a machine that has joined the attempt take no part in it. By the coordinator, before it starts ranks."""
         self.store.append(f"{self.attempt}/left out", host + "\n")
+
+    def hold(self, host: str) -> None:
+        """Let a machine wait as a spare. By the coordinator, which then leaves it out of this attempt."""
+        self.store.append(f"{self.attempt}/spares", host + "\n")
+
+    def has_spare(self) -> bool:
+        """Whether a machine waits."""
+        return not all(map(self.is_silent, self.spares()))
+
+    def spares(self, attempt: int | None = None) -> list[str]:
+        """The machines that wait during an attempt, this one by default."""
+        return _lines(self.store, f"{self.attempt if attempt is None else attempt}/spares")
 
 
 def _list_hosts(store: "_Store", attempt: int) -> list[str]:

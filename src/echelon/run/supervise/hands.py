@@ -171,15 +171,17 @@ class Machines:
         return json.dumps([self.address, self._listener.getsockname()[1], self._token])
 
     def admit(self) -> None:
-        """Take in the machines that have connected."""
+        """Take in the machines that have connected, as far as there are places; the others wait for one."""
+        free = [place for place in range(1, len(self._places) + 1) if not self.is_there(place)]
         with suppress(BlockingIOError):
+            if not free:
+                return
             connection, _ = self._listener.accept()
             line = Line(connection)
             deadline = time.monotonic() + _HELLO_SECONDS
             while not (hello := list(line.listen())) and not line.is_lost and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
-            free = [place for place in range(1, len(self._places) + 1) if not self.is_there(place)]
-            if not hello or hello[0].get("token") != self._token or not free:
+            if not hello or hello[0].get("token") != self._token:
                 line.close()
                 return
             self._places[free[0] - 1] = Machine(line, str(hello[0].get("name")), self._folder)
@@ -240,7 +242,7 @@ class Hand:
                 self._report()
                 time.sleep(_LOOK_SECONDS)
         finally:
-            if not self._is_over:
+            if self._running and not self._is_over:
                 logger.warning("quorum: the machine that keeps the replicas does not answer; this machine stops")
             for _, _, worker in self._running.values():
                 worker.kill()

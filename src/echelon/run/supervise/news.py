@@ -56,6 +56,8 @@ class _News:
             while not self.over.wait(_LOOK_SECONDS):
                 self._look()
                 self._log_missing()
+                if not is_stop_known:
+                    self._leave_if_slow()
                 is_stop_known = is_stop_known or self._share_stop()
                 is_death_known = is_death_known or self._share_death()
         except RuntimeError:
@@ -68,6 +70,12 @@ class _News:
             needed = self._watch.group.min_nodes
             logger.info(f"waiting for machines: {needed - missing} of {needed} have joined")
             self._next_line_at += _WAITING_SECONDS
+
+    def _leave_if_slow(self) -> None:
+        """Stop this machine if it is slow and a spare waits; not the coordinator, whose end is that of the job."""
+        if self._folder.slow_path.exists() and not self._watch.coordinates and self._watch.has_spare():
+            logger.warning("this machine is slow; a spare takes its place")
+            write_text(self._folder.stop_path, signal.SIGTERM.name)
 
     def _share_stop(self) -> bool:
         if (name := read_stop_file(self._folder.stop_path)) is not None:

@@ -4,11 +4,14 @@ import platform
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
+
 from echelon.ground.stop_request import STRAGGLER
+from echelon.ground.stored import write_text
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.objects import gather_objects
 
@@ -54,23 +57,41 @@ class Straggler:
         )
 
 
-def build_straggler_watch(meshes: Meshes, stops: bool) -> "StragglerWatch":
-    """Build the watch of this rank. Collective: hosts are gathered."""
+def build_straggler_watch(meshes: Meshes, reaction: str, slow_path: Path) -> "StragglerWatch":
+    """Build the watch of this rank. `reaction`: `fault.on_straggler`. Collective: hosts are gathered.
+
+    `slow_path`: the file by which a rank tells the agent of its machine that a spare may take the machine's place.
+    """
     hosts = gather_objects(platform.node(), meshes.everyone)
-    return StragglerWatch(hosts, [meshes.grid.place(rank)["pp"] for rank in range(meshes.num_devices)], stops)
+    stages = [meshes.grid.place(rank)["pp"] for rank in range(meshes.num_devices)]
+    if reaction != "replace":
+        return StragglerWatch(hosts, stages, reaction == "stop")
+
+    def tell(slow: Straggler) -> None:
+        if slow.rank == dist.get_rank(meshes.everyone):
+            write_text(slow_path, slow.describe())
+
+    return StragglerWatch(hosts, stages, tell=tell)
 
 
 class StragglerWatch:
     """Compares the ranks' own times of each step. Every rank has the same numbers, and reaches the same result."""
 
-    def __init__(self, hosts: Sequence[str], stages: Sequence[int], stops: bool = False) -> None:
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        stages: Sequence[int],
+        stops: bool = False,
+        tell: Callable[["Straggler"], None] | None = None,
+    ) -> None:
         """By rank: its host, and the stage of its pipeline, which is compared only with itself.
 
-        `stops`: whether the run ends when a rank is found.
+        `stops`: whether the run ends when a rank is found. `tell`: called with each that is found.
         """
         self._hosts = hosts
         self._stages = stages
         self._stops = stops
+        self._tell = tell
         self._window: deque[tuple[Sequence[float], float]] = deque(maxlen=_WINDOW_STEPS)
         self._in_a_row = [0] * len(hosts)
         self.medians: list[float] | None = None
@@ -106,4 +127,7 @@ class StragglerWatch:
             self._in_a_row[rank] = self._in_a_row[rank] + 1 if is_slow else 0
             if self._in_a_row[rank] == _NUM_WINDOWS:
                 found.append(Straggler(step, rank, self._hosts[rank], seconds, usual, whole))
+        if self._tell is not None:
+            for slow in found:
+                self._tell(slow)
         return found

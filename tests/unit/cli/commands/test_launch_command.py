@@ -70,9 +70,14 @@ def silent_hub(monkeypatch, tmp_path):
         *(
             (
                 {"to": "slurm", "nodes": nodes},
-                f"command line: launch.nodes={nodes} is neither a number of machines nor MIN:MAX; use 2, or 1:4.",
+                f"command line: launch.nodes={nodes} is neither a number of machines, nor MIN:MAX, nor N+SPARES; "
+                "use 2, 1:4 or 4+1.",
             )
-            for nodes in ("0", "x y", "4:2", "-1", "")
+            for nodes in ("0", "x y", "4:2", "-1", "", "1:2+1", "2+0")
+        ),
+        (
+            {"to": "kubernetes", "nodes": "2+1"},
+            "launch.nodes=2+1: machines can wait as spares with launch.to=torchrun and slurm only; use launch.nodes=2.",
         ),
     ],
 )

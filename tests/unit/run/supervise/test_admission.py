@@ -1,12 +1,13 @@
 """Which machines take part in an attempt: the coordinator's answers, compared with answers by hand."""
 
 import threading
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 from torch.distributed import HashStore
 
-from echelon.ground.hosts import HostGroup
+from echelon.ground.hosts import parse_group
 from echelon.planner.hardware.health import Health, examine_health
 from echelon.recipe import FaultConfig
 from echelon.run.supervise.admission import Admission, Answer, Condition, Gravity, Problem, judge
@@ -22,25 +23,26 @@ class Group:
     """Agents of one attempt, which share a store in this process."""
 
     def __init__(self, nodes, fault=USUAL):
-        least, _, most = nodes.partition(":")
-        self.group = HostGroup(int(least), int(most or least), "a", 29400)
+        self.group = parse_group(nodes, "a:29400")
         self.fault = fault
         self.store = HashStore()
         self.store.set_timeout(timedelta(seconds=60))
         self.silent = set()
-        self.answers = {}
-        self.threads = []
+        self.begin_attempt(0)
+
+    def begin_attempt(self, number):
+        self.attempt, self.threads, self.answers = number, [], {}
         self.coordinator = self.admission("a")
 
     def watch(self, host):
-        return Watch(self.store, 0, self.group, host, host == "a", lambda _, name: name in self.silent)
+        return Watch(self.store, self.attempt, self.group, host, host == "a", lambda _, name: name in self.silent)
 
     def admission(self, host):
         return Admission(self.watch(host), self.fault)
 
     def come(self, host, condition=SOUND):
         """A machine joins, and presents itself as its agent does."""
-        self.store.append("0/hosts", f"{host}\n")
+        self.store.append(f"{self.attempt}/hosts", f"{host}\n")
 
         def present():
             self.answers[host] = self.admission(host).present(condition)
@@ -93,6 +95,45 @@ def test_a_machine_that_comes_later_is_judged_when_it_comes():
     group.come("b", BAD)
     group.come("c")
     assert group.look_until_answered() == {"a": True, "b": False, "c": True}
+
+
+def test_a_machine_too_many_is_a_spare_and_takes_the_place_of_a_lost_one():
+    group = Group("2+1")
+    for host in "bca":
+        group.come(host)
+    # The coordinator trains, although it has come last.
+    assert group.look_until_answered() == {"a": True, "b": True, "c": False}
+    assert group.answers["c"].is_spare and not group.answers["c"].ends and not group.answers["b"].is_spare
+    assert group.hosts() == ["b", "a"] and group.watch("a").spares() == ["c"]
+    group.begin_attempt(1)
+    for host in "cba":
+        group.come(host)
+    assert group.look_until_answered() == {"a": True, "b": True, "c": False}, "what trained before goes on"
+    group.begin_attempt(2)
+    for host in "ca":
+        group.come(host)
+    assert group.look_until_answered() == {"a": True, "c": True}
+
+
+def test_a_spare_takes_the_place_of_a_bad_machine():
+    group = Group("2+1")
+    group.come("a")
+    group.come("b", BAD)
+    for _ in range(20):
+        group.coordinator.look()
+    assert not group.answers
+    group.come("c")
+    assert group.look_until_answered() == {"a": True, "b": False, "c": True}
+    assert not group.answers["b"].is_spare
+
+
+def test_a_machine_that_replaces_a_lost_one_of_a_quorum_takes_part():
+    group = Group("2+1")
+    group.group = replace(group.group, lives_on=True)
+    group.coordinator = group.admission("a")
+    for host in "abc":
+        group.come(host)
+    assert group.look_until_answered() == {"a": True, "b": True, "c": True}
 
 
 def test_a_bad_first_machine_waits_for_others():

@@ -23,7 +23,16 @@ from echelon.run.supervise.agent_votes import HostReport, decide
 from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Weight
 from echelon.run.supervise.restart import Restarts
 
-BAD = [("0", "a:1"), ("4:2", "a:1"), ("two", "a:1"), ("2", "a"), ("2", "a:99999"), ("2", "a b:1")]
+BAD = [
+    ("0", "a:1"),
+    ("4:2", "a:1"),
+    ("1:2+1", "a:1"),
+    ("2+0", "a:1"),
+    ("two", "a:1"),
+    ("2", "a"),
+    ("2", "a:99999"),
+    ("2", "a b:1"),
+]
 FIXED, ELASTIC = HostGroup(2, 2, "a", 29400), HostGroup(1, 2, "a", 29400)
 
 
@@ -43,12 +52,30 @@ def test_all_done_is_done():
     assert (ending.goes_on, ending.code) == (False, DONE)
 
 
-def test_a_job_that_spares_machines_is_done_without_lost_ones():
+def test_a_quorum_is_done_without_lost_machines():
     """A quorum; any other job has failed when a machine is lost."""
     done = told("a", DONE, weight=Weight.NOTHING)
-    ending = decided(done, "b", group=replace(FIXED, spares_machines=True))
+    ending = decided(done, "b", group=replace(FIXED, lives_on=True))
     assert (ending.goes_on, ending.code) == (False, DONE)
     assert decided(done, "b").code == FAILED
+
+
+def test_a_spare_takes_the_place_of_a_lost_machine():
+    """Without one, two machines cannot go on as one."""
+    left = told("a", FAILED, "connection reset", Weight.ECHO, step=40)
+    ending = decide({"a": left, "b": None}, frozenset(), FIXED, Restarts(3), num_spares=1)
+    assert (ending.goes_on, ending.message, ending.step) == (True, "1 of 2 machines stopped responding: b", 40)
+    assert not decide({"a": left, "b": None}, frozenset(), FIXED, Restarts(3)).goes_on
+
+
+def test_a_machine_may_leave_if_a_spare_waits():
+    """All have saved. The first machine cannot leave alone: the test of decide gives no spares then."""
+    reports = {host: told(host, STOPPED, "stopped by SIGTERM at step 50", step=50) for host in "ab"}
+    group = replace(FIXED, num_spares=1)
+    ending = decide(reports, frozenset("b"), group, Restarts(3), num_spares=1)
+    assert (ending.goes_on, ending.leaving, ending.restarts, ending.step) == (True, ("b",), 0, 50)
+    ending = decide(reports, frozenset("b"), group, Restarts(3))
+    assert (ending.goes_on, ending.code, ending.message) == (False, STOPPED, "stopped by SIGTERM at step 50")
 
 
 def test_a_failure_restarts_all_from_the_newest_checkpoint_of_any_machine():
@@ -137,6 +164,8 @@ def test_a_lost_machine_shrinks_an_elastic_job_and_ends_a_fixed_one():
 def test_the_rendezvous_address():
     assert parse_group("2", "node-1:29400") == HostGroup(2, 2, "node-1", 29400)
     assert parse_group("1:4", "[::1]:29400", "eth0") == HostGroup(1, 4, "::1", 29400, interface="eth0")
+    assert parse_group("2+1", "a:29400") == HostGroup(2, 2, "a", 29400, num_spares=1)
+    assert not parse_group("1+1", "a:29400").is_alone
     assert parse_group("1", "[::1]:29400").endpoint == "[::1]:29400"
     for nodes, rendezvous in BAD:
         with pytest.raises(ConfigError, match=r"^--(nodes|rendezvous) "):

@@ -67,6 +67,13 @@ def test_the_run_ends_if_it_should():
     assert StragglerWatch(HOSTS, [0] * 4, stops=True).stop_cause == STRAGGLER
 
 
+def test_each_that_is_found_is_told():
+    told = []
+    watching = StragglerWatch(HOSTS, [0] * 4, tell=told.append)
+    found = [each for step in range(1, 101) for each in watching.saw_step(step, [1.0, 1.0, 1.0, 2.0], 2.0)]
+    assert found == told and [each.rank for each in told] == [3] and watching.stop_cause is None
+
+
 def test_own_time_is_that_of_this_thread_without_its_waits():
     began = read_own_time()
     time.sleep(0.2)
