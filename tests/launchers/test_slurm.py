@@ -234,6 +234,17 @@ def test_failure_is_printed_once_and_a_refusal_quotes_slurm(desk):
     assert "Invalid partition name specified" in refused
 
 
+def test_each_machine_names_a_file_that_it_does_not_see(desk):
+    name, number = desk.launch("launch.nodes=2", "launch.slurm.options.hold=true")
+    (desk.folder / "text.txt").unlink()
+    desk.slurm.call("scontrol", "release", number)
+    desk.slurm.await_state(number, "FAILED")
+    lines = [line for line in desk.output(name).splitlines() if line.startswith("echelon: ")]
+    nodes = [re.match(r"echelon: (\S+) does not see .*/text\.txt, which all machines need", line) for line in lines]
+    assert len({match[1] for match in nodes if match}) == len(lines) == 2, desk.output(name)
+    assert (desk.folder / "jobs" / name / "exit_code").read_text() == "2\n"
+
+
 def test_elastic_job_continues_when_a_machine_is_lost(desk):
     name, number = desk.launch("launch.nodes='1:2'", "launch.slurm.cpus_per_task=1", *LONG)
     deadline = time.monotonic() + 90

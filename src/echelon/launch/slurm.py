@@ -22,7 +22,7 @@ from echelon.launch.job import (
 )
 from echelon.launch.job_logs import Log, rarely, read_exit_code
 from echelon.launch.records import record_job, write_job
-from echelon.launch.slurm_files import list_local_files
+from echelon.launch.slurm_files import list_local_files, render_needed
 from echelon.launch.slurm_script import (
     ARRAY,
     BATCH,
@@ -30,6 +30,7 @@ from echelon.launch.slurm_script import (
     CODE,
     LOG,
     MACHINE,
+    NEEDED,
     check_request,
     format_time,
     render_array,
@@ -76,8 +77,8 @@ class SlurmLauncher(ArrayLauncher):
 
     @override
     def render(self, job: JobSpec) -> dict[str, str]:
-        """The batch script, and the script of each machine."""
-        return {BATCH: render_batch(job), MACHINE: render_machine(job)}
+        """The batch script, the script of each machine, and what it looks for."""
+        return {BATCH: render_batch(job), **_render_own(job)}
 
     @override
     def submit(self, job: JobSpec) -> Submitted:
@@ -127,7 +128,7 @@ class SlurmLauncher(ArrayLauncher):
     @override
     def render_array(self, jobs: Sequence[JobSpec], parallel: int) -> dict[str, str]:
         """The script of the array, and the machine script of the first job."""
-        return {ARRAY: render_array(jobs, parallel), MACHINE: render_machine(jobs[0])}
+        return {ARRAY: render_array(jobs, parallel), **_render_own(jobs[0])}
 
     @override
     def launch_array(self, jobs: Sequence[JobSpec], parallel: int) -> list[JobRecord]:
@@ -138,7 +139,7 @@ class SlurmLauncher(ArrayLauncher):
         texts = self.render_array(jobs, parallel)
         write_job(first, texts)
         for job in others:
-            write_job(job, {MACHINE: render_machine(job)})
+            write_job(job, _render_own(job))
         number = _submit(first.folder / ARRAY)
         return [record_job(job, Submitted(f"{number}_{index}")) for index, job in enumerate(jobs)]
 
@@ -179,6 +180,11 @@ def _describe_end(slurm_state: str, code: int | None, words: str) -> JobStatus:
     if code == DONE and slurm_state in ("", "COMPLETED"):
         return JobStatus("done", words, code)
     return JobStatus("failed", words, code or 1)
+
+
+def _render_own(job: JobSpec) -> dict[str, str]:
+    """The files that a job of an array has of its own."""
+    return {MACHINE: render_machine(job), NEEDED: render_needed(job)}
 
 
 def _submit(script: Path) -> str:

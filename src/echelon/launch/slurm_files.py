@@ -1,4 +1,8 @@
-"""Which files of a Slurm job are on a disk of this machine alone, by the type of their file system."""
+"""The files that all machines of a Slurm job must see.
+
+Before it is submitted, those on a disk of this machine alone are named, by the type of their file system. When it
+starts, each machine looks for them.
+"""
 
 import os
 import re
@@ -43,6 +47,18 @@ def list_local_files(job: JobSpec, mounts: Path = Path("/proc/self/mounts")) -> 
         "see it, the job fails when it starts; move it to a file system that all of them share"
         for mount, keys in found.items()
     ]
+
+
+def render_needed(job: JobSpec) -> str:
+    """The paths that each machine looks for, one per line; of what is not there yet, the folder that will have it.
+
+    Only the working directory and the run folder, where `launch.setup` or a container may bring the rest.
+    """
+    launch = job.recipe.launch
+    brings = bool(launch.setup) or launch.slurm.container is not None
+    paths = [path for key, path in _list_needed(job) if not brings or key in ("the working directory", "run.dir")]
+    there = (next(place for place in (path, *path.parents) if place.exists()) for path in paths)
+    return "".join(f"{path}\n" for path in dict.fromkeys(there) if path != Path("/"))
 
 
 def _list_needed(job: JobSpec) -> Iterator[tuple[str, Path]]:

@@ -10,10 +10,10 @@ from echelon.ground.errors import ConfigError
 from echelon.ground.variables import asked_environment
 from echelon.launch.job import JobSpec, count_gpus, describe_gpu_request
 from echelon.launch.shell import join_words, prepare_lines
-from echelon.launch.slurm_step import check_option, check_step, render_task
+from echelon.launch.slurm_step import check_option, check_step, render_options, render_task
 from echelon.recipe.yaml_text import read_table
 
-BATCH, ARRAY, MACHINE = "job.sbatch", "array.sbatch", "machine.sh"
+BATCH, ARRAY, MACHINE, NEEDED = "job.sbatch", "array.sbatch", "machine.sh", "needed.txt"
 LOG, CODE, CANCELLED = "output.log", "exit_code", "cancelled"
 """Files in the job's folder: its output, its exit code, and a marker that `echelon cancel` was called."""
 
@@ -187,10 +187,25 @@ def _body(job: JobSpec) -> str:
         "wait": 0 if elastic else _LEAVING_SECONDS,
         "no-kill": elastic,
     }
-    start = _PARTS["start"].replace("@WORDS@", render_task(job, options, f'bash "$job/{MACHINE}"'))
-    start = start.replace("@MEETING@\n", _PARTS["meeting"] if elastic else "\n")
-    later = [*(["lost"] if elastic else []), "early", *(["requeue"] if slurm.requeue else []), "end"]
-    return start + "".join(_PARTS[part] for part in later)
+    parts = [
+        "start",
+        "look",
+        *([] if elastic else ["refuse"]),
+        "step",
+        *(["lost"] if elastic else []),
+        "early",
+        *(["requeue"] if slurm.requeue else []),
+        "end",
+    ]
+    words = {
+        "@LOOK@\n": " ".join(render_options({**options, **slurm.srun_options, "chdir": "/"})) + " \\\n",
+        "@MEETING@\n": _PARTS["meeting"] if elastic else "\n",
+        "@WORDS@": render_task(job, options, f'bash "$job/{MACHINE}"'),
+    }
+    text = "".join(_PARTS[part] for part in parts)
+    for name, value in words.items():
+        text = text.replace(name, value)
+    return text
 
 
 def _quote(job: JobSpec, path: object) -> str:

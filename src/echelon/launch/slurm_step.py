@@ -71,16 +71,16 @@ def render_task(job: JobSpec, own: Options, command: str) -> str:
     `command` is quoted for the shell already.
     """
     slurm = job.recipe.launch.slurm
-    words = _render_options({**own, **slurm.srun_options})
+    words = render_options({**own, **slurm.srun_options})
     if slurm.container is None:
         return " ".join([*words, command])
     image = str(Path(slurm.container.image).expanduser()) if slurm.container.image[:1] == "~" else slurm.container.image
     mounts = _list_mounts(job, slurm.container)
     if slurm.container.runtime == "pyxis":
         given = {"container-image": image, "container-mounts": ",".join(mounts), **slurm.container.options}
-        return " ".join([*words, *_render_options(given), command])
+        return " ".join([*words, *render_options(given), command])
     # --nv: the GPUs and their driver; without GPUs it only warns.
-    options = _render_options({"nv": "rocm" not in slurm.container.options, **slurm.container.options})
+    options = render_options({"nv": "rocm" not in slurm.container.options, **slurm.container.options})
     options += [shlex.quote(f"--bind={mount}") for mount in mounts]
     return " ".join([*words, "apptainer", "exec", *options, shlex.quote(image), command])
 
@@ -108,7 +108,8 @@ def check_option(
         raise ConfigError(f"{key}={value!r} must be one line of printable characters.")
 
 
-def _render_options(options: Options) -> list[str]:
+def render_options(options: Options) -> list[str]:
+    """The words of a command for long options, quoted for the shell."""
     return [
         f"--{name}" if value is True else shlex.quote(f"--{name}={value}")
         for name, value in options.items()

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from echelon.launch.records import make_job
-from echelon.launch.slurm_files import list_local_files
+from echelon.launch.slurm_files import list_local_files, render_needed
 from echelon.recipe.load import parse_recipe
 from tests.unit.recipe_samples import DEMO
 
@@ -50,3 +50,17 @@ def test_addresses_are_not_files(tmp_path):
 def test_without_proc_nothing_is_said(tmp_path):
     recipe, _ = parse_recipe(DEMO, "recipe.yaml", [])
     assert list_local_files(make_job(recipe, tmp_path, "demo-20300102-030405"), tmp_path / "absent") == []
+
+
+def test_of_what_is_not_there_yet_the_folder_above_is_needed(tmp_path):
+    def needed(*overrides):
+        recipe, _ = parse_recipe(DEMO + "launch: {to: slurm}\n", "recipe.yaml", list(overrides))
+        return render_needed(make_job(recipe, tmp_path / "work", "demo-20300102-030405")).splitlines()
+
+    for made in ("work/text.txt", "data/a.txt", "venv/python"):
+        (tmp_path / made).parent.mkdir(exist_ok=True)
+        (tmp_path / made).touch()
+    overrides = (f"data.train.0.path={tmp_path}/data/*.txt", f"launch.python={tmp_path}/venv/python")
+    assert needed(*overrides) == [f"{tmp_path}/{name}" for name in ("work", "data", "venv/python")]
+    assert needed("run.dir=/absent/runs/demo") == [f"{tmp_path}/work", f"{tmp_path}/work/text.txt"]
+    assert needed(*overrides, "launch.slurm.container={runtime: pyxis, image: a}") == [f"{tmp_path}/work"]

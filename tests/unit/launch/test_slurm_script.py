@@ -85,10 +85,15 @@ def test_shellcheck_finds_nothing_in_the_scripts():
     assert found.stdout + found.stderr == "" and found.returncode == 0
 
 
+def write_files(folder, job):
+    for name, text in SlurmLauncher().render(job).items():
+        (folder / job.folder / name).write_text(text)
+
+
 def run_step(folder, job, *commands):
     """Run the batch script with fakes of these commands; return the words that each was called with."""
     (folder / job.folder).mkdir(parents=True)
-    (folder / job.folder / "job.sbatch").write_text(SlurmLauncher().render(job)["job.sbatch"])
+    write_files(folder, job)
     (folder / "bin").mkdir()
     for name in commands:
         (folder / "bin" / name).write_text(
@@ -202,7 +207,7 @@ class Stage:
         self.checkpoints = self.run / "checkpoints"
         for made in (self.job_folder, self.checkpoints, folder / "bin"):
             made.mkdir(parents=True)
-        (self.job_folder / "job.sbatch").write_text(SlurmLauncher().render(job)["job.sbatch"])
+        write_files(folder, job)
 
     def start(self, code, message="", state="RUNNING"):
         """Run the script once; return its exit code, the code it wrote, and whether it requested a requeue."""
@@ -266,6 +271,52 @@ def test_cancelled_job_is_not_requeued_and_does_not_start_again(stage):
 def test_job_without_requeue_ends_with_its_code(tmp_path, make):
     stage = Stage(tmp_path / "a", make("launch.slurm.requeue=false", workdir=tmp_path / "a"))
     assert stage.start(3, "stopped by SIGUSR1 at step 10") == (3, "3", False)
+
+
+# Runs the command after the options for each of two machines, the second of which sees no other.txt.
+TWO_MACHINES = """\
+#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+for SLURMD_NODENAME in node1 node2; do
+    export SLURMD_NODENAME
+    [ $SLURMD_NODENAME = node1 ] || mv {folder}/other.txt {folder}/gone.txt
+    "$@" || code=$?
+    [ $SLURMD_NODENAME = node1 ] || mv {folder}/gone.txt {folder}/other.txt
+done
+exit ${{code:-0}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "starts"),
+    [
+        ((), False),
+        (("launch.nodes='1:2'",), True),  # the others can do without it
+        (("launch.setup=['true']",), True),  # which may bring the file
+        (("data.train.0.path=text.txt",), True),
+    ],
+)
+def test_each_machine_looks_for_what_it_needs(tmp_path, make, overrides, starts):
+    folder = tmp_path / "it's $HOME"
+    job = make("data.train=other.txt", "launch.python=/bin/echo", "launch.nodes=2", *overrides, workdir=folder)
+    for made in (folder / job.folder, folder / "bin"):
+        made.mkdir(parents=True)
+    for name in ("text.txt", "other.txt"):
+        (folder / name).touch()
+    write_files(folder, job)
+    for name, text in (("srun", TWO_MACHINES.format(folder=shlex.quote(str(folder)))), ("scontrol", "#!/bin/sh\n")):
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    ended = subprocess.run(
+        ["bash", str(folder / job.folder / "job.sbatch")],
+        env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    said = f"echelon: node2 does not see {folder / 'other.txt'}, which all machines need; share it, or leave this one "
+    named = not starts or "launch.nodes='1:2'" in overrides
+    assert (said in ended.stderr, "node1" in ended.stderr) == (named, False)
+    assert ended.stdout.count("-m echelon train") == (2 if starts else 0)
+    assert (ended.returncode, (folder / job.folder / "exit_code").read_text()) == ((0, "0\n") if starts else (2, "2\n"))
 
 
 def test_states_that_slurm_reports_or_has_forgotten(tmp_path, monkeypatch):
