@@ -71,7 +71,9 @@ _MAX_COMPILE_THREADS = 32  # as in torch
 _RECORDED_COLLECTIVES = 2000
 
 _SAGEMAKER_PORT = 7777
-_SKYPILOT_PORT = 29_400
+_RENTED_PORT = 29_400
+# Of SkyPilot and dstack: the addresses of the machines, one per line, and the number of this one.
+_RENTED = (("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK"), ("DSTACK_NODES_IPS", "DSTACK_NODE_RANK"))
 
 
 def launch_role(env: Mapping[str, str] | None = None) -> Role:
@@ -82,22 +84,22 @@ def launch_role(env: Mapping[str, str] | None = None) -> Role:
     if env.get("SLURM_STEP_ID", "").isdigit() and read_int(env, "SLURM_NTASKS", 1) > 1:
         nodes = read_int(env, "SLURM_STEP_NUM_NODES", read_int(env, "SLURM_NNODES", 1))
         return "agent" if read_int(env, "SLURM_NTASKS", 1) == nodes else "worker"
-    if "SM_HOSTS" in env or "SM_CURRENT_HOST" in env or len(env.get("SKYPILOT_NODE_IPS", "").split()) > 1:
+    if "SM_HOSTS" in env or "SM_CURRENT_HOST" in env or len(_list_rented(env)[0]) > 1:
         return "agent"
     return "local"
 
 
 def find_host_group(env: Mapping[str, str] | None = None) -> HostGroup:
-    """The machines of an agent's job, from the variables of Slurm, SageMaker or SkyPilot.
+    """The machines of an agent's job, from the variables of Slurm, SageMaker, SkyPilot or dstack.
 
     Raises ConfigError if they are missing.
     """
     env = os.environ if env is None else env
-    if "SKYPILOT_NODE_IPS" in env:
-        hosts = env["SKYPILOT_NODE_IPS"].split()
-        own, first = hosts[read_int(env, "SKYPILOT_NODE_RANK", 0)], min(hosts)  # the machine that torch gives rank 0
+    hosts, rank = _list_rented(env)
+    if hosts:
+        own, first = hosts[rank], min(hosts)  # the machine that torch gives rank 0
         shares = env.get(SHARED_VARIABLE) == "1"
-        return HostGroup(len(hosts), len(hosts), first, _SKYPILOT_PORT, own == first, None, shares, own)
+        return HostGroup(len(hosts), len(hosts), first, _RENTED_PORT, own == first, None, shares, own)
     if "SM_HOSTS" in env or "SM_CURRENT_HOST" in env:
         hosts = json.loads(env.get("SM_HOSTS", "null")) or [env["SM_CURRENT_HOST"]]
         hosts.sort(key=in_number_order)
@@ -112,6 +114,14 @@ def find_host_group(env: Mapping[str, str] | None = None) -> HostGroup:
     port = 20_000 + read_int(env, "SLURM_JOB_ID", 0) % 10_000
     group = parse_group(str(read_int(env, "SLURM_NTASKS", 1)), endpoint or f"{names[0]}:{port}")
     return replace(group, coordinates=read_int(env, "SLURM_PROCID", 0) == 0)
+
+
+def _list_rented(env: Mapping[str, str]) -> tuple[list[str], int]:
+    """The addresses of the machines that SkyPilot or dstack has rented for this job, and the number of this one."""
+    for addresses, number in _RENTED:
+        if hosts := env.get(addresses, "").split():
+            return hosts, read_int(env, number, 0)
+    return [], 0
 
 
 def find_place(env: Mapping[str, str] | None = None) -> Place:

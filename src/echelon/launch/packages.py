@@ -2,10 +2,10 @@
 
 import shutil
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 from echelon.ground.errors import ConfigError
+from echelon.ground.quiet_imports import is_installed
 from echelon.launch.sagemaker.source_bundle import EXTRAS, list_extras
 from echelon.recipe import LaunchConfig, Recipe
 from echelon.recipe.engines import ENGINES, NATIVE
@@ -18,6 +18,7 @@ _IMPORTS: dict[str, tuple[str, ...]] = {
     "mlflow": ("mlflow", "psutil"),
     "wandb": ("wandb",),
     "prometheus": ("prometheus_client",),
+    "opentelemetry": ("opentelemetry.exporter.otlp.proto.http",),
     "s3": ("s3fs",),
     "gcs": ("gcsfs",),
     "float8": ("torchao",),
@@ -83,7 +84,7 @@ def _refuse_missing(recipe: Recipe, needed: dict[str, str]) -> None:
     for extra, key in needed.items():
         engine = ENGINES[recipe.engine].package if extra == recipe.engine else None
         for package in (engine,) if engine is not None else _IMPORTS[extra]:
-            if find_spec(package) is not None:
+            if is_installed(package):
                 continue
             fix = f"run {sys.executable} -m pip install 'echelon[{extra}]'"
             if extra == recipe.engine:

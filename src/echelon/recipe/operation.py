@@ -18,7 +18,7 @@ from echelon.recipe.section import (
     rule,
 )
 
-Tracker = Literal["tensorboard", "mlflow", "wandb", "prometheus"]
+Tracker = Literal["tensorboard", "mlflow", "wandb", "prometheus", "opentelemetry"]
 
 
 class CheckpointConfig(Section):

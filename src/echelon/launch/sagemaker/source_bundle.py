@@ -29,6 +29,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "data": ("datasets>=3", "pyarrow>=17", "zstandard>=0.22"),
     "mlflow": ("mlflow>=3.17,<4", "psutil>=6"),
     "wandb": ("wandb>=0.31,<1",),
+    "opentelemetry": ("opentelemetry-exporter-otlp-proto-http>=1.36",),
     "s3": ("s3fs>=2024.6",),
     "gcs": ("gcsfs>=2024.6",),
     "deepspeed": ("deepspeed>=0.19.8,<0.20",),

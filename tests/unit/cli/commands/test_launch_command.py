@@ -180,7 +180,7 @@ def test_every_engine_goes_through_every_launcher(recipe, capsys, engine, to, wo
 
 @pytest.mark.parametrize("to", ["torchrun", "slurm"])
 def test_a_package_that_the_jobs_python_lacks_is_refused(recipe, to, monkeypatch):
-    monkeypatch.setattr(packages, "find_spec", lambda name: None)  # as in an environment without torchao
+    monkeypatch.setattr(packages, "is_installed", lambda name: False)  # as in an environment without torchao
     settings = ["train.precision=fp8", f"launch.python={sys.executable}"]
     hosts = "a,b" if to == "torchrun" else None
     with pytest.raises(ConfigError) as refused:

@@ -205,15 +205,18 @@ def test_the_group_from_sagemaker():
     assert find_host_group({"SM_CURRENT_HOST": "algo-1"}).shares_files
 
 
-def test_the_group_from_skypilot():
+@pytest.mark.parametrize(
+    ("addresses", "rank"), [("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK"), ("DSTACK_NODES_IPS", "DSTACK_NODE_RANK")]
+)
+def test_the_group_from_skypilot_and_dstack(addresses, rank):
     """torch gives rank 0 to the machine with the first address, which need not be SkyPilot's head."""
-    env = {"SKYPILOT_NODE_IPS": "10.0.0.9\n10.0.0.10", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0"}
+    env = {addresses: "10.0.0.9\n10.0.0.10", rank: "0"}
     assert launch_role(env) == "agent"
     group = HostGroup(2, 2, "10.0.0.10", 29400, coordinates=False, shares_files=False, name="10.0.0.9")
     assert find_host_group(env) == group
-    other = find_host_group(env | {"SKYPILOT_NODE_RANK": "1", "ECHELON_SHARES_FILES": "1"})
+    other = find_host_group(env | {rank: "1", "ECHELON_SHARES_FILES": "1"})
     assert other.coordinates and other.shares_files and other.name == "10.0.0.10"
-    assert launch_role({"SKYPILOT_NODE_IPS": "10.0.0.9"}) == "local"
+    assert launch_role({addresses: "10.0.0.9"}) == "local"
 
 
 def test_a_name_that_resolves_later_is_waited_for(monkeypatch, caplog):

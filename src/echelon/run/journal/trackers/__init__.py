@@ -1,8 +1,7 @@
-"""Trackers: TensorBoard, MLflow, W&B and Prometheus, each fed from metrics.jsonl by a forwarder. Only on rank 0."""
-
-from importlib.util import find_spec
+"""Trackers such as TensorBoard and MLflow, each fed from metrics.jsonl by a forwarder. Only on rank 0."""
 
 from echelon.ground.errors import ConfigError
+from echelon.ground.quiet_imports import is_installed
 from echelon.recipe import Recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.trackers.forwarder import Ledger, MetricsForwarder
@@ -16,6 +15,7 @@ _PACKAGES = {
     "mlflow": ("mlflow", "psutil"),
     "wandb": ("wandb",),
     "prometheus": ("prometheus_client",),
+    "opentelemetry": ("opentelemetry.exporter.otlp.proto.http",),
 }
 # The trackers that accept rows of a finished run.
 _STORES = ("mlflow", "wandb")
@@ -28,7 +28,7 @@ def check_trackers(recipe: Recipe) -> None:
     """
     for name in recipe.track:
         for package in _PACKAGES[name]:
-            if find_spec(package) is None:
+            if not is_installed(package):
                 raise ConfigError(
                     f"track: {name} requires the package {package}, which is not installed; run pip install "
                     f"'echelon[{name}]', or remove it from track."
@@ -103,6 +103,10 @@ def _build(name: str, recipe: Recipe, folder: RunFolder, resumed_step: int) -> T
             from echelon.run.journal.trackers.prometheus import Prometheus
 
             return Prometheus(recipe, folder)
+        case "opentelemetry":
+            from echelon.run.journal.trackers.opentelemetry import OpenTelemetry
+
+            return OpenTelemetry(recipe)
         case _:
             from echelon.run.journal.trackers.tensorboard import TensorBoard
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 from echelon.ground.stored import write_json
 from echelon.recipe import Recipe
 from echelon.run.folder.run_folder import RunFolder
-from echelon.run.journal.trackers.tracker import Opened, scalars
+from echelon.run.journal.trackers.tracker import Opened, scalars_by_set
 
 TARGETS = "prometheus"
 """The folder next to the run folder that has a file for each running run: its address, for `file_sd_configs`."""
@@ -68,7 +68,7 @@ class Prometheus(Collector):
         """The gauges, for a request in a thread of the server."""
         for kind, row in self._newest.items():
             gauges: dict[str, GaugeMetricFamily] = {}
-            for place, numbers in _numbers(row):
+            for place, numbers in scalars_by_set(row):
                 for key, value in numbers.items():
                     gauges.setdefault(key, _gauge(key)).add_metric([self._run, place], value)
             gauges["step"] = _gauge(f"{kind}/step")
@@ -82,13 +82,6 @@ class Prometheus(Collector):
             server.server_close()
             thread.join()
             self._server = None
-
-
-def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Each validation set of a row with its numbers; first the row's own, under an empty name."""
-    yield "", scalars({**row, "sets": None})
-    for name, values in (row.get("sets") or {}).items():
-        yield name, scalars({**values, "kind": row["kind"]})
 
 
 def _gauge(name: str) -> GaugeMetricFamily:

@@ -48,6 +48,13 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
+def scalars_by_set(row: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
+    """The numbers of each validation set of a row, named KIND/KEY; first the row's own, under an empty name."""
+    yield "", scalars({**row, "sets": None})
+    for name, values in (row.get("sets") or {}).items():
+        yield name, scalars({**values, "kind": row["kind"]})
+
+
 def _numbers_of_sets(sets: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
     for set_name, values in sets.items():
         for key, value in _numbers(values):
