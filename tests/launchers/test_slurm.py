@@ -31,6 +31,7 @@ pytestmark = [
 ]
 
 FOREVER = "train.steps=100000"
+GOLDEN = Path(__file__).parents[1] / "unit" / "launch" / "golden"
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +104,14 @@ def desk(slurm, tmp_path):
     launch = {"python": sys.executable, "nproc_per_node": 1, "env": env, "slurm": {"gpus_per_node": 0}}
     (folder / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "launch": launch}))
     return Desk(slurm, folder, port)
+
+
+@pytest.mark.parametrize("script", sorted(GOLDEN.glob("slurm-*.sbatch")), ids=lambda path: path.stem)
+def test_slurm_reads_the_options_of_the_golden_scripts(slurm, script):
+    """It refuses one that it does not know or cannot read before it looks for the partition, which is not here."""
+    words = ["sbatch", "--test-only", str(script)]
+    answer = subprocess.run(words, env=slurm.env, capture_output=True, text=True, timeout=120, check=False)
+    assert answer.returncode == 0 or answer.stderr.startswith("sbatch: error: invalid partition specified: gpu\n")
 
 
 def test_two_machines_equal_one_machine_with_two_processes(desk):
