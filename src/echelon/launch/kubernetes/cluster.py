@@ -128,7 +128,10 @@ def _explain(status: int | None, message: str, plain: bool, kind: JobKind | None
         )
     if status == 409:
         return f"the object exists already: {message}; launch again, or delete the existing object."
-    return f"the cluster refused the request ({status}): {message}"
+    fix = ""
+    if kind is not None and kind.kind == "TrainJob":
+        fix = "; if its Kubeflow Trainer is of another version, launch.kubernetes.kind names that: trainjob-2.2, ..."
+    return f"the cluster refused the request ({status}): {message}{fix}"
 
 
 def _read_status(body: Any) -> dict[str, Any]:

@@ -83,6 +83,11 @@ def test_the_rendered_job_arrives_and_is_deleted(kind, cluster, tmp_path):
         KubernetesLauncher().cancel(record)
 
 
+def test_a_trainjob_of_another_version_is_refused_with_the_fix(cluster, tmp_path):
+    with pytest.raises(LaunchError, match=r"podSpecOverrides.*; if its Kubeflow Trainer is of another version, launch"):
+        submit(tmp_path, "launch.kubernetes.kind=trainjob-2.0")
+
+
 def test_a_job_without_its_recipe_is_removed(cluster, tmp_path):
     cluster.forbidden.add("configmaps")
     with pytest.raises(LaunchError, match="does not allow it: configmaps is forbidden"):
