@@ -42,6 +42,8 @@ def serve(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from echelon.learn.distributed.runtime import leave_groups
+
     torch.set_num_threads(1)
     while True:
         try:
@@ -55,30 +57,12 @@ def serve(connection: Connection) -> None:
             dist.barrier()  # a task may leave the group at once, while another rank still connects to its peers
             result = function(rank, world_size, *arguments)
             dist.barrier()
-            leave_group()
+            leave_groups()
+            gc.freeze()  # the next time looks only through what a task has left
             connection.send(("ok", result))
         except BaseException:
             connection.send(("error", traceback.format_exc()))
             return
-
-
-def leave_group() -> None:
-    """Destroy the process group, and all that would keep its connections: caches of DTensor, and cycles of objects.
-
-    A group of gloo that is kept has a thread that wakes up more than a hundred times a second.
-    """
-    import torch.distributed as dist
-    from torch.distributed.tensor import _redistribute
-    from torch.distributed.tensor._collective_utils import MeshTopoInfo
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    dist.destroy_process_group()
-    _clear_sharding_prop_cache()
-    _redistribute.clear_redistribute_planner_cache()
-    _redistribute._gen_transform_infos.cache_clear()
-    MeshTopoInfo.build_from_mesh.cache_clear()
-    gc.collect()
-    gc.freeze()  # the next time looks only through what a task has left
 
 
 class WorkerPool:

@@ -143,6 +143,27 @@ def _find_place_in_group() -> Place:
     return Place(rank, len(machines), here.index(rank), len(here))
 
 
+def leave_groups() -> None:
+    """Destroy all process groups, and what would keep their connections: caches of DTensor, and cycles of objects.
+
+    A group of gloo that is kept has a thread that wakes up more than a hundred times a second. Not collective. The
+    caller must have dropped what it built in the groups.
+    """
+    import gc
+
+    import torch.distributed as dist
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor._collective_utils import MeshTopoInfo
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    dist.destroy_process_group()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
+    gc.collect()
+
+
 def stop_runtime(failed: bool = False) -> None:
     """Destroy the process group. After a failure do not wait for it: the end of the process closes the connections."""
     import torch.distributed as dist

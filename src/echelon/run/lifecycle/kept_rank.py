@@ -5,7 +5,6 @@ with what these have imported, compiled and hold in memory. When a new process h
 form the next group, and go on from the newest snapshot in memory, or else from the newest checkpoint.
 """
 
-import gc
 import logging
 import os
 import sys
@@ -28,7 +27,7 @@ from echelon.ground.stop_request import StopRequest
 from echelon.ground.variables import Place
 from echelon.learn.checkpoint.peer_memory import Held
 from echelon.learn.distributed.membership import ViewChanged, close_connections
-from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS, Runtime
+from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS, Runtime, leave_groups
 from echelon.planner.plan import ParallelPlan, load_plan
 from echelon.recipe import Recipe
 from echelon.recipe.load import load_recipe
@@ -36,7 +35,7 @@ from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.assemble import build_trainer
 from echelon.run.lifecycle.rank_run import conduct
 from echelon.run.lifecycle.replica import Wait
-from echelon.run.lifecycle.view_group import ViewStore, join_board
+from echelon.run.lifecycle.view_group import CONNECT_SECONDS, ViewStore, join_board
 from echelon.run.supervise.board import Board, View, await_true
 from echelon.run.supervise.hands import SILENT_SECONDS
 from echelon.run.supervise.outcome import is_secondary
@@ -46,12 +45,12 @@ from echelon.run.training.heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
 
-_BACKEND = "gloo"
+_BACKEND, _CPU = "gloo", torch.device("cpu")
 _LOOK_SECONDS = 0.05
 # How long the keeper may take to notice a death that this rank has met as an error.
 _NOTICE_SECONDS, _SHORT_NOTICE_SECONDS, _MACHINE_NOTICE_SECONDS = 5.0, 2.0, 5.0 + SILENT_SECONDS
-# A rank that cannot leave a group in this time ends, and is replaced too.
-_LEAVING_SECONDS = 15.0
+# A rank that does not leave a group in this time ends, and is replaced too. It may be in a long forward pass.
+_LEAVING_SECONDS = 120.0
 
 
 @dataclass
@@ -140,8 +139,7 @@ class KeptRank:
 
     def _runtime(self) -> Runtime:
         place = self.place
-        cpu = torch.device("cpu")
-        return Runtime(place.rank, place.world_size, place.local_rank, place.local_world_size, cpu, _BACKEND)
+        return Runtime(place.rank, place.world_size, place.local_rank, place.local_world_size, _CPU, _BACKEND)
 
 
 class _Group:
@@ -163,10 +161,12 @@ class _Group:
 
     def form(self) -> None:
         """Form the default process group. Collective. Raises ViewChanged, or an error, if a rank is lost meanwhile."""
-        place, timeout = self._place, timedelta(seconds=COLLECTIVE_SECONDS)
+        place, timeout = self._place, timedelta(seconds=CONNECT_SECONDS)
         dist.init_process_group(
             _BACKEND, store=self._store, rank=place.rank, world_size=place.world_size, timeout=timeout
         )
+        assert dist.group.WORLD is not None
+        dist.group.WORLD._get_backend(_CPU)._set_default_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
         if self._is_spread:
             limit_silence_of(None, SILENT_SECONDS)
 
@@ -211,10 +211,9 @@ class _Group:
     def __exit__(self, *error: object) -> None:
         """Leave the groups, of which the caller must have dropped what it built in them."""
         if dist.is_initialized():
-            dist.destroy_process_group()
+            leave_groups()
         self._is_left.set()
         self._watch.join()
-        gc.collect()
 
 
 def record_losses(folder: RunFolder, board: Board, view: View, step: int) -> None:

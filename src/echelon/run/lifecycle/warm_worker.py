@@ -53,6 +53,7 @@ def import_all() -> None:
 
     import echelon.learn.engines.native
     import echelon.learn.sync.every_step
+    import echelon.run.lifecycle.kept_rank
     import echelon.run.lifecycle.rank_run
     import echelon.run.lifecycle.setup
     import echelon.run.lifecycle.worker  # noqa: F401

@@ -185,7 +185,7 @@ class Machines:
                 line.close()
                 return
             self._places[free[0] - 1] = Machine(line, str(hello[0].get("name")), self._folder)
-            logger.info(f"quorum: machine {hello[0].get('name')} is there")
+            logger.info(f"machine {hello[0].get('name')} is there")
 
     def is_there(self, place: int) -> bool:
         """Whether there is a machine at this place; this one is at place 0."""
@@ -243,7 +243,7 @@ class Hand:
                 time.sleep(_LOOK_SECONDS)
         finally:
             if self._running and not self._is_over:
-                logger.warning("quorum: the machine that keeps the replicas does not answer; this machine stops")
+                logger.warning("the machine that keeps the processes does not answer; this machine stops")
             for _, _, worker in self._running.values():
                 worker.kill()
             for _, _, worker in self._running.values():

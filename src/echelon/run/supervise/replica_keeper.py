@@ -129,7 +129,9 @@ class ReplicaKeeper:
         deadline = time.monotonic() + _RETURN_SECONDS
         while not all(map(self._has_place, self._num_starts)):
             if time.monotonic() > deadline:
-                raise LaunchError(f"not all machines have come to the keeper of the quorum in {_RETURN_SECONDS:g} s.")
+                raise LaunchError(
+                    f"not all machines have come to the keeper of the processes in {_RETURN_SECONDS:g} s."
+                )
             time.sleep(_LOOK_SECONDS)
 
     def _has_place(self, number: int) -> bool:

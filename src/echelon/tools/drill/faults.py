@@ -43,7 +43,7 @@ class Fault:
     strike: Callable[[Job], None]
     damage: Callable[[Trial], None] | None = None
     repair: Callable[[Trial], None] | None = None
-    noticed_by: tuple[str, ...] = ("failure", "signal", "save_failed", "bad_step", "replica_lost")
+    noticed_by: tuple[str, ...] = ("failure", "signal", "save_failed", "bad_step", "replica_lost", "process_lost")
     over_by: tuple[str, ...] = ("resume", "start", "replica_lost")
     loses_rank: bool = False
     starts: int = 2

@@ -1,0 +1,99 @@
+"""Lost processes and machines are replaced (`fault.on_lost_process: replace`) in a job of several machines, which are
+network namespaces with shared files: rows and weights are those of a run that lost nothing, bit for bit."""
+
+import os
+import signal
+
+import pytest
+
+from echelon.run.folder.run_folder import RunFolder
+from tests.dist.command import finish, start, write_recipe
+from tests.faults.test_quorum_plans import LLAMA
+from tests.faults.test_replaced_processes import read_exact
+from tests.launchers.test_quorum_hosts import PATIENCE_SECONDS, Job, workers
+from tests.namespaces import machines, namespaces_allowed
+from tests.parity.training import equal_tensors, tensors_of
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.slow,
+    pytest.mark.skipif(namespaces_allowed() is not None, reason=str(namespaces_allowed())),
+]
+STEPS, RARELY = 60, 1000
+LOST = "process_lost"
+
+
+class RankJob(Job):
+    """A job on emulated machines in which lost ranks are replaced; it saves at its end alone."""
+
+    def __init__(self, network, size=1, parallel="fsdp"):
+        super().__init__(network, size, parallel)
+        write_recipe(
+            self.folder, model={"config": LLAMA}, parallel=parallel,
+            train={"steps": STEPS, "global_batch_size": 12, "log_every": 20, "eval_every": 25},
+            checkpoint={"every_steps": RARELY, "snapshot_every_steps": 4},
+            fault={"on_lost_process": "replace", "hang_seconds": 120},
+        )  # fmt: skip
+
+    def until_replaced(self, count):
+        self.until(lambda: len(self.events(LOST)) >= count)
+
+    def assert_as_undisturbed(self):
+        """Compare with the same number of processes on one machine, which lose nothing."""
+        assert not self.events("restart", "failure", "save_failed")
+        assert all(row["step"] % 4 == 0 and row["step"] for row in self.events("resume")), self.events("resume")
+        whole, count = RunFolder(self.folder / "runs" / "whole"), self.size * len(self.network)
+        plain = ("fault.on_lost_process=restart", "checkpoint.snapshot_every_steps=null", "run.dir=runs/whole")
+        command = ("train", "recipe.json", "--nproc", str(count), *plain)
+        ending = finish(start(*command, cwd=self.folder, OMP_NUM_THREADS="1"), PATIENCE_SECONDS)
+        assert ending.code == 0, ending
+        assert read_exact(self.run) == read_exact(whole)
+        assert equal_tensors(tensors_of(self.run.path, STEPS), tensors_of(whole.path, STEPS))
+
+
+def test_a_lost_process_of_any_machine_is_replaced(tmp_path):
+    """Of another machine, then of the first; the processes of the others stay."""
+    with machines(2, tmp_path) as network:
+        job = RankJob(network, size=2, parallel={"dp_shard": 2, "tp": 2}).begin()
+        for number, machine in enumerate((network[1], network[0])):
+            job.until_step(10 * (1 + number))
+            kept = workers(network[1 - network.index(machine)])
+            os.kill(min(workers(machine).values()), signal.SIGKILL)
+            job.until_replaced(number + 1)
+            assert workers(network[1 - network.index(machine)]) == kept
+        codes, outputs = job.end()
+    assert set(codes.values()) == {0}, outputs
+    job.assert_as_undisturbed()
+
+
+def test_a_lost_machine_returns_and_gets_its_state_from_another_one(tmp_path):
+    """Without power: its connections are not closed. No checkpoint was saved before."""
+    with machines(3, tmp_path) as network:
+        job = RankJob(network).begin()
+        job.until_step(10)
+        last = network[-1]
+        kept = [workers(machine) for machine in network[:-1]]
+        last.cut()
+        last.kill()
+        job.agents.pop(last.name).communicate()
+        last.heal()
+        job.begin(last)
+        job.until_replaced(1)
+        assert [workers(machine) for machine in network[:-1]] == kept
+        codes, outputs = job.end()
+    assert set(codes.values()) == {0}, outputs
+    assert "was lost with its machine" in "".join(outputs.values())
+    job.assert_as_undisturbed()
+
+
+def test_without_the_first_machine_all_stop(tmp_path):
+    with machines(2, tmp_path) as network:
+        job = RankJob(network).begin()
+        job.until_step(5)
+        network[0].kill()
+        assert job.agents["node-2"].wait(PATIENCE_SECONDS) == 1 and not workers(network[1])
+        job.agents["node-1"].communicate()
+        job.agents["node-2"].communicate()
+        job.begin()
+        codes, outputs = job.end()
+    assert set(codes.values()) == {0}, outputs
