@@ -3,10 +3,14 @@
 Rows and last weights are those of a run of the same number of processes that lost nothing, bit for bit.
 """
 
+import random
+import time
+from contextlib import suppress
+
 import pytest
 
 from tests.dist.command import EXACT, finish, read_lines, start
-from tests.faults.test_quorum import PATIENCE_SECONDS, Job
+from tests.faults.test_quorum import PATIENCE_SECONDS, SEED, Job
 from tests.faults.test_quorum_plans import LLAMA
 from tests.parity.training import equal_tensors, tensors_of
 
@@ -44,9 +48,9 @@ def read_exact(run):
     return [[row.get(key) for key in ("kind", *EXACT)] for row in read_lines(run.metrics_path)]
 
 
-def assert_as_undisturbed(job):
+def assert_as_undisturbed(job, may_restart=False):
     """Compare a run with another one of the same recipe that loses nothing."""
-    assert not {"restart", "failure", "save_failed"} & {event["event"] for event in job.events()}
+    assert may_restart or not job.events("restart", "failure", "save_failed")
     whole = type(job.run)(job.folder / "runs" / "whole")
     plain = ("fault.on_lost_process=restart", "checkpoint.snapshot_every_steps=null", "run.dir=runs/whole")
     command = ("train", "recipe.json", "--nproc", str(job.replicas), *plain)
@@ -92,6 +96,24 @@ def test_two_losses_under_each_plan(tmp_path, name):
         job.lose(rank)
     job.end()
     assert_as_undisturbed(job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "hsdp", "fsdp with tp", "pp", "lora", "diloco"])
+def test_five_losses_at_random_moments(tmp_path, name):
+    """Also during a recovery: if no process is left then, all restart. What each loss cost is printed."""
+    parallel, ranks, sections = PLANS[name]
+    draw = random.Random(f"{SEED} {name}")
+    job = RankJob(tmp_path, ranks, parallel, **sections).begin()
+    for step in sorted(draw.sample(range(1, 50), 5)):
+        job.until(lambda least=step: job.last_step() >= least)
+        time.sleep(draw.uniform(0, 1))
+        if job.process.poll() is None and not job.run.is_finished():
+            with suppress(ProcessLookupError):  # that of the rank before, which was just killed
+                job.strike(draw.randrange(ranks))
+    job.end()
+    print(name, [(row["rank"], row["step"], round(row["seconds"], 2)) for row in job.events(LOST)], job.resumed())
+    assert_as_undisturbed(job, may_restart=True)
 
 
 @pytest.mark.slow

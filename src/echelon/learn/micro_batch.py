@@ -29,9 +29,12 @@ _NAMED_RANKS = 4
 
 
 def build_rehearsed(
-    recipe: Recipe, spec: EngineSpec, data: PreparedData
+    recipe: Recipe, spec: EngineSpec, data: PreparedData, is_known: bool = False
 ) -> tuple[Engine, ParallelPlan, MemoryParts | None]:
-    """Build an engine, and rehearse a step of the recipe's objective with it: see `fit_micro_batch`. Collective."""
+    """Build an engine, and rehearse a step of the recipe's objective with it: see `fit_micro_batch`. Collective.
+
+    `is_known`: whether a step of this plan has already run in this job, and is not rehearsed again.
+    """
     objective = build_objective(recipe.objective)
     new_tokens = find_new_tokens(recipe, data.tokenizer)
     spec = replace(spec, new_token_ids=new_tokens, needs_reference=objective.needs_reference)
@@ -44,6 +47,8 @@ def build_rehearsed(
         microbatch = like_source(sequences, recipe, data, find_batch_place(recipe, plan, spec.meshes))
         return engine.rehearse(microbatch, plan.num_microbatches, objective)
 
+    if is_known:
+        return build(spec.plan), spec.plan, None
     return fit_micro_batch(build, rehearse, recipe, spec.plan)
 
 

@@ -44,14 +44,17 @@ def build_trainer(
     callbacks: Sequence["Callback"] = (),
     memory: "Memory | None" = None,
     loss: "LastEnd | None" = None,
+    is_known: bool = False,
 ) -> Trainer:
     """Build a trainer with everything a run needs, rehearsed and loaded, ready for `fit`. Collective.
 
     `stop` and `heart` are the stop request and the watchdog of hangs; by default there are none. `memory`: where this
-    process holds snapshots, if it lives on when another rank is lost; `loss`: when the last one was.
+    process holds snapshots, if it lives on when another rank is lost; `loss`: when the last one was. `is_known`:
+    see `build_run_learner`.
     """
     recovery = RecoveryWatch(folder, loss) if runtime.rank == 0 else None
-    learner = build_run_learner(recipe, plan, folder, runtime, compile_backend, is_first=runtime.rank == 0)
+    is_first = runtime.rank == 0
+    learner = build_run_learner(recipe, plan, folder, runtime, compile_backend, is_first, is_known=is_known)
     return assemble(learner, folder, runtime, recovery, stop, heart, callbacks, memory=memory)
 
 

@@ -28,7 +28,7 @@ from echelon.ground.variables import Place
 from echelon.learn.checkpoint.peer_memory import Held
 from echelon.learn.distributed.membership import ViewChanged, close_connections
 from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS, Runtime, leave_groups
-from echelon.planner.plan import ParallelPlan, load_plan
+from echelon.planner.plan import load_plan
 from echelon.recipe import Recipe
 from echelon.recipe.load import load_recipe
 from echelon.run.folder.run_folder import RunFolder
@@ -45,6 +45,8 @@ from echelon.run.training.heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
 
+# The mark on the board of a plan that has trained.
+_TRIED = "tried", "plan"
 _BACKEND, _CPU = "gloo", torch.device("cpu")
 _LOOK_SECONDS = 0.05
 # How long the keeper may take to notice a death that this rank has met as an error.
@@ -76,7 +78,7 @@ class KeptRank:
         Raises StoppedError when a rank was asked to stop, and the run is saved; LaunchError, which restarts all, when
         losses leave it no time to advance; or another error of a training.
         """
-        recipe, plan = load_recipe(self.folder.recipe_path)[0], load_plan(self.folder.plan_path)
+        recipe, _ = load_recipe(self.folder.recipe_path)
         board, store = join_board()
         board.mark("ready", self.member)
         number, furthest, num_in_vain = -1, -1, 0
@@ -85,7 +87,7 @@ class KeptRank:
             view = board.await_view(number, self.member, wait.look)
             number = view.number
             with _Group(board, store, view, self.place) as group:
-                step = self._train_in(group, recipe, plan, wait)
+                step = self._train_in(group, recipe, wait)
             if step is None:
                 return
             num_in_vain = 0 if step > furthest else num_in_vain + 1
@@ -97,19 +99,20 @@ class KeptRank:
                 )
             wait.begin(self.build_heart(self._runtime()))
 
-    def _train_in(self, group: "_Group", recipe: Recipe, plan: ParallelPlan, wait: Wait) -> int | None:
+    def _train_in(self, group: "_Group", recipe: Recipe, wait: Wait) -> int | None:
         """Train in a group; None when the run has ended, else the number of finished steps. Collective."""
         trainer, runtime = None, self._runtime()
         is_first = runtime.rank == 0
         try:
             group.form()
             wait.end()
+            is_known = group.board.is_marked(*_TRIED)
             loss = group.find_loss() if is_first else None
             callbacks = build_callbacks(recipe.train.callbacks) if is_first else ()
             heart = self.build_heart(runtime)
             trainer = build_trainer(
                 recipe,
-                plan,
+                load_plan(self.folder.plan_path),  # the first rehearsal may have changed it
                 self.folder,
                 runtime,
                 stop=self.stop,
@@ -117,10 +120,12 @@ class KeptRank:
                 callbacks=callbacks,
                 memory=self._held,
                 loss=loss,
+                is_known=is_known,
             )
             group.board.mark("trains", self.member)
             dist.barrier()
             if is_first:
+                group.board.mark(*_TRIED)
                 record_losses(self.folder, group.board, group.view, trainer.state.step)
             conduct(trainer, recipe, self.folder, self.stop, heart, group.raise_loss)
             if group.board.await_end(group.view, is_first):

@@ -27,12 +27,14 @@ def build_run_learner(
     compile_backend: str,
     is_first: bool,
     number: int | None = None,
+    is_known: bool = False,
 ) -> Learner:
     """Open the data that the run was prepared with, build the engine, and rehearse a step. Collective.
 
     Args:
         is_first: whether this rank writes the model's folder, and the plan if the rehearsal changes it.
         number: that of this replica in the run, where replicas are built alone; None: that of its place in the group.
+        is_known: whether a step of this plan has already run in this job, and is not rehearsed again.
     """
     meshes = build_mesh(plan, runtime.device.type, runtime.is_one_machine)
     if number is not None:
@@ -48,7 +50,7 @@ def build_run_learner(
     if is_first:
         write_model_folder(folder.model_dir, config, data.tokenizer, data.manifest.stops)
     spec = EngineSpec(here, config, plan, meshes, runtime.device, compile_backend)
-    engine, rehearsed, memory = build_rehearsed(recipe, spec, data)
+    engine, rehearsed, memory = build_rehearsed(recipe, spec, data, is_known)
     # The recipe as the user wrote it: that of the engine names this machine's copies of hub files.
     learner = Learner(recipe, rehearsed, config, meshes, runtime.device, engine, data, memory)
     if is_first:
