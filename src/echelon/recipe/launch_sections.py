@@ -246,8 +246,8 @@ class LaunchConfig(Section):
     to: Target | None = Field(None, description="The target, if `--to` is not given.")
     nodes: Count | str = Field(
         1,
-        description="Number of machines; `MIN:MAX`: any number in this range, also changing during the run; `4+1`: 4, "
-        "and one that waits and takes the place of a lost one, `to: torchrun` and `to: slurm`.",
+        description="Number of machines; `MIN:MAX`: any number in this range, also changing during the run; `4+1`: one "
+        "more waits to take the place of a lost one (torchrun, slurm).",
     )
     nproc_per_node: Count | Literal["auto"] = Field("auto", description="Processes per machine; auto: one per GPU.")
     accelerator: str | None = Field(

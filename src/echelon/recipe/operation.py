@@ -170,8 +170,7 @@ class FaultConfig(Section):
     on_straggler: Literal["warn", "stop", "replace"] = Field(
         "warn",
         description="Reaction to a process that is persistently slower than the others. `stop` also ends the run with "
-        "a checkpoint, so that its machine can be replaced. `replace`: a spare machine of `--nodes N+SPARES` takes its "
-        "place.",
+        "a checkpoint. `replace`: a spare machine of `--nodes N+SPARES` takes the place of its machine.",
     )
     on_lost_process: Literal["restart", "replace"] = Field(
         "restart",
@@ -188,6 +187,9 @@ class FaultConfig(Section):
     )
     verify_replicas_every: Count | None = Field(
         None, description="Steps between checks that all replicas have the same weights."
+    )
+    verify_passes_every: Count | None = Field(
+        None, description="Steps between checks that all processes compute the same from the same tokens."
     )
 
 

@@ -32,6 +32,7 @@ from echelon.run.journal.trackers import start_trackers
 from echelon.run.lifecycle.view_group import ViewMembership
 from echelon.run.report.judgement import judge_run
 from echelon.run.report.run_record import read_record
+from echelon.run.training.pass_comparison import describe_compared
 from echelon.run.training.replicas import describe_replicas
 from echelon.run.training.state import GoodputState, SavedState, TrainState
 from echelon.run.training.trainer import Trainer
@@ -108,6 +109,8 @@ def describe_training(
     yield describe_tokens(config, data.tokenizer, stops)
     if recipe.fault.verify_replicas_every is not None:
         yield describe_replicas(plan)
+    if recipe.fault.verify_passes_every is not None:
+        yield describe_compared(recipe, plan)
 
 
 def describe_tokens(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> str:

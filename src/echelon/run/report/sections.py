@@ -39,7 +39,16 @@ from echelon.run.report.profile_section import build_profile
 from echelon.run.report.reward_section import build_rewards
 from echelon.run.report.run_record import RunRecord, percentile
 
-_BAD_EVENTS = ("failure", "restart", "bad_step", "rollback", "replicas_differ", "upload_failed", "straggler")
+_BAD_EVENTS = (
+    "failure",
+    "restart",
+    "bad_step",
+    "rollback",
+    "replicas_differ",
+    "passes_differ",
+    "upload_failed",
+    "straggler",
+)
 # Events with a mark on the timeline, and their name there; checkpoints are shown without names.
 _MARKED = {
     "start": "start",

@@ -1,4 +1,4 @@
-"""Work between two steps: comparing replicas, evaluating, saving, and stopping on request."""
+"""Work between two steps: comparing ranks, evaluating, saving, and stopping on request."""
 
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from echelon.ground.errors import TrainingError
 from echelon.ground.stop_request import StopRequest
 from echelon.run.training.evaluations import Evaluations
+from echelon.run.training.pass_comparison import compare_passes, describe_passes
 from echelon.run.training.replicas import compare_replicas, describe_differences
 from echelon.run.training.run_log import Accounting
 from echelon.run.training.state import TrainState
@@ -52,6 +53,11 @@ class Pauses:
         return self.learner.recipe.fault.verify_replicas_every
 
     @property
+    def compare_passes_every(self) -> int | None:
+        """The interval in steps at which ranks compute the same tokens, also before each save; None for never."""
+        return self.learner.recipe.fault.verify_passes_every
+
+    @property
     def patience(self) -> int | None:
         """The number of consecutive evaluations without a lower loss that end the run; None for no limit."""
         return self.learner.recipe.evaluate.early_stopping
@@ -62,7 +68,9 @@ class Pauses:
         Collective after some steps. `is_last`: whether it is the run's last step.
         """
         return Due(
-            comparison=self.compare_every is not None and done % self.compare_every == 0,
+            comparison=any(
+                every is not None and done % every == 0 for every in (self.compare_every, self.compare_passes_every)
+            ),
             evaluation=self.evaluations is not None and (is_last or self.evaluations.is_due(done)),
             checkpoint=is_last or self.saver.agree_on_save(done),
             snapshot=self.saver.snapshot_due(done),
@@ -79,12 +87,14 @@ class Pauses:
 
         Raises:
             StoppedError: the ranks have agreed to stop, and the run is saved.
-            TrainingError: replicas have different weights.
+            TrainingError: replicas have different weights, or ranks compute different results.
             CheckpointError: see Saver.
         """
         is_best = False
         if self.compare_every is not None:  # also before a save, which stores the weights of one replica
             self._compare_replicas(state.step)
+        if self.compare_passes_every is not None:
+            self._compare_passes(state.step)
         if self.evaluations is not None and due.evaluation:
             state = self.evaluations.run(state)
             is_best = not state.owes_evaluation and state.best_step == state.step
@@ -106,3 +116,12 @@ class Pauses:
             for difference in differences:
                 self.accounting.event("replicas_differ", step=step, **asdict(difference))
             raise TrainingError(describe_differences(differences, step))
+
+    def _compare_passes(self, step: int) -> None:
+        """Raise TrainingError if ranks compute different results from the same tokens. Collective."""
+        found = compare_passes(self.learner, step)
+        if found:
+            self.saver.wait()
+            for odd in found:
+                self.accounting.event("passes_differ", step=step, **asdict(odd))
+            raise TrainingError(describe_passes(found, step))
