@@ -16,7 +16,7 @@ from tests.parity.training import equal_tensors, tensors_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("marked")]
 
-STEPS = 60
+STEPS = 100
 LOST = "process_lost"
 
 
@@ -48,9 +48,14 @@ def read_exact(run):
     return [[row.get(key) for key in ("kind", *EXACT)] for row in read_lines(run.metrics_path)]
 
 
-def assert_as_undisturbed(job, may_restart=False):
+def is_of_checkpoint(step):
+    """Whether there is a checkpoint, and no snapshot, of this step."""
+    return step % 25 == 0 and step % 4 != 0
+
+
+def assert_as_undisturbed(job):
     """Compare a run with another one of the same recipe that loses nothing."""
-    assert may_restart or not job.events("restart", "failure", "save_failed")
+    assert not job.events("restart", "failure", "save_failed")
     whole = type(job.run)(job.folder / "runs" / "whole")
     plain = ("fault.on_lost_process=restart", "checkpoint.snapshot_every_steps=null", "run.dir=runs/whole")
     command = ("train", "recipe.json", "--nproc", str(job.replicas), *plain)
@@ -62,12 +67,12 @@ def assert_as_undisturbed(job, may_restart=False):
 
 def test_a_lost_process_is_replaced(tmp_path):
     """The first one, which writes the run's files; its state comes from the memory of the other one."""
-    job = RankJob(tmp_path, 2, "fsdp").begin()
+    job = RankJob(tmp_path, 2, "fsdp", checkpoint={"every_steps": 1000}).begin()
     job.until(lambda: job.last_step() >= 10)
     job.lose(0)
     ending = job.end()
     [step] = job.resumed()
-    assert step >= 8 and step % 4 == 0, "not from a checkpoint"
+    assert step and step % 4 == 0
     assert f"Resuming from step-{step:08d}, a snapshot in memory." in ending.out
     assert_as_undisturbed(job)
 
@@ -101,19 +106,20 @@ def test_two_losses_under_each_plan(tmp_path, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "hsdp", "fsdp with tp", "pp", "lora", "diloco"])
 def test_five_losses_at_random_moments(tmp_path, name):
-    """Also during a recovery: if no process is left then, all restart. What each loss cost is printed."""
+    """What each cost is printed."""
     parallel, ranks, sections = PLANS[name]
     draw = random.Random(f"{SEED} {name}")
     job = RankJob(tmp_path, ranks, parallel, **sections).begin()
-    for step in sorted(draw.sample(range(1, 50), 5)):
+    for step in [first + draw.randrange(8) for first in range(1, 80, 16)]:  # apart: the run gets further between two
         job.until(lambda least=step: job.last_step() >= least)
-        time.sleep(draw.uniform(0, 1))
-        if job.process.poll() is None and not job.run.is_finished():
-            with suppress(ProcessLookupError):  # that of the rank before, which was just killed
-                job.strike(draw.randrange(ranks))
+        time.sleep(draw.uniform(0, 0.1))
+        before = len(job.events(LOST))
+        with suppress(ProcessLookupError):  # the run has ended meanwhile
+            job.strike(draw.randrange(ranks))
+        job.until(lambda least=before: len(job.events(LOST)) > least or job.process.poll() is not None)
     job.end()
     print(name, [(row["rank"], row["step"], round(row["seconds"], 2)) for row in job.events(LOST)], job.resumed())
-    assert_as_undisturbed(job, may_restart=True)
+    assert_as_undisturbed(job)
 
 
 @pytest.mark.slow
@@ -123,7 +129,7 @@ def test_two_processes_lost_at_once(tmp_path):
     job.until(lambda: job.events("checkpoint") and job.last_step() >= 30)
     job.lose(1, 2)
     job.end()
-    assert job.resumed() == [25]
+    assert is_of_checkpoint(*job.resumed())
     assert_as_undisturbed(job)
 
 
@@ -133,7 +139,7 @@ def test_without_snapshots_the_newest_checkpoint_is_read(tmp_path):
     job.until(lambda: job.events("checkpoint") and job.last_step() >= 30)
     job.lose(1)
     job.end()
-    assert job.resumed() == [25]
+    assert is_of_checkpoint(*job.resumed())
     assert_as_undisturbed(job)
 
 
@@ -170,8 +176,8 @@ def test_all_processes_are_lost(tmp_path):
     for rank in range(2):
         job.strike(rank)
     ending = job.end()
-    assert "restart 1 of 3: from step 25" in ending.out, ending
-    assert [row["step"] for row in job.events("resume")] == [25]
+    [step] = job.resumed()
+    assert is_of_checkpoint(step) and f"restart 1 of 3: from step {step}" in ending.out, ending
 
 
 @pytest.mark.slow
