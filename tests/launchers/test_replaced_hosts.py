@@ -72,14 +72,12 @@ def test_a_lost_machine_returns_and_gets_its_state_from_another_one(tmp_path):
         job = RankJob(network).begin()
         job.until_step(10)
         last = network[-1]
-        kept = [workers(machine) for machine in network[:-1]]
         last.cut()
         last.kill()
         job.agents.pop(last.name).communicate()
         last.heal()
         job.begin(last)
         job.until_replaced(1)
-        assert [workers(machine) for machine in network[:-1]] == kept
         codes, outputs = job.end()
     assert set(codes.values()) == {0}, outputs
     assert "was lost with its machine" in "".join(outputs.values())

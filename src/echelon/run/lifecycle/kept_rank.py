@@ -49,8 +49,9 @@ logger = logging.getLogger(__name__)
 _TRIED = "tried", "plan"
 _BACKEND, _CPU = "gloo", torch.device("cpu")
 _LOOK_SECONDS = 0.05
-# How long the keeper may take to notice a death that this rank has met as an error.
-_NOTICE_SECONDS, _SHORT_NOTICE_SECONDS, _MACHINE_NOTICE_SECONDS = 5.0, 2.0, 5.0 + SILENT_SECONDS
+# How long the keeper may take to notice a death that this rank has met as an error; of a machine, once it is silent.
+# Where the other one has reported an error instead, the keeper ends this rank meanwhile.
+_NOTICE_SECONDS, _SHORT_NOTICE_SECONDS, _MACHINE_NOTICE_SECONDS = 30.0, 2.0, 30.0 + SILENT_SECONDS
 # A rank that does not leave a group in this time ends, and is replaced too. It may be in a long forward pass.
 _LEAVING_SECONDS = 120.0
 
