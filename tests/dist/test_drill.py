@@ -52,7 +52,7 @@ def test_one_process_skips_the_fault_that_only_a_peer_detects(folder):
     said = job.stderr.readlines()
     assert job.wait(60) == 0, (lines, said)
     assert "drill: skipped with one process: a rank hangs, which only another rank could detect\n" in said
-    assert said[1].startswith("drill: 6 faults, about ") and said[1].endswith(" min in total\n")
+    assert said[1].startswith("drill: 6 faults, about ") and said[1].endswith(" in total\n")
     assert len(findings) == 6 and all(each["identical"] for each in findings.values())
     assert findings["a rank killed"]["starts"] == 1 and findings["a rank killed"]["lost_steps"] > 0
     assert not (folder / "runs" / "tiny-drill").exists()

@@ -22,6 +22,7 @@ ROWS = [
 ]  # fmt: skip
 OPTIONS = [
     with_ranks(Row("ddp", adapter="qlora", checkpointing="selective"), 2, micro_batch=2),
+    with_ranks(Row("fsdp", adapter="lora", checkpointing="selective"), 2, micro_batch=2),
     with_ranks(Row("ddp", adapter="lora", family="gpt2", tied=True, precision="bf16"), 2),
     with_ranks(Row("zero2", adapter="qlora fp4", family="gemma2", tied=True, optimizer="lion"), 2, micro_batch=1),
     with_ranks(Row("hsdp", adapter="dora", family="qwen3", precision="bf16"), 4),

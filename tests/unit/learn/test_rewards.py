@@ -72,7 +72,7 @@ def test_a_busy_machine_changes_no_comparison(monkeypatch):
 def test_a_comparison_that_takes_too_long_is_no_equality():
     started = time.monotonic()
     assert equals([r"\boxed{9^{9^{9^{9^9}}}}", "1"], [{"answer": 1}] * 2) == [0.0, 1.0]
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize(

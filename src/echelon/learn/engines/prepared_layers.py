@@ -55,7 +55,7 @@ def prepare_layers(
         if plan.tp == 1:
             from echelon.learn.model.lora_layer import add_by_products
 
-            add_by_products(model)
+            add_by_products(model, plan.activation_checkpointing == "selective")
     if plan.precision.float8:
         apply_float8(model, device_type != "cuda", plan.precision.float8_scaling, plan.gathers_float8)
     if plan.mlp_tiles > 1:

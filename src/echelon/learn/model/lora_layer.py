@@ -2,7 +2,8 @@
 
 PEFT computes B(A(x)), scales it and adds it: three tensors of the output's size in the forward pass, and a scaled copy
 of the output's gradient in the backward pass. On a CPU, each of these passes over memory takes as long as a product by
-A. Here the product by B is added to the output of the frozen layer in place.
+A. Here the product by B is added to the output of the frozen layer in place; or, where selective checkpointing keeps
+that output for the backward pass, to a copy, which is not kept.
 """
 
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
+from typing_extensions import override
 
 
 class AddingLinear(Linear):  # type: ignore[misc]
@@ -24,16 +26,31 @@ class AddingLinear(Linear):  # type: ignore[misc]
         result: Tensor = self.base_layer(inputs)
         rows = self.lora_A[name](self.lora_dropout[name](inputs)).to(result.dtype)
         expand = self.lora_B[name].weight.to(result.dtype).t()
-        add = torch.addmm if self.fan_in_fan_out else Tensor.addmm_  # Conv1D returns a view
-        result = add(result, rows, expand, alpha=self.scaling[name])
+        result = self._add(result, rows, expand, self.scaling[name])
         return result.view(*x.shape[:-1], result.shape[-1])
 
+    def _add(self, result: Tensor, rows: Tensor, expand: Tensor, scaling: float) -> Tensor:
+        add = torch.addmm if self.fan_in_fan_out else Tensor.addmm_  # Conv1D returns a view
+        return add(result, rows, expand, alpha=scaling)
 
-def add_by_products(model: nn.Module) -> None:
+
+class CopyingLinear(AddingLinear):
+    """The same for layers under selective checkpointing, which keeps the output of the frozen layer.
+
+    That must not change. A batched product is not among the operations that are kept, so nothing is kept twice.
+    """
+
+    @override
+    def _add(self, result: Tensor, rows: Tensor, expand: Tensor, scaling: float) -> Tensor:
+        return torch.baddbmm(result[None], rows[None], expand[None], alpha=scaling)[0]
+
+
+def add_by_products(model: nn.Module, keeps_products: bool) -> None:
     """Let the plain LoRA layers of a model add their adapters by one product. Their parameters stay what they are.
 
-    Not for layers whose B is divided: its hooks would be passed over.
+    Not for layers whose B is divided: its hooks would be passed over. `keeps_products`: whether the layers are under
+    selective checkpointing.
     """
     for module in model.modules():
         if type(module) is Linear and not module.lora_variant:
-            module.__class__ = AddingLinear
+            module.__class__ = CopyingLinear if keeps_products else AddingLinear

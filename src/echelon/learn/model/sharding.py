@@ -27,11 +27,18 @@ def _places_of_dim(tensor: DTensor, dim: int) -> slice | Tensor:
     mesh = tensor.device_mesh
     shape = [-1 if other == dim else 1 for other in range(tensor.ndim)]
     numbers = torch.arange(tensor.shape[dim], device=mesh.device_type).view(shape)
-    placements: list[Placement] = [
-        placement if getattr(placement, "dim", None) == dim else Replicate() for placement in tensor.placements
-    ]
-    replicated = DTensor.from_local(numbers, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    places = replicated.redistribute(placements=placements).to_local().flatten().cpu()
+    divided = [axis for axis, placement in enumerate(tensor.placements) if getattr(placement, "dim", None) == dim]
+    if len(divided) == 1:  # which torch 2.11 does not redistribute if it is strided
+        [axis] = divided
+        parts, _ = tensor.placements[axis]._split_tensor(numbers, mesh.size(axis), with_padding=False)  # type: ignore[attr-defined]
+        part: Tensor = parts[mesh.get_local_rank(axis)]
+    else:
+        placements: list[Placement] = [
+            placement if axis in divided else Replicate() for axis, placement in enumerate(tensor.placements)
+        ]
+        replicated = DTensor.from_local(numbers, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        part = replicated.redistribute(placements=placements).to_local()
+    places = part.flatten().cpu()
     if len(places) and torch.equal(places, torch.arange(int(places[0]), int(places[0]) + len(places))):
         return slice(int(places[0]), int(places[0]) + len(places))
     return places

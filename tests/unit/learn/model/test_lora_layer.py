@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
-from echelon.learn.model.lora_layer import AddingLinear, add_by_products
+from echelon.learn.model.lora_layer import AddingLinear, CopyingLinear, add_by_products
+from echelon.learn.parallel.activation import apply_activation_checkpointing
 
 ROWS, WIDTH, OUT = 6, 8, 10
 
@@ -38,7 +39,7 @@ def build_layers(base, **settings):
     inject_adapter_in_model(LoraConfig(fan_in_fan_out=isinstance(base, Conv1D), **settings), theirs)
     nn.init.normal_(theirs[0].lora_B["default"].weight)
     ours = copy.deepcopy(theirs)
-    add_by_products(ours)
+    add_by_products(ours, keeps_products=False)
     return theirs, ours
 
 
@@ -68,6 +69,19 @@ def test_outputs_and_gradients_are_those_of_peft_with_fewer_passes(is_transposed
         assert (one - other).norm() <= (1e-6 if dtype == torch.float32 else 1e-2) * other.norm()
     assert their_passes == ["mul", "add", "mul"], "scaled, added, and its gradient scaled"
     assert our_passes == ([] if is_transposed else ["addmm_"]), "what is added in place needs no other tensor"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["Linear", "Conv1D"])
+def test_under_selective_checkpointing_the_kept_output_of_the_frozen_layer_does_not_change(is_transposed, dtype):
+    theirs, ours = build_layers(Conv1D(OUT, WIDTH) if is_transposed else nn.Linear(WIDTH, OUT, bias=False))
+    for layer in ours:
+        layer.__class__ = CopyingLinear
+    apply_activation_checkpointing(list(ours), "selective")
+    expected, _ = run(theirs, dtype)
+    found, _ = run(ours, dtype)
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= (1e-6 if dtype == torch.float32 else 1e-2) * other.norm()
 
 
 def test_a_disabled_or_merged_adapter_and_dora_run_as_in_peft():
