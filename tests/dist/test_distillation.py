@@ -85,6 +85,7 @@ def test_prepared_values_of_all_tokens_train_as_the_teacher_in_memory(echelon, f
         assert losses_of(folder, name) == pytest.approx(expected, abs=2e-5), name
 
 
+@pytest.mark.slow
 def test_few_tokens_teach_too_and_are_prepared_once(echelon, folder):
     ending = echelon("prepare", "recipe.json", "--teacher", "teacher", "--top-k", "8")
     assert ending.code == 0, ending
@@ -227,6 +228,7 @@ def train(folder, name, nproc, *settings, kill_at=None):
     return ending
 
 
+@pytest.mark.slow
 def test_a_model_learns_on_its_own_answers(answers):
     ending = train(answers, "tiny", 2, "objective.on_policy_fraction=1.0")
     rows, evaluated = rows_of(answers), rows_of(answers, kind="eval")

@@ -53,6 +53,7 @@ def test_refusal_is_printed_once_and_ends_every_rank(tmp_path):
     assert errors == ["echelon: data.train: text.txt is empty; give a file with text.\n", ""]
 
 
+@pytest.mark.slow
 def test_run_folder_that_a_rank_does_not_see_is_refused(tmp_path):
     here, elsewhere = tmp_path / "a", tmp_path / "b"
     here.mkdir()

@@ -75,6 +75,7 @@ def rows(folder, name):
     return [[row[key] for key in EXACT] for row in lines if row["kind"] == "train"]
 
 
+@pytest.mark.slow
 def test_a_loss_is_printed_and_the_run_is_the_same(echelon, folder):
     assert echelon("train", "recipe.json", "--nproc", "1", "run.name=plain").code == 0
     terminal = train(folder, "here", objective(0))

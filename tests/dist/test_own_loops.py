@@ -99,7 +99,7 @@ def rows(folder, name, kind="train", keys=EXACT):
 
 
 @pytest.mark.parametrize(
-    ("nproc", "parallel"), [(2, "fsdp"), pytest.param(1, "ddp", marks=pytest.mark.slow)], ids=["fsdp", "one"]
+    ("nproc", "parallel"), [pytest.param(2, "fsdp", marks=pytest.mark.slow), (1, "ddp")], ids=["fsdp", "one"]
 )
 def test_a_killed_loop_goes_on_and_equals_the_default_one(echelon, folder, nproc, parallel):
     settings = ("recipe.json", "--nproc", nproc, f"parallel={parallel}")

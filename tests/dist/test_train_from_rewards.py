@@ -194,6 +194,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_one_message(folder):
     assert "Traceback" not in ending.err
 
 
+@pytest.mark.slow
 def test_all_ranks_raise_the_error_of_the_one_whose_rewards_cannot_start_again(folder):
     ending, run, _ = train(folder, "broken", 2, "reward=letters:ends_for_good", "fault.hang_seconds=60")
     assert ending.code == 1 and ending.seconds < 50, ending
