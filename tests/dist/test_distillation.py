@@ -55,6 +55,7 @@ def values_folder(folder):
     return path.parent
 
 
+@pytest.mark.slow
 def test_a_model_learns_from_a_teacher_in_memory(echelon, folder):
     ending = echelon("train", "recipe.json", "--nproc", "2")
     assert ending.code == 0, ending

@@ -89,6 +89,7 @@ def hang(tmp_path: Path, fault: str, silent: tuple[int, ...] = ()) -> str:
             each.wait()
 
 
+@pytest.mark.slow
 def test_a_rank_that_sleeps_is_named_with_its_place(tmp_path):
     """Ranks 0 and 1 wait for all ranks, and rank 2 for rank 3: only rank 3 waits for nobody."""
     verdict = hang(tmp_path, "sleeps")

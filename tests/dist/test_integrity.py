@@ -68,6 +68,7 @@ def steps_of(run):
     return [checkpoint.step for checkpoint in find_checkpoints(run.checkpoints_dir)]
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_skipped_reported_and_removed(echelon, tmp_path):
     write_recipe(tmp_path, checkpoint={"every_steps": 2})
     run = RunFolder(tmp_path / "runs" / "tiny")

@@ -85,6 +85,7 @@ def rewards(rows):
     return [row["reward"] for row in rows if row["kind"] == "train"]
 
 
+@pytest.mark.slow
 def test_the_reward_rises_and_is_evaluated(folder):
     ending, run, rows = train(folder, "plain", 2)
     assert ending.code == 0, ending
