@@ -201,6 +201,7 @@ def teacher(echelon, folder):
     return "teacher"
 
 
+@pytest.mark.slow
 def test_the_pretraining_loop_trains(recipes):
     steps = recipes("pretrain", *SMALL, f"model.config={TINY}", "optim.warmup_steps=4")
     assert [row["targets"] for row in steps] == [4 * 32] * 6
