@@ -24,6 +24,18 @@ GENTLE = {"learning_rate": 1e-4}
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
+def write_saving_recipe(folder, steps):
+    """Write a recipe that saves often, so that a loss repeats few steps; return the folder of its run."""
+    write_recipe(
+        folder,
+        train={"steps": steps, "log_every": 500},
+        optim=GENTLE,
+        checkpoint={"every_steps": 50},
+        fault={"hang_seconds": 10},
+    )
+    return RunFolder(folder / "runs" / "tiny")
+
+
 def start_agent(machine, nodes, *more, coordinator="node-1", **popen):
     """Start echelon as the agent of a machine, with one process."""
     command = [sys.executable, "-m", "echelon", "train", "recipe.json", "--nproc", "1", "--nodes", nodes]
@@ -94,14 +106,7 @@ def test_a_signal_to_one_machine_saves_on_both(tmp_path):
 def test_a_lost_host_shrinks_the_run_and_a_new_one_grows_it(tmp_path, whole):
     """The lost host is disconnected first, so that its connections are not closed."""
     steps = 1500
-    write_recipe(
-        tmp_path,
-        train={"steps": steps, "log_every": 500},
-        optim=GENTLE,
-        checkpoint={"every_steps": 50},
-        fault={"hang_seconds": 10},
-    )
-    run = RunFolder(tmp_path / "runs" / "tiny")
+    run = write_saving_recipe(tmp_path, steps)
     with machines(3, tmp_path) as (first, second, third):
         lasting, lost = start_agent(first, "1:2"), start_agent(second, "1:2")
         await_line(run.metrics_path, '"step": 60,', lasting, 120)
@@ -131,14 +136,7 @@ def test_a_spare_ends_with_the_others(tmp_path):
 def test_a_spare_takes_the_place_of_a_lost_machine(tmp_path, whole):
     """The lost one is disconnected first, so that its connections are not closed."""
     steps = 1500
-    write_recipe(
-        tmp_path,
-        train={"steps": steps, "log_every": 500},
-        optim=GENTLE,
-        checkpoint={"every_steps": 50},
-        fault={"hang_seconds": 10},
-    )
-    run = RunFolder(tmp_path / "runs" / "tiny")
+    run = write_saving_recipe(tmp_path, steps)
     with machines(3, tmp_path) as (first, second, third):
         lasting, lost = start_agent(first, "2+1"), start_agent(second, "2+1")
         await_line(run.metrics_path, '"step": 20,', lasting, 240)

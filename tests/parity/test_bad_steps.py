@@ -21,6 +21,7 @@ from echelon.run.training.training_step import TrainingStep
 from tests.parity.training import (
     LOSS,
     NORM,
+    PlantedWorkers,
     Row,
     difference,
     equal_tensors,
@@ -130,14 +131,8 @@ def train_with_faults(rank, world_size, path, plan, stop_at, faults):
     return None
 
 
-class Workers:
-    """The pool, with `train_with_faults` for `train_rank`."""
-
-    def __init__(self, pool, **faults):
-        self._pool, self._faults, self.raised = pool, json.dumps(faults), None
-
-    def run(self, function, world_size, path, plan, stop_at, mutation, backend):
-        self.raised = self._pool.run(train_with_faults, world_size, path, plan, stop_at, self._faults)
+def plant(pool, **faults):
+    return PlantedWorkers(pool, train_with_faults, json.dumps(faults))
 
 
 def with_fault(row, every_steps=2, **fault):
@@ -191,7 +186,7 @@ def plain(workers, text, tmp_path_factory):
 
 @pytest.mark.parametrize("row", PLANS, ids=str)
 def test_a_skipped_step_is_one_that_never_was(workers, text, tmp_path, plain, row):
-    pool = Workers(workers, poison={"3": math.nan, "6": math.inf})
+    pool = plant(workers, poison={"3": math.nan, "6": math.inf})
     row = with_fault(row, on_bad_step="skip")
     rows = trained(train(pool, row, tmp_path / "straight", text, steps=8))
     assert pool.raised == [None] * row.ranks
@@ -212,9 +207,9 @@ def test_a_skipped_step_is_one_that_never_was(workers, text, tmp_path, plain, ro
 def test_a_rollback_is_a_run_in_which_the_step_was_never_applied(workers, text, tmp_path, row):
     """A weight breaks before step 4; the checkpoint of step 2 has it whole."""
     expected = train(
-        Workers(workers, poison={"4": math.nan}), with_fault(row, on_bad_step="skip"), tmp_path / "skip", text, steps=8
+        plant(workers, poison={"4": math.nan}), with_fault(row, on_bad_step="skip"), tmp_path / "skip", text, steps=8
     )
-    pool = Workers(workers, corrupt=[4, 1])
+    pool = plant(workers, corrupt=[4, 1])
     row = with_fault(row, on_bad_step="rollback")
     rows = train(pool, row, tmp_path / "back", text, steps=8)
     assert pool.raised == [None] * row.ranks
@@ -229,7 +224,7 @@ def test_a_rollback_is_a_run_in_which_the_step_was_never_applied(workers, text, 
     [back] = events(tmp_path / "back", "rollback")
     assert (back["step"], back["suppressed"]) == (2, 4)
     # The process ends before anything was saved after the rollback: the event is what it goes by.
-    cut = Workers(workers, corrupt=[4, 1], cut_power=3)
+    cut = plant(workers, corrupt=[4, 1], cut_power=3)
     train(cut, row, tmp_path / "cut", text, steps=8)
     assert cut.raised == ["PowerCut"] * row.ranks
     assert trained(train(workers, row, tmp_path / "cut", text, steps=8)) == trained(rows)
@@ -239,8 +234,8 @@ def test_a_rollback_is_a_run_in_which_the_step_was_never_applied(workers, text, 
 def test_two_bad_steps_in_a_row_go_back_twice_and_before_the_first_save_to_the_start(workers, text, tmp_path):
     bad = {"1": math.nan, "4": math.nan, "5": math.nan}
     row = with_fault(DISTRIBUTED[0], on_bad_step="skip", every_steps=3)
-    expected = train(Workers(workers, poison=bad), row, tmp_path / "skip", text, steps=6)
-    pool = Workers(workers, poison=bad)
+    expected = train(plant(workers, poison=bad), row, tmp_path / "skip", text, steps=6)
+    pool = plant(workers, poison=bad)
     row = with_fault(row, on_bad_step="rollback", every_steps=3)
     rows = train(pool, row, tmp_path / "back", text, steps=6)
     assert pool.raised == [None, None]
@@ -253,7 +248,7 @@ def test_two_bad_steps_in_a_row_go_back_twice_and_before_the_first_save_to_the_s
 
 @pytest.mark.parametrize("row", PLANS, ids=str)
 def test_too_many_in_a_row_end_the_run_with_a_diagnosis(workers, text, tmp_path, row):
-    pool = Workers(workers, corrupt=[4, 1])
+    pool = plant(workers, corrupt=[4, 1])
     rows = trained(train(pool, with_fault(row, on_bad_step="skip", every_steps=9), tmp_path, text, steps=9))
     assert len(set(pool.raised)) == 1 and len(pool.raised) == row.ranks
     message = pool.raised[0]
@@ -277,7 +272,7 @@ def test_a_bad_sample_is_passed_over_and_diagnosed_as_in_one_process(workers, te
     one = replace(row.reference(), micro_batch=row.micro_batch)
     found = {}
     for name, each in (("one", one), ("divided", row)):
-        pool = Workers(workers, spoil=4)
+        pool = plant(workers, spoil=4)
         rows = train(pool, with_fault(each, on_bad_step="skip", every_steps=9), tmp_path / f"{name} skip", text, 6)
         assert [row["skipped"] for row in rows if row["kind"] == "train"] == [False] * 3 + [True] + [False] * 2
         train(pool, with_fault(each, every_steps=9), tmp_path / f"{name} stop", text, 6)
@@ -298,7 +293,7 @@ def test_a_bad_sample_is_passed_over_and_diagnosed_as_in_one_process(workers, te
 @pytest.mark.parametrize("row", [*DISTRIBUTED, *SLOW[1:]], ids=str)
 def test_a_gradient_alone_is_named(workers, text, tmp_path, row):
     """By default the run stops at once."""
-    pool = Workers(workers, poison={"3": math.nan})
+    pool = plant(workers, poison={"3": math.nan})
     train(pool, with_fault(row, every_steps=9), tmp_path, text, steps=9)
     assert all("step 3: " in each and "both must be finite" in each for each in pool.raised)
     assert all("the gradient of model.embed_tokens.weight. Samples " in each for each in pool.raised)
@@ -309,7 +304,7 @@ def test_a_gradient_alone_is_named(workers, text, tmp_path, row):
 def test_a_spike_is_judged_alike_after_a_resume(workers, text, tmp_path):
     """Window 3: step 6 is judged by steps 3 to 5 (step 2 was before a spike too, but too early to be judged)."""
     fault = {"on_bad_step": "skip", "spike_factor": 8.0, "spike_window": 3}
-    pool = Workers(workers, poison={"2": 100.0, "6": 100.0})
+    pool = plant(workers, poison={"2": 100.0, "6": 100.0})
     row = with_fault(DISTRIBUTED[1], every_steps=9, **fault)
     rows = trained(train(pool, row, tmp_path / "straight", text, steps=8))
     assert [each[-1] for each in rows] == [number == 6 for number in range(1, 9)]
@@ -318,6 +313,6 @@ def test_a_spike_is_judged_alike_after_a_resume(workers, text, tmp_path):
     assert trained(train(pool, row, tmp_path / "resumed", text, steps=8)) == rows
     ours, theirs = (tensors_of(tmp_path / name / "run", step=8) for name in ("straight", "resumed"))
     assert equal_tensors(ours, theirs)
-    stopping = Workers(workers, poison={"6": 100.0})
+    stopping = plant(workers, poison={"6": 100.0})
     train(stopping, with_fault(row, every_steps=9, **fault | {"on_bad_step": "stop"}), tmp_path / "stop", text, steps=8)
     assert all("which is more than fault.spike_factor=8 times the median" in each for each in stopping.raised)

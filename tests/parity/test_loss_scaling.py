@@ -7,7 +7,7 @@ import pytest
 import echelon.learn.engines.native as native
 import echelon.learn.optimizer.loss_scale as loss_scale
 from echelon.ground.errors import TrainingError
-from tests.parity.training import Row, difference, hashes, read_rows, train, train_rank, with_ranks
+from tests.parity.training import PlantedWorkers, Row, difference, hashes, read_rows, train, train_rank, with_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -30,19 +30,13 @@ def train_from(rank, world_size, path, plan, stop_at, initial, is_broken):
     return None
 
 
-class Workers:
-    """The pool, with `train_from` for `train_rank`."""
-
-    def __init__(self, pool, initial, is_broken=False):
-        self._pool, self._extra, self.raised = pool, (initial, is_broken), None
-
-    def run(self, function, world_size, path, plan, stop_at, mutation, backend):
-        self.raised = self._pool.run(train_from, world_size, path, plan, stop_at, *self._extra)
+def plant(pool, initial, is_broken=False):
+    return PlantedWorkers(pool, train_from, initial, is_broken)
 
 
 @pytest.mark.parametrize("row", [with_ranks(Row(name, precision="fp16"), 2) for name in ("ddp", "fsdp")], ids=str)
 def test_an_overflow_is_skipped_and_training_goes_on(workers, references, text, tmp_path, row):
-    pool = Workers(workers, initial=2.0**28)
+    pool = plant(workers, initial=2.0**28)
     rows = [each for each in train(pool, row, tmp_path, text, steps=14) if each["kind"] == "train"]
     assert pool.raised == [None, None]
     skipped = [each["skipped"] for each in rows]
@@ -61,7 +55,7 @@ def test_an_overflow_is_skipped_and_training_goes_on(workers, references, text, 
 
 
 def test_what_no_scale_mends_stops_the_run(workers, text, tmp_path):
-    pool = Workers(workers, initial=4.0, is_broken=True)
+    pool = plant(workers, initial=4.0, is_broken=True)
     train(pool, with_ranks(Row("ddp", precision="fp16"), 2), tmp_path, text, steps=12)
     assert all("step 4: " in message and "both must be finite" in message for message in pool.raised)
     rows = read_rows(tmp_path / "run")

@@ -4,14 +4,15 @@ import json
 from dataclasses import replace
 
 import pytest
+from pydantic import ValidationError
 
-from echelon.ground.errors import ConfigError, TrainingError
+from echelon.ground.errors import TrainingError
 from echelon.learn.distributed.mesh import Grid
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
 from echelon.run.training.pass_comparison import OddPass, describe_compared, find_odd_passes
 from echelon.run.training.training_step import TrainingStep
-from tests.parity.training import Row, train, train_rank, with_ranks
+from tests.parity.training import PlantedWorkers, Row, train, train_rank, with_ranks
 from tests.unit.planner.test_search import fields
 
 pytestmark = pytest.mark.dist
@@ -41,14 +42,8 @@ def train_with_fault(rank, world_size, path, plan, stop_at, faulty):
     return None
 
 
-class Workers:
-    """The pool, with `train_with_fault` for `train_rank`."""
-
-    def __init__(self, pool, faulty):
-        self._pool, self._faulty, self.raised = pool, faulty, None
-
-    def run(self, function, world_size, path, plan, stop_at, mutation, backend):
-        self.raised = self._pool.run(train_with_fault, world_size, path, plan, stop_at, self._faulty)
+def plant(pool, faulty):
+    return PlantedWorkers(pool, train_with_fault, faulty)
 
 
 def checked(row, every):
@@ -66,7 +61,7 @@ NAMED = [
 @pytest.mark.parametrize(("row", "faulty", "named", "peers"), NAMED, ids=str)
 def test_the_rank_is_named_before_anything_is_saved(workers, text, tmp_path, row, faulty, named, peers):
     """Compared every 100 steps, and so only because a checkpoint is due after step 4."""
-    pool = Workers(workers, faulty)
+    pool = plant(workers, faulty)
     train(pool, checked(row, every=100), tmp_path, text, steps=6)
     assert len(pool.raised) == row.ranks and len(set(pool.raised)) == 1
     who = "ranks 0, 1 do not agree" if len(named) > 1 else f"rank {named[0]} computed something else than rank "
@@ -94,7 +89,7 @@ EQUAL = [
 
 @pytest.mark.parametrize("row", EQUAL, ids=str)
 def test_ranks_that_compute_the_same_are_silent(workers, text, tmp_path, row):
-    pool = Workers(workers, faulty=None)
+    pool = plant(workers, faulty=None)
     train(pool, checked(row, every=1), tmp_path, text, steps=4)
     assert pool.raised == [None] * row.ranks
 
@@ -110,11 +105,7 @@ def test_only_ranks_that_share_a_stage_are_compared():
     apart = Grid(ParallelPlan("mapping", num_replicas=3))
     assert find_odd_passes([(1,), (2,), (1,)], apart, False) == []
     assert find_odd_passes([(1,), (2,), (1,)], apart, True) == [OddPass((1,), (0, 1, 2))]
-    recipe = Recipe.model_validate({**fields("ddp"), "fault": {"verify_passes_every": 5}})
-    assert "nothing to compare" in describe_compared(recipe, ParallelPlan("mapping", tp=4))
-    assert "passes: 8 ranks" in describe_compared(recipe, ParallelPlan("mapping", dp_replicate=2, dp_shard=4))
-    scoring = Recipe.model_validate(
-        {**fields("ddp"), "fault": {"verify_passes_every": 5}, "objective": {"name": "reward"}}
-    )
-    with pytest.raises(ConfigError, match="has a head that scores texts"):
-        describe_compared(scoring, ParallelPlan("mapping", dp_shard=4))
+    assert "nothing to compare" in describe_compared(ParallelPlan("mapping", tp=4))
+    assert "passes: 8 ranks" in describe_compared(ParallelPlan("mapping", dp_replicate=2, dp_shard=4))
+    with pytest.raises(ValidationError, match=r"fault\.verify_passes_every=5 needs a model that writes text"):
+        Recipe.model_validate({**fields("ddp"), "fault": {"verify_passes_every": 5}, "objective": {"name": "reward"}})

@@ -14,7 +14,7 @@ from echelon.learn.model.sharding import local_part
 from echelon.planner.plan import ParallelPlan
 from echelon.run.training.replicas import Difference, compare_replicas
 from echelon.run.training.training_step import TrainingStep
-from tests.parity.training import Row, train, train_rank, with_ranks
+from tests.parity.training import PlantedWorkers, Row, train, train_rank, with_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -39,14 +39,8 @@ def train_with_flip(rank, world_size, path, plan, stop_at, flipping):
     return None
 
 
-class Workers:
-    """The pool, with `train_with_flip` for `train_rank`."""
-
-    def __init__(self, pool, flipping):
-        self._pool, self._flipping, self.raised = pool, flipping, None
-
-    def run(self, function, world_size, path, plan, stop_at, mutation, backend):
-        self.raised = self._pool.run(train_with_flip, world_size, path, plan, stop_at, self._flipping)
+def plant(pool, flipping):
+    return PlantedWorkers(pool, train_with_flip, flipping)
 
 
 def checked(row, every, every_steps=2):
@@ -68,7 +62,7 @@ NAMED = [
 @pytest.mark.parametrize(("row", "flipping", "named", "replicas"), NAMED, ids=str)
 def test_the_rank_is_named_before_anything_is_saved(workers, text, tmp_path, row, flipping, named, replicas):
     """Compared every 100 steps, and so only because a checkpoint is due after step 4."""
-    pool = Workers(workers, flipping)
+    pool = plant(workers, flipping)
     train(pool, checked(row, every=100), tmp_path, text, steps=6)
     assert len(pool.raised) == row.ranks and len(set(pool.raised)) == 1
     who = f"rank {', '.join(map(str, named))} {'have' if len(named) > 1 else 'has'}"
@@ -81,20 +75,20 @@ def test_the_rank_is_named_before_anything_is_saved(workers, text, tmp_path, row
 
 
 def test_between_checkpoints(workers, text, tmp_path):
-    pool = Workers(workers, flipping=0)
+    pool = plant(workers, flipping=0)
     train(pool, checked(with_ranks(Row("ddp"), 4), every=5, every_steps=100), tmp_path, text, steps=8)
     assert all(each.startswith("after step 5: rank 0 has other weights than rank 1, 2, 3") for each in pool.raised)
 
 
 @pytest.mark.parametrize("row", [with_ranks(Row("ddp"), 2), with_ranks(Row("hsdp"), 4)], ids=str)
 def test_replicas_that_are_equal_are_silent(workers, text, tmp_path, row):
-    pool = Workers(workers, flipping=None)
+    pool = plant(workers, flipping=None)
     train(pool, checked(row, every=1), tmp_path, text, steps=4)
     assert pool.raised == [None] * row.ranks
 
 
 def test_shards_have_no_replicas(workers, text, tmp_path):
-    pool = Workers(workers, flipping=1)
+    pool = plant(workers, flipping=1)
     train(pool, checked(with_ranks(Row("fsdp"), 2), every=1), tmp_path, text, steps=5)
     assert pool.raised == [None, None]
 

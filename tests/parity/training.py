@@ -162,7 +162,7 @@ def resolve(row: Row, recipe: Any, num_samples: int) -> ParallelPlan:
 
 
 def train(
-    workers: WorkerPool,
+    workers: "WorkerPool | PlantedWorkers",
     row: Row,
     folder: Path,
     text: Path,
@@ -177,6 +177,23 @@ def train(
     write_json(run.plan_path, plan.to_dict())
     workers.run(train_rank, plan.world_size, str(path), plan, stop_at, mutation, backend)
     return read_rows(run.path)
+
+
+class PlantedWorkers:
+    """A pool in which another function trains: it gets what `train_rank` does up to `stop_at`, and then `extra`.
+
+    `raised`: what it has returned on each rank in the last training; None before.
+    """
+
+    def __init__(self, pool: WorkerPool, planted: Callable[..., Any], *extra: Any) -> None:
+        self._pool, self._planted, self._extra = pool, planted, extra
+        self.raised: Any = None
+
+    def run(
+        self, function: Any, world_size: int, path: str, plan: ParallelPlan, stop_at: int | None, *given: Any
+    ) -> None:
+        """Take the place of `WorkerPool.run` in `train`."""
+        self.raised = self._pool.run(self._planted, world_size, path, plan, stop_at, *self._extra)
 
 
 def prepare(row: Row, folder: Path, text: Path, steps: int) -> tuple[Path, ParallelPlan]:

@@ -188,11 +188,15 @@ class Recipe(Section):
 
     @rule
     def _scores_are_no_text(self) -> None:
-        for key, values in (("prompts", self.evaluate.prompts), ("tasks", self.evaluate.tasks)):
-            if self.objective.scores_texts and values:
+        for needs, value in (
+            (f"evaluate.prompts={list(self.evaluate.prompts)} need", self.evaluate.prompts),
+            (f"evaluate.tasks={list(self.evaluate.tasks)} need", self.evaluate.tasks),
+            (f"fault.verify_passes_every={self.fault.verify_passes_every} needs", self.fault.verify_passes_every),
+        ):
+            if self.objective.scores_texts and value:
                 raise ValueError(
-                    f"evaluate.{key}={list(values)} need a model that writes text, but objective.name="
-                    f"{self.objective.name} trains one that only scores texts; remove it."
+                    f"{needs} a model that writes text, but objective.name={self.objective.name} trains one that only "
+                    "scores texts; remove it."
                 )
 
     @rule

@@ -110,7 +110,7 @@ def describe_training(
     if recipe.fault.verify_replicas_every is not None:
         yield describe_replicas(plan)
     if recipe.fault.verify_passes_every is not None:
-        yield describe_compared(recipe, plan)
+        yield describe_compared(plan)
 
 
 def describe_tokens(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> str:

@@ -314,9 +314,8 @@ def train_as_rank(recipe: Recipe, fresh: bool, stop: StopRequest | None = None) 
     """
     _refuse_snapshots(recipe)
     refuse_living_on(recipe)
-    if stop is None:
+    if stop is None:  # else echelon's agent has checked it, and has set them
         _refuse_replacing(recipe)
-    if stop is None:  # echelon's agent has set them
         set_default_variables(torch_environment(find_place().local_world_size))
     # Imported first, so that the watchdog and the log are ready before anything slow.
     from echelon.run.lifecycle.worker import listen_for_stops, redirect_output, run_rank

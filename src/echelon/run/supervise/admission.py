@@ -178,8 +178,7 @@ class Admission:
             for host in waiting:
                 self._answer(host, ending)
             return
-        spares = self._find_spares(taken, waiting)
-        self._take([host for host in taken if host not in spares], spares, waiting, problems)
+        self._take(taken, self._find_spares(taken, waiting), waiting, problems)
 
     def _find_spares(self, fit: Sequence[str], waiting: Sequence[str]) -> list[str]:
         """Of the machines that could take part, those that are not needed; if possible those that were spares before.
@@ -200,7 +199,7 @@ class Admission:
         waiting: Sequence[str],
         problems: Mapping[str, Sequence[Problem]],
     ) -> None:
-        """Answer those who wait: some of the machines take part, some are spares, and the others are left out."""
+        """Answer those who wait: of the machines that are taken, some are spares; the others are left out."""
         for host in waiting:
             words = "; ".join(problem.words for problem in problems[host])
             if host in spares:

@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from echelon.ground.errors import ConfigError
 from echelon.learn.data.own_batches import build_step_batch
 from echelon.learn.distributed.mesh import Grid
 from echelon.learn.distributed.objects import gather_objects
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe import Recipe
 from echelon.recipe.synchronization import QUORUM
 from echelon.run.training.replicas import find_odd_ranks, hash_bits
 
@@ -40,16 +38,8 @@ class OddPass:
         return f"rank {odd} computed something else than rank {others}" if others else f"ranks {odd} do not agree"
 
 
-def describe_compared(recipe: Recipe, plan: ParallelPlan) -> str:
-    """Return a line for the start of a run: how many ranks `fault.verify_passes_every` compares under a plan.
-
-    Raises ConfigError for a model without log-probabilities of tokens.
-    """
-    if recipe.objective.scores_texts:
-        raise ConfigError(
-            f"fault.verify_passes_every={recipe.fault.verify_passes_every} compares log-probabilities of tokens, and "
-            f"objective.name={recipe.objective.name} has a head that scores texts; remove the key."
-        )
+def describe_compared(plan: ParallelPlan) -> str:
+    """Return a line for the start of a run: how many ranks `fault.verify_passes_every` compares under a plan."""
     num_ranks = plan.dp_replicate * plan.dp_shard * (plan.num_replicas if plan.sync.name == QUORUM else 1)
     if num_ranks == 1:
         return "passes: under this plan no two ranks train on different sequences, so there is nothing to compare"

@@ -1,13 +1,14 @@
 """Work between two steps: comparing ranks, evaluating, saving, and stopping on request."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from echelon.ground.errors import TrainingError
 from echelon.ground.stop_request import StopRequest
 from echelon.run.training.evaluations import Evaluations
-from echelon.run.training.pass_comparison import compare_passes, describe_passes
-from echelon.run.training.replicas import compare_replicas, describe_differences
+from echelon.run.training.pass_comparison import OddPass, compare_passes, describe_passes
+from echelon.run.training.replicas import Difference, compare_replicas, describe_differences
 from echelon.run.training.run_log import Accounting
 from echelon.run.training.state import TrainState
 
@@ -110,18 +111,17 @@ class Pauses:
 
     def _compare_replicas(self, step: int) -> None:
         """Raise TrainingError if replicas have different weights. Collective."""
-        differences = compare_replicas(self.learner.engine.state_dict(), self.learner.meshes)
-        if differences:
-            self.saver.wait()  # the pending save was compared before it began
-            for difference in differences:
-                self.accounting.event("replicas_differ", step=step, **asdict(difference))
-            raise TrainingError(describe_differences(differences, step))
+        if differences := compare_replicas(self.learner.engine.state_dict(), self.learner.meshes):
+            self._give_up("replicas_differ", step, differences, describe_differences(differences, step))
 
     def _compare_passes(self, step: int) -> None:
         """Raise TrainingError if ranks compute different results from the same tokens. Collective."""
-        found = compare_passes(self.learner, step)
-        if found:
-            self.saver.wait()
-            for odd in found:
-                self.accounting.event("passes_differ", step=step, **asdict(odd))
-            raise TrainingError(describe_passes(found, step))
+        if found := compare_passes(self.learner, step):
+            self._give_up("passes_differ", step, found, describe_passes(found, step))
+
+    def _give_up(self, event: str, step: int, found: Sequence[Difference | OddPass], message: str) -> NoReturn:
+        """Write an event for each difference, and raise TrainingError. Collective."""
+        self.saver.wait()  # the pending save was compared before it began
+        for difference in found:
+            self.accounting.event(event, step=step, **asdict(difference))
+        raise TrainingError(message)
