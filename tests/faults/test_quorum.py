@@ -1,7 +1,6 @@
 """Replicas of a quorum are killed at random moments: the job goes on, with the rows of a run in one process.
 
-`make test` kills two at random moments, `make faults` also two workers of a parameter server; `test_ten_losses.py`
-kills more.
+`test_thousand_losses.py` kills more of them, and of those that divide the model.
 ECHELON_FAULTS_SEED sets the seed.
 """
 
@@ -16,20 +15,20 @@ import pytest
 
 from echelon.run.folder.run_folder import RunFolder
 from tests.dist.command import finish, read_lines, start, write_recipe
+from tests.faults.losses import JOINED, LOST, Struck
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("marked")]
 
 SEED = int(os.environ.get("ECHELON_FAULTS_SEED", "20260801"))
 MODEL = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "resid_pdrop": 0.0,
          "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
-LOST, JOINED = "replica_lost", "replica_joined"
 SERVER = {"name": "parameter_server"}
 PAIRS = {"train": "pairs.jsonl", "sequence_len": 64, "document_separator": None}
 LOOK_SECONDS = 0.02
 PATIENCE_SECONDS = 300
 
 
-class Job:
+class Job(Struck):
     """A run of some replicas, in a folder, and what a test does to it."""
 
     def __init__(self, folder, steps, replicas=3, sync=None, size=1, parallel="ddp", **sections):
@@ -37,6 +36,7 @@ class Job:
 
         `size`: the processes of a replica; `parallel`: its plan.
         """
+        super().__init__()
         self.replicas, self.size = replicas, size
         self.folder, self.run = folder, RunFolder(folder / "runs" / "tiny")
         train = {
@@ -72,10 +72,6 @@ class Job:
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < deadline, (self.last_step(), self.events(LOST, JOINED))
             time.sleep(LOOK_SECONDS)
-
-    def strike(self, rank, number=signal.SIGKILL):
-        """Send a signal to a process; with `size` 1 that is a replica."""
-        os.kill(self.run.read_pids()[rank], number)
 
     def end(self, code=0):
         ending = finish(self.process, PATIENCE_SECONDS)
@@ -165,6 +161,7 @@ def test_two_replicas_lost_at_random_moments(tmp_path, short_rows, sync, servers
         left = f"1 {word} goes" if lost["replicas"] == 1 else f"{lost['replicas']} {word}s go"
         assert f"; {left} on after step {lost['step']}, " in ending.out
     assert_same_rows(job.run, short_rows)
+    job.keep_losses("parameter server" if servers else "quorum, ddp", "two, the second before the first is back")
 
 
 @pytest.mark.slow
@@ -181,6 +178,7 @@ def test_two_lost_replicas_change_nothing_but_time(tmp_path):
     joined = job.events(JOINED)[0]
     assert (joined["replica"], joined["replicas"]) == (0, 3)
     assert_same_rows(job.run, train_alone(tmp_path))
+    job.keep_losses("quorum, ddp", "the first process, which writes the run's files; then another one")
 
 
 @pytest.mark.slow

@@ -3,21 +3,18 @@
 Rows and last weights are those of a run of the same number of processes that lost nothing, bit for bit.
 """
 
-import random
-import time
-from contextlib import suppress
-
 import pytest
 
 from tests.dist.command import EXACT, finish, read_lines, start
-from tests.faults.test_quorum import PATIENCE_SECONDS, SEED, Job
-from tests.faults.test_quorum_plans import LLAMA
+from tests.faults.test_quorum import PATIENCE_SECONDS, Job
+from tests.faults.test_quorum_plans import LLAMA, lose_while_compiling
 from tests.parity.training import equal_tensors, tensors_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("marked")]
 
 STEPS = 100
 LOST = "process_lost"
+MOMENTS = {"save": "a save", "publish": "the publication of a checkpoint", "evaluation": "an evaluation"}
 
 
 class RankJob(Job):
@@ -75,6 +72,7 @@ def test_a_lost_process_is_replaced(tmp_path):
     assert step and step % 4 == 0
     assert f"Resuming from step-{step:08d}, a snapshot in memory." in ending.out
     assert_as_undisturbed(job)
+    job.keep_losses("replace, fsdp", "the first process, which writes the run's files")
 
 
 PLANS = {
@@ -104,25 +102,6 @@ def test_two_losses_under_each_plan(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", "hsdp", "fsdp with tp", "pp", "lora", "diloco"])
-def test_five_losses_at_random_moments(tmp_path, name):
-    """What each cost is printed."""
-    parallel, ranks, sections = PLANS[name]
-    draw = random.Random(f"{SEED} {name}")
-    job = RankJob(tmp_path, ranks, parallel, **sections).begin()
-    for step in [first + draw.randrange(8) for first in range(1, 80, 16)]:  # apart: the run gets further between two
-        job.until(lambda least=step: job.last_step() >= least)
-        time.sleep(draw.uniform(0, 0.1))
-        before = len(job.events(LOST))
-        with suppress(ProcessLookupError):  # the run has ended meanwhile
-            job.strike(draw.randrange(ranks))
-        job.until(lambda least=before: len(job.events(LOST)) > least or job.process.poll() is not None)
-    job.end()
-    print(name, [(row["rank"], row["step"], round(row["seconds"], 2)) for row in job.events(LOST)], job.resumed())
-    assert_as_undisturbed(job)
-
-
-@pytest.mark.slow
 def test_two_processes_lost_at_once(tmp_path):
     """Of three: the part of one of the two is lost with the process that held it too, so the disk is read."""
     job = RankJob(tmp_path, 3, "fsdp").begin()
@@ -131,6 +110,7 @@ def test_two_processes_lost_at_once(tmp_path):
     job.end()
     assert is_of_checkpoint(*job.resumed())
     assert_as_undisturbed(job)
+    job.keep_losses("replace, fsdp", "two processes of three at once")
 
 
 @pytest.mark.slow
@@ -144,7 +124,7 @@ def test_without_snapshots_the_newest_checkpoint_is_read(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["save", "publish", "evaluation"])
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_process_is_lost_during(tmp_path, moment):
     """Killed while the event is the newest."""
     job = RankJob(tmp_path, 2, "fsdp").begin()
@@ -152,6 +132,19 @@ def test_a_process_is_lost_during(tmp_path, moment):
     job.lose(0)
     job.end()
     assert_as_undisturbed(job)
+    job.keep_losses("replace, fsdp", f"a process, during {MOMENTS[moment]}")
+
+
+@pytest.mark.slow
+def test_a_process_is_lost_during_a_compilation(tmp_path):
+    """Of the passes of an evaluation; then the new process, while it compiles its first step."""
+    job = RankJob(tmp_path, 2, "fsdp", train={"compile": True}).begin(TORCH_LOGS="dynamo")
+    job.until(lambda: job.last_step() >= 3)
+    lose_while_compiling(job, 1)
+    lose_while_compiling(job, 1, is_starting=True)
+    job.end()
+    assert_as_undisturbed(job)
+    job.keep_losses("replace, fsdp", "a process, during a compilation; then the new one, also")
 
 
 @pytest.mark.slow
@@ -162,10 +155,11 @@ def test_a_process_is_lost_during_a_recovery(tmp_path, second):
     before = job.run.read_pids()
     job.strike(1)
     job.until(lambda: job.run.read_pids().get(1, before[1]) != before[1])
-    job.strike(second)
+    job.strike(second, is_starting=second == 1)
     job.end()
     assert job.run.read_pids()[0] == before[0] and {row["rank"] for row in job.events(LOST)} == {1, second}
     assert_as_undisturbed(job)
+    job.keep_losses("replace, fsdp", f"a process; during the recovery {'the new' if second == 1 else 'another'} one")
 
 
 @pytest.mark.slow
