@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test check slow slow-part fuzz parity parity-table model-table pictures faults launchers engines bench bench-engines bench-peers scaling bench-techniques oldest newest constraints gpu lint actionlint image release wheel docs site clean
+.PHONY: help demo test check slow slow-part fuzz parity parity-table model-table pictures faults losses launchers engines bench bench-engines bench-peers scaling bench-techniques oldest newest constraints gpu lint actionlint image release wheel docs site clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,7 +19,8 @@ help:
 	@echo "make parity-table  the same, and write docs/parity.md from the measurements; resumes after a kill (hours)"
 	@echo "make model-table  take every causal model of transformers through echelon, and write docs/models.md (20 minutes)"
 	@echo "make pictures run both tutorials, and draw the pictures of their pages (10 minutes)"
-	@echo "make faults   kill jobs at 86 random moments and compare their results: benchmarks/results/faults-cpu.md, lost-replicas-cpu.md (an hour)"
+	@echo "make faults   kill jobs in every phase and their processes at random moments, 300 times, and compare the results: benchmarks/results/faults-cpu.md (hours)"
+	@echo "make losses   lose 1,000 processes and machines of running jobs, and others at chosen moments, as root: benchmarks/results/lost-processes-cpu.md (two hours)"
 	@echo "make launchers  run jobs on emulated machines: a real Slurm, Ray, mpirun, ssh (as root, on Debian or Ubuntu)"
 	@echo "make engines  set up an environment for each other engine (.venv-NAME), and run its tests there (1.5 hours)"
 	@echo "make bench-engines  tokens per second and memory under each engine, side by side: benchmarks/results/engines-cpu.md (10 minutes)"
@@ -106,6 +107,14 @@ pictures: .venv/.installed
 faults: .venv/.installed
 	@echo "== killing jobs in every phase, and comparing them with uninterrupted ones"
 	$(BIN)/python -m pytest tests/faults -m "slow or not slow" -v
+
+LOSSES ?= 1000
+
+losses: .venv/.installed
+	@echo "== losing $(LOSSES) processes at random moments, and others at chosen ones; the jobs must go on as if nothing had happened"
+	ECHELON_LOSSES_COUNT=$(LOSSES) $(BIN)/python -m pytest tests/faults/test_thousand_losses.py tests/faults/test_quorum.py \
+	    tests/faults/test_quorum_plans.py tests/faults/test_replaced_processes.py tests/launchers/test_quorum_hosts.py \
+	    tests/launchers/test_replaced_hosts.py -m "slow or not slow" -v
 
 # Programs that the launcher tests start.
 LAUNCHER_PACKAGES := slurmctld slurmd slurm-client munge openmpi-bin openssh-server iproute2

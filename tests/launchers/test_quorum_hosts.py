@@ -1,23 +1,20 @@
 """A quorum of replicas on several machines, as network namespaces with shared files: processes, machines and links are
-lost, and the rows are those of one process. How long each loss held up the others is written to
-benchmarks/results/lost-machines-cpu.jsonl, and the page beside it."""
+lost, and the rows are those of one process. With `make losses` how long each loss held up the others is written to
+benchmarks/results/lost-processes-cpu.md."""
 
-import json
 import os
-import platform
 import signal
-import statistics
 import subprocess
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
 from tests.dist.command import finish, read_lines, start, write_recipe
-from tests.faults.test_quorum import JOINED, LOST, MODEL, assert_same_rows
+from tests.faults.losses import JOINED, LOST, MACHINES, Loss, keep
+from tests.faults.test_quorum import MODEL, assert_same_rows
 from tests.namespaces import machines, namespaces_allowed
 
 pytestmark = [
@@ -25,7 +22,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(namespaces_allowed() is not None, reason=str(namespaces_allowed())),
 ]
-ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "lost-machines-cpu.jsonl"
 # So that steps are slow, without work for this machine: the gradients of one have 0.3 MB.
 MEGABITS = 10
 PATIENCE_SECONDS = 300
@@ -51,7 +47,8 @@ class Job:
             optim={"learning_rate": 1e-4},  # so that rounding does not grow over some hundred steps
             sync={"name": "quorum", "replicas": len(network) - spares, **sync}, fault={"hang_seconds": 120},
         )  # fmt: skip
-        self.agents = {}
+        self.case = f"quorum, {parallel}"
+        self.agents, self.losses = {}, {}
 
     def begin(self, *chosen):
         """Start the agents of all machines, or of some."""
@@ -80,10 +77,25 @@ class Job:
         self.until(lambda: self.last_step() >= step)
 
     def until_lost(self, fault, count=1):
-        """Wait until the others have gone on after so many losses; write down how long after now that was."""
-        began = time.time()
+        """Wait until the others have gone on after so many losses; remember how long after now that was."""
+        began, step = time.time(), self.last_step()
         self.until(lambda: len(self.events(LOST)) >= count)
-        write_down(fault, self.events(LOST)[-1]["time"] - began)
+        event = self.events(LOST)[-1]
+        self.losses[fault] = [Loss(event["time"] - began, None, max(0, step - event["step"]))]
+
+    def keep_losses(self, outcome="went on"):
+        """Write down what the losses have cost."""
+        for fault, losses in self.losses.items():
+            keep(self.case, fault, losses, MACHINES, outcome)
+
+    def assert_stop_without_the_first(self):
+        """Kill all processes of the first of two machines: the other one stops; remember how long that takes."""
+        first, second = self.network
+        began, step = time.time(), self.last_step()
+        first.kill()
+        assert self.agents["node-2"].wait(PATIENCE_SECONDS) == 1 and not workers(second)
+        fault = "all processes of the first machine, which writes the files and keeps the store"
+        self.losses[fault] = [Loss(time.time() - began, None, step - (self.run.newest_step() or 0))]
 
     def end(self):
         """Wait for the agents; their exit codes by machine, and their outputs."""
@@ -100,7 +112,7 @@ class Job:
         names = [event["event"] for event in self.events("restart", "failure", "resume", "start")]
         assert names == ["start"], names
 
-    def assert_same_as_alone(self):
+    def assert_same_as_alone(self, outcome="went on"):
         """The rows are those of the same training in one process, which is stopped when it has as many."""
         run, last = RunFolder(self.folder / "runs" / "alone"), self.last_step()
         words = ["run.dir=runs/alone", "sync={name: every_step}", "parallel=ddp"]
@@ -113,6 +125,7 @@ class Job:
         assert finish(process, PATIENCE_SECONDS).code == 3
         assert last >= 10
         assert_same_rows(self.run, read_lines(run.metrics_path), last)
+        self.keep_losses(outcome)
 
 
 def workers(machine):
@@ -130,31 +143,6 @@ def workers(machine):
     return found
 
 
-def write_down(fault, seconds):
-    """Add a measurement, and write the page from all."""
-    rows = [*(read_lines(ROWS) if ROWS.exists() else []), {"fault": fault, "seconds": round(seconds, 2)}]
-    ROWS.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    lines = [
-        "# Lost machines of a quorum, and what they cost",
-        "",
-        "`python -m pytest tests/launchers/test_quorum_hosts.py -m slow`: a small GPT-2 trained by a "
-        "[quorum](../../docs/quorum.md#on-several-machines) on two to four machines, emulated by network namespaces "
-        f"with links of {MEGABITS} Mbit/s. No job restarted; every row has the `batch_hash` of a single process "
-        "that lost nothing, and its loss within 2e-5.",
-        "",
-        f"Machine: {os.cpu_count()} shared CPU cores ({platform.machine()}), {platform.system()}; Python "
-        f"{platform.python_version()}, torch {metadata.version('torch')}; {time.strftime('%Y-%m-%d')}. Other work ran "
-        "beside it. Seconds: from the fault until the others went on in a new group, and repeated the step.",
-        "",
-        "| Fault | Times | Seconds, median | most |",
-        "|---|---|---|---|",
-    ]
-    for name in dict.fromkeys(row["fault"] for row in rows):
-        taken = [row["seconds"] for row in rows if row["fault"] == name]
-        lines.append(f"| {name} | {len(taken)} | {statistics.median(taken):.1f} | {max(taken):.1f} |")
-    ROWS.with_suffix(".md").write_text("\n".join(lines) + "\n")
-
-
 def test_a_lost_process_costs_one_step(tmp_path):
     """Of another machine, then of the keeper's; each returns."""
     with machines(3, tmp_path) as network:  # a machine that is alone would not be slowed by its link
@@ -163,7 +151,7 @@ def test_a_lost_process_costs_one_step(tmp_path):
             job.until_step(job.last_step() + 5)
             [pid] = workers(machine).values()
             os.kill(pid, signal.SIGKILL)
-            job.until_lost("a process is killed", number + 1)
+            job.until_lost(f"a process of {('another machine', 'the first machine')[number]} of 3", number + 1)
             job.until(lambda before=number: len(job.events(JOINED)) > before)
         codes, outputs = job.stop()
     assert set(codes.values()) == {3}, outputs
@@ -180,7 +168,7 @@ def test_a_lost_machine_costs_one_step_and_may_return(tmp_path, size, parallel):
         job.until_step(5)
         last.cut()
         last.kill()
-        job.until_lost(f"a machine of 3 loses its power, {parallel}")
+        job.until_lost("a machine of 3, which loses its power")
         job.agents.pop(last.name).communicate()
         last.heal()
         job.begin(last)
@@ -218,7 +206,7 @@ def test_a_replica_of_two_machines_is_lost_with_one_of_them(tmp_path):
         killed, other = by_rank[3], by_rank[2]  # places are given in the order in which machines come
         before = workers(other)
         killed.kill()  # its connections are closed
-        job.until_lost("all processes of a machine of 4 are killed, fsdp over two machines")
+        job.until_lost("all processes of a machine of 4, where a replica is on two")
         job.until(lambda: workers(other) != before)
         job.agents.pop(killed.name).communicate()
         job.begin(killed)
@@ -239,7 +227,7 @@ def test_a_machine_that_is_cut_off_stops_by_itself(tmp_path):
         job.until(lambda: job.events(JOINED))
         [cut] = [machine for machine in network if 1 in workers(machine)]
         cut.cut()
-        job.until_lost("a machine of 3 is cut off", 2)
+        job.until_lost("a machine of 3, which is cut off (a partition)", 2)
         job.until(lambda: not workers(cut))
         assert job.agents[cut.name].wait(PATIENCE_SECONDS) == 1
         codes, outputs = job.stop()
@@ -255,15 +243,14 @@ def test_without_the_first_machine_all_stop_and_the_same_command_resumes(tmp_pat
     with machines(2, tmp_path) as network:
         job = Job(network).begin()
         job.until(lambda: job.events("checkpoint"))
-        network[0].kill()
-        assert job.agents["node-2"].wait(PATIENCE_SECONDS) == 1 and not workers(network[1])
+        job.assert_stop_without_the_first()
         assert "start the same command again on the remaining machines" in job.agents["node-2"].communicate()[0]
         job.agents["node-1"].communicate()
         job.begin()
         job.until(lambda: job.events("resume"))
         codes, outputs = job.stop()
     assert set(codes.values()) == {3}, outputs
-    job.assert_same_as_alone()
+    job.assert_same_as_alone("stopped; the same command resumed")
 
 
 def test_a_run_ends_without_a_lost_machine(tmp_path):

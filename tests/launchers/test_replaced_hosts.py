@@ -8,6 +8,7 @@ import pytest
 
 from echelon.run.folder.run_folder import RunFolder
 from tests.dist.command import finish, start, write_recipe
+from tests.faults.losses import Loss
 from tests.faults.test_quorum_plans import LLAMA
 from tests.faults.test_replaced_processes import read_exact
 from tests.launchers.test_quorum_hosts import PATIENCE_SECONDS, Job, workers
@@ -34,9 +35,14 @@ class RankJob(Job):
             checkpoint={"every_steps": RARELY, "snapshot_every_steps": 4},
             fault={"on_lost_process": "replace", "hang_seconds": 120},
         )  # fmt: skip
+        self.case = f"replace, {'fsdp x tp' if isinstance(parallel, dict) else parallel}"
 
-    def until_replaced(self, count):
+    def until_replaced(self, fault, count):
+        """Wait until all go on after so many losses; remember what the last one has cost."""
+        step = self.last_step()
         self.until(lambda: len(self.events(LOST)) >= count)
+        event = self.events(LOST)[-1]
+        self.losses[fault] = [Loss(event["seconds"], event["seconds"], max(0, step - event["step"]))]
 
     def assert_as_undisturbed(self):
         """Compare with the same number of processes on one machine, which lose nothing."""
@@ -49,6 +55,7 @@ class RankJob(Job):
         assert ending.code == 0, ending
         assert read_exact(self.run) == read_exact(whole)
         assert equal_tensors(tensors_of(self.run.path, STEPS), tensors_of(whole.path, STEPS))
+        self.keep_losses()
 
 
 def test_a_lost_process_of_any_machine_is_replaced(tmp_path):
@@ -59,7 +66,7 @@ def test_a_lost_process_of_any_machine_is_replaced(tmp_path):
             job.until_step(10 * (1 + number))
             kept = workers(network[1 - network.index(machine)])
             os.kill(min(workers(machine).values()), signal.SIGKILL)
-            job.until_replaced(number + 1)
+            job.until_replaced(f"a process of {('another machine', 'the first machine')[number]} of 2", number + 1)
             assert workers(network[1 - network.index(machine)]) == kept
         codes, outputs = job.end()
     assert set(codes.values()) == {0}, outputs
@@ -77,7 +84,7 @@ def test_a_lost_machine_returns_and_gets_its_state_from_another_one(tmp_path):
         job.agents.pop(last.name).communicate()
         last.heal()
         job.begin(last)
-        job.until_replaced(1)
+        job.until_replaced("a machine of 3, which loses its power and returns", 1)
         codes, outputs = job.end()
     assert set(codes.values()) == {0}, outputs
     assert "was lost with its machine" in "".join(outputs.values())
@@ -88,10 +95,10 @@ def test_without_the_first_machine_all_stop(tmp_path):
     with machines(2, tmp_path) as network:
         job = RankJob(network).begin()
         job.until_step(5)
-        network[0].kill()
-        assert job.agents["node-2"].wait(PATIENCE_SECONDS) == 1 and not workers(network[1])
+        job.assert_stop_without_the_first()
         job.agents["node-1"].communicate()
         job.agents["node-2"].communicate()
         job.begin()
         codes, outputs = job.end()
     assert set(codes.values()) == {0}, outputs
+    job.keep_losses("stopped; the same command began again")
