@@ -111,7 +111,7 @@ def keep(case, moment, losses, where=PROCESSES, outcome="went on"):
     """
     if not COUNT:
         return
-    test = os.environ["PYTEST_CURRENT_TEST"].split(" ")[0]
+    test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
     row = {"test": test, "case": case, "moment": moment, "where": where, "outcome": outcome, "date": today()}
     row["losses"] = [[round_up(value) for value in asdict(loss).values()] for loss in losses]
     before, key = read_lines(ROWS) if ROWS.exists() else [], ("test", "case", "moment")

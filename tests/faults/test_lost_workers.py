@@ -1,7 +1,7 @@
 """Workers of parameter servers are killed: the job goes on, takes new ones in, and feeds every batch whole.
 
-`test_quorum.py` has what holds for replicas of a quorum too, `test_ten_losses.py` ten kills. ECHELON_FAULTS_SEED sets
-the seed.
+`test_quorum.py` has what holds for replicas of a quorum too, `test_thousand_losses.py` more kills. ECHELON_FAULTS_SEED
+sets the seed.
 """
 
 import random

@@ -3,11 +3,12 @@ lost, and the rows are those of one process. With `make losses` how long each lo
 benchmarks/results/lost-processes-cpu.md."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from contextlib import suppress
 
 import pytest
 
@@ -129,17 +130,13 @@ class Job:
 
 
 def workers(machine):
-    """The training processes of a machine, by their ranks."""
+    """The training processes of a machine, by the ranks of the logs that they write."""
     listed = subprocess.run(["ip", "netns", "pids", machine.namespace], capture_output=True, text=True).stdout.split()
     found = {}
     for pid in listed:
-        try:
-            words = Path(f"/proc/{pid}/environ").read_text().split("\0")
-        except OSError:
-            continue
-        ranks = [word.removeprefix("RANK=") for word in words if word.startswith("RANK=")]
-        if ranks:
-            found[int(ranks[0])] = int(pid)
+        with suppress(OSError):  # it has ended
+            if log := re.search(r"rank-(\d+)\.log$", os.readlink(f"/proc/{pid}/fd/1")):
+                found[int(log[1])] = int(pid)
     return found
 
 

@@ -3,7 +3,9 @@ network namespaces with shared files: rows and weights are those of a run that l
 
 import os
 import signal
+import subprocess
 
+import psutil
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
@@ -58,12 +60,19 @@ class RankJob(Job):
         self.keep_losses()
 
 
+def forks_workers(machine):
+    """Whether a process of a machine holds the imports of the workers, which a new one then need not do."""
+    listed = subprocess.run(["ip", "netns", "pids", machine.namespace], capture_output=True, text=True).stdout.split()
+    return any("warm_worker" in " ".join(psutil.Process(int(pid)).cmdline()) for pid in listed)
+
+
 def test_a_lost_process_of_any_machine_is_replaced(tmp_path):
-    """Of another machine, then of the first; the processes of the others stay."""
+    """Of another machine, then of the first; the processes of the others stay. New ones are forked."""
     with machines(2, tmp_path) as network:
         job = RankJob(network, size=2, parallel={"dp_shard": 2, "tp": 2}).begin()
         for number, machine in enumerate((network[1], network[0])):
             job.until_step(10 * (1 + number))
+            assert forks_workers(machine)
             kept = workers(network[1 - network.index(machine)])
             os.kill(min(workers(machine).values()), signal.SIGKILL)
             job.until_replaced(f"a process of {('another machine', 'the first machine')[number]} of 2", number + 1)

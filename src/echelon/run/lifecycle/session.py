@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -65,7 +65,7 @@ from echelon.run.supervise.outcome import (
     write_outcome,
 )
 from echelon.run.supervise.restart import forget_ended
-from echelon.run.supervise.warm_start import WarmStart
+from echelon.run.supervise.warm_start import WarmStart, workers_warmed
 from echelon.run.supervise.workers import Workers, memory_held
 
 if TYPE_CHECKING:
@@ -181,11 +181,11 @@ def train_on_hosts(
         refuse_living_on(recipe)
     missing = _find_missing_gpus(recipe, group, num_processes)
     count = default_num_processes() if num_processes is None else num_processes
-    agent = Agent(group, None, recipe.fault, missing)
     if fresh and (not group.shares_files or is_coordinator(group)):
         _move_aside(RunFolder(recipe.run.dir))
     preparation = Preparation(recipe, count, group.max_nodes)
-    with scratch_folder("host") as scratch:
+    with scratch_folder("host") as scratch, workers_warmed(count) if asked is not None else nullcontext() as warm:
+        agent = Agent(group, warm, recipe.fault, missing)
         outcomes = scratch / "outcomes"
         outcomes.mkdir()
         folder = RunFolder(recipe.run.dir, outcomes)
