@@ -7,11 +7,11 @@ import json
 import os
 import platform
 import signal
-import statistics
 import time
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from statistics import median
 
 from tests.dist.command import read_lines
 
@@ -113,15 +113,20 @@ def keep(case, moment, losses, where=PROCESSES, outcome="went on"):
         return
     test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
     row = {"test": test, "case": case, "moment": moment, "where": where, "outcome": outcome, "date": today()}
-    row["losses"] = [[round_up(value) for value in asdict(loss).values()] for loss in losses]
+    row["losses"] = [[shorten(value) for value in asdict(loss).values()] for loss in losses]
     before, key = read_lines(ROWS) if ROWS.exists() else [], ("test", "case", "moment")
     kept = [other for other in before if any(other[word] != row[word] for word in key)]
-    rows = sorted([*kept, row], key=lambda row: (row["moment"] != RANDOM, row["test"]))
+    save_report([*kept, row])
+
+
+def save_report(rows):
+    """Write the rows, and the page from them."""
+    rows = sorted(rows, key=lambda row: (row["moment"] != RANDOM, row["where"] == MACHINES, row["case"], row["test"]))
     ROWS.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     ROWS.with_suffix(".md").write_text(render_report(rows))
 
 
-def round_up(value):
+def shorten(value):
     return None if value is None else round(value, 2)
 
 
@@ -164,7 +169,8 @@ def render_report(rows):
         "",
         "| | Where | Losses | Seconds held up, median | most | Back, median | most | Steps again, median | most |",
         "|---|---|---|---|---|---|---|---|---|",
-        *(f"| {row['case']} | {row['where']} | {describe_row(row)} |" for row in at_random),
+        *(f"| {row['case']} | {row['where']} | {describe(row['losses'])} |" for row in at_random),
+        *(f"| **{kind}, all** | | {describe(losses)} |" for kind, losses in group_by_kind(at_random)),
         "",
         "## At chosen moments",
         "",
@@ -172,20 +178,21 @@ def render_report(rows):
         "| most | The others |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
         *(
-            f"| {row['case']} | {row['moment']} | {row['where']} | {describe_row(row)} | {row['outcome']} |"
+            f"| {row['case']} | {row['moment']} | {row['where']} | {describe(row['losses'])} | {row['outcome']} |"
             for row in special
         ),
         "",
     ])  # fmt: skip
 
 
-def describe_row(row):
+def group_by_kind(rows):
+    """All losses of a quorum, of parameter servers, and of processes that are replaced."""
+    for kind in dict.fromkeys(row["case"].split(",")[0] for row in rows):
+        yield kind, [loss for row in rows if row["case"].startswith(f"{kind},") for loss in row["losses"]]
+
+
+def describe(losses):
     """How many losses, then the median and the worst of each figure."""
-    held, back, again = (
-        [value for value in values if value is not None] for values in zip(*row["losses"], strict=True)
-    )
-    shown = [f"{middle(values):.1f} | {max(values):.1f}" if values else "- | -" for values in (held, back)]
-    return " | ".join([str(len(row["losses"])), *shown, f"{middle(again):g} | {max(again)}"])
-
-
-middle = statistics.median
+    held, back, again = ([value for value in values if value is not None] for values in zip(*losses, strict=True))
+    shown = [f"{median(values):.1f} | {max(values):.1f}" if values else "- | -" for values in (held, back)]
+    return " | ".join([str(len(losses)), *shown, f"{median(again):g} | {max(again)}"])

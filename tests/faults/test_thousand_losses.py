@@ -97,7 +97,7 @@ CASES = {
     "quorum, ddp, 3 replicas": Case(150, 3, 1),
     "quorum, ddp, 4 replicas": Case(80, 4, 1),
     "parameter server, 3 workers": Case(60, 3, 1, "ddp", {"sync": {**SERVER, "servers": 1}}),
-    "2 parameter servers, 4 workers": Case(40, 4, 1, "ddp", {"sync": {**SERVER, "servers": 2}}),
+    "parameter server, 2 of them, 4 workers": Case(40, 4, 1, "ddp", {"sync": {**SERVER, "servers": 2}}),
     "quorum, pp x 2": Case(70, 2, 2, {"pp": 2}),
     "quorum, tp x 2": Case(70, 2, 2, {"tp": 2}),
     "quorum, zero1 x 2": Case(60, 2, 2, "zero1"),
