@@ -6,6 +6,7 @@ asked once only: the versions of packages, and what is secret in a short text.
 
 import importlib.metadata
 import io
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,6 +74,7 @@ def recalled() -> Iterator[None]:
         return redact_short(text) if len(text) < 1_000 else redact(text)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
         patch.setattr(importlib.metadata, "version", cache(importlib.metadata.version))
         patch.setattr(redaction, "redact_text", redact_text)
         for module in (load, run_record):
