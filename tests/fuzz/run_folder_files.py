@@ -8,7 +8,6 @@ import fnmatch
 import gzip
 import json
 import random
-import shutil
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -24,7 +23,7 @@ from tests.fuzz.judge import Refusals
 from tests.fuzz.recall import undamaged
 from tests.fuzz.run_operations import RunOperations
 from tests.fuzz.stored_files import Parts, StoredFiles
-from tests.fuzz.touched import Known, State, read_state, record
+from tests.fuzz.touched import Known, Restorer, State, read_state, record
 
 # Files that `stored_files` damages: those of a checkpoint and of the model.
 BIG_FILES = (
@@ -78,7 +77,6 @@ class RunFolderFiles:
     """The run of `StoredFiles` with every small file that a run may have. It is restored after each damage."""
 
     def __init__(self, stored: StoredFiles, aside: Path) -> None:
-        self._aside = aside / "pristine"
         folder = self.folder = stored.run
         write_spending(folder, Spending(seconds=10.0, until=1.0))
         write_run_name(folder, "20260101-000000-abcdef")
@@ -94,7 +92,7 @@ class RunFolderFiles:
         write_trace(folder.trace_path(2, 0))
         folder.rows.append_event("rollback", step=2, suppressed=4)
         folder.mark_finished(4, "early_stop")
-        shutil.copytree(folder.path, self._aside)
+        self._restorer = Restorer(folder.path, aside / "pristine")
         self._foreign = foreign_files(stored.marker) | {f"type {each!r}": each for each in _OTHER_TYPES}
         self.files = sorted(
             path.relative_to(folder.path).as_posix()
@@ -116,8 +114,7 @@ class RunFolderFiles:
     def restore(self) -> None:
         """Restore the undamaged folder."""
         self.folder.unlock()
-        shutil.rmtree(self.folder.path)
-        shutil.copytree(self._aside, self.folder.path)
+        self._restorer.restore()
 
     def damage(self, rng: random.Random, name: str) -> str:
         """Damage this file of the run folder; return a description of the damage."""

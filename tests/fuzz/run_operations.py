@@ -154,12 +154,13 @@ class RunOperations:
         return {}
 
     def _resume(self) -> Parts:
-        """Stop before the first step."""
+        """Stop before the first step. As in a restart, no step is rehearsed, which would read no file of the run."""
         note_use(PLAN)
         if self._prepared is None:
             self._prepare()
         assert self._prepared is not None
-        trainer = build_trainer(self._longer, self._prepared.plan, self._folder, self._runtime, "eager")
+        plan, runtime = self._prepared.plan, self._runtime
+        trainer = build_trainer(self._longer, plan, self._folder, runtime, "eager", is_known=True)
         try:
             found = {name: digest(tensor) for name, tensor in trainer.train_step.learner.engine.state_dict().items()}
             state = {key: value for key, value in asdict(trainer.state).items() if key != "suppressed"}

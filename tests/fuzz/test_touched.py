@@ -1,10 +1,11 @@
 """What the fuzz tests may leave out: an operation whose files are all as they were."""
 
 import os
+import shutil
 from threading import Thread
 
 from tests.fuzz.damage import ODD_FILES, put_odd_file
-from tests.fuzz.touched import Known, read_state, record
+from tests.fuzz.touched import Known, Restorer, read_state, record
 
 
 def look(folder):
@@ -53,3 +54,24 @@ def test_the_result_of_an_operation_left_out_is_in_the_state(tmp_path):
     now = read_state(tmp_path, ())
     assert "result" not in now
     assert known.apply(now) == now | {"result": b"done"} == known.after
+
+
+def test_all_that_was_done_to_a_folder_is_undone(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    know(folder)
+    restorer, before = Restorer(folder, tmp_path / "aside"), read_state(folder, ())
+    restorer.restore()
+    kept = (folder / "asked").stat().st_ino
+    for what in ODD_FILES:
+        put_odd_file(folder / "read", what)
+        (folder / "new" / "deep").mkdir(parents=True)
+        (folder / "new" / "deep" / "file").write_text("x")
+        (folder / "listed" / "entry").write_text("y")  # of the same size
+        (folder / "other").unlink()
+        restorer.restore()
+        assert read_state(folder, ()) == before, what
+    shutil.rmtree(folder / "listed")
+    restorer.restore()
+    assert read_state(folder, ()) == before
+    assert (folder / "asked").stat().st_ino == kept  # it was left as it was

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import stat
 import sys
 from collections.abc import Iterator
@@ -82,6 +83,44 @@ class Known:
         changed = {name for name, _ in self.before.items() ^ self.after.items()}
         kept = {name: content for name, content in now.items() if name not in changed}
         return kept | {name: self.after[name] for name in changed & self.after.keys()}
+
+
+class Restorer:
+    """Keeps a copy of a folder, and writes again what differs from it in the folder."""
+
+    def __init__(self, folder: Path, aside: Path) -> None:
+        """`aside`: where the copy is made, which must not exist."""
+        self._folder, self._aside = folder, Path(shutil.copytree(folder, aside))
+        self._written: dict[str, _Stamp] = {}
+
+    def restore(self) -> None:
+        """Make the folder as it was, but for times of change."""
+        found = _stamp(self._folder)
+        changed = {name for name, stamp in found.items() if stamp != self._written.get(name)}
+        for name in sorted(changed, reverse=True):  # a folder comes after its entries
+            path = self._folder / name
+            (path.rmdir if stat.S_ISDIR(found[name][0]) else path.unlink)()
+        for name in sorted(_stamp(self._aside).keys() - (found.keys() - changed)):
+            if (self._aside / name).is_dir():
+                (self._folder / name).mkdir()
+            else:
+                shutil.copy2(self._aside / name, self._folder / name)
+        self._written = _stamp(self._folder)
+
+
+_Stamp = tuple[int, ...]
+"""What differs after a file was written: its kind, inode, size and time of change. Of a folder, only the kind."""
+
+
+def _stamp(folder: Path) -> dict[str, _Stamp]:
+    stamps: dict[str, _Stamp] = {}
+    for root, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = os.path.join(root, name)
+            found = os.lstat(path)
+            rest = () if stat.S_ISDIR(found.st_mode) else (found.st_ino, found.st_size, found.st_mtime_ns)
+            stamps[os.path.relpath(path, folder)] = (found.st_mode, *rest)
+    return stamps
 
 
 _recording: list[Touched] = []
