@@ -1,7 +1,7 @@
 """Recalls what parsing undamaged files gave, since almost every operation parses the same recipe and metadata again.
 
-Only the results of `undamaged` blocks are kept, and other content is always parsed. What depends on no file is also
-asked once only: the versions of packages, and what is secret in a short text.
+Only the results of `undamaged` blocks are kept, and other content is always parsed; so with recipes that are rendered.
+What depends on no file is also asked once only: the versions of packages, and what is secret in a short text.
 """
 
 import importlib.metadata
@@ -17,26 +17,27 @@ import pytest
 
 from echelon.ground import redaction
 from echelon.learn.checkpoint import safety
-from echelon.recipe import load, yaml_text
+from echelon.recipe import load, render, yaml_text
 from echelon.run.report import run_record
 
 
 class Recall:
-    """A function of a file's content whose results for undamaged files are kept, as copies."""
+    """A function of values, such as a file's content, whose results for undamaged files are kept, as copies."""
 
     keeps = False
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self._kept: dict[tuple[Any, ...], bytes] = {}
+        self._kept: dict[bytes, bytes] = {}
 
     def __call__(self, *given: Any) -> Any:
         """Return the result of the function, which the caller may change."""
-        if (kept := self._kept.get(given)) is not None:
+        key = pickle.dumps(given)
+        if (kept := self._kept.get(key)) is not None:
             return pickle.loads(kept)
         value = self._function(*given)
         if Recall.keeps:
-            self._kept[given] = pickle.dumps(value)
+            self._kept[key] = pickle.dumps(value)
         return value
 
 
@@ -79,5 +80,6 @@ def recalled() -> Iterator[None]:
         patch.setattr(redaction, "redact_text", redact_text)
         for module in (load, run_record):
             patch.setattr(module, "parse_yaml", parse)
+        patch.setattr(render, "render_yaml", Recall(yaml_text.render_yaml))
         patch.setattr(safety, "MetadataUnpickler", Unpickler)
         yield

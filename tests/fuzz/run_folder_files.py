@@ -190,7 +190,7 @@ class RunFolderFiles:
                 found |= self._run(name, operation, now) if everything else operation()
             except EchelonError as error:
                 refusals.append(error)
-                if name == "prepare":  # without which there is no resume
+                if name in ("prepare", "build"):  # without which there is no resume
                     break
             now = self._read_state()
         if refusals and found.items() <= self.expected.items():

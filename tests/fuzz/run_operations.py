@@ -17,13 +17,17 @@ from echelon.ground.redaction import make_printable
 from echelon.launch.job_logs import Log
 from echelon.learn.checkpoint.export import export_run
 from echelon.learn.checkpoint.folder import clear_out, list_checkpoints
+from echelon.learn.learner import Learner
+from echelon.planner.plan import ParallelPlan
 from echelon.recipe.load import load_recipe
 from echelon.run.folder.overview import describe_run, summarize_run
 from echelon.run.folder.remote_start import describe_remote
 from echelon.run.folder.run_folder import RunFolder
+from echelon.run.journal.recovery import RecoveryWatch
 from echelon.run.journal.trackers.forwarder import MetricsForwarder
 from echelon.run.journal.trackers.tracker import Opened
-from echelon.run.lifecycle.assemble import build_trainer
+from echelon.run.lifecycle.assemble import assemble
+from echelon.run.lifecycle.run_learner import build_run_learner
 from echelon.run.lifecycle.setup import PreparedRun, prepare_run
 from echelon.run.report.comparison import build_comparison
 from echelon.run.report.live import read_live, shorten
@@ -37,7 +41,9 @@ from tests.fuzz.touched import State, note_use
 from tests.log_lines import LogLines
 
 PLAN = "the plan in memory"
-"""What `prepare` hands on to `resume`, by its name in the state of the folder."""
+"""What `prepare` hands on, by its name in the state of the folder."""
+LEARNER = "the learner in memory"
+"""What `build` hands on to `resume`."""
 
 
 class NoTracker:
@@ -68,10 +74,12 @@ class RunOperations:
         self._folder, self._runtime, self._scratch = stored.run, stored.runtime, scratch
         self._longer, _ = load_recipe(stored.run.recipe_path, ["train.steps=6"])
         self._prepared: PreparedRun | None = None
+        self._built: tuple[Learner, str] | None = None
+        self._usual: tuple[Learner, str] | None = None  # of the undamaged files
 
     def start(self) -> dict[str, Callable[[], Parts]]:
         """Return the operations by name, in order. Each is a function of the files that it touches."""
-        self._prepared = None
+        self._prepared, self._built = None, self._usual
         path, folder = self._folder.path, self._folder
         return {
             "load": lambda: {"target": digest(sorted(describe_target(path).items()))},
@@ -87,12 +95,18 @@ class RunOperations:
             "remedy": self._find_remedy,
             "send rows": self._send_rows,
             "prepare": self._prepare,
+            "build": self._build_learner,
             "resume": self._resume,
         }
 
     def read_memory(self) -> State:
         """Return what an operation hands on to a later one."""
-        return {} if self._prepared is None else {PLAN: digest(asdict(self._prepared.plan))}
+        state: State = {}
+        if self._prepared is not None:
+            state[PLAN] = digest(asdict(self._prepared.plan))
+        if self._built is not None:
+            _, state[LEARNER] = self._built
+        return state
 
     def _open_held_out(self) -> Parts:
         [held_out] = open_held_out(self._folder.path)
@@ -153,16 +167,25 @@ class RunOperations:
         self._prepared = prepared
         return {}
 
+    def _build_learner(self) -> Parts:
+        """Build the model and open the data. As in a restart no step is rehearsed, which would read no file."""
+        plan = self._find_plan()
+        learner = build_run_learner(self._longer, plan, self._folder, self._runtime, "eager", True, is_known=True)
+        self._built = learner, digest(asdict(learner.plan), learner.config.to_dict(), learner.data.fingerprint)
+        self._usual = self._usual or self._built
+        return {}
+
     def _resume(self) -> Parts:
-        """Stop before the first step. As in a restart, no step is rehearsed, which would read no file of the run."""
-        note_use(PLAN)
-        if self._prepared is None:
-            self._prepare()
-        assert self._prepared is not None
-        plan, runtime = self._prepared.plan, self._runtime
-        trainer = build_trainer(self._longer, plan, self._folder, runtime, "eager", is_known=True)
+        """Load the state that was saved, and stop before the first step."""
+        note_use(LEARNER)
+        self._find_plan()  # a run is prepared
+        assert self._built is not None
+        learner, _ = self._built
+        for tensor in learner.engine.state_dict().values():
+            tensor.detach().fill_(7)  # the learner may have loaded before
+        trainer = assemble(learner, self._folder, self._runtime, RecoveryWatch(self._folder, None))
         try:
-            found = {name: digest(tensor) for name, tensor in trainer.train_step.learner.engine.state_dict().items()}
+            found = {name: digest(tensor) for name, tensor in learner.engine.state_dict().items()}
             state = {key: value for key, value in asdict(trainer.state).items() if key != "suppressed"}
             trainer.accounting.goodput.describe()
             return {"state": digest(state), **found}
@@ -172,3 +195,11 @@ class RunOperations:
             trainer.saver.store.close()
             for group in trainer.saver.store.groups:
                 dist.destroy_process_group(group)
+
+    def _find_plan(self) -> ParallelPlan:
+        """Return the plan of the prepared run. Prepare it, if that was left out."""
+        note_use(PLAN)
+        if self._prepared is None:
+            self._prepare()
+        assert self._prepared is not None
+        return self._prepared.plan
