@@ -31,10 +31,10 @@ from echelon.planner.replica_limits import (
     check_compression,
     check_replicas,
     compressed_precision,
+    describe_unproven,
     holds_snapshots,
     join_quorum,
     join_servers,
-    refuse_gpus,
 )
 from echelon.planner.sampled_answers import add_rollout, describe_rollout
 from echelon.planner.search_space import list_divided, list_micro_batches
@@ -115,6 +115,7 @@ def resolve_plan(
     check_replicas(plan)
     check_engine(recipe, plan)
     plan_why += [*describe_traffic(shape, plan, count_held(shape, plan)), *describe_rollout(plan, recipe, shape, kind)]
+    plan_why += describe_unproven(recipe, cluster)
     reach = None if adapter is None else describe_reach(adapter, shape)
     return replace(plan, why=(*plan_why, *precision_why, *compile_why, *([] if reach is None else [reach])))
 
@@ -223,7 +224,6 @@ def _auto_layouts(request: _Request) -> list[ParallelPlan]:
 
 def _build_layout(request: _Request, parallel: "str | ParallelConfig") -> ParallelPlan:
     """The layout of every replica."""
-    refuse_gpus(request.recipe, request.cluster)
     layout = build_layout(parallel, request.replica, request.shape, request.recipe.data.sequence_len)
     if request.recipe.sync.name == QUORUM:
         return join_quorum(layout, request.recipe)

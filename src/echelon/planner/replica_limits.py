@@ -103,13 +103,14 @@ def refuse_living_on(recipe: "Recipe") -> None:
         )
 
 
-def refuse_gpus(recipe: "Recipe", cluster: Cluster) -> None:
-    """Raise PlanError if processes shall live on when one is lost, and use GPUs."""
-    if (named := name_living_on(recipe)) is not None and cluster.kind == "cuda":
-        raise PlanError(
-            f"{named[0]} works only with processes on CPUs so far, because only there they can leave a process "
-            f"group after a loss; use {named[1]} on GPUs, which restarts from the newest checkpoint."
-        )
+def describe_unproven(recipe: "Recipe", cluster: Cluster) -> list[str]:
+    """Return a warning if processes shall live on when one is lost, and use GPUs."""
+    if (named := name_living_on(recipe)) is None or cluster.kind != "cuda":
+        return []
+    return [
+        f"{named[0]} has not been tested on a machine with several GPUs; {named[1]} restarts from the newest "
+        "checkpoint instead"
+    ]
 
 
 def resize(plan: ParallelPlan, num_replicas: int) -> ParallelPlan:

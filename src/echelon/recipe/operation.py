@@ -174,8 +174,8 @@ class FaultConfig(Section):
     )
     on_lost_process: Literal["restart", "replace"] = Field(
         "restart",
-        description="Reaction to the loss of a process: all start again, or (`replace`, on CPUs) a new one takes its "
-        "place while the others keep what they have in memory.",
+        description="Reaction to the loss of a process: all start again, or (`replace`) a new one takes its place "
+        "while the others keep what they have in memory.",
     )
     max_restarts: CountOrZero = Field(
         3, description="Maximum number of restarts of failed processes, each from the newest checkpoint."

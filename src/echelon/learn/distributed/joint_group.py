@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from typing_extensions import override
 
 from echelon.learn.distributed.membership import Membership, close_connections
 from echelon.learn.distributed.mesh import Grid, Meshes, all_reduce
+from echelon.learn.distributed.transport import Communicator
 from echelon.planner.plan import ParallelPlan
 
-_CPU = torch.device("cpu")
+_CPU, _GPU = torch.device("cpu"), torch.device("cuda")
 _ELSEWHERE = "connection closed by peer: another process of this replica has lost one of another replica"
 
 
@@ -47,7 +48,7 @@ class OpenStep:
                 self._failure = error
                 for group in self.groups:  # others may wait for this rank
                     group.close()
-        return _Dropped()
+        return _Over()
 
     def end(self, values: torch.Tensor, own: dist.ProcessGroup) -> torch.Tensor:
         """End the step; return the result of its last all-reduce, fp64, [values], of a rank on which none failed.
@@ -69,8 +70,8 @@ class OpenStep:
             raise self._failure
 
 
-class _Dropped(dist.Work):
-    """An operation that is not run."""
+class _Over(dist.Work):
+    """An operation for which there is nothing to wait."""
 
     @override
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -78,7 +79,9 @@ class _Dropped(dist.Work):
 
 
 class JointGroup(dist.ProcessGroup):
-    """A gloo group that is not a part of the default group, which has the ranks of this replica alone.
+    """A group that is not a part of the default group, which has the ranks of this replica alone.
+
+    It sends over gloo, and tensors of the GPU by its communicator, if it has one.
 
     An operation ends in the same way on all ranks of a replica: where it fails on one of them, it fails on all. So all
     leave the view at the same operation, none waits for another in an operation inside the replica, and the groups
@@ -95,6 +98,7 @@ class JointGroup(dist.ProcessGroup):
         own: dist.ProcessGroup | None,
         name: str,
         step: OpenStep | None = None,
+        communicator: Communicator | None = None,
     ) -> None:
         """Collective over the ranks of the group.
 
@@ -102,6 +106,7 @@ class JointGroup(dist.ProcessGroup):
             connect: connects this rank to the others.
             own: the ranks of this replica, for this group alone as long as it is used; None for a replica of one rank.
             step: the steps that use this group; None if none does.
+            communicator: what connects the GPUs of the ranks; None: gloo also sends what is on them.
 
         Raises:
             RuntimeError: a rank of the group is lost, or one of `own` could not connect.
@@ -112,10 +117,16 @@ class JointGroup(dist.ProcessGroup):
         self._step.groups.append(self)
         self._plain: dist.ProcessGroup | None = None
         self._is_one = False
+        self._communicator = communicator
         with _together(own, self.close):
             backend = connect()
-            self._plain = _wrap(dist.ProcessGroup(rank, size), backend, name)  # type: ignore[call-arg]
+            plain = dist.ProcessGroup(rank, size)  # type: ignore[call-arg]
+            self._plain = _wrap(plain, backend, name)
             _wrap(self, backend, name)
+            if communicator is None:
+                plain._register_backend(_GPU, dist.ProcessGroup.BackendType.GLOO, backend)
+            else:
+                communicator.connect(plain)
         self._backend = backend
 
     def enlist(self, places: Mapping[int, int], store: Store) -> None:
@@ -138,6 +149,14 @@ class JointGroup(dist.ProcessGroup):
         """End all waits in this group, here and in the other processes. Not collective."""
         if self._plain is not None:
             close_connections(self._plain)
+        if self._communicator is not None:
+            self._communicator.end()
+
+    def meet(self, seconds: float) -> None:
+        """Wait so long for the other ranks, if none is lost. Raises nothing."""
+        assert self._plain is not None
+        with suppress(RuntimeError):
+            self._plain.barrier(dist.BarrierOptions()).wait(timedelta(seconds=seconds))
 
     def getBackendName(self) -> str:
         """The name that torch asks for."""
@@ -161,7 +180,11 @@ class JointGroup(dist.ProcessGroup):
 
     def _run(self, name: str, *arguments: Any, **options: Any) -> Any:
         def operate() -> dist.Work:
-            work: dist.Work = getattr(self._plain, name)(*arguments, **options)
+            call: Callable[[], dist.Work] = partial(getattr(self._plain, name), *arguments, **options)
+            if self._communicator is not None:
+                self._communicator.run(call)
+                return _Over()
+            work = call()
             work.wait()
             return work
 

@@ -169,7 +169,7 @@ def build_mesh(plan: ParallelPlan, device_type: str, is_one_machine: bool = True
     world, place = _init_world(plan, grid, device_type), grid.place(dist.get_rank())
     assert dist.group.WORLD is not None
     several = plan.num_replicas > 1
-    needs_hosts = several and dist.get_backend() == "nccl"
+    needs_hosts = several and "nccl" in dist.get_backend()
     return Meshes(
         device_type=device_type,
         grid=grid,

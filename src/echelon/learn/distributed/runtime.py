@@ -66,7 +66,7 @@ def join_group() -> Runtime:
     place = find_torchrun_place()
     if dist.is_initialized():
         place = place or _find_place_in_group()
-        device = _choose_device(place, sees_own_gpu=False) if dist.get_backend() == "nccl" else torch.device("cpu")
+        device = choose_device(place, sees_own_gpu=False) if dist.get_backend() == "nccl" else torch.device("cpu")
         return Runtime(
             dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_world_size, device, dist.get_backend()
         )
@@ -93,7 +93,7 @@ def form_group(
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    device = _choose_device(place, sees_own_gpu)
+    device = choose_device(place, sees_own_gpu)
     if device.type == "cpu" and not is_thread_count_set():
         torch.set_num_threads(max(1, num_cores() // place.local_world_size))
     backend = "gloo" if device.type == "cpu" else "nccl"
@@ -115,7 +115,8 @@ def form_group(
     return Runtime(place.rank, place.world_size, place.local_rank, place.local_world_size, device, backend)
 
 
-def _choose_device(place: Place, sees_own_gpu: bool) -> "torch.device":
+def choose_device(place: Place, sees_own_gpu: bool) -> "torch.device":
+    """This rank's own GPU, from now on the current one, or else the CPU. Raises LaunchError if it has no GPU alone."""
     import torch
 
     if not torch.cuda.is_available():

@@ -6,8 +6,6 @@ form the next group, and go on from the newest snapshot in memory, or else from 
 """
 
 import logging
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,19 +13,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from echelon.ground.errors import LaunchError, StoppedError
 from echelon.ground.hosts import limit_silence_of
-from echelon.ground.launch_environment import LastEnd
+from echelon.ground.launch_environment import LastEnd, is_gpu_private
 from echelon.ground.stop_request import StopRequest
 from echelon.ground.variables import Place
 from echelon.learn.checkpoint.peer_memory import Held
-from echelon.learn.distributed.membership import ViewChanged, close_connections
+from echelon.learn.distributed.membership import ViewChanged
 from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS, Runtime, leave_groups
+from echelon.learn.distributed.transport import ON_CPU, Transport, choose_transport, end_waits
 from echelon.planner.plan import load_plan
 from echelon.recipe import Recipe
 from echelon.recipe.load import load_recipe
@@ -35,7 +33,7 @@ from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.assemble import build_trainer
 from echelon.run.lifecycle.rank_run import conduct
 from echelon.run.lifecycle.replica import Wait
-from echelon.run.lifecycle.view_group import CONNECT_SECONDS, ViewStore, join_board
+from echelon.run.lifecycle.view_group import CONNECT_SECONDS, LossWatch, ViewStore, join_board
 from echelon.run.supervise.board import Board, View, await_true
 from echelon.run.supervise.hands import SILENT_SECONDS
 from echelon.run.supervise.outcome import is_secondary
@@ -47,13 +45,9 @@ logger = logging.getLogger(__name__)
 
 # The mark on the board of a plan that has trained.
 _TRIED = "tried", "plan"
-_BACKEND, _CPU = "gloo", torch.device("cpu")
-_LOOK_SECONDS = 0.05
 # How long the keeper may take to notice a death that this rank has met as an error; of a machine, once it is silent.
 # Where the other one has reported an error instead, the keeper ends this rank meanwhile.
 _NOTICE_SECONDS, _SHORT_NOTICE_SECONDS, _MACHINE_NOTICE_SECONDS = 30.0, 2.0, 30.0 + SILENT_SECONDS
-# A rank that does not leave a group in this time ends, and is replaced too. It may be in a long forward pass.
-_LEAVING_SECONDS = 120.0
 
 
 @dataclass
@@ -72,6 +66,7 @@ class KeptRank:
     stop: StopRequest
     build_heart: Callable[[Runtime], Heartbeat]
     _held: Held = field(default_factory=Held)
+    _transport: Transport = ON_CPU
 
     def train(self) -> None:
         """Train until the run has ended, in one group after the other.
@@ -80,6 +75,7 @@ class KeptRank:
         losses leave it no time to advance; or another error of a training.
         """
         recipe, _ = load_recipe(self.folder.recipe_path)
+        self._transport = choose_transport(self.place, is_gpu_private())
         board, store = join_board()
         board.mark("ready", self.member)
         number, furthest, num_in_vain = -1, -1, 0
@@ -87,7 +83,7 @@ class KeptRank:
         while True:
             view = board.await_view(number, self.member, wait.look)
             number = view.number
-            with _Group(board, store, view, self.place) as group:
+            with _Group(board, store, view, self.place, self._transport.backend) as group:
                 step = self._train_in(group, recipe, wait)
             if step is None:
                 return
@@ -144,35 +140,36 @@ class KeptRank:
         return trainer.state.step
 
     def _runtime(self) -> Runtime:
-        place = self.place
-        return Runtime(place.rank, place.world_size, place.local_rank, place.local_world_size, _CPU, _BACKEND)
+        place, device, backend = self.place, self._transport.device, self._transport.backend
+        return Runtime(place.rank, place.world_size, place.local_rank, place.local_world_size, device, backend)
 
 
 class _Group:
     """The process groups of all ranks until one of them is lost."""
 
-    def __init__(self, board: Board, store: Store, view: View, place: Place) -> None:
+    def __init__(self, board: Board, store: Store, view: View, place: Place, backend: str) -> None:
         self.board = board
         self.view = view
         self._place = place
+        self._backend = backend
+        self._closing = threading.Lock()
         # torch does not refer to a store that is a Python object.
         self._store = ViewStore(PrefixStore(f"ranks/{view.number}", store), self._is_over)
-        self._is_left = threading.Event()
-        self._watch = threading.Thread(target=self._end_in_time, name="losses", daemon=True)
 
     def __enter__(self) -> "_Group":
         """Begin to watch for losses."""
-        self._watch.start()
+        self._watch = LossWatch(self._is_over, self.close)
         return self
 
     def form(self) -> None:
         """Form the default process group. Collective. Raises ViewChanged, or an error, if a rank is lost meanwhile."""
         place, timeout = self._place, timedelta(seconds=CONNECT_SECONDS)
         dist.init_process_group(
-            _BACKEND, store=self._store, rank=place.rank, world_size=place.world_size, timeout=timeout
+            self._backend, store=self._store, rank=place.rank, world_size=place.world_size, timeout=timeout
         )
         assert dist.group.WORLD is not None
-        dist.group.WORLD._get_backend(_CPU)._set_default_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
+        for device in dist.group.WORLD._device_types:
+            dist.group.WORLD._get_backend(device)._set_default_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
         if self._is_spread:
             limit_silence_of(None, SILENT_SECONDS)
 
@@ -182,17 +179,6 @@ class _Group:
 
     def _is_over(self) -> bool:
         return self.board.is_over(self.view.number)
-
-    def _end_in_time(self) -> None:
-        """In a thread, after a loss: end all waits in the groups, and after some time this process."""
-        while not self._is_over():
-            if self._is_left.wait(_LOOK_SECONDS):
-                return
-        self.close()
-        if not self._is_left.wait(_LEAVING_SECONDS):
-            logger.error(f"this rank did not leave its group {_LEAVING_SECONDS:g} s after a loss, and ends")
-            sys.stdout.flush()
-            os._exit(1)
 
     def find_loss(self) -> LastEnd | None:
         """When the first process was lost that is replaced in this group; None in the first group of a job."""
@@ -211,15 +197,14 @@ class _Group:
 
     def close(self) -> None:
         """End all waits in the groups, here and in the other processes. Not collective."""
-        for group in list(c10d._world.pg_map):
-            close_connections(group)
+        with self._closing:
+            end_waits(c10d._world.pg_map)
 
     def __exit__(self, *error: object) -> None:
         """Leave the groups, of which the caller must have dropped what it built in them."""
         if dist.is_initialized():
             leave_groups()
-        self._is_left.set()
-        self._watch.join()
+        self._watch.leave()
 
 
 def record_losses(folder: RunFolder, board: Board, view: View, step: int) -> None:

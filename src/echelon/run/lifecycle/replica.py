@@ -8,15 +8,16 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
 import torch.distributed as dist
 
 from echelon.ground.errors import LaunchError, TrainingError
+from echelon.ground.launch_environment import is_gpu_private
 from echelon.ground.stop_request import StopRequest
 from echelon.ground.variables import Place
 from echelon.learn.distributed.joint_group import join_replicas
 from echelon.learn.distributed.membership import ViewChanged
 from echelon.learn.distributed.runtime import Runtime
+from echelon.learn.distributed.transport import ON_CPU, Transport, choose_transport
 from echelon.learn.learner import Learner
 from echelon.planner.plan import ParallelPlan, load_plan
 from echelon.planner.replica_limits import resize
@@ -58,6 +59,7 @@ class Replica:
     stop: StopRequest
     build_heart: Callable[[Runtime], Heartbeat]
     show: Callable[[], None]
+    _transport: Transport = ON_CPU
 
     def train(self) -> None:
         """Train until the run has ended, in one view after the other.
@@ -67,7 +69,8 @@ class Replica:
         recipe, plan = load_recipe(self.folder.recipe_path)[0], load_plan(self.folder.plan_path)
         board, store = join_board()
         start, index = split_member(self.member)
-        form_inside(store, start, index, plan.replica_size)
+        self._transport = choose_transport(self.place, is_gpu_private())
+        form_inside(store, start, index, plan.replica_size, self._transport.backend)
         learner = self._build(recipe, plan)
         inside = Inside()
         board.mark("ready", self.member)
@@ -78,7 +81,9 @@ class Replica:
             num_essential = recipe.sync.num_essential
             num_replicas = self.place.world_size // plan.replica_size
             is_spread = self.place.local_world_size < self.place.world_size
-            membership = ViewMembership(board, store, view, self.member, num_replicas, inside, num_essential, is_spread)
+            membership = ViewMembership(
+                board, store, view, self.member, num_replicas, inside, num_essential, is_spread, self._transport
+            )
             number, before = view.number, held
             is_done, held = self._train_in(membership, learner, held, wait)
             membership.leave()
@@ -148,8 +153,8 @@ class Replica:
         return trainer
 
     def _runtime(self, rank: int, size: int) -> Runtime:
-        place = self.place
-        return Runtime(rank, size, place.local_rank, place.local_world_size, torch.device("cpu"), "gloo")
+        place, device, backend = self.place, self._transport.device, self._transport.backend
+        return Runtime(rank, size, place.local_rank, place.local_world_size, device, backend)
 
 
 class Wait:

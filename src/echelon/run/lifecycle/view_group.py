@@ -5,6 +5,10 @@ it: they are left when the view ends.
 """
 
 import gc
+import logging
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,15 +27,21 @@ from echelon.learn.distributed.joint_group import JointGroup, OpenStep
 from echelon.learn.distributed.membership import Membership, ViewChanged
 from echelon.learn.distributed.mesh import all_reduce
 from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS
+from echelon.learn.distributed.transport import ON_CPU, Communicator, Transport
 from echelon.run.supervise.board import Board, View, await_true
 from echelon.run.supervise.hands import SILENT_SECONDS
 from echelon.run.supervise.outcome import is_secondary
+
+logger = logging.getLogger(__name__)
 
 _BACKEND = "gloo"
 _STORE_SECONDS = 60.0
 # A fifth of the time that gloo waits for a connection once all replicas have published their addresses.
 CONNECT_SECONDS = 4.0
-_LOOK_SECONDS = 0.002
+_LOOK_SECONDS, _WATCH_SECONDS = 0.002, 0.05
+# A process that does not leave a group in this time after a loss ends, and is lost too. It may be in a long forward
+# pass.
+_LEAVING_SECONDS = 120.0
 # How long the keeper may take to notice a death that a replica has met as an error; of a machine, once it is silent.
 _NOTICE_SECONDS, _SHORT_NOTICE_SECONDS, _MACHINE_NOTICE_SECONDS = 5.0, 2.0, 5.0 + SILENT_SECONDS
 
@@ -68,6 +78,7 @@ class ViewMembership(Membership):
         member: the name of this process.
         inside: the processes of this replica.
         is_spread: whether the replicas are on several machines.
+        transport: what this process sends over.
     """
 
     board: Board
@@ -78,10 +89,13 @@ class ViewMembership(Membership):
     inside: Inside
     num_essential: int = 0
     is_spread: bool = False
+    transport: Transport = ON_CPU
     _num_ballots: int = 0
     _is_changing: bool = field(default=False)
     _step: OpenStep = field(default_factory=OpenStep)
     _groups: list[JointGroup] = field(default_factory=list)
+    _communicators: list[Communicator] = field(default_factory=list)
+    _watch: "LossWatch | None" = None
     _stores: list[Store] = field(default_factory=list)
     _endings: list[Callable[[], None]] = field(default_factory=list)
 
@@ -103,18 +117,32 @@ class ViewMembership(Membership):
     def form_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Form the groups of all processes of the view, and of those of one index in their replica. Collective.
 
-        Raises ViewChanged, or an error, if a replica is lost before it has published its address.
+        The former sends over gloo alone. Raises ViewChanged, or an error, if a replica is lost before it has published
+        its address.
         """
+        needs_communicator = self.transport.has_communicators and self.size > 1
+        if needs_communicator:
+            self._watch = LossWatch(self._is_over, self._close)
         everyone = self._form("everyone", self._find_places(), self.rank, len(self.view.members), self._own, self._step)
-        if self.inside.size == 1:
+        if self.inside.size == 1 and not needs_communicator:
             return everyone, everyone
         replica, index = divmod(self.rank, self.inside.size)
-        return everyone, self._form("replica", {index: replica}, replica, self.size, self._own, self._step)
+        own, step = self._own, self._step
+        return everyone, self._form("replica", {index: replica}, replica, self.size, own, step, needs_communicator)
 
     @override
     def new_group(self, purpose: str = "checkpoints") -> dist.ProcessGroup:
         own = self.inside.of_thread(len(self._groups))
         return self._form(purpose, self._find_places(), self.rank, len(self.view.members), own)
+
+    def _is_over(self) -> bool:
+        return self.board.is_over(self.view.number)
+
+    def _close(self) -> None:
+        for group in list(self._groups):
+            group.close()
+        for communicator in list(self._communicators):  # also one that is not connected yet
+            communicator.end()
 
     @property
     def _own(self) -> dist.ProcessGroup | None:
@@ -133,14 +161,22 @@ class ViewMembership(Membership):
         size: int,
         own: dist.ProcessGroup | None,
         step: OpenStep | None = None,
+        needs_communicator: bool = False,
     ) -> JointGroup:
-        number = self.view.number
         # torch does not refer to a store that is a Python object.
-        prefix = f"group/{number}/{len(self._groups)}/{min(places)}"
-        found = ViewStore(PrefixStore(prefix, self.store), lambda: self.board.is_over(number))
+        prefix = f"group/{self.view.number}/{len(self._groups)}/{min(places)}"
+        found = ViewStore(PrefixStore(prefix, self.store), self._is_over)
         self._stores.append(found)
         timeout = timedelta(seconds=CONNECT_SECONDS)
-        group = JointGroup(lambda: dist.ProcessGroupGloo(found, rank, size, timeout), rank, size, own, name, step)
+        communicator = None
+        if needs_communicator:
+            communicator = Communicator(self.transport.device, found)
+            self._communicators.append(communicator)
+            if self._is_over():  # the watch may have looked before
+                communicator.end()
+        group = JointGroup(
+            lambda: dist.ProcessGroupGloo(found, rank, size, timeout), rank, size, own, name, step, communicator
+        )
         group.enlist(places, found)
         group.be_patient(COLLECTIVE_SECONDS)
         if self.is_spread:
@@ -204,11 +240,13 @@ class ViewMembership(Membership):
         """Stop what uses groups of the view, before the group is left. Not collective.
 
         If a replica was lost, closes all connections: a thread that saves a checkpoint may wait for a replica that has
-        given up the save, and whose main thread waits for this one.
+        given up the save, and whose main thread waits for this one. If not, waits for the others where leaving a group
+        would end an operation of theirs.
         """
-        if self.board.is_over(self.view.number):
-            for group in self._groups:
-                group.close()
+        if self._is_over():
+            self._close()
+        elif self._communicators and self._groups:
+            self._groups[0].meet(CONNECT_SECONDS)
         while self._endings:
             self._endings.pop()()
 
@@ -220,7 +258,12 @@ class ViewMembership(Membership):
         """
         for group in self._groups:
             group.leave()
+        for communicator in self._communicators:
+            communicator.end()
+        if self._watch is not None:
+            self._watch.leave()
         self._groups.clear()
+        self._communicators.clear()
         self._step = OpenStep()
         self._stores.clear()
         gc.collect()
@@ -233,6 +276,40 @@ class ViewMembership(Membership):
         is_done = torch.tensor(int(self.board.await_end(self.view, self.rank == 0)))
         all_reduce(is_done, dist.group.WORLD, dist.ReduceOp.MAX)
         return bool(is_done)
+
+
+class LossWatch:
+    """A thread that ends all waits of this process in its groups after a loss, and after some time this process."""
+
+    def __init__(self, is_over: Callable[[], bool], close: Callable[[], None]) -> None:
+        """`is_over`: whether a process of the groups is lost; `close` ends the waits."""
+        self._is_over = is_over
+        self._close = close
+        self._is_left = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="losses", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._is_over():
+            if self._is_left.wait(_WATCH_SECONDS):
+                return
+        limit = threading.Timer(_LEAVING_SECONDS, _end_process)
+        limit.daemon = True
+        limit.start()
+        self._close()
+        self._is_left.wait()
+        limit.cancel()
+
+    def leave(self) -> None:
+        """End the thread, once this process uses none of the groups."""
+        self._is_left.set()
+        self._thread.join()
+
+
+def _end_process() -> None:
+    logger.error(f"this process did not leave its groups {_LEAVING_SECONDS:g} s after a loss, and ends")
+    sys.stdout.flush()
+    os._exit(1)
 
 
 class ViewStore(Store):
@@ -289,7 +366,7 @@ def join_board() -> tuple[Board, Store]:
     return Board(store), store
 
 
-def form_inside(store: Store, start: str, index: int, size: int) -> None:
+def form_inside(store: Store, start: str, index: int, size: int, backend: str = _BACKEND) -> None:
     """Form the default process group: the processes of this start of a replica. Collective.
 
     `index`: of this process, of `size`. Raises LaunchError if another one cannot be reached.
@@ -297,6 +374,6 @@ def form_inside(store: Store, start: str, index: int, size: int) -> None:
     found = HashStore() if size == 1 else PrefixStore(f"inside/{start}", store)
     timeout = timedelta(seconds=COLLECTIVE_SECONDS)
     try:
-        dist.init_process_group(_BACKEND, store=found, rank=index, world_size=size, timeout=timeout)
+        dist.init_process_group(backend, store=found, rank=index, world_size=size, timeout=timeout)
     except dist.DistError as error:
         raise LaunchError(f"the processes of replica {start} could not connect to each other: {error}") from error

@@ -180,6 +180,8 @@ class PendingMetrics:
                 _place_own(record, meshes).flatten(),
             ]
         )
+        if membership is not None:  # the sum is a vote, over gloo: before it the device has done the step's sums
+            sums, device = sums.cpu(), torch.device("cpu")
         peak = _to_device([-1 if peak_bytes is None else peak_bytes], device)
         works = [start_all_reduce(sums, meshes.everyone)]
         if peak_bytes is not None:
@@ -190,7 +192,7 @@ class PendingMetrics:
         self._values: Tensor | None = None
         if meshes.outer is None:
             self.collect()
-        self.finished = Stamp(device)
+        self.finished = Stamp(self.record.loss_sum.device)
 
     def finish(self) -> None:
         """Record that the step is done here."""

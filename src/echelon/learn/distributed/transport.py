@@ -1,0 +1,113 @@
+"""How processes send that live on when one is lost: over gloo, and what is on GPUs over NCCL.
+
+gloo ends its waits when a process is lost. NCCL waits on. Another thread has to abort its communicator, and then an
+operation ends as if it were done, with any numbers. So gloo's connections are closed before a communicator is aborted:
+processes agree over gloo alone, and nothing can be agreed on once a result may be wrong.
+
+The part for NCCL is tested with a fake in its place: no machine with two GPUs has run it yet.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from echelon.ground.variables import NCCL_LIMITS, Place, set_variables
+from echelon.learn.distributed.membership import close_connections
+from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS, choose_device
+
+_GPU = torch.device("cuda")
+_ABORTED = "NCCL communicator was aborted: a process of this group is lost"
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What a process computes on and sends over.
+
+    Attributes:
+        backend: torch's name for that of the groups inside a replica.
+        has_communicators: whether sums between replicas need a `Communicator`.
+    """
+
+    device: torch.device
+    backend: str = "gloo"
+    has_communicators: bool = False
+
+
+ON_CPU = Transport(torch.device("cpu"))
+
+
+def choose_transport(place: Place, sees_own_gpu: bool) -> Transport:
+    """That of this process: its own GPU, or else the CPU. Raises LaunchError as `choose_device` does."""
+    device = choose_device(place, sees_own_gpu)
+    if device.type == "cpu":
+        return ON_CPU
+    set_variables(NCCL_LIMITS)
+    return Transport(device, "cpu:gloo,cuda:nccl", True)
+
+
+@dataclass
+class Communicator:
+    """The part of a process group that sends tensors of the GPU: one communicator of NCCL.
+
+    Every call has a limit: connecting and aborting that of NCCL_LIMITS, an operation COLLECTIVE_SECONDS.
+
+    Attributes:
+        store: where the ranks find each other.
+    """
+
+    device: torch.device
+    store: Store
+    _backend: "dist.ProcessGroupNCCL | None" = None
+    _is_ended: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def connect(self, group: dist.ProcessGroup) -> None:
+        """Connect the ranks of a group, which are connected over gloo. Collective. Raises RuntimeError if one is lost.
+
+        NCCL connects at the first operation, so one is run while all ranks are here.
+        """
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=COLLECTIVE_SECONDS)
+        self._backend = dist.ProcessGroupNCCL(PrefixStore("gpus", self.store), group.rank(), group.size(), options)
+        group._register_backend(self.device, dist.ProcessGroup.BackendType.NCCL, self._backend)
+        self.run(lambda: group.allreduce([torch.zeros(1, device=self.device)], dist.AllreduceOptions()))
+
+    def run(self, operate: Callable[[], dist.Work]) -> None:
+        """Run an operation until the device has done it. Raises RuntimeError if it has failed, or may have."""
+        self._check()
+        operate().wait(timedelta(seconds=COLLECTIVE_SECONDS))
+        self._check()
+
+    def _check(self) -> None:
+        if self._is_ended:
+            raise dist.DistNetworkError(_ABORTED)
+
+    def end(self) -> None:
+        """End all waits in this communicator, here alone. Not collective. From any thread."""
+        self._is_ended = True  # before the abort, which ends a wait without an error
+        with self._lock:
+            if self._backend is not None:
+                self._backend.abort()
+            self._backend = None
+
+
+def end_waits(groups: Iterable[dist.ProcessGroup]) -> None:
+    """End all waits in groups that torch has formed, here and, over gloo, in the other processes. Not collective."""
+    groups = list(groups)
+    for group in groups:
+        close_connections(group)
+    backends = []
+    for group in groups:
+        with suppress(RuntimeError):  # it has none for GPUs
+            backends.append(group._get_backend(_GPU))
+    aborts = [backend.abort for backend in backends if backend.name() == "nccl"]
+    if aborts:  # all at once: a kernel of one may wait for that of another
+        with ThreadPoolExecutor(len(aborts)) as pool:
+            list(pool.map(lambda abort: abort(), aborts))

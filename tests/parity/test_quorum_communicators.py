@@ -1,0 +1,91 @@
+"""A replica dies while the others wait for it in NCCL, here a fake over gloo: they abort, and form the next groups."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from echelon.learn.distributed.membership import ViewChanged
+from echelon.run.lifecycle import view_group
+from echelon.run.lifecycle.view_group import Inside, LossWatch, ViewMembership, form_inside
+from echelon.run.supervise.board import Board, View
+from tests import fake_nccl
+from tests.parity.test_quorum_groups import NAMES, RETURNED, SECONDS, Kept, die, leave
+from tests.workers import WARM
+
+WAIT_ENDED = "wait of an aborted operation has ended"
+CONNECTED = [("form", True), ("device is synchronized", True)]
+
+
+def run_replica(member, port, moment, results):
+    """Train through two views, of which the last replica of the first one is killed at a moment."""
+    torch.set_num_threads(1)
+    fake_nccl.plant()
+    view_group.CONNECT_SECONDS = SECONDS
+    store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=SECONDS))
+    board, number, is_victim = Board(store), -1, member == NAMES[-1]
+    form_inside(store, member, 0, 1)
+    if is_victim and moment == "as it connects":
+        fake_nccl.FakeNccl.__init__ = die
+    while number < 1:
+        view = board.await_view(number, member)
+        number, found = view.number, torch.tensor(0.0)
+        membership = ViewMembership(board, store, view, member, 3, Inside(), transport=fake_nccl.PLANTED)
+        fake_nccl.ORDER.clear()
+        try:
+            everyone, outer = membership.form_groups()
+            for _ in range(2):
+                found = torch.tensor(2.0**membership.rank)
+                dist.all_reduce(found, group=outer)
+                if is_victim:
+                    die()
+            fake_nccl.note("vote")
+            dist.all_reduce(found, group=everyone)
+            error = None
+        except RuntimeError as raised:
+            with pytest.raises(ViewChanged):
+                membership.raise_change(raised)
+            error = "lost"
+        except ViewChanged:
+            error = "lost"
+        membership.end()
+        order = [*fake_nccl.ORDER]
+        membership.leave()
+        results.put((member, number, error, None if error else found.item(), order, fake_nccl.ORDER[len(order) :]))
+    leave(results)
+
+
+@pytest.mark.parametrize("moment", ["as it connects", "in an operation"])
+def test_a_death_that_nccl_does_not_notice_ends_the_view_by_an_abort(moment):
+    """No vote follows a sum that was aborted; a replica that is new forms the next group with the two others."""
+    with Kept(run_replica, (*NAMES, RETURNED), moment) as kept:
+        kept.board.publish(View(0, NAMES))
+        kept.lose(NAMES[-1])
+        kept.board.publish(View(1, (*NAMES[:2], RETURNED)))
+        found = kept.reports(5)
+    first, second = ([row for row in found if row[1] == number] for number in range(2))
+    assert [row[0] for row in first] == list(NAMES[:2]) and len(second) == 3
+    for _, _, error, _, order, after in first:
+        assert error == "lost" and "vote" not in [event for event, _ in order]
+        if moment == "in an operation":
+            assert order[:3] == [*CONNECTED, CONNECTED[-1]]
+            assert sorted(order[3:]) == [("abort", False), (WAIT_ENDED, True)] and not after
+    for _, _, error, value, order, after in second:
+        assert error is None and value == 3 * 7.0
+        assert order == [*CONNECTED, *[CONNECTED[-1]] * 2, ("vote", True)]
+        assert after == [("abort", True)], "all have left the last operation before one aborts"
+
+
+def hang_in_an_abort():
+    view_group._LEAVING_SECONDS = 0.1
+    LossWatch(lambda: True, lambda: None).leave()
+    LossWatch(lambda: True, WARM.Event().wait)._thread.join(SECONDS)
+
+
+def test_a_process_whose_abort_does_not_end_ends_and_so_is_lost():
+    process = WARM.Process(target=hang_in_an_abort, daemon=True)
+    process.start()
+    process.join(SECONDS)
+    assert process.exitcode == 1
