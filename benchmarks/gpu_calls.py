@@ -62,11 +62,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Call:
-    """A numbered call. `extras`: packages that some rows of its tables need, each row saying so itself."""
+    """A numbered call. `extras`: packages that some rows of its tables need, each row saying so itself.
+
+    gpus: how many it needs; the first visible ones are used.
+    """
 
     title: str
     parts: tuple[Part, ...]
     extras: tuple[str, ...] = ()
+    gpus: int = 1
 
 
 def _pytest(*arguments: str) -> tuple[str, ...]:
@@ -132,6 +136,11 @@ CALLS = {
             Part("overhead", (*_OVERHEAD, "--size", "small", "--compile", "--rounds", "5", "--steps", "20"), 180, 60,
                  ECHELON, False, tiny=(*_OVERHEAD, "--size", "tiny", "--rounds", "1", "--steps", "2")),
         ),
+    ),
+    7: Call(
+        "on two GPUs: a lost process of a quorum, and one that is replaced",
+        (Part("losses", ("benchmarks/lost_gpus.py", "--seconds", "{seconds}"), 440, 120, ECHELON),),
+        gpus=2,
     ),
 }  # fmt: skip
 PREFLIGHT_SECONDS, INSTALL_SECONDS = 45.0, 25.0
@@ -295,16 +304,17 @@ def _ask_git(root: Path, *asked: str) -> str:
         return ""
 
 
-def build_environment() -> dict[str, str]:
+def build_environment(gpus: int = 1) -> dict[str, str]:
     """The variables of every part: those that `echelon train` gives to its workers, and those of a call.
 
     Compiled kernels stay in torch's own folder: on a machine that is still warm, the next call finds them.
     """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
     path = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | torch_environment(1) | {
         "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
         # On several GPUs HF Trainer would use DataParallel.
-        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0],
+        "CUDA_VISIBLE_DEVICES": ",".join(visible[:gpus]),
     }  # fmt: skip
 
 
@@ -337,7 +347,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         words = f"{time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}, {describe_source()}"
         heading = f"GPU call {arguments.call}: {call.title} ({words}, Python {platform.python_version()})"
-        environment = build_environment()
+        environment = build_environment(call.gpus)
         runner = Runner(arguments.out.resolve(), heading, arguments.minutes, arguments.size == "tiny", environment)
         is_whole = run_call(runner, call, arguments.wheels, arguments.only, Path(folder))
     print((arguments.out / "summary.md").read_text(encoding="utf-8"))

@@ -43,8 +43,9 @@ class Run:
     def __init__(self, folder, overrides):
         shown = [f"run.dir={folder}/run", f"data.prepared_dir={ROOT}/runs/prepared-losses", *OVERRIDES, *overrides]
         command = [sys.executable, "-m", "echelon", "train", str(ROOT / "benchmarks/stdlib.yaml"), *shown]
-        environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-        self._folder = Path(folder) / "run"
+        path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        self.folder = Path(folder) / "run"
         self._output = Path(folder) / "output"
         with self._output.open("w") as output:
             self._process = subprocess.Popen(
@@ -52,7 +53,7 @@ class Run:
             )
 
     def rows(self, name="metrics"):
-        path = self._folder / f"{name}.jsonl"
+        path = self.folder / f"{name}.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 

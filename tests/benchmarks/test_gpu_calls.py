@@ -319,6 +319,7 @@ TABLES = {
         "| tp 2, sequence parallel |", "| cp 2, ulysses |", "| pp 2, zero_bubble |", "| dp_shard 2, ep 2 |",
         "| tp 2 x pp 2 |"],
     6: ["skipped in", "ratio "],
+    7: [f"| {side} |" for side in ("quorum", "alone", "replace-ddp", "replace-fsdp")],
 }  # fmt: skip
 
 
