@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial, partialmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,10 @@ from typing_extensions import override
 
 from echelon.learn.distributed.membership import Membership, close_connections
 from echelon.learn.distributed.mesh import Grid, Meshes, all_reduce
-from echelon.learn.distributed.transport import Communicator
 from echelon.planner.plan import ParallelPlan
+
+if TYPE_CHECKING:
+    from echelon.learn.distributed.transport import Communicator
 
 _CPU, _GPU = torch.device("cpu"), torch.device("cuda")
 _ELSEWHERE = "connection closed by peer: another process of this replica has lost one of another replica"
@@ -98,7 +100,7 @@ class JointGroup(dist.ProcessGroup):
         own: dist.ProcessGroup | None,
         name: str,
         step: OpenStep | None = None,
-        communicator: Communicator | None = None,
+        communicator: "Communicator | None" = None,
     ) -> None:
         """Collective over the ranks of the group.
 

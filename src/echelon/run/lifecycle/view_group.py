@@ -41,7 +41,7 @@ CONNECT_SECONDS = 4.0
 _LOOK_SECONDS, _WATCH_SECONDS = 0.002, 0.05
 # A process that does not leave a group in this time after a loss ends, and is lost too. It may be in a long forward
 # pass.
-_LEAVING_SECONDS = 120.0
+LEAVING_SECONDS = 120.0
 # How long the keeper may take to notice a death that a replica has met as an error; of a machine, once it is silent.
 _NOTICE_SECONDS, _SHORT_NOTICE_SECONDS, _MACHINE_NOTICE_SECONDS = 5.0, 2.0, 5.0 + SILENT_SECONDS
 
@@ -293,7 +293,7 @@ class LossWatch:
         while not self._is_over():
             if self._is_left.wait(_WATCH_SECONDS):
                 return
-        limit = threading.Timer(_LEAVING_SECONDS, _end_process)
+        limit = threading.Timer(LEAVING_SECONDS, _end_process)
         limit.daemon = True
         limit.start()
         self._close()
@@ -307,7 +307,7 @@ class LossWatch:
 
 
 def _end_process() -> None:
-    logger.error(f"this process did not leave its groups {_LEAVING_SECONDS:g} s after a loss, and ends")
+    logger.error(f"this process did not leave its groups {LEAVING_SECONDS:g} s after a loss, and ends")
     sys.stdout.flush()
     os._exit(1)
 

@@ -180,9 +180,8 @@ class PendingMetrics:
                 _place_own(record, meshes).flatten(),
             ]
         )
-        if membership is not None:  # the sum is a vote, over gloo: before it the device has done the step's sums
-            sums, device = sums.cpu(), torch.device("cpu")
-        peak = _to_device([-1 if peak_bytes is None else peak_bytes], device)
+        sums = _await_device(sums, is_vote=membership is not None)
+        peak = _to_device([-1 if peak_bytes is None else peak_bytes], sums.device)
         works = [start_all_reduce(sums, meshes.everyone)]
         if peak_bytes is not None:
             works.append(start_all_reduce(peak, meshes.everyone, dist.ReduceOp.MAX))
@@ -279,6 +278,11 @@ def _to_device(values: list[float], device: torch.device) -> Tensor:
     """Copy numbers to the device as fp64, without waiting for it."""
     host = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
+
+
+def _await_device(values: Tensor, is_vote: bool) -> Tensor:
+    """Copy what is about to be a vote to the host, once the device has done all sums of the step's gradients."""
+    return values.cpu() if is_vote else values
 
 
 def _to_host(tensor: Tensor) -> Tensor:
