@@ -164,6 +164,8 @@ class _Group:
     def form(self) -> None:
         """Form the default process group. Collective. Raises ViewChanged, or an error, if a rank is lost meanwhile."""
         place, timeout = self._place, timedelta(seconds=CONNECT_SECONDS)
+        # torch finds the others by this number, which also counts a group that a loss has kept from being formed.
+        c10d._world.group_count = 0
         dist.init_process_group(
             self._backend, store=self._store, rank=place.rank, world_size=place.world_size, timeout=timeout
         )
