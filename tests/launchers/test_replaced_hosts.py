@@ -4,6 +4,7 @@ network namespaces with shared files: rows and weights are those of a run that l
 import os
 import signal
 import subprocess
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -63,7 +64,11 @@ class RankJob(Job):
 def forks_workers(machine):
     """Whether a process of a machine holds the imports of the workers, which a new one then need not do."""
     listed = subprocess.run(["ip", "netns", "pids", machine.namespace], capture_output=True, text=True).stdout.split()
-    return any("warm_worker" in " ".join(psutil.Process(int(pid)).cmdline()) for pid in listed)
+    words = []
+    for pid in listed:
+        with suppress(psutil.Error):  # it has ended
+            words += psutil.Process(int(pid)).cmdline()
+    return any("warm_worker" in word for word in words)
 
 
 def test_a_lost_process_of_any_machine_is_replaced(tmp_path):
