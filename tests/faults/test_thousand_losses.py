@@ -6,8 +6,10 @@ ECHELON_LOSSES_COUNT sets the number of losses of all tests together, ECHELON_FA
 """
 
 import json
+import os
 import random
 import subprocess
+import sys
 import time
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
@@ -31,6 +33,17 @@ TOLERANCE = 2e-5  # of a weight
 DURING_RECOVERY, WHOLE_MACHINE = 0.2, 0.15  # how often
 LORA = {"adapter": {"method": "lora", "r": 4}}
 SHARDED_TP = {"dp_shard": 2, "tp": 2}
+# So that a run does not end while a replica is awaited.
+PACE = """
+import time
+from pathlib import Path
+from echelon.run.training.callbacks import Callback
+
+class Pace(Callback):
+    def on_step_end(self, row):
+        if Path("slowly").exists():
+            time.sleep(0.3)
+"""
 
 
 class Case(NamedTuple):
@@ -69,6 +82,7 @@ class Case(NamedTuple):
     def recipe(self):
         """The sections of the recipe, other than the data and the model."""
         train = {"steps": self.steps, "global_batch_size": 12, "log_every": 50, "eval_every": 15}
+        train["callbacks"] = ["pace:Pace"]
         fault = {"hang_seconds": 120, "verify_replicas_every": None if self.is_replaced else 5}
         checkpoint = {"every_steps": 25}
         sections = {"parallel": self.parallel, "train": train, "fault": fault, "checkpoint": checkpoint}
@@ -161,21 +175,27 @@ class Striker:
 
     def __init__(self, job, case, draw):
         self.job, self.case, self.draw = job, case, draw
+        self.slowly = job.folder / "slowly"
 
     def run(self, count):
         """Strike at most so many times, and some steps apart, until the run nears its end."""
         while len(self.job.strikes) < count:
             furthest = max((strike.step for strike in self.job.strikes), default=0)
-            step = furthest + 1 + self.draw.randrange(6)
+            self.until(self.find_living)
+            self.slowly.unlink(missing_ok=True)
+            step = max(furthest + 1, self.job.last_step()) + self.draw.randrange(6)
             if not self.until(lambda least=step: self.job.last_step() >= least and self.find_living()):
                 return
             time.sleep(self.draw.uniform(0, 0.2))
             if self.is_near_end():
                 return
             recorded = self.count_recorded()
+            if not self.case.is_replaced:
+                self.slowly.touch()
             if not self.strike_machine():
                 self.strike_process(is_alone=len(self.job.strikes) + 1 == count)
             self.job.until(lambda least=recorded: self.count_recorded() > least)
+        self.slowly.unlink(missing_ok=True)
 
     def until(self, holds):
         """Wait until something holds, or until the run nears its end; return whether it is the former."""
@@ -277,12 +297,14 @@ def count_losses(case):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_at_random_moments(tmp_path, undisturbed, name):
+def test_losses_at_random_moments(tmp_path, monkeypatch, undisturbed, name):
     """In as many runs as the losses need."""
     case, losses = CASES[name], []
     if case.machines and (reason := namespaces_allowed()):
         pytest.skip(reason)
     draw, count = random.Random(f"{SEED} {name}"), count_losses(case)
+    (tmp_path / "pace.py").write_text(PACE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     while len(losses) < count:
         folder = tmp_path / str(len(losses))
         folder.mkdir()
