@@ -83,7 +83,7 @@ class KeptRank:
         while True:
             view = board.await_view(number, self.member, wait.look)
             number = view.number
-            with _Group(board, store, view, self.place, self._transport.backend) as group:
+            with RankGroup(board, store, view, self.place, self._transport.backend) as group:
                 step = self._train_in(group, recipe, wait)
             if step is None:
                 return
@@ -96,7 +96,7 @@ class KeptRank:
                 )
             wait.begin(self.build_heart(self._runtime()))
 
-    def _train_in(self, group: "_Group", recipe: Recipe, wait: Wait) -> int | None:
+    def _train_in(self, group: "RankGroup", recipe: Recipe, wait: Wait) -> int | None:
         """Train in a group; None when the run has ended, else the number of finished steps. Collective."""
         trainer, runtime = None, self._runtime()
         is_first = runtime.rank == 0
@@ -144,7 +144,7 @@ class KeptRank:
         return Runtime(place.rank, place.world_size, place.local_rank, place.local_world_size, device, backend)
 
 
-class _Group:
+class RankGroup:
     """The process groups of all ranks until one of them is lost."""
 
     def __init__(self, board: Board, store: Store, view: View, place: Place, backend: str) -> None:
@@ -156,7 +156,7 @@ class _Group:
         # torch does not refer to a store that is a Python object.
         self._store = ViewStore(PrefixStore(f"ranks/{view.number}", store), self._is_over)
 
-    def __enter__(self) -> "_Group":
+    def __enter__(self) -> "RankGroup":
         """Begin to watch for losses."""
         self._watch = LossWatch(self._is_over, self.close)
         return self
