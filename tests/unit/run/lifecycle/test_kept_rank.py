@@ -14,8 +14,8 @@ def test_a_loss_while_a_group_forms_leaves_the_next_one_its_name():
     store = dist.HashStore()
     board, members = Board(store), tuple(name_member(rank, 0, 0) for rank in range(2))
     board.end(0)
-    with pytest.raises(ViewChanged), RankGroup(board, store, View(0, members), Place(0, 2, 0, 2)) as group:
+    with pytest.raises(ViewChanged), RankGroup(board, store, View(0, members), Place(0, 2, 0, 2), "gloo") as group:
         group.form()
-    with RankGroup(board, store, View(1, members[:1]), Place(0, 1, 0, 1)) as group:
+    with RankGroup(board, store, View(1, members[:1]), Place(0, 1, 0, 1), "gloo") as group:
         group.form()
         assert dist.group.WORLD.group_name == "0"
