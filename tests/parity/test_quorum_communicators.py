@@ -70,8 +70,10 @@ def test_a_death_that_nccl_does_not_notice_ends_the_view_by_an_abort(moment):
     for _, _, error, _, order, after in first:
         assert error == "lost" and "vote" not in [event for event, _ in order]
         if moment == "in an operation":
-            assert order[:3] == [*CONNECTED, CONNECTED[-1]]
-            assert sorted(order[3:]) == [("abort", False), (WAIT_ENDED, True)] and not after
+            # On a busy machine a replica may begin the operation after the abort, or fail in the one before.
+            assert order[:2] == CONNECTED and not after
+            assert {event for event, _ in order[2:]} <= {CONNECTED[-1][0], "abort", WAIT_ENDED}
+            assert [event for event, _ in order].count("abort") == 1
     for _, _, error, value, order, after in second:
         assert error is None and value == 3 * 7.0
         assert order == [*CONNECTED, *[CONNECTED[-1]] * 2, ("vote", True)]
