@@ -156,6 +156,24 @@ def test_a_spare_takes_the_place_of_a_lost_machine(tmp_path, whole):
     assert_same(rows(run), whole(steps))
 
 
+def test_a_spare_and_another_coordinator_replace_the_first_machine(tmp_path, whole):
+    """It is disconnected before it dies, so that nothing tells the others of its end."""
+    steps = 1500
+    run = write_saving_recipe(tmp_path, steps)
+    with machines(3, tmp_path) as network:
+        first, *others = [start_agent(machine, "2+1") for machine in network]
+        await_line(run.metrics_path, '"step": 60,', first, 240)
+        network[0].cut()
+        network[0].kill()
+        await_count(run, "recovered", 1, others[0], seconds=240)
+        finish(first)
+        codes, outputs = finish(*others, seconds=300)
+    assert codes == [0, 0], outputs
+    assert sum("the coordinator was lost; node-" in output for output in outputs) == 1, outputs
+    assert [row["number"] for row in events(run, "restart")] == [1]
+    assert_same(rows(run), whole(steps))
+
+
 SLOW = """
 import os, time
 from echelon.learn.objectives.causal_lm import CausalLM

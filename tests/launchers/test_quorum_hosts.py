@@ -63,25 +63,32 @@ class Job:
         rows = read_lines(self.run.events_path) if self.run.events_path.exists() else []
         return [row for row in rows if row["event"] in names]
 
-    def until(self, holds):
-        """Wait until something holds, while the first machine's agent runs."""
+    def until(self, holds, agent="node-1"):
+        """Wait until something holds, while the agent of a machine runs, by default that of the first one."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not holds():
-            assert self.agents["node-1"].poll() is None, self.agents["node-1"].communicate()
+            assert self.agents[agent].poll() is None, self.agents[agent].communicate()
             assert time.monotonic() < deadline, (self.run.rows.last_step(), self.events(LOST, JOINED))
             time.sleep(0.02)
 
     def last_step(self):
         return (self.run.rows.last_step() or 0) if self.run.metrics_path.exists() else 0
 
-    def until_step(self, step):
-        self.until(lambda: self.last_step() >= step)
+    def until_step(self, step, agent="node-1"):
+        self.until(lambda: self.last_step() >= step, agent)
 
     def until_lost(self, fault, count=1):
         """Wait until the others have gone on after so many losses; remember how long after now that was."""
         began, step = time.time(), self.last_step()
         self.until(lambda: len(self.events(LOST)) >= count)
         event = self.events(LOST)[-1]
+        self.losses[fault] = [Loss(event["time"] - began, None, max(0, step - event["step"]))]
+
+    def until_resumed(self, fault):
+        """Wait until the others have started again without the first machine; remember how long after now that was."""
+        began, step = time.time(), self.last_step()
+        self.until(lambda: self.events("resume"), "node-2")
+        event = self.events("resume")[-1]
         self.losses[fault] = [Loss(event["time"] - began, None, max(0, step - event["step"]))]
 
     def keep_losses(self, outcome="went on"):
@@ -103,10 +110,10 @@ class Job:
         outputs = {name: agent.communicate(timeout=PATIENCE_SECONDS)[0] for name, agent in self.agents.items()}
         return {name: agent.returncode for name, agent in self.agents.items()}, outputs
 
-    def stop(self):
-        """Train some steps more, and stop all machines by a signal to the first; as `end`."""
-        self.until_step(self.last_step() + 5)
-        self.agents["node-1"].terminate()
+    def stop(self, agent="node-1"):
+        """Train some steps more, and stop all machines by a signal to one, by default the first; as `end`."""
+        self.until_step(self.last_step() + 5, agent)
+        self.agents[agent].terminate()
         return self.end()
 
     def assert_never_restarted(self):
@@ -236,7 +243,44 @@ def test_a_machine_that_is_cut_off_stops_by_itself(tmp_path):
     job.assert_same_as_alone()
 
 
-def test_without_the_first_machine_all_stop_and_the_same_command_resumes(tmp_path):
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_the_others_go_on_without_the_first_machine(tmp_path, parallel):
+    """It loses its power, and returns later: another one is the coordinator then."""
+    with machines(3, tmp_path) as network:
+        job = Job(network, size=1 if parallel == "ddp" else 2, parallel=parallel).begin()
+        job.until(lambda: job.events("checkpoint"))
+        network[0].cut()
+        network[0].kill()
+        job.until_resumed("the first machine of 3, which writes the files and keeps the store, loses its power")
+        job.until_step(job.last_step() + 5, "node-2")
+        job.agents["node-1"].communicate()
+        network[0].heal()
+        job.begin(network[0])
+        job.until(lambda: job.events(JOINED), "node-2")
+        codes, outputs = job.stop("node-2")
+    assert set(codes.values()) == {3}, outputs
+    assert "has become the coordinator of this run" in outputs["node-1"]
+    assert len(job.events("failure")) == len(job.events("restart")) == 1
+    job.assert_same_as_alone("restarted, with another first machine")
+
+
+def test_the_first_machine_stops_if_it_is_cut_off(tmp_path):
+    """The others, which are more, go on."""
+    with machines(3, tmp_path) as network:
+        job = Job(network).begin()
+        job.until(lambda: job.events("checkpoint"))
+        network[0].cut()
+        job.until_resumed("the first machine of 3, which is cut off (a partition)")
+        assert job.agents["node-1"].wait(PATIENCE_SECONDS) == 1 and not workers(network[0])
+        codes, outputs = job.stop("node-2")
+    assert codes == {"node-1": 1, "node-2": 3, "node-3": 3}, outputs
+    assert "node-2" in outputs["node-1"] and "has taken over this run" in outputs["node-1"]
+    steps = [event["step"] for event in job.events("checkpoint")]
+    assert steps == sorted(steps), steps
+    job.assert_same_as_alone("restarted, with another first machine")
+
+
+def test_without_the_first_machine_of_two_all_stop_and_the_same_command_resumes(tmp_path):
     with machines(2, tmp_path) as network:
         job = Job(network).begin()
         job.until(lambda: job.events("checkpoint"))

@@ -57,8 +57,8 @@ class HostGroup:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether machines may leave and join."""
-        return self.min_nodes < self.max_nodes
+        """Whether machines may leave and join, and all start again without or with them."""
+        return self.min_nodes < self.max_nodes and not self.lives_on
 
     @property
     def may_leave(self) -> bool:

@@ -30,7 +30,8 @@ from echelon.planner.hardware.health import examine_health
 from echelon.recipe import FaultConfig
 from echelon.run.folder.run_folder import RunFolder, describe_gone
 from echelon.run.supervise.admission import Admission, Condition
-from echelon.run.supervise.agent_votes import Decision, HostReport, Meeting
+from echelon.run.supervise.agent_votes import Meeting
+from echelon.run.supervise.decision import Decision, HostReport
 from echelon.run.supervise.hands import Hand, Machines
 from echelon.run.supervise.hang_verdict import explain_hang, read_records
 from echelon.run.supervise.news import news_shared
@@ -49,6 +50,7 @@ from echelon.run.supervise.outcome import (
 from echelon.run.supervise.rendezvous import ALONE, TOGETHER, register_backends
 from echelon.run.supervise.replica_keeper import ReplicaKeeper
 from echelon.run.supervise.restart import Restarts, deaths_watched
+from echelon.run.supervise.succession import Fence, find_coordinator, succeed
 from echelon.run.supervise.warm_start import WarmStart, started_warm
 from echelon.run.supervise.workers import Workers
 
@@ -111,26 +113,70 @@ class Agent:
         """
         from torch.distributed import DistError
         from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
         _silence_torchrun()
+        restarts, announced = Restarts(job.max_restarts), dict[str, str]()
         with stops_forwarded(job.notice_seconds, job.folder.stop_path) as asked:
-            meeting = None
+            meeting = fence = None
             try:
-                meeting = Meeting(self._group, platform.node(), Restarts(job.max_restarts))
-                self.is_coordinator = meeting.coordinates
-                return self._run(job, meeting, asked)
+                if self._group.shares_files and not self._group.is_alone:
+                    self._group = find_coordinator(self._group, job.folder)
+                meeting = Meeting(self._group, platform.node(), restarts, self._address)
+                while True:
+                    self.is_coordinator = meeting.coordinates
+                    if meeting.coordinates and meeting.group.shares_files and not meeting.group.is_alone:
+                        fence = Fence(meeting, job.folder)
+                    try:
+                        return self._run(job, meeting, restarts, asked, announced)
+                    except (DistError, RendezvousConnectionError) as error:
+                        meeting, ending = self._succeed(job, meeting, restarts, error)
+                        if ending is not None:
+                            return ending
+                        announced = _announce(read_clock(), None)
             except SignalException as error:
+                if fence is not None and fence.successor is not None:
+                    raise LaunchError(
+                        f"{fence.successor} has taken over this run, which most machines could reach and this one "
+                        "could not; start the same command again here to take part."
+                    ) from error
                 return Outcome(FAILED, f"stopped by {error.sigval.name}")
             except DistError as error:
                 raise self._explain_loss(error) from error
             finally:
+                if fence is not None:
+                    fence.end()
                 if meeting is not None:
                     meeting.close()
 
-    def _run(self, job: Workers, meeting: Meeting, asked: Sequence[object]) -> Outcome:
+    def _succeed(
+        self, job: Workers, lost: Meeting, restarts: Restarts, error: Exception
+    ) -> tuple[Meeting, Outcome | None]:
+        """Meet at another coordinator instead of a lost one; also how the job ends, None if it goes on.
+
+        Raises LaunchError if this machine is not among enough others.
+        """
+        step = _find_newest_step(job)
+        found = succeed(lost, self._address, restarts, job.folder, job.least_machines(lost.group.min_nodes), step)
+        lost.close()
+        if found is None:
+            raise self._explain_loss(error.__cause__ or error) from error
+        meeting, decision = found
+        self._group, self.is_coordinator = meeting.group, meeting.coordinates
+        self.keeps_journal = self.is_coordinator
+        self._begin_again(job, decision, None)
+        return meeting, decision.find_ending(meeting.host, Outcome(FAILED, decision.message))
+
+    def _run(
+        self,
+        job: Workers,
+        meeting: Meeting,
+        restarts: Restarts,
+        asked: Sequence[object],
+        announced: Mapping[str, str],
+    ) -> Outcome:
         """Run attempts, each under a new torchrun agent, until the machines decide to end."""
         folder = job.folder
-        announced: dict[str, str] = {}
         while True:
             attempt = meeting.attempt()
             meeting.join(attempt)
@@ -153,9 +199,9 @@ class Agent:
                 write_text(folder.stop_path, read_stop_file(folder.stop_path) or "SIGTERM")
             ended_at = read_clock()
             detection = None if died_at is None else max(0.0, time.time() - died_at)
-            self._tell_restart(job, decision, detection)
-            folder.clear_outcomes(restart=True)
-            announced = {RESTART_VARIABLE: json.dumps({"ended_at": ended_at, "detection_seconds": detection})}
+            restarts.done = decision.restarts
+            self._begin_again(job, decision, detection)
+            announced = _announce(ended_at, detection)
 
     @staticmethod
     def _wait(meeting: Meeting, attempt: int, asked: Sequence[object]) -> Outcome | None:
@@ -231,7 +277,7 @@ class Agent:
             if job.prepare is not None and (ending := job.prepare()) is not None:
                 return Cause(ending, Weight.NOTHING if ending.code == DONE else Weight.CAUSE, time.time())
             machines = Machines(self._address, job.num_machines - 1, job.folder.outcomes_dir)
-            keeper = ReplicaKeeper(job, self._warm, machines)
+            keeper = ReplicaKeeper(job, self._warm, machines, meeting.group.min_nodes)
             meeting.call(attempt, machines.call)
             return keeper.run()
         while (call := meeting.await_call(attempt)) is not None and not Hand(job, self._warm, call).run():
@@ -278,8 +324,8 @@ class Agent:
                 ]
             except RendezvousClosedError:
                 pass  # the attempt ended before this machine took part in it
-            except RendezvousConnectionError as error:
-                raise self._explain_loss(error.__cause__ or error) from error
+            except RendezvousConnectionError:  # the coordinator is lost
+                raise
             except RendezvousStateError as error:
                 raise LaunchError(f"{error}, and start the same command again.") from error
             except RendezvousError as error:
@@ -296,10 +342,13 @@ class Agent:
             "the run."
         )
 
+    def _begin_again(self, job: Workers, decision: Decision, detection: float | None) -> None:
+        """Log a restart, write its events on the machine that keeps the journal, and forget how the attempt ended."""
+        if decision.message and decision.goes_on:  # it has none where machines left or joined
+            self._tell_restart(job, decision, detection)
+        job.folder.clear_outcomes(restart=True)
+
     def _tell_restart(self, job: Workers, decision: Decision, detection: float | None) -> None:
-        """Log the restart, and write its events on the machine that keeps the journal."""
-        if not decision.message:  # machines left or joined
-            return
         if self.keeps_journal:
             job.folder.sweep()
             with suppress(OSError):  # the disk may be full
@@ -319,6 +368,11 @@ def network_variables(address: str) -> dict[str, str]:
     names = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     # The store of torchrun's agent listens on every interface, and would give restarted workers stale addresses.
     return {ADDRESS_VARIABLE: address, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **names}
+
+
+def _announce(ended_at: float, detection: float | None) -> dict[str, str]:
+    """What the workers of the next attempt are told of the end of the last one."""
+    return {RESTART_VARIABLE: json.dumps({"ended_at": ended_at, "detection_seconds": detection})}
 
 
 def _find_newest_step(job: Workers) -> int | None:

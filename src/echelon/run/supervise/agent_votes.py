@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -20,7 +20,7 @@ from typing import Protocol, cast
 from echelon.ground.errors import LaunchError
 from echelon.ground.hosts import HostGroup, join_endpoint, limit_silence_of, open_coordinator
 from echelon.ground.sockets import answers_as_store, host_store, is_loopback
-from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Cause, Outcome, Weight
+from echelon.run.supervise.decision import Decision, HostReport, decide
 from echelon.run.supervise.restart import Restarts
 
 logger = logging.getLogger(__name__)
@@ -37,146 +37,39 @@ _PATIENCE = timedelta(seconds=5)
 _ASKING_SECONDS = 1.5
 
 
-class _Store(Protocol):
+class Store(Protocol):
     """The part of torch's TCPStore that is used here; its type stubs are incomplete."""
 
     def add(self, key: str, amount: int) -> int: ...
     def append(self, key: str, value: str) -> None: ...
     def check(self, keys: list[str]) -> bool: ...
-    def clone(self) -> "_Store": ...
+    def clone(self) -> "Store": ...
     def get(self, key: str) -> bytes: ...
     def set(self, key: str, value: str) -> None: ...
 
 
 @dataclass(frozen=True)
-class HostReport:
-    """How an attempt ended on one machine: the cause according to its ranks, and the newest checkpoint it sees."""
+class Roster:
+    """The machines of a job as the coordinator has last listed them: their names and addresses, its own first.
 
-    host: str
-    code: int
-    message: str
-    final: bool
-    weight: int
-    time: float
-    step: int | None
-
-    @staticmethod
-    def of(host: str, cause: Cause, step: int | None) -> "HostReport":
-        """The report of a machine."""
-        outcome = cause.outcome
-        return HostReport(host, outcome.code, outcome.message, outcome.final, int(cause.weight), cause.time, step)
-
-    @property
-    def outcome(self) -> Outcome:
-        """How the machine's ranks ended."""
-        return Outcome(self.code, self.message, self.final)
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What all machines do after an attempt: start another one, or end with this outcome.
-
-    `restarts`: the number of restarts after failures so far, including this one. `leaving`: machines that were asked to
-    stop and end, while the others continue.
+    `job`: a name of the job; `term`: how many coordinators were lost before.
     """
 
-    goes_on: bool
-    code: int
-    message: str
-    restarts: int
-    step: int | None = None
-    leaving: tuple[str, ...] = ()
-
-    def find_ending(self, host: str, own: Outcome) -> Outcome | None:
-        """How a machine ends, whose own ranks ended like this; None if it takes part in another attempt."""
-        if host in self.leaving:
-            return Outcome(STOPPED if own.code == STOPPED else FAILED, own.message)
-        return None if self.goes_on else Outcome(self.code, self.message)
-
-
-def decide(
-    reports: Mapping[str, HostReport | None],
-    asked: frozenset[str],
-    group: HostGroup,
-    restarts: Restarts,
-    num_spares: int = 0,
-) -> Decision:
-    """The coordinator's decision; a machine without a report is lost. `num_spares`: so many others wait.
-
-    The cause of the end is the report with the smallest weight, and of those the earliest.
-    """
-    tally = _Tally.of(reports, asked)
-    first = tally.first
-    ending = tally.find_ending(group, num_spares)
-    if ending is None and (asked or (first is not None and first.code == STOPPED)):
-        # Machines leave or join: the others have saved and continue.
-        return Decision(True, FAILED, "", restarts.done, tally.step, tuple(sorted(asked)))
-    if ending is None:
-        failure = tally.describe_failure()
-        ending = failure if tally.num_staying + num_spares < group.min_nodes else restarts.refuse(failure, tally.step)
-        if ending is None:
-            return Decision(True, FAILED, failure.message, restarts.done, tally.step)
-    return Decision(False, ending.code, ending.message, restarts.done, tally.step)
-
-
-@dataclass(frozen=True)
-class _Tally:
-    """The reports of an attempt, the likely cause first; the machines that are lost, or were asked to stop."""
-
-    reports: tuple[HostReport, ...]
-    lost: tuple[str, ...]
-    asked: frozenset[str]
+    job: str
+    term: int = 0
+    members: tuple[tuple[str, str], ...] = ()
 
     @staticmethod
-    def of(reports: Mapping[str, HostReport | None], asked: frozenset[str]) -> "_Tally":
-        received = sorted(
-            (report for report in reports.values() if report is not None),
-            key=lambda report: (report.weight, report.time),
-        )
-        return _Tally(tuple(received), tuple(host for host, report in reports.items() if report is None), asked)
+    def of(store: Store) -> "Roster":
+        """What the coordinator has stored; an empty one if it has not yet."""
+        if not store.check(["roster"]):
+            return Roster("")
+        fields = json.loads(store.get("roster"))
+        return Roster(fields["job"], fields["term"], tuple((host, address) for host, address in fields["members"]))
 
-    @property
-    def first(self) -> HostReport | None:
-        return self.reports[0] if self.reports else None
-
-    @property
-    def step(self) -> int | None:
-        return max((report.step for report in self.reports if report.step is not None), default=None)
-
-    @property
-    def num_staying(self) -> int:
-        return len(self.reports) - len(self.asked - set(self.lost))
-
-    def is_done(self, group: HostGroup) -> bool:
-        """Whether the run has reached its end, on all machines that it needs."""
-        return self.first is not None and self.first.code == DONE and (group.lives_on or not self.lost)
-
-    def find_ending(self, group: HostGroup, num_spares: int) -> Outcome | None:
-        """How the job ends even if restarts are left; None if it may continue."""
-        first = self.first
-        if first is not None and (first.code == REFUSED or self.is_done(group)):
-            return first.outcome
-        if self.asked and not (group.may_leave and self.num_staying + num_spares >= group.min_nodes):
-            stopped = next((report for report in self.reports if report.code == STOPPED), first)
-            return Outcome(FAILED, "stopped by a signal") if stopped is None else stopped.outcome
-        if first is not None and first.code == STOPPED:
-            # torchrun's agents stop their workers when a machine joins.
-            is_membership = not group.is_alone and first.message.startswith("stopped by SIG")
-            return None if is_membership else first.outcome
-        return None
-
-    def describe_failure(self) -> Outcome:
-        """What failed, with the machines that stopped responding, since those can cause a hang."""
-        if self.first is None:
-            return Outcome(FAILED, "every machine was lost")
-        failure = self.first.outcome
-        if not self.lost:
-            return failure
-        num_hosts = len(self.reports) + len(self.lost)
-        silence = f"{len(self.lost)} of {num_hosts} machines stopped responding: {', '.join(self.lost)}"
-        if self.first.weight == Weight.CAUSE:
-            return replace(failure, message=f"{failure.message}; {silence}")
-        return Outcome(FAILED, silence)
+    def next(self) -> "Roster":
+        """That of the next coordinator, which has listed nobody yet."""
+        return Roster(self.job, self.term + 1)
 
 
 class Meeting:
@@ -185,9 +78,22 @@ class Meeting:
     A single machine uses a store within this process. Methods raise torch's DistError when the coordinator is gone.
     """
 
-    def __init__(self, group: HostGroup, name: str, restarts: Restarts) -> None:
-        """`name` is this machine's name in messages. Waits until the coordinator listens, or raises LaunchError."""
-        self._group = group
+    def __init__(
+        self,
+        group: HostGroup,
+        name: str,
+        restarts: Restarts,
+        address: str = "",
+        roster: Roster | None = None,
+        patience_seconds: float = _JOIN_SECONDS,
+    ) -> None:
+        """Wait until the coordinator listens, or raise LaunchError.
+
+        `name`: this machine's in messages; `address`: this machine's for the others. `roster`: where this meeting
+        replaces that of a lost coordinator.
+        """
+        self.group = group
+        self.roster = roster or Roster(uuid.uuid4().hex)
         self._restarts = restarts
         self.host = f"{name} ({uuid.uuid4().hex[:6]})"
         listener = None if group.is_alone else open_coordinator(group)
@@ -196,12 +102,13 @@ class Meeting:
         """The endpoint at which this machine reaches the store."""
         if listener is not None:
             _warn_of_loopback(group, listener.getsockname()[0])
-            self._store = cast(_Store, host_store(listener, _PATIENCE.total_seconds()))
+            self._store = cast(Store, host_store(listener, _PATIENCE.total_seconds()))
         else:
-            self._store = _open_own_store() if group.is_alone else _find_store(group)
+            self._store = _open_own_store() if group.is_alone else _find_store(group, patience_seconds)
         self._beats: dict[str, tuple[bytes, float]] = {}
         self._complete_at: float | None = None
         self._over = threading.Event()
+        self._store.append("members", json.dumps([self.host, address]) + "\n")
         threading.Thread(target=self._beat, args=(self._store.clone(),), name="beat", daemon=True).start()
 
     def attempt(self) -> int:
@@ -232,7 +139,7 @@ class Meeting:
 
     def is_spare(self, attempt: int) -> bool:
         """Whether this machine waits for the attempt after this one."""
-        return self.host in _lines(self._store, f"{attempt}/spares")
+        return self.host in read_lines(self._store, f"{attempt}/spares")
 
     def await_decision(self, attempt: int, mine: HostReport) -> Decision:
         """Report how the attempt ended here, wait until it has ended everywhere; returns what all machines do next."""
@@ -250,15 +157,15 @@ class Meeting:
         """What all machines do after an attempt; None if that is not decided yet."""
         if not self._store.check([key := f"{attempt}/decision"]):
             return None
-        fields = json.loads(self._store.get(key))
-        logger.debug(f"attempt {attempt}: decided {fields}")
+        decision = Decision.parse(self._store.get(key))
+        logger.debug(f"attempt {attempt}: decided {decision}")
         if not self.coordinates:
             self._store.append(f"{attempt}/read", self.host + "\n")
-        return Decision(**{**fields, "leaving": tuple(fields["leaving"])})
+        return decision
 
     def watch(self, attempt: int) -> "Watch":
         """The view of the store for a second thread."""
-        return Watch(self._store.clone(), attempt, self._group, self.host, self.coordinates, self._silent)
+        return Watch(self._store.clone(), attempt, self.group, self.host, self.coordinates, self._silent)
 
     def close(self) -> None:
         """Send no more heartbeats."""
@@ -270,10 +177,10 @@ class Meeting:
         if reports is None:
             return False
         asked = self._find_asked(list(reports))
-        spares = [host for host in _lines(self._store, f"{attempt}/spares") if not self._silent(self._store, host)]
+        spares = [host for host in read_lines(self._store, f"{attempt}/spares") if not self._silent(self._store, host)]
         if self.host in asked:  # if the coordinator leaves, the store is lost, so all machines must leave
             asked, spares = list(reports), []
-        decision = decide(reports, frozenset(asked), self._group, self._restarts, len(spares))
+        decision = decide(reports, frozenset(asked), self.group, self._restarts, len(spares))
         if decision.goes_on:
             self._store.add("attempt", 1)
         self._store.set(f"{attempt}/decision", json.dumps(asdict(decision)))
@@ -301,10 +208,10 @@ class Meeting:
         return reports
 
     def _find_asked(self, hosts: list[str]) -> list[str]:
-        asked = set(_lines(self._store, "asked"))
+        asked = set(read_lines(self._store, "asked"))
         return [host for host in hosts if host in asked]
 
-    def _silent(self, store: "_Store", host: str) -> bool:
+    def _silent(self, store: Store, host: str) -> bool:
         """Whether a machine has stopped sending heartbeats, measured by this machine's clock."""
         key = f"beat/{host}"
         now = time.monotonic()
@@ -318,31 +225,41 @@ class Meeting:
     def _await_readers(self, attempt: int) -> None:
         """Wait until the others have read the decision, since the store ends with this process."""
         deadline = time.monotonic() + LOST_SECONDS
-        others = {*_list_hosts(self._store, attempt), *_lines(self._store, f"{attempt}/spares")} - {self.host}
-        while not others <= set(_lines(self._store, f"{attempt}/read")) and time.monotonic() < deadline:
+        others = {*_list_hosts(self._store, attempt), *read_lines(self._store, f"{attempt}/spares")} - {self.host}
+        while not others <= set(read_lines(self._store, f"{attempt}/read")) and time.monotonic() < deadline:
             others -= {host for host in others if self._silent(self._store, host)}
             time.sleep(_LOOK_SECONDS)
 
-    def _beat(self, store: "_Store") -> None:
+    def _beat(self, store: Store) -> None:
         count = 0
         with suppress(RuntimeError):  # the coordinator is gone; the next user of the store reports it
             while not self._over.is_set():
                 store.set(f"beat/{self.host}", str(count := count + 1))
-                if not self.coordinates:  # every time, since torch opens new connections
-                    limit_silence_of(self._group.port, LOST_SECONDS)
+                if self.coordinates:
+                    self.roster = self._list_members(store)
+                    store.set("roster", json.dumps(asdict(self.roster)))
+                else:
+                    self.roster = Roster.of(store)
+                    limit_silence_of(self.group.port, LOST_SECONDS)  # every time, since torch opens new connections
                 self._over.wait(_BEAT_SECONDS)
+
+    def _list_members(self, store: Store) -> Roster:
+        """On the coordinator: the machines that do not stay silent, this one first."""
+        known = [json.loads(line) for line in read_lines(store, "members")]
+        here = [(host, address) for host, address in known if host == self.host or not self._silent(store, host)]
+        return replace(self.roster, members=tuple(sorted(here, key=lambda member: member[0] != self.host)))
 
 
 @dataclass(frozen=True)
 class Watch:
     """The part of a meeting used by a second thread during an attempt: sends and receives stops and deaths."""
 
-    store: "_Store"
+    store: Store
     attempt: int
     group: HostGroup
     host: str
     coordinates: bool
-    silent: Callable[["_Store", str], bool]
+    silent: Callable[[Store, str], bool]
 
     def ask(self, name: str) -> None:
         """Tell the others that this machine was asked to stop, by this signal."""
@@ -396,16 +313,17 @@ class Watch:
 
     def spares(self, attempt: int | None = None) -> list[str]:
         """The machines that wait during an attempt, this one by default."""
-        return _lines(self.store, f"{self.attempt if attempt is None else attempt}/spares")
+        return read_lines(self.store, f"{self.attempt if attempt is None else attempt}/spares")
 
 
-def _list_hosts(store: "_Store", attempt: int) -> list[str]:
+def _list_hosts(store: Store, attempt: int) -> list[str]:
     """The machines that take part in an attempt: those that have joined, without those that were left out."""
-    out = _lines(store, f"{attempt}/left out")
-    return [host for host in _lines(store, f"{attempt}/hosts") if host not in out]
+    out = read_lines(store, f"{attempt}/left out")
+    return [host for host in read_lines(store, f"{attempt}/hosts") if host not in out]
 
 
-def _lines(store: "_Store", key: str) -> list[str]:
+def read_lines(store: Store, key: str) -> list[str]:
+    """The lines that were appended to a key, each once."""
     return list(dict.fromkeys(store.get(key).decode().split("\n")[:-1])) if store.check([key]) else []
 
 
@@ -417,17 +335,17 @@ def _warn_of_loopback(group: HostGroup, address: str) -> None:
         )
 
 
-def _open_own_store() -> "_Store":
+def _open_own_store() -> Store:
     from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-    return cast(_Store, HashStore())
+    return cast(Store, HashStore())
 
 
-def _find_store(group: HostGroup) -> "_Store":
+def _find_store(group: HostGroup, patience_seconds: float) -> Store:
     """Connect to the coordinator's store once it listens. Raises LaunchError if none does, or another program does."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    deadline = time.monotonic() + _JOIN_SECONDS
+    deadline = time.monotonic() + patience_seconds
     strange_since: float | None = None
     is_logged = False
     while True:
@@ -435,7 +353,7 @@ def _find_store(group: HostGroup) -> "_Store":
         try:
             with socket.create_connection((group.host, group.port), _PATIENCE.total_seconds()) as line:
                 if answers_as_store(line):
-                    return cast(_Store, TCPStore(group.host, group.port, timeout=_PATIENCE, wait_for_workers=False))
+                    return cast(Store, TCPStore(group.host, group.port, timeout=_PATIENCE, wait_for_workers=False))
             # It may also be a coordinator that is shutting down.
             strange_since = strange_since or asked_at
             if time.monotonic() - strange_since >= _PATIENCE.total_seconds():

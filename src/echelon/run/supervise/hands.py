@@ -196,6 +196,11 @@ class Machines:
             machine.listen()
         return machine is not None and not machine.line.is_lost
 
+    @property
+    def num_there(self) -> int:
+        """How many machines there are, with this one."""
+        return sum(map(self.is_there, range(len(self._places) + 1)))
+
     def at(self, place: int) -> Machine:
         """The machine at a place above 0, where there is one."""
         machine = self._places[place - 1]

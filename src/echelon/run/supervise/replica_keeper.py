@@ -80,14 +80,18 @@ class _Replica:
 class ReplicaKeeper:
     """Runs one attempt of a job whose replicas may be lost one by one."""
 
-    def __init__(self, job: Workers, warm: WarmStart | None, machines: Machines | None = None) -> None:
+    def __init__(
+        self, job: Workers, warm: WarmStart | None, machines: Machines | None = None, least_machines: int = 1
+    ) -> None:
         """`warm`: the process that forks the workers; without one each starts an interpreter.
 
-        `machines`: the other machines of the job; None if all replicas are processes of this one.
+        `machines`: the other machines of the job; None if all replicas are processes of this one. `least_machines`: it
+        starts once so many are there, with this one.
         """
         self._job = job
         self._warm = warm
         self._machines = machines
+        self._least_machines = least_machines
         self._address = _HERE if machines is None else machines.address
         listener = listen_at(self._address, 0)
         assert listener is not None, "this machine has this address"
@@ -125,12 +129,14 @@ class ReplicaKeeper:
             self._end_all()
 
     def _await_machines(self) -> None:
-        """Wait until all other machines are there. Raises LaunchError if one does not come."""
+        """Wait until enough machines are there. Raises LaunchError if they do not come."""
         deadline = time.monotonic() + _RETURN_SECONDS
-        while not all(map(self._has_place, self._num_starts)):
+        while self._machines is not None and self._machines.num_there < self._least_machines:
+            self._machines.admit()
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"not all machines have come to the keeper of the processes in {_RETURN_SECONDS:g} s."
+                    f"{self._machines.num_there} of {self._least_machines} machines have come to the keeper of the "
+                    f"processes in {_RETURN_SECONDS:g} s."
                 )
             time.sleep(_LOOK_SECONDS)
 
@@ -240,7 +246,7 @@ class ReplicaKeeper:
         """
         ready = [replica for replica in self._running.values() if replica.is_ready]
         if self._view is None:
-            if len(ready) == self._num_replicas:
+            if len(ready) == len(self._running) >= self._least:  # those of machines that are not there come later
                 self._show(View(0, _list_members(ready)))
             return
         members = self._view.members

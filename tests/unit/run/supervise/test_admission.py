@@ -1,6 +1,7 @@
 """Which machines take part in an attempt: the coordinator's answers, compared with answers by hand."""
 
 import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
 
@@ -41,7 +42,7 @@ class Group:
         return Admission(self.watch(host), self.fault)
 
     def come(self, host, condition=SOUND):
-        """A machine joins, and presents itself as its agent does."""
+        """A machine joins, and presents itself as its agent does; return when its condition is known."""
         self.store.append(f"{self.attempt}/hosts", f"{host}\n")
 
         def present():
@@ -49,6 +50,9 @@ class Group:
 
         self.threads.append(threading.Thread(target=present, daemon=True))
         self.threads[-1].start()
+        while self.threads[-1].is_alive() and not self.store.check([f"{self.attempt}/condition/{host}"]):
+            self.coordinator.look()  # answers its question for the time
+            time.sleep(0.001)
 
     def look_until_answered(self):
         while any(thread.is_alive() for thread in self.threads):

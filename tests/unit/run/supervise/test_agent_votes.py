@@ -19,7 +19,7 @@ from echelon.ground.hosts import (
     parse_group,
 )
 from echelon.ground.launch_environment import find_host_group, launch_role
-from echelon.run.supervise.agent_votes import HostReport, decide
+from echelon.run.supervise.decision import HostReport, decide
 from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Weight
 from echelon.run.supervise.restart import Restarts
 

@@ -1,0 +1,146 @@
+"""What all machines of a job do after an attempt: each reports how it ended there, and the coordinator decides."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from echelon.ground.hosts import HostGroup
+from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Cause, Outcome, Weight
+from echelon.run.supervise.restart import Restarts
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """How an attempt ended on one machine: the cause according to its ranks, and the newest checkpoint it sees."""
+
+    host: str
+    code: int
+    message: str
+    final: bool
+    weight: int
+    time: float
+    step: int | None
+
+    @staticmethod
+    def of(host: str, cause: Cause, step: int | None) -> "HostReport":
+        """The report of a machine."""
+        outcome = cause.outcome
+        return HostReport(host, outcome.code, outcome.message, outcome.final, int(cause.weight), cause.time, step)
+
+    @property
+    def outcome(self) -> Outcome:
+        """How the machine's ranks ended."""
+        return Outcome(self.code, self.message, self.final)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all machines do after an attempt: start another one, or end with this outcome.
+
+    `restarts`: the number of restarts after failures so far, including this one. `leaving`: machines that were asked to
+    stop and end, while the others continue.
+    """
+
+    goes_on: bool
+    code: int
+    message: str
+    restarts: int
+    step: int | None = None
+    leaving: tuple[str, ...] = ()
+
+    @staticmethod
+    def parse(text: bytes) -> "Decision":
+        """The decision that another machine has stored."""
+        fields = json.loads(text)
+        return Decision(**{**fields, "leaving": tuple(fields["leaving"])})
+
+    def find_ending(self, host: str, own: Outcome) -> Outcome | None:
+        """How a machine ends, whose own ranks ended like this; None if it takes part in another attempt."""
+        if host in self.leaving:
+            return Outcome(STOPPED if own.code == STOPPED else FAILED, own.message)
+        return None if self.goes_on else Outcome(self.code, self.message)
+
+
+def decide(
+    reports: Mapping[str, HostReport | None],
+    asked: frozenset[str],
+    group: HostGroup,
+    restarts: Restarts,
+    num_spares: int = 0,
+) -> Decision:
+    """The coordinator's decision; a machine without a report is lost. `num_spares`: so many others wait.
+
+    The cause of the end is the report with the smallest weight, and of those the earliest.
+    """
+    tally = _Tally.of(reports, asked)
+    first = tally.first
+    ending = tally.find_ending(group, num_spares)
+    if ending is None and (asked or (first is not None and first.code == STOPPED)):
+        # Machines leave or join: the others have saved and continue.
+        return Decision(True, FAILED, "", restarts.done, tally.step, tuple(sorted(asked)))
+    if ending is None:
+        failure = tally.describe_failure()
+        ending = failure if tally.num_staying + num_spares < group.min_nodes else restarts.refuse(failure, tally.step)
+        if ending is None:
+            return Decision(True, FAILED, failure.message, restarts.done, tally.step)
+    return Decision(False, ending.code, ending.message, restarts.done, tally.step)
+
+
+@dataclass(frozen=True)
+class _Tally:
+    """The reports of an attempt, the likely cause first; the machines that are lost, or were asked to stop."""
+
+    reports: tuple[HostReport, ...]
+    lost: tuple[str, ...]
+    asked: frozenset[str]
+
+    @staticmethod
+    def of(reports: Mapping[str, HostReport | None], asked: frozenset[str]) -> "_Tally":
+        received = sorted(
+            (report for report in reports.values() if report is not None),
+            key=lambda report: (report.weight, report.time),
+        )
+        return _Tally(tuple(received), tuple(host for host, report in reports.items() if report is None), asked)
+
+    @property
+    def first(self) -> HostReport | None:
+        return self.reports[0] if self.reports else None
+
+    @property
+    def step(self) -> int | None:
+        return max((report.step for report in self.reports if report.step is not None), default=None)
+
+    @property
+    def num_staying(self) -> int:
+        return len(self.reports) - len(self.asked - set(self.lost))
+
+    def is_done(self, group: HostGroup) -> bool:
+        """Whether the run has reached its end, on all machines that it needs."""
+        return self.first is not None and self.first.code == DONE and (group.lives_on or not self.lost)
+
+    def find_ending(self, group: HostGroup, num_spares: int) -> Outcome | None:
+        """How the job ends even if restarts are left; None if it may continue."""
+        first = self.first
+        if first is not None and (first.code == REFUSED or self.is_done(group)):
+            return first.outcome
+        if self.asked and not (group.may_leave and self.num_staying + num_spares >= group.min_nodes):
+            stopped = next((report for report in self.reports if report.code == STOPPED), first)
+            return Outcome(FAILED, "stopped by a signal") if stopped is None else stopped.outcome
+        if first is not None and first.code == STOPPED:
+            # torchrun's agents stop their workers when a machine joins.
+            is_membership = not group.is_alone and first.message.startswith("stopped by SIG")
+            return None if is_membership else first.outcome
+        return None
+
+    def describe_failure(self) -> Outcome:
+        """What failed, with the machines that stopped responding, since those can cause a hang."""
+        if self.first is None:
+            return Outcome(FAILED, "every machine was lost")
+        failure = self.first.outcome
+        if not self.lost:
+            return failure
+        num_hosts = len(self.reports) + len(self.lost)
+        silence = f"{len(self.lost)} of {num_hosts} machines stopped responding: {', '.join(self.lost)}"
+        if self.first.weight == Weight.CAUSE:
+            return replace(failure, message=f"{failure.message}; {silence}")
+        return Outcome(FAILED, silence)
