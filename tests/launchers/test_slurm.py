@@ -271,6 +271,37 @@ def test_elastic_job_continues_when_a_machine_is_lost(desk):
     assert [row["step"] for row in desk.rows()] == list(range(1, 801))
 
 
+LIVING = {"sync={name: quorum, replicas: 2}": "replica_lost", "fault.on_lost_process=replace": "process_lost"}
+
+
+@pytest.mark.parametrize("key", LIVING)
+def test_the_others_live_on_when_a_process_is_lost(desk, key):
+    """A process of the machine that does not keep them."""
+    name, number = desk.launch("launch.nodes=2", "launch.slurm.cpus_per_task=1", key, *LONG)
+    desk.await_step(20)
+    [agent] = [agent for agent in find_agents(desk.slurm) if not listens(agent, desk.port)]
+    [worker] = [child for child in agent.children(recursive=True) if "echelon.run.lifecycle.worker" in child.cmdline()]
+    worker.kill()
+    assert desk.slurm.await_state(number, "COMPLETED", "FAILED") == "COMPLETED", desk.output(name)
+    names = [event["event"] for event in read_lines(desk.folder / "runs" / "tiny" / "events.jsonl")]
+    assert names.count(LIVING[key]) == 1 and not {"restart", "failure"} & set(names), names
+    assert [row["step"] for row in desk.rows()] == list(range(1, 801))
+
+
+def test_a_quorum_goes_on_without_a_machine(desk):
+    quorum = "sync={name: quorum, replicas: 2}"
+    name, number = desk.launch("launch.nodes=2", "launch.slurm.cpus_per_task=1", quorum, *LONG)
+    desk.await_step(20)
+    [lost] = [agent for agent in find_agents(desk.slurm) if not listens(agent, desk.port)]
+    for process in (lost, *lost.children(recursive=True)):
+        process.kill()
+    desk.slurm.await_state(number, "COMPLETED", "FAILED")
+    assert "done" in desk.echelon("status", name), desk.output(name)
+    names = [event["event"] for event in read_lines(desk.folder / "runs" / "tiny" / "events.jsonl")]
+    assert names.count("replica_lost") == 1 and not {"restart", "failure"} & set(names), names
+    assert [row["step"] for row in desk.rows()] == list(range(1, 801))
+
+
 def test_a_spare_machine_waits_until_the_job_ends(desk):
     name, number = desk.launch("launch.nodes=1+1", "launch.slurm.cpus_per_task=1")
     assert desk.slurm.await_state(number, "COMPLETED", "FAILED") == "COMPLETED", desk.output(name)

@@ -51,6 +51,8 @@ from echelon.run.lifecycle.model_checks import check_model, find_checkpoint_out_
 logger = logging.getLogger(__name__)
 
 # Targets that see the files of this machine.
+# Those under which the others may go on when a machine is lost.
+_KEEP_OTHERS = ("local", "torchrun", "slurm", "kubernetes")
 _SEE_FILES = ("local", "torchrun", "slurm", "ray")
 # Their agents meet by themselves, and one may wait.
 _WITH_SPARES: tuple[Target, ...] = ("torchrun", "slurm")
@@ -136,7 +138,7 @@ def _fill_missing(job: JobSpec) -> tuple[JobSpec, list[str], tuple[EchelonError,
             f"{' and '.join(_WITH_SPARES)} only; use launch.nodes={recipe.launch.max_training}."
         )
     refuse_secrets(recipe)
-    if recipe.launch.to not in ("local", "torchrun"):
+    if recipe.launch.to not in _KEEP_OTHERS:
         refuse_living_on(recipe)
     launcher = find_launcher(recipe.launch.to)
     spec = prepare_spec(recipe)

@@ -11,6 +11,7 @@ from echelon.ground.variables import asked_environment
 from echelon.launch.job import JobSpec, count_gpus, describe_gpu_request
 from echelon.launch.shell import join_words, prepare_lines
 from echelon.launch.slurm_step import check_option, check_step, render_options, render_task
+from echelon.planner.replica_limits import name_living_on
 from echelon.recipe.yaml_text import read_table
 
 BATCH, ARRAY, MACHINE, NEEDED = "job.sbatch", "array.sbatch", "machine.sh", "needed.txt"
@@ -70,9 +71,9 @@ def render_machine(job: JobSpec) -> str:
     """The script of each machine's task: the setup, then `exec echelon train`, which gets every signal directly."""
     train = join_words(job.train_command(str(job.recipe_path)))
     fewest, most = job.nodes
-    if fewest != most:
+    if _outlives_machines(job):
         launch = job.recipe.launch
-        nodes = str(launch.nodes) if launch.num_spares else f"{fewest}:$SLURM_STEP_NUM_NODES"
+        nodes = str(launch.nodes) if launch.num_spares or fewest == most else f"{fewest}:$SLURM_STEP_NUM_NODES"
         train += f' --nodes "{nodes}" --rendezvous "$ECHELON_RENDEZVOUS"'
     lines = (
         "#!/bin/bash",
@@ -166,7 +167,7 @@ def _directives(job: JobSpec, name: str) -> list[str]:
         # Sent to the steps, not to the batch shell.
         "signal": f"USR1@{_notice_seconds(job)}",
         "requeue" if slurm.requeue else "no-requeue": True,
-        "no-kill": fewest != most,  # the others continue when a machine fails
+        "no-kill": _outlives_machines(job),  # the others continue when a machine fails
         "open-mode": "append",
         "chdir": str(job.workdir),
         **slurm.options,
@@ -176,8 +177,7 @@ def _directives(job: JobSpec, name: str) -> list[str]:
 
 def _body(job: JobSpec) -> str:
     slurm = job.recipe.launch.slurm
-    fewest, most = job.nodes
-    elastic = fewest != most
+    elastic = _outlives_machines(job)
     # srun does not inherit the cores from sbatch. Tasks agree on their exit code: a task's non-zero code does not end
     # the others, but when a task is killed silently, the others are ended after a minute.
     options: dict[str, str | int | bool] = {
@@ -206,6 +206,12 @@ def _body(job: JobSpec) -> str:
     for name, value in words.items():
         text = text.replace(name, value)
     return text
+
+
+def _outlives_machines(job: JobSpec) -> bool:
+    """Whether the others go on when a machine is lost: with a range of machines or spares, or if processes live on."""
+    fewest, most = job.nodes
+    return fewest != most or (most > 1 and name_living_on(job.recipe) is not None)
 
 
 def _quote(job: JobSpec, path: object) -> str:

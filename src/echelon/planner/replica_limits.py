@@ -98,7 +98,8 @@ def refuse_living_on(recipe: "Recipe") -> None:
     if (named := name_living_on(recipe)) is not None:
         raise ConfigError(
             f"{named[0]} works only if echelon train starts all processes, on one machine or as the agent of "
-            "each (--nodes): other launchers end all processes when one is lost. Start it without a launcher, or use "
+            "each (--nodes): other launchers end all processes when one is lost. Start it without a launcher, or by "
+            "echelon launch --to torchrun, slurm, or kubernetes as a PyTorchJob of several machines, or use "
             f"{named[1]}."
         )
 

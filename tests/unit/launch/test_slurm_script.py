@@ -179,6 +179,16 @@ def test_gpus_and_memory_are_requested_once(make):
         SlurmLauncher().check(make("launch.slurm.options={mem-per-cpu: 4G}", "launch.slurm.memory=1G"))
 
 
+@pytest.mark.parametrize("key", ["sync={name: quorum, replicas: 2}", "fault.on_lost_process=replace"])
+def test_a_job_whose_processes_live_on_outlives_a_machine(make, key):
+    """srun's default ends the step when a machine is lost, and the agents meet where all of them know of."""
+    rendered = SlurmLauncher().render(make("launch.nodes=2", key))
+    assert "#SBATCH --nodes=2\n" in rendered["job.sbatch"] and "#SBATCH --no-kill\n" in rendered["job.sbatch"]
+    assert rendered["job.sbatch"].count("--no-kill") == 3, "of the job, the look for files, and the step"
+    assert '--nodes "2" --rendezvous "$ECHELON_RENDEZVOUS"' in rendered["machine.sh"]
+    assert "--no-kill" not in SlurmLauncher().render(make("launch.nodes=2"))["job.sbatch"]
+
+
 def test_a_spare_machine_is_requested_and_the_agents_know_of_it(make):
     rendered = SlurmLauncher().render(make("launch.nodes=4+1"))
     assert "#SBATCH --nodes=4-5\n" in rendered["job.sbatch"] and "#SBATCH --no-kill\n" in rendered["job.sbatch"]

@@ -24,6 +24,7 @@ from echelon.launch.kubernetes.pod import (
 )
 from echelon.launch.records import STAMP_LENGTH
 from echelon.planner.hardware.gpu_check import check_image_devices
+from echelon.planner.replica_limits import refuse_living_on
 from echelon.recipe.launch_sections import KubernetesConfig, VolumeConfig
 from echelon.recipe.yaml_text import read_table
 
@@ -98,6 +99,8 @@ def _check_kind(job: JobSpec) -> None:
             f"launch.nodes={job.recipe.launch.nodes}: {what} has a fixed number of pods; use "
             f"launch.nodes={job.nodes[1]}, or {_KEY}.kind=pytorchjob."
         )
+    if settings.kind != "pytorchjob" or job.nodes[1] == 1:  # the other operators restart all pods of a job together
+        refuse_living_on(job.recipe)
     if settings.kind in _ENDLESS and job.recipe.launch.max_hours is not None:
         raise ConfigError(
             f"launch.max_hours={job.recipe.launch.max_hours:g}: {what} has no time limit; set budget.max_hours instead."

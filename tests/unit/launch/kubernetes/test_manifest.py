@@ -322,6 +322,19 @@ def test_patches_are_merged_as_by_kubectl(value, patch, merged):
     assert repr(value) == before
 
 
+QUORUM = "sync={name: quorum, replicas: 2}"
+
+
+def test_the_pods_of_a_quorum_are_agents_that_are_restarted_one_by_one(tmp_path):
+    job = make_kubernetes_job(tmp_path, "launch.kubernetes.kind=pytorchjob", "launch.nodes=2", QUORUM)
+    KubernetesLauncher().check(job)
+    _, body = yaml.safe_load_all(KubernetesLauncher().render(job)["manifest.yaml"])
+    for name in ("Master", "Worker"):
+        replica = body["spec"]["pytorchReplicaSpecs"][name]
+        [container] = replica["template"]["spec"]["containers"]
+        assert replica["restartPolicy"] == "OnFailure" and "--nodes 2 --rendezvous" in " ".join(container["command"])
+
+
 def test_an_entry_of_a_patch_needs_its_name(tmp_path):
     job = make_kubernetes_job(tmp_path, "launch.kubernetes.pod_patch={spec: {containers: [{image: x}]}}")
     with pytest.raises(ConfigError, match=r"pod_patch\.spec\.containers: the entry .* has no name"):
@@ -354,6 +367,8 @@ def test_a_secret_in_a_patch_is_refused(tmp_path):
         (("launch.kubernetes.kind=trainjob-2.1", SECURITY[2]), "Kubeflow Trainer 2.1 has no field for it"),
         (("launch.kubernetes.kind=trainjob-2.1", "launch.max_hours=2"), "Kubeflow Trainer 2.1 has no time limit"),
         (("launch.kubernetes.kind=jobset", "launch.nodes='1:2'"), "a JobSet has a fixed number"),
+        (("launch.kubernetes.kind=jobset", "launch.nodes=2", QUORUM), "or kubernetes as a PyTorchJob"),
+        (("launch.kubernetes.kind=pytorchjob", "launch.nodes=1", QUORUM), "a PyTorchJob of several machines"),
         (("launch.kubernetes.kind=volcano", "launch.max_hours=2"), "a Job of Volcano has no time limit"),
         (("launch.kubernetes.kind=mpijob", "launch.kubernetes.env_from_secrets=[a]"), "the processes of an MPIJob"),
         (("launch.kubernetes.kind=trainjob", "launch.kubernetes.env_from_secrets=[a]"), "whole Secrets"),
