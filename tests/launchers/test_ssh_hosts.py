@@ -107,3 +107,23 @@ def test_doctor_names_a_slow_host(tmp_path):
         code, out, err = run(network[0], "doctor", "--hosts", "node-1,node-2,node-3", *keys(options))
     assert code == 1, out + err
     assert "problem  pairs        node-3 is slow with all others: " in out
+
+
+@pytest.mark.parametrize(
+    ("nodes", "faults"),
+    [("2", ["a rank killed", "a machine lost"]), ("2:3", ["the first machine lost"]), ("2+1", ["a link cut for 30 s"])],
+)
+def test_a_drill_loses_machines_and_links(tmp_path, nodes, faults):
+    write_recipe(tmp_path)
+    with machines(2 if nodes == "2" else 3, tmp_path) as network:
+        options = serve_ssh(network, tmp_path / "keys")
+        hosts = ",".join(machine.name for machine in network)
+        words = ["drill", "recipe.json", "--hosts", hosts, "--nproc", "1", "--links", "--json", *keys(options)]
+        only = [word for fault in faults for word in ("--only", fault)]
+        code, out, err = run(network[0], *words, f"launch.nodes={nodes!r}", *only, seconds=900)
+    findings = [json.loads(line) for line in out.splitlines()]
+    assert code == 0, out + err
+    assert [row["fault"] for row in findings] == faults and all(row["identical"] for row in findings), findings
+    # A job of a fixed number of machines is started again when one is lost.
+    assert [row["starts"] for row in findings] == ([1, 2] if nodes == "2" else [1]), findings
+    assert not (tmp_path / "runs" / "tiny-drill").exists()

@@ -9,13 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from echelon.cli.commands.arguments import NprocOption, OverridesArgument, RecipeArgument, parse_nproc, read_recipe
+from echelon.cli.commands.arguments import (
+    NprocOption,
+    OverridesArgument,
+    RecipeArgument,
+    parse_hosts,
+    parse_nproc,
+    read_recipe,
+)
 from echelon.cli.commands.failure import report_failure
 from echelon.cli.commands.terminal import show
 from echelon.ground.stop_request import STOP_SIGNALS, handled
 
 if TYPE_CHECKING:
+    from echelon.recipe.launch_sections import LaunchConfig
     from echelon.tools.drill.exercise import Finding
+    from echelon.tools.drill.machines import Crew
 
 _COLUMNS = f"{'fault':<22} {'noticed after':>13} {'recovered after':>15} {'steps lost':>10} {'starts':>6}  identical"
 
@@ -24,17 +33,37 @@ def drill(
     recipe_path: RecipeArgument,
     overrides: OverridesArgument = None,
     nproc: NprocOption = "auto",
+    hosts: Annotated[
+        str | None,
+        typer.Option("--hosts", metavar="A,B", help="Run it on these machines, over ssh, and lose machines too."),
+    ] = None,
+    links: Annotated[
+        bool, typer.Option("--links", help="With --hosts: also cut and slow down a link, by tc, as root.")
+    ] = False,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="FAULT", help="Inject this fault only; may be repeated.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each fault.")] = False,
 ) -> None:
     """Inject faults into a small version of a recipe. Reports the recovery from each; exit code 1 if one failed."""
     from echelon.tools.drill.exercise import run_drill
 
-    recipe = read_recipe(recipe_path, overrides)
-    num_processes = parse_nproc(nproc) or _choose_num_processes()
+    recipe = read_recipe(recipe_path, [*(overrides or []), *([] if hosts is None else [parse_hosts(hosts)])])
+    crew = None if hosts is None else _gather(recipe.launch, parse_nproc(nproc), links)
+    num_processes = crew.num_training if crew is not None else parse_nproc(nproc) or _choose_num_processes()
     failed: list[str] = []
     with _stops_noted() as asked:
         for number, finding in enumerate(
-            run_drill(recipe, recipe_path, overrides or [], num_processes, lambda: next(iter(asked), None))
+            run_drill(
+                recipe,
+                recipe_path,
+                overrides or [],
+                num_processes,
+                lambda: next(iter(asked), None),
+                crew,
+                links,
+                only or (),
+            )
         ):
             if as_json:
                 show(json.dumps(asdict(finding)))
@@ -45,6 +74,16 @@ def drill(
     if failed:
         report_failure(f"the run did not recover from {', '.join(failed)}; see above", 1)
         raise typer.Exit(1)
+
+
+def _gather(launch: "LaunchConfig", num_processes: int | None, links: bool) -> "Crew":
+    from echelon.run.lifecycle.process_group import default_num_processes
+    from echelon.tools.drill.machines import Crew
+
+    crew = Crew.of(launch, num_processes or default_num_processes())
+    if links:
+        crew.check_links()
+    return crew
 
 
 def _choose_num_processes() -> int:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from echelon.ground.errors import TrainingError
+from echelon.ground.errors import ConfigError, TrainingError
 from echelon.ground.sizes import render_duration
 from echelon.recipe import Recipe, SyncConfig
 from echelon.recipe.synchronization import KEPT, PARAMETER_SERVER
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.model_checks import check_model
 from echelon.tools.drill.faults import FAULTS, Fault
+from echelon.tools.drill.machines import LINK_FAULTS, MACHINE_FAULTS, Crew, CrewTrial
 from echelon.tools.drill.shrink import SAVES, shrink
 from echelon.tools.drill.trial import Interrupted, Job, Likeness, Trial
 
@@ -61,17 +62,26 @@ def run_drill(
     overrides: list[str],
     num_processes: int,
     asked: Callable[[], str | None] = lambda: None,
+    crew: Crew | None = None,
+    has_links: bool = False,
+    only: Sequence[str] = (),
 ) -> Iterator[Finding]:
     """Inject every fault into a small run of the recipe at `path`, and yield the finding of each fault.
 
     The runs are in a folder next to the recipe's run folder. They are removed, except those that did not survive their
-    fault. `asked` returns the signal that asked the drill to stop, or None.
+    fault. `asked` returns the signal that asked the drill to stop, or None. `crew`: the machines on which it is run,
+    with faults of machines; with `has_links` also faults of the network between them. `only`: the names of the faults;
+    empty: all.
 
     Raises:
-        ConfigError, PlanError or DataError: `echelon train` refuses the recipe on any machine.
+        ConfigError, PlanError or DataError: `echelon train` refuses the recipe on any machine; or no fault has a name.
         TrainingError: the recipe does not train, even without a fault.
         Interrupted: the drill was asked to stop.
     """
+    all_faults = FAULTS if crew is None else (*MACHINE_FAULTS, *(LINK_FAULTS if has_links else ()))
+    if unknown := set(only) - {fault.name for fault in all_faults}:
+        names = ", ".join(fault.name for fault in all_faults)
+        raise ConfigError(f"--only {unknown.pop()!r} is no fault of this drill; it has: {names}.")
     check_model(recipe, elsewhere=True)  # the small run may not need what this machine lacks
     place = recipe.run.dir.with_name(f"{recipe.run.dir.name}-drill")
     shutil.rmtree(place, ignore_errors=True)
@@ -79,8 +89,10 @@ def run_drill(
     def build(name: str, num_steps: int) -> Trial:
         folder = place / name.replace(" ", "-")
         small = shrink(recipe, folder, num_processes, num_steps)
-        command = ("train", str(path), *overrides, *small, "--nproc", str(num_processes))
-        return Trial(RunFolder(folder), command, num_steps, asked)
+        command = ("train", str(path), *overrides, *small, "--nproc")
+        if crew is None:
+            return Trial(RunFolder(folder), (*command, str(num_processes)), num_steps, asked)
+        return CrewTrial(RunFolder(folder), (*command, str(crew.num_processes)), num_steps, asked, crew)
 
     all_well = True
     try:
@@ -89,7 +101,8 @@ def run_drill(
         num_steps = min(_MOST_STEPS, max(_FEWEST_STEPS, round(_RUN_SECONDS / step_seconds)))
         num_steps -= num_steps % SAVES
         has_rewards = bool(recipe.reward) or recipe.rollout.environment is not None
-        possible = [fault for fault in FAULTS if has_rewards or not fault.needs_rewards]
+        chosen = [fault for fault in all_faults if not only or fault.name in only]
+        possible = [fault for fault in chosen if has_rewards or not fault.needs_rewards]
         faults = [fault for fault in possible if num_processes > 1 or not fault.needs_peer]
         minutes = estimate_seconds(faults, start_seconds, num_steps * step_seconds) / 60
         logger.info(f"drill: {len(faults)} faults, about {render_duration(60 * minutes)} in total")
@@ -103,7 +116,7 @@ def run_drill(
         whole.complete()
         for fault in faults:
             trial = build(fault.name, num_steps)
-            finding = _strike(fault, trial, whole, choose_likeness(recipe.sync, fault, num_processes))
+            finding = _strike(fault, trial, whole, choose_likeness(recipe.sync, fault, num_processes, crew))
             if finding.identical:
                 shutil.rmtree(trial.run.path)
             all_well &= finding.identical
@@ -116,13 +129,15 @@ def run_drill(
         shutil.rmtree(place)
 
 
-def choose_likeness(sync: SyncConfig, fault: Fault, num_processes: int) -> Likeness:
+def choose_likeness(sync: SyncConfig, fault: Fault, num_processes: int, crew: Crew | None = None) -> Likeness:
     """What of a run with this fault can be expected to equal the undisturbed one."""
     if fault.needs_rewards:
         return Likeness.STEPS
     if sync.name == PARAMETER_SERVER and sync.max_staleness != 0:
         return Likeness.BATCHES  # the order of updates depends on time
     goes_on = sync.name in KEPT and num_processes > max(1, sync.num_essential)
+    if crew is not None and crew.may_shrink and fault.loses_machine:
+        return Likeness.ROUNDING
     return Likeness.ROUNDING if goes_on and fault.loses_rank else Likeness.BITS
 
 

@@ -33,6 +33,7 @@ class Fault:
         noticed_by: events that show that the run has detected the fault; otherwise its end does.
         over_by: events after which the next step shows that the run has recovered.
         loses_rank: whether it ends one rank, without which others may go on.
+        loses_machine: whether it ends all ranks of a machine.
         starts: how often ranks usually start in its run.
         idle_seconds: how long the run makes no progress.
         needs_peer: whether only another rank can detect it.
@@ -46,6 +47,7 @@ class Fault:
     noticed_by: tuple[str, ...] = ("failure", "signal", "save_failed", "bad_step", "replica_lost", "process_lost")
     over_by: tuple[str, ...] = ("resume", "start", "replica_lost")
     loses_rank: bool = False
+    loses_machine: bool = False
     starts: int = 2
     idle_seconds: float = 0.0
     needs_peer: bool = False

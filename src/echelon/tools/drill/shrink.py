@@ -59,7 +59,8 @@ def shrink(recipe: Recipe, folder: Path, num_processes: int, num_steps: int) -> 
         "evaluate.batches": 2,
         "evaluate.prompts": "[]",
         "evaluate.early_stopping": "null",
-        "fault": f"{{hang_seconds: {HANG_SECONDS}, notice_seconds: 60, max_restarts: 3}}",
+        "fault": f"{{hang_seconds: {HANG_SECONDS}, notice_seconds: 60, max_restarts: 3, "
+        f"on_lost_process: {recipe.fault.on_lost_process}}}",
         "budget.max_usd": "null",
         "budget.max_hours": "null",
         "track": "[]",

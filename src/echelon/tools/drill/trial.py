@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -125,11 +125,20 @@ class Trial:
         return list_checkpoints(self.run.path)[-1]
 
 
+class Process(Protocol):
+    """The part of a Popen that a drill uses; of several machines, all of their agents."""
+
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+    def kill(self) -> None: ...
+    def send_signal(self, number: int, /) -> None: ...
+
+
 @dataclass(frozen=True)
 class Job:
     """A running command."""
 
-    process: "subprocess.Popen[bytes]"
+    process: Process
     trial: Trial
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> int | None:

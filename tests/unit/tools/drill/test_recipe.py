@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from echelon.ground.errors import ConfigError
 from echelon.learn.model.build import build_on_meta, load_config
 from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster
@@ -13,6 +14,7 @@ from echelon.recipe import SyncConfig
 from echelon.recipe.load import load_recipe
 from echelon.tools.drill.exercise import choose_likeness, estimate_seconds
 from echelon.tools.drill.faults import FAULTS
+from echelon.tools.drill.machines import MACHINE_FAULTS, Crew
 from echelon.tools.drill.shrink import shrink, shrink_model
 from echelon.tools.drill.trial import Likeness
 
@@ -164,3 +166,35 @@ def test_what_can_equal_an_undisturbed_run_depends_on_how_replicas_agree(sync, k
         found = choose_likeness(SyncConfig.model_validate(sync), fault, 2)
         expected = killed if fault.name == "a rank killed" else others
         assert found is (Likeness.STEPS if fault.needs_rewards else expected), fault
+
+
+@pytest.mark.parametrize(
+    ("nodes", "told", "training", "lost"),
+    [
+        (1, "3", 6, Likeness.BITS),  # the default: all hosts are needed
+        (3, "3", 6, Likeness.BITS),
+        ("2:3", "2:3", 6, Likeness.ROUNDING),
+        ("2+1", "2+1", 4, Likeness.BITS),
+    ],
+)
+def test_a_crew_trains_on_as_many_machines_as_the_recipe_says(tmp_path, nodes, told, training, lost):
+    recipe, _ = load_recipe(write(tmp_path), [f"launch.nodes={nodes!r}", "launch.torchrun.hosts=[a,b,c]"])
+    crew = Crew.of(recipe.launch, 2)
+    assert (crew.nodes, crew.num_training) == (told, training)
+    words = crew.agent_words(("train", "big.json"), Path("runs/x.pid"))
+    assert f"--nodes {told} --rendezvous a:29400" in words[-1] and "echo $$ > runs/x.pid" in words[-1]
+    found = {fault.name: choose_likeness(recipe.sync, fault, training, crew) for fault in MACHINE_FAULTS}
+    assert found["a rank killed"] is Likeness.BITS and found["a machine lost"] is lost
+
+
+def test_hosts_that_do_not_fit_the_number_of_machines_are_refused(tmp_path):
+    for nodes, hosts in ((2, "[a,b,c]"), ("2:3", "[a,b,c,d]"), (1, "[a]")):
+        recipe, _ = load_recipe(write(tmp_path), [f"launch.nodes={nodes!r}", f"launch.torchrun.hosts={hosts}"])
+        with pytest.raises(ConfigError, match=r"does not fit the|is one machine"):
+            Crew.of(recipe.launch, 1)
+
+
+def test_the_small_run_keeps_what_the_recipe_does_about_a_lost_process(tmp_path):
+    recipe, _ = load_recipe(write(tmp_path, fault={"on_lost_process": "replace"}))
+    small, _ = load_recipe(write(tmp_path), shrink(recipe, tmp_path / "small", 2, 24))
+    assert small.fault.on_lost_process == "replace"
