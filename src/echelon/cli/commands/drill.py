@@ -23,8 +23,8 @@ from echelon.ground.stop_request import STOP_SIGNALS, handled
 
 if TYPE_CHECKING:
     from echelon.recipe.launch_sections import LaunchConfig
+    from echelon.tools.drill.crew import Crew
     from echelon.tools.drill.exercise import Finding
-    from echelon.tools.drill.machines import Crew
 
 _COLUMNS = f"{'fault':<22} {'noticed after':>13} {'recovered after':>15} {'steps lost':>10} {'starts':>6}  identical"
 
@@ -78,7 +78,7 @@ def drill(
 
 def _gather(launch: "LaunchConfig", num_processes: int | None, links: bool) -> "Crew":
     from echelon.run.lifecycle.process_group import default_num_processes
-    from echelon.tools.drill.machines import Crew
+    from echelon.tools.drill.crew import Crew
 
     crew = Crew.of(launch, num_processes or default_num_processes())
     if links:

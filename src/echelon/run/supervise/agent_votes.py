@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 LOST_SECONDS = 15.0
 """A machine without a heartbeat for this long is lost."""
 
+ROSTER_KEY = "roster"
+"""In the store of a meeting."""
+
 _BEAT_SECONDS = 1.0
 _LOOK_SECONDS = 0.2
 _JOIN_SECONDS = 600.0
@@ -37,13 +40,13 @@ _PATIENCE = timedelta(seconds=5)
 _ASKING_SECONDS = 1.5
 
 
-class Store(Protocol):
+class _Store(Protocol):
     """The part of torch's TCPStore that is used here; its type stubs are incomplete."""
 
     def add(self, key: str, amount: int) -> int: ...
     def append(self, key: str, value: str) -> None: ...
     def check(self, keys: list[str]) -> bool: ...
-    def clone(self) -> "Store": ...
+    def clone(self) -> "_Store": ...
     def get(self, key: str) -> bytes: ...
     def set(self, key: str, value: str) -> None: ...
 
@@ -60,11 +63,9 @@ class Roster:
     members: tuple[tuple[str, str], ...] = ()
 
     @staticmethod
-    def of(store: Store) -> "Roster":
-        """What the coordinator has stored; an empty one if it has not yet."""
-        if not store.check(["roster"]):
-            return Roster("")
-        fields = json.loads(store.get("roster"))
+    def parse(text: bytes) -> "Roster":
+        """What the coordinator has stored."""
+        fields = json.loads(text)
         return Roster(fields["job"], fields["term"], tuple((host, address) for host, address in fields["members"]))
 
     def next(self) -> "Roster":
@@ -102,7 +103,7 @@ class Meeting:
         """The endpoint at which this machine reaches the store."""
         if listener is not None:
             _warn_of_loopback(group, listener.getsockname()[0])
-            self._store = cast(Store, host_store(listener, _PATIENCE.total_seconds()))
+            self._store = cast(_Store, host_store(listener, _PATIENCE.total_seconds()))
         else:
             self._store = _open_own_store() if group.is_alone else _find_store(group, patience_seconds)
         self._beats: dict[str, tuple[bytes, float]] = {}
@@ -211,7 +212,7 @@ class Meeting:
         asked = set(read_lines(self._store, "asked"))
         return [host for host in hosts if host in asked]
 
-    def _silent(self, store: Store, host: str) -> bool:
+    def _silent(self, store: _Store, host: str) -> bool:
         """Whether a machine has stopped sending heartbeats, measured by this machine's clock."""
         key = f"beat/{host}"
         now = time.monotonic()
@@ -230,20 +231,21 @@ class Meeting:
             others -= {host for host in others if self._silent(self._store, host)}
             time.sleep(_LOOK_SECONDS)
 
-    def _beat(self, store: Store) -> None:
+    def _beat(self, store: _Store) -> None:
         count = 0
         with suppress(RuntimeError):  # the coordinator is gone; the next user of the store reports it
             while not self._over.is_set():
                 store.set(f"beat/{self.host}", str(count := count + 1))
                 if self.coordinates:
                     self.roster = self._list_members(store)
-                    store.set("roster", json.dumps(asdict(self.roster)))
+                    store.set(ROSTER_KEY, json.dumps(asdict(self.roster)))
                 else:
-                    self.roster = Roster.of(store)
+                    if store.check([ROSTER_KEY]):
+                        self.roster = Roster.parse(store.get(ROSTER_KEY))
                     limit_silence_of(self.group.port, LOST_SECONDS)  # every time, since torch opens new connections
                 self._over.wait(_BEAT_SECONDS)
 
-    def _list_members(self, store: Store) -> Roster:
+    def _list_members(self, store: _Store) -> Roster:
         """On the coordinator: the machines that do not stay silent, this one first."""
         known = [json.loads(line) for line in read_lines(store, "members")]
         here = [(host, address) for host, address in known if host == self.host or not self._silent(store, host)]
@@ -254,12 +256,12 @@ class Meeting:
 class Watch:
     """The part of a meeting used by a second thread during an attempt: sends and receives stops and deaths."""
 
-    store: Store
+    store: _Store
     attempt: int
     group: HostGroup
     host: str
     coordinates: bool
-    silent: Callable[[Store, str], bool]
+    silent: Callable[[_Store, str], bool]
 
     def ask(self, name: str) -> None:
         """Tell the others that this machine was asked to stop, by this signal."""
@@ -316,13 +318,13 @@ class Watch:
         return read_lines(self.store, f"{self.attempt if attempt is None else attempt}/spares")
 
 
-def _list_hosts(store: Store, attempt: int) -> list[str]:
+def _list_hosts(store: _Store, attempt: int) -> list[str]:
     """The machines that take part in an attempt: those that have joined, without those that were left out."""
     out = read_lines(store, f"{attempt}/left out")
     return [host for host in read_lines(store, f"{attempt}/hosts") if host not in out]
 
 
-def read_lines(store: Store, key: str) -> list[str]:
+def read_lines(store: _Store, key: str) -> list[str]:
     """The lines that were appended to a key, each once."""
     return list(dict.fromkeys(store.get(key).decode().split("\n")[:-1])) if store.check([key]) else []
 
@@ -335,13 +337,13 @@ def _warn_of_loopback(group: HostGroup, address: str) -> None:
         )
 
 
-def _open_own_store() -> Store:
+def _open_own_store() -> _Store:
     from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-    return cast(Store, HashStore())
+    return cast(_Store, HashStore())
 
 
-def _find_store(group: HostGroup, patience_seconds: float) -> Store:
+def _find_store(group: HostGroup, patience_seconds: float) -> _Store:
     """Connect to the coordinator's store once it listens. Raises LaunchError if none does, or another program does."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -353,7 +355,7 @@ def _find_store(group: HostGroup, patience_seconds: float) -> Store:
         try:
             with socket.create_connection((group.host, group.port), _PATIENCE.total_seconds()) as line:
                 if answers_as_store(line):
-                    return cast(Store, TCPStore(group.host, group.port, timeout=_PATIENCE, wait_for_workers=False))
+                    return cast(_Store, TCPStore(group.host, group.port, timeout=_PATIENCE, wait_for_workers=False))
             # It may also be a coordinator that is shutting down.
             strange_since = strange_since or asked_at
             if time.monotonic() - strange_since >= _PATIENCE.total_seconds():

@@ -17,14 +17,13 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import cast
 
 from echelon.ground.errors import LaunchError
 from echelon.ground.hosts import HostGroup
 from echelon.ground.sockets import answers_as_store
 from echelon.ground.stored import read_as, write_json, write_text
 from echelon.run.folder.run_folder import RunFolder
-from echelon.run.supervise.agent_votes import Meeting, Roster, Store, read_lines
+from echelon.run.supervise.agent_votes import ROSTER_KEY, Meeting, Roster, read_lines
 from echelon.run.supervise.decision import Decision
 from echelon.run.supervise.outcome import FAILED, Outcome
 from echelon.run.supervise.restart import Restarts
@@ -105,7 +104,7 @@ def _is_coordinated(claim: Claim) -> bool:
                 return False
         patience = timedelta(seconds=_ANSWER_SECONDS)
         store = TCPStore(claim.address, claim.port, timeout=patience, wait_for_workers=False)
-        return Roster.of(cast(Store, store)).job == claim.job
+        return store.check([ROSTER_KEY]) and Roster.parse(store.get(ROSTER_KEY)).job == claim.job
     except (OSError, ValueError, OverflowError, DistError):  # the file may name no address
         return False
 

@@ -13,8 +13,8 @@ from echelon.recipe import Recipe, SyncConfig
 from echelon.recipe.synchronization import KEPT, PARAMETER_SERVER
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.model_checks import check_model
+from echelon.tools.drill.crew import LINK_FAULTS, MACHINE_FAULTS, Crew, CrewTrial
 from echelon.tools.drill.faults import FAULTS, Fault
-from echelon.tools.drill.machines import LINK_FAULTS, MACHINE_FAULTS, Crew, CrewTrial
 from echelon.tools.drill.shrink import SAVES, shrink
 from echelon.tools.drill.trial import Interrupted, Job, Likeness, Trial
 
@@ -78,10 +78,7 @@ def run_drill(
         TrainingError: the recipe does not train, even without a fault.
         Interrupted: the drill was asked to stop.
     """
-    all_faults = FAULTS if crew is None else (*MACHINE_FAULTS, *(LINK_FAULTS if has_links else ()))
-    if unknown := set(only) - {fault.name for fault in all_faults}:
-        names = ", ".join(fault.name for fault in all_faults)
-        raise ConfigError(f"--only {unknown.pop()!r} is no fault of this drill; it has: {names}.")
+    faults = _choose_faults(recipe, crew, has_links, only)
     check_model(recipe, elsewhere=True)  # the small run may not need what this machine lacks
     place = recipe.run.dir.with_name(f"{recipe.run.dir.name}-drill")
     shutil.rmtree(place, ignore_errors=True)
@@ -100,15 +97,10 @@ def run_drill(
         start_seconds, step_seconds = _measure(build("pilot", _FEWEST_STEPS))
         num_steps = min(_MOST_STEPS, max(_FEWEST_STEPS, round(_RUN_SECONDS / step_seconds)))
         num_steps -= num_steps % SAVES
-        has_rewards = bool(recipe.reward) or recipe.rollout.environment is not None
-        chosen = [fault for fault in all_faults if not only or fault.name in only]
-        possible = [fault for fault in chosen if has_rewards or not fault.needs_rewards]
-        faults = [fault for fault in possible if num_processes > 1 or not fault.needs_peer]
+        if num_processes == 1:
+            faults = list(_leave_out_peers(faults))
         minutes = estimate_seconds(faults, start_seconds, num_steps * step_seconds) / 60
         logger.info(f"drill: {len(faults)} faults, about {render_duration(60 * minutes)} in total")
-        for fault in possible:
-            if fault not in faults:
-                logger.info(f"drill: skipped with one process: {fault.name}, which only another rank could detect")
         logger.info(
             f"drill: {num_steps} steps on {num_processes} processes, saved every {num_steps // SAVES}; undisturbed"
         )
@@ -127,6 +119,26 @@ def run_drill(
         raise
     if all_well:
         shutil.rmtree(place)
+
+
+def _choose_faults(recipe: Recipe, crew: Crew | None, has_links: bool, only: Sequence[str]) -> list[Fault]:
+    """The faults for a recipe. Raises ConfigError if one of the names is no fault."""
+    found = FAULTS if crew is None else (*MACHINE_FAULTS, *(LINK_FAULTS if has_links else ()))
+    if unknown := set(only) - {fault.name for fault in found}:
+        names = ", ".join(fault.name for fault in found)
+        raise ConfigError(f"--only {unknown.pop()!r} is no fault of this drill; it has: {names}.")
+    has_rewards = bool(recipe.reward) or recipe.rollout.environment is not None
+    chosen = [fault for fault in found if not only or fault.name in only]
+    return [fault for fault in chosen if has_rewards or not fault.needs_rewards]
+
+
+def _leave_out_peers(faults: Sequence[Fault]) -> Iterator[Fault]:
+    """Those that a single process detects; logs the others."""
+    for fault in faults:
+        if fault.needs_peer:
+            logger.info(f"drill: skipped with one process: {fault.name}, which only another rank could detect")
+        else:
+            yield fault
 
 
 def choose_likeness(sync: SyncConfig, fault: Fault, num_processes: int, crew: Crew | None = None) -> Likeness:

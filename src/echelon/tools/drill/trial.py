@@ -125,7 +125,7 @@ class Trial:
         return list_checkpoints(self.run.path)[-1]
 
 
-class Process(Protocol):
+class _Process(Protocol):
     """The part of a Popen that a drill uses; of several machines, all of their agents."""
 
     def poll(self) -> int | None: ...
@@ -138,7 +138,7 @@ class Process(Protocol):
 class Job:
     """A running command."""
 
-    process: Process
+    process: _Process
     trial: Trial
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> int | None:

@@ -12,9 +12,9 @@ from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster
 from echelon.planner.shape import build_shape
 from echelon.recipe import SyncConfig
 from echelon.recipe.load import load_recipe
+from echelon.tools.drill.crew import MACHINE_FAULTS, Crew
 from echelon.tools.drill.exercise import choose_likeness, estimate_seconds
 from echelon.tools.drill.faults import FAULTS
-from echelon.tools.drill.machines import MACHINE_FAULTS, Crew
 from echelon.tools.drill.shrink import shrink, shrink_model
 from echelon.tools.drill.trial import Likeness
 
