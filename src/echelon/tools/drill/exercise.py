@@ -97,10 +97,12 @@ def run_drill(
         start_seconds, step_seconds = _measure(build("pilot", _FEWEST_STEPS))
         num_steps = min(_MOST_STEPS, max(_FEWEST_STEPS, round(_RUN_SECONDS / step_seconds)))
         num_steps -= num_steps % SAVES
-        if num_processes == 1:
-            faults = list(_leave_out_peers(faults))
+        alone = [fault for fault in faults if num_processes == 1 and fault.needs_peer]
+        faults = [fault for fault in faults if fault not in alone]
         minutes = estimate_seconds(faults, start_seconds, num_steps * step_seconds) / 60
         logger.info(f"drill: {len(faults)} faults, about {render_duration(60 * minutes)} in total")
+        for fault in alone:
+            logger.info(f"drill: skipped with one process: {fault.name}, which only another rank could detect")
         logger.info(
             f"drill: {num_steps} steps on {num_processes} processes, saved every {num_steps // SAVES}; undisturbed"
         )
@@ -130,15 +132,6 @@ def _choose_faults(recipe: Recipe, crew: Crew | None, has_links: bool, only: Seq
     has_rewards = bool(recipe.reward) or recipe.rollout.environment is not None
     chosen = [fault for fault in found if not only or fault.name in only]
     return [fault for fault in chosen if has_rewards or not fault.needs_rewards]
-
-
-def _leave_out_peers(faults: Sequence[Fault]) -> Iterator[Fault]:
-    """Those that a single process detects; logs the others."""
-    for fault in faults:
-        if fault.needs_peer:
-            logger.info(f"drill: skipped with one process: {fault.name}, which only another rank could detect")
-        else:
-            yield fault
 
 
 def choose_likeness(sync: SyncConfig, fault: Fault, num_processes: int, crew: Crew | None = None) -> Likeness:
