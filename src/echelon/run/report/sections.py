@@ -195,8 +195,9 @@ def _list_labels(record: RunRecord) -> Iterator[Block]:
 
 def _time(record: RunRecord) -> Iterator[Block]:
     rows = []
-    if seconds := _read_goodput(record):
-        wall = sum(seconds.values())
+    seconds = _read_goodput(record)
+    wall = sum(seconds.values())
+    if seconds:
         ordered = sorted(seconds.items(), key=lambda item: -item[1])
         shown = [(CAUSES.get(cause, cause), spent) for cause, spent in ordered if spent >= 0.0005 * wall]
         yield Bars([("wall time", shown)], "seconds")
@@ -211,6 +212,11 @@ def _time(record: RunRecord) -> Iterator[Block]:
         rows.append(("cost", f"${record.summary.usd:.2f}"))
         if tokens:
             rows.append(("cost of a million tokens", f"${1e6 * record.summary.usd / tokens:.4f}"))
+        if wall:
+            lost = (seconds.get("redone", 0.0) + seconds.get("down", 0.0)) / wall
+            other = 1 - (_goodput(record) or 0.0) - lost
+            rows.append(("cost of failures", f"${lost * record.summary.usd:.2f}"))
+            rows.append(("cost of saves, starts and other time without steps", f"${other * record.summary.usd:.2f}"))
     elif record.spending is not None:
         rows.append(("cost", "unknown: set budget.usd_per_hour, the price of one machine"))
     yield Pairs(rows)

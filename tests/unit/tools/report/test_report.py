@@ -109,7 +109,7 @@ def advice(path):
 
 
 def test_the_figures_are_those_of_the_files(tmp_path):
-    goodput = {"training": 40.0, "starting": 60.0, "stopped": 900.0}
+    goodput = {"training": 40.0, "starting": 50.0, "redone": 7.0, "down": 3.0, "stopped": 900.0}
     spending = {"seconds": 7200.0, "usd": 8.2, "unpriced_machine_seconds": 0.0, "until": 1.0, "reserve_seconds": 0.0}
     path = write_run(
         tmp_path / "a",
@@ -139,6 +139,8 @@ def test_the_figures_are_those_of_the_files(tmp_path):
     assert ("total", "3.00 MiB", "4.00 MiB", "33 % more") in table.rows
     costs = dict(find(report, "Where the time went").blocks[-1].rows)
     assert costs["cost of a million tokens"] == "$2000.0000"
+    assert costs["cost of failures"] == "$0.82"  # a tenth of $8.20
+    assert costs["cost of saves, starts and other time without steps"] == "$4.10"
     assert (report.status, report.is_bad) == ("done", False)
 
 
