@@ -114,8 +114,9 @@ def succeed(
 ) -> tuple[Meeting, Decision] | None:
     """Agree with the other machines on a coordinator instead of a lost one; returns the meeting there.
 
-    None if this machine is not among enough others: more than half of the machines that the lost one saw, and at least
-    `least`. Every agent calls it that has lost the coordinator. The decision says whether all start another attempt.
+    None without restarts, and if this machine is not among enough others: more than half of the machines that the lost
+    one saw, itself counted, and at least `least`. Every agent that has lost the coordinator calls it. The decision says
+    whether all start another attempt.
 
     Args:
         address: this machine's, for the others.
@@ -127,7 +128,7 @@ def succeed(
     others = roster.members[1:]
     enough = max(len(roster.members) // 2 + 1, least)
     is_known = any(host == lost.host for host, _ in others)
-    if lost.coordinates or not group.shares_files or not is_known or len(others) < enough:
+    if lost.coordinates or not group.shares_files or not is_known or len(others) < enough or not restarts.limit:
         return None
     logger.warning(f"the coordinator {roster.members[0][0]} is lost; this machine looks for another one")
     for host, where in others:
@@ -173,6 +174,7 @@ def _take_over(
     claim = Claim(meeting.roster.job, meeting.roster.term, meeting.host, meeting.group.host, meeting.group.port)
     with suppress(OSError):  # the disk may be full; the lock of the folder still keeps the old coordinator out
         write_json(folder.claim_path, asdict(claim))
+    time.sleep(2 * _CLAIM_SECONDS)  # the old coordinator, if it still runs, stops meanwhile
     failure = Outcome(FAILED, f"the coordinator was lost; {meeting.host} has taken over, with {len(here)} machines")
     ending = restarts.refuse(failure, step)
     decision = Decision(ending is None, FAILED, (ending or failure).message, restarts.done, step)

@@ -34,13 +34,18 @@ def group():
     return HostGroup(2, 4, "127.0.7.1", find_free_port("127.0.7.2"))
 
 
-def succeed_all(group, folder, names, living, least=2, limit=3):
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(succession, "_CLAIM_SECONDS", 0.01)
+
+
+def succeed_all(group, folder, names, living, least=2, done=0, limit=3):
     """What each living machine finds after the loss of the first of these machines."""
     roster = Roster("job", 0, members(names))
 
     def act(name):
         lost = SimpleNamespace(group=group, roster=roster, host=name, coordinates=False)
-        return succeed(lost, dict(roster.members)[name], Restarts(limit), folder, least, 40)
+        return succeed(lost, dict(roster.members)[name], Restarts(limit, done), folder, least, 40)
 
     with ThreadPoolExecutor() as pool:
         found = dict(zip(living, pool.map(act, living), strict=True))
@@ -78,8 +83,10 @@ def test_too_few_machines_do_not_go_on(group, folder, monkeypatch, names, living
 
 
 def test_without_a_restart_left_the_job_ends_on_all(group, folder):
-    found = succeed_all(group, folder, "abc", "bc", limit=0)
+    found = succeed_all(group, folder, "abc", "bc", done=3)
     assert {result[1].goes_on for result in found.values()} == {False}
+    assert "fault.max_restarts=3 is reached; the same command resumes from step 40" in found["c"][1].message
+    assert set(succeed_all(group, folder, "abc", "bc", limit=0).values()) == {None}
 
 
 def test_a_quorum_goes_on_with_the_machines_that_are_there(group, folder):
@@ -93,8 +100,7 @@ def test_machines_without_shared_files_do_not_go_on(group, folder):
 
 
 @pytest.mark.parametrize(("job", "term", "stops"), [("job", 1, True), ("job", 0, False), ("another", 1, False)])
-def test_a_coordinator_stops_when_another_one_has_taken_over(folder, monkeypatch, job, term, stops):
-    monkeypatch.setattr(succession, "_CLAIM_SECONDS", 0.01)
+def test_a_coordinator_stops_when_another_one_has_taken_over(folder, job, term, stops):
     heard = threading.Event()
     before = signal.signal(signal.SIGALRM, lambda *_: heard.set())
     try:
