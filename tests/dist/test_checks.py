@@ -8,6 +8,7 @@ import pytest
 
 from echelon.learn.model.build import build_on_meta, load_config
 from echelon.planner.families import FAMILIES
+from echelon.planner.mixtures import MIXTURES
 from echelon.run.lifecycle import model_checks as checks
 from tests.dist.command import RECIPE, write_recipe
 
@@ -130,14 +131,34 @@ def test_without_torch_a_misspelt_field_is_still_refused(echelon, tmp_path):
     assert refused.returncode == 2 and "did you mean num_hidden_layers?" in refused.stderr, refused
 
 
-def test_a_model_of_a_known_family_is_planned_without_building_it(echelon, tmp_path):
-    write_recipe(tmp_path, model={"config": {**CONFIG, "rope_theta": 5e5, "rms_norm_eps": 1e-5}})
+MIXTRAL = {"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4, "router_aux_loss_coef": 0.1}
+
+
+@pytest.mark.parametrize("kind", [{}, MIXTRAL])
+def test_a_model_of_a_known_family_is_planned_without_building_it(echelon, tmp_path, kind):
+    write_recipe(tmp_path, model={"config": {**CONFIG, **kind, "rope_theta": 5e5, "rms_norm_eps": 1e-5}})
     done = run_without_torch("plan", "recipe.json", "--devices", "2xH100")
     assert done.returncode == 0 and "left to train" not in done.stdout, done
     assert not done.stderr  # transformers was not imported either: it would have printed that torch is missing
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mixture_for_which_a_kernel_may_be_missing_is_built(echelon, tmp_path):
+    """torch's grouped product takes no rows of 90 numbers in fp32."""
+    write_recipe(tmp_path, model={"config": {**CONFIG, **MIXTRAL, "intermediate_size": 90}})
+    done = run_without_torch("plan", "recipe.json", "--devices", "2xH100")
+    assert "left to train: model: whether transformers can build it" in done.stdout, done
+
+
+# A number of each kind that a mixture of its own may have, as a recipe may give it.
+OWN = {
+    "num_local_experts": 6, "num_experts": 6, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 3,
+    "topk_group": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20, "head_dim": 10,
+    "q_lora_rank": 14, "kv_lora_rank": 18, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 9,
+    "first_k_dense_replace": 1, "mlp_only_layers": [1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_counted_configs_can_be_built(family):
     """Fields that are checked without building exist in transformers, and models with other values build."""
     sizes = {
@@ -146,6 +167,10 @@ def test_counted_configs_can_be_built(family):
         "attention_dropout": 0.25,
     }  # fmt: skip
     assert {"model_type", *sizes} == checks.COUNTED
+    if family in MIXTURES:
+        own = MIXTURES[family].own
+        sizes |= {name: OWN.get(name, value) for name, value in own.items() if value is not None}
+        sizes |= {"num_key_value_heads": 6} if "kv_lora_rank" in own else {}
     for place in range(2):
         numbers = {name: kinds[place % len(kinds)](3) for name, kinds in checks.NUMBERS.items()}
         model = build_on_meta(load_config({"model_type": family, **sizes, **numbers}))

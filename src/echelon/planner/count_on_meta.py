@@ -1,4 +1,4 @@
-"""Shapes of model types without a formula in `families.py`: the model is built on the meta device and counted."""
+"""Shapes of model types without a formula: the model is built on the meta device and counted."""
 
 import difflib
 from collections import Counter
@@ -7,7 +7,8 @@ from typing import Any
 
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.experts import find_expert_weights, find_unadaptable
-from echelon.planner.families import FAMILIES, MIXTURES
+from echelon.planner.families import FAMILIES
+from echelon.planner.mixtures import MIXTURES
 from echelon.planner.model_shape import ExpertShape, LayerParts, LinearShape, ModelShape
 
 

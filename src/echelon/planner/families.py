@@ -1,13 +1,17 @@
 """The shapes of known families by formula, with the defaults of `transformers` for missing fields."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from echelon.ground.errors import ConfigError
-from echelon.planner.model_shape import ExpertShape, LayerParts, LinearShape, ModelShape, divisors
+from echelon.planner.model_shape import LayerParts, LinearShape, ModelShape, divisors
 
 MAX_WIDTH = 10**9
+
+Widths = Mapping[str, tuple[int, int]]
+"""The numbers of inputs and outputs of linear layers, by name."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +29,17 @@ class ConfigFields:
                 return self.config[spelling]
         return self.defaults.get(key)
 
-    def count(self, key: str) -> int:
-        """A whole number above 0. Raises ConfigError for anything else."""
+    def get_or_null(self, key: str) -> Any:
+        """The same, but a null one stays null."""
+        return None if key in self.config and self.config[key] is None else self.get(key)
+
+    def count(self, key: str, least: int = 1) -> int:
+        """A whole number of at least `least`. Raises ConfigError for anything else."""
         value = self.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"model.config.{key}={value!r:.80} is not a whole number above 0; give one, or omit it.")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            kind = "a whole number above 0" if least else "0 or a whole number above it"
+            remedy = "give one" if key not in self.config and value is None else "give one, or omit it"
+            raise ConfigError(f"model.config.{key}={value!r:.80} is not {kind}; {remedy}.")
         if value > MAX_WIDTH:
             raise ConfigError(f"model.config.{key}={value} is more than a model can have; use {MAX_WIDTH} or less.")
         return value
@@ -43,6 +53,13 @@ class ConfigFields:
             )
         return float(value)
 
+    def weight(self, key: str) -> float:
+        """A number of 0 or more. Raises ConfigError for anything else."""
+        value = self.get(key)
+        if not isinstance(value, float) or not 0 <= value < math.inf:
+            raise ConfigError(f"model.config.{key}={value!r:.80} is not a number of 0.0 or more; use for example 0.01.")
+        return value
+
     def flag(self, key: str) -> bool:
         """True or false. Raises ConfigError for anything else."""
         value = self.get(key)
@@ -50,20 +67,75 @@ class ConfigFields:
             raise ConfigError(f"model.config.{key}={value!r:.80} is not true or false.")
         return value
 
+    def has(self, part: str | bool) -> bool:
+        """Whether the model has a part that a flag switches on, or that it has always or never."""
+        return self.flag(part) if isinstance(part, str) else part
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The heads of a layer's attention, the number of its parameters with its norms, and the widths of its linears."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_parameters: int
+    linears: Widths
+
+
+def grouped_attention(fields: ConfigFields, family: "Family") -> AttentionShape:
+    """Heads of queries, of which groups share the keys and values of one head (Ainslie et al. 2023)."""
+    hidden, (heads, kv_heads) = fields.count("hidden_size"), count_heads(fields)
+    head_dim = fields.get("head_dim")
+    if head_dim is None or family.heads_must_divide_hidden:
+        check_divides("num_attention_heads", heads, "hidden_size", hidden)
+    head_dim = hidden // heads if head_dim is None else fields.count("head_dim")
+    check_rotates("head_dim", head_dim, " (by default hidden_size / num_attention_heads)")
+    query, key_value = heads * head_dim, kv_heads * head_dim
+    linears = {"q_proj": (hidden, query), "k_proj": (hidden, key_value), "v_proj": (hidden, key_value)}
+    linears["o_proj"] = (query, hidden)
+    num_parameters = count_linears(linears)
+    num_parameters += fields.has(family.qkv_bias) * (query + 2 * key_value) + fields.has(family.output_bias) * hidden
+    if family.parts.head_norms:
+        num_parameters += query + key_value if family.norms_all_heads else 2 * head_dim
+    return AttentionShape(heads, kv_heads, head_dim, num_parameters, linears)
+
+
+def count_heads(fields: ConfigFields) -> tuple[int, int]:
+    """The heads of queries, and those of keys and values: as many if there is no number. Raises ConfigError."""
+    heads = fields.count("num_attention_heads")
+    alike = fields.get_or_null("num_key_value_heads") is None
+    kv_heads = heads if alike else fields.count("num_key_value_heads")
+    check_divides("num_key_value_heads", kv_heads, "num_attention_heads", heads)
+    return heads, kv_heads
+
+
+def check_rotates(key: str, head_dim: int, origin: str = "") -> None:
+    """Raise ConfigError for an odd width; `origin` says where it is from."""
+    if head_dim % 2:
+        raise ConfigError(
+            f"model.config.{key}={head_dim}{origin} is odd, but rotary positions rotate pairs; use {head_dim + 1}."
+        )
+
 
 @dataclass(frozen=True)
 class Family:
-    """Properties of a Llama-like family: transformers' defaults, biases, norms. A bias is a config key or fixed."""
+    """Properties of a Llama-like family: transformers' defaults, biases, norms. A bias is a config key or fixed.
+
+    norms_all_heads: the norms of queries and of keys are of all heads together, not of each.
+    """
 
     defaults: Mapping[str, Any]
     parts: LayerParts = field(default_factory=LayerParts)
+    attention: Callable[[ConfigFields, "Family"], AttentionShape] = grouped_attention
     qkv_bias: str | bool = False
     output_bias: str | bool = False
     mlp_bias: str | bool = False
+    norms_all_heads: bool = False
     heads_must_divide_hidden: bool = False  # transformers refuses such a config even with an explicit head_dim
 
 
-def _defaults(
+def list_defaults(
     vocab: int,
     hidden: int,
     inner: int,
@@ -73,6 +145,7 @@ def _defaults(
     positions: int,
     tied: bool = False,
 ) -> dict[str, Any]:
+    """The defaults of a family, by config key."""
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -94,28 +167,28 @@ def _defaults(
 # The defaults of transformers 5; tests/unit/planner/test_shape.py compares every family with what transformers builds.
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        _defaults(32000, 4096, 11008, 32, (32, None), None, 2048),
+        list_defaults(32000, 4096, 11008, 32, (32, None), None, 2048),
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         mlp_bias="mlp_bias",
         heads_must_divide_hidden=True,
     ),
-    "mistral": Family(_defaults(32000, 4096, 14336, 32, (32, 8), None, 131072)),
-    "qwen2": Family(_defaults(151936, 4096, 22016, 32, (32, 32), None, 32768), qkv_bias=True),
+    "mistral": Family(list_defaults(32000, 4096, 14336, 32, (32, 8), None, 131072)),
+    "qwen2": Family(list_defaults(151936, 4096, 22016, 32, (32, 32), None, 32768), qkv_bias=True),
     "qwen3": Family(
-        _defaults(151936, 4096, 22016, 32, (32, 32), 128, 32768),
+        list_defaults(151936, 4096, 22016, 32, (32, 32), 128, 32768),
         LayerParts(head_norms=True),
         qkv_bias="attention_bias",
         output_bias="attention_bias",
     ),
     "gemma": Family(
-        _defaults(256000, 3072, 24576, 28, (16, 16), 256, 8192, tied=True),
+        list_defaults(256000, 3072, 24576, 28, (16, 16), 256, 8192, tied=True),
         LayerParts(norm="rms_fp32"),
         qkv_bias="attention_bias",
         output_bias="attention_bias",
     ),
     "gemma2": Family(
-        {**_defaults(256000, 2304, 9216, 26, (8, 4), 256, 8192, tied=True), "attn_logit_softcapping": 50.0}
+        {**list_defaults(256000, 2304, 9216, 26, (8, 4), 256, 8192, tied=True), "attn_logit_softcapping": 50.0}
         | {"final_logit_softcapping": 30.0},
         LayerParts(norm="rms_fp32", num_norms=4),
         qkv_bias="attention_bias",
@@ -123,18 +196,11 @@ FAMILIES: dict[str, Family] = {
         heads_must_divide_hidden=True,
     ),
     "gemma3_text": Family(
-        _defaults(262208, 2304, 9216, 26, (8, 4), 256, 131072, tied=True),
+        list_defaults(262208, 2304, 9216, 26, (8, 4), 256, 131072, tied=True),
         LayerParts(norm="rms_fp32", num_norms=4, head_norms=True),
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         heads_must_divide_hidden=True,
-    ),
-}
-
-# Mixtures of experts: a family's attention and norms, with experts and a router in place of the MLP.
-MIXTURES: dict[str, Family] = {
-    "mixtral": Family(
-        {**_defaults(32000, 4096, 14336, 32, (32, 8), None, 131072), "num_local_experts": 8, "num_experts_per_tok": 2}
     ),
 }
 
@@ -159,21 +225,8 @@ _GPT2_ALIASES = {
 }
 
 
-def count_shape(config: Mapping[str, Any]) -> ModelShape | None:
-    """Shape of a config of a known family, a mixture or GPT-2, by formula; None for any other model type.
-
-    Raises ConfigError naming the key under `model.config` that is wrong.
-    """
-    model_type = config["model_type"]
-    if model_type == "gpt2":
-        return _gpt2_shape(config)
-    if model_type in MIXTURES:
-        return _mixture_shape(config, MIXTURES[model_type])
-    return _llama_like_shape(config, FAMILIES[model_type]) if model_type in FAMILIES else None
-
-
-def _check_divides(divisor_key: str, divisor: int, number_key: str, number: int) -> None:
-    """Raises ConfigError naming the values below and above that would divide."""
+def check_divides(divisor_key: str, divisor: int, number_key: str, number: int) -> None:
+    """Raise ConfigError, naming the values below and above that would divide."""
     if number % divisor == 0:
         return
     fitting = divisors(number)
@@ -184,30 +237,14 @@ def _check_divides(divisor_key: str, divisor: int, number_key: str, number: int)
     )
 
 
-def _llama_like_shape(config: Mapping[str, Any], family: Family) -> ModelShape:
+def count_decoder(config: Mapping[str, Any], family: Family) -> ModelShape:
+    """The shape of a config of a Llama-like family. Raises ConfigError naming the key that is wrong."""
     fields = ConfigFields(config, family.defaults)
     hidden, inner, layers = (fields.count(key) for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
-    heads, vocab = fields.count("num_attention_heads"), fields.count("vocab_size")
-    kv_heads = heads if fields.get("num_key_value_heads") is None else fields.count("num_key_value_heads")
-    _check_divides("num_key_value_heads", kv_heads, "num_attention_heads", heads)
-    if fields.get("head_dim") is None or family.heads_must_divide_hidden:
-        _check_divides("num_attention_heads", heads, "hidden_size", hidden)
-    head_dim = hidden // heads if fields.get("head_dim") is None else fields.count("head_dim")
-    if head_dim % 2:
-        raise ConfigError(
-            f"model.config.head_dim={head_dim} (by default hidden_size / num_attention_heads) is odd, but rotary "
-            f"positions rotate pairs; use {head_dim + 1}."
-        )
-
-    def has(bias: str | bool) -> bool:
-        return fields.flag(bias) if isinstance(bias, str) else bias
-
-    query, key_value = heads * head_dim, kv_heads * head_dim
-    attention = hidden * (query + 2 * key_value) + query * hidden
-    attention += has(family.qkv_bias) * (query + 2 * key_value) + has(family.output_bias) * hidden
-    mlp = 3 * hidden * inner + has(family.mlp_bias) * (2 * inner + hidden)
-    norms = family.parts.num_norms * hidden + (2 * head_dim if family.parts.head_norms else 0)
-    layer, embedding = attention + mlp + norms, vocab * hidden
+    vocab, attention = fields.count("vocab_size"), family.attention(fields, family)
+    mlp = list_mlp(hidden, inner)
+    layer = attention.num_parameters + count_linears(mlp, fields.has(family.mlp_bias))
+    layer, embedding = layer + family.parts.num_norms * hidden, vocab * hidden
     tied = fields.flag("tie_word_embeddings")
     parts = replace(
         family.parts,
@@ -221,9 +258,9 @@ def _llama_like_shape(config: Mapping[str, Any], family: Family) -> ModelShape:
         num_layers=layers,
         hidden_size=hidden,
         intermediate_size=inner,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
         vocab_size=vocab,
         tied_embeddings=tied,
         max_positions=fields.count("max_position_embeddings"),
@@ -231,52 +268,33 @@ def _llama_like_shape(config: Mapping[str, Any], family: Family) -> ModelShape:
         num_embedding_parameters=embedding,
         num_layer_parameters=layer,
         parts=parts,
-        linears=_linears(
-            layers,
-            q_proj=(hidden, query),
-            k_proj=(hidden, key_value),
-            v_proj=(hidden, key_value),
-            o_proj=(query, hidden),
-            gate_proj=(hidden, inner),
-            up_proj=(hidden, inner),
-            down_proj=(inner, hidden),
-        ),
+        linears=_linears(layers, **attention.linears, **mlp),
     )
 
 
-def _mixture_shape(config: Mapping[str, Any], family: Family) -> ModelShape:
-    """The shape with all layers' MLPs replaced: experts as two stacked tensors, and a router without bias."""
-    dense, fields = _llama_like_shape(config, family), ConfigFields(config, family.defaults)
-    hidden, inner, layers = dense.hidden_size, dense.intermediate_size, dense.num_layers
-    num_experts, num_chosen = fields.count("num_local_experts"), fields.count("num_experts_per_tok")
-    experts = (
-        ExpertShape("mlp.experts.gate_up_proj", num_experts, 2 * inner, hidden, layers),
-        ExpertShape("mlp.experts.down_proj", num_experts, hidden, inner, layers),
-    )
-    expert = 3 * hidden * inner
-    added = (num_experts - 1) * expert + num_experts * hidden
-    return replace(
-        dense,
-        num_parameters=dense.num_parameters + layers * added,
-        num_layer_parameters=dense.num_layer_parameters + added,
-        linears=dense.linears[:4],  # those of attention
-        experts=experts,
-        num_idle_parameters=layers * expert * max(0, num_experts - num_chosen),
-    )
+def count_linears(linears: Widths, has_bias: bool = False) -> int:
+    """The parameters of linear layers."""
+    return sum(rows * columns + has_bias * columns for rows, columns in linears.values())
+
+
+def list_mlp(hidden: int, inner: int) -> Widths:
+    """The linear layers of a gated MLP."""
+    return {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
 
 
 def _linears(num_layers: int, **widths: tuple[int, int]) -> tuple[LinearShape, ...]:
     return tuple(LinearShape(name, *width, num_layers) for name, width in widths.items())
 
 
-def _gpt2_shape(config: Mapping[str, Any]) -> ModelShape:
+def count_gpt2(config: Mapping[str, Any]) -> ModelShape:
+    """The shape of a config of GPT-2. Raises ConfigError naming the key that is wrong."""
     fields = ConfigFields(config, _GPT2_DEFAULTS, _GPT2_ALIASES)
     if fields.flag("add_cross_attention"):
         raise ConfigError(
             "model.config.add_cross_attention=true: only decoders without cross-attention are supported; omit it."
         )
     hidden, layers, heads = (fields.count(key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-    _check_divides("num_attention_heads", heads, "hidden_size", hidden)
+    check_divides("num_attention_heads", heads, "hidden_size", hidden)
     inner = 4 * hidden if fields.get("intermediate_size") is None else fields.count("intermediate_size")
     vocab, positions = fields.count("vocab_size"), fields.count("max_position_embeddings")
     attention = hidden * 3 * hidden + 3 * hidden + hidden * hidden + hidden

@@ -1,15 +1,15 @@
 """The shape of a Hugging Face config dict, without a model in memory.
 
-Known families are counted by formula (`families.py`), so torch is not needed; any other model type is built once on the
-meta device (`count_on_meta.py`).
+Known families and mixtures are counted by formula (`families.py`, `mixtures.py`), so torch is not needed; any other
+model type is built once on the meta device (`count_on_meta.py`).
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from echelon.ground.errors import ConfigError
-from echelon.planner.count_on_meta import measure_shape
-from echelon.planner.families import FAMILIES, MIXTURES, ConfigFields, count_shape
+from echelon.planner.families import FAMILIES, ConfigFields, count_decoder, count_gpt2
+from echelon.planner.mixtures import MIXTURES, count_mixture
 from echelon.planner.model_shape import ModelShape, count_scores
 
 MAX_LAYERS = 2000
@@ -29,8 +29,16 @@ def build_shape(config: Mapping[str, Any]) -> ModelShape:
             f"model.config.model_type={model_type!r:.80}: a config needs a model type; add for example "
             f"`model_type: llama`. Counted by formula: {', '.join((*FAMILIES, *MIXTURES))}, gpt2."
         )
-    counted = count_shape(config)
-    shape = measure_shape(config) if counted is None else counted
+    if model_type == "gpt2":
+        shape = count_gpt2(config)
+    elif model_type in MIXTURES:
+        shape = count_mixture(config, MIXTURES[model_type])
+    elif model_type in FAMILIES:
+        shape = count_decoder(config, FAMILIES[model_type])
+    else:
+        from echelon.planner.count_on_meta import measure_shape  # most models have a formula
+
+        shape = measure_shape(config)
     scores = count_scores(config)
     return shape if scores is None else shape.with_score_head(scores)
 

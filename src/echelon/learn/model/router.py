@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from echelon.ground.errors import ConfigError
 from echelon.planner.experts import EXPERT_COUNTS, count_experts, find_recorded_routers
 
 Scores = Callable[[Tensor], Tensor]
@@ -270,17 +269,13 @@ def _list_biases(router: nn.Module) -> list[Tensor]:
 
 
 def check_routers(model: PreTrainedModel) -> None:
-    """Refuse a mixture of experts that routes a token to more experts than it has.
+    """Refuse a model as `check_chosen` does."""
+    from echelon.planner.mixtures import check_chosen  # only checks before a run need it
 
-    Raises:
-        ConfigError: the message names the field and a valid value.
-    """
     text = model.config.get_text_config(decoder=True)
     count, chosen = count_experts(text), getattr(text, "num_experts_per_tok", None)
-    if count is not None and isinstance(chosen, int) and chosen > count > 1:
-        raise ConfigError(
-            f"model.config.num_experts_per_tok={chosen}: the model has only {count} experts; use {count} or less."
-        )
+    if count is not None and isinstance(chosen, int):
+        check_chosen(count, chosen)
 
 
 def find_coefficient(config: PretrainedConfig) -> tuple[str, float] | None:

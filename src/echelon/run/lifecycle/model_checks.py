@@ -4,7 +4,7 @@
 a recipe can be planned and launched from a machine without it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +18,7 @@ from echelon.learn.data.mixture import divide_slots
 from echelon.learn.model.model_folder import find_model_dir
 from echelon.learn.model.stored_format import StoredFormat, find_stored_format, without_settings
 from echelon.planner.families import FAMILIES
+from echelon.planner.mixtures import MIXTURES
 from echelon.planner.model_shape import ModelShape, with_scores
 from echelon.planner.shape import build_shape, resolve_vocab_size
 from echelon.planner.teacher_size import list_uncounted
@@ -35,11 +36,13 @@ if TYPE_CHECKING:
 _APART = ("kubernetes", "sagemaker")
 
 # Config fields that are checked by counting the parameters, and fields for which any positive number of the type is
-# valid. A model with only these fields can be built, so building it is not tried.
+# valid. A model with only these fields, and a mixture with those of its own, can be built, so building it is not tried.
 COUNTED = {
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "attention_dropout",
 }  # fmt: skip
+_EXPERT_ROW = 8  # grouped products of experts need rows of a multiple of 16 bytes, which is so many numbers in bf16
+_NULLABLE = {"q_lora_rank"}  # a part that a model then lacks; any other null value takes a default
 NUMBERS: dict[str, tuple[type, ...]] = {"rope_theta": (int, float), "rms_norm_eps": (float,)}
 
 
@@ -294,19 +297,27 @@ def _try_adapter(model: Any, adapter: AdapterConfig, elsewhere: bool, left: list
 
 def _is_counted(recipe: Recipe, fields: dict[str, Any]) -> bool:
     """Whether counting the model's parameters by formula has checked all of the recipe's model keys."""
+    kind = fields["model_type"]
     asks_more = bool(recipe.model.attn_implementation or recipe.optim.learning_rate_multipliers)
-    asks_more |= (
-        recipe.model.rope is not None
-        or recipe.adapter.is_adapter
-        or recipe.train.precision == "fp8"
-        or _tensor_degree(recipe) > 1
-    )
-    if recipe.model.config is None or asks_more or fields["model_type"] not in FAMILIES:
+    asks_more |= recipe.model.rope is not None or recipe.adapter.is_adapter or recipe.train.precision == "fp8"
+    if recipe.model.config is None or asks_more or kind not in {**FAMILIES, **MIXTURES}:
         return False
-    return all(
-        value is not None if name in COUNTED else type(value) in NUMBERS.get(name, ()) and value > 0
-        for name, value in fields.items()
-    )
+    own = MIXTURES[kind].own if kind in MIXTURES else {}
+    is_known = all(_is_checked(name, value, own) for name, value in fields.items())
+    return is_known and (kind not in MIXTURES or _is_any_mixture(recipe, fields))
+
+
+def _is_checked(name: str, value: Any, own: Mapping[str, Any]) -> bool:
+    if name in COUNTED or name in own:
+        return value is not None or name in _NULLABLE
+    return type(value) in NUMBERS.get(name, ()) and value > 0
+
+
+def _is_any_mixture(recipe: Recipe, fields: dict[str, Any]) -> bool:
+    """Whether the recipe asks for nothing that only some mixtures can do: tp, tiles of MLPs, experts of odd widths."""
+    tiles = getattr(recipe.train.activation_checkpointing, "mlp_tiles", None)
+    widths = (width for weight in build_shape(fields).experts for width in (weight.rows, weight.columns))
+    return _tensor_degree(recipe) == 1 and tiles is None and all(width % _EXPERT_ROW == 0 for width in widths)
 
 
 def _list_built_checks(recipe: Recipe) -> Iterator[str]:
