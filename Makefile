@@ -28,7 +28,7 @@ help:
 	@echo "make bench-peers  train the same work with echelon, HF Trainer, Accelerate, Fabric, DeepSpeed and a plain loop: benchmarks/results/peers-cpu.md (3 hours, nothing else running)"
 	@echo "make scaling  count the bytes of every strategy at 1 to 8 processes: benchmarks/results/scaling-cpu.md (15 minutes)"
 	@echo "make bench-techniques  peak memory and step time of checkpointing, tp, pp, cp, ep and their products, side by side: benchmarks/results/techniques-cpu.md (15 minutes)"
-	@echo "make oldest   run tests/unit, tests/parity and, on a CPU, tests/gpu with the oldest versions that pyproject.toml admits, and a CUDA build of torch (.venv-oldest, 6 GB)"
+	@echo "make oldest   run tests/unit, tests/parity and, on a CPU, tests/gpu with the oldest versions that pyproject.toml admits, and a CUDA build of torch (.venv-oldest, 6 GB; half an hour)"
 	@echo "make newest   run tests/unit and tests/parity with the newest versions that pyproject.toml admits (.venv-newest)"
 	@echo "make constraints  write constraints.txt, the versions that the tests have run with; ENVIRONMENT=.venv-newest takes those of make newest"
 	@echo "make gpu      on a machine with an NVIDIA GPU: run the GPU tests, then the GPU benchmarks, in six calls (54 minutes)"
