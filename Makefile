@@ -14,7 +14,7 @@ help:
 	@echo "make test-for FILE=src/echelon/learn/learner.py  the unit tests of a file, and those of the house's rules"
 	@echo "make slow     the tests too long for daily use: a killed server, MLflow's UI in a browser, full disks (an hour)"
 	@echo "make slow-part  today's part of 24 of all slow tests, also of fuzz, parity, faults and launchers; PART=N chooses one (15 minutes)"
-	@echo "make fuzz     load 10,000 damaged files and recipes, and each file of a run damaged 1,000 times, with the real loaders, and print tables of the results (an hour)"
+	@echo "make fuzz     load 10,000 damaged files and recipes, and each file of a run damaged 1,000 times, with the real loaders, and print tables of the results (15 minutes)"
 	@echo "make parity   compare every strategy with the single process, for all combinations of options (long)"
 	@echo "make parity-table  the same, and write docs/parity.md from the measurements; resumes after a kill (hours)"
 	@echo "make model-table  take every causal model of transformers through echelon, and write docs/models.md (20 minutes)"

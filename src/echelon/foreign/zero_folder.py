@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.serialization import safe_globals
 
 from echelon.ground.errors import CheckpointError, ConfigError, first_line
+from echelon.ground.stored import open_regular
 from echelon.learn.checkpoint.export import stored_tensors, write_weights
 from echelon.learn.checkpoint.folder import check_empty
 from echelon.learn.model.build import build_on_meta, load_config
@@ -131,7 +132,7 @@ def _load_mapping(path: Path) -> Mapping[str, Any]:
 def _check_records(path: Path) -> None:
     """Compare each record of a file of `torch.save` with its checksum. Raises CheckpointError for a damaged file."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             strange = [info.filename for info in archive.infolist() if not _is_plain(info)]
             damaged = strange[0] if strange else archive.testzip()
     except Exception as error:  # zipfile raises many types on a damaged file

@@ -12,6 +12,7 @@ import torch
 
 from echelon.foreign.zero_folder import is_zero_folder, read_zero_folder
 from echelon.ground.errors import CheckpointError
+from tests.fuzz.damage import put_odd_file
 
 SHAPES = [OrderedDict(a=torch.Size([2, 3]), b=torch.Size([3])), OrderedDict(c=torch.Size([2]))]
 
@@ -126,3 +127,16 @@ def test_a_record_marked_as_a_folder_is_found(tmp_path: Path) -> None:
 def test_other_folders_are_not_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("../elsewhere")
     assert not is_zero_folder(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["a pipe", "a device"])
+@pytest.mark.parametrize(
+    "name", ["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"]
+)
+def test_a_file_without_an_end_is_refused(tmp_path, what, name):
+    """A pipe would wait for its writer, and a device fill the memory."""
+    folder = write(tmp_path, 3, [[[0.0, 1, 2, 6, 7, 9]]] * 2)
+    [path] = folder.glob(f"**/{name}")
+    put_odd_file(path, what)
+    with pytest.raises(CheckpointError, match=f"{name} is damaged.*not a regular file"):
+        read_zero_folder(folder)
