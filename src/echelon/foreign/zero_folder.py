@@ -85,6 +85,7 @@ def read_zero_folder(folder: Path) -> ZeroWeights:
             trained = _read_universal(step / "zero", _shapes(first))
         else:
             states = [_load_mapping(path)["optimizer_state_dict"] for path in _sorted(step, _OPTIMIZER)]
+            _check_count(step, states)
             stage = int(states[0]["zero_stage"])
             described = f"a checkpoint of DeepSpeed: ZeRO stage {stage}, {len(states)} processes"
             trained = (
@@ -186,7 +187,6 @@ def _read_divided(
     states: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, torch.Size]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Stages 1 and 2: the weights of a parameter group lie one after the other, divided among the ranks."""
-    _check_count(states)
     gaps = states[0].get("param_alignment_paddings") or [[0] * len(group) for group in groups]
     for number, (group, after) in enumerate(zip(groups, gaps, strict=True)):
         flat = torch.cat([state["single_partition_of_fp32_groups"][number] for state in states])
@@ -202,7 +202,6 @@ def _read_sharded(
     states: Sequence[Mapping[str, Any]], shapes: Mapping[str, torch.Size]
 ) -> Iterator[tuple[str, Tensor]]:
     """Stage 3: every rank has an equal part of each weight; the last one's ends with padding."""
-    _check_count(states)
     flats = [torch.cat(list(state["fp32_flat_groups"])) for state in states]
     start = 0
     for name, shape in shapes.items():
@@ -213,11 +212,13 @@ def _read_sharded(
         raise ValueError(f"the ranks have {[flat.numel() for flat in flats]} values, and their parts are {start}")
 
 
-def _check_count(states: Sequence[Mapping[str, Any]]) -> None:
+def _check_count(step: Path, states: Sequence[Mapping[str, Any]]) -> None:
     counts = states[0]["partition_count"]
     count = max(counts) if isinstance(counts, list) else counts
     if count != len(states):
-        raise CheckpointError(f"the checkpoint is of {count} processes, and has the files of {len(states)}.")
+        raise CheckpointError(
+            f"{step} is of {count} processes, and has the files of {len(states)}; copy the checkpoint again."
+        )
 
 
 _BESIDE = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")

@@ -73,7 +73,7 @@ def test_a_file_that_calls_a_function_is_refused(tmp_path: Path) -> None:
     ("flats", "model", "said"),
     [
         ([[[0.0] * 5], [[0.0] * 6]], {}, "is damaged, or of a version of DeepSpeed"),
-        ([[[0.0] * 6]], {}, "the checkpoint is of 2 processes, and has the files of 1"),
+        ([[[0.0] * 6]], {}, "step is of 2 processes, and has the files of 1"),
         ([[[0.0] * 6], [[0.0] * 6]], {"mp_world_size": 2}, "is of tensor or pipeline parallelism"),
         ([[[0.0] * 6], [[0.0] * 6]], {"param_shapes": None}, "is damaged, or of a version of DeepSpeed"),
     ],
