@@ -285,7 +285,7 @@ def run_script(*arguments):
 
 def test_wrong_options_are_refused(tmp_path):
     for arguments, reason in {
-        ("7", tmp_path): "invalid choice",
+        ("8", tmp_path): "invalid choice",
         ("2", tmp_path, "--only", "small"): "call 2 has the parts peers, variants",
         ("1", tmp_path, "--wheels", tmp_path): "there are no wheels",
     }.items():
