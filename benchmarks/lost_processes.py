@@ -1,13 +1,13 @@
 """What the loss of a process costs with `fault.on_lost_process: replace` and by a restart, and what snapshots cost.
 
-    python benchmarks/lost_processes.py [--rounds 5] [--part cost|losses]
+    python benchmarks/lost_processes.py [--rounds 5] [--part cost|losses] [--snapshot-every 5]
 
 A small Llama is trained by `echelon train` on two processes under fsdp, as it is ("restart"), and with lost processes
-replaced and a snapshot every 5 steps. The sides run in turns, so that a drift of the machine's speed affects both.
+replaced and a snapshot every few steps. The sides run in turns, so that a drift of the machine's speed affects both.
 
 `losses`: rank 1 is killed 50 steps after the newest checkpoint. Seconds from there to the next row of metrics.jsonl,
 and to the row after the last step before the loss: then all steps that were lost are done again.
-`cost`: nothing is lost; the mean time of a step, the steps with snapshots included.
+`cost`: nothing is lost; the mean time of a step, the steps with snapshots included, on the wall and of the processors.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pathlib import Path
 from measuring import describe_machine
 
 ROOT = Path(__file__).parents[1]
-NEVER, CHECKPOINT, SNAPSHOT = 100_000, 60, 5
+NEVER, CHECKPOINT = 100_000, 60
 OVERRIDES = [
     "tokenizer=bytes", "parallel=fsdp", f"train.eval_every={NEVER}", "train.log_every=50", "optim.warmup_steps=0",
     "train.global_batch_size=16", "data.sequence_len=128", "model.config.hidden_size=256",
@@ -32,9 +32,9 @@ OVERRIDES = [
 ]  # fmt: skip
 SIDES = {
     "restart": [],
-    "replace": ["fault.on_lost_process=replace", f"checkpoint.snapshot_every_steps={SNAPSHOT}"],
+    "replace": ["fault.on_lost_process=replace"],
 }
-FIRST, MEASURED = 10, 100
+FIRST, MEASURED = 10, 200
 
 
 class Run:
@@ -65,9 +65,17 @@ class Run:
             assert self._process.poll() is None, self._output.read_text()[-2000:]
             time.sleep(0.01)
 
-    def kill_rank(self, rank):
+    def pids(self):
         starts = [row for row in self.rows("events") if row["event"] in ("start", "resume")]
-        os.kill(starts[-1]["pids"][str(rank)], signal.SIGKILL)
+        return starts[-1]["pids"]
+
+    def kill_rank(self, rank):
+        os.kill(self.pids()[str(rank)], signal.SIGKILL)
+
+    def processor_seconds(self):
+        """Of all ranks so far, in Python and in the kernel."""
+        fields = [Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split() for pid in self.pids().values()]
+        return sum(int(found[11]) + int(found[12]) for found in fields) / os.sysconf("SC_CLK_TCK")
 
     def end(self):
         assert self._process.wait() in (0, 3), self._output.read_text()[-2000:]
@@ -95,17 +103,17 @@ def lose_one(folder, overrides):
 
 
 def mean_step(folder, overrides):
-    """Milliseconds from one step to the next, in the mean over a whole number of snapshots, by the clock on the wall.
+    """Milliseconds of a step on the wall, and of the processors; means over a whole number of snapshots.
 
     The time of a step in metrics.jsonl does not include what is done between two steps.
     """
     run = Run(folder, [*overrides, f"train.steps={FIRST + MEASURED + 5}", f"checkpoint.every_steps={NEVER}"])
     run.until(lambda: run.last_step() >= FIRST)
-    began, first = time.monotonic(), run.last_step()
+    began, spent, first = time.monotonic(), run.processor_seconds(), run.last_step()
     run.until(lambda: run.last_step() >= FIRST + MEASURED)
-    seconds, last = time.monotonic() - began, run.last_step()
+    seconds, spent, last = time.monotonic() - began, run.processor_seconds() - spent, run.last_step()
     run.end()
-    return 1e3 * seconds / (last - first)
+    return 1e3 * seconds / (last - first), 1e3 * spent / (last - first)
 
 
 def in_turns(measure, rounds):
@@ -129,7 +137,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--part", choices=["cost", "losses"])
+    parser.add_argument("--snapshot-every", type=int, default=5, help="steps")
     given = parser.parse_args()
+    SIDES["replace"].append(f"checkpoint.snapshot_every_steps={given.snapshot_every}")
     print(f"{describe_machine('torch', 'transformers')}; median of {given.rounds} rounds (least to most)")
     if given.part != "cost":
         for side, found in in_turns(lose_one, given.rounds).items():
@@ -137,9 +147,11 @@ def main():
             print(f"{side}: s to the next row {show(going_on)}, s until back {show(back)}, steps lost {show(lost)}")
     if given.part != "losses":
         found = in_turns(mean_step, given.rounds)
-        for side, times in found.items():
-            ratios = [own / base for own, base in zip(times, found["restart"], strict=True)]
-            print(f"{side}: {show(times)} ms a step, {100 * (statistics.median(ratios) - 1):+.1f} %")
+        for side, rounds in found.items():
+            for number, what in enumerate(("on the wall", "of the processors")):
+                times, bases = ([times[number] for times in these] for these in (rounds, found["restart"]))
+                more = [100 * (own / base - 1) for own, base in zip(times, bases, strict=True)]
+                print(f"{side}: {show(times)} ms a step {what}, {show(more)} % more than restart")
 
 
 if __name__ == "__main__":
