@@ -34,7 +34,7 @@ SIDES = {
     "restart": [],
     "replace": ["fault.on_lost_process=replace"],
 }
-FIRST, MEASURED = 10, 200
+FIRST, MEASURED = 40, 200
 
 
 class Run:

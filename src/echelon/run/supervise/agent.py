@@ -50,7 +50,7 @@ from echelon.run.supervise.outcome import (
 from echelon.run.supervise.rendezvous import ALONE, TOGETHER, register_backends
 from echelon.run.supervise.replica_keeper import ReplicaKeeper
 from echelon.run.supervise.restart import Restarts, deaths_watched
-from echelon.run.supervise.succession import Fence, find_coordinator, succeed
+from echelon.run.supervise.succession import FENCE_SIGNAL, Fence, find_coordinator, succeed
 from echelon.run.supervise.warm_start import WarmStart, started_warm
 from echelon.run.supervise.workers import Workers
 
@@ -416,6 +416,8 @@ def _silence_torchrun() -> None:
 def stops_forwarded(notice_seconds: float, stop_file: Path) -> Iterator[Sequence[object]]:
     """The first signal asks the workers to save and stop; a second one, or the end of the notice, ends the agent.
 
+    So does `FENCE_SIGNAL`, at once.
+
     Yields a sequence that is non-empty once a signal has arrived. Afterwards restores the earlier handlers, including
     those that torchrun's agent has replaced.
     """
@@ -436,10 +438,14 @@ def stops_forwarded(notice_seconds: float, stop_file: Path) -> Iterator[Sequence
             return
         raise SignalException("stopped", signal.Signals[asked[0][0]])
 
+    def end(*_: object) -> None:
+        raise SignalException("ended", signal.SIGKILL)  # torchrun's agent sends this to its workers
+
     mine = (*STOP_SIGNALS, signal.SIGALRM)
-    before = {signum: signal.getsignal(signum) for signum in (*mine, *_ENDING_SIGNALS)}
+    before = {signum: signal.getsignal(signum) for signum in (*mine, FENCE_SIGNAL, *_ENDING_SIGNALS)}
     for signum in mine:
         signal.signal(signum, stop)
+    signal.signal(FENCE_SIGNAL, end)
     try:
         yield asked
     finally:

@@ -30,6 +30,9 @@ from echelon.run.supervise.restart import Restarts
 
 logger = logging.getLogger(__name__)
 
+FENCE_SIGNAL = signal.SIGURG
+"""By which a thread of the agent ends the wait of its main thread, and so the job on this machine."""
+
 # How much later than this machine another one may notice the loss, or come up as the next one in the order.
 _FIND_SECONDS = 30.0
 # How long a machine with enough others waits for the rest.
@@ -78,7 +81,7 @@ class Fence:
                 self.successor = claim.host
                 with suppress(OSError):  # without saving
                     write_text(self._folder.death_path, "another machine has taken over\n")
-                os.kill(os.getpid(), signal.SIGALRM)  # `stops_forwarded` ends the main thread's wait
+                os.kill(os.getpid(), FENCE_SIGNAL)
                 return
 
     def end(self) -> None:

@@ -9,12 +9,14 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from echelon.ground.hosts import HostGroup
 from echelon.ground.sockets import find_free_port
 from echelon.ground.stored import write_json
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.supervise import succession
+from echelon.run.supervise.agent import stops_forwarded
 from echelon.run.supervise.agent_votes import Meeting, Roster
 from echelon.run.supervise.restart import Restarts
 from echelon.run.supervise.succession import Claim, Fence, find_coordinator, succeed
@@ -102,7 +104,7 @@ def test_machines_without_shared_files_do_not_go_on(group, folder):
 @pytest.mark.parametrize(("job", "term", "stops"), [("job", 1, True), ("job", 0, False), ("another", 1, False)])
 def test_a_coordinator_stops_when_another_one_has_taken_over(folder, job, term, stops):
     heard = threading.Event()
-    before = signal.signal(signal.SIGALRM, lambda *_: heard.set())
+    before = signal.signal(succession.FENCE_SIGNAL, lambda *_: heard.set())
     try:
         fence = Fence(SimpleNamespace(roster=Roster("job", 0)), folder)
         write_json(folder.claim_path, {"job": 5})
@@ -111,7 +113,7 @@ def test_a_coordinator_stops_when_another_one_has_taken_over(folder, job, term, 
         assert heard.wait(10 if stops else 0.3) == stops
         fence.end()
     finally:
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(succession.FENCE_SIGNAL, before)
     assert folder.death_path.exists() == stops and fence.successor == ("b" if stops else None)
 
 
@@ -145,3 +147,12 @@ def test_a_damaged_claim_is_ignored(group, folder, damage):
     claim = Claim("job", 1, "b", "127.0.7.2", 29400)
     write_json(folder.claim_path, asdict(claim) | damage)
     assert find_coordinator(group, folder) == group
+
+
+def test_the_fence_ends_the_wait_of_an_agent_at_once(folder):
+    """It asks for no save, which would take up to `notice_seconds`."""
+    with pytest.raises(SignalException), stops_forwarded(60.0, folder.stop_path):
+        fence = Fence(SimpleNamespace(roster=Roster("job", 0)), folder)
+        write_json(folder.claim_path, asdict(Claim("job", 1, "b", "127.0.7.2", 29400)))
+        time.sleep(30)
+    assert fence.successor == "b" and folder.death_path.exists() and not folder.stop_path.exists()
