@@ -50,9 +50,9 @@ from echelon.run.lifecycle.model_checks import check_model, find_checkpoint_out_
 
 logger = logging.getLogger(__name__)
 
-# Targets that see the files of this machine.
-# Those under which the others may go on when a machine is lost.
+# Targets under which the others may go on when a machine is lost.
 _KEEP_OTHERS = ("local", "torchrun", "slurm", "kubernetes")
+# Those that see the files of this machine.
 _SEE_FILES = ("local", "torchrun", "slurm", "ray")
 # Their agents meet by themselves, and one may wait.
 _WITH_SPARES: tuple[Target, ...] = ("torchrun", "slurm")

@@ -35,13 +35,7 @@ class TorchrunLauncher(Launcher):
     def check(self, job: JobSpec) -> list[str]:
         launch = job.recipe.launch
         hosts = launch.torchrun.hosts
-        check_hosts(launch)
-        fewest, most = job.nodes
-        if not fewest <= len(hosts) <= most:
-            raise ConfigError(
-                f"launch.nodes={launch.nodes} does not fit the {len(hosts)} hosts of launch.torchrun.hosts; use "
-                f"launch.nodes={len(hosts)}, or 1:{len(hosts)} for a run that continues without lost hosts."
-            )
+        check_machines(launch)
         workdir = _workdir(job)
         if not workdir.is_absolute():
             raise ConfigError(f"launch.torchrun.workdir={workdir} is not an absolute path; start it with a slash.")
@@ -142,13 +136,28 @@ def _describe_host(code: int | None, answer: str | LaunchError | None) -> str:
     return _RUNS if answer == "lives" else "lost"
 
 
+def check_machines(launch: LaunchConfig) -> None:
+    """Raise ConfigError unless the hosts can be named, and `launch.nodes` fits their number."""
+    check_hosts(launch)
+    count, (fewest, most) = len(launch.torchrun.hosts), launch.node_range
+    if not fewest <= count <= most:
+        raise ConfigError(
+            f"launch.nodes={launch.nodes} does not fit the {count} hosts of launch.torchrun.hosts; use "
+            f"launch.nodes={count}, or 1:{count} for a run that continues without lost hosts."
+        )
+
+
+def meeting_options(launch: LaunchConfig) -> tuple[str, ...]:
+    """The options of `echelon train` by which the agents meet."""
+    torchrun = launch.torchrun
+    interface = () if torchrun.interface is None else ("--interface", torchrun.interface)
+    return ("--nodes", str(launch.nodes), "--rendezvous", f"{torchrun.hosts[0]}:{torchrun.port}", *interface)
+
+
 def agent_command(job: JobSpec) -> tuple[str, ...]:
     """The command of each machine: `echelon train` as the agent of that machine."""
     launch = job.recipe.launch
-    torchrun = launch.torchrun
-    meeting = ("--nodes", str(launch.nodes), "--rendezvous", f"{torchrun.hosts[0]}:{torchrun.port}")
-    interface = () if torchrun.interface is None else ("--interface", torchrun.interface)
-    return limit_command(launch, (*job.train_command(str(_folder(job) / "recipe.yaml")), *meeting, *interface))
+    return limit_command(launch, (*job.train_command(str(_folder(job) / "recipe.yaml")), *meeting_options(launch)))
 
 
 def torchrun_command(job: JobSpec) -> tuple[str, ...]:

@@ -213,10 +213,12 @@ def _time(record: RunRecord) -> Iterator[Block]:
         if tokens:
             rows.append(("cost of a million tokens", f"${1e6 * record.summary.usd / tokens:.4f}"))
         if wall:
-            lost = (seconds.get("redone", 0.0) + seconds.get("down", 0.0)) / wall
-            other = 1 - (_goodput(record) or 0.0) - lost
-            rows.append(("cost of failures", f"${lost * record.summary.usd:.2f}"))
-            rows.append(("cost of saves, starts and other time without steps", f"${other * record.summary.usd:.2f}"))
+            lost, trained = seconds.get("redone", 0.0) + seconds.get("down", 0.0), seconds.get("training", 0.0)
+            rate = record.summary.usd / wall
+            rows.append(("cost of failures", f"${lost * rate:.2f}"))
+            rows.append(
+                ("cost of saves, starts and other time without steps", f"${(wall - trained - lost) * rate:.2f}")
+            )
     elif record.spending is not None:
         rows.append(("cost", "unknown: set budget.usd_per_hour, the price of one machine"))
     yield Pairs(rows)

@@ -1,25 +1,25 @@
 """A drill on several machines: their agents are started over ssh, and processes, machines and links are lost."""
 
-import re
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 from typing_extensions import override
 
 from echelon.ground.errors import ConfigError, LaunchError
 from echelon.launch.shell import join_words, prepare_lines
 from echelon.launch.ssh import Ssh, check_hosts, find_ssh, on_each
+from echelon.launch.ssh_launcher import check_machines, meeting_options
 from echelon.recipe.launch_sections import LaunchConfig
-from echelon.run.folder.run_folder import OWNER_ONLY
 from echelon.run.supervise.outcome import DONE, FAILED, STOPPED
 from echelon.tools.drill.faults import Fault
-from echelon.tools.drill.trial import Job, Trial
+from echelon.tools.drill.trial import Job, Process, Trial
 
 # Longer than a machine may be silent before the others count it as lost.
 _CUT_SECONDS, _SLOW_SECONDS = 30, 10
@@ -41,15 +41,11 @@ setsid sh -c "sleep 0.5; $as tc qdisc replace $queue $1; sleep $2; $as tc qdisc 
 class Crew:
     """The machines of a drill, of which the first is the rendezvous; all share the working directory.
 
-    `nodes`: as `--nodes` of `echelon train`. `num_processes`: on each.
+    `num_processes`: on each.
     """
 
-    hosts: tuple[str, ...]
-    nodes: str
-    num_processes: int
-    ssh: Ssh
     launch: LaunchConfig
-    workdir: Path
+    num_processes: int
 
     @staticmethod
     def of(launch: LaunchConfig, num_processes: int) -> "Crew":
@@ -58,29 +54,40 @@ class Crew:
         hosts = launch.torchrun.hosts
         if len(hosts) < 2:
             raise ConfigError(f"--hosts {hosts[0]} is one machine; run `echelon drill` there, or give two hosts.")
-        fewest, most = launch.node_range
-        nodes = str(launch.nodes) if most > 1 else str(len(hosts))
-        if most > 1 and not fewest <= len(hosts) <= most:
-            raise ConfigError(f"launch.nodes={launch.nodes} does not fit the {len(hosts)} hosts of --hosts.")
-        workdir = Path.cwd() if launch.torchrun.workdir is None else Path(launch.torchrun.workdir)
-        return Crew(hosts, nodes, num_processes, find_ssh(launch), launch, workdir)
+        if launch.node_range[1] == 1:  # the default
+            launch = launch.model_copy(update={"nodes": len(hosts)})
+        check_machines(launch)
+        return Crew(launch, num_processes)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Their names."""
+        return self.launch.torchrun.hosts
+
+    @property
+    def ssh(self) -> Ssh:
+        """How they are reached."""
+        return find_ssh(self.launch)
+
+    @property
+    def workdir(self) -> Path:
+        """The working directory on each."""
+        workdir = self.launch.torchrun.workdir
+        return Path.cwd() if workdir is None else Path(workdir)
 
     @property
     def num_training(self) -> int:
         """The processes that train at first."""
-        return self.num_processes * int(re.split("[:+]", self.nodes)[-1 if ":" in self.nodes else 0])
+        return self.num_processes * self.launch.max_training
 
     @property
     def may_shrink(self) -> bool:
         """Whether a job goes on with fewer machines."""
-        return ":" in self.nodes
+        return self.launch.node_range[0] < self.launch.max_training
 
     def agent_words(self, command: Sequence[str], note: Path) -> list[str]:
         """What starts the agent of a machine, which notes its process id. `command`: the words after `echelon`."""
-        torchrun = self.launch.torchrun
-        meeting = ("--nodes", self.nodes, "--rendezvous", f"{self.hosts[0]}:{torchrun.port}")
-        interface = () if torchrun.interface is None else ("--interface", torchrun.interface)
-        train = join_words((self.launch.python, "-m", "echelon", *command, *meeting, *interface))
+        train = join_words((self.launch.python, "-m", "echelon", *command, *meeting_options(self.launch)))
         lines = (*prepare_lines(self.launch, self.workdir), f"echo $$ > {shlex.quote(str(note))}", f"exec {train}")
         return ["bash", "-c", "\n".join(lines)]
 
@@ -130,29 +137,26 @@ class Agents:
 class CrewTrial(Trial):
     """A run of a drill on several machines."""
 
-    crew: Crew | None = None
+    crew: Crew = field(kw_only=True)
 
     @override
-    @contextmanager
-    def started(self) -> Iterator[Job]:
-        crew = self._crew
-        self.log.parent.mkdir(OWNER_ONLY, parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            processes = [
+    def start(self, log: IO[bytes]) -> Agents:
+        return Agents(
+            [
                 subprocess.Popen(
-                    crew.ssh.command(host, crew.agent_words(self.command, self._note(host))),
+                    self.crew.ssh.command(host, self.crew.agent_words(self.command, self._note(host))),
                     stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 )
-                for host in crew.hosts
-            ]  # fmt: skip
-        agents = Agents(processes)
-        try:
-            yield Job(agents, self)
-        finally:
-            if agents.poll() is None:
-                on_each(crew.hosts, self.kill_all)
-            agents.kill()
-            agents.wait()
+                for host in self.crew.hosts
+            ]
+        )  # fmt: skip
+
+    @override
+    def end(self, process: Process) -> None:
+        if process.poll() is None:
+            on_each(self.crew.hosts, self.kill_all)
+        process.kill()
+        process.wait()
 
     def kill_all(self, host: str) -> None:
         """Kill all processes of this run on a machine, as a loss of its power does."""
@@ -166,11 +170,6 @@ class CrewTrial(Trial):
         """Kill one of its ranks: the process that its agent has started last."""
         self._kill(host, "$(pgrep -n -P $agent)")
 
-    @property
-    def _crew(self) -> Crew:
-        assert self.crew is not None
-        return self.crew
-
     def _note(self, host: str) -> Path:
         """The file with the process id of an agent."""
         return self.run.path.with_name(f"{self.run.path.name}-{host}.pid")
@@ -178,23 +177,22 @@ class CrewTrial(Trial):
     def _kill(self, host: str, which: str) -> None:
         """Kill processes of this run: those that these words of the shell name, which know $agent and a tree of it."""
         lines = (
-            f"cd {shlex.quote(str(self._crew.workdir))}",
+            f"cd {shlex.quote(str(self.crew.workdir))}",
             f"agent=$(cat {shlex.quote(str(self._note(host)))})",
             'tree() { echo "$1"; for child in $(pgrep -P "$1"); do tree "$child"; done; }',
             f"kill -KILL {which}",
         )
         with suppress(LaunchError):  # they have ended by themselves
-            self._crew.ssh.run(host, ["bash", "-c", "\n".join(lines)])
+            self.crew.ssh.run(host, ["bash", "-c", "\n".join(lines)])
 
 
 def _on(act: Callable[[CrewTrial, str], None], number: int, job: Job) -> None:
     trial = job.trial
-    assert isinstance(trial, CrewTrial) and trial.crew is not None
+    assert isinstance(trial, CrewTrial)
     act(trial, trial.crew.hosts[number])
 
 
 def _shape(shape: str, seconds: int, trial: CrewTrial, host: str) -> None:
-    assert trial.crew is not None
     trial.crew.shape(host, shape, seconds)
 
 

@@ -89,7 +89,7 @@ def run_drill(
         command = ("train", str(path), *overrides, *small, "--nproc")
         if crew is None:
             return Trial(RunFolder(folder), (*command, str(num_processes)), num_steps, asked)
-        return CrewTrial(RunFolder(folder), (*command, str(crew.num_processes)), num_steps, asked, crew)
+        return CrewTrial(RunFolder(folder), (*command, str(crew.num_processes)), num_steps, asked, crew=crew)
 
     all_well = True
     try:

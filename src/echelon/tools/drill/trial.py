@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -53,6 +53,22 @@ class Interrupted(EchelonError):
     """The drill was asked to stop; none of its processes is running."""
 
 
+class Process(Protocol):
+    """The part of a Popen that a drill uses; of several machines, all of their agents."""
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+
+    def wait(self) -> int:
+        """The exit code, once it has ended."""
+
+    def kill(self) -> None:
+        """Kill it."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Send it a signal."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """A run of a drill: its folder, and the command that starts or resumes it.
@@ -75,18 +91,27 @@ class Trial:
         """Start the command; its remaining processes are killed at the end of the block."""
         self.log.parent.mkdir(OWNER_ONLY, parents=True, exist_ok=True)
         with self.log.open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "echelon", *self.command],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+            process = self.start(log)
         try:
             yield Job(process, self)
         finally:
-            # Ranks have their own sessions, and a suspended rank cannot detect that its agent is gone.
-            ranks = _find_descendants(process.pid) if process.poll() is None else []
-            process.kill()
-            process.wait()
-            _kill(ranks)
+            self.end(process)
+
+    def start(self, log: IO[bytes]) -> Process:
+        """Start the command, whose output goes to a log."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "echelon", *self.command],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+
+    def end(self, process: Process) -> None:
+        """Kill what remains."""
+        assert isinstance(process, subprocess.Popen)
+        # Ranks have their own sessions, and a suspended rank cannot detect that its agent is gone.
+        ranks = _find_descendants(process.pid) if process.poll() is None else []
+        process.kill()
+        process.wait()
+        _kill(ranks)
 
     def complete(self) -> None:
         """Run the command to its end. Raises TrainingError with its last line if it fails."""
@@ -125,20 +150,11 @@ class Trial:
         return list_checkpoints(self.run.path)[-1]
 
 
-class _Process(Protocol):
-    """The part of a Popen that a drill uses; of several machines, all of their agents."""
-
-    def poll(self) -> int | None: ...
-    def wait(self) -> int: ...
-    def kill(self) -> None: ...
-    def send_signal(self, number: int, /) -> None: ...
-
-
 @dataclass(frozen=True)
 class Job:
     """A running command."""
 
-    process: _Process
+    process: Process
     trial: Trial
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> int | None:

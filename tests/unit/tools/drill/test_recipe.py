@@ -180,7 +180,7 @@ def test_what_can_equal_an_undisturbed_run_depends_on_how_replicas_agree(sync, k
 def test_a_crew_trains_on_as_many_machines_as_the_recipe_says(tmp_path, nodes, told, training, lost):
     recipe, _ = load_recipe(write(tmp_path), [f"launch.nodes={nodes!r}", "launch.torchrun.hosts=[a,b,c]"])
     crew = Crew.of(recipe.launch, 2)
-    assert (crew.nodes, crew.num_training) == (told, training)
+    assert (str(crew.launch.nodes), crew.num_training) == (told, training)
     words = crew.agent_words(("train", "big.json"), Path("runs/x.pid"))
     assert f"--nodes {told} --rendezvous a:29400" in words[-1] and "echo $$ > runs/x.pid" in words[-1]
     found = {fault.name: choose_likeness(recipe.sync, fault, training, crew) for fault in MACHINE_FAULTS}
