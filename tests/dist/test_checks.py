@@ -1,16 +1,19 @@
 """Every command refuses the recipes that `echelon train` refuses, before it reads any text."""
 
+import json
 import os
 import subprocess
 import sys
 
 import pytest
 
+from echelon.learn.data.tokenizer import build_bytes_tokenizer, train_tokenizer
 from echelon.learn.model.build import build_on_meta, load_config
 from echelon.planner.families import FAMILIES
 from echelon.planner.mixtures import MIXTURES
-from echelon.run.lifecycle import model_checks as checks
+from echelon.run.lifecycle import counted_models as checks
 from tests.dist.command import RECIPE, write_recipe
+from tests.families import small_model
 
 pytestmark = pytest.mark.dist
 
@@ -114,7 +117,8 @@ def run_without_torch(*arguments):
 
 
 def test_without_torch_a_plan_lists_the_skipped_checks(echelon, tmp_path):
-    write_recipe(tmp_path, adapter={"method": "lora"}, tokenizer="somebody/something")
+    adapter = {"method": "lora", "modules_to_save": ["norm"]}
+    write_recipe(tmp_path, adapter=adapter, tokenizer="somebody/something")
     done = run_without_torch("plan", "recipe.json", "--devices", "2xH100")
     assert done.returncode == 0, done.stderr
     left = [line for line in done.stdout.splitlines() if line.startswith("left to train: ")]
@@ -140,6 +144,50 @@ def test_a_model_of_a_known_family_is_planned_without_building_it(echelon, tmp_p
     done = run_without_torch("plan", "recipe.json", "--devices", "2xH100")
     assert done.returncode == 0 and "left to train" not in done.stdout, done
     assert not done.stderr  # transformers was not imported either: it would have printed that torch is missing
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"adapter": {"method": "qlora", "r": 4}},
+        {"adapter": {"method": "dora", "target_modules": ["q_proj"]}},
+        {"train": {**RECIPE["train"], "precision": "fp8"}},
+    ],
+    ids=["qlora", "dora", "fp8"],
+)
+def test_adapters_and_float8_are_checked_without_building_the_model(echelon, tmp_path, sections):
+    write_recipe(tmp_path, **sections)
+    done = run_without_torch("plan", "recipe.json", "--devices", "2xH100")
+    assert done.returncode == 0 and not done.stderr and "left to train: model" not in done.stdout, done
+    wrong = ["model.config.hidden_size=64", "adapter.r=500"] if "adapter" in sections else [*WITHOUT_FLOAT8]
+    refused = run_without_torch("plan", "recipe.json", "--devices", "2xH100", *wrong)
+    assert refused.returncode == 2 and ("adapter.r=500" in refused.stderr or "multiples of 16" in refused.stderr)
+
+
+WITHOUT_FLOAT8 = ("model.config.hidden_size=72", "model.config.num_attention_heads=4")
+
+
+def test_a_checkpoint_of_a_known_family_is_planned_without_building_it(echelon, tmp_path):
+    """Its config, tokenizer and weights are read; a tokenizer with more ids than the model has is refused."""
+    folder = tmp_path / "base"
+    small_model("llama").save_pretrained(folder)
+    train_tokenizer(["some text to learn from, and more of it"], 300).save_pretrained(folder)
+    sections = {"model": {"checkpoint": str(folder)}, "adapter": {"method": "lora"}}
+    write_recipe(tmp_path)
+    fields = {key: value for key, value in RECIPE.items() if key != "tokenizer"}
+    (tmp_path / "recipe.json").write_text(json.dumps(fields | sections))
+    command = ("plan", "recipe.json", "--devices", "2xH100")
+    refused = run_without_torch(*command)
+    assert refused.returncode == 2 and "model.new_tokens" in refused.stderr, refused
+    build_bytes_tokenizer().save_pretrained(folder)
+    done = run_without_torch(*command)
+    assert done.returncode == 0 and "left to train: model" not in done.stdout, done
+    assert "the tokenizer has 256 ids" in done.stdout
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    damaged = subprocess.run(
+        [sys.executable, "-m", "echelon", *command], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert damaged.returncode == 1 and "model.safetensors cannot be read" in damaged.stderr, damaged
 
 
 def test_a_mixture_for_which_a_kernel_may_be_missing_is_built(echelon, tmp_path):

@@ -25,6 +25,7 @@ _LAYER_NORMS = (
 _HEAD_NORMS = ("q_norm", "k_norm")
 
 QUANTIZED_BLOCK = 64  # numbers that share a scale; with double quantisation, scales that share a second scale:
+ROW_MULTIPLE = 8  # divides the input features of a layer in 4 bits: each packed row has whole fp32 elements
 NESTED_BLOCK = 256  # Dettmers et al. 2023 (arXiv:2305.14314), in the layout of bitsandbytes
 
 

@@ -6,14 +6,14 @@ All are `transformers` tokenizers that wrap one of the `tokenizers` library, so 
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from echelon.ground.errors import ConfigError, DataError
-from echelon.ground.stored import check_readable
+from echelon.ground.stored import check_readable, read_json
 from echelon.learn.data.panics import panics_told
 from echelon.learn.model.hub import HubModel, Part, fetch, is_hub_name
 
@@ -27,6 +27,14 @@ EOS = "eos"
 MAX_VOCAB = 2**24
 MIN_TRAINED_VOCAB = 257
 """256 bytes and `<|endoftext|>`."""
+
+
+# Classes of transformers that take a tokenizer.json as it is, but for special tokens: those that each has by default.
+_DEFAULT_TOKENS = {
+    "PreTrainedTokenizer": (), "TokenizersBackend": (), "LlamaTokenizer": ("<unk>", "<s>", "</s>"),
+    "Qwen2Tokenizer": ("<|endoftext|>",), "GPT2Tokenizer": ("<|endoftext|>",),
+}  # fmt: skip
+_CHOSEN_CLASSES = {"qwen2": "Qwen2Tokenizer"}  # the class that transformers takes for a model type, whatever is stated
 
 
 def build_bytes_tokenizer() -> "PreTrainedTokenizerFast":
@@ -64,6 +72,22 @@ def _wrap(tokenizer: Tokenizer, **special_tokens: str) -> "PreTrainedTokenizerFa
     )
 
 
+def find_folder(path_or_id: str, trust_remote_code: bool = False, key: str = "tokenizer") -> Path:
+    """Return the folder of a tokenizer, after downloading that of a hub id.
+
+    Raises DataError if there is none, and the errors of `hub.fetch`.
+    """
+    path = Path(path_or_id).expanduser()
+    if is_hub_name(path_or_id):
+        return fetch(HubModel(path_or_id, key, Part.FILES, trust_remote_code))
+    if not path.exists():
+        raise DataError(
+            f"{key}={path_or_id}: no such folder (working directory {Path.cwd()}); give a folder with tokenizer.json, "
+            "a Hub id, bytes, or {train: {vocab_size: 4096}}."
+        )
+    return path
+
+
 def load_tokenizer(
     path_or_id: str, trust_remote_code: bool = False, key: str = "tokenizer"
 ) -> "PreTrainedTokenizerFast":
@@ -71,15 +95,7 @@ def load_tokenizer(
 
     Raises DataError if it is not found, cannot be read or is not a fast tokenizer, and the errors of `hub.fetch`.
     """
-    path = Path(path_or_id).expanduser()
-    given = f"{key}={path_or_id}"
-    if is_hub_name(path_or_id):
-        path = fetch(HubModel(path_or_id, key, Part.FILES, trust_remote_code))
-    elif not path.exists():
-        raise DataError(
-            f"{given}: no such folder (working directory {Path.cwd()}); give a folder with tokenizer.json, a Hub "
-            f"id, bytes, or {{train: {{vocab_size: 4096}}}}."
-        )
+    path, given = find_folder(path_or_id, trust_remote_code, key), f"{key}={path_or_id}"
     from transformers import AutoTokenizer
 
     try:
@@ -123,13 +139,20 @@ def build_tokenizer(
     """
     if name == BYTES:
         return add_new_tokens(build_bytes_tokenizer(), new_tokens)
-    source, key = (name, "tokenizer") if name is not None else (checkpoint, "tokenizer of model.checkpoint")
-    if source is None:
+    source, key = find_source(name, checkpoint)
+    return add_new_tokens(load_tokenizer(source, trust_remote_code, key), new_tokens)
+
+
+def find_source(name: str | None, checkpoint: str | None) -> tuple[str, str]:
+    """Return the folder or Hub id of a tokenizer, and its recipe key. Raises ConfigError if there is neither."""
+    if name is not None:
+        return name, "tokenizer"
+    if checkpoint is None:
         raise ConfigError(
             "tokenizer is not set and there is no model.checkpoint to load one from; set tokenizer: bytes, a path or "
             "Hub id, or {train: {vocab_size: 4096}}."
         )
-    return add_new_tokens(load_tokenizer(source, trust_remote_code, key), new_tokens)
+    return checkpoint, "tokenizer of model.checkpoint"
 
 
 def add_new_tokens(tokenizer: "PreTrainedTokenizerFast", tokens: Sequence[str]) -> "PreTrainedTokenizerFast":
@@ -177,6 +200,50 @@ def padding_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
 def vocabulary_size(tokenizer: Tokenizer) -> int:
     """Return the vocabulary size that a model needs: the largest id of the tokenizer plus one."""
     return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+
+
+def count_ids(folder: Path) -> int | None:
+    """Return the vocabulary size of a folder's tokenizer without transformers, whose import takes seconds.
+
+    None where only transformers can tell: it may add tokens to those in tokenizer.json, or not load it at all.
+    """
+    try:
+        check_readable(folder)
+        settings = read_json(folder / "tokenizer_config.json")
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        with panics_told(str(folder), "the text 'a word'"):
+            tokenizer.decode(tokenizer.encode("a word").ids)
+        size, ids = vocabulary_size(tokenizer), tokenizer.get_vocab(with_added_tokens=True)
+        is_whole = size == len(ids) <= MAX_VOCAB and ids.keys() >= set(_list_special(folder, settings))
+        return size if is_whole and _keeps_added(folder, settings, tokenizer) else None
+    except Exception:  # `load_tokenizer` explains it
+        return None
+
+
+def _list_special(folder: Path, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the tokens that transformers adds to a tokenizer that lacks them. Raises KeyError for an unknown class."""
+    yield from _DEFAULT_TOKENS[settings["tokenizer_class"].removesuffix("Fast")]
+    config = folder / "config.json"
+    if config.exists():
+        yield from _DEFAULT_TOKENS[_CHOSEN_CLASSES.get(read_json(config)["model_type"], "TokenizersBackend")]
+    values = [value for name, value in settings.items() if name.endswith("_token") and not isinstance(value, bool)]
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        more = settings.get(name) or []
+        values += more.values() if isinstance(more, dict) else more
+    yield from (value["content"] if isinstance(value, dict) else value for value in values if value is not None)
+
+
+def _keeps_added(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
+    """Whether the tokens that were added to a tokenizer.json are those that transformers adds to its vocabulary."""
+    names = ["tekken.json"]
+    stated = settings.get("added_tokens_decoder")
+    if stated is None:
+        names += ["added_tokens.json", "special_tokens_map.json"]
+    else:
+        added = {str(index): token.content for index, token in tokenizer.get_added_tokens_decoder().items()}
+        if {index: token["content"] for index, token in stated.items()} != added:
+            return False
+    return "auto_map" not in settings and not any((folder / name).exists() for name in names)
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerFast") -> str:

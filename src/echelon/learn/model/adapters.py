@@ -11,7 +11,6 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from echelon.learn.model.parts import find_layers, find_score_head
 from echelon.learn.model.pissa import PrincipalParts, take_principal_parts
 from echelon.learn.model.quantization import (
     IN_4_BITS,
-    ROW_MULTIPLE,
     QuantizedExperts,
     QuantizedLinear,
     quantize_experts,
@@ -33,7 +31,7 @@ from echelon.learn.model.quantization import (
 )
 from echelon.learn.model.seeds import derive_seed
 from echelon.learn.model.sharding import local_part, whole, write_part
-from echelon.planner.adapter_plan import select_experts
+from echelon.planner.adapter_plan import ROW_MULTIPLE, select_experts
 from echelon.planner.experts import find_expert_weights, find_unadaptable
 from echelon.recipe import AdapterConfig, Recipe
 
@@ -202,22 +200,14 @@ def _suggest(wanted: str, names: Sequence[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"choose from {', '.join(names)}."
 
 
-def check_packages(adapter: AdapterConfig) -> None:
-    """Raise ConfigError if the packages that an adapter requires are not installed."""
-    for package, extra, methods in (("peft", "peft", "lora, qlora and dora"), ("bitsandbytes", "qlora", "qlora")):
-        if adapter.method in methods and find_spec(package) is None:
-            raise ConfigError(
-                f"adapter.method={adapter.method} requires the package {package}, which is not installed; run "
-                f"pip install 'echelon[{extra}]', or use adapter.method=full."
-            )
-
-
 def check_adapter(model: nn.Module, adapter: AdapterConfig) -> None:
     """Refuse adapter settings that the model does not support. `model` is on meta and has no adapter yet.
 
     Raises:
         ConfigError: the message names the key and a valid value.
     """
+    from echelon.planner.adapter_limits import check_ranks, check_rows  # only checks before a run need them
+
     find_saved(model, adapter)
     targets = find_targets(model, adapter)
     if not targets and adapter.target_modules:
@@ -226,34 +216,14 @@ def check_adapter(model: nn.Module, adapter: AdapterConfig) -> None:
             "an adapter; use adapter.method=full."
         )
     if adapter.method == "qlora":
-        _check_quantizable(model, adapter)
+        linear = [module for layer in find_layers(model) for module in layer.modules() if type(module) is nn.Linear]
+        check_rows(type(model).__name__, [module.in_features for module in linear])
+        if adapter.quantize_experts:
+            _check_quantizable_experts(model)
     experts = dict(find_target_parameters(model, adapter))
     ranks = {name: min(module.weight.shape) for name, module in targets.items()}
     ranks |= {name: min(weight.shape[1:]) for name, weight in experts.items()}
-    largest, smallest = max(ranks, key=ranks.__getitem__), min(ranks, key=ranks.__getitem__)
-    if adapter.r > ranks[largest]:
-        raise ConfigError(
-            f"adapter.r={adapter.r} exceeds the rank of every target layer; the largest is {ranks[largest]}, of "
-            f"{largest}; use {ranks[largest]} or less, or adapter.method=full."
-        )
-    if adapter.init == "pissa" and adapter.r > ranks[smallest]:
-        raise ConfigError(
-            f"adapter.r={adapter.r}: adapter.init=pissa needs as many singular vectors, and {smallest} has only "
-            f"{ranks[smallest]}; use {ranks[smallest]} or less."
-        )
-
-
-def _check_quantizable(model: nn.Module, adapter: AdapterConfig) -> None:
-    linear = [module for layer in find_layers(model) for module in layer.modules() if type(module) is nn.Linear]
-    odd = [module for module in linear if module.in_features % ROW_MULTIPLE]
-    if not linear or odd:
-        what = f"a linear layer with {odd[0].in_features} input features" if odd else "no plain linear layers"
-        raise ConfigError(
-            f"adapter.method=qlora: the decoder layers of {type(model).__name__} have {what}, and 4-bit quantisation "
-            f"requires linear layers with a multiple of {ROW_MULTIPLE} input features; use adapter.method=lora."
-        )
-    if adapter.quantize_experts:
-        _check_quantizable_experts(model)
+    check_ranks(adapter, ranks)
 
 
 def _check_quantizable_experts(model: nn.Module) -> None:

@@ -1,7 +1,6 @@
 """Builds a decoder: its config, and the model on the meta device. No weights are read or initialised here."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +20,7 @@ from echelon.ground.sizes import count_noun
 from echelon.ground.stored import check_readable, read_json
 from echelon.learn.model.attention import choose_attention
 from echelon.learn.model.config import build_config
-from echelon.learn.model.hub import HubModel, Part, fetch, is_hub_name
-from echelon.learn.model.model_folder import find_model_dir
+from echelon.learn.model.model_folder import find_config_folder
 from echelon.learn.model.parts import check_has_vocabulary, find_score_head, scores_texts
 from echelon.learn.model.rope import scale_positions
 from echelon.planner.shape import check_depth, resolve_vocab_size
@@ -39,19 +37,6 @@ def load_config(source: Mapping[str, Any] | str, trust_remote_code: bool = False
     if isinstance(source, str):
         return _read_config(source, trust_remote_code)
     return build_config(source)
-
-
-def find_config_folder(source: str, trust_remote_code: bool = False) -> Path:
-    """Return the folder with the config.json of `model.checkpoint`. Raises like `load_config`."""
-    folder = Path(find_model_dir(source))
-    if is_hub_name(source):
-        folder = fetch(HubModel(source, "model.checkpoint", Part.CONFIG, trust_remote_code))
-    elif not folder.is_dir():
-        raise ConfigError(
-            f"model.checkpoint={source}: there is no such folder (current folder: {Path.cwd()}); give a folder with "
-            "config.json and safetensors, or a hub id."
-        )
-    return folder
 
 
 def _read_config(source: str, trust_remote_code: bool) -> PretrainedConfig:

@@ -10,9 +10,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from echelon.ground.errors import CheckpointError
-from echelon.ground.stored import read_json
 from echelon.learn.model.safetensors_folder import FLOATING, SafetensorsFolder, StoredWeight
-from echelon.learn.model.stored_format import StoredFormat, find_stored_format
+from echelon.learn.model.stored_format import StoredFormat
 from echelon.learn.model.stored_layouts import LAYOUTS, Layout, Packed, Shape
 
 PIECE = 2**20
@@ -20,23 +19,6 @@ PIECE = 2**20
 
 # What layers do to their inputs and outputs: of no use to weights that are plain numbers.
 _OF_ACTIVATIONS = re.compile(r"\.((input|output|activation|[qkv])_(global_)?scale|(input|output)_zero_point)$")
-
-
-def open_folder(path: Path) -> SafetensorsFolder:
-    """Open the weights of an HF folder, as plain numbers whatever the format that its config.json names.
-
-    Raises:
-        ConfigError: there are no safetensors files, or they have a format that echelon does not read.
-        CheckpointError: a tensor of a quantized weight is missing, or does not fit the others.
-    """
-    try:
-        fields = read_json(path / "config.json")
-    except FileNotFoundError:
-        return SafetensorsFolder(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / 'config.json'} cannot be read ({error}); copy the file again.") from error
-    stored = find_stored_format(str(path), fields) if isinstance(fields, dict) else None
-    return SafetensorsFolder(path) if stored is None else DequantizedFolder(path, stored)
 
 
 class DequantizedFolder(SafetensorsFolder):
@@ -144,7 +126,7 @@ class DequantizedFolder(SafetensorsFolder):
             schemes = " or ".join(map(str, self.stored.schemes))
             raise _UnfitError(f"its tensors do not fit {schemes}: {shapes}")
         is_half = scales.dtype in ("F16", "BF16")
-        dtype = FLOATING[scales.dtype] if is_half else getattr(torch, self.stored.dtype)
+        dtype = getattr(torch, FLOATING[scales.dtype] if is_half else self.stored.dtype)
         return Packed(layout, names, fitting[0][0], fitting[0][1], dtype)
 
 
@@ -153,4 +135,4 @@ class _UnfitError(Exception):
 
 
 def _name(dtype: torch.dtype) -> str:
-    return next(name for name, known in FLOATING.items() if known is dtype)
+    return next(name for name, known in FLOATING.items() if getattr(torch, known) is dtype)

@@ -6,27 +6,14 @@ arXiv:2209.05433). Weights that are scaled as a whole are gathered in float8: ea
 """
 
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
 
-from echelon.ground.errors import ConfigError
+from echelon.learn.model.float8_limits import check_package, check_sizes, has_fitting_size
 from echelon.learn.model.parts import find_layers
 from echelon.planner.experts import find_recorded_routers
 from echelon.recipe.training import Float8Scaling
-
-# The kernels take tiles of this many rows and columns.
-_MULTIPLE = 16
-
-
-def check_package() -> None:
-    """Raise ConfigError if torchao is not installed."""
-    if find_spec("torchao") is None:
-        raise ConfigError(
-            "train.precision=fp8 requires the package torchao, which is not installed; run pip install "
-            "'echelon[float8]', or use train.precision=bf16."
-        )
 
 
 def find_float8_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -43,17 +30,9 @@ def find_float8_layers(model: nn.Module) -> dict[str, nn.Linear]:
         name: module for name, module in model.named_modules() if type(module) is nn.Linear and id(module) in inside
     }
     routers = {id(module) for router, _ in find_recorded_routers(model).values() for module in router.modules()}
-    found = {
-        name: module
-        for name, module in linear.items()
-        if id(module) not in routers and module.in_features % _MULTIPLE == module.out_features % _MULTIPLE == 0
-    }
-    if not found:
-        raise ConfigError(
-            f"train.precision=fp8: the decoder layers of {type(model).__name__} have no linear layer whose sizes are "
-            f"multiples of {_MULTIPLE}; use train.precision=bf16."
-        )
-    return found
+    plain = {name: module for name, module in linear.items() if id(module) not in routers}
+    check_sizes(type(model).__name__, [(module.in_features, module.out_features) for module in plain.values()])
+    return {name: module for name, module in plain.items() if has_fitting_size(module.in_features, module.out_features)}
 
 
 def apply_float8(model: nn.Module, emulate: bool, scaling: Float8Scaling = "tensorwise", gathers: bool = False) -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.ground.checksums import check_files, write_manifest
-from echelon.ground.errors import CheckpointError
+from echelon.ground.errors import CheckpointError, ConfigError
 from echelon.ground.run_files import RunFiles, is_run
+from echelon.learn.model.hub import HubModel, Part, fetch, is_hub_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -44,6 +45,19 @@ def find_model_dir(source: str) -> str:
         CheckpointError: the files of the run do not match their checksums.
     """
     return str(run_model_dir(Path(source))) if is_run(Path(source)) else source
+
+
+def find_config_folder(source: str, trust_remote_code: bool = False) -> Path:
+    """Return the folder with the config.json of `model.checkpoint`. Raises like `load_config`."""
+    folder = Path(find_model_dir(source))
+    if is_hub_name(source):
+        folder = fetch(HubModel(source, "model.checkpoint", Part.CONFIG, trust_remote_code))
+    elif not folder.is_dir():
+        raise ConfigError(
+            f"model.checkpoint={source}: there is no such folder (current folder: {Path.cwd()}); give a folder with "
+            "config.json and safetensors, or a hub id."
+        )
+    return folder
 
 
 def run_model_dir(run: Path) -> Path:

@@ -51,7 +51,7 @@ class PretrainedWeights:
         Raises:
             CheckpointError: the files do not belong together.
         """
-        from echelon.learn.model.dequantized import open_folder
+        from echelon.learn.model.stored_folder import open_folder
 
         self._skeleton, self._path = skeleton, path
         self._files = open_folder(path)

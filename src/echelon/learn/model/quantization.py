@@ -16,14 +16,12 @@ from typing_extensions import override
 
 from echelon.learn.model.parts import autocast_dtype
 from echelon.learn.model.sharding import local_part, write_part
+from echelon.planner.adapter_plan import ROW_MULTIPLE
 from echelon.planner.experts import find_expert_weights
 from echelon.recipe import AdapterConfig
 
 BLOCK = 64
 """Number of weights that share one scale."""
-
-ROW_MULTIPLE = 8
-"""Divisor of a layer's input features: each packed row then has a whole number of fp32 elements."""
 
 NESTED_BLOCK = 256
 """Number of scales that share one second-level scale, with `double_quant`."""

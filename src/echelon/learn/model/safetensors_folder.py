@@ -1,23 +1,28 @@
-"""Reads tensors of an HF checkpoint folder by name and slice, from its safetensors files."""
+"""Reads tensors of an HF checkpoint folder by name and slice, from its safetensors files.
+
+Does not import torch before a tensor is read.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from echelon.ground.errors import CheckpointError, ConfigError
 from echelon.ground.sizes import render_bytes
 from echelon.ground.stored import read_json
 
-FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""The dtypes of plain numbers, as safetensors names them."""
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-Take = Callable[..., Tensor]
+FLOATING = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""The dtypes of plain numbers: torch's name of each by that of safetensors."""
+
+Take = Callable[..., "Tensor"]
 """Reads a stored tensor by its name, whole; or one block of it, given as slices after the name."""
 
 
@@ -42,7 +47,7 @@ class SafetensorsFolder:
         if index.is_file():
             self._files = _read_index(index)
         elif single.is_file():
-            with _opened(single) as file:
+            with _opened(single, "np") as file:
                 self._files = dict.fromkeys(file.keys(), single)
         else:
             raise ConfigError(
@@ -57,23 +62,26 @@ class SafetensorsFolder:
         for name, path in self._files.items():
             groups.setdefault(path, []).append(name)
         for path, names in groups.items():
-            with _opened(path) as file:
+            with _opened(path, "np") as file:
                 for name in names:
                     stored = file.get_slice(name)
                     found[name] = StoredWeight(path, tuple(stored.get_shape()), stored.get_dtype())
         return found
 
-    def find_dtype(self) -> torch.dtype:
+    def find_dtype(self) -> "torch.dtype":
         """Return the dtype of the first weight that is stored as floating-point numbers; fp32 if there is none."""
-        found = (FLOATING[header.dtype] for header in self.read_headers().values() if header.dtype in FLOATING)
-        return next(found, torch.float32)
+        import torch
 
-    def read(self, name: str, block: tuple[slice, ...]) -> Tensor:
+        found = (FLOATING[header.dtype] for header in self.read_headers().values() if header.dtype in FLOATING)
+        dtype: torch.dtype = getattr(torch, next(found, "float32"))
+        return dtype
+
+    def read(self, name: str, block: tuple[slice, ...]) -> "Tensor":
         """Read one block of a tensor without reading the rest."""
         with self.taking() as take:
             return take(name, *block)
 
-    def read_whole(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def read_whole(self, names: Iterable[str]) -> "dict[str, Tensor]":
         """Read full tensors, by name."""
         with self.taking() as take:
             return {name: take(name) for name in names}
@@ -84,7 +92,7 @@ class SafetensorsFolder:
         with ExitStack() as files:
             opened: dict[Path, Any] = {}
 
-            def take(name: str, *block: slice) -> Tensor:
+            def take(name: str, *block: slice) -> "Tensor":
                 path = self._files[name]
                 if path not in opened:
                     opened[path] = files.enter_context(_opened(path))
@@ -108,10 +116,11 @@ def _read_index(path: Path) -> dict[str, Path]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path, framework: str = "pt") -> Iterator[Any]:
+    """Open a file; "np" for its header alone, which needs no torch."""
     try:
         try:
-            opened = safe_open(path, framework="pt")
+            opened = safe_open(path, framework=framework)
         except MemoryError as error:  # the whole file is mapped
             raise ValueError(f"it has {render_bytes(path.stat().st_size)}, which cannot be mapped") from error
         with opened as file:

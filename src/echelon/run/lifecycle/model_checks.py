@@ -4,7 +4,7 @@
 a recipe can be planned and launched from a machine without it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,10 +15,8 @@ from echelon.ground.run_files import is_run
 from echelon.ground.sizes import render_bytes
 from echelon.ground.stored import read_json
 from echelon.learn.data.mixture import divide_slots
-from echelon.learn.model.model_folder import find_model_dir
+from echelon.learn.model.model_folder import find_config_folder, find_model_dir
 from echelon.learn.model.stored_format import StoredFormat, find_stored_format, without_settings
-from echelon.planner.families import FAMILIES
-from echelon.planner.mixtures import MIXTURES
 from echelon.planner.model_shape import ModelShape, with_scores
 from echelon.planner.shape import build_shape, resolve_vocab_size
 from echelon.planner.teacher_size import list_uncounted
@@ -27,6 +25,7 @@ from echelon.recipe.engines import ENGINES, NATIVE
 from echelon.recipe.load import load_recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.trackers import check_trackers
+from echelon.run.lifecycle.counted_models import check_shape, has_adapter, has_float8, is_counted
 from echelon.run.lifecycle.extension_checks import describe_extensions
 
 if TYPE_CHECKING:
@@ -34,16 +33,6 @@ if TYPE_CHECKING:
 
 # Targets whose machines have their own folders; paths in the recipe may not exist on this machine.
 _APART = ("kubernetes", "sagemaker")
-
-# Config fields that are checked by counting the parameters, and fields for which any positive number of the type is
-# valid. A model with only these fields, and a mixture with those of its own, can be built, so building it is not tried.
-COUNTED = {
-    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "attention_dropout",
-}  # fmt: skip
-_EXPERT_ROW = 8  # grouped products of experts need rows of a multiple of 16 bytes, which is so many numbers in bf16
-_NULLABLE = {"q_lora_rank"}  # a part that a model then lacks; any other null value takes a default
-NUMBERS: dict[str, tuple[type, ...]] = {"rope_theta": (int, float), "rms_norm_eps": (float,)}
 
 
 @dataclass(frozen=True)
@@ -101,15 +90,15 @@ def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -
         check_trackers(recipe)
     elif recipe.track:
         left.append(f"track: the packages and keys of {', '.join(recipe.track)}")
-    tokenizer = _load_tokenizer(recipe, elsewhere, left)
+    size, tokenizer = _measure_vocabulary(recipe, elsewhere, left)
     given, stored = _read_given_fields(recipe)
     given = _with_head(recipe, given)
-    fields, line = size_vocabulary(recipe, given, _find_vocab_size(recipe, tokenizer))
+    fields, line = size_vocabulary(recipe, given, size)
     shape = build_shape(fields)
     _check_positions(recipe, shape)
-    if weights and _find_missing("transformers", "torch") is None:
+    if weights and (stored is None or _find_missing("torch") is None):  # quantized weights are computed to be checked
         check_weights(recipe.model.checkpoint)
-    obstacle = _check_built(recipe, fields, elsewhere, left)
+    obstacle = _check_built(recipe, fields, shape, elsewhere, left)
     masks = None
     if obstacle is not None and recipe.data.packing == "auto" and recipe.data.document_mask is not False:
         masks = f"data.packing=auto: samples are not packed, because {obstacle}"
@@ -123,10 +112,12 @@ def check_counted(recipe: Recipe) -> None:
 
     Raises ConfigError or PlanError, naming the key.
     """
-    if recipe.model.config is None or not _is_counted(recipe, dict(recipe.model.config)):
+    if recipe.model.config is None or not is_counted(recipe, recipe.model.config):
         return
-    fields, _ = size_vocabulary(recipe, dict(recipe.model.config), _find_vocab_size(recipe, None))
-    _check_positions(recipe, build_shape(fields))
+    fields, _ = size_vocabulary(recipe, dict(recipe.model.config), _find_vocab_size(recipe))
+    shape = build_shape(fields)
+    _check_positions(recipe, shape)
+    check_shape(recipe, shape, True, [])
 
 
 def _check_engine_package(recipe: Recipe, elsewhere: bool, left: list[str]) -> None:
@@ -158,13 +149,15 @@ def _find_out_of_reach(recipe: Recipe, source: str) -> str | None:
     return "is not on this machine" if is_elsewhere and not Path(source).exists() else None
 
 
-def _load_tokenizer(recipe: Recipe, elsewhere: bool, left: list[str]) -> "PreTrainedTokenizerFast | None":
-    """The recipe's tokenizer without its new tokens; None if the recipe alone determines its size.
+def _measure_vocabulary(
+    recipe: Recipe, elsewhere: bool, left: list[str]
+) -> "tuple[int | None, PreTrainedTokenizerFast | None]":
+    """The size of the recipe's tokenizer without its new tokens; and the tokenizer, if it was loaded to find out.
 
-    Also None, with a line in `left`, if it cannot be loaded on this machine.
+    The size is None, with a line in `left`, if the tokenizer cannot be loaded on this machine.
     """
-    if _find_vocab_size(recipe, None) is not None:
-        return None
+    if (size := _find_vocab_size(recipe)) is not None:
+        return size, None
     assert not isinstance(recipe.tokenizer, TrainedTokenizerConfig)
     source = recipe.tokenizer or recipe.model.checkpoint
     why = None
@@ -173,27 +166,34 @@ def _load_tokenizer(recipe: Recipe, elsewhere: bool, left: list[str]) -> "PreTra
         if why is None and (place := _find_out_of_reach(recipe, source)) is not None:
             why = f"{source} {place}"
     if why is None:
-        from echelon.learn.data.tokenizer import build_tokenizer
+        from echelon.learn.data.tokenizer import count_ids, find_folder, find_source, load_tokenizer, vocabulary_size
 
         checkpoint = recipe.model.checkpoint and find_model_dir(recipe.model.checkpoint)
         try:
-            return build_tokenizer(recipe.tokenizer, checkpoint, recipe.model.trust_remote_code)
+            name, key = find_source(recipe.tokenizer, checkpoint)
+            if (size := count_ids(find_folder(name, recipe.model.trust_remote_code, key))) is not None:
+                return size, None
+            tokenizer = load_tokenizer(name, recipe.model.trust_remote_code, key)
+            return vocabulary_size(tokenizer.backend_tokenizer), tokenizer
         except HubUnreachableError as error:
             if not elsewhere:
                 raise
             why = error.reason
     left.append(f"tokenizer: whether the model's vocabulary contains its ids ({why})")
-    return None
+    return None, None
 
 
-def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: list[str]) -> str | None:
+def _check_built(
+    recipe: Recipe, fields: dict[str, Any], shape: ModelShape, elsewhere: bool, left: list[str]
+) -> str | None:
     """Run the checks that need the model, built on the meta device; adds those that are not possible here to `left`.
 
     Returns why the model cannot keep the documents of a sequence apart; None if it can, or if that is not known here.
 
     All checks of a built model belong here. Importing torch takes seconds, so it is done only when needed.
     """
-    if _is_counted(recipe, fields):
+    if is_counted(recipe, fields):
+        check_shape(recipe, shape, elsewhere, left)
         return None
     if why := _find_missing("transformers", "torch"):
         if recipe.model.checkpoint is None and find_spec("transformers") is not None:
@@ -205,8 +205,7 @@ def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: 
         return None
     from echelon.learn.model.build import parameter_names
     from echelon.learn.model.causality import check_is_causal
-    from echelon.learn.model.divided_copy import check_divides
-    from echelon.learn.model.mlp_tiles import find_mlps
+    from echelon.learn.model.float8 import find_float8_layers
     from echelon.learn.model.rope import check_scaled
     from echelon.learn.model.router import check_routers
     from echelon.learn.model.traits import describe_obstacle, find_traits
@@ -218,13 +217,10 @@ def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: 
     check_is_causal(config, recipe.model.trust_remote_code)
     traits = find_traits(model, recipe.data.sequence_len)
     obstacle = describe_obstacle(traits, config)
-    if not isinstance(recipe.parallel, str) and recipe.parallel.cp > 1:
-        check_divides(model, recipe.parallel.cp_method or "allgather", traits, recipe.data.sequence_len)
-    kept = recipe.train.activation_checkpointing
-    if not isinstance(kept, str) and kept.mlp_tiles is not None:
-        find_mlps(model)
-    _check_float8(model, recipe, elsewhere, left)
-    _check_divisible(model, recipe)
+    _check_divided(model, traits, recipe)
+    if recipe.train.precision == "fp8":
+        find_float8_layers(model)
+        has_float8(elsewhere, left)
     if not recipe.adapter.is_adapter or _try_adapter(model, recipe.adapter, elsewhere, left):
         check_groups(
             (name for name, parameter in parameter_names(model).items() if parameter.requires_grad), recipe.optim
@@ -257,67 +253,30 @@ def _tensor_degree(recipe: Recipe) -> int:
     return 1 if isinstance(recipe.parallel, str) else recipe.parallel.tp
 
 
-def _check_divisible(model: Any, recipe: Recipe) -> None:
-    """Refuse tensor parallelism of a model without a plan for it."""
+def _check_divided(model: Any, traits: Any, recipe: Recipe) -> None:
+    """Refuse a division of sequences, matrices or MLPs that the model does not support."""
+    from echelon.learn.model.divided_copy import check_divides
+    from echelon.learn.model.mlp_tiles import find_mlps
+    from echelon.learn.parallel.tensor import find_divided
+
+    if not isinstance(recipe.parallel, str) and recipe.parallel.cp > 1:
+        check_divides(model, recipe.parallel.cp_method or "allgather", traits, recipe.data.sequence_len)
+    kept = recipe.train.activation_checkpointing
+    if not isinstance(kept, str) and kept.mlp_tiles is not None:
+        find_mlps(model)
     if _tensor_degree(recipe) > 1:
-        from echelon.learn.parallel.tensor import find_divided
-
         find_divided(model)
-
-
-def _check_float8(model: Any, recipe: Recipe, elsewhere: bool, left: list[str]) -> None:
-    if recipe.train.precision != "fp8":
-        return
-    from echelon.learn.model.float8 import check_package, find_float8_layers
-
-    find_float8_layers(model)
-    try:
-        check_package()
-    except ConfigError:
-        if not elsewhere:
-            raise
-        left.append("train.precision: the package torchao (it is not installed here)")
 
 
 def _try_adapter(model: Any, adapter: AdapterConfig, elsewhere: bool, left: list[str]) -> bool:
     """Apply the adapter to the model. False: its packages are not installed here, but may be where it trains."""
-    from echelon.learn.model.adapters import apply_adapter, check_adapter, check_packages
+    from echelon.learn.model.adapters import apply_adapter, check_adapter
 
     check_adapter(model, adapter)
-    try:
-        check_packages(adapter)
-    except ConfigError:
-        if not elsewhere:
-            raise
-        left.append(f"adapter: the packages of {adapter.method}, and optim with it (they are not all here)")
+    if not has_adapter(adapter, elsewhere, left):
         return False
     apply_adapter(model, adapter)
     return True
-
-
-def _is_counted(recipe: Recipe, fields: dict[str, Any]) -> bool:
-    """Whether counting the model's parameters by formula has checked all of the recipe's model keys."""
-    kind = fields["model_type"]
-    asks_more = bool(recipe.model.attn_implementation or recipe.optim.learning_rate_multipliers)
-    asks_more |= recipe.model.rope is not None or recipe.adapter.is_adapter or recipe.train.precision == "fp8"
-    if recipe.model.config is None or asks_more or kind not in {**FAMILIES, **MIXTURES}:
-        return False
-    own = MIXTURES[kind].own if kind in MIXTURES else {}
-    is_known = all(_is_checked(name, value, own) for name, value in fields.items())
-    return is_known and (kind not in MIXTURES or _is_any_mixture(recipe, fields))
-
-
-def _is_checked(name: str, value: Any, own: Mapping[str, Any]) -> bool:
-    if name in COUNTED or name in own:
-        return value is not None or name in _NULLABLE
-    return type(value) in NUMBERS.get(name, ()) and value > 0
-
-
-def _is_any_mixture(recipe: Recipe, fields: dict[str, Any]) -> bool:
-    """Whether the recipe asks for nothing that only some mixtures can do: tp, tiles of MLPs, experts of odd widths."""
-    tiles = getattr(recipe.train.activation_checkpointing, "mlp_tiles", None)
-    widths = (width for weight in build_shape(fields).experts for width in (weight.rows, weight.columns))
-    return _tensor_degree(recipe) == 1 and tiles is None and all(width % _EXPERT_ROW == 0 for width in widths)
 
 
 def _list_built_checks(recipe: Recipe) -> Iterator[str]:
@@ -373,7 +332,7 @@ def check_weights(checkpoint: str | None) -> None:
     if checkpoint is None:
         return
     from echelon.learn.checkpoint.folder import newest_of
-    from echelon.learn.model.dequantized import open_folder
+    from echelon.learn.model.stored_folder import open_folder
 
     path = Path(checkpoint)
     if is_run(path):
@@ -443,12 +402,8 @@ def size_vocabulary(
     return {**fields, "vocab_size": size}, line
 
 
-def _find_vocab_size(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast | None") -> int | None:
-    """The size of the loaded tokenizer, or, without one, the size that the recipe alone determines; None if unknown."""
-    if tokenizer is not None:
-        from echelon.learn.data.tokenizer import vocabulary_size
-
-        return vocabulary_size(tokenizer.backend_tokenizer)
+def _find_vocab_size(recipe: Recipe) -> int | None:
+    """The size of the tokenizer if the recipe alone determines it; None if not."""
     if recipe.tokenizer == "bytes":
         return 256
     if recipe.tokenizer is None or isinstance(recipe.tokenizer, str):
@@ -468,19 +423,14 @@ def _read_floats(value: Any) -> Any:
 
 
 def _read_checkpoint_fields(checkpoint: str, trust_remote_code: bool) -> dict[str, Any]:
-    """The config in a folder, unchanged; that of a hub id through transformers, which fetches only config.json."""
-    path = Path(find_model_dir(checkpoint)) / "config.json"
-    if path.is_file():
-        try:
-            fields = _read_floats(read_json(path))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"model.checkpoint={checkpoint}: {path} cannot be read ({error}); give a whole model folder."
-            ) from error
-        if not isinstance(fields, dict):
-            raise ConfigError(f"model.checkpoint={checkpoint}: {path} is not the config of a model.")
-        return fields
-    from echelon.learn.model.build import find_config_folder, load_config
-
-    load_config(checkpoint, trust_remote_code)
-    return dict(_read_floats(read_json(find_config_folder(checkpoint, trust_remote_code) / "config.json")))
+    """The config.json of a checkpoint, unchanged; of a hub id only this file is fetched."""
+    path = find_config_folder(checkpoint, trust_remote_code) / "config.json"
+    try:
+        fields = _read_floats(read_json(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.checkpoint={checkpoint}: {path} cannot be read ({error}); give a whole model folder."
+        ) from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"model.checkpoint={checkpoint}: {path} is not the config of a model.")
+    return fields

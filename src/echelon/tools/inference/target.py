@@ -32,10 +32,10 @@ from echelon.learn.data.tokenizer import try_tokenizer
 from echelon.learn.model.attention import choose_attention
 from echelon.learn.model.build import build_on_meta, drop_quantization, load_config, materialize, model_kind
 from echelon.learn.model.causality import check_is_causal
-from echelon.learn.model.dequantized import open_folder
 from echelon.learn.model.model_folder import run_model_dir
 from echelon.learn.model.parts import check_has_vocabulary
 from echelon.learn.model.pretrained import PretrainedWeights
+from echelon.learn.model.stored_folder import open_folder
 from echelon.learn.model.stored_format import StoredFormat, find_settings, find_stored_format
 from echelon.planner.shape import check_depth
 from echelon.tools.inference.team import Host

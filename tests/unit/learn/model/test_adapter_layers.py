@@ -13,7 +13,6 @@ from echelon.learn.checkpoint.adapter_folder import describe_adapter, write_adap
 from echelon.learn.model.adapters import (
     apply_adapter,
     check_adapter,
-    check_packages,
     disabled_adapter,
     initialize_adapter,
     merged_weight,
@@ -22,6 +21,7 @@ from echelon.learn.model.adapters import (
 from echelon.learn.model.build import build_on_meta, load_config, materialize
 from echelon.learn.model.quantization import QuantizedLinear
 from echelon.learn.model.weights import grown, initialize_buffers, weight_places
+from echelon.planner.adapter_limits import check_packages
 from echelon.recipe import AdapterConfig
 from tests.families import small_config, small_model
 

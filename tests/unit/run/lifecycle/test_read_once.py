@@ -27,9 +27,9 @@ RECIPE = {
 }
 
 
-def write(folder, **sections):
+def write(folder, family="granite", **sections):
     """Write a recipe that trains an HF folder on prompts with answers."""
-    small_model("llama").save_pretrained(folder / "base")
+    small_model(family).save_pretrained(folder / "base")
     build_bytes_tokenizer().save_pretrained(folder / "base")
     rows = [{"prompt": f"{number} ", "completion": f"is {number}"} for number in range(40)]
     if sections:
@@ -84,3 +84,11 @@ def test_a_start_and_a_resume_read_each_file_once(tmp_path, calls, sections):
         calls.clear()
         prepare(path, run)
         assert calls == ONCE, run
+
+
+def test_a_model_of_a_known_family_is_not_tried_before_it_is_built(tmp_path, calls):
+    path = write(tmp_path, "llama")
+    prepare(path, "earlier")
+    calls.clear()
+    prepare(path, "new")
+    assert calls == {"from_pretrained": 1, "_read_checkpoint_fields": 1}
