@@ -62,7 +62,7 @@ def submit(job):
 
 
 def await_state(record, *states):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (now := TorchrunLauncher().status(record)).state not in states:
         assert time.monotonic() < deadline, now
         time.sleep(0.05)
@@ -70,14 +70,14 @@ def await_state(record, *states):
 
 
 def await_lines(path, count):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not path.exists() or path.read_text().count("\n") < count:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
 def await_end(pid):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.05)

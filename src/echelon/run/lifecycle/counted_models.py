@@ -26,13 +26,23 @@ NUMBERS: dict[str, tuple[type, ...]] = {"rope_theta": (int, float), "rms_norm_ep
 """Fields of any positive number, by its types."""
 
 _EXPERT_ROW = 8  # grouped products of experts need rows of a multiple of 16 bytes, which is so many numbers in bf16
-_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
-_DTYPES = ("float32", "float16", "bfloat16")
 _LLAMA3 = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
 
 
 def _is_name(value: Any) -> bool:
     return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_activation(value: Any) -> bool:
+    return value in ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+
+
+def _is_dtype(value: Any) -> bool:
+    return value in ("float32", "float16", "bfloat16")
 
 
 def _is_false(value: Any) -> bool:
@@ -67,44 +77,43 @@ def _has_fixed_positions(value: Any) -> bool:
 ANYWHERE: dict[str, Callable[[Any], bool]] = {
     "_name_or_path": _is_name,
     "architectures": _names_decoder,
-    "dtype": _DTYPES.__contains__,
-    "torch_dtype": _DTYPES.__contains__,
+    "dtype": _is_dtype,
+    "torch_dtype": _is_dtype,
     "initializer_range": lambda value: isinstance(value, float) and 0 < value <= 1,
-    "rope_parameters": _has_fixed_positions,
-    "rope_scaling": _has_fixed_positions,
     "transformers_version": _is_name,
-    "use_cache": lambda value: isinstance(value, bool),
+    "use_cache": _is_flag,
 }
 _IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}
-_BIASED = {"attention_bias": lambda value: isinstance(value, bool)}
-_USUAL = {"head_dim": _is_size, "hidden_act": _ACTIVATIONS.__contains__}
+_BIASED = {"attention_bias": _is_flag}
+_ROTARY = {"rope_parameters": _has_fixed_positions, "rope_scaling": _has_fixed_positions}
+_USUAL = {"head_dim": _is_size, "hidden_act": _is_activation, **_ROTARY}
 _UNUSED_WINDOW = {
     "sliding_window": lambda value: value is None or _is_size(value),
     "use_sliding_window": _is_false,
 }
 _WINDOWS = {
-    "head_dim": _is_size, "hidden_activation": _ACTIVATIONS.__contains__, "sliding_window": _is_size,
+    "head_dim": _is_size, "hidden_activation": _is_activation, "sliding_window": _is_size,
     "query_pre_attn_scalar": _is_size,
 }  # fmt: skip
-_ROUTED = {"hidden_act": _ACTIVATIONS.__contains__, "output_router_logits": _is_false}
+_ROUTED = {"hidden_act": _is_activation, "output_router_logits": _is_false, **_ROTARY}
 _LAYERS = {
     "layer_types": lambda value: isinstance(value, list) and set(value) == {"full_attention"},
     "max_window_layers": lambda value: type(value) is int and value >= 0,
 }
 OWN: dict[str, dict[str, Callable[[Any], bool]]] = {
-    "llama": {"mlp_bias": _BIASED["attention_bias"], "pretraining_tp": _is_size, **_USUAL, **_BIASED},
+    "llama": {"mlp_bias": _is_flag, "pretraining_tp": _is_size, **_USUAL, **_BIASED},
     "mistral": {"sliding_window": _is_null, **_USUAL},
-    "qwen2": {"hidden_act": _ACTIVATIONS.__contains__, **_UNUSED_WINDOW, **_LAYERS},
+    "qwen2": {"hidden_act": _is_activation, **_ROTARY, **_UNUSED_WINDOW, **_LAYERS},
     "qwen3": {**_USUAL, **_UNUSED_WINDOW, **_LAYERS, **_BIASED},
     "gemma": {**_USUAL, **_BIASED},
-    "gemma2": {**_WINDOWS, **_BIASED},
+    "gemma2": {**_WINDOWS, **_ROTARY, **_BIASED},
     "gemma3_text": {**_WINDOWS, **_BIASED},
     "mixtral": {"sliding_window": _is_null, "router_jitter_noise": lambda value: value == 0, **_ROUTED},
     "olmoe": {"clip_qkv": _is_null, **_ROUTED},
     "qwen2_moe": {**_UNUSED_WINDOW, **_ROUTED},
     "qwen3_moe": {**_UNUSED_WINDOW, **_ROUTED},
-    "deepseek_v2": {"hidden_act": _ACTIVATIONS.__contains__},
-    "deepseek_v3": {"hidden_act": _ACTIVATIONS.__contains__},
+    "deepseek_v2": {"hidden_act": _is_activation, **_ROTARY},
+    "deepseek_v3": {"hidden_act": _is_activation, **_ROTARY},
 }
 """Like `ANYWHERE`: the fields of each family beside those that its formula checks."""
 
@@ -135,6 +144,8 @@ def _is_checked(name: str, value: Any, fields: Mapping[str, Any]) -> bool:
         return type(value) in NUMBERS[name] and value > 0
     if name in _IDS:
         return all(_is_id(number, fields) for number in (value if isinstance(value, list) else [value]))
+    if name == "layer_types" and isinstance(value, list) and len(value) != fields.get("num_hidden_layers"):
+        return False
     accepts = ANYWHERE.get(name) or OWN.get(kind, {}).get(name)
     return accepts is not None and accepts(value)
 

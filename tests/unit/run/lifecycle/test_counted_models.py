@@ -195,6 +195,13 @@ def test_any_other_value_is_tried_by_building_the_model(fields):
     assert not is_counted(build_recipe(), small("llama") | fields)
 
 
+def test_kinds_of_layers_are_as_many_as_layers():
+    fields = small("qwen3") | {"layer_types": ["full_attention"] * 2}
+    assert is_counted(build_recipe(), fields)
+    assert not is_counted(build_recipe(), fields | {"num_hidden_layers": 3})
+    assert not is_counted(build_recipe(), fields | {"layer_types": ["full_attention", "sliding_attention"]})
+
+
 def test_fields_that_transformers_ignores_are_taken_in_a_checkpoint_alone():
     fields = small("qwen3_moe") | {"max_window_layers": 28}
     assert is_counted(build_recipe(), fields)
