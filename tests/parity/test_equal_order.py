@@ -1,7 +1,8 @@
 """Every rank issues the collectives that it shares with another one in the same order: NCCL would wait forever else.
 
 gloo finds a wrong order only if it waits too, or if sizes differ; so each rank notes what it calls, and any two ranks
-must agree on all that both take part in, over all of their groups together.
+must agree on all that both take part in, over all of their groups together. Messages from one rank to another must be
+received in the order in which they are sent: NCCL has no tags to tell them apart.
 """
 
 import itertools
@@ -23,11 +24,16 @@ pytestmark = pytest.mark.dist
 
 # Parts of different sizes are sent, or only one rank has the whole.
 UNEVEN = ("alltoall_base_", "all_to_all_single", "scatter_", "gather_")
-MESSAGES = ("send", "recv_", "recv_any_source_")
+MESSAGE = "message"
+# Which rank of a message its caller is: the one that sends, or the one that receives.
+ENDS = {"send": 0, "recv_": 1}
 
 
 class Call(NamedTuple):
-    """A collective: the global ranks of its group, the operation, and the shapes and types of its tensors."""
+    """A collective: the global ranks of its group, the operation, and the shapes and types of its tensors.
+
+    Of a message the ranks are (from, to), and the operation is MESSAGE.
+    """
 
     ranks: tuple[int, ...]
     kind: str
@@ -43,12 +49,17 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         name = operation.overloadpacket.__name__
-        is_collective = operation.namespace in ("c10d", "_c10d_functional") and name not in MESSAGES
-        if is_collective and (group := find_group(operation, args)) is not None:
+        is_noted = operation.namespace in ("c10d", "_c10d_functional")
+        if is_noted and (group := find_group(operation, args)) is not None:
             tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
             shapes = () if name in UNEVEN else tuple(tuple(each.shape) for each in tensors)
             described = (*shapes, *sorted({str(each.dtype) for each in tensors}))
-            self.calls.append(Call(tuple(dist.get_process_group_ranks(group)), name, described))
+            ranks = dist.get_process_group_ranks(group)
+            if name in ENDS:
+                ends = [dist.get_rank(), ranks[args[2]]]
+                self.calls.append(Call(tuple(reversed(ends) if ENDS[name] else ends), MESSAGE, described))
+            else:
+                self.calls.append(Call(tuple(ranks), name, described))
         return operation(*args, **(kwargs or {}))
 
 
@@ -72,7 +83,9 @@ def calls_of_steps(rank, world_size, path, plan, planted):
         learner = trainer.train_step.learner
         forward_backward = learner.engine.forward_backward
         for number, swap in enumerate(["", *planted]):
-            if swap:
+            if swap == "messages":
+                learner.engine.forward_backward = after_messages(forward_backward)
+            elif swap:
                 second = learner.meshes.tp.get_group() if swap == "between groups" else dist.group.WORLD
                 learner.engine.forward_backward = after_sums(forward_backward, dist.group.WORLD, second)
             with Collectives() as noted:
@@ -95,19 +108,38 @@ def after_sums(forward_backward, *groups):
     return called
 
 
+def after_messages(forward_backward):
+    """A pass after two messages from rank 0, which rank 1 receives in the other order, by their tags."""
+
+    def called(*arguments):
+        messages = [(torch.ones(4), 1), (torch.ones(4, dtype=torch.int32), 2)]
+        if dist.get_rank() == 0:
+            works = [dist.isend(values, 1, tag=tag) for values, tag in messages]
+        else:
+            works = [dist.irecv(values, 0, tag=tag) for values, tag in reversed(messages)]
+        for work in works:
+            work.wait()
+        return forward_backward(*arguments)
+
+    return called
+
+
 def find_disorder(calls):
-    """The first collective of two ranks that differs, of those that both take part in; None if all agree.
+    """The first collective or message of two ranks that differs, of those that both take part in; None if all agree.
 
     Args:
         calls: of each rank, in the order in which it calls them.
     """
-    for first, second in itertools.combinations(range(len(calls)), 2):
-        ours, theirs = (
-            [call for call in calls[one] if other in call.ranks] for one, other in ((first, second), (second, first))
-        )
-        for number, pair in enumerate(itertools.zip_longest(ours, theirs)):
-            if pair[0] != pair[1]:
-                return f"collective {number} of ranks {first} and {second}: {pair[0]}, but {pair[1]}"
+    for first, second in itertools.permutations(range(len(calls)), 2):
+        shared = [
+            [call for call in calls[one] if call.kind != MESSAGE and other in call.ranks]
+            for one, other in ((first, second), (second, first))
+        ]
+        sent = [[call for call in calls[one] if call[:2] == ((first, second), MESSAGE)] for one in (first, second)]
+        for kind, (ours, theirs) in (("collective", shared), (MESSAGE, sent)):
+            for number, pair in enumerate(itertools.zip_longest(ours, theirs)):
+                if pair[0] != pair[1]:
+                    return f"{kind} {number} of ranks {first} and {second}: {pair[0]}, but {pair[1]}"
     return None
 
 
@@ -120,6 +152,8 @@ ROWS = [
     with_ranks(Row({"dp_shard": 2, "tp": 2, "sequence_parallel": True}), 4, micro_batch=2),
     with_ranks(Row({"pp": 2, "tp": 2}), 4, micro_batch=2),
     with_ranks(Row({"pp": 2, "dp_shard": 2}, tied=True), 4, micro_batch=2),
+    with_ranks(Row({"pp": 2, "schedule": "zero_bubble"}), 2, micro_batch=2),
+    with_ranks(Row({"pp": 2, "schedule": "interleaved"}, fields=(("num_hidden_layers", 4),)), 2, micro_batch=2),
     with_ranks(Row({"cp": 2, "dp_shard": 2}), 4, micro_batch=2),
     with_ranks(Row({"cp": 2, "cp_method": "ulysses", "tp": 2}), 4, micro_batch=2),
     with_ranks(Row({"dp_shard": 4, "ep": 2}, family=MOE, optimizer="muon"), 4, micro_batch=1),
@@ -135,14 +169,16 @@ def run(workers, row, folder, text, *planted):
 
 
 def test_planted_swaps_are_found(workers, text, tmp_path):
-    """Of two sums in one group, and of two in different groups of the same ranks."""
+    """Of two sums in one group, of two in different groups of the same ranks, and of two messages."""
     row = with_ranks(Row({"tp": 2}), 2, micro_batch=2)
-    whole, *swapped = run(workers, row, tmp_path, text, "in a group", "between groups")
+    whole, *swapped, messages = run(workers, row, tmp_path, text, "in a group", "between groups", "messages")
     assert find_disorder(whole) is None
     assert all(len(each) > 2 for each in whole)
     for calls in swapped:
         found = find_disorder(calls)
         assert found is not None and "allreduce_" in found and "int32" in found
+    found = find_disorder(messages)
+    assert found is not None and found.startswith("message 0 of ranks 0 and 1") and "int32" in found
 
 
 @pytest.mark.slow
@@ -151,11 +187,17 @@ def test_all_ranks_call_their_collectives_in_the_same_order(workers, text, tmp_p
     [calls] = run(workers, row, tmp_path, text)
     assert find_disorder(calls) is None
     assert all(len(each) > 2 for each in calls)
+    parallel = row.parallel if isinstance(row.parallel, dict) else {}
+    assert any(call.kind == MESSAGE for each in calls for call in each) == ("pp" in parallel)
 
 
 @pytest.mark.slow
 def test_plans_on_eight_ranks(eight_workers, text, tmp_path):
-    for number, parallel in enumerate(({"pp": 2, "dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2, "cp": 2})):
-        row = with_ranks(Row(parallel), 8, micro_batch=1)
+    plans = (
+        ({"pp": 2, "dp_shard": 2, "tp": 2}, "llama"), ({"dp_replicate": 2, "dp_shard": 2, "cp": 2}, "llama"),
+        ({"dp_shard": 4, "ep": 4, "tp": 2}, MOE),
+    )  # fmt: skip
+    for number, (parallel, family) in enumerate(plans):
+        row = with_ranks(Row(parallel, family=family), 8, micro_batch=1)
         [calls] = run(eight_workers, row, tmp_path / str(number), text)
         assert find_disorder(calls) is None

@@ -1,6 +1,7 @@
 """The dispatch of tokens to experts: outputs, gradients, traffic, and what the host reads."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.model.build import build_on_meta, load_config
 from echelon.learn.parallel.activation import apply_activation_checkpointing
 from echelon.learn.parallel.expert import (
@@ -16,8 +18,11 @@ from echelon.learn.parallel.expert import (
     ExpertGroup,
     FixedCapacity,
     Share,
+    divide_experts,
+    find_dispatches,
     find_experts,
 )
+from echelon.planner.plan import ParallelPlan
 from tests.families import small_config
 from tests.parity.test_host_reads import HostReads
 
@@ -112,6 +117,21 @@ def test_outputs_gradients_and_bytes(workers, family, lonely, has_fixed_capacity
             assert reads == []
         row = 64 * 4
         assert sizes == [8 * num_experts, row * sent, row * received, row * sent, row * received]
+
+
+def run_divided(rank, world_size, parallel):
+    """How the experts of a model are exchanged on GPUs: the groups of `divide_experts`."""
+    plan = ParallelPlan("fsdp", **parallel)
+    meshes = replace(build_mesh(plan, "cpu"), device_type="cuda")
+    model = build_on_meta(load_config(small_config("mixtral")))
+    divide_experts(model, plan, meshes)
+    return {type(dispatch.group) for dispatch in find_dispatches(model)}
+
+
+def test_gpus_exchange_only_the_rows_that_are_needed(workers):
+    """Not ep times as many, for the host reads their numbers. With tp alone nothing is sent, and the host need not."""
+    for parallel, kind in (({"dp_shard": 2, "ep": 2}, ExpertGroup), ({"tp": 2}, FixedCapacity)):
+        assert workers.run(run_divided, 2, parallel) == [{kind}] * 2
 
 
 class Tolists(TorchFunctionMode):

@@ -59,7 +59,7 @@ def test_equals_one_process(workers, references, text, tmp_path, publish, row):
     ids=str,
 )
 def test_rows_of_a_fixed_number_equal_one_process(workers, references, text, tmp_path, row):
-    """The exchange of GPUs, whose host does not know how many rows are needed, on a CPU."""
+    """Rows of a fixed number, as GPUs have them under tp without ep; here they are sent."""
     rows = train(workers, row, tmp_path, text, mutation="experts of fixed capacity")
     expected = references(row.reference())
     losses, norms = difference(rows, expected)
