@@ -10,7 +10,7 @@ from echelon.learn.optimizer.adafactor import Adafactor
 from echelon.learn.optimizer.compiled_update import update_stored
 from echelon.learn.optimizer.eight_bit import num_blocks
 from echelon.learn.optimizer.muon import orthogonalize
-from echelon.learn.optimizer.rules import AdamW, Lion
+from echelon.learn.optimizer.rules import AdamW, Lion, MomentumSGD
 from tests.codegen.compiler import compile_alone
 from tests.codegen.layers import compile_capped, compile_layer, compile_liger
 
@@ -36,6 +36,13 @@ def _new(shape, dtype=None):
 
 def compile_lion():
     compile_update(Lion((0.9, 0.99)), 4, _new(PARAMETER), _new(PARAMETER), {"momentum": _new(PARAMETER)})
+
+
+def compile_sgd():
+    """Of bf16 weights with a remainder: fp32 ones have PyTorch's own kernel."""
+    weight, state = _new(PARAMETER, torch.bfloat16), {"momentum": _new(PARAMETER)}
+    state["remainder"] = _new(PARAMETER, torch.bfloat16)
+    compile_update(MomentumSGD(0.9), 3, weight, _new(PARAMETER, torch.bfloat16), state)
 
 
 def compile_adamw(storage):
@@ -83,6 +90,7 @@ PROGRAMS = {
     "layer with Liger's kernels": compile_liger,
     "layer with soft-capped attention": compile_capped,
     "lion": compile_lion,
+    "sgd, bf16 weights with a remainder": compile_sgd,
     "adamw": partial(compile_adamw, "plain"),
     "adamw, bf16 weights with a remainder": partial(compile_adamw, "remainder"),
     "adamw, bf16 weights rounded at random": partial(compile_adamw, "random"),

@@ -31,6 +31,7 @@ KERNELS = {
     "layer with Liger's kernels": 8,
     "layer with soft-capped attention": 18,
     "lion": 1,
+    "sgd, bf16 weights with a remainder": 1,
     "adamw": 1,
     "adamw, bf16 weights with a remainder": 1,
     "adamw, bf16 weights rounded at random": 1,
