@@ -82,10 +82,10 @@ TABLES = {
     },
     "variants": {
         "as the planner chooses": (Row(),),
-        "zero1 over one": (Row(overrides=("parallel=zero1",), shards=True),),
-        "cuDNN attention": (Row(kernel="CUDNN_ATTENTION"),),
+        "zero1, micro batch 4": (Row(overrides=("parallel=zero1",), micro=4, shards=True),),
+        "zero2, micro batch 4": (Row(overrides=("parallel=zero2",), micro=4, shards=True),),
+        "FlashAttention-2": (Row(kernel="FLASH_ATTENTION"),),
         "loss in chunks of 256 MiB": (Row(chunk_bytes=2**28),),
-        "micro batch 4": (Row(micro=4),),
         "micro batch 16, selective": (Row(overrides=("train.activation_checkpointing=selective",), micro=16),),
         "fully_shard over one": (Row(overrides=("parallel=fsdp",), shards=True),),
         "parallel: ddp": (Row(overrides=("parallel=ddp",)),),
@@ -228,7 +228,7 @@ def run_echelon(job, steps, gate):
         if job["kernel"] is not None:
             from torch.nn.attention import SDPBackend, sdpa_kernel
 
-            others = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+            others = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
             stack.enter_context(sdpa_kernel([getattr(SDPBackend, job["kernel"]), *others], set_priority=True))
         echelon = EchelonTrainer(job["run"])
         tokens, first_loss = 0, None

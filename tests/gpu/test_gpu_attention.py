@@ -1,11 +1,13 @@
 """On a GPU, torch's flash kernels and flex attention keep the documents of a sequence apart."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
 from echelon.learn.model.build import load_config
 from echelon.learn.model.flex_attention import FLEX, has_flex
-from echelon.learn.model.varlen_attention import VARLEN, has_kernel
+from echelon.learn.model.varlen_attention import VARLEN, activate_flash_3, deactivate_flash_3, has_kernel
 from echelon.learn.parallel.activation import apply_activation_checkpointing
 from echelon.learn.parallel.compilation import apply_compile
 from echelon.planner.choose import resolve_plan
@@ -42,6 +44,19 @@ def test_documents_have_the_loss_that_they_have_alone(gpu, family, dtype):
     plain, kernel = (small_model(family, **FIELDS.get(family, {})).eval().to(gpu.device) for _ in range(2))
     kernel.set_attn_implementation(VARLEN)
     check_documents(plain, kernel, gpu.device, dtype)
+
+
+def test_flash_attention_3_gives_documents_the_loss_that_they_have_alone(gpu):
+    if find_spec("flash_attn_interface") is None or torch.cuda.get_device_capability(gpu.device) != (9, 0):
+        pytest.skip("FlashAttention-3 is not installed, or is not for this GPU")
+    fields = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    assert activate_flash_3(gpu.device, torch.bfloat16, load_config(small_config("llama", **fields)))
+    try:
+        plain, kernel = (small_model("llama", **fields).eval().to(gpu.device) for _ in range(2))
+        kernel.set_attn_implementation(VARLEN)
+        check_documents(plain, kernel, gpu.device, torch.bfloat16)
+    finally:
+        deactivate_flash_3()
 
 
 def test_a_training_step_keeps_documents_apart_without_waiting(gpu):

@@ -4,7 +4,9 @@ from functools import partial
 
 import pytest
 import torch
+from torch.distributed.checkpoint import staging
 
+from echelon.learn.checkpoint.stager import Stager
 from echelon.learn.checkpoint.store import CheckpointStore
 from tests.gpu.gpu_training import OFFLOAD, Case, train_on_gpu, trainer_on_gpu
 from tests.parity.training import Row, check_exact_resume, difference, equal_tensors, hashes, tensors_of
@@ -26,6 +28,17 @@ def test_saving_copies_before_it_returns(gpu, tmp_path):
     store.load(checkpoint, tensors)
     store.close()
     assert all(torch.equal(tensors[name].cpu(), expected[name]) for name in expected)
+
+
+@pytest.mark.device
+def test_the_first_save_copies_into_memory_that_the_rehearsal_has_pinned(gpu, monkeypatch):
+    tensors = {f"w{index}": torch.full((1024, 4096), float(index), device=gpu.device) for index in range(8)}
+    stager = Stager()
+    stager.prepare(tensors)
+    monkeypatch.setattr(staging, "_create_cpu_state_dict", lambda *_, **__: pytest.fail("it allocates"))
+    copied = stager.stage(tensors)
+    torch.cuda.synchronize()
+    assert all(copied[name].is_pinned() and torch.equal(copied[name], tensors[name].cpu()) for name in tensors)
 
 
 @pytest.mark.parametrize(
