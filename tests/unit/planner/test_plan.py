@@ -347,6 +347,11 @@ def test_micro_batch_auto_obeys_the_cap_and_the_memory():
     # 96 / 2 = 48 sequences of 128 tokens: all 48 fit (6144 tokens); of 144 / 2 = 72, at most 36
     assert resolve_plan(build_recipe("ddp", batch=96), TINY, cpus(2)).micro_batch_size == 48
     assert resolve_plan(build_recipe("ddp", batch=144), TINY, cpus(2)).micro_batch_size == 36
+    # a GPU takes up to 32768 tokens where they fit, here 32 of 128 sequences, and fewer where they do not
+    large, cluster = build_recipe("ddp", batch=128, sequence_len=1024), parse_devices("1xH200")
+    assert resolve_plan(large, TINY, cluster).micro_batch_size == 32
+    little = replace(cluster, accelerator=replace(cluster.accelerator, memory_bytes=10**8))
+    assert resolve_plan(large, TINY, little).micro_batch_size < 32
     # a sequence longer than the cap is still one sequence
     assert resolve_plan(build_recipe("ddp", sequence_len=10000), TINY, cpus(2)).micro_batch_size == 1
     # less memory: a token of a TINY layer needs about 4 kB, so 4096 tokens exceed 30 MB and 1024 do not

@@ -1,13 +1,16 @@
 """The buffers of a save on a GPU are allocated before the first save, which then only copies."""
 
 import threading
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint import staging
 
 from echelon.learn.checkpoint.stager import Stager
+from echelon.learn.checkpoint.store import CheckpointStore
 
 
 class Allocations:
@@ -49,6 +52,24 @@ def test_the_first_save_after_a_rehearsal_allocates_nothing(allocations):
         check(stager.stage(tensors), tensors)
     [thread] = allocations.threads
     assert thread is not threading.main_thread()
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A store of one process, and no GPU."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = CheckpointStore(tmp_path, keep_last=1, asynchronous=True)
+    yield store
+    store.close()
+    dist.destroy_process_group()
+
+
+def test_the_rehearsal_of_a_store_allocates_for_its_first_save(store, allocations):
+    store.rehearse(build_tensors(0.0))
+    deadline = time.monotonic() + 30
+    while not allocations.threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [thread is threading.main_thread() for thread in allocations.threads] == [False]
 
 
 def test_other_tensors_than_rehearsed_get_buffers_of_their_own(allocations):
