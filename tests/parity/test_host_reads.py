@@ -8,6 +8,7 @@ import sys
 import threading
 import traceback
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from unittest import mock
@@ -191,6 +192,17 @@ def test_a_step_reads_and_searches_nothing(workers, text, tmp_path, samples, row
         assert slow_inside == [] or (plan.pp > 1 and set(slow_inside) == {"named_modules"})
         assert reads
         assert slow_calls == {"named_modules", "format_stack"}
+
+
+@pytest.mark.slow
+def test_a_step_in_float8_reads_nothing(workers, text, tmp_path):
+    """Scales of shards that are gathered in float8 stay on the device; torchao looks for its layers once a step."""
+    pytest.importorskip("torchao")
+    path, plan = prepare(with_ranks(Row("fsdp", precision="bf16"), 2, micro_batch=2), tmp_path, text, steps=4)
+    plan = replace(plan, precision=replace(plan.precision, float8=True))
+    for inside, slow_inside, reads, _ in workers.run(reads_of_a_step, 2, str(path), plan, ""):
+        assert inside == [] and set(slow_inside) == {"named_modules"}
+        assert reads
 
 
 def plant(read):
