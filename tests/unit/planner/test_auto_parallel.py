@@ -55,6 +55,19 @@ def test_a_simple_plan_is_taken_if_no_other_is_clearly_faster():
     assert re.search(r"; the best of \d+ with tp, cp or pp is dp_shard 8, pp 2 \(1f1b\), [\d.]+ s$", line)
 
 
+def test_one_gpu_keeps_both_copies_of_the_gradients_where_they_fit():
+    """ZeRO-1 then copies a gradient once a step, ZeRO-2 in each microbatch; the latter needs less memory."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 28, "vocab_size": 32000}
+    small = LLAMA | sizes | {"num_attention_heads": 16, "num_key_value_heads": 16}
+    given = fields(config=small, global_batch_size=192)
+    plan, line = choose("1xH100", build_shape(small), given)
+    assert (plan.strategy, plan.reduce_gradients) == ("zero1", "last") and plan.num_microbatches > 1
+    assert "zero1, the fastest of those that fit" in line
+    plan, _ = choose("1xA100-40", build_shape(small), given)
+    assert (plan.strategy, plan.reduce_gradients) == ("zero2", "each")
+    assert any("zero1 needs" in line for line in plan.why)
+
+
 def test_a_divided_plan_is_taken_where_the_network_is_slow():
     plan, line = choose(NETWORK, activation_checkpointing="full")
     assert plan.pp > 1 and "clearly faster than" in line and "H100 with nvlink4 and tcp25" in line
