@@ -20,6 +20,7 @@ from typing_extensions import override
 MAX_PARAMETERS = 100_000_000
 SMALL_PARAMETERS = 10_000_000
 _MAX_INTERMEDIATE = 64
+_MAX_EXPERT = 16  # the width of an expert, of which each token reads several
 _MAX_VOCABULARY = 256
 # (groups of heads that are kept, None for all; number of layers kept, None for all); the first copy that is small
 # enough and runs is used. Layer kinds that no list in the config names repeat at least every eight layers.
@@ -132,8 +133,8 @@ def _reduce_width(config: PretrainedConfig) -> None:
     """Reduce the intermediate width of feed-forward layers, and the vocabulary."""
     for name, value in list(vars(config).items()):
         is_number = isinstance(value, int) and not isinstance(value, bool)
-        if is_number and ("intermediate" in name or "ffn" in name or name == "n_inner") and value > _MAX_INTERMEDIATE:
-            setattr(config, name, _MAX_INTERMEDIATE)
+        if is_number and ("intermediate" in name or "ffn" in name or name == "n_inner"):
+            setattr(config, name, min(value, _MAX_EXPERT if "moe" in name else _MAX_INTERMEDIATE))
     _reduce_vocabulary(config)
 
 

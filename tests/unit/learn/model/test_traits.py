@@ -191,3 +191,13 @@ def test_traits_do_not_depend_on_weights_or_adapters():
     expected = find_traits(model)
     adapted = peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"]), model)
     assert find_traits(adapted) is expected is find_traits(build_on_meta(config))
+
+
+@pytest.mark.slow
+def test_a_mixture_of_many_wide_experts_is_tried_too():
+    """The widths of Qwen3-235B-A22B: copies with experts of 64 units were too large to run."""
+    sizes = {"hidden_size": 4096, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128}
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536}
+    config = load_config({"model_type": "qwen3_moe", "num_hidden_layers": 94, **sizes, **experts})
+    found = find_traits(build_on_meta(config), 64)
+    assert (found.mask, found.arithmetic) == ("full", HeadArithmetic())
