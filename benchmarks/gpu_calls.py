@@ -77,6 +77,10 @@ def _pytest(*arguments: str) -> tuple[str, ...]:
     return ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "--durations=10", *arguments)
 
 
+def _workers(number: int) -> tuple[str, ...]:
+    return ("-n", str(number), "--dist", "worksteal", "-vra")
+
+
 _ALONE = ("tests/gpu/test_gpu_memory.py", "tests/gpu/test_gpu_host.py")
 _COMMAND = ("tests/gpu/test_gpu_cli.py",)
 _ELSEWHERE = [f"--ignore={path}" for path in (*_ALONE, *_COMMAND)]
@@ -89,8 +93,8 @@ CALLS = {
     1: Call(
         "the tests that need a GPU",
         (
-            Part("tests", _pytest("tests/gpu", *_ELSEWHERE, "-n", "8", "--dist", "worksteal", "-vra"), 300, 60, PYTEST,
-                 False, tiny=_pytest("tests/gpu", *_ELSEWHERE, "-ra"), processes=8),
+            Part("tests", _pytest("tests/gpu", *_ELSEWHERE, *_workers(8)), 300, 60, PYTEST, False,
+                 tiny=_pytest("tests/gpu", *_ELSEWHERE, *_workers(2), "--on-cpu"), processes=8),
             Part("memory-and-host", _pytest(*_ALONE, "-rA"), 150, 30, PYTEST, False, tiny=_pytest(*_ALONE, "-rA")),
         ),
         ("bitsandbytes", "liger_kernel"),
@@ -132,7 +136,8 @@ CALLS = {
     6: Call(
         "whole runs of the command, and the trainer's own time",
         (
-            Part("command", _pytest(*_COMMAND, "-rA"), 270, 120, PYTEST, False, tiny=_pytest(*_COMMAND, "-rA")),
+            Part("command", _pytest(*_COMMAND, "-rA"), 270, 120, PYTEST, False,
+                 tiny=_pytest(*_COMMAND, "-rA", "--on-cpu")),
             Part("overhead", (*_OVERHEAD, "--size", "small", "--compile", "--rounds", "5", "--steps", "20"), 180, 60,
                  ECHELON, False, tiny=(*_OVERHEAD, "--size", "tiny", "--rounds", "1", "--steps", "2")),
         ),
