@@ -8,10 +8,13 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import gpu_calls
 import pretraining
@@ -31,6 +34,7 @@ from gpu_calls import (
 from kernel_table import Kernels, find_kind, render_kernels
 from measuring import NotHere, measure_rows
 from preflight import describe_package
+from tests import constraints
 from turns import Side, find_error, take_turns
 
 ROOT = Path(__file__).parents[2]
@@ -212,6 +216,15 @@ def test_the_rows_that_were_asked_for_come_first():
     ]  # fmt: skip
 
 
+def test_carried_wheels_are_the_versions_that_the_tests_have_run_with():
+    lines = (ROOT / "benchmarks" / "wheels.txt").read_text(encoding="utf-8").splitlines()
+    wheels = [Requirement(line) for line in lines if not line.startswith("#")]
+    tested = constraints.read_constraints(constraints.FILE.read_text(encoding="utf-8"))
+    both = {str(wheel): tested[name] for wheel in wheels if (name := canonicalize_name(wheel.name)) in tested}
+    assert len(both) >= 10
+    assert [wheel for wheel, version in both.items() if version not in Requirement(wheel).specifier] == []
+
+
 @pytest.mark.parametrize("number", CALLS)
 def test_a_call_fits_its_minutes_and_its_files(number):
     parts = CALLS[number].parts
@@ -304,6 +317,21 @@ def test_wrong_options_are_refused(tmp_path):
         assert done.returncode == 2 and reason in done.stderr
 
 
+@pytest.mark.parametrize(("gpus", "numbers"), [(1, "123456"), (2, "1234567"), (4, "1234567")])
+def test_make_gpu_runs_every_call_that_the_gpus_allow(tmp_path, gpus, numbers):
+    """Also after one that fails. Python is a program that says how many GPUs there are, and fails in call 3."""
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\nif [ "$1" = -c ]; then echo {gpus}; exit; fi\necho "$2 $3" >> {tmp_path}/calls\n[ $2 != 3 ]\n'
+    )
+    python.chmod(0o755)
+    command = ["make", "gpu", f"BIN={tmp_path}", "--old-file=.venv/.installed"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "gpu] Error 1" in done.stderr
+    assert (tmp_path / "calls").read_text().splitlines() == [f"{number} runs/gpu/call-{number}" for number in numbers]
+    assert ("\n== without call 7" in done.stdout) == (gpus == 1)
+
+
 @pytest.mark.slow
 def test_the_tests_of_a_gpu_do_not_fail_without_bitsandbytes(tmp_path):
     """A bare machine lacks it: the cases of QLoRA are skipped."""
@@ -337,9 +365,10 @@ def test_pytest_reports_at_its_time_limit_what_its_workers_have_done(tmp_path):
     assert "KeyboardInterrupt" in summary and "1 passed" in summary
 
 
+TITAN = "torchtitan: not " if find_spec("torchtitan") is None else "| torchtitan | torchtitan |"
 TABLES = {
-    1: ["skipped in"],
-    2: ["| HF Trainer | echelon |", "| HF Trainer | HF Trainer |", "| plain loop | plain loop |", "torchtitan: not ",
+    1: [" passed", "skipped in"],
+    2: ["| HF Trainer | echelon |", "| HF Trainer | HF Trainer |", "| plain loop | plain loop |", TITAN,
         "| as the planner chooses | echelon |", "| zero2, micro batch 4 | echelon", "| kind of work |",
         "flex attention: not measured, it needs a GPU"],
     3: ["| lora-bf16 |", "| qlora-bf16 |", "| lora-bf16-examples |", "| qlora-8b |", "lora-8b-unsloth: not measured"],
@@ -349,7 +378,7 @@ TABLES = {
     5: ["| selective, by operator |", "| memory budget 0.5 |", "offloading: not measured, it needs a GPU",
         "| tp 2, sequence parallel |", "| cp 2, ulysses |", "| pp 2, zero_bubble |", "| dp_shard 2, ep 2 |",
         "| tp 2 x pp 2 |"],
-    6: ["skipped in", "ratio "],
+    6: ["2 passed", "ratio "],
     7: [f"| {side} |" for side in ("quorum", "alone", "replace-ddp", "replace-fsdp")],
 }  # fmt: skip
 
