@@ -145,7 +145,10 @@ def _differentiate(
 def _gradient_shapes(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, largest: Tensor, scale: float, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+    batch, heads, length, width = key.shape
+    # the real ones are views of [batch * heads, width, seq], and inductor relies on the strides that it is told
+    of_key, of_value = (rows.new_empty(batch, heads, width, length).transpose(2, 3) for rows in (key, value))
+    return query.new_empty(query.shape), of_key, of_value
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor import config as inductor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from echelon.learn.model import attention
@@ -84,6 +85,30 @@ def test_a_compiler_sees_into_it_for_constant_short_lengths(heads, groups):
     torch._dynamo.reset()
     torch.compile(in_blocks, backend=keep, fullgraph=True)(*draw(2048, 1, 1, torch.bfloat16))
     assert any("echelon.blocked_attention" in name for name in graphs[-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", [5, 300])
+def test_a_compiler_is_told_the_layouts_of_the_operations(dtype, length):
+    """What it plans with are tensors without numbers; inductor stops where a real one has other strides."""
+    inputs = [each.detach() for each in draw(length, 2, 3, dtype)]
+    operations = torch.ops.echelon.blocked_attention, torch.ops.echelon.blocked_attention_backward
+    output, largest = operations[0](*inputs, WIDTH**-0.5, None)
+    for mask in (None, documents_mask(length, length // 2)):
+        torch.library.opcheck(operations[0], (*inputs, WIDTH**-0.5, mask), test_utils="test_faketensor")
+        gradient = torch.randn_like(output)
+        torch.library.opcheck(
+            operations[1], (gradient, *inputs, largest, WIDTH**-0.5, mask), test_utils="test_faketensor"
+        )
+
+
+@pytest.mark.slow
+def test_compiled_for_many_lengths_it_computes_the_same():
+    torch._dynamo.reset()
+    compiled = torch.compile(in_blocks, fullgraph=True, dynamic=True)
+    with inductor.patch(force_disable_caches=True):  # its keys do not change with what an operation says of its results
+        for length in (200, 130):
+            assert max(errors(compiled, draw(length, 2, 3, torch.float32))) < 5e-6
 
 
 @pytest.mark.parametrize(("length", "is_split"), [(300, True), (2048, False)])
