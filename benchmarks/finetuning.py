@@ -84,6 +84,8 @@ MORE_ROWS = {
     "qlora-8b-unsloth": Row("qlora", checkpointing=True, peer="unsloth", is_large=True),
 }
 
+NEEDS_GPU = ("liger_kernel", "unsloth")  # peers
+
 
 @dataclass(frozen=True)
 class Size:
@@ -373,6 +375,8 @@ def compare(name, scratch, arguments):
     row = (ROWS | MORE_ROWS)[name]
     if find_spec(row.peer) is None:
         raise NotHere(f"{row.peer} is not installed")
+    if row.peer in NEEDS_GPU and not torch.cuda.is_available():
+        raise NotHere(f"{row.peer} needs a GPU")
     size = choose_size(row, arguments.size == "tiny")
     run_dir, peer_json, fed = prepare(scratch, scratch / name, size, row)
     rates, costs, whole, later, kept = [], [], [], [], []

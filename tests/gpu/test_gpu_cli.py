@@ -64,7 +64,8 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(gpu, text, tmp_pat
     result = json.loads(succeed("eval", runs[0], "--json").strip().splitlines()[-1])
     last = [each for each in read_rows(runs[0]) if each["kind"] == "eval"][-1]
     assert result["loss"] == pytest.approx(last["loss"], abs=1e-3)  # both measured on all held-out text
-    assert succeed("generate", runs[0], "--prompt", "def ", "--max-tokens", "20").startswith("def ")
+    printed = succeed("generate", runs[0], "--prompt", "def ", "--max-tokens", "20").splitlines()
+    assert any(line.startswith("def ") for line in printed)  # the first lines may be warnings of packages
 
 
 @pytest.mark.parametrize("parallel", [pytest.param({"cpu_offload": True}, marks=pytest.mark.device), "auto"], ids=str)
