@@ -16,15 +16,9 @@ from typing_extensions import override
 
 from echelon.learn.model.parts import autocast_dtype
 from echelon.learn.model.sharding import local_part, write_part
-from echelon.planner.adapter_plan import ROW_MULTIPLE
+from echelon.planner.adapter_plan import NESTED_BLOCK, QUANTIZED_BLOCK, ROW_MULTIPLE
 from echelon.planner.experts import find_expert_weights
 from echelon.recipe import AdapterConfig
-
-BLOCK = 64
-"""Number of weights that share one scale."""
-
-NESTED_BLOCK = 256
-"""Number of scales that share one second-level scale, with `double_quant`."""
 
 ERROR_PIECE = 2**22
 """The numbers of a weight whose error is computed at a time."""
@@ -62,7 +56,7 @@ class Quantized:
         """Create the parameters on meta, for a weight whose last dim is a multiple of `ROW_MULTIPLE`."""
         assert shape[-1] % ROW_MULTIPLE == 0, f"rows of {shape[-1]} numbers"
         self.weight_shape, self.quant_type = torch.Size(shape), quant_type
-        self._num_blocks = math.ceil(math.prod(shape) / BLOCK)
+        self._num_blocks = math.ceil(math.prod(shape) / QUANTIZED_BLOCK)
         self._num_nested = math.ceil(self._num_blocks / NESTED_BLOCK) if double_quant else 0
         num_bytes = 4 + 4 * self._num_nested + self._num_blocks if double_quant else 4 * self._num_blocks
         packed = torch.empty(math.prod(shape[:-1]), shape[-1] // 2, dtype=torch.uint8, device="meta")
@@ -124,7 +118,7 @@ class Quantized:
         common = {
             "shape": self.weight_shape,
             "code": self.weight_code,
-            "blocksize": BLOCK,
+            "blocksize": QUANTIZED_BLOCK,
             "quant_type": self.quant_type,
         }
         scales = self.scales.view(torch.uint8)
