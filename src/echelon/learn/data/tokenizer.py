@@ -213,7 +213,8 @@ def count_ids(folder: Path) -> int | None:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         with panics_told(str(folder), "the text 'a word'"):
             tokenizer.decode(tokenizer.encode("a word").ids)
-        size, ids = vocabulary_size(tokenizer), tokenizer.get_vocab(with_added_tokens=True)
+        ids = tokenizer.get_vocab(with_added_tokens=True)
+        size = 1 + max(ids.values())
         is_whole = size == len(ids) <= MAX_VOCAB and ids.keys() >= set(_list_special(folder, settings))
         return size if is_whole and _keeps_added(folder, settings, tokenizer) else None
     except Exception:  # `load_tokenizer` explains it

@@ -154,14 +154,20 @@ def _is_id(value: Any, fields: Mapping[str, Any]) -> bool:
     return value is None or (type(value) is int and 0 <= value < build_shape(fields).vocab_size)
 
 
+def tensor_degree(recipe: Recipe) -> int:
+    """The ranks among which a recipe divides matrices; 1 for a named strategy."""
+    return 1 if isinstance(recipe.parallel, str) else recipe.parallel.tp
+
+
 def _is_any_mixture(recipe: Recipe, fields: Mapping[str, Any]) -> bool:
     """Whether the recipe asks for nothing that only some mixtures can do: tp, tiles of MLPs, experts of odd widths,
     an adapter of layers that it names."""
     tiles = getattr(recipe.train.activation_checkpointing, "mlp_tiles", None)
-    is_divided = not isinstance(recipe.parallel, str) and recipe.parallel.tp > 1
     names_layers = recipe.adapter.is_adapter and recipe.adapter.target_modules != "all-linear"
     widths = (width for weight in build_shape(fields).experts for width in (weight.rows, weight.columns))
-    return not (is_divided or names_layers or tiles) and all(width % _EXPERT_ROW == 0 for width in widths)
+    return not (tensor_degree(recipe) > 1 or names_layers or tiles) and all(
+        width % _EXPERT_ROW == 0 for width in widths
+    )
 
 
 def check_shape(recipe: Recipe, shape: ModelShape, elsewhere: bool, left: list[str]) -> None:

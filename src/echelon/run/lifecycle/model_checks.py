@@ -25,7 +25,7 @@ from echelon.recipe.engines import ENGINES, NATIVE
 from echelon.recipe.load import load_recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.trackers import check_trackers
-from echelon.run.lifecycle.counted_models import check_shape, has_adapter, has_float8, is_counted
+from echelon.run.lifecycle.counted_models import check_shape, has_adapter, has_float8, is_counted, tensor_degree
 from echelon.run.lifecycle.extension_checks import describe_extensions
 
 if TYPE_CHECKING:
@@ -205,7 +205,6 @@ def _check_built(
         return None
     from echelon.learn.model.build import parameter_names
     from echelon.learn.model.causality import check_is_causal
-    from echelon.learn.model.float8 import find_float8_layers
     from echelon.learn.model.rope import check_scaled
     from echelon.learn.model.router import check_routers
     from echelon.learn.model.traits import describe_obstacle, find_traits
@@ -219,6 +218,8 @@ def _check_built(
     obstacle = describe_obstacle(traits, config)
     _check_divided(model, traits, recipe)
     if recipe.train.precision == "fp8":
+        from echelon.learn.model.float8 import find_float8_layers
+
         find_float8_layers(model)
         has_float8(elsewhere, left)
     if not recipe.adapter.is_adapter or _try_adapter(model, recipe.adapter, elsewhere, left):
@@ -249,22 +250,20 @@ def _build_on_meta(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left
         return build_on_meta(config, None, trusted), config
 
 
-def _tensor_degree(recipe: Recipe) -> int:
-    return 1 if isinstance(recipe.parallel, str) else recipe.parallel.tp
-
-
 def _check_divided(model: Any, traits: Any, recipe: Recipe) -> None:
     """Refuse a division of sequences, matrices or MLPs that the model does not support."""
-    from echelon.learn.model.divided_copy import check_divides
-    from echelon.learn.model.mlp_tiles import find_mlps
-    from echelon.learn.parallel.tensor import find_divided
-
     if not isinstance(recipe.parallel, str) and recipe.parallel.cp > 1:
+        from echelon.learn.model.divided_copy import check_divides
+
         check_divides(model, recipe.parallel.cp_method or "allgather", traits, recipe.data.sequence_len)
     kept = recipe.train.activation_checkpointing
     if not isinstance(kept, str) and kept.mlp_tiles is not None:
+        from echelon.learn.model.mlp_tiles import find_mlps
+
         find_mlps(model)
-    if _tensor_degree(recipe) > 1:
+    if tensor_degree(recipe) > 1:
+        from echelon.learn.parallel.tensor import find_divided
+
         find_divided(model)
 
 
@@ -292,7 +291,7 @@ def _list_built_checks(recipe: Recipe) -> Iterator[str]:
         yield f"model.attn_implementation: whether {recipe.model.attn_implementation} can run it"
     if recipe.adapter.is_adapter:
         yield f"adapter: whether the model has layers for {recipe.adapter.method}, and its packages"
-    if _tensor_degree(recipe) > 1:
+    if tensor_degree(recipe) > 1:
         yield "parallel.tp: whether the model can be divided"
     if recipe.optim.learning_rate_multipliers:
         yield "optim.learning_rate_multipliers: whether each matches a parameter"
