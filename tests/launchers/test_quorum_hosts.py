@@ -107,8 +107,8 @@ class Job:
 
     def end(self):
         """Wait for the agents; their exit codes by machine, and their outputs."""
-        outputs = {name: agent.communicate(timeout=PATIENCE_SECONDS)[0] for name, agent in self.agents.items()}
-        return {name: agent.returncode for name, agent in self.agents.items()}, outputs
+        self.outputs = {name: agent.communicate(timeout=PATIENCE_SECONDS)[0] for name, agent in self.agents.items()}
+        return {name: agent.returncode for name, agent in self.agents.items()}, self.outputs
 
     def stop(self, agent="node-1"):
         """Train some steps more, and stop all machines by a signal to one, by default the first; as `end`."""

@@ -49,7 +49,7 @@ class RankJob(Job):
 
     def assert_as_undisturbed(self):
         """Compare with the same number of processes on one machine, which lose nothing."""
-        assert not self.events("restart", "failure", "save_failed")
+        assert not self.events("restart", "failure", "save_failed"), self.outputs
         assert all(row["step"] % 4 == 0 and row["step"] for row in self.events("resume")), self.events("resume")
         whole, count = RunFolder(self.folder / "runs" / "whole"), self.size * len(self.network)
         plain = ("fault.on_lost_process=restart", "checkpoint.snapshot_every_steps=null", "run.dir=runs/whole")

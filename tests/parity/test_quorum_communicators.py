@@ -1,5 +1,9 @@
 """A replica dies while the others wait for it in NCCL, here a fake over gloo: they abort, and form the next groups."""
 
+import os
+import signal
+import threading
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -8,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from echelon.learn.distributed.membership import ViewChanged
+from echelon.learn.distributed.transport import end_waits
 from echelon.run.lifecycle import view_group
 from echelon.run.lifecycle.view_group import Inside, LossWatch, ViewMembership, form_inside
 from echelon.run.supervise.board import Board, View
@@ -90,3 +95,47 @@ def test_a_process_whose_abort_does_not_end_ends_and_so_is_lost():
     process.start()
     process.join(SECONDS)
     assert process.exitcode == 1
+
+
+def join_two(path, rank):
+    """Form a group of two; returns a message that does not fit the buffers of the kernel."""
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    message = torch.zeros(100_000_000)
+    dist.barrier()
+    return message
+
+
+def send_a_part(path, is_sent):
+    """Send, and stand still meanwhile, as a machine that loses its power."""
+    message = join_two(path, 1)
+    threading.Timer(0.05, lambda: (is_sent.set(), os.kill(os.getpid(), signal.SIGSTOP))).start()
+    dist.send(message, 0)
+
+
+def wait_for_the_rest(path, is_sent):
+    """Wait for the message of the other process, and end all waits when that stands still."""
+    view_group.STUCK_SECONDS = 0.5
+    message = join_two(path, 0)
+    LossWatch(is_sent.is_set, lambda: end_waits([dist.group.WORLD]))
+    with suppress(RuntimeError):  # which would end this process, too
+        dist.recv(message, 1)
+
+
+def test_a_process_that_waits_for_the_rest_of_a_message_ends_and_so_is_lost(tmp_path):
+    """gloo does not end this wait when the connection is closed, here or by the other process.
+
+    On a busy machine the other process may stand still before it sends, or after it has sent all: then the wait ends.
+    """
+    for number in range(8):
+        is_sent, path = WARM.Event(), str(tmp_path / f"store-{number}")
+        sending, waiting = (
+            WARM.Process(target=target, args=(path, is_sent), daemon=True)
+            for target in (send_a_part, wait_for_the_rest)
+        )
+        sending.start()
+        waiting.start()
+        waiting.join(SECONDS)
+        sending.kill()
+        if waiting.exitcode != 0:
+            break
+    assert is_sent.is_set() and waiting.exitcode == 1

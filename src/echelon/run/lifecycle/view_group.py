@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import FrameType
 from typing import cast
 
 import torch
@@ -42,6 +43,13 @@ _LOOK_SECONDS, _WATCH_SECONDS = 0.002, 0.05
 # A process that does not leave a group in this time after a loss ends, and is lost too. It may be in a long forward
 # pass.
 LEAVING_SECONDS = 120.0
+# The same of a process that is still in the call of torch.distributed in which the loss has found it. gloo ends all
+# waits but that for the rest of a message: its `Pair::signalException` passes over the one that is being read.
+STUCK_SECONDS = 5.0
+_CALLS = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
+_FORMING = "_new_process_group_helper"
+# A frame of a thread, and the instruction that it is at.
+_Call = tuple[FrameType, int]
 # How long the keeper may take to notice a death that a replica has met as an error; of a machine, once it is silent.
 _NOTICE_SECONDS, _SHORT_NOTICE_SECONDS, _MACHINE_NOTICE_SECONDS = 5.0, 2.0, 5.0 + SILENT_SECONDS
 
@@ -293,11 +301,15 @@ class LossWatch:
         while not self._is_over():
             if self._is_left.wait(_WATCH_SECONDS):
                 return
-        limit = threading.Timer(LEAVING_SECONDS, _end_process)
+        limit = threading.Timer(LEAVING_SECONDS, _end_process, (LEAVING_SECONDS,))
         limit.daemon = True
         limit.start()
         self._close()
-        self._is_left.wait()
+        calls = set[_Call]()
+        while not self._is_left.wait(STUCK_SECONDS):
+            before, calls = calls, _find_calls()
+            if before & calls:
+                _end_process(STUCK_SECONDS)
         limit.cancel()
 
     def leave(self) -> None:
@@ -306,8 +318,20 @@ class LossWatch:
         self._thread.join()
 
 
-def _end_process() -> None:
-    logger.error(f"this process did not leave its groups {LEAVING_SECONDS:g} s after a loss, and ends")
+def _find_calls() -> set[_Call]:
+    """The calls of torch.distributed in which threads of this process are, but those that form a group."""
+    calls = set[_Call]()
+    for frame in sys._current_frames().values():
+        around = [frame, frame.f_back, frame.f_back and frame.f_back.f_back]
+        codes = [outer.f_code for outer in around if outer is not None]
+        innermost = next((code for code in codes if code.co_filename.endswith(_CALLS)), None)
+        if innermost is not None and innermost.co_name != _FORMING:
+            calls.add((frame, frame.f_lasti))
+    return calls
+
+
+def _end_process(seconds: float) -> None:
+    logger.error(f"this process did not leave its groups {seconds:g} s after a loss, and ends")
     sys.stdout.flush()
     os._exit(1)
 
