@@ -57,4 +57,4 @@ def _resolve_plan(recipe: Recipe, shape: ModelShape, data: PreparedData, runtime
     cluster = describe_cluster(runtime.world_size, runtime.local_world_size)
     if recipe.objective.row.answers == "pairs":
         shape = replace(shape, obeys_masks=find_mask_obstacle(recipe) is None)
-    return resolve_plan(recipe, shape, cluster, num_samples=data.train.num_samples)
+    return resolve_plan(recipe, shape, cluster, num_samples=data.train.num_samples, are_apart=data.apart)

@@ -12,7 +12,7 @@ from echelon.planner.axes.table import AXES
 from echelon.planner.hardware.accelerators import DeviceKind
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
-from echelon.planner.rates import attends_in_blocks, compiles_checkpoints
+from echelon.planner.rates import attends_in_blocks, keeps_scores
 
 FP32_BYTES = 4
 
@@ -54,7 +54,7 @@ def _what_is_kept(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> _K
     ranks = plan.sequence_ranks
     # Autocast computes powers in fp32 on a GPU, but not on a CPU.
     power = FP32_BYTES if kind == "cuda" and plan.uses_autocast else compute
-    scores = shape.parts.attention_matrix and (kind == "cpu" or compiles_checkpoints(plan))
+    scores = keeps_scores(shape, plan, kind)
     if plan.adapter is None:
         # autocast leaves the residual stream in fp32
         residual = FP32_BYTES if plan.uses_autocast else compute
@@ -168,7 +168,7 @@ def _kept_by_layer(
     match plan.activation_checkpointing:
         case "none" if plan.activation_memory_budget is not None or knows_compiled(shape, plan):
             most = layer
-            if not shape.parts.attention_matrix:
+            if not (shape.parts.attention_matrix or by.scores):
                 most = outputs + _compiled_bytes(shape, by.compute) + _beside_bytes(shape, plan, by.compute)
                 most += probabilities
             budget = 1.0 if plan.activation_memory_budget is None else plan.activation_memory_budget
@@ -191,7 +191,7 @@ def knows_compiled(shape: ModelShape, plan: ParallelPlan) -> bool:
     """Whether what compiled layers keep was measured: those of dense models without dropout and without an adapter."""
     parts = shape.parts
     is_plain = not (shape.experts or parts.attention_matrix or parts.residual_dropout or parts.attention_dropout)
-    return plan.compile and plan.adapter is None and is_plain
+    return plan.compile and plan.adapter is None and is_plain and plan.attn_implementation != "eager"
 
 
 def _compiled_bytes(shape: ModelShape, compute: int) -> int:
@@ -266,6 +266,7 @@ def _probability_bytes(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) 
 def _has_blocks(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> bool:
     """Whether attention takes blocks of queries."""
     is_fused = not shape.parts.attention_matrix and not shape.parts.attention_dropout
+    is_fused = is_fused and plan.attn_implementation != "eager"
     return kind == "cpu" and attends_in_blocks(plan) and not plan.divides_sequences and is_fused
 
 
@@ -288,9 +289,10 @@ def _attention_bytes(shape: ModelShape, by: _Kept, sequence_len: int, kind: Devi
         kept = FP32_BYTES if by.frozen else 2 * FP32_BYTES if parts.norm == "rms_fp32" else FP32_BYTES + compute
         head_norms = (query + key_value) * kept + FP32_BYTES * (shape.num_heads + shape.num_kv_heads)
     if by.scores:
-        # soft-capped scores, fp32 softmax, its cast copy; key and value are repeated for every query head
+        # scores if they are capped, fp32 softmax, its cast copy; key and value are repeated for every query head
         cast = compute if compute != FP32_BYTES else 0
-        return head_norms + 4 * compute * query + scores * (compute + FP32_BYTES + cast)
+        capped = compute if parts.attention_matrix else 0
+        return head_norms + 4 * compute * query + scores * (capped + FP32_BYTES + cast)
     if parts.attention_dropout and kind == "cpu":
         # CPUs have no fused attention with dropout: softmax, mask and product are kept, all in fp32
         return head_norms + FP32_BYTES * 3 * query + compute * query + 3 * FP32_BYTES * scores

@@ -10,6 +10,7 @@ from echelon.planner.hardware.accelerators import CPU_BF16_MARGIN, Cluster
 from echelon.planner.kept_activations import KeptActivations
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import Precision, Rounding
+from echelon.recipe.data_formats import RECORD_FORMATS
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe, TrainConfig
@@ -97,6 +98,16 @@ def estimate_seconds(
     tokens = recipe.batches.first_token(recipe.num_steps(num_samples or 0))
     flops = tokens * shape.flops_per_token(recipe.data.sequence_len)
     return flops / (cluster.num_devices * peak * _EAGER_MFU)
+
+
+def keeps_documents_apart(recipe: "Recipe", shape: ModelShape) -> bool:
+    """Whether the documents of a sequence do not attend to each other, as far as a recipe tells without its data."""
+    data, answers = recipe.data, recipe.objective.row.answers
+    if answers == "pairs":  # the two answers share a sequence
+        return shape.obeys_masks
+    has_samples = answers is not None or any(source.format in RECORD_FORMATS for source in data.train)
+    is_masked = has_samples if data.document_mask == "auto" else data.document_mask
+    return is_masked and data.packing is not False and answers != "prompts" and shape.obeys_masks
 
 
 # tests/codegen shows it: the compiler takes the weights of the forward pass instead of dequantising them again.

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.ground.sizes import render_bytes
 from echelon.planner.adapter_plan import build_adapter_plan, describe_reach
-from echelon.planner.arithmetic import COMPILE_GAIN, choose_compile, choose_precision, estimate_seconds
+from echelon.planner.arithmetic import (
+    COMPILE_GAIN,
+    choose_compile,
+    choose_precision,
+    estimate_seconds,
+    keeps_documents_apart,
+)
 from echelon.planner.axes.table import AXES
 from echelon.planner.engine_limits import check_engine, find_row
 from echelon.planner.fastest import choose_fastest, ranks_by_time
@@ -68,6 +74,7 @@ class _Request:
     compile: bool
     policies: tuple[KeptActivations, ...]
     fill: bool
+    documents_apart: bool
 
     @property
     def usable_bytes(self) -> float | None:
@@ -89,13 +96,19 @@ class _Request:
 
 
 def resolve_plan(
-    recipe: "Recipe", shape: ModelShape, cluster: Cluster, num_samples: int | None = None, fill: bool = False
+    recipe: "Recipe",
+    shape: ModelShape,
+    cluster: Cluster,
+    num_samples: int | None = None,
+    fill: bool = False,
+    are_apart: bool | None = None,
 ) -> ParallelPlan:
     """The plan of a recipe on a cluster: checks all fields together and resolves every `auto`, with reasons in `why`.
 
     `num_samples` is the number of training sequences, if known. `fill`: pad a batch that the ranks cannot share evenly,
-    as for a run that resumes with a different number of ranks; otherwise it is refused. Raises PlanError, or
-    ConfigError if the recipe is wrong on any cluster, with the values that would fit.
+    as for a run that resumes with a different number of ranks; otherwise it is refused. `are_apart`: whether the
+    documents of a sequence do not attend to each other, if the data is known. Raises PlanError, or ConfigError if the
+    recipe is wrong on any cluster, with the values that would fit.
     """
     _check_positions(recipe, shape)
     kind, policies = cluster.kind, list_activations(recipe)
@@ -105,7 +118,10 @@ def resolve_plan(
     compile_model, compile_why = choose_compile(recipe, cluster, policies[0], seconds, COMPILE_GAIN[precision.compute])
     adapter = build_adapter_plan(recipe.adapter, shape, len(recipe.model.new_tokens))
     replica = find_replica(recipe, cluster)
-    request = _Request(recipe, shape, cluster, replica, num_samples, precision, adapter, compile_model, policies, fill)
+    apart = keeps_documents_apart(recipe, shape) if are_apart is None else are_apart
+    request = _Request(
+        recipe, shape, cluster, replica, num_samples, precision, adapter, compile_model, policies, fill, apart
+    )
     if recipe.parallel == "auto":
         plan, plan_why = _choose_strategy(request)
     else:
@@ -370,6 +386,8 @@ def _build_plan(
         activation_offloading=request.recipe.train.activation_offloading,
         activation_loading_horizon=request.recipe.train.activation_loading_horizon,
         compile=request.compile,
+        attn_implementation=request.recipe.model.attn_implementation,
+        documents_apart=request.documents_apart,
         precision=request.precision,
         optimizer=request.recipe.optim.name,
         adapter=request.adapter,

@@ -21,7 +21,7 @@ from echelon.planner.hardware.accelerators import DeviceKind
 from echelon.planner.memory_parts import MemoryParts, StoredBytes
 from echelon.planner.model_shape import ModelShape, logits_chunk_tokens
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
-from echelon.planner.rates import compiles_checkpoints
+from echelon.planner.rates import keeps_scores
 from echelon.planner.replica_costs import agreement_bytes, saved_bytes
 from echelon.recipe.engines import NATIVE
 from echelon.recipe.names import OPTIMIZER_FROM_OUTSIDE, OPTIMIZERS
@@ -233,7 +233,7 @@ def _rotary_bytes(shape: ModelShape, sequence_len: int) -> int:
 
 def _list_assumptions(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> Iterator[str]:
     if shape.parts.attention_matrix and kind == "cuda":
-        yield _CAPPED[compiles_checkpoints(plan)]
+        yield _CAPPED[keeps_scores(shape, plan, kind)]
     if plan.engine != NATIVE:
         yield f"the engine {plan.engine} is counted as the native one; what it copies beside that is not counted"
     if plan.compile:

@@ -267,6 +267,10 @@ class ParallelPlan:
     activation_loading_horizon: CountOrZero = 1
     """Layers whose offloaded activations are loaded ahead of the one that is differentiated."""
     compile: bool = False
+    attn_implementation: str | None = None
+    """That of the recipe; None: echelon chooses it by the device, the model and the data."""
+    documents_apart: bool = False
+    """Whether the documents of a sequence do not attend to each other."""
     precision: Precision = field(default_factory=Precision)
     optimizer: OptimizerName = "adamw"
     adapter: AdapterPlan | None = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 from echelon.ground.errors import PlanError
-from echelon.planner.hardware.accelerators import Accelerator, Cluster
+from echelon.planner.hardware.accelerators import Accelerator, Cluster, DeviceKind
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 
@@ -156,7 +156,7 @@ class Software:
         names = {
             "flash": "FlashAttention-2",
             "flash3": "FlashAttention-3 or cuDNN",
-            "cudnn": "cuDNN's attention (FlashAttention-2, which is slower, where documents are kept apart)",
+            "cudnn": "cuDNN's attention",
             "unfused": "unfused attention",
             "cpu": "PyTorch's attention on the CPU",
             "cpu_blocks": "attention on the CPU in blocks of queries",
@@ -170,12 +170,28 @@ class Software:
 
 def choose_software(shape: ModelShape, plan: ParallelPlan, cluster: Cluster) -> Software:
     """What echelon runs: the attention that PyTorch chooses, and fused layers if they are compiled."""
-    half = plan.precision.compute != "float32"
-    if cluster.kind == "cuda" and shape.parts.attention_matrix and compiles_checkpoints(plan):
-        return Software(attention="unfused", fused=plan.compile)
-    on_gpu: AttentionKernel = "cudnn" if half and cluster.accelerator.name in _CUDNN else "flash"
-    on_cpu: AttentionKernel = "cpu_blocks" if attends_in_blocks(plan) else "cpu"
-    return Software(attention=on_gpu if cluster.kind == "cuda" else on_cpu, fused=plan.compile)
+    return Software(attention=_choose_attention(shape, plan, cluster), fused=plan.compile)
+
+
+def _choose_attention(shape: ModelShape, plan: ParallelPlan, cluster: Cluster) -> AttentionKernel:
+    """Flex attention, which caps scores, is charged as FlashAttention-2, and so is what passes a mask or has dropout,
+    for which `choose_attention_kernel` turns cuDNN's kernels off."""
+    if cluster.kind == "cpu":
+        return "unfused" if plan.attn_implementation == "eager" else "cpu_blocks" if attends_in_blocks(plan) else "cpu"
+    if keeps_scores(shape, plan, cluster.kind):
+        return "unfused"
+    if plan.attn_implementation is not None:
+        return "flash3" if plan.attn_implementation == "flash_attention_3" else "flash"
+    is_plain = not plan.documents_apart and plan.cp_method in (None, "ulysses")
+    is_usual = not shape.parts.attention_matrix and not shape.parts.attention_dropout
+    has_kernel = plan.precision.compute != "float32" and cluster.accelerator.name in _CUDNN
+    return "cudnn" if is_plain and is_usual and has_kernel else "flash"
+
+
+def keeps_scores(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> bool:
+    """Whether attention is eager: its scores are kept for the backward pass."""
+    is_capped = shape.parts.attention_matrix and (kind == "cpu" or compiles_checkpoints(plan))
+    return is_capped or plan.attn_implementation == "eager"
 
 
 def compiles_checkpoints(plan: ParallelPlan) -> bool:

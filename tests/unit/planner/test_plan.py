@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from echelon.ground.errors import ConfigError, PlanError
-from echelon.planner.arithmetic import COMPILE_GAIN
+from echelon.planner.arithmetic import COMPILE_GAIN, keeps_documents_apart
 from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster, parse_devices
 from echelon.planner.plan import ParallelPlan, Precision
@@ -16,6 +16,7 @@ from echelon.recipe import (
     AdapterConfig,
     BatchRampConfig,
     CheckpointConfig,
+    DataConfig,
     FaultConfig,
     ObjectiveConfig,
     SyncConfig,
@@ -70,7 +71,7 @@ def build_recipe(
         sync=SyncConfig.model_validate(sync or {}),
         global_batch_size=batch,
         batches=constant_batch(batch, sequence_len),
-        data=SimpleNamespace(sequence_len=sequence_len),
+        data=DataConfig.model_validate({"train": "text.txt", "sequence_len": sequence_len}),
         optim=SimpleNamespace(name=optimizer),
         adapter=adapter,
         model=SimpleNamespace(new_tokens=(), trust_remote_code=False, attn_implementation=None),
@@ -83,6 +84,28 @@ def build_recipe(
         train=SimpleNamespace(global_batch_tokens=batch_tokens, **{"epochs": None, **defaults, **train}),
         num_steps=lambda num_samples: 1000,
     )
+
+
+@pytest.mark.parametrize(
+    ("data", "objective", "are_apart"),
+    [({}, {}, False), ({"document_mask": True}, {}, True),
+     ({"train": {"path": "talks.jsonl", "format": "messages"}}, {}, True),
+     ({"train": {"path": "talks.jsonl", "format": "messages"}, "document_mask": False}, {}, False),
+     ({"train": {"path": "talks.jsonl", "format": "messages"}, "packing": False}, {}, False),
+     ({"packing": False}, {"name": "dpo"}, True), ({}, {"name": "kto"}, True), ({}, {"name": "grpo"}, False)],
+)  # fmt: skip
+def test_a_plan_says_whether_documents_are_kept_apart(data, objective, are_apart):
+    """As far as the recipe tells; what is known of the data decides, and a model that obeys no document mask."""
+    recipe = build_recipe(parallel="ddp")
+    recipe.data = DataConfig.model_validate({"train": "text.txt", "sequence_len": 128, **data})
+    recipe.objective = ObjectiveConfig.model_validate(objective)
+    assert keeps_documents_apart(recipe, TINY) == are_apart
+    assert not keeps_documents_apart(recipe, replace(TINY, obeys_masks=False))
+
+
+@pytest.mark.parametrize("are_apart", [False, True])
+def test_the_data_decides_whether_documents_are_kept_apart(are_apart):
+    assert resolve_plan(build_recipe(), TINY, cpus(2), are_apart=are_apart).documents_apart == are_apart
 
 
 def cpus(count, gigabytes=None, per_node=None):

@@ -159,13 +159,35 @@ def test_full_recomputation_repeats_a_part_of_what_tensor_parallelism_sends(poli
 def test_attention_is_the_kernel_that_pytorch_chooses(devices, compute, kernel):
     """cuDNN's on devices of compute capability 9.0 and 10.0, with the builds of PyTorch 2.11 and later."""
     plan = replace(FSDP, precision=Precision(compute=compute))
-    software = choose_software(LLAMA, plan, parse_devices(devices))
-    assert software.attention == kernel
-    assert ("documents" in software.describe()) == (kernel == "cudnn")
+    assert choose_software(LLAMA, plan, parse_devices(devices)).attention == kernel
+
+
+@pytest.mark.parametrize(
+    ("shape", "fields", "kernel"),
+    [(LLAMA, {"documents_apart": True}, "flash"), (LLAMA, {"attn_implementation": "eager"}, "unfused"),
+     (LLAMA, {"attn_implementation": "sdpa"}, "flash"), (LLAMA, {"attn_implementation": "flash_attention_3"}, "flash3"),
+     (LLAMA, {"cp": 2, "cp_method": "ulysses"}, "cudnn"), (LLAMA, {"cp": 2, "cp_method": "ring"}, "flash"),
+     (LLAMA, {"cp": 2, "cp_method": "allgather"}, "flash"),
+     (replace(LLAMA, parts=replace(LLAMA.parts, attention_dropout=0.1)), {}, "flash")],
+)  # fmt: skip
+def test_attention_with_bounds_masks_or_dropout_is_not_that_of_cudnn(shape, fields, kernel):
+    """As `choose_attention_kernel` of learn/engines/kernels.py has it."""
+    plan = replace(FSDP, precision=Precision(compute="bfloat16"), **fields)
+    assert choose_software(shape, plan, parse_devices("8xH200")).attention == kernel
+
+
+def test_attention_that_keeps_documents_apart_is_charged_at_the_slower_kernel():
+    """335 of 989 TFLOP/s on an H100, and 0.6 of them (Shah et al. 2024)."""
+    plan = replace(FSDP, precision=Precision(compute="bfloat16"))
+    cluster = parse_devices("8xH100")
+    whole, apart = (
+        estimate_time(LLAMA, replace(plan, documents_apart=is_apart), cluster).attention for is_apart in (False, True)
+    )
+    assert apart / whole == pytest.approx(0.60 / 0.34)
 
 
 @pytest.mark.parametrize(("compile", "kept", "kernel"), [
-    (True, "none", "cudnn"), (False, "full", "cudnn"), (True, "full", "unfused"), (True, "selective", "unfused"),
+    (True, "none", "flash"), (False, "full", "flash"), (True, "full", "unfused"), (True, "selective", "unfused"),
 ])  # fmt: skip
 def test_soft_capped_attention_is_eager_in_layers_that_are_compiled_and_checkpointed(compile, kept, kernel):
     """As `choose_attention_kernel` takes it; a Gemma 2 of 2 billion parameters."""

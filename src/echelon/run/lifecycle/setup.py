@@ -158,7 +158,7 @@ def prepare_run(
         num_steps = recipe.num_steps(data.train.num_samples)
         shape = _check_against_data(recipe, here, data, num_steps)
         cluster = find_cluster()
-        plan = _find_plan(opened, recipe, shape, cluster, data.train.num_samples)
+        plan = _find_plan(opened, recipe, shape, cluster, data)
         _check_profile(recipe, num_steps, plan.world_size)
         memory = estimate_memory(shape, plan, cluster.kind)
         folder.text.write_prepared_path(data.path, data.content_digest, data.is_packed)
@@ -365,7 +365,7 @@ def _find_plan(
     recipe: Recipe,
     shape: ModelShape,
     cluster: Cluster,
-    num_samples: int,
+    data: "PreparedData",
 ) -> ParallelPlan:
     """The stored plan of a resumed run if it still fits, else a new one, also for a different number of processes."""
     began = _read_beginning(opened)
@@ -376,7 +376,8 @@ def _find_plan(
         if fits and not changed and _are_alike(before, cluster):
             return plan
         recipe = _keep_precision(recipe, before, plan, cluster)
-    return resolve_plan(recipe, shape, cluster, num_samples=num_samples, fill=opened.state == "resumed")
+    is_resumed, num_samples = opened.state == "resumed", data.train.num_samples
+    return resolve_plan(recipe, shape, cluster, num_samples=num_samples, fill=is_resumed, are_apart=data.apart)
 
 
 def _read_beginning(opened: OpenedRun) -> tuple[Cluster, ParallelPlan] | None:
