@@ -39,7 +39,9 @@ def measure_shape(config: Mapping[str, Any]) -> ModelShape:
         num_embedding_parameters=embedding.numel(),
         # layers may differ (experts in some, dense in others): the mean keeps the sum right
         num_layer_parameters=sum(p.numel() for layer in layers for p in layer.parameters()) // max(1, len(layers)),
-        parts=LayerParts(head_norms=any(name.endswith(".q_norm") for name, _ in model.named_modules())),
+        parts=LayerParts(
+            head_norms=any(name.endswith(".q_norm") for name, _ in model.named_modules()), **_find_window(text_config)
+        ),
         linears=_count_linears(model, layers, has_experts=bool(experts)),
         experts=experts,
         num_idle_parameters=_count_idle(text_config, experts),
@@ -53,6 +55,14 @@ def _read_field(config: Any, name: str) -> Any:
     except Exception:  # transformers raises an error of its own type for a field that differs between layers
         return None
     return max(value) if isinstance(value, list | tuple) else value
+
+
+def _find_window(config: Any) -> dict[str, Any]:
+    """`window` and `windowed` of `LayerParts`; without a kind of each layer, a window is that of all."""
+    window, kinds = _read_field(config, "sliding_window"), getattr(config, "layer_types", None)
+    if not isinstance(window, int) or window < 1:
+        return {}
+    return {"window": window, "windowed": kinds.count("sliding_attention") / len(kinds) if kinds else 1.0}
 
 
 def _build_on_meta(config: Mapping[str, Any]) -> Any:

@@ -122,7 +122,8 @@ def check_rotates(key: str, head_dim: int, origin: str = "") -> None:
 class Family:
     """Properties of a Llama-like family: transformers' defaults, biases, norms. A bias is a config key or fixed.
 
-    norms_all_heads: the norms of queries and of keys are of all heads together, not of each.
+    norms_all_heads: the norms of queries and of keys are of all heads together, not of each. full_every: every so many
+    layers one attends to the whole past, if the config has a window; 0 if none does.
     """
 
     defaults: Mapping[str, Any]
@@ -132,6 +133,7 @@ class Family:
     output_bias: str | bool = False
     mlp_bias: str | bool = False
     norms_all_heads: bool = False
+    full_every: int = 0
     heads_must_divide_hidden: bool = False  # transformers refuses such a config even with an explicit head_dim
 
 
@@ -164,6 +166,8 @@ def list_defaults(
     }
 
 
+_LAST_WINDOWED = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+
 # The defaults of transformers 5; tests/unit/planner/test_shape.py compares every family with what transformers builds.
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -173,10 +177,10 @@ FAMILIES: dict[str, Family] = {
         mlp_bias="mlp_bias",
         heads_must_divide_hidden=True,
     ),
-    "mistral": Family(list_defaults(32000, 4096, 14336, 32, (32, 8), None, 131072)),
-    "qwen2": Family(list_defaults(151936, 4096, 22016, 32, (32, 32), None, 32768), qkv_bias=True),
+    "mistral": Family({**list_defaults(32000, 4096, 14336, 32, (32, 8), None, 131072), "sliding_window": 4096}),
+    "qwen2": Family({**list_defaults(151936, 4096, 22016, 32, (32, 32), None, 32768), **_LAST_WINDOWED}, qkv_bias=True),
     "qwen3": Family(
-        list_defaults(151936, 4096, 22016, 32, (32, 32), 128, 32768),
+        {**list_defaults(151936, 4096, 22016, 32, (32, 32), 128, 32768), **_LAST_WINDOWED},
         LayerParts(head_norms=True),
         qkv_bias="attention_bias",
         output_bias="attention_bias",
@@ -189,15 +193,17 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma2": Family(
         {**list_defaults(256000, 2304, 9216, 26, (8, 4), 256, 8192, tied=True), "attn_logit_softcapping": 50.0}
-        | {"final_logit_softcapping": 30.0},
+        | {"final_logit_softcapping": 30.0, "sliding_window": 4096},
         LayerParts(norm="rms_fp32", num_norms=4),
+        full_every=2,
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         heads_must_divide_hidden=True,
     ),
     "gemma3_text": Family(
-        list_defaults(262208, 2304, 9216, 26, (8, 4), 256, 131072, tied=True),
+        {**list_defaults(262208, 2304, 9216, 26, (8, 4), 256, 131072, tied=True), "sliding_window": 4096},
         LayerParts(norm="rms_fp32", num_norms=4, head_norms=True),
+        full_every=6,
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         heads_must_divide_hidden=True,
@@ -252,6 +258,7 @@ def count_decoder(config: Mapping[str, Any], family: Family) -> ModelShape:
         # Only Gemma2 has soft-capped scores by default; Gemma3 configs may have the key, but the model ignores it.
         attention_matrix=family is FAMILIES["gemma2"] and fields.get("attn_logit_softcapping") is not None,
         logits_softcap=fields.get("final_logit_softcapping") is not None,
+        **_find_window(fields, family, layers),
     )
     return ModelShape(
         model_type=str(config["model_type"]),
@@ -270,6 +277,21 @@ def count_decoder(config: Mapping[str, Any], family: Family) -> ModelShape:
         parts=parts,
         linears=_linears(layers, **attention.linears, **mlp),
     )
+
+
+def _find_window(fields: ConfigFields, family: Family, num_layers: int) -> dict[str, Any]:
+    """`window` and `windowed` of `LayerParts`, as transformers finds the kind of each layer from these fields."""
+    window = fields.get_or_null("sliding_window") if "sliding_window" in family.defaults else None
+    if not isinstance(window, int) or window < 1 or fields.get("use_sliding_window") is False:
+        return {}
+    every, types = fields.get("sliding_window_pattern") or family.full_every, fields.get("layer_types")
+    if isinstance(types, list):
+        count = types.count("sliding_attention")
+    elif (first := fields.get("max_window_layers")) is not None:
+        count = max(0, num_layers - first)
+    else:
+        count = num_layers - (num_layers // every if every else 0)
+    return {"window": window, "windowed": count / num_layers} if count else {}
 
 
 def count_linears(linears: Widths, has_bias: bool = False) -> int:

@@ -179,7 +179,10 @@ def _matmul_forward(step: Step) -> float:
 
 
 def _attention(step: Step) -> tuple[float, float]:
-    """Seconds of (the forward, the backward pass) of attention; fused kernels skip the masked half of the scores."""
+    """Seconds of (the forward, the backward pass) of attention; fused kernels skip the masked half of the scores.
+
+    With a window of w of s tokens, flash kernels on GPUs compute w (2 s - w) / 2 of the s s scores.
+    """
     part, compute = step.part, step.plan.precision.compute
     scores = step.tokens * part.num_heads * step.plan.sequence_len
     flops = 4.0 * scores * part.head_dim
@@ -187,7 +190,13 @@ def _attention(step: Step) -> tuple[float, float]:
         passes = scores * DTYPE_BYTES[compute] / step.bandwidth
         once = max(flops / step.wide_flops, _SCORE_PASSES[0] * passes) + _SCORE_PASSES[1] * passes
         return once, 2 * once
-    once = flops / 2 / attention_flops(step.cluster.accelerator, compute, part.head_dim, step.software, step.rates)
+    whole = flops / 2 / attention_flops(step.cluster.accelerator, compute, part.head_dim, step.software, step.rates)
+    windowed, bound = part.parts.windowed, min(1.0, part.parts.window / step.plan.sequence_len)
+    if step.software.attention in ("cpu", "cpu_blocks") or not windowed:
+        return whole, 2.5 * whole / step.rates.attention_backward
+    flash = step.software if step.software.attention == "flash3" else replace(step.software, attention="flash")
+    bounded = flops / 2 / attention_flops(step.cluster.accelerator, compute, part.head_dim, flash, step.rates)
+    once = (1 - windowed) * whole + windowed * bound * (2 - bound) * bounded
     return once, 2.5 * once / step.rates.attention_backward
 
 

@@ -108,6 +108,7 @@ class Mixture:
 
 
 _LOSS = {"router_aux_loss_coef": 0.001}
+_WINDOWED = {"use_sliding_window": False, "sliding_window": 4096}
 _STEPS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 _LATENT = {
     "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
@@ -117,7 +118,7 @@ _LATENT = {
 # tests/unit/planner/test_mixture_shapes.py compares every mixture with what transformers builds.
 MIXTURES: dict[str, Mixture] = {
     "mixtral": Mixture(
-        Family(list_defaults(32000, 4096, 14336, 32, (32, 8), None, 131072)),
+        Family({**list_defaults(32000, 4096, 14336, 32, (32, 8), None, 131072), "sliding_window": None}),
         {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": None, **_LOSS},
         num_experts="num_local_experts",
         alias="num_experts",
@@ -146,7 +147,7 @@ MIXTURES: dict[str, Mixture] = {
     ),
     "qwen3_moe": Mixture(
         Family(
-            list_defaults(151936, 2048, 6144, 24, (32, 4), None, 32768),
+            {**list_defaults(151936, 2048, 6144, 24, (32, 4), None, 32768), **_WINDOWED},
             LayerParts(head_norms=True),
             qkv_bias="attention_bias",
             output_bias="attention_bias",

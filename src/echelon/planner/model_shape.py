@@ -32,7 +32,8 @@ class LayerParts:
     norm: "rms" multiplies by its weight in the input's dtype (Llama), "rms_fp32" in fp32 (Gemma), "layer" is LayerNorm.
     mlp_saved: tensors of the intermediate width that backward needs. attention_matrix: the scores are kept on CPUs,
     because soft-capping rules out fused attention there. separate_projections: q, k and v (gate and up) are separate
-    modules. logits_softcap: the head's logits go through a tanh, whose result is kept.
+    modules. logits_softcap: the head's logits go through a tanh, whose result is kept. windowed: the share of layers
+    whose tokens attend to the last `window` tokens alone, which saves time and no memory.
     """
 
     norm: NormKind = "rms"
@@ -43,6 +44,8 @@ class LayerParts:
     separate_projections: bool = True
     attention_matrix: bool = False
     logits_softcap: bool = False
+    window: int = 0
+    windowed: float = 0.0
     attention_dropout: float = 0.0
     residual_dropout: float = 0.0
 

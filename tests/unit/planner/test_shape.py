@@ -3,9 +3,10 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from echelon.ground.errors import ConfigError
+from echelon.planner.families import FAMILIES
 from echelon.planner.replica_costs import trained_shapes
 from echelon.planner.shape import build_shape, resolve_vocab_size
 from tests.families import assert_same_shapes, small_config
@@ -72,6 +73,45 @@ def test_missing_fields_have_the_defaults_of_transformers(model_type):
     shape = build_shape(config)
     assert shape.num_parameters == sum(p.numel() for p in meta_model(config).parameters())
     assert shape.max_positions == AutoConfig.for_model(model_type).max_position_embeddings
+
+
+def windowed_configs():
+    window = {"sliding_window": 16}
+    for model_type in (*FAMILIES, "mixtral", "qwen2_moe", "qwen3_moe"):
+        yield {"model_type": model_type}
+        yield {"model_type": model_type, **window}
+    for model_type in ("mistral", "mixtral", "gemma2", "gemma3_text"):
+        yield {"model_type": model_type, "sliding_window": None}
+    yield {"model_type": "qwen3_moe", **window, "use_sliding_window": True}
+    for model_type in ("qwen2", "qwen3"):
+        for first in (0, 4, 9):
+            yield {"model_type": model_type, **window, "use_sliding_window": True, "max_window_layers": first}
+    for model_type in ("qwen3", "gemma2", "gemma3_text", "olmo3"):
+        yield {"model_type": model_type, **window, "layer_types": ["sliding_attention", "full_attention"] * 4}
+    yield {"model_type": "gemma3_text", **window, "sliding_window_pattern": 3}
+    yield from ({"model_type": model_type, **window} for model_type in ("phi3", "starcoder2", "cohere2"))
+
+
+@pytest.mark.parametrize("config", windowed_configs(), ids=lambda config: config["model_type"])
+def test_windows_are_those_that_layers_pass_to_attention(config):
+    """Of a model of transformers, whose attention is replaced by a function that notes its window."""
+    seen = []
+
+    def attend(module, query, key, value, mask, **options):
+        seen.append(options.get("sliding_window"))
+        return query.transpose(1, 2), None
+
+    AttentionInterface.register("noted", attend)
+    config = {**config, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 8,
+              "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "pad_token_id": None}  # fmt: skip
+    built = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(built, dtype=torch.bfloat16, attn_implementation="noted")
+    model(input_ids=torch.zeros(1, 4, dtype=torch.long, device="meta"), use_cache=False)
+    parts = build_shape(config).parts
+    windows = [window for window in seen if window is not None]
+    assert parts.windowed == len(windows) / len(seen)
+    assert {parts.window} == (set(windows) or {0})
 
 
 def test_flops_of_llama3_8b():

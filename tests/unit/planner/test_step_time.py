@@ -186,6 +186,17 @@ def test_attention_that_keeps_documents_apart_is_charged_at_the_slower_kernel():
     assert apart / whole == pytest.approx(0.60 / 0.34)
 
 
+def test_windows_are_computed_by_flash_attention_which_skips_what_they_hide():
+    """Half of the layers with a window of a quarter: 1/4 (2 - 1/4) = 7/16 of the scores, at 0.34 of the peak."""
+    plan, cluster = replace(FSDP, precision=Precision(compute="bfloat16")), parse_devices("8xH100")
+    parts = replace(LLAMA.parts, window=plan.sequence_len // 4, windowed=0.5)
+    whole = estimate_time(LLAMA, plan, cluster).attention
+    windowed = estimate_time(replace(LLAMA, parts=parts), plan, cluster).attention
+    assert windowed / whole == pytest.approx(0.5 + 0.5 * 7 / 16 * 0.60 / 0.34)
+    wide = replace(LLAMA, parts=replace(parts, window=2 * plan.sequence_len))
+    assert estimate_time(wide, plan, cluster).attention / whole == pytest.approx(0.5 + 0.5 * 0.60 / 0.34)
+
+
 @pytest.mark.parametrize(("compile", "kept", "kernel"), [
     (True, "none", "flash"), (False, "full", "flash"), (True, "full", "unfused"), (True, "selective", "unfused"),
 ])  # fmt: skip
