@@ -57,6 +57,14 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and value > 0
 
 
+def _is_cap(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and value > 0)
+
+
+def _is_window(value: Any) -> bool:
+    return value is None or _is_size(value)
+
+
 def _names_decoder(value: Any) -> bool:
     return isinstance(value, list) and all(str(name).endswith("ForCausalLM") for name in value)
 
@@ -87,13 +95,10 @@ _IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}
 _BIASED = {"attention_bias": _is_flag}
 _ROTARY = {"rope_parameters": _has_fixed_positions, "rope_scaling": _has_fixed_positions}
 _USUAL = {"head_dim": _is_size, "hidden_act": _is_activation, **_ROTARY}
-_UNUSED_WINDOW = {
-    "sliding_window": lambda value: value is None or _is_size(value),
-    "use_sliding_window": _is_false,
-}
+_UNUSED_WINDOW = {"sliding_window": _is_window, "use_sliding_window": _is_false}
 _WINDOWS = {
     "head_dim": _is_size, "hidden_activation": _is_activation, "sliding_window": _is_size,
-    "query_pre_attn_scalar": _is_size,
+    "query_pre_attn_scalar": _is_size, "attn_logit_softcapping": _is_cap, "final_logit_softcapping": _is_cap,
 }  # fmt: skip
 _ROUTED = {"hidden_act": _is_activation, "output_router_logits": _is_false, **_ROTARY}
 _LAYERS = {
@@ -102,12 +107,12 @@ _LAYERS = {
 }
 OWN: dict[str, dict[str, Callable[[Any], bool]]] = {
     "llama": {"mlp_bias": _is_flag, "pretraining_tp": _is_size, **_USUAL, **_BIASED},
-    "mistral": {"sliding_window": _is_null, **_USUAL},
+    "mistral": {"sliding_window": _is_window, **_USUAL},
     "qwen2": {"hidden_act": _is_activation, **_ROTARY, **_UNUSED_WINDOW, **_LAYERS},
     "qwen3": {**_USUAL, **_UNUSED_WINDOW, **_LAYERS, **_BIASED},
     "gemma": {**_USUAL, **_BIASED},
     "gemma2": {**_WINDOWS, **_ROTARY, **_BIASED},
-    "gemma3_text": {**_WINDOWS, **_BIASED},
+    "gemma3_text": {"rope_scaling": _is_null, **_WINDOWS, **_BIASED},
     "mixtral": {"sliding_window": _is_null, "router_jitter_noise": lambda value: value == 0, **_ROUTED},
     "olmoe": {"clip_qkv": _is_null, **_ROUTED},
     "qwen2_moe": {**_UNUSED_WINDOW, **_ROUTED},
@@ -117,8 +122,12 @@ OWN: dict[str, dict[str, Callable[[Any], bool]]] = {
 }
 """Like `ANYWHERE`: the fields of each family beside those that its formula checks."""
 
-# Fields that published checkpoints have, and transformers does not read.
-UNREAD = {"gemma": {"hidden_activation"}, "qwen2_moe": {"max_window_layers"}, "qwen3_moe": {"max_window_layers"}}
+# Fields that published checkpoints have, and which change neither sizes nor what a token attends to.
+UNREAD = {
+    "gemma": {"hidden_activation"}, "gemma2": {"hidden_act", "cache_implementation"},
+    "gemma3_text": {"rope_local_base_freq", "sliding_window_pattern", "cache_implementation"},
+    "qwen2_moe": {"max_window_layers"}, "qwen3_moe": {"max_window_layers"},
+}  # fmt: skip
 
 
 def is_counted(recipe: Recipe, fields: Mapping[str, Any]) -> bool:

@@ -26,6 +26,11 @@ USUAL = {
 }  # fmt: skip
 QWEN = USUAL | {"bos_token_id": 151643, "eos_token_id": 151645, "max_window_layers": 28, "rms_norm_eps": 1e-6}
 QWEN |= {"use_sliding_window": False, "rope_theta": 1000000.0, "hidden_size": 4096, "sliding_window": None}
+GEMMA = {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2, "cache_implementation": "hybrid",
+    "eos_token_id": 1, "hidden_activation": "gelu_pytorch_tanh", "initializer_range": 0.02, "pad_token_id": 0,
+    "rms_norm_eps": 1e-06, "use_cache": True,
+}  # fmt: skip
 PUBLISHED = {
     "Llama-3.1-8B-Instruct": USUAL | {
         "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 128000,
@@ -40,6 +45,12 @@ PUBLISHED = {
         "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
         "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
         "rope_theta": 1000000.0, "sliding_window": None, "transformers_version": "4.42.0.dev0", "vocab_size": 32768,
+    },
+    "Mistral-7B-v0.1": USUAL | {
+        "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_size": 4096,
+        "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0, "sliding_window": 4096, "transformers_version": "4.34.0.dev0", "vocab_size": 32000,
     },
     "Qwen2.5-7B-Instruct": QWEN | {
         "architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584, "intermediate_size": 18944,
@@ -60,6 +71,21 @@ PUBLISHED = {
         "pad_token_id": 0, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000.0,
         "torch_dtype": "bfloat16", "transformers_version": "4.38.0.dev0", "use_cache": True, "vocab_size": 256000,
     },
+    "Gemma-2-2B": GEMMA | {
+        "architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 2304, "intermediate_size": 9216,
+        "max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 8, "num_hidden_layers": 26,
+        "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "rope_theta": 10000.0, "sliding_window": 4096,
+        "torch_dtype": "float32", "transformers_version": "4.42.4", "vocab_size": 256000,
+    },
+    "Gemma-3-1B": GEMMA | {
+        "architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None, "final_logit_softcapping": None,
+        "head_dim": 256, "hidden_size": 1152, "intermediate_size": 6912, "max_position_embeddings": 32768,
+        "model_type": "gemma3_text", "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000,
+        "sliding_window": 512, "sliding_window_pattern": 6, "torch_dtype": "bfloat16",
+        "transformers_version": "4.50.0.dev0", "vocab_size": 262144,
+    },
     "Mixtral-8x7B-v0.1": USUAL | {
         "architectures": ["MixtralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_size": 4096,
         "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mixtral",
@@ -78,6 +104,7 @@ PUBLISHED = {
     },
 }  # fmt: skip
 SIZES = {"Llama-3.1-8B-Instruct": 8_030_261_248, "Mistral-7B-v0.3": 7_248_023_552, "Qwen3-30B-A3B": 30_532_122_624}
+SIZES |= {"Mistral-7B-v0.1": 7_241_732_096, "Gemma-2-2B": 2_614_341_888, "Gemma-3-1B": 999_885_952}
 """Parameters, as the hub shows them."""
 
 
@@ -107,8 +134,10 @@ VALUES = {
     "_name_or_path": ["org/name"],
     "architectures": [["LlamaForCausalLM"]],
     "attention_bias": [True, False],
+    "attn_logit_softcapping": [None, 50.0],
     "clip_qkv": [None],
     "dtype": ["float32", "float16", "bfloat16"],
+    "final_logit_softcapping": [None, 30.0],
     "head_dim": [8, 24],
     "hidden_act": ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"],
     "hidden_activation": ["gelu_pytorch_tanh"],
