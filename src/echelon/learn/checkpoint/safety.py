@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
 from typing_extensions import override
 
 from echelon.ground.errors import CheckpointError
@@ -57,11 +57,22 @@ class MetadataUnpickler(pickle._Unpickler):
     @override
     def find_class(self, module: str, name: str) -> Any:
         """Return an admitted class. Raises CheckpointError for any other."""
+        if (module, name) == ("builtins", "getattr"):
+            return _get_memory_format
         if (module, name) in ADMITTED or (module == "torch" and name in DTYPES):
             return super().find_class(module, name)
         raise CheckpointError(
             f"its .metadata names {module}.{name}, which no checkpoint of echelon contains; it was not read"
         )
+
+
+def _get_memory_format(kind: Any, name: Any) -> _MEM_FORMAT_ENCODING:
+    """What `getattr` stands for in the metadata that Python 3.11.0 to 3.11.3 writes: a member of DCP's only enum."""
+    if kind is not _MEM_FORMAT_ENCODING or name not in list(_MEM_FORMAT_ENCODING.__members__):
+        raise CheckpointError(
+            f"its .metadata names the attribute {name!r:.80} of {kind!r:.80}, which no checkpoint of echelon contains"
+        )
+    return _MEM_FORMAT_ENCODING[name]
 
 
 def read_metadata(folder: Path) -> Metadata:

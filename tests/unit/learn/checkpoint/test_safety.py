@@ -1,5 +1,6 @@
 """Untrusted checkpoints: everything except plain DCP checkpoints of tensors is refused before any code runs."""
 
+import copyreg
 import json
 import os
 import pickle
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from echelon.ground.checksums import check_files
 from echelon.ground.errors import CheckpointError
@@ -53,6 +55,37 @@ def test_malicious_metadata_is_refused_and_not_executed(tmp_path):
     with pytest.raises(CheckpointError, match=r"refused: its \.metadata names (posix|os)\.mkdir"):
         read_metadata(folder)
     assert not (tmp_path / "owned").exists()
+
+
+class Attribute:
+    """Is pickled as an attribute of something."""
+
+    def __init__(self, owner, name):
+        self.named = owner, name
+
+    def __reduce__(self):
+        return getattr, self.named
+
+
+def test_metadata_of_the_first_releases_of_python_3_11_is_read(tmp_path, monkeypatch):
+    """Python 3.11.0 to 3.11.3 pickles a member of an enum as an attribute of its class."""
+    folder = save(tmp_path)
+    before = read_metadata(folder)
+    monkeypatch.setitem(copyreg.dispatch_table, _MEM_FORMAT_ENCODING, lambda each: (getattr, (type(each), each.name)))
+    content = pickle.dumps(before)
+    assert b"getattr" in content
+    (folder / ".metadata").write_bytes(content)
+    assert read_metadata(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__subclasses__"), (_MEM_FORMAT_ENCODING, ["a"])]
+)
+def test_any_other_attribute_is_refused(tmp_path, owner, name):
+    folder = save(tmp_path)
+    (folder / ".metadata").write_bytes(pickle.dumps(Attribute(owner, name)))
+    with pytest.raises(CheckpointError, match=r"refused: its \.metadata names the attribute"):
+        read_metadata(folder)
 
 
 def test_entries_of_pickled_bytes_are_refused(tmp_path):
