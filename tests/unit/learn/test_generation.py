@@ -72,7 +72,7 @@ def test_greedy_answers_are_those_of_transformers(family, fields, max_num_seqs):
         with torch.no_grad():
             logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
         own = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        assert score == pytest.approx(own.tolist(), abs=1e-4)
+        assert score == pytest.approx(own.tolist(), abs=1e-3)
 
 
 @pytest.mark.parametrize("has_cache", [True, False])
