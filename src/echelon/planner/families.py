@@ -284,14 +284,15 @@ def _find_window(fields: ConfigFields, family: Family, num_layers: int) -> dict[
     window = fields.get_or_null("sliding_window") if "sliding_window" in family.defaults else None
     if not isinstance(window, int) or window < 1 or fields.get("use_sliding_window") is False:
         return {}
-    every, types = fields.get("sliding_window_pattern") or family.full_every, fields.get("layer_types")
-    if isinstance(types, list):
-        count = types.count("sliding_attention")
-    elif (first := fields.get("max_window_layers")) is not None:
-        count = max(0, num_layers - first)
+    kinds, first = fields.get("layer_types"), fields.get("max_window_layers")
+    every = fields.get("sliding_window_pattern") or family.full_every
+    if kinds and isinstance(kinds, list):
+        windowed = kinds.count("sliding_attention") / len(kinds)
+    elif isinstance(first, int):
+        windowed = 1 - min(max(0, first), num_layers) / num_layers
     else:
-        count = num_layers - (num_layers // every if every else 0)
-    return {"window": window, "windowed": count / num_layers} if count else {}
+        windowed = 1 - (num_layers // every / num_layers if isinstance(every, int) and every > 0 else 0)
+    return {"window": window, "windowed": windowed} if windowed else {}
 
 
 def count_linears(linears: Widths, has_bias: bool = False) -> int:

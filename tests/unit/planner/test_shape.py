@@ -114,6 +114,16 @@ def test_windows_are_those_that_layers_pass_to_attention(config):
     assert {parts.window} == (set(windows) or {0})
 
 
+@pytest.mark.parametrize(
+    ("fields", "windowed"),
+    [({"sliding_window_pattern": "all"}, 1.0), ({"sliding_window_pattern": -2}, 1.0), ({"layer_types": []}, 5 / 6),
+     ({"max_window_layers": -1}, 1.0), ({"max_window_layers": "none"}, 5 / 6), ({"sliding_window": "wide"}, 0.0)],
+)  # fmt: skip
+def test_a_window_that_no_model_has_is_left_to_transformers_to_refuse(fields, windowed):
+    config = {"model_type": "gemma3_text", **LLAMA_LIKE, "hidden_size": 72, "num_hidden_layers": 6}
+    assert build_shape(config | fields).parts.windowed == pytest.approx(windowed)
+
+
 def test_flops_of_llama3_8b():
     shape = build_shape(LLAMA3_8B)
     assert shape.num_parameters == 8_030_261_248  # the model card's 8.03 B
