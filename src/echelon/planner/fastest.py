@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from echelon.planner.axes.expert import EXPERT
 from echelon.planner.axes.table import MODEL_AXES
 from echelon.planner.fitting_values import join_words
 from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster
@@ -10,8 +11,8 @@ from echelon.planner.plan import ParallelPlan
 from echelon.planner.time import estimate_time
 
 _CLOSE = 0.05  # a plan that is slower by less is as fast: predictions are not more exact
-# Plans that divide the model or sequences have to be faster by more than this: they depend more on links, and on what
-# else is divided.
+# Plans that divide the model, its experts or sequences have to be faster by more than this: they depend more on links,
+# and on what else is divided.
 _CLEARLY = 0.10
 
 
@@ -33,14 +34,15 @@ def choose_fastest(
 
     Args:
         simple: plans that divide the data, the gradients and the states alone, the simplest first.
-        divided: plans that divide the model or sequences as well, the simplest first. At least one of both kinds
-            together.
+        divided: plans that divide the model, its experts or sequences as well, the simplest first. At least one of
+            both kinds together.
     """
     seconds = {plan: estimate_time(shape, plan, cluster).total for plan in (*simple, *divided)}
     table = ", ".join(f"{plan.strategy} {seconds[plan]:.3g} s" for plan in simple)
     by = f"by the predicted time of a step on {_describe_devices(cluster)}"
     others = _choose(divided, seconds) if divided else None
-    best = f"the best of {len(divided)} with {join_words([axis.name for axis in MODEL_AXES])}"
+    axes = join_words([axis.name for axis in (MODEL_AXES if not shape.experts else [EXPERT])])
+    best = f"the best of {len(divided)} with {axes}"
     if not simple:
         assert others is not None
         return others, f"{_name(others)}, {seconds[others]:.3g} s, {best}, {by}"

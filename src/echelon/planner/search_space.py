@@ -16,6 +16,7 @@ from echelon.planner.axes.table import AXES, MODEL_AXES
 from echelon.planner.families import FAMILIES
 from echelon.planner.hardware.accelerators import Cluster, DeviceKind
 from echelon.planner.layout import MICRO_BATCH_TOKENS, find_replica
+from echelon.planner.mixtures import MIXTURES
 from echelon.planner.model_shape import ModelShape, divisors
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.engines import NATIVE
@@ -62,9 +63,9 @@ def _list_mappings(base: ParallelConfig, choices: Choices) -> Iterator[ParallelC
 
 
 def list_divided(recipe: "Recipe", shape: ModelShape, cluster: Cluster) -> list[ParallelConfig]:
-    """The mappings that `parallel: auto` weighs against the named strategies: those that divide the
-    model or sequences along one or two axes, the fewest axes and the smallest degrees first. `resolve_plan` may refuse
-    some of them.
+    """The mappings that `parallel: auto` weighs against the named strategies, the fewest axes and the smallest degrees
+    first. They divide the model or sequences along one or two axes, or the experts of a mixture alone. `resolve_plan`
+    may refuse some of them.
 
     Offloading, ZeRO-1 and `zero_bubble` beside them are used only if a recipe says so.
     """
@@ -73,7 +74,7 @@ def list_divided(recipe: "Recipe", shape: ModelShape, cluster: Cluster) -> list[
     found = [
         layout
         for layout in list_layouts(recipe, shape, cluster, divide=True)
-        if isinstance(layout, ParallelConfig) and _count_axes(layout) in (1, 2) and not layout.cpu_offload
+        if isinstance(layout, ParallelConfig) and _is_weighed(layout, shape) and not layout.cpu_offload
         if layout.reduce_gradients != "last" and layout.schedule != "zero_bubble"
     ]
     return sorted(
@@ -82,7 +83,7 @@ def list_divided(recipe: "Recipe", shape: ModelShape, cluster: Cluster) -> list[
 
 
 def _can_divide(recipe: "Recipe", shape: ModelShape) -> bool:
-    """Whether every part of a recipe is one that works with all `MODEL_AXES`.
+    """Whether every part of a recipe is one that works with all `MODEL_AXES`, or the mixture with divided experts.
 
     Other engines, adapters, other objectives than `causal_lm`, replicas that agree by `sync`, optimizers and models of
     the user's own and an attention that the recipe names work with some of them at most.
@@ -90,8 +91,15 @@ def _can_divide(recipe: "Recipe", shape: ModelShape) -> bool:
     sync, model = recipe.sync, recipe.model
     agrees_exactly = sync.name == EVERY_STEP and sync.replicas == 1 and sync.compress.method == "none"
     is_usual = recipe.engine == NATIVE and recipe.objective.name == "causal_lm" and not recipe.adapter.is_adapter
-    is_known = shape.model_type in FAMILIES and not model.trust_remote_code and model.attn_implementation is None
+    is_known = (
+        shape.model_type in {*FAMILIES, *MIXTURES} and not model.trust_remote_code and model.attn_implementation is None
+    )
     return agrees_exactly and is_usual and is_known and recipe.optim.name in OPTIMIZERS
+
+
+def _is_weighed(parallel: ParallelConfig, shape: ModelShape) -> bool:
+    num_axes = _count_axes(parallel)
+    return num_axes in (1, 2) if shape.model_type in FAMILIES else num_axes == 0 and parallel.ep > 1
 
 
 def _count_axes(parallel: ParallelConfig) -> int:

@@ -10,12 +10,14 @@ from echelon.learn.model.build import build_on_meta, load_config
 from echelon.learn.model.divided_copy import check_divides
 from echelon.learn.model.stage import find_ends
 from echelon.learn.model.traits import find_traits
+from echelon.learn.parallel.expert import find_experts
 from echelon.learn.parallel.tensor import find_divided
 from echelon.planner.choose import resolve_plan
 from echelon.planner.families import FAMILIES
 from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.hardware.detection import calibrated_cluster
 from echelon.planner.memory import estimate_memory
+from echelon.planner.mixtures import MIXTURES
 from echelon.planner.search import search_plans
 from echelon.planner.search_space import list_divided
 from echelon.planner.shape import build_shape
@@ -140,6 +142,48 @@ def test_every_family_that_auto_divides_can_be_divided(family):
     assert find_divided(model) and find_ends(model)
     for method in ("allgather", "ulysses"):
         check_divides(model, method, find_traits(model, 64), 64)
+
+
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_experts_are_divided_where_gathering_them_is_slow():
+    """Two machines with a slow network; beside NVLink alone gathering and sending take about as long."""
+    given, shape = fields(config=QWEN3_30B_A3B, global_batch_size=512), build_shape(QWEN3_30B_A3B)
+    plan, line = choose(NETWORK, shape, given)
+    assert plan.ep > 1 and plan.tp == plan.cp == plan.pp == 1
+    assert "ep 8" in line and "clearly faster than hsdp" in line
+    seconds = {}
+    for name in ("hsdp", "fsdp"):
+        other = resolve_plan(Recipe.model_validate(given | {"parallel": name}), shape, parse_devices(NETWORK))
+        seconds[name] = estimate_time(shape, other, parse_devices(NETWORK)).total
+    assert 1.1 * estimate_time(shape, plan, parse_devices(NETWORK)).total < min(seconds.values())
+    mapping = {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard, "ep": plan.ep}
+    named = resolve_plan(Recipe.model_validate(given | {"parallel": mapping}), shape, parse_devices(NETWORK))
+    assert replace(named, why=()) == replace(plan, why=())
+    plan, line = choose("8xH200", shape, given)
+    assert plan.strategy == "fsdp" and re.search(r"; the best of \d+ with ep is dp_shard 8, ep \d, [\d.]+ s$", line)
+
+
+LATENT = {
+    "deepseek_v2": {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+                    "v_head_dim": 16, "n_routed_experts": 8, "moe_intermediate_size": 32, "num_experts_per_tok": 2},
+    "deepseek_v3": {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+                    "v_head_dim": 16, "n_routed_experts": 8, "moe_intermediate_size": 32, "num_experts_per_tok": 2,
+                    "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_every_mixture_of_which_auto_divides_the_experts_can_have_them_divided(family):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    fields = {"model_type": family, "vocab_size": 96, "num_key_value_heads": 4, **sizes}
+    model = build_on_meta(load_config(fields | LATENT.get(family, {})))
+    assert len(find_experts(model)) == 2
 
 
 def test_the_choice_of_a_run_is_kept_when_it_resumes(monkeypatch, tmp_path):
