@@ -265,8 +265,7 @@ def _probability_bytes(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) 
 
 def _has_blocks(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> bool:
     """Whether attention takes blocks of queries."""
-    is_fused = not shape.parts.attention_matrix and not shape.parts.attention_dropout
-    is_fused = is_fused and plan.attn_implementation != "eager"
+    is_fused = not keeps_scores(shape, plan, kind) and not shape.parts.attention_dropout
     return kind == "cpu" and attends_in_blocks(plan) and not plan.divides_sequences and is_fused
 
 

@@ -1,4 +1,7 @@
-"""The precision of a plan and whether its layers are compiled, each choice with the numbers it is based on."""
+"""The precision of a plan and whether its layers are compiled, each choice with the numbers it is based on.
+
+Also whether the documents of a sequence are kept apart.
+"""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,7 +13,7 @@ from echelon.planner.hardware.accelerators import CPU_BF16_MARGIN, Cluster
 from echelon.planner.kept_activations import KeptActivations
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import Precision, Rounding
-from echelon.recipe.data_formats import RECORD_FORMATS
+from echelon.recipe.data_formats import RECORD_FORMATS, masks_documents
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe, TrainConfig
@@ -106,8 +109,8 @@ def keeps_documents_apart(recipe: "Recipe", shape: ModelShape) -> bool:
     if answers == "pairs":  # the two answers share a sequence
         return shape.obeys_masks
     has_samples = answers is not None or any(source.format in RECORD_FORMATS for source in data.train)
-    is_masked = has_samples if data.document_mask == "auto" else data.document_mask
-    return is_masked and data.packing is not False and answers != "prompts" and shape.obeys_masks
+    are_packed = data.packing is not False and answers != "prompts"
+    return masks_documents(data.document_mask, has_samples) and are_packed and shape.obeys_masks
 
 
 # tests/codegen shows it: the compiler takes the weights of the forward pass instead of dequantising them again.

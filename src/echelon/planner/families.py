@@ -166,7 +166,9 @@ def list_defaults(
     }
 
 
-_LAST_WINDOWED = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+UNUSED_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
+"""The defaults of a window that a config has to switch on."""
+_LAST_WINDOWED = {**UNUSED_WINDOW, "max_window_layers": 28}
 
 # The defaults of transformers 5; tests/unit/planner/test_shape.py compares every family with what transformers builds.
 FAMILIES: dict[str, Family] = {

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-from echelon.planner.axes.expert import EXPERT
-from echelon.planner.axes.table import MODEL_AXES
 from echelon.planner.fitting_values import join_words
 from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
+from echelon.planner.search_space import weighed_axes
 from echelon.planner.time import estimate_time
 
 _CLOSE = 0.05  # a plan that is slower by less is as fast: predictions are not more exact
@@ -41,8 +40,7 @@ def choose_fastest(
     table = ", ".join(f"{plan.strategy} {seconds[plan]:.3g} s" for plan in simple)
     by = f"by the predicted time of a step on {_describe_devices(cluster)}"
     others = _choose(divided, seconds) if divided else None
-    axes = join_words([axis.name for axis in (MODEL_AXES if not shape.experts else [EXPERT])])
-    best = f"the best of {len(divided)} with {axes}"
+    best = f"the best of {len(divided)} with {join_words([axis.name for axis in weighed_axes(shape)])}"
     if not simple:
         assert others is not None
         return others, f"{_name(others)}, {seconds[others]:.3g} s, {best}, {by}"

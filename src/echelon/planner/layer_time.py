@@ -190,13 +190,13 @@ def _attention(step: Step) -> tuple[float, float]:
         passes = scores * DTYPE_BYTES[compute] / step.bandwidth
         once = max(flops / step.wide_flops, _SCORE_PASSES[0] * passes) + _SCORE_PASSES[1] * passes
         return once, 2 * once
-    whole = flops / 2 / attention_flops(step.cluster.accelerator, compute, part.head_dim, step.software, step.rates)
+    device, head_dim, software = step.cluster.accelerator, part.head_dim, step.software
+    once = flops / 2 / attention_flops(device, compute, head_dim, software, step.rates)
     windowed, bound = part.parts.windowed, min(1.0, part.parts.window / step.plan.sequence_len)
-    if step.software.attention in ("cpu", "cpu_blocks") or not windowed:
-        return whole, 2.5 * whole / step.rates.attention_backward
-    flash = step.software if step.software.attention == "flash3" else replace(step.software, attention="flash")
-    bounded = flops / 2 / attention_flops(step.cluster.accelerator, compute, part.head_dim, flash, step.rates)
-    once = (1 - windowed) * whole + windowed * bound * (2 - bound) * bounded
+    if windowed and software.attention not in ("cpu", "cpu_blocks"):
+        flash = software if software.attention == "flash3" else replace(software, attention="flash")
+        bounded = bound * (2 - bound) * flops / 2 / attention_flops(device, compute, head_dim, flash, step.rates)
+        once = (1 - windowed) * once + windowed * bounded
     return once, 2.5 * once / step.rates.attention_backward
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from echelon.ground.errors import ConfigError
 from echelon.planner.families import (
+    UNUSED_WINDOW,
     AttentionShape,
     ConfigFields,
     Family,
@@ -108,7 +109,6 @@ class Mixture:
 
 
 _LOSS = {"router_aux_loss_coef": 0.001}
-_WINDOWED = {"use_sliding_window": False, "sliding_window": 4096}
 _STEPS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 _LATENT = {
     "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
@@ -147,7 +147,7 @@ MIXTURES: dict[str, Mixture] = {
     ),
     "qwen3_moe": Mixture(
         Family(
-            {**list_defaults(151936, 2048, 6144, 24, (32, 4), None, 32768), **_WINDOWED},
+            {**list_defaults(151936, 2048, 6144, 24, (32, 4), None, 32768), **UNUSED_WINDOW},
             LayerParts(head_norms=True),
             qkv_bias="attention_bias",
             output_bias="attention_bias",

@@ -4,14 +4,15 @@ Left out is what cannot be better by this planner's formulas; each axis says wha
 `parallel.prefetch` above PyTorch's one layer takes as long and gathers more.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import gcd, prod
 from typing import TYPE_CHECKING
 
-from echelon.planner.axes.axis import Choices
+from echelon.planner.axes.axis import Axis, Choices
 from echelon.planner.axes.data import list_switches
+from echelon.planner.axes.expert import EXPERT
 from echelon.planner.axes.table import AXES, MODEL_AXES
 from echelon.planner.families import FAMILIES
 from echelon.planner.hardware.accelerators import Cluster, DeviceKind
@@ -97,9 +98,15 @@ def _can_divide(recipe: "Recipe", shape: ModelShape) -> bool:
     return agrees_exactly and is_usual and is_known and recipe.optim.name in OPTIMIZERS
 
 
+def weighed_axes(shape: ModelShape) -> Sequence[Axis]:
+    """The axes along which `parallel: auto` divides a model that it knows: of a mixture the experts alone."""
+    return MODEL_AXES if shape.model_type in FAMILIES else [EXPERT]
+
+
 def _is_weighed(parallel: ParallelConfig, shape: ModelShape) -> bool:
-    num_axes = _count_axes(parallel)
-    return num_axes in (1, 2) if shape.model_type in FAMILIES else num_axes == 0 and parallel.ep > 1
+    """Whether a mapping divides along one or two of these axes, and no other."""
+    divided = [axis for axis in (*MODEL_AXES, EXPERT) if getattr(parallel, axis.name) > 1]
+    return len(divided) in (1, 2) and all(axis in weighed_axes(shape) for axis in divided)
 
 
 def _count_axes(parallel: ParallelConfig) -> int:

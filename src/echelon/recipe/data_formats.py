@@ -6,6 +6,7 @@ Records of plain text have the field `text`, records of token ids the field `inp
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Literal
 
 PLAIN_FIELDS = ("text", "input_ids")
 
@@ -97,6 +98,11 @@ def recognise_format(fields: Collection[str], is_named: bool = False) -> str | N
         return None
     rows = ((name, row) for name, row in RECORD_FORMATS.items() if is_named or not row.is_named)
     return next((name for name, row in rows if all(field in fields for field in row.required)), None)
+
+
+def masks_documents(document_mask: bool | Literal["auto"], has_samples: bool) -> bool:
+    """Whether documents that share a sequence are to attend to themselves alone: with `auto` those of samples."""
+    return has_samples if document_mask == "auto" else document_mask
 
 
 def describe_formats() -> str:

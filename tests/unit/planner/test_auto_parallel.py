@@ -28,6 +28,7 @@ from echelon.run.lifecycle.setup import prepare_run
 from tests.families import small_config
 from tests.unit.planner.hardware.test_calibration import CALIBRATION, write_recipe
 from tests.unit.planner.test_search import LLAMA, fields
+from tests.unit.run.lifecycle.test_counted_models import PUBLISHED, small
 
 SHAPE = build_shape(LLAMA)
 NETWORK = "16xH100@nvlink,tcp25"  # two machines
@@ -144,16 +145,10 @@ def test_every_family_that_auto_divides_can_be_divided(family):
         check_divides(model, method, find_traits(model, 64), 64)
 
 
-QWEN3_30B_A3B = {
-    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
-    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": False,
-}  # fmt: skip
-
-
 def test_experts_are_divided_where_gathering_them_is_slow():
     """Two machines with a slow network; beside NVLink alone gathering and sending take about as long."""
-    given, shape = fields(config=QWEN3_30B_A3B, global_batch_size=512), build_shape(QWEN3_30B_A3B)
+    config = PUBLISHED["Qwen3-30B-A3B"]
+    given, shape = fields(config=config, global_batch_size=512), build_shape(config)
     plan, line = choose(NETWORK, shape, given)
     assert plan.ep > 1 and plan.tp == plan.cp == plan.pp == 1
     assert "ep 8" in line and "clearly faster than hsdp" in line
@@ -169,20 +164,10 @@ def test_experts_are_divided_where_gathering_them_is_slow():
     assert plan.strategy == "fsdp" and re.search(r"; the best of \d+ with ep is dp_shard 8, ep \d, [\d.]+ s$", line)
 
 
-LATENT = {
-    "deepseek_v2": {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-                    "v_head_dim": 16, "n_routed_experts": 8, "moe_intermediate_size": 32, "num_experts_per_tok": 2},
-    "deepseek_v3": {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-                    "v_head_dim": 16, "n_routed_experts": 8, "moe_intermediate_size": 32, "num_experts_per_tok": 2,
-                    "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0},
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("family", MIXTURES)
 def test_every_mixture_of_which_auto_divides_the_experts_can_have_them_divided(family):
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    fields = {"model_type": family, "vocab_size": 96, "num_key_value_heads": 4, **sizes}
-    model = build_on_meta(load_config(fields | LATENT.get(family, {})))
+    sparse = {"first_k_dense_replace": 0} if family == "deepseek_v3" else {}
+    model = build_on_meta(load_config(small(family) | sparse))
     assert len(find_experts(model)) == 2
 
 

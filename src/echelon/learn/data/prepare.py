@@ -60,7 +60,7 @@ from echelon.learn.data.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
-from echelon.recipe.data_formats import PROMPT_FORMAT
+from echelon.recipe.data_formats import PROMPT_FORMAT, masks_documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -179,7 +179,7 @@ def _settle_packing(spec: PrepareSpec, has_examples: bool, find_obstacle: Callab
         ConfigError: the recipe asks for documents that share sequences and do not attend to each other, and the model
             cannot keep them apart.
     """
-    is_masked = has_examples if spec.document_mask == "auto" else spec.document_mask
+    is_masked = masks_documents(spec.document_mask, has_examples)
     obstacle = find_obstacle() if is_masked and spec.packing is not False else None
     if obstacle is None:
         return replace(spec, packing=spec.packing is not False)

@@ -16,6 +16,7 @@ from echelon.learn.data.packing import PackedDataset
 from echelon.learn.data.prompt_records import PromptDataset, Records
 from echelon.learn.data.shards import Dataset, TokenDataset, TokenStore, unigram_entropy
 from echelon.learn.data.tokenizer import fingerprint_json, load_tokenizer, padding_id
+from echelon.recipe.data_formats import masks_documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -172,7 +173,7 @@ def open_prepared(
             f"{path} has samples packed into sequences of {rule.sequence_len} tokens, but data.sequence_len="
             f"{sequence_len}; prepare again."
         )
-    wanted = rule is not None if document_mask == "auto" else document_mask
+    wanted = masks_documents(document_mask, rule is not None)
     streamed = _open_stream(path, sequence_len, wanted, stream)
     apart = wanted and manifest.shares_sequences if streamed is None else streamed.apart
     cut = _Cutter(path, manifest, sequence_len, apart)

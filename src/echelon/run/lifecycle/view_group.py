@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import islice
+from traceback import walk_stack
 from types import FrameType
 from typing import cast
 
@@ -322,8 +324,7 @@ def _find_calls() -> set[_Call]:
     """The calls of torch.distributed in which threads of this process are, but those that form a group."""
     calls = set[_Call]()
     for frame in sys._current_frames().values():
-        around = [frame, frame.f_back, frame.f_back and frame.f_back.f_back]
-        codes = [outer.f_code for outer in around if outer is not None]
+        codes = [outer.f_code for outer, _ in islice(walk_stack(frame), 3)]  # torch's own functions around a call
         innermost = next((code for code in codes if code.co_filename.endswith(_CALLS)), None)
         if innermost is not None and innermost.co_name != _FORMING:
             calls.add((frame, frame.f_lasti))
