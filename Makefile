@@ -36,7 +36,7 @@ help:
 	@echo "make actionlint  check the workflows of GitHub also with actionlint, which it downloads from there"
 	@echo "make image    build docker/NAME.Dockerfile (NAME=cpu, cuda or aws) as echelon:VERSION-NAME; OPTIONS go to docker build"
 	@echo "make release  check, build, try and tag the version of this source (RELEASE.md); OPTIONS=--dry-run only says what is missing"
-	@echo "make wheel    build the wheel and the source distribution into dist/, and try the wheel in an empty environment"
+	@echo "make wheel    build the wheel and the source distribution into dist/, and try the wheel in empty environments: alone, and with each extra (an hour)"
 	@echo "make docs     run the examples of all pages, both tutorials, and the tests of the site (half an hour)"
 	@echo "make site     build the documentation as web pages into site/, with search and a reference of the API; warnings are errors"
 	@echo "make clean    remove .venv and the other environments"
@@ -313,8 +313,10 @@ image:
 release: .venv/.slow .venv/.release
 	$(BIN)/python -m tests.release $(OPTIONS)
 
-wheel: .venv/.release
+wheel: .venv/.release .venv/.slow
 	$(BIN)/python -m tests.release --wheel $(OPTIONS)
+	@echo "== trying the wheel with each extra alone, and without it, each in an empty environment"
+	$(BIN)/python -m pytest tests/dist/test_extras.py -m slow
 
 docs: .venv/.slow
 	@echo "== running the examples of all pages, and following the links of the site"

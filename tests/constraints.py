@@ -18,7 +18,7 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "constraints.txt"
 TOOLS = {"test", "slow", "site", "lint", "release"}  # extras of contributors
-HEAD = """# The versions of echelon's dependencies with which its tests have run: pip install -c constraints.txt echelon
+HEAD = """# The versions of echelon's dependencies with which its tests have run: pip install -c constraints.txt .
 # `make constraints` wrote this on Python {python}, {system}, from an environment that has no package of these extras:
 # {missing}
 """

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from echelon.cli.main import main
+from echelon.learn.data.limits import helper_ended
 from echelon.run.folder.run_folder import RunFolder
 
 LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -59,7 +60,8 @@ class CommandLine:
         self._capfd.readouterr()
         started = time.monotonic()
         try:
-            main()
+            with helper_ended():  # it would end with the process
+                main()
             code = 0
         except SystemExit as ended:
             code = int(ended.code or 0)

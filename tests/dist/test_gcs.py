@@ -1,6 +1,6 @@
 """A run from gs://, over gcsfs, against a server that speaks Google's JSON API.
 
-It needs `pip install 'echelon[gcs]' gcp-storage-emulator`, and has run with 2026.10.1 and 2026.7.19 of these.
+It needs `pip install gcsfs gcp-storage-emulator`, and has run with 2026.10.1 and 2026.7.19 of these.
 """
 
 import threading
@@ -16,7 +16,7 @@ from tests.dist.command import finish, read_lines, start, write_recipe
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-GCSFileSystem = pytest.importorskip("gcsfs.core", reason="no gcsfs here; pip install 'echelon[gcs]'").GCSFileSystem
+GCSFileSystem = pytest.importorskip("gcsfs.core", reason="no gcsfs here; pip install gcsfs").GCSFileSystem
 emulator = pytest.importorskip("gcp_storage_emulator.server", reason="pip install gcp-storage-emulator")
 Storage = pytest.importorskip("gcp_storage_emulator.storage").Storage
 create_bucket = pytest.importorskip("gcp_storage_emulator.handlers.buckets").create_bucket

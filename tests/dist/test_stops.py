@@ -107,3 +107,51 @@ def test_processes_that_do_not_stop_are_killed(echelon, run, how):
     assert_no_orphan()
     assert run.newest_step() >= saved
     assert echelon(*COMMAND, "checkpoint.every_steps=5").code == 0
+
+
+LEAVING = '''
+import os
+from pathlib import Path
+
+import torch.nn.functional as F
+
+calls = 0
+
+
+def leave_once(logits, labels, extra, rank, mark):
+    """Cross-entropy, whose process of this rank, or of any if None, leaves with code 0 in the second step."""
+    global calls
+    calls += 1
+    if calls == 2 and rank in (None, int(os.environ["RANK"])) and not Path(mark).exists():
+        Path(mark).touch() if rank is not None else None
+        os._exit(0)
+    return F.cross_entropy(logits, labels, reduction="sum")
+'''
+
+
+def leave_in_step_2(folder, nproc, rank=None, **sections):
+    """The ending of a run whose processes leave by os._exit(0)."""
+    (folder / "leaving.py").write_text(LEAVING)
+    objective = {"name": "leaving:leave_once", "options": {"rank": rank, "mark": str(folder / "mark")}}
+    batch = {"global_batch_size": nproc, "micro_batch_size": 1, "compile": False}
+    fault = {"max_restarts": 0, **sections.pop("fault", {})}
+    write_recipe(folder, objective=objective, train=batch, fault=fault, **sections)
+    job = start("train", "recipe.json", "--nproc", str(nproc), cwd=folder, PYTHONPATH=str(folder))
+    return finish(job, 300), RunFolder(folder / "runs" / "tiny")
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_processes_that_leave_with_0_before_the_end_are_no_success(tmp_path, nproc):
+    ending, run = leave_in_step_2(tmp_path, nproc)
+    assert ending.code == 1, ending.err
+    assert "rank 0 exited with code 0 before the run had ended; see " in ending.err
+    events = [row["event"] for row in read_lines(run.events_path)]
+    assert events[-1] == "failure" and "done" not in events and not run.is_finished()
+
+
+def test_a_replaced_process_may_leave_with_0(tmp_path):
+    ending, run = leave_in_step_2(tmp_path, 2, rank=1, fault={"on_lost_process": "replace"})
+    assert ending.code == 0, ending.err
+    assert [row["step"] for row in read_lines(run.metrics_path) if row["kind"] == "train"] == list(range(1, 7))
+    lost = next(row for row in read_lines(run.events_path) if row["event"] == "process_lost")
+    assert "exited with code 0" in str(lost) and run.is_finished()

@@ -165,6 +165,28 @@ def test_one_function_formats_sizes():
     assert not [found for module in ECHELON for found in find_sizes_by_hand(module)]
 
 
+# `pip install 'echelon[NAME]'`: at the package index echelon is another project.
+NAMESAKE = re.compile(r"\bechelon\[[a-z]")
+
+
+def find_namesake(root: Path) -> list[str]:
+    """The texts for users that would install the other project of this name."""
+    files = [
+        root / "README.md",
+        *(path for name in ("src", "docs", "docker", "recipes") for path in (root / name).rglob("*")),
+    ]
+    texts = {path: path.read_bytes().decode("utf-8", "replace") for path in files if path.is_file()}
+    return [f"{path}: {found[0]}" for path, text in texts.items() if (found := NAMESAKE.search(text))]
+
+
+def test_nothing_installs_the_other_project_of_this_name(tmp_path):
+    assert not find_namesake(Path(__file__).parents[2])
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("pip install '.[s3]'; echelon[...]", encoding="utf-8")
+    (tmp_path / "docs" / "page.md").write_text("$ pip install 'echelon[s3]'", encoding="utf-8")
+    assert [found.partition(": ")[2] for found in find_namesake(tmp_path)] == ["echelon[s"]
+
+
 def write(folder: Path, text: str) -> SourceTree:
     (folder / "house").mkdir(exist_ok=True)
     (folder / "house" / "a.py").write_text(text, encoding="utf-8")

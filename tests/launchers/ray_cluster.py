@@ -22,7 +22,7 @@ _STORE_BYTES = str(80 * 2**20)
 def ray_missing() -> str | None:
     """The reason to skip tests with Ray; None if it is installed beside this Python."""
     if find_spec("ray") is None or not _program().exists():
-        return "ray is not installed; run make launchers, or pip install 'echelon[ray]'"
+        return "ray is not installed; run make launchers, or pip install 'ray[default]'"
     return None
 
 

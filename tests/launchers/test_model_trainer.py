@@ -1,6 +1,6 @@
-"""SageMaker's SDK sends the same request. Runs only where `echelon[sagemaker-sdk]` is installed.
+"""SageMaker's SDK sends the same request. Runs only where `sagemaker-train` is installed.
 
-Use a separate, large environment: `pip install 'echelon[sagemaker-sdk]' 'moto[server,s3]' pytest`.
+Use a separate, large environment: `pip install '.[sagemaker-sdk]' 'moto[server,s3]' pytest`.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("sagemaker") is None,
-        reason="SageMaker's SDK (echelon[sagemaker-sdk]) is not installed",
+        reason="SageMaker's SDK (the extra sagemaker-sdk) is not installed",
     ),
 ]
 

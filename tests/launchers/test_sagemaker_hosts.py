@@ -22,7 +22,7 @@ from tests.namespaces import machines, namespaces_allowed
 from tests.object_server import BUCKET, ObjectServer
 from tests.training_service import TrainingServer
 
-boto3 = pytest.importorskip("boto3", reason="no boto3 here; pip install 'echelon[sagemaker]'")
+boto3 = pytest.importorskip("boto3", reason="no boto3 here; pip install boto3")
 reason = namespaces_allowed()
 pytestmark = [
     pytest.mark.slow,

@@ -35,7 +35,7 @@ from tests.launchers.test_sagemaker_hosts import (  # noqa: F401 (submit is a fi
 )
 from tests.namespaces import machines, namespaces_allowed
 
-pytest.importorskip("boto3", reason="no boto3 here; pip install 'echelon[sagemaker]'")
+pytest.importorskip("boto3", reason="no boto3 here; pip install boto3")
 reason = namespaces_allowed()
 pytestmark = [
     pytest.mark.slow,

@@ -1,4 +1,4 @@
-"""Whether a package is there, and imports of those that would download or log something, or take long."""
+"""Imports of packages that would download or log something, or take long."""
 
 import functools
 import gc
@@ -7,14 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-
-
-def is_installed(module: str) -> bool:
-    """Whether a module could be imported; also one such as `a.b`, whose package `a` may be missing."""
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 @functools.cache

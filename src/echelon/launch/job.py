@@ -1,9 +1,10 @@
 """Jobs: a recipe to train at some target, and the interface of the launchers that start it there."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 from echelon.learn.task_files import is_question_file, is_task_file
 from echelon.recipe import Recipe
@@ -19,6 +20,9 @@ GpuTarget = Literal["slurm", "kubernetes", "ray"]
 """The targets whose section of the recipe has `gpus_per_node`."""
 
 _STDLIB = "python-stdlib"
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+"""The pattern of a job's name, and of what targets call it."""
 
 FINAL_STATES: frozenset[JobState] = frozenset({"done", "failed", "stopped"})
 
@@ -95,8 +99,35 @@ class JobRecord:
     id: str
     run_dir: str
     submitted_at: float
-    folder: Path
+    folder: Path = Path()
     place: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RecordForm:
+    """What the records of a target's jobs may say, since a record may come with a stranger's folder.
+
+    Attributes:
+        id: the pattern of the id. Values become arguments of commands and requests, so no pattern admits an option.
+        place: the pattern of each key of `place`; a key that may be missing ends in `?`.
+        needs_own: whether `place` has addresses. Then a launcher gets only records that a launch of this account wrote.
+    """
+
+    id: str
+    place: Mapping[str, str] = field(default_factory=dict)
+    needs_own: bool = False
+
+    def find_fault(self, record: JobRecord) -> str | None:
+        """Which value of a record has another form; None if it has this one."""
+        rows = [("id", self.id, record.id)]
+        for key, pattern in self.place.items():
+            name, is_optional = key.rstrip("?"), key.endswith("?")
+            if name in record.place or not is_optional:
+                rows.append((f"place.{name}", pattern, record.place.get(name, "")))
+        unknown = set(record.place) - {key.rstrip("?") for key in self.place}
+        if unknown:
+            return f"place.{min(unknown)} is unknown"
+        return next((f"{key} is {value!r:.60}" for key, form, value in rows if not re.fullmatch(form, value)), None)
 
 
 @dataclass(frozen=True)
@@ -123,6 +154,8 @@ class Submitted:
 
 class Launcher(Protocol):
     """Starts jobs at one target. To add a target, add a file here and a row in `targets.py`."""
+
+    record_form: ClassVar[RecordForm]
 
     def check(self, job: JobSpec) -> list[str]:
         """Validate the job without contacting the target; return lines that tell the user what will be done.

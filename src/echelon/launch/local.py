@@ -14,7 +14,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from echelon.ground.errors import ConfigError, LaunchError
-from echelon.launch.job import JobRecord, JobSpec, JobStatus, Launcher, Submitted
+from echelon.launch.job import JobRecord, JobSpec, JobStatus, Launcher, RecordForm, Submitted
 from echelon.launch.job_logs import Log, name_ending, read_exit_code
 from echelon.launch.shell import limit_command, watched_lines
 from echelon.recipe.launch_sections import LaunchConfig
@@ -25,6 +25,8 @@ _SCRIPT, _LOG, _CODE = "run.sh", "output.log", "exit_code"
 
 class LocalLauncher(Launcher):
     """Runs a job on this machine; it survives the terminal. Its folder contains the output and the exit code."""
+
+    record_form = RecordForm(id="[0-9]{1,9}")
 
     @override
     def check(self, job: JobSpec) -> list[str]:

@@ -1,44 +1,39 @@
 """The packages that a recipe needs beyond echelon's own: will the machines of a job have them?"""
 
+import re
 import shutil
 import sys
 from pathlib import Path
 
 from echelon.ground.errors import ConfigError
-from echelon.ground.quiet_imports import is_installed
-from echelon.launch.sagemaker.source_bundle import EXTRAS, list_extras
+from echelon.ground.extras import EXTRAS, find_absent, pip_command
+from echelon.launch.ray.submission import INSTALLERS, installs_packages
+from echelon.launch.sagemaker.source_bundle import list_extras
 from echelon.recipe import LaunchConfig, Recipe
-from echelon.recipe.engines import ENGINES, NATIVE
+from echelon.recipe.engines import NATIVE
 
-# What each extra imports; that of an engine is in its row.
-_IMPORTS: dict[str, tuple[str, ...]] = {
-    "peft": ("peft",),
-    "qlora": ("peft", "bitsandbytes"),
-    "tensorboard": ("tensorboard",),
-    "mlflow": ("mlflow", "psutil"),
-    "wandb": ("wandb",),
-    "prometheus": ("prometheus_client",),
-    "opentelemetry": ("opentelemetry.exporter.otlp.proto.http",),
-    "s3": ("s3fs",),
-    "gcs": ("gcsfs",),
-    "float8": ("torchao",),
-    "math": ("math_verify",),
-    "lm-eval": ("lm_eval", "accelerate"),
-}
+# The bare name, also with extras or a version: no path, address, direct reference, or part of another name.
+_NAMESAKE = r"echelon(?=[\s'\"\[=<>~!;&|]|$)(?!(\[[^\]]*\])?\s*@)"
+_INSTALLS_NAMESAKE = re.compile(rf"\b(?:pip3?|uv)\b[^;&|#]*\binstall\b[^;&|#]*[\s'\"]{_NAMESAKE}")
 
 
 def describe_packages(recipe: Recipe) -> list[str]:
     """At most one line about the packages that the job needs, and who provides them.
 
-    Raises ConfigError for a package that is missing where the job's Python is the one that runs this process.
+    Raises ConfigError for a package that is missing where the job's Python is the one that runs this process, and for
+    an installation of the other project that has echelon's name at the package index.
     """
     launch, needed = recipe.launch, list_extras(recipe)
+    _refuse_namesake(launch)
+    words = ", ".join(f"{extra} ({key})" for extra, key in needed.items())
+    if launch.to == "skypilot" or (launch.to == "ray" and installs_packages(launch.ray.runtime_env)):
+        which = "a machine without echelon" if launch.to == "skypilot" else "each machine"
+        return [f"packages: {which} installs the wheel of echelon that the job brings{words and ', with '}{words}"]
     if launch.to == "local" or not needed:
         return []
     if _uses_this_python(launch):
         _refuse_missing(recipe, needed)
         return []
-    words = ", ".join(f"{extra} ({key})" for extra, key in needed.items())
     if launch.to == "sagemaker":
         if launch.sagemaker.network_isolation:
             place = f"the image {launch.sagemaker.image}"
@@ -50,6 +45,21 @@ def describe_packages(recipe: Recipe) -> list[str]:
         return [f"packages: the container installs what its image lacks of echelon's extras {words}"]
     place = _find_place(launch)
     return [f"packages: {place} must have echelon with its extras {words}; this cannot be checked here"]
+
+
+def _refuse_namesake(launch: LaunchConfig) -> None:
+    """Refuse `pip install echelon`: at the package index this is another project."""
+    found = [(f"setup.{index}", line) for index, line in enumerate(launch.setup) if _INSTALLS_NAMESAKE.search(line)]
+    for tool in INSTALLERS:
+        packages = launch.ray.runtime_env.get(tool) or []
+        packages = packages.get("packages", []) if isinstance(packages, dict) else packages
+        found += [(f"ray.runtime_env.{tool}", line) for line in map(str, packages) if re.match(_NAMESAKE, line)]
+    for key, line in found:
+        raise ConfigError(
+            f"launch.{key}: {line} installs another project, which has this name at the package index; remove it: jobs "
+            "of skypilot, and of ray with launch.ray.runtime_env.pip, bring a wheel of echelon; for other targets use "
+            "an image that has it, or pip install with the address of a checkout or a wheel."
+        )
 
 
 def _find_place(launch: LaunchConfig) -> str:
@@ -82,11 +92,8 @@ def _uses_this_python(launch: LaunchConfig) -> bool:
 
 def _refuse_missing(recipe: Recipe, needed: dict[str, str]) -> None:
     for extra, key in needed.items():
-        engine = ENGINES[recipe.engine].package if extra == recipe.engine else None
-        for package in (engine,) if engine is not None else _IMPORTS[extra]:
-            if is_installed(package):
-                continue
-            fix = f"run {sys.executable} -m pip install 'echelon[{extra}]'"
+        if (package := find_absent(extra)) is not None:
+            fix = f"run {sys.executable} -m {pip_command(extra)}"
             if extra == recipe.engine:
                 fix = f"see docs/engines.md for how to install it, or use engine={NATIVE}"
             raise ConfigError(

@@ -1,15 +1,23 @@
-"""The jobs launched from a folder: `jobs/NAME` has the submitted files and the record that finds the job again."""
+"""The jobs launched from a folder: `jobs/NAME` has the submitted files and the record that finds the job again.
 
+A record is data, which may have come with a stranger's folder: its values are checked by the form of its target, and
+addresses in it are used only if a launch of this account has written them.
+"""
+
+import hashlib
 import re
 import shutil
 import time
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from echelon.ground.errors import ConfigError
-from echelon.ground.stored import read_json, write_json, write_text
-from echelon.launch.job import JobRecord, JobSpec, JobTarget, Launcher, Submitted
-from echelon.launch.targets import JOB_TARGETS
+from echelon.ground.stored import read_as, read_json, write_json, write_text
+from echelon.ground.variables import find_cache_dir
+from echelon.launch.job import NAME, JobRecord, JobSpec, JobTarget, Launcher, Submitted
+from echelon.launch.targets import find_launcher
 from echelon.recipe import Recipe
 from echelon.recipe.render import render_recipe
 from echelon.run.folder.overview import RUNS, find_newest_runs
@@ -17,6 +25,7 @@ from echelon.run.folder.run_folder import OWNER_ONLY
 
 JOBS = Path("jobs")
 
+_RECORD = "job.json"
 # Runs and jobs that a message names.
 _NAMED = 5
 _NAME_LENGTH = 63
@@ -77,10 +86,22 @@ def record_job(job: JobSpec, submitted: Submitted, serves: JobTarget | None = No
     assert target is not None
     run_dir = str(job.workdir / (job.recipe.run.dir if serves is None else job.folder))
     record = JobRecord(job.name, target, submitted.id, run_dir, time.time(), job.folder, submitted.place)
-    fields = asdict(record)
-    del fields["folder"]
-    write_json(job.folder / "job.json", fields)
+    write_json(job.folder / _RECORD, _fields(record))
+    if find_launcher(target).record_form.needs_own:
+        own = _find_own(job.folder)
+        with suppress(OSError):  # a home that cannot be written
+            own.parent.mkdir(OWNER_ONLY, parents=True, exist_ok=True)
+            write_json(own, _fields(record))
     return record
+
+
+def _fields(record: JobRecord) -> dict[str, Any]:
+    return {name: value for name, value in asdict(record).items() if name != "folder"}
+
+
+def _find_own(folder: Path) -> Path:
+    """This account's copy of the record in a job's folder."""
+    return find_cache_dir() / "jobs" / f"{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]}.json"
 
 
 def find_job(name: str) -> JobRecord:
@@ -88,18 +109,17 @@ def find_job(name: str) -> JobRecord:
 
     Raises ConfigError if there is none, listing the newest runs and jobs: commands that take a job take a run too.
     """
-    records = list_jobs()
+    records, _ = list_jobs()
     for record in records:
         if name.rstrip("/") in (record.name, record.id, str(record.folder)):
             return record
-    elsewhere = read_job(Path(name))  # a sweep keeps the jobs of its trials in its own folder
-    if elsewhere is not None:
-        return elsewhere
-    for folder in (JOBS / name, Path(name)):
+    for folder in (JOBS / name, Path(name)):  # a sweep keeps the jobs of its trials in its own folder
+        if (folder / _RECORD).exists():
+            return read_job(folder)
         if folder.parent.name == JOBS.name and folder.is_dir():
             raise ConfigError(
-                f"{folder}/job.json is missing or damaged, as after a failed launch; if the target does not know the "
-                "job, remove the folder."
+                f"{folder}/{_RECORD} is missing, as after a failed launch; if the target does not know the job, remove "
+                "the folder."
             )
     jobs = ", ".join(record.name for record in records[:_NAMED]) or "none"
     runs = ", ".join(str(path.relative_to(RUNS)) for path in find_newest_runs([RUNS])[:_NAMED]) or "none"
@@ -109,19 +129,46 @@ def find_job(name: str) -> JobRecord:
     )
 
 
-def list_jobs() -> list[JobRecord]:
-    """The jobs launched from this folder, newest first; unreadable records are left out."""
-    records = [record for path in JOBS.glob("*") if (record := read_job(path)) is not None]
-    return sorted(records, key=lambda record: record.submitted_at, reverse=True)
+def list_jobs() -> tuple[list[JobRecord], list[str]]:
+    """The jobs launched from this folder, newest first, and why the records of others cannot be used."""
+    records, faults = [], []
+    for path in sorted(JOBS.glob(f"*/{_RECORD}")):
+        try:
+            records.append(read_job(path.parent))
+        except ConfigError as error:
+            faults.append(str(error))
+    return sorted(records, key=lambda record: record.submitted_at, reverse=True), faults
 
 
-def read_job(folder: Path) -> JobRecord | None:
-    """The record in a job's folder; None if it is missing or unreadable."""
+def read_job(folder: Path) -> JobRecord:
+    """The record in a job's folder. Raises ConfigError if it is missing or damaged, or has values of another form."""
+    place = folder / _RECORD
     try:
-        record = JobRecord(**read_json(folder / "job.json"), folder=folder)
-    except (OSError, ValueError, TypeError):
-        return None
-    words = (record.name, record.id, record.run_dir)
-    is_whole = all(isinstance(word, str) for word in words) and isinstance(record.place, dict)
-    is_whole = is_whole and record.target in JOB_TARGETS and isinstance(record.submitted_at, float | int)
-    return record if is_whole else None
+        record = replace(read_as(place, JobRecord), folder=folder)
+    except OSError as error:
+        raise ConfigError(f"{place} cannot be read: {error.strerror}.") from None
+    except ValueError as error:
+        raise _damaged(place, str(error)) from None
+    form = find_launcher(record.target).record_form
+    if not re.fullmatch(NAME, record.name) or "\0" in record.run_dir:
+        raise _damaged(place, f"name is {record.name!r:.60}, run_dir is {record.run_dir!r:.60}")
+    if (fault := form.find_fault(record)) is not None:
+        raise _damaged(place, fault)
+    if form.needs_own and not _is_own(record):
+        raise ConfigError(
+            f"{place} was not written by a launch of this account on this machine, so the addresses in it are not "
+            f"asked; see the run itself with: echelon status {record.run_dir}"
+        )
+    return record
+
+
+def _damaged(place: Path, why: str) -> ConfigError:
+    return ConfigError(f"{place} is not the record of a launch: {why}; restore the file, or remove its folder.")
+
+
+def _is_own(record: JobRecord) -> bool:
+    """Whether a launch of this account has written this record to this folder."""
+    try:
+        return bool(read_json(_find_own(record.folder)) == _fields(record))
+    except (OSError, ValueError):
+        return False

@@ -14,10 +14,23 @@ from typing_extensions import override
 
 from echelon.ground.errors import ConfigError, LaunchError, MissingSettingError
 from echelon.ground.launch_environment import SHARED_VARIABLE
+from echelon.ground.stored import write_bytes
 from echelon.ground.variables import asked_environment
-from echelon.launch.job import FINAL_STATES, JobRecord, JobSpec, JobState, JobStatus, Launcher, Submitted, list_inputs
+from echelon.launch.job import (
+    FINAL_STATES,
+    NAME,
+    JobRecord,
+    JobSpec,
+    JobState,
+    JobStatus,
+    Launcher,
+    RecordForm,
+    Submitted,
+    list_inputs,
+)
 from echelon.launch.job_logs import name_ending
 from echelon.launch.patch import merge_patch
+from echelon.launch.sagemaker.source_bundle import build_wheel, name_requirement
 from echelon.launch.shell import guard_setup, join_words, limit_command
 from echelon.recipe.yaml_text import render_documents
 from echelon.run.supervise.outcome import DONE, FAILED, STOPPED
@@ -52,17 +65,14 @@ exit $code"""
 class SkyPilotLauncher(Launcher):
     """Submits with `sky jobs launch`; the id is the job's name."""
 
+    record_form = RecordForm(id=NAME)
+
     @override
     def check(self, job: JobSpec) -> list[str]:
         recipe = job.recipe
         settings = recipe.launch.skypilot
         _check_places(job)
         lines = [f"requests {job.nodes[1]} machine(s) from SkyPilot: {_describe_resources(_build_resources(job))}"]
-        if "image_id" not in settings.resources and not recipe.launch.setup:
-            lines.append(
-                f"neither {_KEY}.resources.image_id nor launch.setup is set: the machines must have echelon; use an "
-                "image with it, or install it in launch.setup"
-            )
         if settings.secrets:
             lines.append(f"sky sends these variables of this terminal as secrets: {', '.join(settings.secrets)}")
         return lines
@@ -76,6 +86,8 @@ class SkyPilotLauncher(Launcher):
     @override
     def submit(self, job: JobSpec) -> Submitted:
         """Runs in the working directory, from which local paths of the task start."""
+        name, content = build_wheel()
+        write_bytes(job.workdir / job.folder / name, content)
         secrets = [word for name in job.recipe.launch.skypilot.secrets for word in ("--secret", name)]
         _call("launch", "--yes", "--detach-run", *secrets, str(job.workdir / job.folder / _TASK), cwd=str(job.workdir))
         return Submitted(job.name)
@@ -114,7 +126,8 @@ class SkyPilotLauncher(Launcher):
 
 def _build_task(job: JobSpec) -> dict[str, Any]:
     launch = job.recipe.launch
-    sent = {f"{_FOLDER}/recipe.yaml": str(job.recipe_path)}
+    wheel, _ = build_wheel()
+    sent = {f"{_FOLDER}/recipe.yaml": str(job.recipe_path), f"{_FOLDER}/{wheel}": str(job.workdir / job.folder / wheel)}
     sent |= {f"{_FOLDER}/{path}": str(job.workdir / path) for _, path in _list_sent(job)}
     return {
         "name": job.name,
@@ -157,10 +170,13 @@ def _list_commands(job: JobSpec) -> list[str]:
     """The script of each machine, which finds the others by SkyPilot's variables. The environment has `launch.env`."""
     launch = job.recipe.launch
     train = join_words(limit_command(launch, job.train_command("recipe.yaml"), own_code=True))
-    run = join_words([str(job.recipe.run.dir)])
+    run, python = join_words([str(job.recipe.run.dir)]), join_words([launch.python])
+    install = join_words([launch.python, "-m", "pip", "install", "--quiet", name_requirement(job.recipe, ".")])
     return [
         f"cd {_FOLDER} || exit 2",
         *guard_setup(launch.setup),
+        "# A machine without echelon installs it from the wheel of the job.",
+        f"{python} -m echelon --version > /dev/null 2>&1 || PIP_BREAK_SYSTEM_PACKAGES=1 {install} || exit 1",
         "# This shell ignores signals, so that it can report the exit code of training.",
         "trap : TERM INT USR1",
         train,

@@ -17,6 +17,7 @@ from echelon.launch.job import (
     JobSpec,
     JobState,
     JobStatus,
+    RecordForm,
     Submitted,
     count_gpus,
 )
@@ -54,6 +55,8 @@ _ASK_SECONDS = 15.0
 
 class SlurmLauncher(ArrayLauncher):
     """Submits with sbatch, on a machine of the cluster that shares its file system with the job's machines."""
+
+    record_form = RecordForm(id=r"[0-9]+(_[0-9]+)?")
 
     @override
     def check(self, job: JobSpec) -> list[str]:

@@ -17,8 +17,8 @@ CONNECT_SECONDS = 10
 # ssh's exit code when the connection failed, not the command.
 _NO_CONNECTION = 255
 # Admits nothing that ssh or a shell would interpret as anything but a name.
-_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@\\-]*")
+HOST = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+USER = r"[A-Za-z0-9_][A-Za-z0-9._@\\-]*"
 
 Answer = TypeVar("Answer")
 
@@ -82,7 +82,7 @@ def check_hosts(launch: LaunchConfig) -> None:
                 f"launch.torchrun.hosts: {host} contains a user; set launch.torchrun.user={host.partition('@')[0]}, "
                 f"and write only {host.partition('@')[2]}."
             )
-        if not _HOST.fullmatch(host):
+        if not re.fullmatch(HOST, host):
             raise ConfigError(
                 f"launch.torchrun.hosts: {host!r} is neither a host name nor an IPv4 address; use letters, digits, "
                 "dots, dashes and _, starting with a letter or digit."
@@ -95,7 +95,7 @@ def check_hosts(launch: LaunchConfig) -> None:
             f"launch.torchrun.hosts: {here.pop()} is a different machine on each host; use an address that the other "
             "hosts can reach."
         )
-    if user is not None and not _USER.fullmatch(user):
+    if user is not None and not re.fullmatch(USER, user):
         raise ConfigError(
             f"launch.torchrun.user={user!r} is not a valid user name; use letters, digits, dots, dashes and _."
         )

@@ -9,10 +9,10 @@ from typing_extensions import override
 
 from echelon.ground.errors import ConfigError, LaunchError
 from echelon.ground.variables import asked_environment
-from echelon.launch.job import JobRecord, JobSpec, JobStatus, Launcher, Submitted
+from echelon.launch.job import NAME, JobRecord, JobSpec, JobStatus, Launcher, RecordForm, Submitted
 from echelon.launch.job_logs import Log, name_ending, rarely, read_exit_code
 from echelon.launch.shell import join_words, limit_command, prepare_lines, watched_lines
-from echelon.launch.ssh import Ssh, check_hosts, find_ssh, on_each
+from echelon.launch.ssh import HOST, USER, Ssh, check_hosts, find_ssh, on_each
 from echelon.recipe.launch_sections import LaunchConfig
 from echelon.run.supervise.outcome import DONE, STOPPED
 
@@ -30,6 +30,12 @@ _STOP = f'if {_FIND}; then kill -TERM -- "-$group" && echo asked; else echo gone
 
 class TorchrunLauncher(Launcher):
     """Starts an agent on each host. The job's folder has each agent's output, process id and exit code."""
+
+    record_form = RecordForm(
+        id=NAME,
+        place={"hosts": f"{HOST}(,{HOST})*", "folder": r"/[^\0]*", "ssh_options": r"[^\0]*", "user?": USER},
+        needs_own=True,
+    )
 
     @override
     def check(self, job: JobSpec) -> list[str]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from echelon.ground.errors import ConfigError, EchelonError
+from echelon.ground.extras import missing_package
 from echelon.learn.task_files import build_task, is_question_file, is_task_file, name_tasks, read_task, read_task_name
 
 Numbers = Mapping[str, Mapping[str, float]]
@@ -211,6 +212,4 @@ def _import_harness(asked: str) -> tuple[Any, Any, Any]:
             )
             return evaluator, metrics, tasks.TaskManager
     except ImportError as error:
-        raise ConfigError(
-            f"{asked} requires a package that is not installed ({error.name}); run pip install 'echelon[lm-eval]'."
-        ) from error
+        raise missing_package(asked, error.name or "lm_eval", "lm-eval") from error

@@ -7,16 +7,13 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from echelon.ground.errors import ConfigError
+from echelon.ground.extras import missing_package
 from echelon.learn.reward_functions import Record, missing
 
 try:
     from math_verify import parse, verify
 except ImportError as error:
-    raise ConfigError(
-        "reward=math requires the package math-verify, which is not installed; run pip install 'echelon[math]', or use "
-        "reward=number."
-    ) from error
+    raise missing_package("reward=math", "math-verify", "math", "or use reward=number") from error
 
 _SECONDS = 2.0
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that it has no time limit of its own

@@ -22,6 +22,7 @@ from echelon.learn.data.mixture import MixtureDataset
 from echelon.learn.data.prepared import PreparedData
 from echelon.learn.data.prompt_records import read_prompts
 from echelon.learn.data.readers.record import BrokenRecordError
+from echelon.learn.data.sample_text import ChatTemplate
 from echelon.learn.data.tokenizer import load_tokenizer
 from echelon.learn.model.build import load_config
 from echelon.learn.model.hub import is_hub_name
@@ -111,7 +112,8 @@ class RewardTexts:
             ids = ids if end is None or ids[-1:] == [end] else [*ids, end]
         else:
             turns = [*prompt.content, {"role": "assistant", "content": answer}]
-            text = tokenizer.apply_chat_template(turns, tools=list(prompt.tools) or None, tokenize=False)
+            template = ChatTemplate.of(tokenizer, f"{self.key}: its chat template", prompt.tools)
+            text = template.prompt(turns, generate=False, tools=prompt.tools)
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         most = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if most is not None and len(ids) > most:

@@ -1,10 +1,10 @@
 """Refuses an adapter that a model cannot have, by the sizes of its linear layers, or whose packages are missing."""
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError
+from echelon.ground.extras import require_extra
 from echelon.planner.adapter_plan import ROW_MULTIPLE, build_adapter_plan, targeted_linears
 from echelon.planner.model_shape import ModelShape
 
@@ -14,12 +14,9 @@ if TYPE_CHECKING:
 
 def check_packages(adapter: "AdapterConfig") -> None:
     """Raise ConfigError if the packages that an adapter requires are not installed."""
-    for package, extra, methods in (("peft", "peft", "lora, qlora and dora"), ("bitsandbytes", "qlora", "qlora")):
-        if adapter.method in methods and find_spec(package) is None:
-            raise ConfigError(
-                f"adapter.method={adapter.method} requires the package {package}, which is not installed; run "
-                f"pip install 'echelon[{extra}]', or use adapter.method=full."
-            )
+    if adapter.is_adapter:
+        extra = "qlora" if adapter.method == "qlora" else "peft"
+        require_extra(f"adapter.method={adapter.method}", extra, "or use adapter.method=full")
 
 
 def check_ranks(adapter: "AdapterConfig", ranks: Mapping[str, int]) -> None:

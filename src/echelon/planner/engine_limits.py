@@ -44,7 +44,7 @@ def compare_engines(recipe: "Recipe", make_plan: Callable[["Recipe"], ParallelPl
             yield f"  {name}: refuses it: {str(error).removeprefix('recipe: ')}"
         else:
             is_here = row.package is None or find_spec(row.package) is not None
-            words = "" if is_here else f"; not installed here: pip install 'echelon[{name}]'"
+            words = "" if is_here else f"; {row.package} is not installed here"
             yield f"  {name}: {plan.strategy}, {plan.num_microbatches} x {plan.micro_batch_size} sequences{words}"
         if row.purpose:
             yield f"    for: {row.purpose}"

@@ -111,8 +111,9 @@ class RayConfig(Section):
     interface: str | None = Field(None, description="Network interface. Default: the one that reaches the rendezvous.")
     runtime_env: dict[str, Any] = Field(
         default_factory=dict,
-        description="Ray's runtime environment on all machines: `{pip: [echelon]}`, `{py_modules: [my_package]}`, "
-        "`{image_uri: ...}`. Default: that of the cluster.",
+        description="Ray's runtime environment on all machines: `{py_modules: [my_package]}`, `{image_uri: ...}`, "
+        "`{pip: [numpy]}`. With `pip` or `uv`, also `[]`, each machine installs echelon too, from a wheel of the job. "
+        "Default: that of the cluster.",
     )
 
 

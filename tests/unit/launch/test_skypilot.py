@@ -12,6 +12,7 @@ import yaml
 from echelon.ground.errors import ConfigError, LaunchError
 from echelon.launch.job_checks import refuse_secrets
 from echelon.launch.records import make_job, submit_job
+from echelon.launch.sagemaker.source_bundle import build_wheel
 from echelon.launch.skypilot import SkyPilotLauncher
 from echelon.recipe.load import parse_recipe
 from tests.unit.recipe_samples import DEMO
@@ -23,7 +24,7 @@ RECIPE = DEMO + "launch: {to: skypilot}\ncheckpoint: {remote: 's3://bucket/runs/
 CASES = {
     "spot": (
         "launch.nodes=2", "launch.nproc_per_node=8", "launch.accelerator=A100-80", "launch.max_hours=12",
-        "launch.setup=['pip install echelon']", "launch.env={NOTE: \"it's\"}",
+        "launch.setup=['pip install my-rewards']", "adapter.method=lora", "launch.env={NOTE: \"it's\"}",
         "launch.skypilot.resources={use_spot: true, infra: aws/us-west-2, disk_size: 500}",
     ),
     "mounted": (
@@ -57,7 +58,8 @@ def test_the_task_equals_the_golden_file(case, make, tmp_path):
     job = make(*CASES[case])
     SkyPilotLauncher().check(job)
     text = SkyPilotLauncher().render(job)["task.yaml"]
-    assert text.replace(str(tmp_path), "/work") == (GOLDEN / f"skypilot-{case}.yaml").read_text()
+    text = text.replace(str(tmp_path), "/work").replace(build_wheel()[0], "WHEEL")
+    assert text == (GOLDEN / f"skypilot-{case}.yaml").read_text()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -87,13 +89,27 @@ def test_only_a_save_on_a_signal_is_recovered(code, event, expected, make, tmp_p
     (folder / "runs/demo").mkdir(parents=True)
     (folder / "runs/demo/events.jsonl").write_text(json.dumps({"event": event}) + "\n")
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/bash\necho "$@"\nexit {code}\n')
+    python.write_text(f'#!/bin/bash\necho "$@"\n[[ $* = *--version ]] && exit 0\nexit {code}\n')
     python.chmod(0o755)
     script = render(make(f"launch.python={python}", "launch.setup=['echo first']"))["run"]
     home = os.environ | {"HOME": str(tmp_path)}
     done = subprocess.run(["bash", "-c", script], env=home, capture_output=True, text=True, check=False)
     assert done.returncode == expected, done.stderr
     assert done.stdout == "first\n-m echelon train recipe.yaml\n"
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (1, 1)])
+def test_a_machine_without_echelon_installs_the_wheel_of_the_job(code, expected, make, tmp_path):
+    (tmp_path / "echelon").mkdir()
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/bash\necho "$@"\n[[ $* = *--version ]] && exit 1\n[[ $* = *pip* ]] && exit {code}\n:\n')
+    python.chmod(0o755)
+    job = make(f"launch.python={python}", "adapter.method=lora")
+    home = os.environ | {"HOME": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", render(job)["run"]], env=home, capture_output=True, text=True, check=False)
+    wheel = f"./{build_wheel()[0]}[peft,s3]"
+    lines = [f"-m pip install --quiet {wheel}", *(["-m echelon train recipe.yaml"] if code == 0 else [])]
+    assert (done.returncode, done.stdout.splitlines()) == (expected, lines), done.stderr
 
 
 @pytest.mark.parametrize(

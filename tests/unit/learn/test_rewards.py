@@ -96,7 +96,7 @@ def test_math_without_its_package_is_refused_with_the_command(tmp_path, monkeypa
     """In the process of the rewards, which is another: a module that cannot be imported stands in its way."""
     (tmp_path / "math_verify.py").write_text("raise ModuleNotFoundError('No module named math_verify')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"^reward=math requires the package math-verify.*'echelon\[math\]'"):
+    with pytest.raises(ConfigError, match=r"^reward=math requires the package math-verify.*pip install 'math-verify>="):
         RewardProcess([RewardConfig(name="math")])
 
 

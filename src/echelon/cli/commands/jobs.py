@@ -72,14 +72,19 @@ def status(
 
 
 def _find_subjects(name: str | None) -> "tuple[list[JobRecord], list[Path]]":
-    """The job or the run of this name; None: all jobs launched from here, and the runs of no job."""
+    """The job or the run of this name; None: all jobs launched from here, and the runs of no job.
+
+    Prints a line for each record that cannot be used.
+    """
     from echelon.launch.records import find_job, list_jobs
     from echelon.run.folder.overview import RUNS, find_run, find_runs
 
     if name is not None:
         run = find_run(name)
         return ([find_job(name)], []) if run is None else ([], [run])
-    records = list_jobs()
+    records, faults = list_jobs()
+    for fault in faults:
+        complain(fault)
     of_jobs = {Path(record.run_dir).resolve() for record in records}
     return records, [path for path in find_runs([RUNS]) if path.resolve() not in of_jobs]
 

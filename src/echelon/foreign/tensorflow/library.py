@@ -25,6 +25,6 @@ def import_tensorflow() -> Library:
         return Library(*map(importlib.import_module, ("tensorflow", "keras", "keras_hub")))
     except ImportError as error:
         raise ConfigError(
-            f"engine=tensorflow needs tensorflow {_TESTED} and keras-hub ({error}); install echelon[tensorflow] as in "
+            f"engine=tensorflow needs tensorflow {_TESTED} and keras-hub ({error}); install them as in "
             "docs/tensorflow.md, or use engine=native."
         ) from error

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from echelon.ground.errors import ConfigError, LaunchError
+from echelon.ground.extras import missing_package
 from echelon.launch.kubernetes.kinds import JobKind
 
 _TIMEOUT_SECONDS = (10, 60)
@@ -19,9 +20,7 @@ class Cluster:
         try:
             from kubernetes import client, config
         except ImportError as error:
-            raise ConfigError(
-                "launch.to=kubernetes requires the package kubernetes; run: pip install 'echelon[kubernetes]'."
-            ) from error
+            raise missing_package("launch.to=kubernetes", "kubernetes", "kubernetes") from error
         try:
             _, current = config.list_kube_config_contexts()
             self.context = context or str(current["name"])

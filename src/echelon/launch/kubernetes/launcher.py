@@ -1,5 +1,6 @@
 """Submit a job's manifest; query, read and cancel the job."""
 
+import re
 import time
 from collections.abc import Iterator
 
@@ -8,7 +9,7 @@ from typing_extensions import override
 
 from echelon.ground.errors import LaunchError
 from echelon.ground.stored import read_text
-from echelon.launch.job import FINAL_STATES, JobRecord, JobSpec, JobStatus, Launcher, Submitted
+from echelon.launch.job import FINAL_STATES, NAME, JobRecord, JobSpec, JobStatus, Launcher, RecordForm, Submitted
 from echelon.launch.kubernetes.checks import check_job
 from echelon.launch.kubernetes.cluster import Cluster
 from echelon.launch.kubernetes.kinds import KINDS, JobKind, find_kind
@@ -21,6 +22,8 @@ _LOOK_SECONDS = 2.0
 
 class KubernetesLauncher(Launcher):
     """Runs a job as pods of a cluster. Its id is NAMESPACE/NAME."""
+
+    record_form = RecordForm(id=f"{NAME}/{NAME}", place={"kind": "|".join(map(re.escape, KINDS)), "context": r"[^\0]+"})
 
     @override
     def check(self, job: JobSpec) -> list[str]:

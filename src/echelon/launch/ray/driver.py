@@ -83,7 +83,7 @@ class Machine:
     def start(self, nodes: str, rendezvous: str, agent: str = AGENT) -> None:
         """Start the agent. Its script holds the other end of its stdin, so that it ends with this process."""
         self._process = subprocess.Popen(
-            ["bash", str(Path(agent).resolve()), nodes, rendezvous],
+            ["bash", str(Path(agent).resolve()), nodes, rendezvous, str(Path(sys.executable).parent)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

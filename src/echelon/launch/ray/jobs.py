@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.ground.errors import ConfigError, LaunchError
+from echelon.ground.errors import LaunchError
+from echelon.ground.extras import missing_package
 
 _LONGEST_MESSAGE = 400
 
@@ -29,10 +30,7 @@ class RayJobs:
         try:
             from ray.job_submission import JobSubmissionClient
         except ImportError as error:
-            raise ConfigError(
-                "launch.to=ray requires the package ray; run: pip install 'echelon[ray]', in the version of the "
-                "cluster."
-            ) from error
+            raise missing_package("launch.to=ray", "ray", "ray", "in the version of the cluster") from error
         for name in ("ray", "ray.dashboard.modules.job.sdk"):  # the second sets its own level
             logging.getLogger(name).setLevel(logging.WARNING)
         with _explained(address):

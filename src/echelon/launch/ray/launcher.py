@@ -7,21 +7,32 @@ from pathlib import Path
 from typing_extensions import override
 
 from echelon.ground.errors import LaunchError
-from echelon.ground.stored import read_text, write_text
+from echelon.ground.stored import read_text, write_bytes, write_text
 from echelon.launch.job import (
     FINAL_STATES,
+    NAME,
     JobRecord,
     JobSpec,
     JobState,
     JobStatus,
     Launcher,
+    RecordForm,
     Submitted,
     count_gpus,
 )
 from echelon.launch.job_logs import name_ending
 from echelon.launch.ray import driver
 from echelon.launch.ray.jobs import RayJobs
-from echelon.launch.ray.submission import DRIVER, REQUEST, check_request, find_workdir, render_files
+from echelon.launch.ray.submission import (
+    ADDRESS,
+    DRIVER,
+    REQUEST,
+    check_request,
+    find_workdir,
+    installs_packages,
+    render_files,
+)
+from echelon.launch.sagemaker.source_bundle import build_wheel
 from echelon.run.supervise.outcome import DONE, FAILED, STOPPED
 
 # The states of Ray Jobs; FAILED is any other exit code than 0.
@@ -31,6 +42,8 @@ _OWN = "echelon: "
 
 class RayLauncher(Launcher):
     """Submits to Ray Jobs; the id is the submission id, the job's name. Its output and state are the cluster's."""
+
+    record_form = RecordForm(id=NAME, place={"address": ADDRESS}, needs_own=True)
 
     @override
     def check(self, job: JobSpec) -> list[str]:
@@ -58,6 +71,9 @@ class RayLauncher(Launcher):
         """Uploads the job's folder: the recipe, the driver and its files."""
         jobs = RayJobs(job.recipe.launch.ray.address)
         write_text(job.folder / DRIVER, read_text(Path(driver.__file__)))
+        if installs_packages(job.recipe.launch.ray.runtime_env):
+            name, content = build_wheel()
+            write_bytes(job.folder / name, content)
         jobs.submit(json.loads(read_text(job.folder / REQUEST)))
         return Submitted(job.name, {"address": jobs.address})
 

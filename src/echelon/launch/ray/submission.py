@@ -13,10 +13,18 @@ from echelon.ground.errors import ConfigError
 from echelon.ground.variables import asked_environment
 from echelon.launch.job import GpuTarget, JobSpec, count_gpus, describe_gpu_request
 from echelon.launch.ray.driver import AGENT, ORDER, Order
+from echelon.launch.sagemaker.source_bundle import name_requirement
 from echelon.launch.shell import join_words, limit_command, prepare_lines
+from echelon.recipe import Recipe
 
 REQUEST, DRIVER = "request.json", "driver.py"
 """Files in the job's folder: the request, and the copy of `driver.py` that is sent with it."""
+
+ADDRESS = r"auto|https?://[^/\s@]+(/\S*)?"
+"""The pattern of a cluster's address. Ray would import the module that another scheme names."""
+
+INSTALLERS = ("pip", "uv")
+"""The fields of a runtime environment with packages that Ray installs."""
 
 _KEY = "launch.ray"
 # Between a stop and the end of the job, in addition to the time to save.
@@ -48,7 +56,7 @@ def find_workdir(job: JobSpec) -> Path:
 def check_request(job: JobSpec) -> None:
     """Raise ConfigError for what Ray would refuse or ignore."""
     settings = job.recipe.launch.ray
-    if not re.fullmatch(r"auto|https?://[^/\s@]+(/\S*)?", settings.address):
+    if not re.fullmatch(ADDRESS, settings.address):
         shown = re.sub(r"(?<=://)[^/@]+(?=@)", "***", settings.address)
         raise ConfigError(
             f"{_KEY}.address={shown} is not the address of Ray Jobs; give the dashboard's, like "
@@ -83,6 +91,11 @@ def _check_runtime(given: dict[str, Any]) -> None:
                 f"{key}: {name} is not a field of a runtime environment; "
                 + (f"did you mean {near[0]}?" if near else f"the fields are {', '.join(_RUNTIME_FIELDS)}.")
             )
+    for tool in INSTALLERS:
+        packages = given.get(tool, [])
+        packages = packages.get("packages") if isinstance(packages, dict) else packages
+        if not (isinstance(packages, list) and all(isinstance(package, str) for package in packages)):
+            raise ConfigError(f"{key}.{tool}: give a list of packages, like [numpy, 'scipy>=1.11'], or packages: LIST.")
     if not isinstance(given.get("env_vars", {}), dict):
         raise ConfigError(f"{key}.env_vars={given['env_vars']} is not a mapping; write it like {{NAME: value}}.")
 
@@ -93,7 +106,7 @@ def render_request(job: JobSpec) -> dict[str, Any]:
     Ray shows the request to everybody who sees the cluster; it has no value of `launch.env`.
     """
     recipe = job.recipe
-    given = recipe.launch.ray.runtime_env
+    given = _with_echelon(recipe)
     wait = math.ceil(recipe.fault.notice_seconds) + _LEAVING_SECONDS
     return {
         "submission_id": job.name,
@@ -105,6 +118,21 @@ def render_request(job: JobSpec) -> dict[str, Any]:
             "env_vars": {**given.get("env_vars", {}), _STOP_WAIT_VARIABLE: str(wait)},
         },
     }
+
+
+def installs_packages(runtime_env: dict[str, Any]) -> bool:
+    """Whether Ray makes an environment for the job on each machine, in which it installs packages."""
+    return any(tool in runtime_env for tool in INSTALLERS)
+
+
+def _with_echelon(recipe: Recipe) -> dict[str, Any]:
+    """The runtime environment of the recipe; one that installs packages also installs the wheel of the job."""
+    environment = dict(recipe.launch.ray.runtime_env)
+    for tool in filter(environment.__contains__, INSTALLERS):
+        wheel, given = name_requirement(recipe, "${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}"), environment[tool]
+        is_list = isinstance(given, list)
+        environment[tool] = [*given, wheel] if is_list else {**given, "packages": [*given["packages"], wheel]}
+    return environment
 
 
 def render_files(job: JobSpec) -> dict[str, str]:
@@ -146,11 +174,13 @@ def render_agent(job: JobSpec, target: GpuTarget, workdir: Path) -> str:
     train = train.replace("@RECIPE@", '"$here/recipe.yaml"')
     lines = (
         "#!/bin/bash",
-        "# agent.sh NODES HOST:PORT trains on this machine, as a child of a Ray worker.",
+        "# agent.sh NODES HOST:PORT PROGRAMS trains on this machine, as a child of a Ray worker.",
         'here=$(cd "$(dirname "$0")" && pwd)',
         "exec 3<&0 < /dev/null",
         _GUARD.format(seconds=math.ceil(job.recipe.fault.notice_seconds)).rstrip(),
         "unset OMP_NUM_THREADS  # Ray sets it to the cores of this machine's reservation",
+        # The interpreter of an environment that Ray has made is started by its path.
+        *(['PATH="$3:$PATH"'] if installs_packages(launch.ray.runtime_env) else []),
         _refuse_workdir(workdir),
         *prepare_lines(launch, workdir, asked),
         f'exec {train} --nodes "$1" --rendezvous "$2"',

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from echelon.ground.errors import ConfigError, MissingSettingError
-from echelon.launch.sagemaker.source_bundle import EXTRAS
+from echelon.ground.extras import EXTRAS
 from echelon.planner.hardware.instances import cluster_of
 from echelon.planner.hardware.job_machines import JobMachines
 from echelon.recipe import CheckpointConfig, LaunchConfig, Recipe

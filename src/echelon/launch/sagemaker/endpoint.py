@@ -16,9 +16,9 @@ from typing_extensions import override
 from echelon.ground.errors import ConfigError, MissingSettingError, PlanError
 from echelon.ground.sizes import render_bytes
 from echelon.ground.stored import read_json
-from echelon.launch.job import JobRecord, JobSpec, JobStatus, Launcher, Submitted
+from echelon.launch.job import NAME, JobRecord, JobSpec, JobStatus, Launcher, RecordForm, Submitted
 from echelon.launch.sagemaker.checks import check_addresses, check_tags, check_vpc, find_region
-from echelon.launch.sagemaker.request import find_registry
+from echelon.launch.sagemaker.request import REGION, find_registry
 from echelon.launch.sagemaker.staging import Upload, job_prefix
 from echelon.planner.hardware.instances import Instance, find_instance
 from echelon.planner.shape import build_shape
@@ -57,6 +57,8 @@ class Deployment:
 
 class EndpointLauncher(Launcher):
     """Serves the model of a run: `run.dir` of the job's recipe is the run folder."""
+
+    record_form = RecordForm(id=NAME, place={"region": REGION})
 
     @override
     def check(self, job: JobSpec) -> list[str]:

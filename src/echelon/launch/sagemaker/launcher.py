@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from echelon.ground.errors import MissingSettingError
-from echelon.launch.job import JobRecord, JobSpec, JobStatus, RemoteLauncher, Submitted
-from echelon.launch.sagemaker.request import Submission, build_submission, find_run_uri
+from echelon.launch.job import NAME, JobRecord, JobSpec, JobStatus, RecordForm, RemoteLauncher, Submitted
+from echelon.launch.sagemaker.request import REGION, Submission, build_submission, find_run_uri
 from echelon.recipe.render import render_recipe
 from echelon.run.folder.run_folder import FILES
 
@@ -24,6 +24,10 @@ _UNKNOWN_TYPE = {
 
 class SageMakerLauncher(RemoteLauncher):
     """Runs SageMaker training jobs. A job's inputs are uploaded to S3; its run folder is stored there too."""
+
+    record_form = RecordForm(
+        id=NAME, place={"region": REGION, "run": r"s3://[^\s\0]+", "price?": r"[0-9]{1,9}(\.[0-9]{1,12})?"}
+    )
 
     def __init__(self) -> None:
         self._services: dict[str, Service] = {}

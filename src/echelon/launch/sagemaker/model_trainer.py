@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from echelon.ground.errors import ConfigError
+from echelon.ground.extras import missing_package
 
 
 def merge_defaults(session: Any, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -19,9 +20,9 @@ def merge_defaults(session: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     try:
         from sagemaker.core.helper.session_helper import Session
     except ImportError:
-        raise ConfigError(
-            "launch.sagemaker.sdk=model_trainer requires the SageMaker SDK; run: pip install 'echelon[sagemaker-sdk]', "
-            "or use launch.sagemaker.sdk=boto3, which sends the same request without the SDK's defaults."
+        otherwise = "or use launch.sagemaker.sdk=boto3, which sends the same request without the SDK's defaults"
+        raise missing_package(
+            "launch.sagemaker.sdk=model_trainer", "sagemaker-train", "sagemaker-sdk", otherwise
         ) from None
     bucket = request["OutputDataConfig"]["S3OutputPath"].removeprefix("s3://").split("/")[0]
     # Without a bucket the session would create one.

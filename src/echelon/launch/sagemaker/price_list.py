@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from echelon.ground.errors import ConfigError, LaunchError
+from echelon.ground.extras import missing_package
 from echelon.ground.stored import write_text
 from echelon.launch.sagemaker.service import explained
 from echelon.planner.hardware.instances import INSTANCES
@@ -32,7 +33,7 @@ def refresh_prices(region: str | None, with_spot: bool) -> tuple[Path, int, int]
     try:
         import boto3
     except ImportError:
-        raise ConfigError("--prices requires the package boto3; run: pip install 'echelon[sagemaker]'.") from None
+        raise missing_package("--prices", "boto3", "sagemaker") from None
     session = boto3.Session()
     if (region := region or session.region_name) is None:
         raise ConfigError(

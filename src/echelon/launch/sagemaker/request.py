@@ -26,6 +26,9 @@ from echelon.recipe import LaunchConfig, Recipe
 from echelon.recipe.sagemaker_sections import FileSystemConfig
 from echelon.recipe.yaml_text import read_table
 
+REGION = r"[a-z]{2,4}(-[a-z]+)+-[0-9]{1,2}"
+"""The pattern of an AWS region's name."""
+
 DEFAULT_MAX_HOURS = 24.0
 """The time limit of a job without `launch.max_hours`. As in the API; the SDK's default is one hour."""
 

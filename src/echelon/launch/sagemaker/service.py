@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from echelon.ground.errors import BusyError, ConfigError, LaunchError
+from echelon.ground.errors import BusyError, LaunchError
+from echelon.ground.extras import missing_package
 from echelon.launch.job import FINAL_STATES, JobState, JobStatus
 from echelon.launch.sagemaker.staging import Upload
 from echelon.run.folder.run_folder import OWNER_ONLY
@@ -53,9 +54,7 @@ class Service:
         try:
             import boto3
         except ImportError:
-            raise ConfigError(
-                "launch.to=sagemaker requires the package boto3; run: pip install 'echelon[sagemaker]'."
-            ) from None
+            raise missing_package("launch.to=sagemaker", "boto3", "sagemaker") from None
         self._session = boto3.Session(region_name=region)
         self._client = cache(self._session.client)  # a sweep asks all the time, and a client is slow to make
         self._region = region

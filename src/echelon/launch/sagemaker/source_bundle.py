@@ -1,10 +1,15 @@
 """echelon for the container: its source as a zip, its entry point, and its requirements for pip."""
 
+import base64
+import hashlib
 import io
+import re
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
+from echelon.ground.extras import EXTRAS
 from echelon.launch.sagemaker.install import NO_INDEX, OPTIONAL
 from echelon.launch.shell import guard_setup, join_words
 from echelon.planner.hardware.job_machines import find_machines
@@ -16,30 +21,14 @@ ENTRY = "/opt/ml/input/data/echelon/enter.py"
 START = "/opt/ml/input/data/echelon/start.sh"
 FAILURE = "/opt/ml/output/failure"
 
-# As in pyproject.toml, without torch: the image has the build that fits its drivers.
+DISTRIBUTION = "echelon"
+TORCH = "torch>=2.11,<2.14"
+# As in pyproject.toml, without torch: an image has the build that fits its drivers.
 CORE = (
     "transformers>=5.17,<6", "tokenizers>=0.22", "jinja2>=3.1.6", "safetensors>=0.6", "numpy>=1.26",
     "pydantic>=2.12,<3", "pyyaml>=6", "fsspec>=2024.6", "typer>=0.26", "rich>=13",
 )  # fmt: skip
 HELPFUL = ("nvidia-ml-py>=12; sys_platform == 'linux'",)  # reads the load of GPUs
-EXTRAS: dict[str, tuple[str, ...]] = {
-    "peft": ("peft>=0.20",),
-    "qlora": ("peft>=0.20", "bitsandbytes>=0.49"),
-    "tensorboard": ("tensorboard>=2.16.2",),
-    "data": ("datasets>=3", "pyarrow>=17", "zstandard>=0.22"),
-    "mlflow": ("mlflow>=3.17,<4", "psutil>=6"),
-    "wandb": ("wandb>=0.31,<1",),
-    "opentelemetry": ("opentelemetry-exporter-otlp-proto-http>=1.36",),
-    "s3": ("s3fs>=2024.6",),
-    "gcs": ("gcsfs>=2024.6",),
-    "deepspeed": ("deepspeed>=0.19.8,<0.20",),
-    "tensorflow": ("tensorflow-cpu>=2.21,<2.22", "keras-hub>=0.32,<0.33"),
-    "float8": ("torchao>=0.16",),
-    "math": ("math-verify>=0.9",),
-    "sagemaker": ("boto3>=1.42.44",),
-    "lm-eval": ("lm-eval>=0.4.9", "accelerate>=1.1"),
-    "liger": ("liger-kernel>=0.8",),
-}
 # AWS's plugin, with which MLflow accepts the ARN of a SageMaker server as tracking URI.
 _MLFLOW_OF_SAGEMAKER = "sagemaker-mlflow>=0.1"
 _EARLIEST = (1980, 1, 1, 0, 0, 0)
@@ -102,13 +91,48 @@ def render_start(setup: tuple[str, ...], python: str) -> str:
     return "\n".join(["#!/bin/bash", *guard_setup(setup, FAILURE), f"exec {join_words([python, ENTRY])}"]) + "\n"
 
 
-def zip_package() -> bytes:
-    """Zip echelon's source; the same source gives the same bytes."""
+@cache
+def build_wheel() -> tuple[str, bytes]:
+    """A wheel of this echelon's source: its file name and content. The same source gives the same wheel.
+
+    Its build tag is a digest of the content, so no environment made of other source counts as one made of this.
+    """
+    files = {
+        f"{PACKAGE.name}/{path.relative_to(PACKAGE).as_posix()}": path.read_bytes()
+        for path in sorted(PACKAGE.rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    version = re.findall(rb'__version__ = "(.*)"', files[f"{PACKAGE.name}/__init__.py"])[0].decode()
+    info = f"{DISTRIBUTION}-{version}.dist-info"
+    files[f"{info}/METADATA"] = _render_metadata(version).encode()
+    files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: echelon\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files[f"{info}/entry_points.txt"] = b"[console_scripts]\nechelon = echelon.cli.main:main\n"
+    digests = {name: hashlib.sha256(content).digest() for name, content in files.items()}
+    rows = [
+        f"{name},sha256={base64.urlsafe_b64encode(digest).decode().rstrip('=')},{len(files[name])}\n"
+        for name, digest in digests.items()
+    ]
+    files[f"{info}/RECORD"] = f"{''.join(rows)}{info}/RECORD,,\n".encode()
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in sorted(PACKAGE.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                name = zipfile.ZipInfo(f"{PACKAGE.name}/{path.relative_to(PACKAGE).as_posix()}", _EARLIEST)
-                name.compress_type = zipfile.ZIP_DEFLATED
-                archive.writestr(name, path.read_bytes())
-    return buffer.getvalue()
+        for name, content in files.items():
+            member = zipfile.ZipInfo(name, _EARLIEST)
+            member.compress_type, member.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
+            archive.writestr(member, content)
+    tag = hashlib.sha256(files[f"{info}/RECORD"]).hexdigest()[:12]
+    return f"{DISTRIBUTION}-{version}-0x{tag}-py3-none-any.whl", buffer.getvalue()
+
+
+def _render_metadata(version: str) -> str:
+    lines = ["Metadata-Version: 2.1", f"Name: {DISTRIBUTION}", f"Version: {version}", "Requires-Python: >=3.11"]
+    lines += [f"Requires-Dist: {requirement}" for requirement in (TORCH, *CORE, *HELPFUL)]
+    for extra, requirements in EXTRAS.items():
+        lines.append(f"Provides-Extra: {extra}")
+        lines += [f"Requires-Dist: {requirement}; extra == '{extra}'" for requirement in requirements]
+    return "\n".join(lines) + "\n"
+
+
+def name_requirement(recipe: Recipe, folder: str) -> str:
+    """The wheel in a folder of a machine, with the extras that the recipe needs, as pip's requirement."""
+    extras = ",".join(sorted(extra for extra in list_extras(recipe) if extra in EXTRAS))
+    return f"{folder}/{build_wheel()[0]}{extras and f'[{extras}]'}"

@@ -145,7 +145,7 @@ class _Stage:
             ("recipe.yaml", "the recipe", recipe.encode),
             ("requirements.txt", "echelon's requirements without torch", requirements.encode),
             ("enter.py", "the container's entry point", bundle.read_entry),
-            ("echelon.zip", "echelon's source", bundle.zip_package),
+            ("echelon.zip", "echelon's source", lambda: bundle.build_wheel()[1]),
         ]
         if needs_shell(settings):
             made.append(("start.sh", "launch.setup", bundle.render_start(settings.setup, settings.python).encode))

@@ -1,20 +1,16 @@
 """What a recipe needs for products in float8. Does not import torch."""
 
 from collections.abc import Iterable
-from importlib.util import find_spec
 
 from echelon.ground.errors import ConfigError
+from echelon.ground.extras import require_extra
 
 _MULTIPLE = 16  # the kernels of products in float8 take tiles of this many rows and columns
 
 
 def check_package() -> None:
     """Raise ConfigError if torchao is not installed."""
-    if find_spec("torchao") is None:
-        raise ConfigError(
-            "train.precision=fp8 requires the package torchao, which is not installed; run pip install "
-            "'echelon[float8]', or use train.precision=bf16."
-        )
+    require_extra("train.precision=fp8", "float8", "or use train.precision=bf16")
 
 
 def has_fitting_size(rows: int, columns: int) -> bool:

@@ -106,7 +106,8 @@ class RemoteRuns:
         faults = list(checkpoint.faults)
         for name, entry in ({} if faults else checkpoint.files).items():
             try:
-                if self._store.digest(f"{run}/{checkpoint.folder}/{name}") != (entry["bytes"], entry["sha256"]):
+                place, expected = f"{run}/{checkpoint.folder}/{name}", (entry["bytes"], entry["sha256"])
+                if self._store.digest(place, entry["bytes"]) != expected:
                     faults.append(f"the contents of {name} changed after it was written")
             except ObjectStoreError as error:
                 if error.kind != "absent":
@@ -122,7 +123,8 @@ class RemoteRuns:
 
         def fetch(name: str) -> str | None:
             try:
-                self._store.download(f"{run}/{checkpoint.folder}/{name}", into / name)
+                place, num_bytes = f"{run}/{checkpoint.folder}/{name}", checkpoint.files[name]["bytes"]
+                self._store.download(place, into / name, num_bytes)
             except ObjectStoreError as error:
                 if error.kind != "absent":
                     raise

@@ -7,8 +7,10 @@ from typing import Any
 
 from echelon.ground.errors import ConfigError
 from echelon.ground.extensions import check_options, find_named, is_extension
+from echelon.ground.extras import require_extra
 from echelon.learn.environments import check_environment
 from echelon.learn.rewards import check_rewards
+from echelon.learn.task_files import name_tasks
 from echelon.recipe import Recipe
 
 
@@ -57,8 +59,12 @@ def check_extensions(recipe: Recipe) -> None:
     """Import the recipe's extensions and refuse those that cannot be used. Calls nothing.
 
     Raises ConfigError, with the key, for an extension that cannot be imported here, is of another kind, or does not
-    accept its options. Every training process imports it again.
+    accept its options; and for `evaluate.tasks` without lm-eval, or with a file that cannot be used. Every training
+    process imports an extension again.
     """
+    if tasks := recipe.evaluate.tasks:
+        require_extra(f"evaluate.tasks={list(tasks)}", "lm-eval", "or remove it")
+        name_tasks(tasks, "evaluate.tasks")
     for extension in list_extensions(recipe):
         if extension.key == "train.loop":
             find_loop(extension.name)

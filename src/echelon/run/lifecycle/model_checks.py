@@ -128,7 +128,7 @@ def _check_engine_package(recipe: Recipe, elsewhere: bool, left: list[str]) -> N
     if not elsewhere:
         raise ConfigError(
             f"engine={recipe.engine} requires the package {package}, which is not installed; see docs/engines.md for "
-            f"how to install 'echelon[{recipe.engine}]', or use engine={NATIVE}."
+            f"how to install it, or use engine={NATIVE}."
         )
     left.append(f"engine: the package {package} (it is not installed here)")
 

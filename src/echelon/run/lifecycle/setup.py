@@ -43,7 +43,7 @@ from echelon.run.lifecycle.model_checks import (
     read_model_fields,
     size_vocabulary,
 )
-from echelon.run.training.evaluation_checks import check_evaluation, check_tasks, try_benchmarks
+from echelon.run.training.evaluation_checks import check_evaluation, try_benchmarks
 
 if TYPE_CHECKING:
     from echelon.learn.data.prepared import PreparedData
@@ -117,7 +117,6 @@ def prepare_run(
     from echelon.run.folder.remote_start import RemoteStart
 
     check_extensions(recipe)
-    check_tasks(recipe)
     find_cluster = cache(find_cluster)
     rate = find_price_here(recipe, variables)
     check_budget(recipe, rate)

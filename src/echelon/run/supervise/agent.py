@@ -42,6 +42,7 @@ from echelon.run.supervise.outcome import (
     Outcome,
     ProcessDeath,
     Weight,
+    describe_silent,
     find_cause,
     find_silent,
     is_peer_leaving,
@@ -250,9 +251,19 @@ class Agent:
             cause = Cause(Outcome(FAILED, describe_gone(folder.path), final=True), Weight.CAUSE, time.time())
         elif deaths and cause.weight is Weight.NOTHING:
             cause = replace(cause, outcome=Outcome(FAILED, "its peers were lost"), weight=Weight.ECHO)
+        elif cause.weight is Weight.NOTHING and self._was_left(folder):
+            cause = Cause(describe_silent(min(silent, default=0), folder.logs_dir), Weight.DEATH, time.time())
         elif self._group.is_alone and is_peer_leaving(folder.outcomes_dir):  # not because a machine joins or leaves
             cause = replace(cause, outcome=replace(cause.outcome, final=True))
         return cause
+
+    def _was_left(self, folder: RunFolder) -> bool:
+        """Whether rank 0 of a run has ended on this machine, and has not recorded the end of the run.
+
+        With replaced processes on several machines another rank may have recorded it, which is seen later here.
+        """
+        has_first = 0 in folder.read_pids() and not self._group.lives_on
+        return has_first and is_run(folder.path) and not folder.is_finished()
 
     def _present(self, job: Workers, meeting: Meeting, attempt: int) -> Cause | None:
         """Present this machine to the coordinator; None if it takes part in the attempt, else how that ends here."""

@@ -190,9 +190,13 @@ def _describe_echo(report: RankOutcome, gone: Sequence[int], logs_dir: Path) -> 
     """The cause if all reports only mean that a peer is gone. `gone`: ranks that exited with code 0 and no report."""
     if not gone:
         return Cause(Outcome(report.code, report.message), Weight.ECHO, report.time)
-    log = logs_dir / f"rank-{gone[0]:05d}.log"
-    message = f"rank {gone[0]} exited with code 0 before the run had ended; see {log}"
-    return Cause(Outcome(FAILED, message), Weight.DEATH, report.time)
+    return Cause(describe_silent(gone[0], logs_dir), Weight.DEATH, report.time)
+
+
+def describe_silent(rank: int, logs_dir: Path) -> Outcome:
+    """The outcome of a rank that exited with code 0 and no report, as by `os._exit(0)`."""
+    log = logs_dir / f"rank-{rank:05d}.log"
+    return Outcome(FAILED, f"rank {rank} exited with code 0 before the run had ended; see {log}")
 
 
 def _find_accident(deaths: Sequence[ProcessDeath], first_cause_time: float) -> ProcessDeath | None:

@@ -14,7 +14,7 @@ from echelon.ground.stored import write_text
 from echelon.ground.variables import read_environment
 from echelon.run.supervise.board import Board, Change, View, name_member
 from echelon.run.supervise.hands import Machines, RemoteWorker
-from echelon.run.supervise.outcome import FAILED, ProcessDeath, describe_ending, read_outcomes
+from echelon.run.supervise.outcome import FAILED, ProcessDeath, describe_ending, find_silent, read_outcomes
 from echelon.run.supervise.warm_start import StartedWorker, WarmStart, end_workers, start_worker
 from echelon.run.supervise.workers import Workers
 
@@ -187,7 +187,8 @@ class ReplicaKeeper:
         self._listen()
         for replica in ended:
             deaths = replica.find_ended()  # once more: a process that saw another one's death may have been found first
-            failed = [death for death in deaths if death.exit_code != 0]
+            silent = find_silent(self._job.folder.outcomes_dir)
+            failed = [death for death in deaths if death.exit_code != 0 or death.rank in silent]
             if failed:
                 yield from self._handle(replica, failed)
             else:  # done, stopped or refused: the others are about to end in the same way

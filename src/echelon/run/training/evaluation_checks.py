@@ -1,7 +1,6 @@
 """Checks of the `evaluate` section against the prepared data. Imports no torch: `train` calls them before training."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError
@@ -16,19 +15,6 @@ if TYPE_CHECKING:
 
 
 TASKS = "evaluate.tasks"
-
-
-def check_tasks(recipe: Recipe) -> None:
-    """Raise ConfigError if lm-eval is missing, or a task file cannot be used. Called before any text is read."""
-    wanted = recipe.evaluate
-    if not wanted.tasks:
-        return
-    if find_spec("lm_eval") is None:
-        raise ConfigError(
-            f"{TASKS}={list(wanted.tasks)} requires the package lm_eval, which is not installed; run pip install "
-            "'echelon[lm-eval]', or remove it."
-        )
-    name_tasks(wanted.tasks, TASKS)
 
 
 def try_benchmarks(recipe: Recipe) -> None:

@@ -29,18 +29,17 @@ class Chat:
         self, target: Path, tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, str]]
     ) -> list[int]:
         """Encode turns, the last one by the user, and the generation prompt. Raises ConfigError like `encode`."""
-        if (text := own_template(tokenizer)) is None:
+        if own_template(tokenizer) is None:
             raise ConfigError(
                 f"--chat: the tokenizer of {target} has no chat template; remove --chat, and write the prompt in the "
                 "format that the model was trained on."
             )
-        special_tokens = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
         system = self.system
         if system is None and is_run(target):
             system = read_run_recipe(target).data.system_prompt
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages += turns
-        template = ChatTemplate(text, special_tokens, name=f"--chat: the chat template of {target}")
+        template = ChatTemplate.of(tokenizer, f"--chat: the chat template of {target}")
         try:
             rendered = template.prompt(messages, generate=True)
         except BrokenRecordError as error:

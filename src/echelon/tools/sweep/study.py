@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.ground.errors import ConfigError
+from echelon.ground.extras import missing_package
 from echelon.ground.stored import MAX_ROWS_BYTES, read_bytes
 from echelon.recipe import Recipe
 from echelon.tools.sweep.space import Space, Values
@@ -30,7 +31,7 @@ def require_optuna(sweep: Sweep) -> None:
     for name, samplers in _NEEDED.items():
         if find_spec(name) is None and (not samplers or sweep.sweep.sampler in samplers.split()):
             why = f"sweep.sampler={sweep.sweep.sampler}" if samplers else "echelon sweep"
-            raise ConfigError(f"{why} requires the package {name}; run: pip install 'echelon[sweep]'.")
+            raise missing_package(why, name, "sweep")
 
 
 class SweepStudy:

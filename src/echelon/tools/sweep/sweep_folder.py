@@ -1,6 +1,8 @@
 """The folder of a sweep: its files, its lock, and the comparison with an earlier start."""
 
 import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,9 @@ class SweepFolder:
     def last_job(self, number: int) -> JobRecord | None:
         """The newest job of a trial; None if it has no readable record."""
         jobs = self.jobs(number)
-        return read_job(jobs[-1]) if jobs else None
+        with suppress(ConfigError):
+            return replace(read_job(jobs[-1]), run_dir=str(self.trial_dir(number))) if jobs else None
+        return None
 
     @property
     def began_path(self) -> Path:

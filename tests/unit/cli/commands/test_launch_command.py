@@ -16,9 +16,10 @@ from echelon.cli.commands.launch import launch
 from echelon.cli.commands.sweep import stops_noted
 from echelon.ground.errors import ConfigError, DataError, HubUnreachableError, LaunchError, PlanError
 from echelon.ground.logs import log_to_console
-from echelon.launch import packages
 from echelon.launch.job import Submitted
-from echelon.launch.records import find_job, list_jobs
+from echelon.launch.packages import describe_packages
+from echelon.launch.records import list_jobs
+from echelon.recipe.load import load_recipe
 from echelon.tools.sweep.conductor import StopWord
 from tests.unit.recipe_samples import DEMO
 
@@ -26,7 +27,6 @@ ROOT = Path(__file__).parents[4]
 KUBERNETES = "{image: registry.example/echelon, gpus_per_node: 2, volumes: [{mount: /data, claim: team}]}"
 RECIPE = DEMO + f"launch: {{kubernetes: {KUBERNETES}}}\n"
 OURS = "111122223333.dkr.ecr.us-west-2.amazonaws.com/ours:1"
-RECORD = {"name": "x", "target": "local", "id": "17", "run_dir": "/r", "submitted_at": 1.0, "place": {}}
 
 
 @pytest.fixture
@@ -180,14 +180,14 @@ def test_every_engine_goes_through_every_launcher(recipe, capsys, engine, to, wo
 
 @pytest.mark.parametrize("to", ["torchrun", "slurm"])
 def test_a_package_that_the_jobs_python_lacks_is_refused(recipe, to, monkeypatch):
-    monkeypatch.setattr(packages, "is_installed", lambda name: False)  # as in an environment without torchao
+    monkeypatch.setitem(sys.modules, "torchao", None)  # as in an environment without torchao
     settings = ["train.precision=fp8", f"launch.python={sys.executable}"]
     hosts = "a,b" if to == "torchrun" else None
     with pytest.raises(ConfigError) as refused:
         launch(recipe, settings, dry_run=True, to=to, hosts=hosts)
     assert str(refused.value) == (
         f"train.precision=fp8 requires the package torchao, which {sys.executable}, the Python of the job, does not "
-        f"have; run {sys.executable} -m pip install 'echelon[float8]'."
+        f"have; run {sys.executable} -m pip install 'torchao>=0.16'."
     )
     # Another interpreter, and one that launch.setup may choose, cannot be asked.
     launch(recipe, [*settings, "launch.setup=[module load python]"], dry_run=True, to=to, hosts=hosts)
@@ -245,25 +245,36 @@ def test_a_partially_written_job_folder_is_removed(recipe, monkeypatch):
     assert list((recipe.parent / "jobs").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", '{"name": "x", "tar', "[]", "{}", json.dumps({**RECORD, "target": "mars"}), json.dumps({**RECORD, "id": 17})],
-)
-def test_a_damaged_record_is_reported(recipe, text):
-    folder = recipe.parent / "jobs" / "x"
-    folder.mkdir(parents=True)
-    (folder / "job.json").write_text(text)
-    assert list_jobs() == []
-    for name in ("x", "jobs/x", str(folder)):
-        with pytest.raises(ConfigError, match=r"jobs/x/job\.json is missing or damaged, .* remove the folder\.$"):
-            find_job(name)
-    (folder / "job.json").write_text(json.dumps(RECORD))
-    assert find_job("jobs/x").id == "17"
-
-
 def test_a_variable_that_differs_between_ranks_is_refused(recipe):
     with pytest.raises(ConfigError, match=r"launch\.env: RANK differs between processes and is set by echelon"):
         launch(recipe, ["launch.env={RANK: '0'}"], to="local")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_refused"),
+    [
+        (["launch.setup=[\"pip install 'echelon[s3]'\"]"], True),
+        (["launch.setup=['python3 -m pip install -q torch echelon==0.1.0 && true']"], True),
+        (["launch.setup=['uv pip install echelon']"], True),
+        (["launch.ray.runtime_env={pip: ['echelon[peft]']}"], True),
+        (["launch.ray.runtime_env={uv: {packages: [numpy, echelon]}}"], True),
+        (
+            ["launch.setup=['pip install ./echelon', 'pip install numpy; cd echelon']"],
+            False,
+        ),
+        (["launch.setup=['pip install -r echelon/wanted.txt', 'pip install git+https://host/echelon']"], False),
+        (["launch.setup=['pip install \"echelon @ git+https://host/x\"']"], False),
+        (["launch.ray.runtime_env={pip: [echelon-extra, 'echelon @ https://host/x.whl']}"], False),
+    ],
+)
+def test_the_other_project_of_this_name_is_not_installed(recipe, overrides, is_refused):
+    here, _ = load_recipe(recipe, ["launch.to=ray", *overrides])
+    if not is_refused:
+        brought = ["packages: each machine installs the wheel of echelon that the job brings"]
+        assert describe_packages(here) == (brought if "runtime_env" in overrides[0] else [])
+        return
+    with pytest.raises(ConfigError, match=r"^launch\.(setup\.0|ray\.runtime_env\.\w+): .* installs another project"):
+        describe_packages(here)
 
 
 class Slow:
@@ -290,7 +301,7 @@ def test_ctrl_c_during_submission_does_not_lose_the_job(recipe, monkeypatch, cap
         LaunchError, match=r"^stopped by SIGINT, but (.*) was already launched; `echelon cancel \1` ends"
     ):
         launch(recipe, [], to="local")
-    assert [record.id for record in list_jobs()] == ["17"]
+    assert [record.id for record in list_jobs()[0]] == ["17"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -315,9 +326,8 @@ def test_a_target_that_does_not_answer_hides_no_other_jobs(recipe, monkeypatch, 
     for name, target in (("here", "local"), ("there", "slurm")):
         folder = recipe.parent / "jobs" / name
         folder.mkdir(parents=True)
-        (folder / "job.json").write_text(
-            json.dumps({**RECORD, "name": name, "target": target, "submitted_at": -len(name)})
-        )
+        record = {"name": name, "target": target, "id": "17", "run_dir": "/r", "submitted_at": -len(name), "place": {}}
+        (folder / "job.json").write_text(json.dumps(record))
         (folder / "exit_code").write_text("0")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(typer.Exit):

@@ -13,6 +13,7 @@ from echelon.launch.job import JobRecord
 from echelon.launch.job_checks import refuse_secrets
 from echelon.launch.ray.launcher import RayLauncher, find_last_words
 from echelon.launch.records import make_job, submit_job
+from echelon.launch.sagemaker.source_bundle import build_wheel
 from echelon.recipe.load import parse_recipe
 from tests.unit.recipe_samples import DEMO
 
@@ -57,11 +58,15 @@ def test_the_stop_waits_for_the_save():
 def test_the_request_has_the_runtime_environment_and_no_variable_of_the_job():
     """Ray shows the request to everybody who sees its dashboard."""
     request, _, agent = render(
-        "launch.env={MY_PLACE: here}", "launch.ray.runtime_env={pip: [echelon], env_vars: {A: b}}"
+        "launch.env={MY_PLACE: here}", "launch.ray.runtime_env={pip: [numpy], env_vars: {A: b}}", "adapter.method=lora"
     )
-    assert request["runtime_env"]["pip"] == ["echelon"]
+    wheel = "${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}/" + build_wheel()[0] + "[peft]"
+    assert request["runtime_env"]["pip"] == ["numpy", wheel]
+    options = render("launch.ray.runtime_env={uv: {packages: [], uv_check: true}}")[0]["runtime_env"]["uv"]
+    assert options == {"packages": [wheel.removesuffix("[peft]")], "uv_check": True}
     assert request["runtime_env"]["env_vars"]["A"] == "b"
     assert "MY_PLACE" not in json.dumps(request)
+    assert 'PATH="$3:$PATH"' in agent and "PATH=" not in render()[2]
     assert "export MY_PLACE=here" in agent
 
 
@@ -84,6 +89,8 @@ def test_the_script_of_a_machine():
         ("launch.ray.resources={GPU: 2}", "launch.ray.resources.GPU: set launch.ray.gpus_per_node instead"),
         ("launch.ray.runtime_env={working_dir: .}", "launch.ray.runtime_env.working_dir: echelon sends"),
         ("launch.ray.runtime_env={pips: [a]}", "pips is not a field of a runtime environment; did you mean pip?"),
+        ("launch.ray.runtime_env={pip: requirements.txt}", "launch.ray.runtime_env.pip: give a list of packages"),
+        ("launch.ray.runtime_env={uv: {uv_check: true}}", "launch.ray.runtime_env.uv: give a list of packages"),
         ("launch.ray.runtime_env={env_vars: [a]}", "launch.ray.runtime_env.env_vars=['a'] is not a mapping"),
     ],
 )
@@ -109,7 +116,10 @@ def test_without_ray_one_message_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray.job_submission", None)
     monkeypatch.chdir(tmp_path)
     job, launcher = make(workdir=str(tmp_path)), RayLauncher()
-    with pytest.raises(ConfigError, match=r"requires the package ray; run: pip install 'echelon\[ray\]'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"requires the package ray, .* pip install 'ray\[default\]>=.*', in the version of the cluster",
+    ):
         submit_job(job, launcher, launcher.render(job))
 
 

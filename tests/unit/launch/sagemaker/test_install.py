@@ -13,8 +13,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from echelon.ground.errors import LaunchError
+from echelon.ground.extras import EXTRAS
 from echelon.launch.sagemaker import install as installing
-from echelon.launch.sagemaker.source_bundle import CORE, EXTRAS, HELPFUL
+from echelon.launch.sagemaker.source_bundle import CORE, HELPFUL
 
 SOURCE = str(Path(installing.__file__).parents[3])
 INSTALL = """

@@ -13,7 +13,7 @@ from echelon.launch.sagemaker.price_list import refresh_prices
 from echelon.planner.hardware.instances import find_instance
 from echelon.recipe.yaml_text import read_table
 
-pytest.importorskip("boto3", reason="no boto3 here; pip install 'echelon[sagemaker]'")
+pytest.importorskip("boto3", reason="no boto3 here; pip install boto3")
 
 SPOT = """<DescribeSpotPriceHistoryResponse xmlns="http://ec2.amazonaws.com/doc/2016-11-15/"><spotPriceHistorySet>{}\
 </spotPriceHistorySet><nextToken>{}</nextToken></DescribeSpotPriceHistoryResponse>"""

@@ -8,7 +8,7 @@ import pytest
 from echelon.launch.sagemaker.removed_checkpoints import CheckpointRemover
 from tests.object_server import BUCKET, ObjectServer
 
-boto3 = pytest.importorskip("boto3", reason="no boto3 here; pip install 'echelon[sagemaker]'")
+boto3 = pytest.importorskip("boto3", reason="no boto3 here; pip install boto3")
 
 STEPS = ("step-00000010", "step-00000020", "step-00000100")
 

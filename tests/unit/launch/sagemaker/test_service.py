@@ -215,7 +215,7 @@ def test_a_local_run_of_the_same_name_is_not_the_job(tmp_path, monkeypatch, caps
     write_spending(folder, Spending(seconds=7200.0, usd=9.0))
     assert not any("so far" in line for line in check_job(job).lines)
     job.folder.mkdir(parents=True)
-    record_job(job, Submitted("small-1", {"region": "us-west-2"}))
+    record_job(job, Submitted("small-1", {"region": "us-west-2", "run": "s3://b/runs/small"}))
     monkeypatch.setattr(SageMakerLauncher, "status", lambda launcher, record: JobStatus("running", "InProgress"))
     capsys.readouterr()
     status(None)
@@ -255,7 +255,7 @@ def test_a_cancelled_job_is_asked_to_stop(monkeypatch, aws):
 
 def test_without_boto3_the_message_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "boto3", None)
-    with pytest.raises(ConfigError, match=r"pip install 'echelon\[sagemaker\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'boto3>="):
         SageMakerLauncher().submit(make_job(tmp_path))
     with pytest.raises(ConfigError, match=r"launch\.sagemaker\.region is not set"):
         SageMakerLauncher().check(make_job(tmp_path, "launch.sagemaker.region=null"))

@@ -310,15 +310,20 @@ def test_plain_names():
 
 
 @pytest.mark.parametrize(
-    ("absent", "method", "extra"), [("bitsandbytes", "qlora", "qlora"), ("peft", "dora", "peft")]
-)  # fmt: skip
-def test_a_missing_package_is_named(monkeypatch, absent, method, extra):
+    ("absent", "method", "packages"),
+    [("bitsandbytes", "qlora", "'peft>=.*' 'bitsandbytes>=.*'"), ("peft", "dora", "'peft>=.*'")],
+)
+def test_a_missing_package_is_named(monkeypatch, absent, method, packages):
     monkeypatch.setitem(sys.modules, absent, None)
-    with pytest.raises(
-        ConfigError,
-        match=rf"adapter.method={method} requires the package {absent}, .* pip install 'echelon\[{extra}\]'",
-    ):
+    message = rf"adapter.method={method} requires the package {absent}, .* pip install {packages}, or use adapter"
+    with pytest.raises(ConfigError, match=message):
         check_packages(AdapterConfig(method=method))
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_only_4_bits_need_bitsandbytes(monkeypatch, method):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    check_packages(AdapterConfig(method=method))
 
 
 def test_modules_trained_in_full_equal_peft():

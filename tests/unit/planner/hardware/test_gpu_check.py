@@ -17,7 +17,7 @@ import echelon
 from echelon.ground.errors import ConfigError
 from echelon.ground.variables import AskedGpus, asked_environment, find_asked_gpus
 from echelon.launch.sagemaker import enter
-from echelon.launch.sagemaker.source_bundle import zip_package
+from echelon.launch.sagemaker.source_bundle import build_wheel
 from echelon.planner.hardware.gpu_check import check_image_devices, find_compat
 from echelon.planner.hardware.job_machines import count_asked_gpus
 from echelon.recipe import LaunchConfig
@@ -83,7 +83,7 @@ def start_entry(base, instance, env, **sections):
     """Run `enter.py` with the staged files of a job for this instance type; return its exit code and failure."""
     channel = base / "input" / "data" / "echelon"
     channel.mkdir(parents=True, exist_ok=True)
-    (channel / "echelon.zip").write_bytes(zip_package())
+    (channel / "echelon.zip").write_bytes(build_wheel()[1])
     # pip would fail, and nothing be downloaded: the check comes first.
     (channel / "requirements.txt").write_text("--no-index\nno-such-package-of-echelon>=1\n")
     (channel / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | sections))

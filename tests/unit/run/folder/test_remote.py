@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import sys
 import threading
 import time
 import zipfile
@@ -10,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from echelon.ground import object_store
 from echelon.ground.checksums import find_faults
 from echelon.ground.errors import CheckpointError, ConfigError, EchelonError
 from echelon.ground.object_store import ObjectStore, ObjectStoreError, describe_failure
@@ -400,9 +400,11 @@ def test_refused_addresses(address, message, tmp_path):
 def test_missing_protocols(monkeypatch):
     with pytest.raises(ConfigError, match="fsspec has no protocol nowhere"):
         ObjectStore("nowhere://bucket/run")
-    monkeypatch.setitem(object_store.EXTRAS, "oss", ("oss", "ossfs"))
-    with pytest.raises(ConfigError, match=r"requires ossfs, which is not installed; pip install 'echelon\[oss\]'"):
+    with pytest.raises(ConfigError, match="requires the fsspec package for oss, which is not installed; install it"):
         ObjectStore("oss://bucket/run")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ConfigError, match=r"requires the package gcsfs, .* pip install 'gcsfs>=.*', or use another"):
+        ObjectStore("gs://bucket/run")
 
 
 def test_no_secret_gets_into_a_message():

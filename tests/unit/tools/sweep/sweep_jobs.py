@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import log10
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
 
 from echelon.ground.errors import LaunchError
-from echelon.launch.job import JobRecord, JobSpec, JobStatus, Submitted
+from echelon.launch.job import JobRecord, JobSpec, JobStatus, RecordForm, Submitted
 from echelon.recipe.load import load_recipe
 from echelon.tools.sweep import conduct as session
 from echelon.tools.sweep.conduct import check_sweep, run_sweep
@@ -32,6 +32,8 @@ class Killed(BaseException):
 @dataclass
 class StubLauncher:
     """Writes a known loss instead of training: lowest at a learning rate of 1e-3 without weight decay."""
+
+    record_form: ClassVar = RecordForm(id=".*")
 
     kill_at: int = 10**9
     fails: Any = lambda recipe: None

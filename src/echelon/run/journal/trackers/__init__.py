@@ -1,7 +1,7 @@
 """Trackers such as TensorBoard and MLflow, each fed from metrics.jsonl by a forwarder. Only on rank 0."""
 
 from echelon.ground.errors import ConfigError
-from echelon.ground.quiet_imports import is_installed
+from echelon.ground.extras import require_extra
 from echelon.recipe import Recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.trackers.forwarder import Ledger, MetricsForwarder
@@ -9,14 +9,6 @@ from echelon.run.journal.trackers.tracker import Tracker, has_login
 
 __all__ = ["MetricsForwarder", "catch_up", "check_trackers", "start_trackers"]
 
-# What each tracker imports, by the name of the extra that installs it.
-_PACKAGES = {
-    "tensorboard": ("tensorboard",),
-    "mlflow": ("mlflow", "psutil"),
-    "wandb": ("wandb",),
-    "prometheus": ("prometheus_client",),
-    "opentelemetry": ("opentelemetry.exporter.otlp.proto.http",),
-}
 # The trackers that accept rows of a finished run.
 _STORES = ("mlflow", "wandb")
 
@@ -27,12 +19,7 @@ def check_trackers(recipe: Recipe) -> None:
     Called before any text is read or worker started; makes no request to a server.
     """
     for name in recipe.track:
-        for package in _PACKAGES[name]:
-            if not is_installed(package):
-                raise ConfigError(
-                    f"track: {name} requires the package {package}, which is not installed; run pip install "
-                    f"'echelon[{name}]', or remove it from track."
-                )
+        require_extra(f"track: {name}", name, "or remove it from track")
     if recipe.mlflow.tracking_uri is not None and has_login(recipe.mlflow.tracking_uri):
         raise ConfigError(
             "mlflow.tracking_uri contains a user name or password, and the run folder must not store secrets; set "
