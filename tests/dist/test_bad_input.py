@@ -119,7 +119,7 @@ REFUSALS = [
     ),
     (["train.setps=4"], ["train.setps is not a recipe key", "did you mean train.steps?"]),
     (["profile={api_key: hunter2}"], ["profile.api_key is not a recipe key", "steps, ranks, memory"]),
-    (["track=[tensorboard]"], ["track: tensorboard", "not installed", "pip install 'echelon[tensorboard]'"]),
+    (["track=[tensorboard]"], ["track: tensorboard", "not installed", "pip install 'tensorboard>="]),
     (["--nproc", "0"], ["--nproc 0", "use --nproc 2"]),
     (["--nproc", "abc"], ["--nproc abc", "use --nproc 2"]),
 ]

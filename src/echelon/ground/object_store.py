@@ -4,21 +4,27 @@ Credentials come from the environment or from fsspec's own configuration, and ar
 """
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from glob import has_magic
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from echelon.ground.errors import ConfigError, EchelonError, is_disk_full
+from echelon.ground.extras import missing_package
 from echelon.ground.redaction import redact_text
-from echelon.ground.stored import write_text
+from echelon.ground.sizes import render_bytes
+from echelon.ground.stored import MAX_BYTES, read_up_to, write_text
 
-# Packages that fsspec imports for a protocol, by the extra that installs them.
+if TYPE_CHECKING:
+    from fsspec.callbacks import Callback
+
+# The package that fsspec imports for a protocol, and the extra that installs it.
 EXTRAS = {
-    "s3": ("s3", "s3fs"), "s3a": ("s3", "s3fs"), "gs": ("gcs", "gcsfs"), "gcs": ("gcs", "gcsfs"),
-    "http": ("data", "aiohttp"), "https": ("data", "aiohttp"),
+    "s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs"),
+    "http": ("aiohttp", "data"), "https": ("aiohttp", "data"),
 }  # fmt: skip
 _STALL_SECONDS = 60.0  # without a byte from an HTTP server
 _VERSIONS = ("ETag", "etag", "generation", "VersionId", "blob_id", "Last-Modified", "LastModified", "updated", "mtime")
@@ -61,28 +67,35 @@ class ObjectStore:
             # No listing cache: another process may write here too.
             self._system, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
         except ImportError:
-            extra, package = EXTRAS.get(protocol, ("", ""))
-            remedy = f"pip install 'echelon[{extra}]'" if extra else "install it"
+            if protocol in EXTRAS:
+                raise missing_package(f"{key}={url}", *EXTRAS[protocol], "or use another address") from None
             raise ConfigError(
-                f"{key}={url} requires {package or f'the fsspec package for {protocol}'}, which is not "
-                f"installed; {remedy}, or use another address."
+                f"{key}={url} requires the fsspec package for {protocol}, which is not installed; install it, or use "
+                "another address."
             ) from None
         except ValueError:
             raise ConfigError(
                 f"{key}={url}: fsspec has no protocol {protocol}; use s3, gs, file or another of fsspec's."
             ) from None
+        logging.getLogger("gcsfs").addHandler(logging.NullHandler())  # it prints a traceback for what is raised too
+        if (loop := getattr(self._system, "loop", None)) is not None:
+            # At the end of a process, asyncio would name each request that is given up.
+            loop.set_exception_handler(lambda loop, context: None)
         self._is_local = isinstance(self._system, LocalFileSystem)
+        self._is_http = protocol in ("http", "https")
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of an object; None if it does not exist."""
+        """Return the content of a small object, at most MAX_BYTES; None if it does not exist."""
         try:
-            with self._translated_errors():
-                content: bytes = self._system.cat_file(self._path(name))
-                return content
+            with self._translated_errors(), self._system.open(self._path(name), "rb") as source:
+                content = read_up_to(source, MAX_BYTES)
         except ObjectStoreError as error:
             if error.kind == "absent":
                 return None
             raise
+        if len(content) > MAX_BYTES:
+            raise ObjectStoreError(f"{name} is larger than {render_bytes(MAX_BYTES)}", "failed")
+        return content
 
     def write(self, name: str, content: bytes) -> None:
         """Create or replace an object, UTF-8 text, atomically."""
@@ -105,7 +118,8 @@ class ObjectStore:
         """Return the objects that a name or glob stands for, by address, sorted: of a folder, all objects below it."""
         path = self._path(pattern)
         with self._translated_errors():
-            if has_magic(pattern):
+            # A question mark begins the query of a URL.
+            if "*" in pattern or "[" in pattern if self._is_http else has_magic(pattern):
                 found = self._system.glob(path, detail=True)
             else:
                 entry = self._system.info(path)
@@ -126,16 +140,19 @@ class ObjectStore:
         with self._translated_errors():
             self._system.put_file(str(path), self._path(name))
 
-    def download(self, name: str, path: Path) -> None:
-        """Write an object's content to a file. OSError: the disk here is full."""
-        with self._translated_errors():
-            self._system.get_file(self._path(name), str(path))
+    def download(self, name: str, path: Path, num_bytes: int) -> None:
+        """Write an object's content to a file, of a longer one than `num_bytes` that many and up to a block more.
 
-    def digest(self, name: str) -> tuple[int, str]:
-        """Read an object; return its size in bytes and its SHA-256."""
+        So the size of the file tells a longer or shorter one. OSError: the disk here is full.
+        """
+        with self._translated_errors(), suppress(_LongerError):
+            self._system.get_file(self._path(name), str(path), callback=_make_counter(num_bytes))
+
+    def digest(self, name: str, num_bytes: int) -> tuple[int, str]:
+        """Read an object of `num_bytes`, or the start of a larger one; return the bytes read and their SHA-256."""
         digest, count = hashlib.sha256(), 0
         with self._translated_errors(), self._system.open(self._path(name), "rb", block_size=_CHUNK_BYTES) as source:
-            while chunk := source.read(_CHUNK_BYTES):
+            while count <= num_bytes and (chunk := source.read(_CHUNK_BYTES)):
                 digest.update(chunk)
                 count += len(chunk)
         return count, digest.hexdigest()
@@ -168,6 +185,8 @@ class ObjectStore:
         except Exception as error:
             if is_disk_full(error):
                 raise
+            if self._is_http and isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
+                error = error.__cause__  # whatever keeps fsspec's client from an object
             # Without the cause: the library's full message may contain the request with its signature.
             raise ObjectStoreError(describe_failure(error), _find_kind(error)) from None
 
@@ -177,6 +196,23 @@ def _client_options() -> dict[str, Any]:
     import aiohttp
 
     return {"timeout": aiohttp.ClientTimeout(total=None, sock_connect=_STALL_SECONDS, sock_read=_STALL_SECONDS)}
+
+
+class _LongerError(Exception):
+    """An object has more bytes than it should have."""
+
+
+def _make_counter(num_bytes: int) -> "Callback":
+    """A callback that ends a download after `num_bytes`. A hub's own client has a size to end at, and ignores it."""
+    from fsspec.callbacks import NoOpCallback
+
+    class Counter(NoOpCallback):  # type: ignore[misc]
+        def relative_update(self, inc: int = 1) -> None:
+            self.value += inc
+            if self.value > num_bytes:
+                raise _LongerError
+
+    return Counter()
 
 
 def _read_info(entry: Mapping[str, Any]) -> ObjectInfo:
@@ -192,9 +228,11 @@ def describe_failure(error: BaseException) -> str:
 
 
 def _find_kind(error: BaseException) -> Kind:
-    if isinstance(error, FileNotFoundError):
+    status = getattr(error, "status", None)  # of an answer by HTTP
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
         return "absent"
-    return "refused" if isinstance(error, PermissionError) or "Credential" in type(error).__name__ else "failed"
+    is_refused = isinstance(error, PermissionError) or status in (401, 403) or "Credential" in type(error).__name__
+    return "refused" if is_refused else "failed"
 
 
 def retried(

@@ -155,12 +155,14 @@ def parse_json(content: bytes) -> Any:
 
 
 def read_as(path: Path, kind: type[T]) -> T:
-    """The value of a JSON file, validated as a type: a dataclass, a TypedDict, a mapping of numbers.
+    """The value of a JSON file, validated as a type. Raises OSError, or ValueError as `parse_as`."""
+    return parse_as(read_bytes(path), kind)
 
-    Raises OSError, or ValueError with one line about the first fault.
-    """
+
+def parse_as(content: bytes, kind: type[T]) -> T:
+    """The value of JSON, validated as a type such as a TypedDict. Raises ValueError with a line on the first fault."""
     try:
-        return validator_of(kind).validate_json(read_bytes(path), strict=True)
+        return validator_of(kind).validate_json(content, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))

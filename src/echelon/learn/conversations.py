@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from echelon.ground.errors import DataError, first_line
 from echelon.learn.data.prompt_records import PromptRecord
+from echelon.learn.data.sample_text import ChatTemplate
 from echelon.learn.distributed.objects import gather_found, gather_objects
 from echelon.learn.environments import EnvironmentProcess, Reply, Said
 from echelon.learn.rollouts import Played, Rollouts, draw_seed
@@ -225,12 +226,11 @@ class Wording:
         marked = {"role": "assistant" if before else "user", "content": self._MARK}
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said or ())
         try:
-            text = self._tokenizer.apply_chat_template(
-                [*before, marked, *messages], tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # the template's, or one of Jinja
+            template = ChatTemplate.of(self._tokenizer, "the chat template")
+            text = template.prompt([*before, marked, *messages], generate=True)
+        except Exception as error:  # the template's, or of what was said
             raise DataError(f"said what the chat template cannot write: {first_line(error)}") from error
-        return str(text).rpartition(self._MARK)[2]
+        return text.rpartition(self._MARK)[2]
 
     def _write(self, said: Said) -> list[int]:
         if said and not isinstance(said, str):

@@ -4,13 +4,10 @@ import math
 from dataclasses import dataclass, field
 
 from echelon.ground.errors import DataError
-from echelon.learn.data.readers import name_place
+from echelon.learn.data.readers import HOPELESS_RECORDS, name_place
 from echelon.learn.data.readers.record import Broken
 from echelon.learn.data.source import Source
 from echelon.recipe.data_formats import describe_formats
-
-HOPELESS_RECORDS = 1000
-"""A source is refused without reading further if none of its first records, this many, can be used."""
 
 _LISTED_PLACES = 20
 _SAID_PLACES = 3

@@ -35,6 +35,7 @@ from echelon.learn.data.corpus import (
 from echelon.learn.data.corpus_writer import CorpusWriter, WritingOptions
 from echelon.learn.data.given_folder import is_given, open_given, save_settings
 from echelon.learn.data.instruction import InstructionEncoding
+from echelon.learn.data.limits import helper_ended
 from echelon.learn.data.panics import panics_told
 from echelon.learn.data.preflight import build_instruction_encoding, check_stops_learned
 from echelon.learn.data.prepare_spec import PrepareSpec, prepare_spec
@@ -43,7 +44,7 @@ from echelon.learn.data.readers.record import ExampleFields
 from echelon.learn.data.resume import has_progress
 from echelon.learn.data.shared_folders import SharedFolders
 from echelon.learn.data.split import describe_split, warn_of_small_sets
-from echelon.learn.data.stream.addresses import fetch, is_address
+from echelon.learn.data.stream.addresses import fetch, is_address, slowness_told
 from echelon.learn.data.stream.chunk_list import StreamPlan, cut_chunks, save_plan
 from echelon.learn.data.templates import load_template
 from echelon.learn.data.text_sample import TextSample
@@ -102,6 +103,7 @@ def find_mask_obstacle(recipe: "Recipe") -> str | None:
     return describe_obstacle(find_traits(built, recipe.data.sequence_len), config)
 
 
+@helper_ended()
 def prepare(
     spec: PrepareSpec,
     *,
@@ -376,8 +378,11 @@ def write_folder(
 def _fetch_held_out(folder: Path, corpus: Sequence[CorpusEntry]) -> list[CorpusEntry]:
     """Return the held-out text; what is at an address is fetched into the folder."""
     folder.mkdir(exist_ok=True)
-    held_out = (entry for entry in corpus if entry.stream != "train")
-    return [replace(entry, files=tuple(fetch(file, folder) for file in entry.files)) for entry in held_out]
+    held_out = []
+    for entry in (entry for entry in corpus if entry.stream != "train"):
+        with slowness_told(f"fetching {entry.source.path}"):
+            held_out.append(replace(entry, files=tuple(fetch(file, folder) for file in entry.files)))
+    return held_out
 
 
 def _partial(folder: Path) -> Path:

@@ -10,13 +10,15 @@ such spans and is refused.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, TypeVar
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from echelon.ground.errors import ConfigError
 from echelon.learn.data.conversation import Conversation
-from echelon.learn.data.limits import LimitError, run_limited
+from echelon.learn.data.limits import LimitError, refuse_template, run_limited
 from echelon.learn.data.readers.record import BrokenRecordError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Spans = list[tuple[int, int]]
 _Result = TypeVar("_Result")
@@ -57,24 +59,29 @@ class ChatTemplate:
         """Whether the template marks the text that the assistant generates."""
         return _GENERATION.search(self.text) is not None
 
+    @classmethod
+    def of(
+        cls, tokenizer: "PreTrainedTokenizerBase", name: str, tools: Sequence[dict[str, Any]] = ()
+    ) -> "ChatTemplate":
+        """The template that a tokenizer has, for conversations with these tools; it must have one."""
+        special_tokens = {key: token for key, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+        return cls(tokenizer.get_chat_template(tools=list(tools) or None), special_tokens, name=name)
+
     def render(self, conversation: Conversation) -> Rendered:
         """Render a whole conversation with its spans. Raises BrokenRecordError if the template cannot render it."""
-        return self._limited(lambda: self._render(conversation))
+        return self._limited(partial(self._render, conversation))
 
     def prompt(self, messages: Sequence[dict[str, Any]], generate: bool, tools: Sequence[dict[str, Any]] = ()) -> str:
         """Render turns as text, with or without the generation prompt. Raises BrokenRecordError."""
         conversation = Conversation(tuple(messages), (None,) * len(messages), tuple(tools))
         self._check_tools(conversation)
-        return self._limited(lambda: self._run(conversation, len(messages), generate=generate)[0])
+        return self._limited(partial(self._run, conversation, len(messages), generate=generate))[0]
 
     def _limited(self, call: Callable[[], _Result]) -> _Result:
-        _load_renderer()
         try:
-            return run_limited(call)
+            return run_limited(_load_renderer, call)
         except LimitError as error:
-            raise ConfigError(
-                f"{self.name} {error} to render one conversation; use another data.chat_template, or fix this one."
-            ) from None
+            raise refuse_template(self.name, error) from None
 
     def _render(self, conversation: Conversation) -> Rendered:
         self._check_tools(conversation)

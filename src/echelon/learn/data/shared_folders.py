@@ -111,10 +111,10 @@ class SharedFolders:
 
     def _download(self, name: str, entries: _Entries, into: Path) -> list[str]:
         """Download the files of a folder; returns a phrase for each that is missing or differs from the marker."""
-        for file, _, _ in entries:
+        for file, num_bytes, _ in entries:
             (into / file).parent.mkdir(parents=True, exist_ok=True)
             try:
-                self._store.download(f"{name}/{file}", into / file)
+                self._store.download(f"{name}/{file}", into / file, num_bytes)
             except ObjectStoreError as error:
                 if error.kind != "absent":
                     raise

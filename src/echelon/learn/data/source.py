@@ -8,10 +8,10 @@ import glob
 import os
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Protocol
 
 from typing_extensions import override
@@ -19,6 +19,7 @@ from typing_extensions import override
 from echelon.ground.errors import ConfigError, DataError
 from echelon.ground.extensions import is_extension
 from echelon.ground.object_store import ObjectInfo
+from echelon.ground.scratch import scratch_folder
 from echelon.learn.data.file_walk import LeftOut, walk
 from echelon.learn.data.readers import field_names, find_reader, guess_format
 from echelon.learn.data.readers.arrays import is_array
@@ -26,7 +27,7 @@ from echelon.learn.data.readers.datasets import find_hub_files, find_on_hub, is_
 from echelon.learn.data.readers.megatron import is_megatron_index
 from echelon.learn.data.readers.record import EITHER_FIELD, ExampleFields, Fields, SourceFile
 from echelon.learn.data.readers.separated import read_header
-from echelon.learn.data.stream.addresses import fetch, find_objects, is_address, join_infos
+from echelon.learn.data.stream.addresses import fetch, find_objects, is_address, join_infos, slowness_told
 from echelon.recipe.data_formats import (
     LABELLED_FORMAT,
     PLAIN_FIELDS,
@@ -44,6 +45,9 @@ TOKENS = "tokens"
 
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 """Folders that `python-stdlib` skips: two thirds of its bytes are tests, mostly tables of values."""
+
+_MOST_FOLDERS = 10**7
+_MOST_LINKS = 40  # in one path: Linux follows no more
 
 
 @dataclass(frozen=True)
@@ -167,8 +171,8 @@ def _settle_objects(source: Source, files: list[SourceFile]) -> tuple[SourceFile
     first = next((file for file in files if has_records(file.format) or ".json" in file.path.suffixes[-2:]), None)
     if first is None:
         return tuple(files)
-    with TemporaryDirectory(prefix="echelon-") as scratch:
-        copy = fetch(first, Path(scratch))
+    with scratch_folder("listing") as folder, slowness_told(f"reading {first.name}, to find its fields"):
+        copy = fetch(first, folder)
         copy = replace(copy, format="json") if copy.format == "jsonl" and is_array(copy) else copy
         [settled] = settle_fields(source, [copy])
     alike = [replace(file, format=settled.format) if file.format == first.format else file for file in files]
@@ -211,12 +215,40 @@ def _list_stdlib(source: Source) -> list[SourceFile]:
 
 
 def _list_matches(source: Source, path: Path) -> list[SourceFile]:
-    """List the files that a glob matches, sorted by name; none if the path is not a glob."""
+    """List the files that a glob matches, sorted by name; none if the path is not a glob.
+
+    Raises DataError if links make it visit too many folders.
+    """
     if not glob.has_magic(source.path):
         return []
+    if "**" in path.parts and not _is_listable(path):
+        raise DataError(
+            f"{source}: links lead to the same folders in more than {_MOST_FOLDERS:,} ways; give the folder, in which "
+            "each is read once, or remove the links."
+        )
     names = sorted(name for name in glob.glob(str(path), recursive=True) if os.path.isfile(name))
     files = [_describe(source, Path(name), name, _choose_format(source, Path(name)), False) for name in names]
     return list({file.path: file for file in files}.values())
+
+
+def _is_listable(pattern: Path) -> bool:
+    """Whether a glob with ** visits at most _MOST_FOLDERS: two links to the folder they are in double it 40 times."""
+    first = next(index for index, part in enumerate(pattern.parts) if glob.has_magic(part))
+    try:
+        return _count_folders(str(Path(*pattern.parts[:first])), _MOST_LINKS, {}) <= _MOST_FOLDERS
+    except RecursionError:
+        return False
+
+
+def _count_folders(folder: str, links: int, known: dict[tuple[str, int], int]) -> int:
+    """Count the folders below a folder, each as often as there are ways to it with so many links in a row."""
+    key = os.path.realpath(folder), links
+    if key not in known:
+        with suppress(OSError), os.scandir(folder) as entries:
+            found = [entry for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+            inner = [(entry.path, links - entry.is_symlink()) for entry in found]
+            known[key] = 1 + sum(_count_folders(path, left, known) for path, left in inner if left >= 0)
+    return known.get(key, 1)
 
 
 def _choose_format(source: Source, path: Path) -> str:

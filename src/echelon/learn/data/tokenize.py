@@ -21,6 +21,7 @@ from echelon.ground.variables import use_one_tokenizer_thread
 from echelon.learn.data.child_process import ChildProcess, stops_held_back
 from echelon.learn.data.conversation import Parsed
 from echelon.learn.data.instruction import InstructionEncoding
+from echelon.learn.data.limits import be_spare, find_excess, refuse_template
 from echelon.learn.data.oddities import find_oddities
 from echelon.learn.data.panics import panics_told
 from echelon.learn.data.readers import cut_file, name_place, read_records
@@ -312,7 +313,7 @@ class _Worker:
     """A process that tokenizes one task at a time. The parent knows which task it is running."""
 
     def __init__(self, encoding: Encoding) -> None:
-        self._process = ChildProcess(_serve, encoding)
+        self._process, self._encoding = ChildProcess(_serve, encoding), encoding
         self.connection = self._process.connection
         self._index = 0
         self._task: Task | None = None
@@ -340,14 +341,21 @@ class _Worker:
         """Kill the process."""
         self._process.stop()
 
-    def _describe_death(self) -> WorkerDiedError:
+    def _describe_death(self) -> EchelonError:
         assert self._task is not None
         code, spans = self._process.wait_for_exit(), self._task.spans
         others = f" or a file read with it, up to {spans[-1].file.path}" if len(spans) > 1 else ""
-        return WorkerDiedError(
-            f"a tokenizing process died (exit code {code}) at {spans[0].file.path}{others}; if "
-            f"it ran out of memory, lower data.prepare_workers and run again."
-        )
+        return explain_death(code, self._encoding, f"{spans[0].file.path}{others}")
+
+
+def explain_death(code: int | None, encoding: Encoding, place: str) -> EchelonError:
+    """The error for a tokenizing process that has ended at a place in the data, from its exit code."""
+    if encoding.instruction is not None and (excess := find_excess(code)) is not None:
+        return refuse_template(f"{place}: {encoding.instruction.template_name}", excess)
+    return WorkerDiedError(
+        f"a tokenizing process died (exit code {code}) at {place}; if it ran out of memory, lower data.prepare_workers "
+        "and run again."
+    )
 
 
 def _serve(connection: Connection, encoding: Encoding) -> None:
@@ -357,6 +365,7 @@ def _serve(connection: Connection, encoding: Encoding) -> None:
 def serve_requests(connection: Connection, encoding: Encoding, run: Callable[[TaskEncoder, Any], object]) -> None:
     """Run a worker: answer requests with one tokenizer thread until the pipe is closed; an answer may be an error."""
     use_one_tokenizer_thread()
+    be_spare()
     encoder = TaskEncoder(encoding)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:

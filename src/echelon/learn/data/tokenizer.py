@@ -121,11 +121,16 @@ def load_tokenizer(
 def try_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> None:
     """Test a loaded tokenizer: some faults appear only when it is used. Raises whatever the libraries raise.
 
-    Raises ValueError for an id of MAX_VOCAB or more: `tokenizers` allocates memory for all ids below it.
+    Raises ValueError for an id of MAX_VOCAB or more: `tokenizers` allocates memory for all ids below it. And as
+    `settle`, by which texts have the same tokens each time.
     """
     largest = max(tokenizer.get_vocab().values())
     if largest >= MAX_VOCAB:
         raise ValueError(f"it has a token with id {largest}; a vocabulary can have at most {MAX_VOCAB} ids.")
+    if isinstance(inner := getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
+        from echelon.learn.data.tokenizer_faults import settle
+
+        settle(inner, tokenizer.name_or_path)
     with panics_told(tokenizer.name_or_path, "the text 'a word'"):
         tokenizer.decode(tokenizer.encode("a word"))
 
@@ -207,10 +212,14 @@ def count_ids(folder: Path) -> int | None:
 
     None where only transformers can tell: it may add tokens to those in tokenizer.json, or not load it at all.
     """
+    from echelon.learn.data.tokenizer_faults import check_growth
+
     try:
         check_readable(folder)
         settings = read_json(folder / "tokenizer_config.json")
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        check_growth(tokenizer)
+        tokenizer.no_padding()
         with panics_told(str(folder), "the text 'a word'"):
             tokenizer.decode(tokenizer.encode("a word").ids)
         ids = tokenizer.get_vocab(with_added_tokens=True)

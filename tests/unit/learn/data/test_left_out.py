@@ -71,6 +71,26 @@ def test_links_to_folders_are_followed_each_real_folder_once(tmp_path):
     assert "hidden files: 1 (far/.hidden.txt)" in line
 
 
+def test_a_glob_that_links_make_endless_is_refused(tmp_path):
+    """Python's would visit 2^40 folders. The folder itself is read, each part once."""
+    write(tmp_path / "text", "a.txt", "b/c.txt")
+    (tmp_path / "text" / "again").symlink_to(".")
+    assert len(list_files(source(tmp_path / "text" / "**" / "*.txt"))) == 2
+    (tmp_path / "text" / "b" / "back").symlink_to("..")
+    with pytest.raises(
+        DataError, match=r"data\.train\.0\.path=.*: links lead to the same folders in more than 10,000,000"
+    ):
+        list_files(source(tmp_path / "text" / "**" / "*.txt"))
+    for number in range(30):  # no circle, but 3^30 ways to its end
+        write(tmp_path / "chain" / f"{number}", "x.txt")
+        for name in "abc":
+            (tmp_path / "chain" / f"{number}" / name).symlink_to(f"../{number + 1}")
+    with pytest.raises(DataError, match="links lead to the same folders"):
+        list_files(source(tmp_path / "chain" / "0" / "**" / "*.txt"))
+    assert names_of(tmp_path / "text") == ["a.txt", "b/c.txt"]
+    assert len(names_of(tmp_path / "chain" / "0")) == 30
+
+
 def test_a_folder_that_cannot_be_listed_is_refused_as_a_file_is(tmp_path, monkeypatch):
     write(tmp_path, "a.txt", "locked/b.txt")
     listed = os.scandir

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,14 @@ def test_a_broken_jsonl_line_is_named(tmp_path, line, problem):
     assert name_place(broken) == f"{path}:7"
     assert problem in broken.problem
     assert len(found) == 8
+
+
+@pytest.mark.parametrize("line", ["x\n", "\n"])
+def test_a_large_file_without_a_record_is_listed_at_once(tmp_path, line):
+    (tmp_path / "x.jsonl").write_text(line * 2**20)
+    began = time.process_time()
+    assert len(list_files(Source("data.train.0", str(tmp_path / "x.jsonl")))) == 1
+    assert time.process_time() - began < 5
 
 
 def test_missing_and_empty_sources_name_the_recipe_key(tmp_path):

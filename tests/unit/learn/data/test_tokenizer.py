@@ -1,15 +1,19 @@
 """Tokenizers: exact ids, round trips, and folders that AutoTokenizer loads."""
 
 import json.decoder
+import struct
+from base64 import b64encode
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from echelon.ground.errors import ConfigError, DataError
 from echelon.learn.data.tokenizer import (
     build_bytes_tokenizer,
     build_tokenizer,
+    count_ids,
     load_tokenizer,
     separator_id,
     tokenizer_fingerprint,
@@ -90,3 +94,95 @@ def test_the_checkpoints_own_tokenizer_is_the_default(tmp_path):
     train_tokenizer([CODE], 300).save_pretrained(tmp_path)
     assert len(build_tokenizer(None, str(tmp_path))) == 300
     assert len(build_tokenizer("bytes", str(tmp_path))) == 256
+
+
+def test_dropout_is_not_used(tmp_path, caplog):
+    """It is for training; with it a text would have other tokens each time."""
+    tokenizer = train_tokenizer([CODE], 600)
+    expected = tokenizer(CODE[:2000])["input_ids"]
+    tokenizer.backend_tokenizer.model.dropout = 0.5
+    assert tokenizer(CODE[:2000])["input_ids"] != expected
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert [loaded(CODE[:2000])["input_ids"] for _ in range(5)] == [expected] * 5
+    [line] = [line for line in caplog.messages if "dropout" in line]
+    assert "its dropout of 0.5, by which a text has other tokens each time, is not used" in line
+    encoder = Tokenizer.from_str(loaded.backend_tokenizer.to_str())  # as tokenizing processes make it
+    assert encoder.encode(CODE[:2000]).ids == expected
+    train_tokenizer([CODE], 600).save_pretrained(tmp_path / "plain")
+    plain = load_tokenizer(str(tmp_path / "plain"))
+    assert tokenizer_fingerprint(loaded) == tokenizer_fingerprint(plain)
+    assert len([line for line in caplog.messages if "dropout" in line]) == 1
+
+
+def replace(pattern, content, form="String"):
+    return {"type": "Replace", "pattern": {form: pattern}, "content": content}
+
+
+def in_sequence(*steps, name="normalizers"):
+    return {"type": "Sequence", name: list(steps)}
+
+
+def charsmap(*texts):
+    """A map of SentencePiece that writes these texts, with an empty trie."""
+    trie = struct.pack("<256I", *[0] * 256)
+    return {
+        "type": "Precompiled",
+        "precompiled_charsmap": b64encode(struct.pack("<I", len(trie)) + trie + "\0".join(texts).encode()).decode(),
+    }
+
+
+AROUND = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [],
+    "special_tokens": {"x": {"id": "x", "ids": [1], "tokens": ["x"]}},
+}
+HOSTILE = {
+    "replacements": {"normalizer": in_sequence(*[replace("e", "e" * 1000)] * 4)},
+    "one long replacement": {"normalizer": replace("e", "f" * 100)},
+    "replacements in turn": {"normalizer": in_sequence(*[replace("a", "bb"), replace("b", "aa")] * 5)},
+    "nested sequences": {"normalizer": in_sequence(in_sequence(*[replace("ab", "aabbaabb")] * 4))},
+    "expressions": {"normalizer": in_sequence(*[replace("[a-z]", "abcde", "Regex")] * 4)},
+    "expressions that match nothing": {"normalizer": in_sequence(*[replace("(?=e)|x", "e", "Regex")] * 7)},
+    "prefixes": {"normalizer": {"type": "Prepend", "prepend": "e" * 100}},
+    "a letter for another": {"normalizer": in_sequence({"type": "Lowercase"}, replace("e", "f" * 100))},
+    "a map": {"normalizer": charsmap("a", "e" * 100)},
+    "a decoder": {"decoder": in_sequence(*[replace("e", "ee")] * 10, name="decoders")},
+    "tokens around": {"post_processor": {**AROUND, "single": AROUND["single"] * 1000}},
+    "a token with many ids": {
+        "post_processor": {**AROUND, "special_tokens": {"x": {"id": "x", "ids": [1] * 2000, "tokens": ["x"] * 2000}}}
+    },
+}
+HARMLESS = {
+    "Llama 2": {"normalizer": in_sequence({"type": "Prepend", "prepend": "_"}, replace(" ", "_"))},
+    "ALBERT": {
+        "normalizer": in_sequence(
+            replace("``", '"'), replace("''", '"'), {"type": "NFKD"}, {"type": "StripAccents"}, {"type": "Lowercase"},
+            charsmap("a", "x" * 18), replace(" {2,}", " ", "Regex"),
+        )
+    },
+    "many symbols": {"normalizer": in_sequence(*[replace(chr(0x2150 + place), " 1/2 ") for place in range(40)])},
+    "a line end": {"normalizer": in_sequence({"type": "NFKC"}, charsmap("x" * 18), replace("\n", "<newline>"))},
+    "spaces": {"normalizer": in_sequence(*[replace(r"\s+", " ", "Regex")] * 20)},
+    "padding": {"padding": {"strategy": {"Fixed": 10**12}, "direction": "Right", "pad_to_multiple_of": None,
+                            "pad_id": 0, "pad_type_id": 0, "pad_token": "!"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, *HARMLESS])
+def test_a_tokenizer_that_multiplies_text_is_refused(tmp_path, name):
+    """The library would abort the process, which no handler catches."""
+    train_tokenizer([CODE], 300).save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**content, **HOSTILE.get(name, HARMLESS.get(name))}))
+    if name in HARMLESS:
+        assert load_tokenizer(str(tmp_path))("elephant")["input_ids"]
+        assert count_ids(tmp_path) == 300
+        return
+    refused = (
+        rf"tokenizer={tmp_path} cannot be loaded .*: its? (normalizer|decoder|adds) .*; it may (make 64|add 1,000)\."
+    )
+    with pytest.raises(DataError, match=refused):
+        load_tokenizer(str(tmp_path))
+    assert count_ids(tmp_path) is None

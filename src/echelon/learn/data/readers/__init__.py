@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
+from echelon.ground.errors import EchelonError
 from echelon.ground.extensions import build_named
 from echelon.learn.data.readers.columns import ColumnReader, damages
 from echelon.learn.data.readers.compressed import COMPRESSIONS
@@ -27,6 +29,13 @@ from echelon.learn.data.readers.record import (
 )
 from echelon.learn.data.readers.separated import SeparatedReader, read_header
 from echelon.recipe.names import FORMATS
+
+HOPELESS_RECORDS = 1000
+"""A source is refused without reading further if none of its first records, this many, can be used."""
+
+_SAMPLE_BYTES = 2**14
+
+_Found = TypeVar("_Found")
 
 _BY_SUFFIX = {suffix: name for name, row in FORMATS.items() for suffix in row.suffixes}
 
@@ -62,13 +71,20 @@ def _build_reader(key: str, format: str, options: str) -> Reader:
 
 
 def cut_file(file: SourceFile, piece_bytes: int = PIECE_BYTES) -> Iterator[Span]:
-    """Cut a file into spans. See Reader.cut."""
-    return find_reader(file).cut(file, piece_bytes)
+    """Cut a file into spans. See Reader.cut. Raises EchelonError, naming the file, if the disk fails."""
+    return _failures_told(file, find_reader(file).cut(file, piece_bytes))
 
 
 def read_records(span: Span, reading: Reading) -> Iterator[Record | Broken]:
-    """Read the records of a span. See Reader.read."""
-    return read_span(find_reader(span.file), span, reading)
+    """Read the records of a span. See Reader.read. Raises EchelonError, naming the file, if the disk fails."""
+    return _failures_told(span.file, read_span(find_reader(span.file), span, reading))
+
+
+def _failures_told(file: SourceFile, found: Iterator[_Found]) -> Iterator[_Found]:
+    try:
+        yield from found
+    except OSError as error:
+        raise EchelonError(f"{file.path} cannot be read ({error}); run the same command again to go on.") from error
 
 
 def name_place(record: Broken | Odd) -> str:
@@ -90,7 +106,8 @@ def count_documents(files: Iterable[SourceFile], limit: int, reading: Reading) -
 def field_names(file: SourceFile) -> tuple[str, ...]:
     """Return the field names of a file: the columns of a table, or the fields of its first readable record.
 
-    Returns none for a damaged file; reading it reports the damage. Raises DataError for a file that cannot be opened.
+    Returns none for a damaged file, or one without a readable record among the first HOPELESS_RECORDS; reading it
+    reports the damage. Raises DataError for a file that cannot be opened.
     """
     reader = find_reader(file)
     if not file.size and file.format != "hub":
@@ -102,8 +119,12 @@ def field_names(file: SourceFile) -> tuple[str, ...]:
             return ()
     if isinstance(reader, SeparatedReader):
         return tuple(read_header(file))
-    for span in cut_file(replace(file, fields=ALL_FIELDS), 1):
+    num_broken = 0
+    for span in cut_file(replace(file, fields=ALL_FIELDS), _SAMPLE_BYTES):
         for found in read_records(span, Reading()):
             if isinstance(found, Record) and isinstance(found.content, Mapping):
                 return tuple(found.content)
+            num_broken += isinstance(found, Broken)
+            if num_broken == HOPELESS_RECORDS:
+                return ()
     return ()

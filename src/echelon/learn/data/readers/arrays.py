@@ -5,16 +5,25 @@ The array is decoded one element at a time, so the largest element bounds the me
 
 import codecs
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from typing_extensions import override
 
+from echelon.ground.sizes import render_bytes
 from echelon.learn.data.readers.compressed import DamagedStreamError, Decompressed, open_decompressed
-from echelon.learn.data.readers.record import PIECE_BYTES, Broken, BrokenRecordError, Record, SourceFile
+from echelon.learn.data.readers.record import (
+    MAX_RECORD_BYTES,
+    PIECE_BYTES,
+    Broken,
+    BrokenRecordError,
+    Record,
+    SourceFile,
+)
 from echelon.learn.data.readers.sequence import SequentialReader
 
-_SPACE = " \t\r\n"
+_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class ArrayReader(SequentialReader):
@@ -75,8 +84,7 @@ class _Text:
     def next_character(self) -> str:
         """Skip white space and return the next character without consuming it; "" at the end."""
         while True:
-            while self._place < len(self._held) and self._held[self._place] in _SPACE:
-                self._place += 1
+            self._place = _SPACE.match(self._held, self._place).end()  # type: ignore[union-attr]
             if self._place < len(self._held) or self._ended:
                 return self._held[self._place : self._place + 1]
             self._fill(PIECE_BYTES)
@@ -97,6 +105,8 @@ class _Text:
             except ValueError:
                 if self._ended:
                     raise
+            if len(self._held) - self._place > MAX_RECORD_BYTES:
+                raise ValueError(f"a value does not end within {render_bytes(MAX_RECORD_BYTES)}")
             self._fill(size)
             size *= 2
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from echelon.ground.errors import ConfigError, DataError
+from echelon.ground.errors import DataError
+from echelon.learn.data.readers.compressed import import_pyarrow
 from echelon.learn.data.readers.record import (
     PIECE_BYTES,
     Broken,
@@ -136,6 +137,7 @@ class ArrowReader(ColumnReader):
         start = 0
         with _open_arrow(file.path) as (_, batches):
             for batch in batches:
+                batch.validate()  # the size is that of what the offsets in it refer to
                 yield Block(start, batch.num_rows, batch.nbytes)
                 start += batch.num_rows
 
@@ -146,7 +148,9 @@ class ArrowReader(ColumnReader):
         with _open_arrow(path) as (_, batches):
             for batch in batches:
                 if row + batch.num_rows > start:
-                    yield row, batch.select(list(columns))
+                    chosen = batch.select(list(columns))
+                    _check_offsets(chosen)
+                    yield row, chosen
                 row += batch.num_rows
 
 
@@ -233,6 +237,8 @@ def _parse_example(fields: ExampleFields, row: Any, position: int) -> Record | s
         return str(error)
     except UnicodeDecodeError as error:
         return f"is not UTF-8 text ({error.reason})"
+    except (ValueError, OverflowError, KeyError) as error:  # a time that Python does not have, an unknown time zone
+        return f"cannot be read ({_one_line(error)})"
 
 
 def _parse_text(value: bytes | None) -> Record | str | None:
@@ -263,6 +269,29 @@ def drop_nulls(value: Any) -> Any:
     return [drop_nulls(part) for part in value] if is_nested else value
 
 
+def _check_offsets(batch: Any) -> None:
+    """Raise pyarrow's error for values outside of a batch, which would be read from any memory, or crash.
+
+    Texts are checked as bytes: one that is not UTF-8 is a broken record, and not a damaged batch.
+    """
+    for column in batch.columns:
+        column.view(_as_bytes(column.type)).validate(full=True)
+
+
+def _as_bytes(kind: Any) -> Any:
+    """A type with bytes instead of texts, also inside."""
+    pa = _pyarrow()
+    of = pa.types
+    if of.is_string(kind) or of.is_large_string(kind):
+        return pa.binary() if of.is_string(kind) else pa.large_binary()
+    if of.is_struct(kind):
+        return pa.struct([field.with_type(_as_bytes(field.type)) for field in kind])
+    if of.is_list(kind) or of.is_large_list(kind):
+        make = pa.list_ if of.is_list(kind) else pa.large_list
+        return make(kind.value_field.with_type(_as_bytes(kind.value_type)))
+    return kind
+
+
 @contextmanager
 def _open_arrow(path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
     """Open either IPC format: the schema and the record batches. Memory-mapped: a batch is read when accessed."""
@@ -284,18 +313,11 @@ def _one_line(error: Exception) -> str:
 
 def damages() -> tuple[type[Exception], ...]:
     """The exceptions that pyarrow raises for a file that is damaged or in another format."""
-    return (_pyarrow().ArrowException, OSError)
+    return (_pyarrow().ArrowException, OSError, UnicodeDecodeError)
 
 
 def _pyarrow() -> Any:
-    try:
-        import pyarrow
-        import pyarrow.ipc
-    except ImportError as error:
-        raise ConfigError(
-            "parquet and arrow files require the package pyarrow; install it with pip install 'echelon[data]'."
-        ) from error
-    return pyarrow
+    return import_pyarrow("a parquet or arrow file")
 
 
 def _pyarrow_parquet() -> Any:

@@ -7,12 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from echelon.ground.errors import ConfigError, DataError
+from echelon.ground.errors import DataError
+from echelon.ground.extras import missing_package
 from echelon.learn.data.readers.record import SourceFile
 
 COMPRESSIONS = (".gz", ".zst", ".zstd")
 
-_PACKED_BYTES = 2**16
+HARMLESS_BYTES = 2**30
+"""A compressed file may become this large, whatever its size."""
+
+_MOST_GROWTH = 2000  # Text does not shrink this much, and gzip cannot: a larger file was made to fill disks.
 
 
 class DamagedStreamError(Exception):
@@ -49,11 +53,14 @@ class Decompressed:
         self._raw = raw
         self._read: Callable[[int], bytes] = raw.read
         self._damages: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
+        self._is_packed = suffix in COMPRESSIONS
+        self._num_bytes = 0
         if suffix == ".gz":
             self._read = gzip.GzipFile(fileobj=raw).read
         elif suffix in (".zst", ".zstd"):
-            self._read = _ZstdFrames(raw).read
-            self._damages = (EOFError, _import_zstandard().ZstdError)
+            pa = import_pyarrow("a .zst file")
+            self._read = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd").read
+            self._damages = (OSError,)
 
     @property
     def consumed(self) -> int:
@@ -69,32 +76,10 @@ class Decompressed:
                 left -= len(part)
         except self._damages as error:
             raise DamagedStreamError(f"cannot be decompressed ({error})") from error
+        self._num_bytes += size - left
+        if self._is_packed and self._num_bytes > max(HARMLESS_BYTES, _MOST_GROWTH * self.consumed):
+            raise DamagedStreamError(f"unpacks to more than {_MOST_GROWTH:,} times its size")
         return b"".join(parts)
-
-
-class _ZstdFrames:
-    """A .zst file of one or several frames. zstandard's own reader does not report a truncated file."""
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw = raw
-        self._decompressor = _import_zstandard().ZstdDecompressor()
-        self._frame: Any = None
-        self._ready = b""
-
-    def read(self, size: int) -> bytes:
-        """Read up to `size` bytes; none at the end. Raises EOFError if a frame is truncated."""
-        while not self._ready:
-            ended = self._frame is not None and self._frame.eof
-            packed = (self._frame.unused_data if ended else b"") or self._raw.read(_PACKED_BYTES)
-            if not packed:
-                if self._frame is not None and not ended:
-                    raise EOFError("the file ends in the middle of a frame")
-                return b""
-            if self._frame is None or ended:
-                self._frame = self._decompressor.decompressobj()
-            self._ready = self._frame.decompress(packed)
-        part, self._ready = self._ready[:size], self._ready[size:]
-        return part
 
 
 @contextmanager
@@ -107,11 +92,11 @@ def open_decompressed(file: SourceFile) -> Iterator[Decompressed]:
         yield Decompressed(raw, file.path.suffix.lower())
 
 
-def _import_zstandard() -> Any:
+def import_pyarrow(asked: str) -> Any:
+    """Return the package pyarrow. Raises ConfigError, which begins with what asks for it."""
     try:
-        import zstandard
+        import pyarrow
+        import pyarrow.ipc
     except ImportError as error:
-        raise ConfigError(
-            "a .zst file requires the package zstandard; install it with pip install 'echelon[data]'."
-        ) from error
-    return zstandard
+        raise missing_package(asked, "pyarrow", "data") from error
+    return pyarrow

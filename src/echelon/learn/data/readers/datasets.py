@@ -5,15 +5,17 @@ distributes the records. Only the tokens are stored on disk.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, NotRequired
 
-from typing_extensions import override
+from typing_extensions import TypedDict, override
 
 from echelon.ground.errors import ConfigError, DataError, EchelonError
-from echelon.ground.stored import read_json
-from echelon.learn.data.readers.columns import ArrowReader, drop_nulls
+from echelon.ground.extras import missing_package
+from echelon.ground.stored import read_as
+from echelon.learn.data.readers.columns import ArrowReader, damages, drop_nulls
 from echelon.learn.data.readers.record import (
     EITHER_FIELD,
     Broken,
@@ -28,6 +30,19 @@ from echelon.learn.model.hub import dataset_name, find_dataset_commit
 
 _DATASET = "state.json"
 _SPLITS = "dataset_dict.json"
+
+
+class _FileRow(TypedDict):
+    filename: str
+
+
+class _State(TypedDict):
+    _data_files: list[_FileRow]
+    _split: NotRequired[str | None]
+
+
+class _SplitNames(TypedDict):
+    splits: list[str]
 
 
 @dataclass(frozen=True)
@@ -50,11 +65,11 @@ def list_saved_dataset(folder: Path, split: str | None, where: str) -> list[Save
     """
     try:
         files = {name: _list_files(member) for name, member in _find_members(folder).items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        lengths = {name: [_count_rows(path) for path in paths] for name, paths in files.items() if split is not None}
+    except (OSError, ValueError) as error:
         raise DataError(f"{where} is a damaged save_to_disk dataset ({error}); save it again.") from error
     if split is None:
         return [SavedFile(path, None) for path in files[_only_split(files, where)]]
-    lengths = {name: [_count_rows(path) for path in paths] for name, paths in files.items()}
     chosen = []
     for name, start, stop in parse_split(split, {name: sum(size) for name, size in lengths.items()}, where):
         first = 0
@@ -69,12 +84,17 @@ def list_saved_dataset(folder: Path, split: str | None, where: str) -> list[Save
 
 
 def _find_members(folder: Path) -> dict[str, Path]:
-    """Map each split name of a saved dataset to its folder."""
+    """Map each split name of a saved dataset to its folder. Raises OSError or ValueError if it is damaged."""
     if (folder / _SPLITS).is_file():
-        names = read_json(folder / _SPLITS)["splits"]
-        return {name: folder / name for name in names}
-    name = read_json(folder / _DATASET).get("_split") or "train"
-    return {str(name): folder}
+        return {name: _within(folder, name) for name in read_as(folder / _SPLITS, _SplitNames)["splits"]}
+    return {read_as(folder / _DATASET, _State).get("_split") or "train": folder}
+
+
+def _within(folder: Path, name: str) -> Path:
+    """The path of a file or folder that a folder's own files name. Raises ValueError for one that is not in it."""
+    if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+        raise ValueError(f"it names {name}, which is not in the folder")
+    return folder / name
 
 
 def _only_split(splits: Iterable[str], where: str) -> str:
@@ -101,13 +121,19 @@ def parse_split(split: str, num_rows: dict[str, int], where: str) -> list[tuple[
 
 
 def _list_files(folder: Path) -> list[Path]:
-    state = read_json(folder / _DATASET)
-    return [folder / row["filename"] for row in state["_data_files"]]
+    paths = [_within(folder, row["filename"]) for row in read_as(folder / _DATASET, _State)["_data_files"]]
+    if missing := [path.name for path in paths if not path.is_file()]:
+        raise ValueError(f"{missing[0]} is missing")
+    return paths
 
 
 def _count_rows(path: Path) -> int:
+    """Raises ValueError for a damaged file."""
     file = SourceFile(path, path.name, "arrow", path.stat().st_size, 0, required=True)
-    return sum(block.num_rows for block in ArrowReader().blocks(file))
+    try:
+        return sum(block.num_rows for block in ArrowReader().blocks(file))
+    except damages() as error:
+        raise ValueError(f"{path.name}: {_one_line(error)}") from error
 
 
 class HubReader(SequentialReader):
@@ -119,14 +145,16 @@ class HubReader(SequentialReader):
         first = file.rows[0] if file.rows else 0
         number, used = first, 0
         try:
-            stream = _stream(str(file.path), file.revision)[file.split]
+            stream = _open(str(file.path), file.revision).as_streaming_dataset()[file.split]
             if file.rows is not None:
                 stream = stream.skip(first).take(file.rows[1] - first)
             for number, record in enumerate(stream, first):
                 if (found := parse_record(file, number, record)) is not None:
                     used += content_bytes(found.content) if isinstance(found, Record) else 0
                     yield used, found
-        except (OSError, ValueError) as error:
+        except ConfigError:
+            raise
+        except Exception as error:  # those of the library, and of those that it reads files with
             raise EchelonError(
                 f"{file.path} cannot be read beyond record {number} ({_one_line(error)}); run again to continue."
             ) from error
@@ -136,8 +164,8 @@ def find_on_hub(name: str, split: str | None, where: str) -> list[SourceFile]:
     """Return a streamed dataset as files to read, one for each part of the split.
 
     `name` is ORG/NAME or ORG/NAME/CONFIG, with `@COMMIT` or at its current commit, or a folder that `load_dataset`
-    reads. Raises DataError if it cannot be read, ConfigError for an invalid split, and the errors of
-    `hub.find_dataset_commit`.
+    reads. Raises DataError if it cannot be read, or names files that are not its own, ConfigError for an invalid split,
+    and the errors of `hub.find_dataset_commit`.
     """
     folder = Path(name).expanduser()
     revision, size, newest = None, 0, 0
@@ -147,10 +175,8 @@ def find_on_hub(name: str, split: str | None, where: str) -> list[SourceFile]:
     else:
         name, _, given = name.partition("@")
         revision = given or find_dataset_commit(name, where)
-    try:
-        members = _stream(name, revision)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{where} with format: hub cannot be read ({_one_line(error)}); check the name.") from error
+    with _faults_told(where):
+        members = _open(name, revision).as_streaming_dataset()
     infos = {key: (member.info.splits or {}).get(key) for key, member in members.items()}
     sizes = {key: info.num_bytes if info else 0 for key, info in infos.items()}
     wanted = _only_split(members, where) if split is None else split
@@ -174,10 +200,8 @@ def find_hub_files(name: str, split: str | None, where: str) -> tuple[str, list[
         )
     name, _, given = name.partition("@")
     revision = given or find_dataset_commit(name, where)
-    try:
-        builder = _import_datasets().load_dataset_builder(*_loaded_name(name), revision=revision)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{where} with format: hub cannot be read ({_one_line(error)}); check the name.") from error
+    with _faults_told(where):
+        builder = _open(name, revision)
     found = {str(key): [str(file) for file in files] for key, files in (builder.config.data_files or {}).items()}
     wanted = _only_split(found, where) if split is None else split
     if wanted not in found:
@@ -204,10 +228,38 @@ def _find_shares(split: str, infos: Mapping[str, Any], where: str) -> list[tuple
     return [(key, (start, stop)) for key, start, stop in parse_split(split, num_rows, where)]
 
 
-def _stream(name: str, revision: str | None) -> Any:
-    """Open the splits of a dataset for streaming, by name. No record is read yet."""
-    parts = [name] if Path(name).is_dir() else _loaded_name(name)
-    return _import_datasets().load_dataset(*parts, revision=revision, streaming=True)
+def _open(name: str, revision: str | None) -> Any:
+    """Open a dataset, by name. No record is read yet. Raises ValueError if it names files that are not its own."""
+    folder = Path(name) if Path(name).is_dir() else None
+    builder = _import_datasets().load_dataset_builder(*([name] if folder else _loaded_name(name)), revision=revision)
+    for files in (builder.config.data_files or {}).values():
+        for file in files:
+            if not _is_own(str(file).rpartition("::")[2], folder):
+                raise ValueError(f"its README.md or a link names {file}, which is not in it")
+    return builder
+
+
+def _is_own(file: str, folder: Path | None) -> bool:
+    """Whether the address or path of a file belongs to a dataset of the hub, or to one in a folder, links followed."""
+    if folder is None:
+        return file.startswith("hf://")
+    # A download of the hub's client is a folder of links to the files beside it.
+    roots = (folder, folder.parent.parent / "blobs") if folder.parent.name == "snapshots" else (folder,)
+    return "://" not in file and any(Path(file).resolve().is_relative_to(root) for root in roots)
+
+
+@contextmanager
+def _faults_told(where: str) -> Iterator[None]:
+    """Raise DataError for what `datasets`, and the libraries that it reads files with, raise."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{where} with format: hub cannot be read ({_one_line(error)}); check the name, and the files of the "
+            "dataset."
+        ) from error
 
 
 def _loaded_name(name: str) -> list[str]:
@@ -232,9 +284,6 @@ def _import_datasets() -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(
-            "a Hub dataset, and a split of a saved dataset, require the package datasets; install it with "
-            "pip install 'echelon[data]'."
-        ) from error
+        raise missing_package("a dataset of the hub, or a split of a saved one,", "datasets", "data") from error
     datasets.disable_progress_bars()
     return datasets

@@ -50,6 +50,8 @@ class IdsReader(Reader):
         except IdsFileError as error:
             yield broken_file(file, str(error))
             return
+        if not ids.size:  # also of endless rows without ids
+            return
         item_bytes = ids.dtype.itemsize * (ids.shape[1] if ids.ndim == 2 else 1)
         count = max(1, piece_bytes // max(1, item_bytes))
         for start in range(0, len(ids), count):
@@ -76,7 +78,7 @@ class IdsReader(Reader):
                 ids = self.map(file)
             except IdsFileError:
                 return 0
-            return min(limit, len(ids) if ids.ndim == 2 else int(len(ids) > 0))
+            return min(limit, len(ids) if ids.ndim == 2 and ids.size else int(ids.size > 0))
         return super().count(file, limit, reading)
 
 
@@ -110,9 +112,10 @@ class NumpyReader(IdsReader):
     @override
     def map(self, file: SourceFile) -> TokenIds:
         try:
-            ids = np.load(file.path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, OSError, EOFError) as error:
-            raise IdsFileError(f"is not a readable .npy file ({error})") from error
+            with np.errstate(over="ignore"):  # of the size, which does not fit the file then
+                ids = np.load(file.path, mmap_mode="r", allow_pickle=False)
+        except Exception as error:  # numpy has many for a header of others
+            raise IdsFileError(f"is not a readable .npy file ({' '.join(str(error).split())[:200]})") from error
         if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or ids.ndim not in (1, 2):
             raise IdsFileError("is not an integer array of one or two dimensions")
         return ids

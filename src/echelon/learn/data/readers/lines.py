@@ -6,6 +6,7 @@ from typing import BinaryIO
 
 from typing_extensions import override
 
+from echelon.ground.sizes import render_bytes
 from echelon.learn.data.readers.compressed import (
     DamagedStreamError,
     is_compressed,
@@ -14,6 +15,7 @@ from echelon.learn.data.readers.compressed import (
     read_bytes,
 )
 from echelon.learn.data.readers.record import (
+    MAX_RECORD_BYTES,
     PIECE_BYTES,
     Broken,
     BrokenRecordError,
@@ -25,6 +27,7 @@ from echelon.learn.data.readers.record import (
 )
 
 _WINDOW_BYTES = 2**16
+_LEAST_BYTES = 2**12
 
 
 class JsonLinesReader(Reader):
@@ -96,22 +99,32 @@ def _find_line_end(stream: BinaryIO, target: int, size: int) -> int:
 
 
 def _cut_stream(file: SourceFile, piece_bytes: int) -> Iterator[Span]:
-    number, consumed, rest = 1, 0, b""
+    number, consumed = 1, 0
+    held, num_held = list[bytes](), 0  # the start of a line, which is not kept if the line is too long
     with open_decompressed(file) as stream:
         while True:
             try:
-                block = stream.read(piece_bytes)
+                block = stream.read(max(piece_bytes, _LEAST_BYTES))
             except DamagedStreamError as error:
                 broken = (Broken(file, number, str(error)),)
                 yield Span(file, number, number, file.size - consumed, True, records=broken)
                 return
-            cut = block.rfind(b"\n") + 1 if block else 0
-            if cut or not block:
-                data, rest = rest + block[:cut], block[cut:]
-                stop = number + data.count(b"\n")
-                yield Span(file, number, stop, stream.consumed - consumed, not block, data)
-                number, consumed = stop, stream.consumed
-            else:
-                rest += block
-            if not block:
+            ends, cut = not block, block.rfind(b"\n") + 1
+            if cut == 0 and not ends:
+                held.append(block)
+                num_held += len(block)
+                if num_held > MAX_RECORD_BYTES:
+                    held.clear()
+                continue
+            if num_held > MAX_RECORD_BYTES:
+                broken = (Broken(file, number, f"is longer than {render_bytes(MAX_RECORD_BYTES)}"),)
+                yield Span(file, number, number, 0, records=broken)
+                first = block.find(b"\n") + 1
+                block, cut, number = block[first:], cut - first, number + 1
+            data = b"".join([*held, block[:cut]])
+            held, num_held = [block[cut:]], len(block) - cut
+            stop = number + data.count(b"\n")
+            yield Span(file, number, stop, stream.consumed - consumed, ends, data)
+            number, consumed = stop, stream.consumed
+            if ends:
                 return

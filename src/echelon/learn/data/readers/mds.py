@@ -12,15 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from typing_extensions import override
+import numpy.typing as npt
+from pydantic import NonNegativeInt
+from typing_extensions import TypedDict, override
 
+from echelon.ground.sizes import render_bytes
+from echelon.ground.stored import parse_as
 from echelon.learn.data.readers.columns import find_columns
 from echelon.learn.data.readers.compressed import DamagedStreamError, Decompressed, open_decompressed
-from echelon.learn.data.readers.record import Broken, BrokenRecordError, Record, SourceFile
+from echelon.learn.data.readers.record import MAX_RECORD_BYTES, Broken, BrokenRecordError, Record, SourceFile
 from echelon.learn.data.readers.sequence import SequentialReader
 
 _WORD = 4
-_MOST_HEADER_BYTES = 2**30
+_MOST_HEADER_BYTES = 2**28  # of 60 million samples
 _SHAPE_TYPES = ("u1", "<u2", "<u4", "<u8")
 _VALUE_TYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 18: "<f2", 32: "<u4", 33: "<i4", 34: "<f4", 64: "<u8",
                 65: "<i8", 66: "<f8"}  # fmt: skip
@@ -39,11 +43,17 @@ class MdsReader(SequentialReader):
                 shard = _read_header(stream)
                 wanted = find_columns(file, list(shard.readable))
                 for number, size in enumerate(shard.sizes):
-                    found = _parse(file, number, shard, wanted, _take(stream, size))
+                    found = _parse(file, number, shard, wanted, _take(stream, int(size)))
                     if found is not None:
                         yield stream.consumed, found
-            except (DamagedStreamError, ValueError, KeyError, TypeError) as error:
+            except (DamagedStreamError, ValueError) as error:
                 yield file.size, Broken(file, number, f"cannot be read, nor can the rest of the shard ({error})")
+
+
+class _Header(TypedDict):
+    column_names: list[str]
+    column_encodings: list[str]
+    column_sizes: list[NonNegativeInt | None]
 
 
 @dataclass(frozen=True)
@@ -54,9 +64,9 @@ class _Column:
 
 @dataclass(frozen=True)
 class _Shard:
-    """The sizes of the samples, and the columns in order; `readable` are those whose values can be decoded."""
+    """The sizes `[N]` of the samples, and the columns in order; `readable` are those whose values can be decoded."""
 
-    sizes: list[int]
+    sizes: npt.NDArray[np.int64]
     columns: dict[str, _Column]
 
     @property
@@ -66,14 +76,16 @@ class _Shard:
 
 
 def _take(stream: Decompressed, size: int) -> bytes:
-    """Read `size` bytes. Raises ValueError if there are fewer."""
+    """Read `size` bytes. Raises ValueError if there are fewer, or they are too many to hold."""
+    if size > MAX_RECORD_BYTES:
+        raise ValueError(f"a sample is larger than {render_bytes(MAX_RECORD_BYTES)}")
     if len(data := stream.read(size)) != size:
         raise ValueError("it ends early")
     return data
 
 
 def _read_header(stream: Decompressed) -> _Shard:
-    """Raises ValueError, KeyError or TypeError for something else than the header of a shard."""
+    """Raises ValueError for something else than the header of a shard."""
     count = int.from_bytes(_take(stream, _WORD), "little")
     start = _WORD * (count + 2)
     if start > _MOST_HEADER_BYTES:
@@ -81,10 +93,9 @@ def _read_header(stream: Decompressed) -> _Shard:
     offsets = np.frombuffer(_take(stream, start - _WORD), "<u4").astype(np.int64)
     if not start <= offsets[0] <= _MOST_HEADER_BYTES or (np.diff(offsets) < 0).any():
         raise ValueError("it is not an MDS shard")
-    described = json.loads(_take(stream, int(offsets[0]) - start))
-    names = ("column_names", "column_encodings", "column_sizes")
-    columns = {name: _Column(encoding, size) for name, encoding, size in zip(*map(described.get, names), strict=True)}
-    return _Shard(np.diff(offsets).tolist(), columns)
+    header = parse_as(_take(stream, int(offsets[0]) - start), _Header)
+    rows = zip(header["column_names"], header["column_encodings"], header["column_sizes"], strict=True)
+    return _Shard(np.diff(offsets), {name: _Column(encoding, size) for name, encoding, size in rows})
 
 
 def _parse(
@@ -95,13 +106,13 @@ def _parse(
         content = file.fields.pick(_decode(shard, wanted, data))
     except BrokenRecordError as error:
         return Broken(file, number, str(error))
-    except (ValueError, IndexError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, IndexError, KeyError, OverflowError, RecursionError) as error:
         return Broken(file, number, f"cannot be decoded ({error})")
     return Record(content, position=number) if len(content) else None
 
 
 def _decode(shard: _Shard, wanted: tuple[str, ...], data: bytes) -> dict[str, Any]:
-    """Return the values of the wanted columns. Raises ValueError, IndexError or KeyError for a damaged sample."""
+    """Return the values of the wanted columns. Raises various errors for a damaged sample."""
     num_sizes = sum(column.size is None for column in shard.columns.values())
     sizes = iter(np.frombuffer(data, "<u4", num_sizes).tolist())
     place, decoders, values = _WORD * num_sizes, shard.readable, dict[str, Any]()

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,12 @@ class MegatronReader(Reader):
                 parts = []
                 for sequence in range(int(index.bounds[document]), int(index.bounds[document + 1])):
                     stream.seek(int(index.offsets[sequence]))
-                    data = stream.read(int(index.lengths[sequence]) * index.dtype.itemsize)
+                    num_bytes = int(index.lengths[sequence]) * index.dtype.itemsize
+                    if len(data := stream.read(num_bytes)) != num_bytes:
+                        raise DataError(
+                            f"{span.file.path.with_suffix('.bin')} became shorter while it was being read; run again "
+                            "when the file is complete."
+                        )
                     parts.append(np.frombuffer(data, dtype=index.dtype))
                 ids = np.concatenate(parts) if parts else np.zeros(0, dtype=index.dtype)
                 if ids.size:
@@ -113,7 +119,7 @@ def load_index(path: Path) -> MegatronIndex:
     except OSError as error:
         raise MegatronIndexError(f"or its .bin cannot be read ({error.filename}: {error.strerror})") from error
     dtype, num_sequences, num_bounds = _parse_header(header)
-    starts = np.cumsum([_HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_bounds]).tolist()
+    starts = [*accumulate((_HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_bounds))]
     if size < starts[-1] or num_bounds < 1:
         raise MegatronIndexError(f"has {size} bytes, too few for {num_sequences} sequences and {num_bounds} bounds")
     index = MegatronIndex(
@@ -144,9 +150,12 @@ def _check_places(index: MegatronIndex, data_bytes: int) -> None:
     num_sequences = len(lengths)
     if num_sequences and (lengths.min() < 0 or offsets.min() < 0):
         raise MegatronIndexError("has negative lengths or offsets")
-    if num_sequences and int((offsets + lengths.astype(np.int64) * index.dtype.itemsize).max()) > data_bytes:
+    sizes = lengths.astype(np.int64) * index.dtype.itemsize  # below 2^34, while a sum with an offset may wrap
+    if (offsets > data_bytes - sizes).any():
         raise MegatronIndexError(f"extends beyond its .bin, which has {data_bytes} bytes")
-    if bounds[0] != 0 or bounds[-1] != num_sequences or (np.diff(bounds) < 0).any():
+    if int(sizes.sum()) > data_bytes:
+        raise MegatronIndexError(f"has sequences of {sizes.sum()} bytes together, and its .bin has {data_bytes}")
+    if bounds[0] != 0 or bounds[-1] != num_sequences or (bounds[1:] < bounds[:-1]).any():
         raise MegatronIndexError("has document bounds that do not cover its sequences in order")
 
 

@@ -23,6 +23,9 @@ from echelon.recipe.data_formats import RECORD_FORMATS, WHOLE_RECORD
 PIECE_BYTES = 2**20
 """The approximate size of a span in bytes, and its minimum, except for the last span of a file."""
 
+MAX_RECORD_BYTES = 2**30
+"""A longer line, row, element or sample of a file that may be compressed is broken. It would be held in memory."""
+
 HASHED_BYTES = PIECE_BYTES
 """The validation split hashes at most this many bytes from the start of a document."""
 

@@ -14,8 +14,10 @@ from typing import cast
 from typing_extensions import override
 
 from echelon.ground.errors import DataError
+from echelon.ground.sizes import render_bytes
 from echelon.learn.data.readers.compressed import DamagedStreamError, Decompressed, open_decompressed
 from echelon.learn.data.readers.record import (
+    MAX_RECORD_BYTES,
     PIECE_BYTES,
     Broken,
     BrokenRecordError,
@@ -67,6 +69,7 @@ class _RowLines:
     def __init__(self, lines: Iterator[str]) -> None:
         self._lines = lines
         self._row: list[str] = []
+        self._size = 0
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -74,11 +77,15 @@ class _RowLines:
     def __next__(self) -> str:
         line = next(self._lines)
         self._row.append(line)
+        self._size += len(line)
+        if self._size >= MAX_RECORD_BYTES:
+            raise csv.Error(f"a row is longer than {render_bytes(MAX_RECORD_BYTES)}")
         return line
 
     def forget(self) -> None:
         """Drop the kept lines: a new row starts."""
         self._row.clear()
+        self._size = 0
 
     def find_fault(self, file: SourceFile, last_line: int) -> Broken | None:
         """Check the quotes of the row that ends on this line. Each line of a faulty row counts as a broken record."""
@@ -142,7 +149,8 @@ def _parse(file: SourceFile, row: list[str], line: int, columns: dict[str, int])
 def _read_lines(stream: Decompressed) -> Iterator[str]:
     """Yield the lines with their line ends. Bytes that are not UTF-8 become surrogates; `_parse` reports such rows."""
     decoded = io.TextIOWrapper(cast(io.BytesIO, _Blocks(stream)), "utf-8-sig", "surrogateescape", newline="")
-    yield from decoded
+    while line := decoded.readline(MAX_RECORD_BYTES):
+        yield line
 
 
 class _Blocks(io.RawIOBase):

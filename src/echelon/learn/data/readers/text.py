@@ -171,7 +171,8 @@ def _search_window(stream: BinaryIO, offset: int, size: int, pattern: re.Pattern
     stream.seek(offset)
     # The bytes of a character that the window cuts become surrogates and encode back to the same bytes. The search
     # skips both edges, so that it sees only whole characters.
-    text = stream.read(max(0, min(_WINDOW_BYTES, size - offset))).decode("utf-8", "surrogateescape")
+    data = stream.read(max(0, min(_WINDOW_BYTES, size - offset)))
+    text = data.decode("utf-8", "surrogateescape") if b"\n" in data else ""  # both patterns contain it
     if (match := pattern.search(text, 4, max(4, len(text) - 4))) is None:
         return None
     return offset + len(text[: match.end()].encode("utf-8", "surrogateescape"))

@@ -3,8 +3,10 @@
 import hashlib
 import logging
 import re
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from glob import has_magic
 from pathlib import Path
@@ -17,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 RETRY_DELAYS_SECONDS = (1.0, 4.0, 15.0, 60.0)
 """The waits between attempts at a request. After the last one fails, the run stops; it can be resumed."""
+
+SLOW_SECONDS = 10.0
+"""What takes longer is named in a line, because a step or the start of a run waits for it."""
 
 
 def is_address(path: str) -> bool:
@@ -37,7 +42,8 @@ def find_objects(address: str, where: str) -> dict[str, ObjectInfo]:
         def attempt() -> None:
             found.update(store.find(name))
 
-        persist(attempt, address)
+        with slowness_told(f"listing {address}"):
+            persist(attempt, address)
     except ObjectStoreError as error:
         if error.kind == "absent":
             raise DataError(
@@ -91,11 +97,13 @@ def fetch(file: SourceFile, folder: Path) -> SourceFile:
     parts = list(zip(_list_parts(file, name), map(Path, _list_parts(file, path)), strict=True))
 
     def attempt() -> None:
-        _check_same(file, join_infos(store.stat(part) for part, _ in parts), wanted)
-        for part, place in parts:
-            store.download(part, place)
+        stated = [store.stat(part) for part, _ in parts]
+        _check_same(file, join_infos(stated), wanted)
+        for (part, place), info in zip(parts, stated, strict=True):
+            store.download(part, place, info.size)
         if (size := sum(place.stat().st_size for _, place in parts)) != file.size:
-            raise ObjectStoreError(f"only {size:,} of {file.size:,} bytes arrived", "failed")
+            arrived = f"only {size:,} of" if size < file.size else "more than"
+            raise ObjectStoreError(f"{arrived} its {file.size:,} bytes arrived", "failed")
         _check_same(file, join_infos(store.stat(part) for part, _ in parts), wanted)
 
     def remove() -> None:
@@ -108,8 +116,9 @@ def fetch(file: SourceFile, folder: Path) -> SourceFile:
         remove()
         if error.kind == "absent":
             raise _changed(file, "it is gone") from None
+        fix = "when the server answers" if error.kind == "failed" else "with credentials that allow to read it"
         raise EchelonError(
-            f"{file.name} cannot be fetched ({error}); resume the run with the same command when the server answers."
+            f"{file.name} cannot be fetched ({error}); resume the run with the same command {fix}."
         ) from None
     except BaseException:
         remove()
@@ -124,6 +133,18 @@ def persist(attempt: Callable[[], None], address: str) -> None:
         logger.warning(f"data: {address}: {error}; again in {delay:g} s")
 
     retried(attempt, RETRY_DELAYS_SECONDS, time.sleep, tell)
+
+
+@contextmanager
+def slowness_told(what: str) -> Iterator[None]:
+    """Log a line if the block takes long. `what`: what it does, for example `preparing FILE`."""
+    told = threading.Timer(SLOW_SECONDS, lambda: logger.info(f"data: still {what}"))
+    told.daemon = True
+    told.start()
+    try:
+        yield
+    finally:
+        told.cancel()
 
 
 def _check_same(file: SourceFile, found: ObjectInfo, wanted: ObjectInfo) -> None:

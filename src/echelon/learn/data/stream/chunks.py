@@ -13,8 +13,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,14 +32,14 @@ from echelon.learn.data.resume import SampleCounts, SinkState
 from echelon.learn.data.shards import DTYPES, ShardRecord, TokenStore
 from echelon.learn.data.sinks import open_sink
 from echelon.learn.data.source import Source
-from echelon.learn.data.stream.addresses import fetch, is_address
+from echelon.learn.data.stream.addresses import SLOW_SECONDS, fetch, is_address, slowness_told
 from echelon.learn.data.stream.chunk_list import StreamPlan
 from echelon.learn.data.stream.rows import MAX_CHUNK_TOKENS, ROW_DTYPE, write_rows
 from echelon.learn.data.tokenize import (
     Encoding,
     Piece,
     TaskEncoder,
-    WorkerDiedError,
+    explain_death,
     plan_tasks,
     serve_requests,
     token_dtype,
@@ -49,7 +49,6 @@ logger = logging.getLogger(__name__)
 
 _NUM_LOCKS = 64
 _POLL_SECONDS = 0.05
-_SLOW_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ class ChunkKeeper:
                 return False
             try:
                 if not self.has_tokens(index):
-                    with _slowness_told(self.plan.chunks[index][0].name):
+                    with slowness_told(f"preparing {self.plan.chunks[index][0].name}"):
                         self._make_room()
                         self._produce(index)
             finally:
@@ -140,11 +139,11 @@ class ChunkKeeper:
 
     def _await(self, index: int, is_done: Callable[[], bool]) -> None:
         """Wait until another process has prepared a chunk, or none does any more."""
-        lock, next_line = FileLock(self._folder / f"{index % _NUM_LOCKS:02d}.lock"), time.monotonic() + _SLOW_SECONDS
+        lock, next_line = FileLock(self._folder / f"{index % _NUM_LOCKS:02d}.lock"), time.monotonic() + SLOW_SECONDS
         while not is_done() and (holder := lock.read_holder()) is not None:
             if time.monotonic() >= next_line:
                 logger.info(f"data: waiting for {self.plan.chunks[index][0].name}, which process {holder} prepares")
-                next_line += _SLOW_SECONDS
+                next_line += SLOW_SECONDS
             time.sleep(_POLL_SECONDS)
 
     def _produce(self, index: int) -> None:
@@ -183,9 +182,7 @@ class ChunkKeeper:
                 found = self._child.connection.recv()
             except (EOFError, OSError) as error:
                 code, self._child = self._child.wait_for_exit(), None
-                raise WorkerDiedError(
-                    f"a tokenizing process died (exit code {code}) at {files[0].name}; it may have run out of memory."
-                ) from error
+                raise explain_death(code, self.plan.encoding, files[0].name) from error
         if isinstance(found, EchelonError):
             raise type(found)(_name_originals(str(found), files, copies))
         record, counts, samples = found
@@ -215,7 +212,7 @@ class ChunkKeeper:
         if (record := self._find_shared(index)) is None:
             return None
         try:
-            self._remote.download(f"{self._folder.name}/{record.file}", folder / record.file)
+            self._remote.download(f"{self._folder.name}/{record.file}", folder / record.file, record.bytes)
             faults = compare_files(folder, [(record.file, record.bytes, record.sha256)], checksums=True)
         except ObjectStoreError as error:
             faults = [str(error)]
@@ -298,18 +295,6 @@ def _say_lost(counts: SampleCounts) -> str:
         f"{counts.num_overlong:,} are longer than data.sequence_len and were {became} ({counts.lost_tokens:,} tokens "
         f"lost), and {counts.num_unlabelled:,} were dropped because they have no target"
     )
-
-
-@contextmanager
-def _slowness_told(name: str) -> Iterator[None]:
-    """Log a line if the block takes long: steps may wait for it."""
-    told = threading.Timer(_SLOW_SECONDS, lambda: logger.info(f"data: still preparing {name}"))
-    told.daemon = True
-    told.start()
-    try:
-        yield
-    finally:
-        told.cancel()
 
 
 def _serve(connection: Connection, encoding: Encoding, rule: SampleRule | None) -> None:

@@ -1,6 +1,7 @@
 """Every format, on files written by other libraries or byte by byte from the definition."""
 
 import csv
+import errno
 import gzip
 import json
 import struct
@@ -12,9 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from echelon.ground.errors import ConfigError, DataError
+from echelon.ground.errors import ConfigError, DataError, EchelonError
 from echelon.learn.data.readers import count_documents, cut_file, name_place, read_records
 from echelon.learn.data.readers.record import Broken, Reading, Record, digest_document
+from echelon.learn.data.readers.text import TextReader
 from echelon.learn.data.source import Source, list_files
 
 TEXTS = [f"document {index}: “größe”\nof two lines, {'x' * (index * 37 % 200)}" for index in range(300)]
@@ -75,6 +77,48 @@ def test_a_damaged_compressed_file_loses_its_end_and_reports_the_position(tmp_pa
     assert kept == TEXTS[: len(kept)]
     assert broken == [found[-1]]
     assert found[-1].startswith(f"{path}:{len(kept) + 1} ")
+
+
+def test_a_file_that_unpacks_to_far_more_is_refused(tmp_path, monkeypatch):
+    """Written by hand, because a library needs seconds for it: 2 GiB in blocks of four bytes."""
+    monkeypatch.setattr("echelon.learn.data.readers.compressed.HARMLESS_BYTES", 2**27)
+    header = struct.pack("<IBB", 0xFD2FB528, 0, 7 << 3)  # magic, no sizes, a window of 128 KiB
+    blocks = [(2**17 << 3 | 1 << 1 | (number == 2**14 - 1)).to_bytes(3, "little") + b"x" for number in range(2**14)]
+    for form, name in (("text", "bomb.txt.zst"), ("jsonl", "bomb.jsonl.zst")):
+        (tmp_path / name).write_bytes(header + b"".join(blocks))
+        assert (tmp_path / name).stat().st_size < 2**17
+        [file] = list_files(Source("k", str(tmp_path / name), form, fields={"text": "text"}))
+        largest = 0
+        try:
+            for span in cut_file(file):
+                largest = max(largest, len(span.data or b""))
+                found = [record.problem for record in span.records or ()]
+        except DataError as error:
+            found = [str(error)]
+        assert largest < 2**22 and "unpacks to more than 2,000 times its size" in found[-1], found
+
+
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.json.gz", "x.csv.gz"])
+@pytest.mark.parametrize("fill", [" ", "x"])
+def test_a_record_of_a_compressed_file_has_a_limit(tmp_path, monkeypatch, name, fill):
+    for module in ("lines", "arrays", "separated"):
+        monkeypatch.setattr(f"echelon.learn.data.readers.{module}.MAX_RECORD_BYTES", 2**22)
+    form = name.split(".")[1]
+    long = fill * (9 * 2**20)
+    texts = {
+        "jsonl": f'{{"text": "one"}}\n{{"text": "two{long}"}}\n{{"text": "three"}}\n',
+        "json": f'[{{"text": "one"}}, {{"text": "two{long}"}}, {{"text": "three"}}]',
+        "csv": f'text\none\n"two{long}"\nthree\n',
+    }
+    path = tmp_path / name.rpartition(".")[0]
+    path.write_text(texts[form])
+    found = read(compress(path, path.with_name(name).suffix))
+    if form == "jsonl":
+        assert found == ["one", f"{path}.{name[-3:].strip('.')}:2 is longer than 4.00 MiB", "three"]
+    else:
+        assert found[0] == "one" and len(found) == 2 and "4.00 MiB" in found[1]
+    path.write_text(texts[form].replace(long, long[: 3 * 2**20]))
+    assert read(compress(path, path.with_name(name).suffix)) == ["one", f"two{long[: 3 * 2**20]}", "three"]
 
 
 def test_a_broken_line_of_a_compressed_file_is_numbered(tmp_path):
@@ -267,6 +311,46 @@ def test_files_without_ids_are_refused(tmp_path):
         read(path)
 
 
+@pytest.mark.parametrize(
+    ("shape", "found"),
+    [
+        ("(4611686018427387904,)", "is not a readable .npy file"),
+        ("(4294967296, 4294967296)", "is not a readable .npy file"),
+        ("(9223372036854775808,)", "is not a readable .npy file"),
+        ("(-1,)", "is not a readable .npy file"),
+        ("(1,\n\n{}", "is not a readable .npy file"),
+        ("(" * 90 + ")" * 90, "is not an integer array"),
+        ("(1152921504606846976, 0)", None),
+    ],
+)
+def test_an_array_of_an_impossible_shape_is_refused(tmp_path, shape, found):
+    """Also one whose rows have no ids and no end."""
+    header = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {shape}, }}".ljust(245) + "\n"
+    path = tmp_path / "x.npy"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode() + bytes(64))
+    if found is None:
+        assert read(path) == []
+        assert count_documents(list_files(Source("k", str(path))), 100, Reading()) == 0
+        return
+    with pytest.raises(DataError, match=found) as caught:
+        read(path)
+    assert "\n" not in str(caught.value)
+
+
+class FailingReader(TextReader):
+    """Reads from a disk that fails."""
+
+    def read(self, span, reading):
+        yield from super().read(span, reading)
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_failing_disk_is_named_by_the_file(tmp_path):
+    (tmp_path / "x.txt").write_text("text")
+    with pytest.raises(EchelonError, match=r"x\.txt cannot be read \(.*Input/output error\)"):
+        read(tmp_path / "x.txt", format=f"{__name__}:FailingReader")
+
+
 def write_megatron(
     prefix: Path, sequences: list[list[int]], bounds: list[int], code: int = 8, kind: str = "<u2"
 ) -> None:
@@ -306,6 +390,15 @@ def test_megatrons_documents_consist_of_sequences(tmp_path, code, kind):
         (lambda data: data[:-1], "too few for 2 sequences and 3 bounds"),
         (lambda data: data[:-8] + struct.pack("<q", 9), "do not cover its sequences"),
         (lambda data: data[:34] + struct.pack("<i", 99) + data[38:], "extends beyond its .bin"),
+        (lambda data: data[:42] + struct.pack("<2q", 0, 2**63 - 2) + data[58:], "extends beyond its .bin"),
+        (lambda data: data[:34] + struct.pack("<2i2q", 2, 2, 0, 2) + data[58:], "8 bytes together, and its .bin has 6"),
+        (lambda data: data[:18] + struct.pack("<2Q", 2**61, 2**61) + data[34:], "too few for"),
+        (
+            lambda data: (
+                data[:26] + struct.pack("<Q", 4) + data[34:58] + struct.pack("<4q", 0, 2**63 - 1, 10 - 2**63, 2)
+            ),
+            "do not cover its sequences",
+        ),
     ],
 )
 def test_a_damaged_megatron_index_is_refused(tmp_path, change, problem):
@@ -371,6 +464,30 @@ def test_a_damaged_mds_shard_loses_its_end(tmp_path, change, found):
         return
     *kept, last = read(tmp_path / "x.mds", fields={"input_ids": "tokens"})
     assert kept == found[:-1] and last.startswith(f"{tmp_path / 'x.mds'}, record {len(kept)} ") and found[-1] in last
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]", b"7", b"null", b"[" * 10**5, b'{"column_names": 1, "column_encodings": 2, "column_sizes": 3}',
+        b'{"column_names": [[]], "column_encodings": ["str"], "column_sizes": [null]}',
+        b'{"column_names": ["tokens"], "column_encodings": [7], "column_sizes": [null]}',
+        b'{"column_names": ["tokens"], "column_encodings": ["bytes"], "column_sizes": ["x"]}',
+        b'{"column_names": ["tokens"], "column_encodings": ["bytes"], "column_sizes": [-8]}',
+        b'{"column_names": ["tokens"], "column_encodings": ["bytes"], "column_sizes": []}',
+        b'{"column_names": ["tokens"], "column_encodings": ["ndarray:what"], "column_sizes": [8]}',
+        b'{"column_names": ["tokens"], "column_encodings": ["ndarray:O"], "column_sizes": [8]}',
+        b'{"column_names": ["tokens"], "column_encodings": ["ndarray:int64:9223372036854775808"], "column_sizes": [8]}',
+        b'{"column_names": ["tokens"], "column_encodings": ["ndarray:int64:1:2"], "column_sizes": [8]}',
+        b'{"column_names": ["tokens"], "column_encodings": ["ndarray:int64:x"], "column_sizes": [8]}',
+    ],
+    ids=lambda header: header[:90].decode(),
+)  # fmt: skip
+def test_a_hostile_header_of_an_mds_shard_is_one_broken_record(tmp_path, header):
+    start = 12 + len(header)
+    (tmp_path / "x.mds").write_bytes(struct.pack("<3I", 1, start, start + 8) + header + bytes(8))
+    [found] = read(tmp_path / "x.mds", fields={"input_ids": "tokens"})
+    assert found.startswith(f"{tmp_path / 'x.mds'}, record 0 cannot be ") and "\n" not in found
 
 
 def test_formats_by_suffix_and_mismatches(tmp_path):
