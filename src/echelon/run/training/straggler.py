@@ -74,6 +74,22 @@ def build_straggler_watch(meshes: Meshes, reaction: str, slow_path: Path) -> "St
     return StragglerWatch(hosts, stages, tell=tell)
 
 
+def median_of_peers(own: Sequence[float], stages: Sequence[int]) -> list[float]:
+    """For each rank the median of the other numbers of its stage; its own number if there are none.
+
+    With n ranks this needs O(n log n): each stage is sorted once, and a rank's own number is skipped in it.
+    """
+    stage_ranks: dict[int, list[int]] = {}
+    for rank in sorted(range(len(own)), key=own.__getitem__):
+        stage_ranks.setdefault(stages[rank], []).append(rank)
+    usual = list(own)
+    for ranks in stage_ranks.values():
+        low, high = (len(ranks) - 2) // 2, (len(ranks) - 1) // 2  # the middle of a stage without one of its ranks
+        for place, rank in enumerate(ranks if len(ranks) > 1 else ()):
+            usual[rank] = (own[ranks[low + (low >= place)]] + own[ranks[high + (high >= place)]]) / 2
+    return usual
+
+
 class StragglerWatch:
     """Compares the ranks' own times of each step. Every rank has the same numbers, and reaches the same result."""
 
@@ -119,10 +135,7 @@ class StragglerWatch:
         self._window.clear()
         self.medians = own if len(own) > 1 else None
         found = []
-        for rank, seconds in enumerate(own):
-            peers = [own[other] for other, stage in enumerate(self._stages) if stage == self._stages[rank]]
-            peers.remove(seconds)
-            usual = statistics.median(peers) if peers else seconds
+        for rank, (seconds, usual) in enumerate(zip(own, median_of_peers(own, self._stages), strict=True)):
             is_slow = seconds >= _SLOWER * usual and seconds - usual >= _SHARE_OF_STEP * whole
             self._in_a_row[rank] = self._in_a_row[rank] + 1 if is_slow else 0
             if self._in_a_row[rank] == _NUM_WINDOWS:

@@ -1,12 +1,14 @@
 """The rule by which a rank counts as persistently slow, on times written by hand."""
 
+import random
+import statistics
 import threading
 import time
 
 import pytest
 
 from echelon.ground.stop_request import STRAGGLER
-from echelon.run.training.straggler import StragglerWatch, read_own_time
+from echelon.run.training.straggler import StragglerWatch, median_of_peers, read_own_time
 
 HOSTS = ["one", "one", "two", "two"]
 
@@ -60,6 +62,24 @@ def test_waiting_for_data_counts_where_the_others_have_none():
 
 def test_a_stage_with_one_rank_is_compared_with_none():
     assert watch([[1.0, 5.0, 1.0, 1.0]] * 100, stages=(0, 1, 2, 2)) == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8, 33, 64])
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_the_peers_are_all_other_ranks_of_the_stage(num_ranks, num_stages):
+    draw = random.Random(num_ranks)
+    own = [draw.choice([0.0, 0.1, 0.25, 1 / 3, draw.random()]) for _ in range(num_ranks)]  # some of them equal
+    stages = [draw.randrange(num_stages) for _ in own]
+    for rank, usual in enumerate(median_of_peers(own, stages)):
+        peers = [own[other] for other in range(num_ranks) if other != rank and stages[other] == stages[rank]]
+        assert usual == (statistics.median(peers) if peers else own[rank])
+
+
+def test_thousands_of_ranks_take_a_moment():
+    own = [random.random() for _ in range(8192)]
+    began = time.thread_time()
+    median_of_peers(own, [0] * len(own))
+    assert time.thread_time() - began < 2  # with a list of peers for each rank, more than 10 s
 
 
 def test_the_run_ends_if_it_should():
