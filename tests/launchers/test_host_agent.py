@@ -138,6 +138,44 @@ def test_a_signal_to_one_machine_stops_all_of_them_after_a_save(agents, tmp_path
     assert run.newest_step() == train_rows(run)[-1]["step"]
 
 
+@pytest.mark.parametrize(
+    ("leaves", "how"),
+    [(1, signal.SIGTERM), (1, signal.SIGKILL), (0, signal.SIGKILL)],
+    ids=["evicted", "lost", "coordinator lost"],
+)
+def test_a_machine_whose_others_are_replaced_waits_for_them_in_place(agents, tmp_path, monkeypatch, leaves, how):
+    """As in the pods of an operator that counts each container that ends."""
+    monkeypatch.setenv("ECHELON_AWAITS_MACHINES", "1")
+    write_recipe(tmp_path, train={"steps": 300}, checkpoint={"every_steps": 20})
+    run = RunFolder(tmp_path / "runs" / "tiny")
+    pods = list(agents())
+    command = pods[0].args[pods[0].args.index("train") :]
+    await_line(run.metrics_path, '"step": 30,', pods[0], 120)
+    pods[leaves].send_signal(how)
+    code = finish(pods[leaves], 60).code
+    assert code == (3 if how is signal.SIGTERM else -signal.SIGKILL)
+    time.sleep(20)  # until its silence is noticed
+    pods[leaves] = start(*command, cwd=tmp_path)
+    endings = [finish(each, 300) for each in pods]
+    assert [each.code for each in endings] == [0, 0], endings
+    assert (
+        "this machine waits for others in the place of those that left, and goes on from step"
+        in endings[1 - leaves].out
+    )
+    assert_same_curve(train_rows(run), train_alone(tmp_path, 300))
+
+
+def test_no_machine_waits_if_all_are_told_to_stop(agents, tmp_path, monkeypatch):
+    monkeypatch.setenv("ECHELON_AWAITS_MACHINES", "1")
+    write_recipe(tmp_path, train={"steps": 5000}, checkpoint={"every_steps": 1000})
+    pods = agents()
+    await_line(RunFolder(tmp_path / "runs" / "tiny").metrics_path, '"step": 30,', pods[0], 120)
+    pods[1].send_signal(signal.SIGTERM)
+    time.sleep(3)
+    pods[0].send_signal(signal.SIGTERM)
+    assert [finish(each, 60).code for each in pods] == [3, 3]
+
+
 def test_a_refusal_is_printed_once_and_ends_all(agents, tmp_path):
     write_recipe(tmp_path)
     (tmp_path / "text.txt").write_text("")

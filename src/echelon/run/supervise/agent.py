@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.ground.errors import LaunchError, first_line
 from echelon.ground.hosts import HostGroup, await_name, find_interface, find_own_address
-from echelon.ground.launch_environment import ADDRESS_VARIABLE, RESTART_VARIABLE, exported, read_clock
+from echelon.ground.launch_environment import (
+    ADDRESS_VARIABLE,
+    RESTART_VARIABLE,
+    awaits_machines,
+    exported,
+    read_clock,
+)
 from echelon.ground.logs import erase_progress_bar, keep_console_in
 from echelon.ground.run_files import is_run, newest_step
 from echelon.ground.scratch import scratch_folder
@@ -30,7 +36,7 @@ from echelon.planner.hardware.health import examine_health
 from echelon.recipe import FaultConfig
 from echelon.run.folder.run_folder import RunFolder, describe_gone
 from echelon.run.supervise.admission import Admission, Condition
-from echelon.run.supervise.agent_votes import Meeting
+from echelon.run.supervise.agent_votes import LOST_SECONDS, Meeting
 from echelon.run.supervise.decision import Decision, HostReport
 from echelon.run.supervise.hands import Hand, Machines
 from echelon.run.supervise.hang_verdict import explain_hang, read_records
@@ -50,7 +56,7 @@ from echelon.run.supervise.outcome import (
 )
 from echelon.run.supervise.rendezvous import ALONE, TOGETHER, register_backends
 from echelon.run.supervise.replica_keeper import ReplicaKeeper
-from echelon.run.supervise.restart import Restarts, deaths_watched
+from echelon.run.supervise.restart import Restarts, Vacancies, deaths_watched
 from echelon.run.supervise.succession import FENCE_SIGNAL, Fence, find_coordinator, succeed
 from echelon.run.supervise.warm_start import WarmStart, started_warm
 from echelon.run.supervise.workers import Workers
@@ -106,49 +112,70 @@ class Agent:
         """Whether this machine tells the user how the job ended."""
         self.keeps_journal = False
         """Whether this machine writes the run's events: the coordinator, or without shared files, rank 0's machine."""
+        self._is_short = False  # whether the job has ended because it lacks other machines
 
     def submit(self, job: Workers) -> Outcome:
         """Run the job to its end; the outcome is the same on every machine. No worker outlives the call.
 
         Workers inherit stdout and stderr. Raises LaunchError when the machines cannot meet, or the coordinator is lost.
         """
+        _silence_torchrun()
+        group, vacancies = self._group, Vacancies(job.max_restarts if awaits_machines() else 0)
+        with stops_forwarded(job.notice_seconds, job.folder.stop_path) as asked:
+            while True:
+                self._group, self._is_short = group, False
+                try:
+                    outcome = self._meet(job, asked)
+                except LaunchError as error:
+                    if not self._waits(vacancies, job, str(error), asked):
+                        raise
+                else:
+                    if not self._waits(vacancies, job, outcome.message, asked):
+                        return outcome
+                job.folder.clear_outcomes()
+
+    def _waits(self, vacancies: Vacancies, job: Workers, message: str, asked: Sequence[object]) -> bool:
+        """Whether this machine waits for others in the place of those whose end was that of the job."""
+        is_short = self._is_short and not asked
+        return is_short and vacancies.wait(message.rstrip("."), _find_newest_step(job), asked, LOST_SECONDS)
+
+    def _meet(self, job: Workers, asked: Sequence[object]) -> Outcome:
+        """Meet the other machines, and run the job to its end with them; see `submit`."""
         from torch.distributed import DistError
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-        _silence_torchrun()
         restarts, announced = Restarts(job.max_restarts), dict[str, str]()
-        with stops_forwarded(job.notice_seconds, job.folder.stop_path) as asked:
-            meeting = fence = None
-            try:
-                if self._group.shares_files and not self._group.is_alone:
-                    self._group = find_coordinator(self._group, job.folder)
-                meeting = Meeting(self._group, platform.node(), restarts, self._address)
-                while True:
-                    self.is_coordinator = meeting.coordinates
-                    if meeting.coordinates and meeting.group.shares_files and not meeting.group.is_alone:
-                        fence = Fence(meeting, job.folder)
-                    try:
-                        return self._run(job, meeting, restarts, asked, announced)
-                    except (DistError, RendezvousConnectionError) as error:
-                        meeting, ending = self._succeed(job, meeting, restarts, error)
-                        if ending is not None:
-                            return ending
-                        announced = _announce(read_clock(), None)
-            except SignalException as error:
-                if fence is not None and fence.successor is not None:
-                    raise LaunchError(
-                        f"{fence.successor} has taken over this run, which most machines could reach and this one "
-                        "could not; start the same command again here to take part."
-                    ) from error
-                return Outcome(FAILED, f"stopped by {error.sigval.name}")
-            except DistError as error:
-                raise self._explain_loss(error) from error
-            finally:
-                if fence is not None:
-                    fence.end()
-                if meeting is not None:
-                    meeting.close()
+        meeting = fence = None
+        try:
+            if self._group.shares_files and not self._group.is_alone:
+                self._group = find_coordinator(self._group, job.folder)
+            meeting = Meeting(self._group, platform.node(), restarts, self._address)
+            while True:
+                self.is_coordinator = meeting.coordinates
+                if meeting.coordinates and meeting.group.shares_files and not meeting.group.is_alone:
+                    fence = Fence(meeting, job.folder)
+                try:
+                    return self._run(job, meeting, restarts, asked, announced)
+                except (DistError, RendezvousConnectionError) as error:
+                    meeting, ending = self._succeed(job, meeting, restarts, error)
+                    if ending is not None:
+                        return ending
+                    announced = _announce(read_clock(), None)
+        except SignalException as error:
+            if fence is not None and fence.successor is not None:
+                raise LaunchError(
+                    f"{fence.successor} has taken over this run, which most machines could reach and this one "
+                    "could not; start the same command again here to take part."
+                ) from error
+            return Outcome(FAILED, f"stopped by {error.sigval.name}")
+        except DistError as error:
+            raise self._explain_loss(error) from error
+        finally:
+            if fence is not None:
+                fence.end()
+            if meeting is not None:
+                meeting.close()
 
     def _succeed(
         self, job: Workers, lost: Meeting, restarts: Restarts, error: Exception
@@ -195,6 +222,7 @@ class Agent:
                 meeting.watch(attempt).ask(read_stop_file(folder.stop_path) or "SIGTERM")
             decision = meeting.await_decision(attempt, HostReport.of(meeting.host, cause, _find_newest_step(job)))
             if (ending := decision.find_ending(meeting.host, cause.outcome)) is not None:
+                self._is_short = decision.is_short
                 return ending
             if asked:  # since the decision: the next attempt stops as soon as it can
                 write_text(folder.stop_path, read_stop_file(folder.stop_path) or "SIGTERM")
@@ -347,6 +375,7 @@ class Agent:
         return []
 
     def _explain_loss(self, error: BaseException) -> LaunchError:
+        self._is_short = True
         return LaunchError(
             f"the coordinator at {self._group.endpoint} is gone or unreachable "
             f"({first_line(error)}); start the same command again on the remaining machines to resume "

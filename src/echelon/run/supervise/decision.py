@@ -38,7 +38,8 @@ class Decision:
     """What all machines do after an attempt: start another one, or end with this outcome.
 
     `restarts`: the number of restarts after failures so far, including this one. `leaving`: machines that were asked to
-    stop and end, while the others continue.
+    stop and end, while the others continue. `is_short`: the job ends because machines are lost or were asked to stop,
+    so the others could go on with new ones.
     """
 
     goes_on: bool
@@ -47,6 +48,7 @@ class Decision:
     restarts: int
     step: int | None = None
     leaving: tuple[str, ...] = ()
+    is_short: bool = False
 
     @staticmethod
     def parse(text: bytes) -> "Decision":
@@ -83,7 +85,8 @@ def decide(
         ending = failure if tally.num_staying + num_spares < group.min_nodes else restarts.refuse(failure, tally.step)
         if ending is None:
             return Decision(True, FAILED, failure.message, restarts.done, tally.step)
-    return Decision(False, ending.code, ending.message, restarts.done, tally.step)
+    is_short = bool(tally.lost or asked) and ending.code not in (DONE, REFUSED)
+    return Decision(False, ending.code, ending.message, restarts.done, tally.step, is_short=is_short)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,20 @@
 """Decide whether a failed group of processes is restarted, and with which message."""
 
+import logging
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from echelon.ground.stored import write_text
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.supervise.outcome import FAILED, STOPPED, Outcome, read_outcomes
+
+logger = logging.getLogger(__name__)
 
 SAME_FAILURES = 3
 """The same failure this many times in a row, without a new checkpoint, ends the job even if restarts are left."""
@@ -60,6 +63,33 @@ class Restarts:
             return None
         resume = "" if step is None else f"; the same command resumes from step {step}"
         return replace(outcome, message=f"{outcome.message}; not restarted: {why}{resume}")
+
+
+class Vacancies:
+    """Lets a machine wait in place for others, instead of ending a job that was left short of machines.
+
+    At most `limit` times in a row without a new checkpoint.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._last: tuple[int | None, int] = (None, 0)
+
+    def wait(self, message: str, step: int | None, asked: Sequence[object], seconds: float) -> bool:
+        """Whether to meet the others again, after a time in which they end too; not if this machine is `asked` to stop.
+
+        `message`: how the job has ended. `step`: that of the newest checkpoint.
+        """
+        count = self._last[1] + 1 if step == self._last[0] else 1
+        self._last = step, count
+        if count > self._limit:
+            return False
+        start = "from the beginning" if step is None else f"from step {step}"
+        logger.warning(f"{message}; this machine waits for others in the place of those that left, and goes on {start}")
+        until = time.monotonic() + seconds
+        while not asked and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+        return not asked
 
 
 class DeathWatch:

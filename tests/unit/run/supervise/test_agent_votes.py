@@ -161,6 +161,20 @@ def test_a_lost_machine_shrinks_an_elastic_job_and_ends_a_fixed_one():
     assert (ending.goes_on, ending.code, ending.message) == (False, FAILED, "1 of 2 machines stopped responding: b")
 
 
+def test_a_job_is_short_of_machines_only_if_some_have_left():
+    saved = [told(host, STOPPED, "stopped by SIGTERM at step 5") for host in "ab"]
+    echo = told("a", FAILED, "connection reset", Weight.ECHO, step=40)
+    assert decided(*saved, asked="b").is_short and decided(echo, "b").is_short
+    others = [
+        decided(*(told(host, STOPPED, "stopped by budget.max_hours at step 5") for host in "ab")),
+        decided(*saved, asked="b", group=ELASTIC),
+        decided(*(told(host, FAILED, "bad", final=True) for host in "ab")),
+        decided(told("a", REFUSED, "bad"), "b"),
+        decided(told("a", DONE), told("b", DONE), asked="b"),
+    ]
+    assert not any(each.is_short for each in others)
+
+
 def test_the_rendezvous_address():
     assert parse_group("2", "node-1:29400") == HostGroup(2, 2, "node-1", 29400)
     assert parse_group("1:4", "[::1]:29400", "eth0") == HostGroup(1, 4, "::1", 29400, interface="eth0")

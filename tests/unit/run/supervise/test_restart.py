@@ -3,7 +3,7 @@
 from echelon.ground.errors import CheckpointError, ConfigError, LaunchError, TrainingError
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.supervise.outcome import FAILED, Outcome, is_final
-from echelon.run.supervise.restart import Restarts
+from echelon.run.supervise.restart import Restarts, Vacancies
 
 
 def killed(rank, pid=100):
@@ -21,6 +21,16 @@ def test_up_to_the_limit():
         "rank 0 failed: ValueError: x; see log; not restarted: fault.max_restarts=2 is reached; the same command "
         "resumes from step 20",
     )
+
+
+def test_a_machine_waits_for_others_while_there_is_progress():
+    vacancies = Vacancies(2)
+    steps = [None, None, None, 10, 10, 20, 30, 30, 30]
+    assert [vacancies.wait("lost", step, [], 0.0) for step in steps] == [
+        True, True, False, True, True, True, True, True, False,
+    ]  # fmt: skip
+    assert not Vacancies(2).wait("lost", 1, ["SIGTERM"], 60.0)
+    assert not Vacancies(0).wait("lost", 1, [], 60.0)
 
 
 def test_a_recurring_failure_ends_the_job():
