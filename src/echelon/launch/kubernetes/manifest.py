@@ -1,13 +1,16 @@
 """The manifest of a job: a ConfigMap with the recipe, and an operator's job, whose pods mount the ConfigMap."""
 
 import math
+import signal
 from typing import Any
 
 from echelon.launch.job import JobSpec
 from echelon.launch.kubernetes.kinds import PORT, find_kind, is_elastic, rendezvous_host
 from echelon.launch.kubernetes.pod import (
     RECIPE_MOUNT,
+    awaits_pods,
     build_command,
+    build_container_security,
     build_env,
     build_labels,
     build_metadata,
@@ -28,7 +31,7 @@ from echelon.launch.patch import merge_patch
 from echelon.launch.ray.submission import DRIVER
 from echelon.recipe.render import render_recipe
 from echelon.recipe.yaml_text import render_documents
-from echelon.run.supervise.outcome import REFUSED
+from echelon.run.supervise.outcome import FAILED, REFUSED
 
 # A patch of a TrainJob's runtime names its manager; the operator wants a path after a domain.
 _SIGNATURE = "echelon/launch"
@@ -90,15 +93,15 @@ def _build_pytorchjob(job: JobSpec) -> dict[str, Any]:
 
 
 def _restart_policy(job: JobSpec) -> str:
-    """OnFailure: when one pod is evicted, the others save and exit with code 3, and must be restarted.
-
-    ExitCode would treat code 3 as permanent, and Never would fail the job at the first lost pod.
-    """
+    """OnFailure: ExitCode would treat code 1 as permanent, and Never would fail the job at the first lost pod."""
     return "OnFailure" if job.recipe.fault.max_restarts else "Never"
 
 
 def _backoff_limit(job: JobSpec) -> dict[str, int]:
-    """The operator fails the job when the restarts of all pods reach this limit; a job's pods restart together."""
+    """The operator fails the job when the restarts of all pods reach this limit; a job's pods restart together.
+
+    The pod that replaces an evicted one counts from 0, and the others wait for it in place.
+    """
     rounds = job.recipe.fault.max_restarts
     return {"backoffLimit": rounds * job.nodes[1] + 1} if rounds else {}
 
@@ -114,8 +117,8 @@ def _build_trainjob(job: JobSpec) -> dict[str, Any]:
         "resourcesPerNode": build_resources(job),
     }
     container: dict[str, Any] = {"name": find_kind(job).container, "volumeMounts": build_mounts(job)}
-    if settings.container_security_context:
-        container["securityContext"] = settings.container_security_context
+    if security := build_container_security(job):
+        container["securityContext"] = security
     pod = {
         **({"terminationGracePeriodSeconds": grace_seconds(job)} if settings.kind == "trainjob" else {}),
         **build_placement(job),
@@ -151,17 +154,21 @@ def _patch_runtime(kind: str, template: dict[str, Any]) -> dict[str, Any]:
 
 
 def _build_jobset(job: JobSpec) -> dict[str, Any]:
-    """A JobSet with one indexed Job. A failed pod, unless it was refused, restarts all of them."""
+    """A JobSet with one indexed Job. A failed pod restarts all, unless it was refused, or evicted: the rest waits."""
     limits = _limits(job)
     ttl = limits.pop("ttlSecondsAfterFinished", None)
     refused = {"operator": "In", "values": [REFUSED], "containerName": find_kind(job).trainer}
+    rules = [
+        {"action": "FailJob", "onExitCodes": refused},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    ]
     nodes = {
         "parallelism": job.nodes[1],
         "completions": job.nodes[1],
         "completionMode": "Indexed",
         "backoffLimit": 0,
         **limits,
-        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": refused}]},
+        "podFailurePolicy": {"rules": rules},
         "template": build_template(job, "Never"),
     }
     final = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy", "DeadlineExceeded"]}
@@ -176,9 +183,16 @@ def _build_jobset(job: JobSpec) -> dict[str, Any]:
 
 
 def _build_volcano(job: JobSpec) -> dict[str, Any]:
-    """A Job of Volcano, which starts all pods at once or none; the plugin svc gives them their names."""
+    """A Job of Volcano, which starts all pods at once or none; the plugin svc gives them their names.
+
+    Volcano counts each restart, whatever its cause. Where others wait for an evicted pod, it is only created again,
+    which counts nothing; so only the exit codes of a failure and of a lack of memory restart the job.
+    """
     settings = job.recipe.launch.kubernetes
-    restart = [{"event": event, "action": "RestartJob"} for event in ("PodEvicted", "PodFailed")]
+    causes: list[dict[str, Any]] = [{"event": event} for event in ("PodEvicted", "PodFailed")]
+    if awaits_pods(job):
+        causes = [{"exitCode": code} for code in (FAILED, 128 + signal.SIGKILL)]
+    restart = [{**cause, "action": "RestartJob"} for cause in causes]
     queue = {} if settings.queue is None else {"queue": settings.queue}
     task = {"name": "node", "replicas": job.nodes[1], "template": build_template(job, "Never")}
     return _build_job(

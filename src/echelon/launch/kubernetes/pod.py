@@ -3,10 +3,11 @@
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+from echelon.ground.launch_environment import AWAITS_VARIABLE
 from echelon.ground.variables import asked_environment
 from echelon.launch.job import JobSpec, count_gpus, describe_gpu_request
 from echelon.launch.kubernetes.kinds import PORT, find_kind, rendezvous_host
@@ -23,6 +24,13 @@ _LEAVING_SECONDS = 30
 # With the name of a machine's type.
 _TYPE_LABELS = ("node.kubernetes.io/instance-type", "beta.kubernetes.io/instance-type")
 _USED_SHARE = 0.9
+_PLACE = ("nodeSelector", "tolerations", "affinity")
+# What Pod Security's profile "restricted" asks of a container, besides runAsNonRoot.
+_RESTRICTED: Mapping[str, Any] = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
 # Ray's head stores the state of the cluster, and runs the driver.
 _SMALL = {"cpu": "2", "memory": "8Gi"}
 _HEALTH_LABEL = "sagemaker.amazonaws.com/node-health-status"
@@ -113,8 +121,15 @@ def escape(text: str) -> str:
 
 def build_env(job: JobSpec) -> list[dict[str, str]]:
     """The container's environment variables; those of the recipe win."""
-    variables = {**asked_environment(*_find_asked(job)), **_efa_variables(job), **job.recipe.launch.env}
+    awaits = {AWAITS_VARIABLE: "1"} if awaits_pods(job) else {}
+    variables = {**asked_environment(*_find_asked(job)), **awaits, **_efa_variables(job), **job.recipe.launch.env}
     return [{"name": name, "value": escape(value)} for name, value in variables.items()]
+
+
+def awaits_pods(job: JobSpec) -> bool:
+    """Whether the pods of a job wait in place for one that was lost: operators count each container that ends."""
+    is_ours = job.recipe.launch.kubernetes.kind not in ("hyperpod", "mpijob", "rayjob")  # they start ranks, or drivers
+    return is_ours and job.nodes[1] > 1 and job.recipe.fault.max_restarts > 0
 
 
 def _efa_variables(job: JobSpec) -> dict[str, str]:
@@ -212,6 +227,9 @@ def is_on_hyperpod(job: JobSpec) -> bool:
 def build_placement(job: JobSpec) -> dict[str, Any]:
     """The pod's placement, network, service account and security; HyperPod's label avoids machines in repair."""
     settings = job.recipe.launch.kubernetes
+    security = dict(settings.security_context)
+    if "fsGroup" in security:  # else each start changes the owner of every file of the volumes
+        security = {"fsGroupChangePolicy": "OnRootMismatch", **security}
     labels = dict(settings.node_selector)
     if settings.kind == "hyperpod":
         labels = {_HEALTH_LABEL: "Schedulable", **labels}
@@ -226,9 +244,24 @@ def build_placement(job: JobSpec) -> dict[str, Any]:
         "hostNetwork": settings.host_network,
         # With the machine's network, the default policy would not resolve the names of pods.
         "dnsPolicy": "ClusterFirstWithHostNet" if settings.host_network else None,
-        "securityContext": settings.security_context,
+        "securityContext": security,
     }
     return {name: value for name, value in fields.items() if value}
+
+
+def build_container_security(job: JobSpec) -> dict[str, Any]:
+    """The container's securityContext. A pod that must not run as root gets what else the restricted profile asks for.
+
+    A container of root would then not be able to write to the folders of others, or to install packages.
+    """
+    settings = job.recipe.launch.kubernetes
+    both = {**settings.security_context, **settings.container_security_context}
+    base = _RESTRICTED if both.get("runAsNonRoot") is True else {}
+    base = {name: value for name, value in base.items() if name not in settings.security_context}
+    merged: dict[str, Any] = merge_patch(
+        base, settings.container_security_context, "launch.kubernetes.container_security_context"
+    )
+    return merged
 
 
 def build_template(job: JobSpec, restart_policy: str | None = None) -> dict[str, Any]:
@@ -248,7 +281,7 @@ def build_template(job: JobSpec, restart_policy: str | None = None) -> dict[str,
         "ports": [] if kind.port is None else [dict(zip(("name", "containerPort"), kind.port, strict=True))],
         "resources": build_resources(job),
         "volumeMounts": build_mounts(job),
-        "securityContext": settings.container_security_context,
+        "securityContext": build_container_security(job),
     }
     template = {
         "metadata": build_metadata(job),
@@ -256,6 +289,12 @@ def build_template(job: JobSpec, restart_policy: str | None = None) -> dict[str,
             "terminationGracePeriodSeconds": grace_seconds(job),
             **({} if restart_policy is None else {"restartPolicy": restart_policy}),
             **build_placement(job),
+            # The token of the API is for a named account; HyperPod's agent may use it.
+            **(
+                {}
+                if settings.service_account or settings.kind == "hyperpod"
+                else {"automountServiceAccountToken": False}
+            ),
             "containers": [{name: value for name, value in container.items() if value}],
             "volumes": build_volumes(job),
         },
@@ -272,8 +311,11 @@ def patch_template(job: JobSpec, template: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_small(template: dict[str, Any], name: str, command: Sequence[str] = ()) -> dict[str, Any]:
-    """The pod that starts the others, Ray's head or mpirun's: that of a machine, without its amounts."""
-    spec = template["spec"]
+    """The pod that starts the others, Ray's head or mpirun's: that of a machine, without its amounts and its place.
+
+    On a machine with GPUs it would take the cores of a pod that trains, and be lost with it.
+    """
+    spec = {name: value for name, value in template["spec"].items() if name not in _PLACE}
     first, *others = spec["containers"]
     small = {**first, "name": name, "resources": {"limits": _SMALL, "requests": dict(_SMALL)}}
     if command:

@@ -407,3 +407,58 @@ def test_messages_explain_defaults(tmp_path):
     assert lines[0] == "run folder: /data/runs/small in the pods"
     assert "fault.max_restarts" in lines[1]
     assert NAME not in "".join(lines)
+
+
+@pytest.mark.parametrize("kind", ["rayjob", "mpijob"])
+def test_the_pod_that_starts_the_others_is_not_bound_to_their_machines(kind, tmp_path):
+    job = make_kubernetes_job(
+        tmp_path, "launch.nodes=2", f"launch.kubernetes.kind={kind}", *PLACES[:3], *AMOUNTS, *SECURITY
+    )
+    _, body = yaml.safe_load_all(KubernetesLauncher().render(job)["manifest.yaml"])
+    spec = body["spec"]
+    if kind == "rayjob":
+        cluster = spec["rayClusterSpec"]
+        first, other = cluster["headGroupSpec"], cluster["workerGroupSpecs"][0]
+    else:
+        first, other = (spec["mpiReplicaSpecs"][name] for name in ("Launcher", "Worker"))
+    places = {"nodeSelector", "tolerations", "affinity"}
+    assert places <= set(other["template"]["spec"]) and not places & set(first["template"]["spec"])
+    assert first["template"]["spec"]["serviceAccountName"] == "trainer"
+
+
+def read_pod(tmp_path, *overrides):
+    job = make_kubernetes_job(tmp_path, *overrides)
+    _, body = yaml.safe_load_all(KubernetesLauncher().render(job)["manifest.yaml"])
+    assert list_faults(body) == []
+    spec = body["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+    return spec, spec["containers"][0]
+
+
+def test_a_pod_that_is_not_root_passes_the_restricted_profile(tmp_path):
+    """The controls of https://kubernetes.io/docs/concepts/security/pod-security-standards that a pod must set."""
+    spec, container = read_pod(tmp_path, "launch.kubernetes.security_context={runAsNonRoot: true, fsGroup: 1000}")
+    security = {**spec["securityContext"], **container["securityContext"]}
+    assert security["runAsNonRoot"] is True and security["allowPrivilegeEscalation"] is False
+    assert security["capabilities"] == {"drop": ["ALL"]} and security["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert spec["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
+
+
+def test_keys_of_the_recipe_win_over_the_restricted_ones(tmp_path):
+    spec, container = read_pod(
+        tmp_path,
+        "launch.kubernetes.security_context={runAsNonRoot: true, seccompProfile: {type: Unconfined}, fsGroup: 5, "
+        "fsGroupChangePolicy: Always}",
+        "launch.kubernetes.container_security_context={capabilities: {add: [IPC_LOCK]}, "
+        "allowPrivilegeEscalation: true}",
+    )
+    assert "seccompProfile" not in container["securityContext"]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert container["securityContext"]["allowPrivilegeEscalation"] is True
+    assert spec["securityContext"]["fsGroupChangePolicy"] == "Always"
+    _, as_root = read_pod(tmp_path)
+    assert "securityContext" not in as_root, "a container of root may need what the profile takes"
+
+
+def test_only_a_named_account_gives_its_token_to_the_pods(tmp_path):
+    assert read_pod(tmp_path)[0]["automountServiceAccountToken"] is False
+    assert "automountServiceAccountToken" not in read_pod(tmp_path, "launch.kubernetes.service_account=trainer")[0]
