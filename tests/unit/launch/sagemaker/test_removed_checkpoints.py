@@ -53,6 +53,31 @@ def test_only_what_was_seen_and_is_gone_is_removed(s3, tmp_path):
     }  # fmt: skip
 
 
+def test_what_was_copied_of_an_unfinished_checkpoint_is_removed(s3, tmp_path):
+    """SageMaker copies files while they are written, and a file that it is copying arrives after the folder is gone."""
+    (tmp_path / ".writing-00000005").mkdir()  # of a start that was killed, brought back from S3
+    put(s3, tmp_path)
+    shutil.rmtree(tmp_path / "step-00000100")
+    before = list_keys(s3)
+    remover = CheckpointRemover(tmp_path, f"s3://{BUCKET}/team/run/checkpoints", "us-east-1")
+
+    def copy(name):
+        s3.put_object(Bucket=BUCKET, Key=f"team/run/checkpoints/{name}/state/0.distcp", Body=b"x")
+
+    for name in (".writing-00000005", ".writing-00000100", ".writing-00000300"):
+        copy(name)
+    (tmp_path / ".writing-00000300").mkdir()
+    shutil.rmtree(tmp_path / ".writing-00000005")
+    (tmp_path / "step-00000100").mkdir()  # written and published between two looks
+    remover.look()
+    assert list_keys(s3) - before == {"team/run/checkpoints/.writing-00000300/state/0.distcp"}, "it is being written"
+    (tmp_path / ".writing-00000300").rename(tmp_path / "step-00000300")
+    remover.look()
+    copy(".writing-00000300")
+    remover.look()
+    assert list_keys(s3) == before
+
+
 def test_a_refusal_is_one_line_and_ends_no_run(s3, tmp_path, caplog):
     put(s3, tmp_path)
     remover = CheckpointRemover(tmp_path, "s3://of-somebody-else/checkpoints", "us-east-1")
