@@ -147,6 +147,7 @@ def test_a_config_file_that_is_no_config_is_refused(tmp_path, content) -> None:
 
 
 def test_a_job_on_sagemaker_installs_it(tmp_path) -> None:
-    recipe = load_text(tmp_path, SMALL, "engine=deepspeed")[0]
+    machine = "launch.sagemaker.instance_type=ml.g5.12xlarge"
+    recipe = load_text(tmp_path, SMALL, "engine=deepspeed", machine)[0]
     assert "deepspeed>=0.19.8,<0.20\n" in list_requirements(recipe)
-    assert "deepspeed" not in list_requirements(load_text(tmp_path, SMALL)[0])
+    assert "deepspeed" not in list_requirements(load_text(tmp_path, SMALL, machine)[0])

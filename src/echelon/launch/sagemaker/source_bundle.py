@@ -39,7 +39,9 @@ def list_requirements(recipe: Recipe) -> str:
     needed = [*CORE, *(name for extra in list_extras(recipe) for name in EXTRAS.get(extra, ()))]
     if recipe.launch.sagemaker.mlflow_arn is not None:
         needed.append(_MLFLOW_OF_SAGEMAKER)
-    helpful = [*HELPFUL, *(name for extra in _list_helpful_extras(recipe) for name in EXTRAS[extra])]
+    # Without GPUs each start would ask the index for a package that has nothing to read.
+    readers = HELPFUL if find_machines(recipe.launch).weakest.gpus else ()
+    helpful = [*readers, *(name for extra in _list_helpful_extras(recipe) for name in EXTRAS[extra])]
     options = [] if recipe.launch.sagemaker.wheels is None else [NO_INDEX]
     return "".join(f"{line}\n" for line in dict.fromkeys([*options, *needed, OPTIONAL, *helpful]))
 

@@ -376,6 +376,8 @@ def test_requirements_follow_the_recipe(tmp_path):
     assert "torch" not in [re.split(r"[^\w-]", line)[0] for line in lines.splitlines()]
     plain = bundle.list_requirements(make_job(tmp_path, "data.train=python-stdlib").recipe)
     assert plain.splitlines() == [*bundle.CORE, OPTIONAL, *bundle.HELPFUL]
+    on_cpus = make_job(tmp_path, "data.train=python-stdlib", "launch.sagemaker.instance_type=ml.m5.4xlarge").recipe
+    assert bundle.list_requirements(on_cpus).splitlines() == [*bundle.CORE, OPTIONAL], "they have no GPU to read"
 
 
 def test_the_container_installs_what_an_engine_or_a_precision_needs(tmp_path):
