@@ -47,6 +47,7 @@ SMALL_FILES = {
     "spending.json": False,
     "trackers/*.json": False,
     "hub.json": True,
+    "models.json": False,
     "profile/*.json.gz": False,
     "logs/console.log": False,
     ".outcomes/rank-*.json": False,
@@ -91,6 +92,7 @@ class RunFolderFiles:
         write_text(folder.samples_path, json.dumps(row) + "\n")
         write_text(folder.console_path, "step 1/4  loss 5.0000\n")
         write_json(folder.hub_path, {"a/b": "0" * 40})
+        write_json(folder.models_path, {"model.checkpoint": "0" * 16})
         write_trace(folder.trace_path(2, 0))
         folder.rows.append_event("rollback", step=2, suppressed=4)
         folder.mark_finished(4, "early_stop")

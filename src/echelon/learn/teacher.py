@@ -1,14 +1,11 @@
-"""The teacher of a distillation: does it read the recipe's tokens, which model is it, are its values prepared?"""
+"""The teacher of a distillation: does it read the recipe's tokens, and are its values prepared?"""
 
-import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon.ground.checksums import MANIFEST
 from echelon.ground.errors import ConfigError
 from echelon.ground.run_files import is_model_folder, is_run
-from echelon.ground.stored import open_regular, read_bytes
-from echelon.learn.checkpoint.folder import newest_of
+from echelon.learn.checkpoint.given_models import fingerprint_model
 from echelon.learn.data.prepared import PreparedData
 from echelon.learn.data.taught import TaughtRecord, find_records, with_teacher
 from echelon.learn.data.tokenizer import load_tokenizer
@@ -19,7 +16,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _KEY = "objective.teacher"
-_BLOCK = 2**20
 
 
 def check_teacher(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast") -> None:
@@ -59,29 +55,6 @@ def _find_difference(ours: "PreTrainedTokenizerFast", theirs: "PreTrainedTokeniz
     return None
 
 
-def fingerprint_teacher(source: Path) -> str | None:
-    """Return what tells models apart: a hash of the config and of parts of the weights; None without weights here.
-
-    Of each weight file, its size and its first, middle and last MiB; of a run, the checksums of its newest checkpoint.
-    """
-    digest = hashlib.sha256()
-    if is_run(source):
-        digest.update(read_bytes(newest_of(source).path / MANIFEST))
-        return digest.hexdigest()[:16]
-    files = sorted(source.glob("*.safetensors"))
-    if not files:
-        return None
-    digest.update(read_bytes(source / "config.json"))
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with open_regular(path) as stream:
-            for start in (0, max(0, size // 2), max(0, size - _BLOCK)):
-                stream.seek(start)
-                digest.update(stream.read(_BLOCK))
-    return digest.hexdigest()[:16]
-
-
 def describe_values(recipe: Recipe, data: PreparedData, fingerprint: str = "", vocab_size: int = 0) -> TaughtRecord:
     """Return what determines the teacher's values that a recipe with `objective.top_k` needs."""
     objective = recipe.objective
@@ -106,7 +79,7 @@ def open_taught(recipe: Recipe, data: PreparedData) -> PreparedData:
         return data
     wanted = describe_values(recipe, data)
     source, found = Path(wanted.teacher), [pair for pair in find_records(data) if pair[1].fits(wanted)]
-    fingerprint = fingerprint_teacher(source) if is_run(source) or is_model_folder(source) else None
+    fingerprint = fingerprint_model(source) if is_run(source) or is_model_folder(source) else None
     own = [pair for pair in found if fingerprint in (None, pair[1].fingerprint)]
     if len(own) == 1:
         return with_teacher(data, *own[0])

@@ -25,6 +25,7 @@ from echelon.ground.file_lock import FileLock
 from echelon.ground.progress import Progress
 from echelon.ground.sizes import render_bytes
 from echelon.learn.checkpoint.first_weights import load_frozen
+from echelon.learn.checkpoint.given_models import fingerprint_model
 from echelon.learn.data.child_process import ChildProcess, stops_held_back
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.data.prepared import PreparedData, open_prepared
@@ -44,7 +45,7 @@ from echelon.learn.model.traits import find_traits
 from echelon.learn.objectives.distill import top_scores
 from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.outputs import DecoderOutputs, ObjectiveModule
-from echelon.learn.teacher import check_teacher, describe_values, fingerprint_teacher
+from echelon.learn.teacher import check_teacher, describe_values
 from echelon.planner.model_shape import logits_chunk_tokens
 from echelon.recipe import Recipe
 
@@ -70,7 +71,7 @@ def prepare_teacher(recipe: Recipe, data: PreparedData, num_processes: int | Non
     recipe = _with_local_teacher(recipe)
     check_teacher(recipe, data.tokenizer)
     source = Path(recipe.objective.teacher or "")
-    fingerprint = fingerprint_teacher(source)
+    fingerprint = fingerprint_model(source)
     if fingerprint is None:
         raise ConfigError(f"objective.teacher={source} has no *.safetensors; give a complete HF folder, or a run.")
     vocab_size = load_config(str(source), recipe.model.trust_remote_code).vocab_size

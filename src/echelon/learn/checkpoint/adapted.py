@@ -20,6 +20,7 @@ from echelon.learn.checkpoint.adapter_folder import AdapterContent, describe_ada
 from echelon.learn.checkpoint.fill import load_alone
 from echelon.learn.checkpoint.first_weights import Fill, open_weights
 from echelon.learn.checkpoint.folder import checkpoint_of, require_run
+from echelon.learn.checkpoint.given_models import check_base
 from echelon.learn.model.adapters import apply_adapter, find_new_tokens, initialize_adapter, merged_weight
 from echelon.learn.model.build import build_on_meta, load_config, materialize
 from echelon.learn.model.hub import fetch_models, find_commits, read_commits, with_copies
@@ -89,10 +90,15 @@ def fetch_base(run: Path) -> None:
 
 
 def open_first_weights(skeleton: PreTrainedModel, run: Path) -> Fill:
-    """Return the function that fills a model with a run's initial weights. Hub models must be downloaded."""
+    """Return the function that fills a model with a run's initial weights. Hub models must be downloaded.
+
+    Raises ConfigError if they were replaced since the run began.
+    """
     recipe = read_run_recipe(run)
     commits = find_commits(recipe, read_commits(RunFiles(run).hub_path))
-    return open_weights(skeleton, with_copies(recipe, commits))
+    here = with_copies(recipe, commits)
+    check_base(RunFiles(run).models_path, here, run)
+    return open_weights(skeleton, here)
 
 
 class AdaptedRun:

@@ -36,7 +36,10 @@ class StoredWeight:
 
 
 class SafetensorsFolder:
-    """The weights of an HF checkpoint folder, read by name and slice. Only safetensors files are opened."""
+    """The weights of an HF checkpoint folder, read by name and slice. Only safetensors files are opened.
+
+    `files`: the file of each tensor.
+    """
 
     is_quantized: ClassVar[bool] = False
     """Whether the files store weights quantized, in a format that is read as plain numbers."""
@@ -45,10 +48,10 @@ class SafetensorsFolder:
         index = path / "model.safetensors.index.json"
         single = path / "model.safetensors"
         if index.is_file():
-            self._files = _read_index(index)
+            self.files = _read_index(index)
         elif single.is_file():
             with _opened(single, "np") as file:
-                self._files = dict.fromkeys(file.keys(), single)
+                self.files = dict.fromkeys(file.keys(), single)
         else:
             raise ConfigError(
                 f"model.checkpoint={path}: it has no model.safetensors; echelon reads safetensors only, never pickled "
@@ -59,7 +62,7 @@ class SafetensorsFolder:
         """Return what the headers say of each tensor. Raises CheckpointError, like every method that reads."""
         found: dict[str, StoredWeight] = {}
         groups: dict[Path, list[str]] = {}
-        for name, path in self._files.items():
+        for name, path in self.files.items():
             groups.setdefault(path, []).append(name)
         for path, names in groups.items():
             with _opened(path, "np") as file:
@@ -93,7 +96,7 @@ class SafetensorsFolder:
             opened: dict[Path, Any] = {}
 
             def take(name: str, *block: slice) -> "Tensor":
-                path = self._files[name]
+                path = self.files[name]
                 if path not in opened:
                     opened[path] = files.enter_context(_opened(path))
                 tensor: Tensor = opened[path].get_slice(name)[block] if block else opened[path].get_tensor(name)

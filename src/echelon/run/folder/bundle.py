@@ -12,8 +12,8 @@ from echelon.run.folder.run_rows import is_row_up_to
 
 # In the order in which they are restored: recipe.yaml comes last, because it makes a folder a run.
 _FILES = (
-    "environment.json", "estimate.json", "data.json", "hub.json", "events.jsonl", "spending.json", "plan.json",
-    "recipe.yaml",
+    "environment.json", "estimate.json", "data.json", "hub.json", "models.json", "events.jsonl", "spending.json",
+    "plan.json", "recipe.yaml",
 )  # fmt: skip
 _ROWS = ("metrics.jsonl", "samples.jsonl")
 _TRACKERS = "trackers"

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 # Files that a run writes before recipe.yaml exists; any other file means that the folder is not a run's.
 _EARLY_FILES = {
     ".lock", ".outcomes", "logs", "checkpoints", "events.jsonl", "data.json", "environment.json", "estimate.json",
-    "plan.json", "remote.json", "metrics.jsonl", "samples.jsonl", "trackers",
+    "hub.json", "models.json", "plan.json", "remote.json", "metrics.jsonl", "samples.jsonl", "trackers",
     "spending.json",
 }  # fmt: skip
 # A finished run continues only if one of these keys extends it.

@@ -1,7 +1,7 @@
 """The run folder: the paths of its files, its state, and the lock of the process that may write to it.
 
-`recipe.yaml plan.json estimate.json environment.json data.json hub.json remote.json metrics.jsonl events.jsonl
-outcome.json spending.json checkpoints/step-00000100/ model/ export/ logs/console.log logs/rank-00000.log
+`recipe.yaml plan.json estimate.json environment.json data.json hub.json models.json remote.json metrics.jsonl
+events.jsonl outcome.json spending.json checkpoints/step-00000100/ model/ export/ logs/console.log logs/rank-00000.log
 profile/step-00000020-rank-00000.json.gz trackers/mlflow.json`
 """
 
@@ -22,8 +22,8 @@ from echelon.ground.stored import read_as, read_text, write_json
 from echelon.run.folder.run_rows import RunRows
 
 FILES = (
-    "recipe.yaml", "plan.json", "estimate.json", "environment.json", "data.json", "hub.json", "remote.json",
-    "metrics.jsonl", "samples.jsonl", "events.jsonl", "outcome.json", "spending.json", "report.html",
+    "recipe.yaml", "plan.json", "estimate.json", "environment.json", "data.json", "hub.json", "models.json",
+    "remote.json", "metrics.jsonl", "samples.jsonl", "events.jsonl", "outcome.json", "spending.json", "report.html",
 )  # fmt: skip
 """The files at the top of a run folder, except `.lock`."""
 

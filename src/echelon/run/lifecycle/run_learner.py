@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from echelon.learn.checkpoint.given_models import keep_given_models
 from echelon.learn.data.prepare_spec import stream_options
 from echelon.learn.data.prepared import open_prepared
 from echelon.learn.distributed.mesh import build_mesh
@@ -32,7 +33,8 @@ def build_run_learner(
     """Open the data that the run was prepared with, build the engine, and rehearse a step. Collective.
 
     Args:
-        is_first: whether this rank writes the model's folder, and the plan if the rehearsal changes it.
+        is_first: whether this rank compares the given models with those of the first start, and writes the model's
+            folder, and the plan if the rehearsal changes it.
         number: that of this replica in the run, where replicas are built alone; None: that of its place in the group.
         is_known: whether a step of this plan has already run in this job, and is not rehearsed again.
     """
@@ -48,6 +50,7 @@ def build_run_learner(
     data = open_taught(here, data)
     config = resolve_config(here, data.vocab_size, data.tokenizer, data.padding)
     if is_first:
+        keep_given_models(folder.models_path, here, folder.path)
         write_model_folder(folder.model_dir, config, data.tokenizer, data.manifest.stops)
     spec = EngineSpec(here, config, plan, meshes, runtime.device, compile_backend)
     engine, rehearsed, memory = build_rehearsed(recipe, spec, data, is_known)

@@ -73,7 +73,14 @@ def await_ready(store: "Store", place: Path) -> None:
 
 def _files(folder: RunFolder) -> list[Path]:
     # The recipe comes last: a folder that has one counts as a run.
-    return [folder.environment_path, folder.estimate_path, folder.plan_path, folder.hub_path, folder.recipe_path]
+    return [
+        folder.environment_path,
+        folder.estimate_path,
+        folder.plan_path,
+        folder.hub_path,
+        folder.models_path,
+        folder.recipe_path,
+    ]
 
 
 def announce_commits(commits: Mapping[str, str], store: "Store") -> None:
