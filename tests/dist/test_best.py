@@ -132,3 +132,29 @@ def test_invalid_evaluation_settings_are_refused(echelon, tmp_path, overrides, w
     ending = echelon("train", "recipe.json", "--nproc", "1", *overrides)
     assert ending.code == 2 and words in ending.err, ending
     assert not list(Path("runs").glob("*/metrics.jsonl"))
+
+
+@pytest.mark.slow
+def test_held_out_text_without_a_target_is_no_result(echelon, tmp_path):
+    """One token predicts nothing, and a loss of 0 would be the best."""
+    (tmp_path / "one.txt").write_text("a")
+    write_recipe(
+        tmp_path,
+        data={"validation_fraction": None, "validation": [{"path": "one.txt"}], "document_separator": None},
+        train={"steps": 4, "eval_every": 2},
+        evaluate={"early_stopping": 1},
+        checkpoint={"every_steps": 2, "keep_last": 1, "keep_best": True},
+    )
+    ending = echelon("train", "recipe.json", "--nproc", "1")
+    assert ending.code == 0, ending
+    assert "eval at step 2: no result: it has no targets" in ending.out and "best held-out" not in ending.out
+    run = tmp_path / "runs" / "tiny"
+    rows = [row for row in read_lines(run / "metrics.jsonl") if row["kind"] == "eval"]
+    assert [(row["step"], row["loss"], row["perplexity"], row["target_tokens"]) for row in rows] == [
+        (2, None, None, 0), (4, None, None, 0)
+    ]  # fmt: skip
+    assert steps(run) == [4]
+    ending = echelon("eval", run)
+    assert ending.code == 0 and "loss: unknown" in ending.out, ending
+    ending = echelon("eval", run, "--checkpoint", "best")
+    assert ending.code == 2 and "no checkpoint is best" in ending.err, ending

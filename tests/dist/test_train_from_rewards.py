@@ -44,6 +44,16 @@ def ends_for_good(answers, records):
     os._exit(3)
 
 
+def unjudged_at_the_second_evaluation(answers, records):
+    """Every other call has the answers of a whole step, which are more than the held-out prompts."""
+    if len(answers) < 32:
+        with open("evaluations", "a") as file:
+            file.write("x")
+        if os.path.getsize("evaluations") != 1:
+            return [None] * len(answers)
+    return [-1.3] * len(answers)
+
+
 def never(answers, records):
     raise RuntimeError("the judge is ill")
 '''
@@ -182,6 +192,27 @@ def test_a_reward_that_hangs_is_ended_and_its_answers_are_left_out(folder):
     assert failed[0]["message"].endswith("did not answer within reward.0.timeout_seconds=2.")
     assert rewards(rows)[:2] == [None, None] and rewards(rows)[2] is not None
     assert [row["unjudged"] for row in rows if row["step"] <= 2 and row["kind"] == "train"] == [1.0, 1.0]
+
+
+@pytest.mark.slow
+def test_an_evaluation_in_which_nothing_was_judged_is_no_result(folder):
+    """A reward of 0 would be the best. The first evaluation stays the best; before it there is none."""
+    settings = ("reward=letters:unjudged_at_the_second_evaluation", "checkpoint.keep_best=true", "train.steps=24")
+    ending, run, rows = train(folder, "unjudged", 1, *settings, "checkpoint.keep_last=1")
+    assert ending.code == 0, ending
+    evaluations = [row for row in rows if row["kind"] == "eval"]
+    assert [(row["step"], row["reward"], row["loss"]) for row in evaluations] == [
+        (8, pytest.approx(-1.3), pytest.approx(1.3)), (16, None, None), (24, None, None)
+    ]  # fmt: skip
+    assert [row["solved"] for row in evaluations] == [0.0, None, None] and evaluations[1]["answers"] == 0
+    assert "eval at step 16: no result: no answer could be judged" in ending.out
+    assert "best held-out reward -1.3000 at step 8" in ending.out
+    assert "On held-out prompts the reward is -1.3" in ending.out
+    assert sorted(path.name for path in run.checkpoints_dir.glob("step-*")) == ["step-00000008", "step-00000024"]
+    failed = [row for row in read_lines(run.events_path) if row["event"] == "reward_failed"]
+    assert [row["step"] for row in failed] == [16, 24] and "gave no number for" in failed[0]["message"]
+    state = json.loads((run.checkpoints_dir / "step-00000024" / "state.json").read_text())["train"]
+    assert (state["best_step"], state["evaluations_since_best"]) == (8, 0)
 
 
 @pytest.mark.slow

@@ -47,16 +47,18 @@ class EvalResult:
 
     For answers to prompts, the negative mean reward takes the place of the loss, so that less is better as elsewhere.
     `unit`: of what the loss is the mean, `count` how many there were, `measures` further means over them; None for one
-    that is not known. `labels`: of a classifier.
+    that is not known. The loss is None if there were none: that is no result. `labels`: of a classifier. `failures`:
+    why answers could not be judged, a sentence each.
     """
 
-    loss: float
+    loss: float | None
     num_targets: int
     bytes_per_token: float | None
     unit: str
     count: int
     measures: Mapping[str, float | None] = field(default_factory=dict)
     labels: Mapping[str, LabelCounts] = field(default_factory=dict)
+    failures: Sequence[str] = ()
 
     @property
     def is_per_token(self) -> bool:
@@ -64,23 +66,21 @@ class EvalResult:
         return self.unit == TOKENS
 
     @property
-    def _token_loss(self) -> float:
+    def _token_loss(self) -> float | None:
         known = self.measures.get(_TOKEN_LOSS)
-        return self.loss if known is None else known
+        return None if not self.is_per_token else self.loss if known is None else known
 
     @property
     def perplexity(self) -> float | None:
-        """exp(cross-entropy); infinite on overflow. None for a loss that is not per token."""
-        if not self.is_per_token:
-            return None
-        return math.exp(self._token_loss) if self._token_loss < 700 else math.inf
+        """exp(cross-entropy); infinite on overflow. None for a loss that is unknown or not per token."""
+        loss = self._token_loss
+        return None if loss is None else math.exp(loss) if loss < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
         """cross-entropy / ln 2 * tokens / bytes, comparable between models of any tokenizer; None if unknown."""
-        if not self.bytes_per_token or not self.is_per_token:
-            return None
-        return self._token_loss / math.log(2) / self.bytes_per_token
+        loss = self._token_loss
+        return loss / math.log(2) / self.bytes_per_token if self.bytes_per_token and loss is not None else None
 
     @property
     def own_measures(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class EvalResult:
         known = [counts.f1 for counts in found if counts.f1 is not None]
         return {
             **self.measures,
-            "accuracy": sum(counts.right for counts in found) / max(1, self.count),
+            "accuracy": sum(counts.right for counts in found) / self.count if self.count else None,
             "macro_f1": sum(known) / len(known) if known else None,
             "labels": {name: asdict(counts) for name, counts in self.labels.items()},
         }
@@ -131,7 +131,7 @@ class EvalResults:
         ]
         known = num_targets > 0 and len(sizes) == len(self.sets)
         return EvalResult(
-            _mean(results, [result.loss for result in results]) or 0.0,
+            _mean(results, [result.loss for result in results]),
             num_targets,
             sum(sizes) / num_targets if known else None,
             results[0].unit if results else TOKENS,
@@ -165,12 +165,10 @@ def _join(results: Sequence[EvalResult]) -> tuple[dict[str, float | None], dict[
 
 
 def _mean(results: Sequence[EvalResult], values: Sequence[float | None]) -> float | None:
-    """Return the mean over the terms of all results; None if one of the values is unknown."""
-    known = [value for value in values if value is not None]
-    if len(known) < len(results):
-        return None
-    counts = [result.count for result in results]
-    return sum(value * count for value, count in zip(known, counts, strict=True)) / max(1, sum(counts))
+    """Return the mean over the terms of all results; None if there are none, or one of the values is unknown."""
+    counted = [(value, result.count) for value, result in zip(values, results, strict=True) if result.count]
+    known = [value * count for value, count in counted if value is not None]
+    return sum(known) / sum(count for _, count in counted) if counted and len(known) == len(counted) else None
 
 
 def count_labels(objective: Objective, batch: Microbatch) -> Tensor:
@@ -182,9 +180,10 @@ def build_result(objective: Objective, sums: Sequence[float], bytes_per_token: f
     """Compute the result of a set from its sums: those of `count_labels`, then `Objective.evaluation_sums`."""
     count, num_labels, *totals = sums
     num_means = 1 + len(objective.measures)
-    loss, *means = [total / max(1.0, count) for total in totals[:num_means]]
+    loss, *means = [total / count if count else None for total in totals[:num_means]]
     measures = {
-        name: None if math.isnan(value) else value for name, value in zip(objective.measures, means, strict=True)
+        name: None if value is None or math.isnan(value) else value
+        for name, value in zip(objective.measures, means, strict=True)
     }
     of_labels = np.array(totals[num_means:], dtype=np.int64).reshape(-1, 3).tolist()
     labels = {name: LabelCounts(*counts) for name, counts in zip(find_labels(objective), of_labels, strict=True)}

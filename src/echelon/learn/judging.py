@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -214,14 +214,15 @@ class Judge:
         share = place.share(count)
         size = max(1, recipe.global_batch_size // place.size)
         sampling = Sampling(max_tokens=recipe.rollout.max_new_tokens, temperature=0)
-        totals = torch.zeros(4, dtype=torch.float64)
+        totals, failures = torch.zeros(4, dtype=torch.float64), dict[str, None]()
         for first in range(0, place.count(count), size):
             samples = list(share[first : first + size])
             prompts = read_prompts(dataset, samples or [0])  # every rank takes part in every round
             rollouts = self.answer(prompts, sampling)
             judged = self.judge(rollouts, prompts)
             totals += len(samples[:1]) * _sums_of(recipe, rollouts, judged)
-        return _build_result(totals, self._learner.meshes, _knows_full(recipe))
+            failures |= dict.fromkeys(judged.failures)
+        return replace(_build_result(totals, self._learner.meshes, _knows_full(recipe)), failures=tuple(failures))
 
     def summarize(self, rollouts: Rollouts, judged: Rewarded) -> RewardStats:
         """Return what the answers of all ranks earned. Collective."""
@@ -274,6 +275,6 @@ def _add_up(own: list[float], meshes: Meshes) -> list[float]:
 def _build_result(totals: Tensor, meshes: Meshes, has_full: bool) -> EvalResult:
     """Return the result of an evaluation from `_sums_of` on each rank. Collective."""
     count, solved, reward, tokens = _add_up(totals.tolist(), meshes)
-    share = 1 / max(1.0, count)
-    measures = {"reward": reward * share} | ({"solved": solved * share} if has_full else {})
-    return EvalResult(-reward * share, int(tokens), None, "answers", int(count), measures)
+    means = [total / count if count else None for total in (-reward, reward, solved)]
+    measures = dict(zip(("reward", "solved") if has_full else ("reward",), means[1:], strict=False))
+    return EvalResult(means[0], int(tokens), None, "answers", int(count), measures)

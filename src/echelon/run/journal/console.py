@@ -97,6 +97,8 @@ def render_memory(planned: MemoryParts, measured: MemoryParts) -> list[str]:
 
 
 def _losses(values: dict[str, Any]) -> str:
+    if values["loss"] is None:
+        return f"no result: {'no answer could be judged' if 'reward' in values else 'it has no targets'}"
     if "reward" in values:
         solved = f"solved {values['solved']:.1%} of " if "solved" in values else ""
         return f"reward {values['reward']:.4f}  {solved}{values['answers']:,} answers"

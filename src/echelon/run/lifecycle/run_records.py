@@ -147,7 +147,7 @@ def describe_end(
     if state.best_loss is not None and recipe.compared_task is not None:
         parts.append(f"best {recipe.compared_task} at step {state.best_step:,}")
     elif state.best_loss is not None:
-        name, best = ("reward", -state.best_loss) if draws_answers else ("loss", state.best_loss)
+        name, best = ("reward", 0.0 - state.best_loss) if draws_answers else ("loss", state.best_loss)
         parts.append(f"best held-out {name} {best:.4f} at step {state.best_step:,}")
     if cost is not None:
         parts.append(f"cost {cost}")

@@ -1,5 +1,6 @@
 """Evaluation during training: losses on held-out text, samples of the prompts, and benchmarks."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from echelon.learn.judging import Judge
     from echelon.learn.learner import Learner
     from echelon.run.training.benchmarks import Benchmarks
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_BATCHES = 200
 ROUNDS_PER_LOOK = 16  # a stop request waits for at most this many microbatches
@@ -104,6 +107,9 @@ class Evaluations:
                 return None
         if results is not None:
             self.accounting.write_evaluation(results.row(step))
+            for failure in dict.fromkeys(text for found in results.sets.values() for text in found.failures):
+                logger.warning(f"eval at step {step}: {failure}")
+                self.accounting.event("reward_failed", step=step, message=failure)
         if scores is not None:
             seconds = time.perf_counter() - began
             self.accounting.write_evaluation(scores.row(step, seconds))
