@@ -268,6 +268,38 @@ def test_processes_draw_the_same_answers(answers, parallel, settings):
     assert first[0] == first[1]
 
 
+LOOP = """
+import json
+
+from echelon.run.training.distill_loop import distill_on_policy
+
+
+def loop(learner, run):
+    sample = learner.generate
+
+    def generate(*given, **further):
+        found = sample(*given, **further)
+        with open(f"drawn-{learner.place.size}-{learner.place.rank}", "a") as file:
+            file.write("".join(json.dumps(answer) + chr(10) for answer in found.answers))
+        return found
+
+    learner.generate = generate
+    distill_on_policy(learner, run)
+"""
+
+
+def test_sequences_with_one_prompt_have_their_own_answers(answers):
+    (answers / "watched.py").write_text(LOOP)
+    (answers / "pairs.jsonl").write_text("".join(json.dumps({"prompt": "same?", "completion": f" {n}!"}) + "\n"
+                                                 for n in range(60)))  # fmt: skip
+    settings = ("objective.on_policy_fraction=1", "train.steps=1", "train.loop=watched:loop")
+    train(answers, "one", 1, *settings)
+    train(answers, "two", 2, *settings)
+    alone, *together = (read_lines(answers / f"drawn-{place}") for place in ("1-0", "2-0", "2-1"))
+    assert len({str(answer) for answer in alone}) == len(alone) == 8
+    assert [*together[0], *together[1]] == alone
+
+
 @pytest.mark.slow
 def test_prompts_need_no_answers(answers):
     """The same draws and losses as from records with answers, which are never read."""

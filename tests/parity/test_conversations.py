@@ -87,7 +87,7 @@ def talk(rank, world_size, path, parallel):
         told = []
         rollouts = Conversations(learner, Table() if leads else None, told.append).hold(prompts, SAMPLED)
         check_scores(learner, rollouts)
-        check_draws(learner, rollouts)
+        check_draws(learner, rollouts, prompts[0].number)
         advantages = [float(len(answer)) - 6 for answer in rollouts.answers]
         learner.forward_backward(rollouts.batch(advantages=advantages), GRPO())
         norm = float(learner.clip(math.inf))
@@ -105,12 +105,12 @@ def check_scores(learner, rollouts):
         assert not microbatch.extra["scores"][microbatch.labels == -100].any()
 
 
-def check_draws(learner, rollouts):
+def check_draws(learner, rollouts, first):
     """The second turn of an answer is what the model says to the text so far, by the seeds of the turn and number."""
     number = GROUP - 1
     text = [*rollouts.prompts[number], *rollouts.answers[number][: TOKENS + 3]]
     seed = row_seed(SAMPLED.seed, "turn", 1)
-    again = learner.generate([text], replace(SAMPLED, num_samples=1, seed=seed), numbers=[number])
+    again = learner.generate([text], replace(SAMPLED, num_samples=1, seed=seed), numbers=[first * GROUP + number])
     assert again.answers[0] == rollouts.answers[number][TOKENS + 3 : TOKENS + 3 + TOKENS] or learner.place.rank
     assert len(rollouts.answers[number]) > TOKENS or learner.place.rank
 

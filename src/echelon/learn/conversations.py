@@ -29,7 +29,7 @@ class _Conversation:
     record: Mapping[str, Any]
     prompt: tuple[int, ...]
     number: int
-    """Of this answer among those to the prompt."""
+    """Of this answer among those to all prompts."""
     answer: list[int] = field(default_factory=list)
     written: list[bool] = field(default_factory=list)
     log_probabilities: list[Tensor] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Conversations:
             TrainingError: the process of the environments cannot be started again; on every rank.
         """
         talks = [
-            _Conversation(prompt.record, prompt.ids, number)
+            _Conversation(prompt.record, prompt.ids, prompt.number * sampling.num_samples + number)
             for prompt in prompts
             for number in range(sampling.num_samples)
         ]

@@ -128,7 +128,7 @@ class Judge:
             )
         share = place.share(count)
         samples = self._order.sample_ids(step * count + share.start, len(share))
-        return read_prompts(dataset, samples.tolist())
+        return read_prompts(dataset, samples.tolist(), share.start)
 
     @cached_property
     def _order(self) -> DataOrder:
@@ -148,7 +148,8 @@ class Judge:
             report("sampling answers")
             if self._sampler is not None and sampling.temperature:
                 return self._sampler.answer([prompt.ids for prompt in prompts], sampling)
-            return self._learner.generate([prompt.ids for prompt in prompts], sampling)
+            numbers = [prompt.number * sampling.num_samples for prompt in prompts]
+            return self._learner.generate([prompt.ids for prompt in prompts], sampling, numbers=numbers)
         return Conversations(self._learner, self._environments, report).hold(prompts, sampling)
 
     def judge(self, rollouts: Rollouts, prompts: Sequence[PromptRecord]) -> Rewarded:
@@ -216,11 +217,11 @@ class Judge:
         sampling = Sampling(max_tokens=recipe.rollout.max_new_tokens, temperature=0)
         totals, failures = torch.zeros(4, dtype=torch.float64), dict[str, None]()
         for first in range(0, place.count(count), size):
-            samples = list(share[first : first + size])
-            prompts = read_prompts(dataset, samples or [0])  # every rank takes part in every round
+            samples = share[first : first + size] or range(1)  # every rank takes part in every round
+            prompts = read_prompts(dataset, samples, samples.start)
             rollouts = self.answer(prompts, sampling)
             judged = self.judge(rollouts, prompts)
-            totals += len(samples[:1]) * _sums_of(recipe, rollouts, judged)
+            totals += (first < len(share)) * _sums_of(recipe, rollouts, judged)
             failures |= dict.fromkeys(judged.failures)
         return replace(_build_result(totals, self._learner.meshes, _knows_full(recipe)), failures=tuple(failures))
 

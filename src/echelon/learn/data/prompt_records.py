@@ -21,6 +21,8 @@ class PromptRecord:
 
     ids: tuple[int, ...]
     record: dict[str, Any]
+    number: int
+    """Its place among the prompts of a step or of a held-out set, on all ranks. Draws depend on it."""
 
 
 class Records:
@@ -46,26 +48,26 @@ class PromptDataset(PackedDataset):
         super().__init__(*place)
         self._records, self._first = records, first
 
-    def read_prompt(self, sample: int) -> PromptRecord:
-        """Return a prompt by its number in the split."""
+    def read_prompt(self, sample: int, number: int) -> PromptRecord:
+        """Return the prompt of a sample of the split."""
         samples = self.read_samples(np.array([sample], dtype=np.int64))
         assert samples.documents is not None
         width = int((samples.documents[0] >= 0).sum())
         ids = (*samples.inputs[0, :width].tolist(), int(samples.labels[0, width - 1]))
-        return PromptRecord(ids, self._records.read(self._first + sample))
+        return PromptRecord(ids, self._records.read(self._first + sample), number)
 
 
-def read_prompts(dataset: Dataset, samples: Sequence[int]) -> list[PromptRecord]:
-    """Return the prompts with these numbers. Raises DataError if the data has none."""
+def read_prompts(dataset: Dataset, samples: Sequence[int], first: int = 0) -> list[PromptRecord]:
+    """Return the prompts of samples, numbered from `first` on. Raises DataError if the data has none."""
     parts = dataset.parts if isinstance(dataset, MixtureDataset) else (dataset,)
     stops = np.cumsum([part.num_samples for part in parts])
     found = []
-    for sample in samples:
+    for number, sample in enumerate(samples, first):
         source = int(np.searchsorted(stops, sample, side="right"))
         part = parts[source]
         if not isinstance(part, PromptDataset):
             raise DataError(
                 "the prepared data has no prompts; name the texts of data.train in the recipe, with a field `prompt`."
             )
-        found.append(part.read_prompt(sample - (int(stops[source]) - part.num_samples)))
+        found.append(part.read_prompt(sample - (int(stops[source]) - part.num_samples), number))
     return found

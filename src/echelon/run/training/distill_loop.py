@@ -37,7 +37,9 @@ def distill_on_policy(learner: "Learner", run: LoopRun) -> None:
         if on_policy:
             run.beat("sampling answers")
             prompts, fits = find_prompts(batch, recipe.data.sequence_len - recipe.rollout.max_new_tokens)
-            rollouts = learner.generate(prompts, replace(choose_sampling(recipe, step), num_samples=1))
+            first = learner.place.rank * len(prompts)
+            numbers = range(first, first + len(prompts))  # equal prompts have different answers
+            rollouts = learner.generate(prompts, replace(choose_sampling(recipe, step), num_samples=1), numbers=numbers)
             metrics = _describe(learner, rollouts, fits)
             batch = rollouts.batch(step, trained=fits)
             if step % _SHOWN_EVERY == 0 or step + 1 == run.num_steps:
