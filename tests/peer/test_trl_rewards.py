@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from echelon.learn.objectives.grpo import GRPO, advantages_of
+from echelon.learn.objectives.grpo import GRPO, advantages_of, spread_of
 from echelon.learn.objectives.outputs import ObjectiveModule
 from tests.families import small_model
 from tests.peer.trl_trainers import build, gradients_of
@@ -186,3 +186,10 @@ def test_advantages(tmp_path, monkeypatch, advantage, left_out):
         torch.tensor([math.nan if value is None else value for value in rewards]).view(2, 4), advantage
     )
     torch.testing.assert_close(expected.flatten(), found["advantages"], rtol=1e-5, atol=1e-5)
+
+
+def test_the_spread_is_what_trl_divides_by():
+    from trl.trainer.utils import nanstd
+
+    rewards = torch.tensor([[1.0, 0.0, math.nan, 0.5], [0.1, 0.7, 0.3, 0.9], [2.0, 2.0, 2.0, 2.0]])
+    torch.testing.assert_close(spread_of(rewards)[:, 0], nanstd(rewards, dim=1))

@@ -1,6 +1,5 @@
 """Answers of a model to the prompts of a recipe, judged by its rewards, on all ranks."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +21,7 @@ from echelon.learn.distributed.objects import gather_found, gather_objects
 from echelon.learn.environments import EnvironmentProcess
 from echelon.learn.evaluation import EvalResult
 from echelon.learn.model.hub import read_commits, with_copies
+from echelon.learn.objectives.grpo import spread_of
 from echelon.learn.paged_sampler import PagedSampler
 from echelon.learn.reward_models import RewardModel, find_reward_models
 from echelon.learn.rewards import Asked, RewardProcess, Scores, name_rewards
@@ -56,7 +56,7 @@ class RewardStats:
     """The share with the full reward: that of every reward function at 1, and 1 from the environment. None with a
     reward model, whose scores have no largest value."""
     spread: float
-    """The mean standard deviation of the rewards within a group."""
+    """The mean over groups of what the advantages are divided by: `spread_of`. Groups without a reward do not count."""
     unjudged: float
     """The share that could not be judged."""
     parts: Mapping[str, float]
@@ -225,22 +225,13 @@ class Judge:
             failures |= dict.fromkeys(judged.failures)
         return replace(_build_result(totals, self._learner.meshes, _knows_full(recipe)), failures=tuple(failures))
 
-    def summarize(self, rollouts: Rollouts, judged: Rewarded) -> RewardStats:
+    def summarize(self, judged: Rewarded) -> RewardStats:
         """Return what the answers of all ranks earned. Collective."""
-        recipe, meshes = self._learner.recipe, self._learner.meshes
-        groups = judged.rewards.view(-1, recipe.rollout.group_size)
-        spreads = groups.std(1, unbiased=False).nan_to_num(0.0)
-        sums = [*_sums_of(recipe, rollouts, judged)[:3], spreads.sum(), len(groups), len(judged.rewards)]
-        own = [float(value) for value in (*sums, *(part.nan_to_num(0.0).sum() for part in judged.parts.values()))]
-        known, solved, reward, spread, num_groups, count, *parts = _add_up(own, meshes)
-        has_full = _knows_full(recipe)
-        if not known:
-            return RewardStats(
-                math.nan, math.nan if has_full else None, math.nan, 1.0, dict.fromkeys(judged.parts, math.nan)
-            )
-        means = {name: value / known for name, value in zip(judged.parts, parts, strict=True)}
-        share = solved / known if has_full else None
-        return RewardStats(reward / known, share, spread / num_groups, 1 - known / count, means)
+        meshes = self._learner.meshes
+        own = torch.stack([judged.rewards, *judged.parts.values()]).tolist()
+        of_places: dict[int, list[list[float]]] = dict(gather_objects((meshes.data_rank, own), meshes.everyone))
+        rewards, *parts = torch.cat([torch.tensor(rows, dtype=torch.float64) for rows in of_places.values()], 1)
+        return describe_rewards(self._learner.recipe, rewards, dict(zip(judged.parts, parts, strict=True)))
 
     def close(self) -> None:
         """End the processes."""
@@ -250,21 +241,36 @@ class Judge:
         self._rewards = self._environments = None
 
 
+def describe_rewards(recipe: Recipe, rewards: Tensor, parts: Mapping[str, Tensor]) -> RewardStats:
+    """Return what answers earned, those of a group next to each other; as in Rewarded."""
+    known = ~rewards.isnan()
+    groups = rewards.view(-1, recipe.rollout.group_size)
+    return RewardStats(
+        float(rewards.nanmean()),
+        float(_are_solved(recipe, rewards)[known].double().mean()) if _knows_full(recipe) else None,
+        float(spread_of(groups[known.view_as(groups).any(1)]).mean()),
+        float((~known).double().mean()),
+        {name: float(part.nanmean()) for name, part in parts.items()},
+    )
+
+
 def _knows_full(recipe: Recipe) -> bool:
     """Whether there is a full reward; scores of a model have no largest value."""
     return not find_reward_models(recipe)
 
 
 def _sums_of(recipe: Recipe, rollouts: Rollouts, judged: Rewarded) -> Tensor:
-    """Return the number of judged answers, of those with the full reward, their summed rewards, and their tokens, [4].
-
-    The full reward is that of every reward function at 1, and 1 from the environment.
-    """
+    """Return how many answers were judged, how many have the full reward, their summed rewards and tokens, [4]."""
     known = ~judged.rewards.isnan()
-    full = sum(max(0.0, reward.weight) for reward in recipe.reward) + (rollouts.played is not None)
-    solved = (judged.rewards >= full - 1e-6) & known
+    solved = _are_solved(recipe, judged.rewards)
     tokens = torch.tensor([sum(written) for written in rollouts.written])
     return torch.stack([known.sum(), solved.sum(), judged.rewards[known].sum(), tokens[known].sum()]).double()
+
+
+def _are_solved(recipe: Recipe, rewards: Tensor) -> Tensor:
+    """Return which answers have the full reward: that of every reward function at 1, and 1 from the environment."""
+    full = sum(max(0.0, reward.weight) for reward in recipe.reward) + (recipe.rollout.environment is not None)
+    return rewards >= full - 1e-6
 
 
 def _add_up(own: list[float], meshes: Meshes) -> list[float]:

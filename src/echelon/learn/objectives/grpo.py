@@ -115,16 +115,28 @@ def advantages_of(rewards: Tensor, scale: Literal["normalized", "centered", "lea
             the division (Dr. GRPO, arXiv:2503.20783); `leave_one_out`: less the mean of the others (RLOO,
             arXiv:2402.14740).
     """
-    known = ~rewards.isnan()
-    count, values = known.sum(1, keepdim=True), rewards.nan_to_num(0.0)
-    centred = (values - values.sum(1, keepdim=True) / count.clamp(min=1)) * known
-    others = (count - 1).clamp(min=1)
+    centred, count = _centre(rewards)
     if scale == "leave_one_out":
-        return centred * count / others
+        return centred * count / (count - 1).clamp(min=1)
     if scale == "centered":
         return centred
-    deviation = (centred.square().sum(1, keepdim=True) / others).sqrt()
-    return centred / (deviation + 1e-4)
+    return centred / (spread_of(rewards) + 1e-4)
+
+
+def spread_of(rewards: Tensor) -> Tensor:
+    """Return the standard deviation, with the divisor n - 1, of the rewards that each group has, [groups, 1].
+
+    rewards: [groups, answers], NaN where an answer has none. It is 0 for a group with fewer than two.
+    """
+    centred, count = _centre(rewards)
+    return (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+
+
+def _centre(rewards: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rewards less the mean of their group, 0 where there is none, and how many each group has."""
+    known = ~rewards.isnan()
+    count, values = known.sum(1, keepdim=True), rewards.nan_to_num(0.0)
+    return (values - values.sum(1, keepdim=True) / count.clamp(min=1)) * known, count
 
 
 def build_grpo(config: ObjectiveConfig) -> GRPO:

@@ -61,7 +61,7 @@ def train_from_rewards(learner: "Learner", run: LoopRun) -> None:
         with clock.timing("reward"):
             assert judging is not None, "answers are asked about when they are drawn, or a step later"
             judged = judge.collect(judging)
-            stats = judge.summarize(drawn.rollouts, judged)
+            stats = judge.summarize(judged)
         if ahead is not None:
             judging = judge.ask(ahead.rollouts, ahead.prompts)
         failures = _count_failures(step, judged, stats, failures, run)

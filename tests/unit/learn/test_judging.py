@@ -1,0 +1,49 @@
+"""What the rewards of a step are described by: worked out by hand, and beside the functions of the standard library."""
+
+import math
+import statistics
+
+import pytest
+import torch
+
+from echelon.learn.judging import describe_rewards
+from echelon.learn.objectives.grpo import advantages_of
+from tests.unit.recipe_samples import DEMO, load_text
+
+NAN = math.nan
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    text = DEMO + "objective: {name: grpo}\nreward: exact\n"
+    return load_text(tmp_path, text, "rollout.group_size=4", "train.global_batch_size=12", "rollout.max_new_tokens=4")[
+        0
+    ]
+
+
+def describe(recipe, *groups, **parts):
+    rewards = torch.tensor(groups, dtype=torch.float64).flatten()
+    return describe_rewards(recipe, rewards, {name: torch.tensor(part).double() for name, part in parts.items()})
+
+
+def test_the_spread_is_that_of_judged_answers_and_divides_the_advantages(recipe):
+    groups = [1.0, 0.0, NAN, 0.5], [0.0, 0.0, 1.0, 1.0], [NAN] * 4
+    stats = describe(recipe, *groups)
+    by_hand = [statistics.stdev([1.0, 0.0, 0.5]), statistics.stdev([0.0, 0.0, 1.0, 1.0])]
+    assert stats.spread == pytest.approx(statistics.fmean(by_hand))
+    rewards = torch.tensor(groups[:2], dtype=torch.float64)
+    ratio = advantages_of(rewards, "centered")[:, 0] / advantages_of(rewards)[:, 0]
+    assert ratio.tolist() == pytest.approx([spread + 1e-4 for spread in by_hand])
+
+
+def test_means_are_those_of_judged_answers(recipe):
+    stats = describe(recipe, [1.0, 0.25, NAN, 0.0], [1.0] * 4, [NAN] * 4, one=[1.0, 0.25, NAN, 3.0, *[1.0] * 8])
+    assert stats.reward == pytest.approx(5.25 / 7) and stats.solved == pytest.approx(5 / 7)
+    assert stats.unjudged == pytest.approx(5 / 12) and stats.parts == {"one": pytest.approx(12.25 / 11)}
+
+
+def test_a_group_with_one_judged_answer_has_no_spread_and_without_any_there_is_none(recipe):
+    assert describe(recipe, [1.0, NAN, NAN, NAN]).spread == 0.0
+    stats = describe(recipe, [NAN] * 4, one=[NAN] * 4)
+    assert stats.unjudged == 1.0
+    assert all(map(math.isnan, (stats.reward, stats.solved, stats.spread, stats.parts["one"])))
