@@ -60,15 +60,19 @@ _VALUE = r"""(?P<secret>"[^"\n]*"|'[^'\n]*'|[^\s;&|"'`]+)"""
 _ASSIGNED = re.compile(rf"(?i)(?<![\w$.-])(?:--?)?{_NAME}[\"']?(?P<between>[ \t]*:[ \t]*|[ \t]?=(?!=)[ \t]?){_VALUE}")
 _OPTION = re.compile(rf"(?i)(?<!\S)--?{_NAME}\s+(?!-){_VALUE}")
 _FOLLOWING = re.compile(rf"(?i)(?<![\w$.-]){_NAME}\s+{_VALUE}")
+_NEAR = 20_000  # characters in which the brace before a name is looked for
 _HEADER_OPTION = re.compile(r"(?:-H|--header)[ =]?[\"']?$")
 
+# What a key has: in itself, or soon after, because a dot may cut it. Looking for it anywhere would take quadratic time.
+_DIGIT, _RUN = (rf"(?=[A-Za-z0-9_-]*{part}|\S{{0,200}}{part})" for part in (r"\d", "[A-Za-z0-9]{16}"))
 # Texts that are secrets by their form, each at the start of a word.
 _KNOWN = re.compile(
     r"(?<![A-Za-z0-9_-])(?:"
     r"(?:hf_|api_org_)(?:(?=[a-z0-9]*[A-Z])(?=[A-Z0-9]*[a-z])(?=[A-Za-z]*\d)[A-Za-z0-9]{16,}|[A-Za-z0-9]{30,})"
-    r"|gh[oprsu]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}|gl[a-z]{2,6}-(?=\S*\d)[A-Za-z0-9_-]{20,}"
-    r"|(?:sk|rk|pk)[-_](?=\S*[A-Za-z0-9]{16})(?=\S*\d)[A-Za-z0-9_-]{20,}"  # OpenAI, Anthropic, Stripe
-    r"|xox[a-z]-(?=\S*\d)[A-Za-z0-9-]{10,}|xapp-(?=\S*\d)[A-Za-z0-9-]{10,}"  # Slack
+    r"|gh[oprsu]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}"
+    r"|gl[a-z]{2,6}-(?=[A-Za-z0-9_-]{20})" + _DIGIT + r"[A-Za-z0-9_-]{20,}"
+    r"|(?:sk|rk|pk)[-_](?=[A-Za-z0-9_-]{20})" + _RUN + _DIGIT + r"[A-Za-z0-9_-]{20,}"  # OpenAI, Anthropic, Stripe
+    r"|(?:xox[a-z]|xapp)-(?=[A-Za-z0-9-]{10})" + _DIGIT + r"[A-Za-z0-9-]{10,}"  # Slack
     r"|(?:AKIA|ASIA)[0-9A-Z]{12,}|AIza[\w-]{35}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}"  # AWS, Google
     r"|npm_[A-Za-z0-9]{36}|pypi-[\w-]{50,}|nvapi-[\w-]{40,}|r8_[A-Za-z0-9]{37}|dapi[0-9a-f]{32}|dop_v1_[0-9a-f]{64}"
     r"|wandb_v\d_\w{20,}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]*)?)"
@@ -213,7 +217,8 @@ def _is_assigned(match: re.Match[str]) -> bool:
 
 def _is_in_braces(match: re.Match[str]) -> bool:
     text, place = match.string, match.start()
-    return text.rfind("{", 0, place) > text.rfind("}", 0, place)
+    near = max(0, place - _NEAR)
+    return text.rfind("{", near, place) > text.rfind("}", near, place)
 
 
 def _is_header(match: re.Match[str]) -> bool:
@@ -224,36 +229,28 @@ def _is_option(match: re.Match[str]) -> bool:
     return len(_unquote(match["secret"])) >= 6 and _is_telling(match["name"], match["secret"])
 
 
-def _follows(match: re.Match[str]) -> bool:
-    return _is_suspect(match["name"], match["secret"])
-
-
 def _is_given(match: re.Match[str]) -> bool:
-    return not _is_plain(match["secret"])
+    return not _is_plain(match.groupdict().get("password", match["secret"]))
 
 
 def _is_random(match: re.Match[str]) -> bool:
     return _is_given(match) and _looks_random(match["secret"])
 
 
-def _has_password(match: re.Match[str]) -> bool:
-    return not _is_plain(match["password"])
-
-
 _LINE = r"[^\n|;&]{0,200}?"
 # Patterns whose group `secret` is replaced if the function returns true.
 _RULES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], bool]], ...] = (
     # The login in a URL: with a password, or only a key.
-    (re.compile(r"(?<=://)(?P<secret>[^/\s@:\"']*:(?P<password>[^/\s@\"']+))(?=@)"), _has_password),
+    (re.compile(r"(?<=://)(?P<secret>[^/\s@:\"']*:(?P<password>[^/\s@\"']+))(?=@)"), _is_given),
     (re.compile(r"(?<=://)(?P<secret>[^/\s@:\"']{16,})(?=@)"), _is_random),
     (re.compile(rf"(?i)\bauthorization\b[\"']?\s*[:=]\s*[\"']?{_SCHEME}\s+(?P<secret>[^\s\"',;]+)"), _is_given),
     (re.compile(r"(?i)\bbearer\s+(?P<secret>[\w.~+/=-]{16,})"), _is_random),
     (_ASSIGNED, _is_assigned),
     (_OPTION, _is_option),
-    (_FOLLOWING, _follows),
+    (_FOLLOWING, lambda match: _is_suspect(match["name"], match["secret"])),
     # Commands with a positional secret or a special option.
     (re.compile(r"\bwandb[. ]login\b[^\n]{0,60}?(?<![0-9a-f])(?P<secret>[0-9a-f]{40})(?![0-9a-f])"), _is_given),
     (re.compile(r"\bmachine\s+\S{1,200}\s+login\s+\S{1,200}\s+password\s+(?P<secret>\S+)"), _is_given),
-    (re.compile(rf"\b(?:curl|wget)\b{_LINE}\s(?:-u|--user)[ =]*[\"']?[^\s:\"']+:(?P<secret>[^\s\"']+)"), _is_given),
+    (re.compile(rf"\b(?:curl|wget)\b{_LINE}\s(?:-u|--user)[ =]*+[\"']?[^\s:\"']*:(?P<secret>[^\s\"']+)"), _is_given),
     (re.compile(rf"\b(?:login|sshpass)\b{_LINE}\s-p\s*(?P<secret>[^\s-]\S*)"), _is_given),
 )

@@ -3,6 +3,8 @@
 import json
 import random
 import string
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,7 @@ LINES = [
     ("Authorization: Bearer {}", draw(LETTERS, 30)),
     ("sent with Bearer {}, refused", draw(LETTERS, 30)),
     ("curl -u me:{} https://host/x", "word"),
+    ("curl --user=:{} https://host/x", "word"),
     ("pip install git+https://{}@host/x.git", "oauth2:word"),
     ("pip install git+https://{}@host/x.git", draw(LETTERS, 30)),
     ("docker login -u me -p {} registry.example", "word"),
@@ -168,9 +171,32 @@ def test_random_draws():
         assert redact({"DATA_KEY": path, "checkpoint": path}) == {"DATA_KEY": path, "checkpoint": path}
 
 
-def test_long_text_is_fast():
-    for piece in ("login ", "curl -u ", "key ", "{token: ", "://a:", "a-", "wandb login ", "eyJ", "sk-a", 'token="'):
-        redact_text(piece * 20_000)  # a backtracking pattern would take minutes
+LONG = (
+    "login ", "curl -u ", "key ", "{token: ", "://a:", "a-", "wandb login ", "eyJ", "sk-a", 'token="', "sk-a.",
+    "glpata-a.", "xoxb-aaaaaaaaaa.", "sk-aaaaaaaaaaaaaaa-aaaaaaaaa.",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [*LONG, "curl -u{}="])
+def test_a_long_text_takes_time_in_proportion(text):
+    """400,000 characters take a second or two; a pattern that looks ahead without limit would take minutes."""
+    start, _, piece = text.rpartition("{}")
+    program = (
+        "import resource, sys; from echelon.ground.redaction import redact_text\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (12, 12))\n"
+        "redact_text(sys.argv[1] + sys.argv[2] * (400_000 // len(sys.argv[2])))"
+    )
+    assert subprocess.run([sys.executable, "-c", program, start, piece], check=False).returncode == 0
+
+
+def test_a_key_that_a_dot_cuts_is_found():
+    assert redact_text("sk-" + "b" * 24 + ".1 x") == "***.1 x"
+    assert redact_text("xoxb-" + "b" * 24 + ".1 x") == "***.1 x"
+
+
+def test_a_brace_that_is_still_open_makes_names_of_words():
+    assert redact_text("{" + "a" * 10_000 + " password: word, x}") == "{" + "a" * 10_000 + " password: ***, x}"
+    assert redact_text("{}" + "a" * 10_000 + " password: word, x") == "{}" + "a" * 10_000 + " password: word, x"
 
 
 def test_shipped_recipes_and_pages_contain_no_secrets():
