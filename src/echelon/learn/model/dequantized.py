@@ -80,8 +80,9 @@ class DequantizedFolder(SafetensorsFolder):
         found: dict[str, dict[str, str]] = {}
         for name, header in headers.items():
             is_codes = name.endswith(layout.codes) and not name.endswith((*layout.needed, *layout.optional))
-            if is_codes and header.dtype in layout.dtypes and name in self._headers:
-                base = name.removesuffix(layout.codes)
+            base = name.removesuffix(layout.codes)
+            has_part = header.dtype in layout.dtypes or f"{base}{layout.scales}" in headers
+            if is_codes and has_part and name in self._headers:
                 endings = (layout.codes, *layout.needed, *layout.optional)
                 found[base] = {ending: f"{base}{ending}" for ending in endings if f"{base}{ending}" in headers}
         shapes = self._read_shapes(layout, found)
@@ -113,6 +114,8 @@ class DequantizedFolder(SafetensorsFolder):
     def _describe(
         self, layout: Layout, names: Mapping[str, str], parts: Mapping[str, StoredWeight], shape: Shape | None
     ) -> Packed:
+        if parts[layout.codes].dtype not in layout.dtypes:
+            raise _UnfitError(f"{names[layout.scales]} is a scale of codes in {' or '.join(layout.dtypes)}")
         missing = [ending for ending in layout.needed if ending not in parts]
         if missing:
             raise _UnfitError(f"{names[layout.codes].removesuffix(layout.codes)}{missing[0]} is missing")

@@ -136,6 +136,18 @@ def test_scales_of_a_dtype_without_meaning_are_refused(tmp_path):
         rewrite(folder, tensors)
 
 
+@pytest.mark.parametrize("case", ["fp8", "int8-zeros", "gptq"])
+def test_scales_beside_a_weight_of_plain_numbers_are_refused(tmp_path, case):
+    """As a plain number it would be read without its scale: it is one of another file."""
+    folder, tensors = stored(tmp_path, case)
+    ending, scales = (".qweight", ".scales") if case == "gptq" else (".weight", ".weight_scale")
+    name = next(name for name in sorted(tensors) if name.endswith(f"q_proj{ending}"))
+    tensors[name] = tensors[name].to(torch.bfloat16)
+    words = rf"{name} is stored as BF16 .*, and {name.removesuffix(ending)}{scales}.* is a scale of codes in (F8|I32)"
+    with pytest.raises(CheckpointError, match=words):
+        rewrite(folder, tensors)
+
+
 def stored(tmp_path, case):
     folder = tmp_path / "stored"
     family = "gpt_oss" if case == "mxfp4" else "llama"
