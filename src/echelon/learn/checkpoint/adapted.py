@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from echelon.ground.errors import ConfigError, first_line
@@ -42,6 +42,21 @@ def run_skeleton(run: Path) -> PreTrainedModel:
     """Build the plain model of a run, on meta, from the run's config and generation config."""
     folder = run_model_dir(run)
     return with_generation_config(build_on_meta(load_config(str(folder))), folder)
+
+
+def load_run_tokenizer(run: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a run. Code that comes with it is not run. Raises ConfigError, CheckpointError."""
+    folder = run_model_dir(run)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # transformers raises many types of exception on a damaged file
+        raise ConfigError(
+            f"{folder}: the tokenizer of the run cannot be loaded ({first_line(error)}); code in a run folder is never "
+            "run. Restore the folder from a copy of the run."
+        ) from error
+    return tokenizer
 
 
 def with_generation_config(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
@@ -117,10 +132,9 @@ class AdaptedRun:
         self._recipe, self._checkpoint = read_run_recipe(run), checkpoint_of(run, which)
         self._device = device
         self.skeleton = run_skeleton(run)
-        tokenizer = AutoTokenizer.from_pretrained(run_model_dir(run), local_files_only=True, trust_remote_code=False)
         self.model = copy.deepcopy(self.skeleton)
         """The model with its adapter, on meta until `load`."""
-        apply_adapter(self.model, self._recipe.adapter, find_new_tokens(self._recipe, tokenizer))
+        apply_adapter(self.model, self._recipe.adapter, find_new_tokens(self._recipe, load_run_tokenizer(run)))
         self._fill = open_first_weights(self.skeleton, run)
         self._trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         # The dtype from which the training computed the initial values of a PiSSA adapter.

@@ -20,6 +20,7 @@ from echelon.ground.run_files import is_model_folder, require_model
 from echelon.ground.stored import check_readable, read_json
 from echelon.learn.checkpoint.adapted import (
     AdaptedRun,
+    load_run_tokenizer,
     open_first_weights,
     read_generation_config,
     read_run_recipe,
@@ -139,7 +140,7 @@ def load_target_tokenizer(target: Path, checkpoint: str | None = None) -> PreTra
         return tokenizer
     require_model(target)
     checkpoint_of(target, checkpoint)
-    return AutoTokenizer.from_pretrained(run_model_dir(target), **_LOCAL)
+    return load_run_tokenizer(target)
 
 
 def load_first_weights(run: Path, host: Host) -> PreTrainedModel:
