@@ -1,7 +1,7 @@
 """Resolve names in a recipe: rows of a table, or extensions `package.module:Name` from outside of echelon.
 
 An extension is code that the recipe's author chose to run, as in a script. Nothing is called before it is known to be a
-class with the methods of its kind, or a function with the parameters of a loss: a name such as `os:system` in a
+class with the methods of its kind, or a function with the parameters of its kind: a name such as `os:system` in a
 stranger's run folder has no effect.
 """
 
@@ -101,17 +101,9 @@ def _public_methods(kind: type) -> list[str]:
 
 
 def build_named(
-    key: str,
-    name: str,
-    table: Mapping[str, str],
-    kind: type,
-    *arguments: Any,
-    options: Mapping[str, Any] | None = None,
+    key: str, name: str, table: Mapping[str, str], kind: type, *arguments: Any, options: Mapping[str, Any] | None = None
 ) -> Any:
-    """Build what a recipe names: call it with the arguments of its kind, and the recipe's options as keywords.
-
-    Raises ConfigError like `find_named`, and for options that it does not accept.
-    """
+    """Build what a recipe names from arguments and options. Raises ConfigError as `find_named` and `check_options`."""
     found = find_named(key, name, table, kind)
     check_options(key, name, found, len(arguments), options)
     try:
@@ -120,6 +112,14 @@ def build_named(
         if not is_extension(name):
             raise
         raise ConfigError(f"{key}={name}: it cannot be built: {first_line(error)}; see {_options_key(key)}.") from error
+
+
+def check_parameters(key: str, name: str, found: Any, first: tuple[str, ...], kind: str, fix: str) -> None:
+    """Raise ConfigError unless the parameters of a function begin with `first`. `kind`: what it is, such as a loss."""
+    given = tuple(inspect.signature(found).parameters)
+    if given[: len(first)] != first:
+        wanted = f"{kind} is a function of ({', '.join(first)}) and its options"
+        raise ConfigError(f"{key}={name}: it is a function of ({', '.join(given)}), and {wanted}; {fix}.")
 
 
 def check_options(key: str, name: str, found: Any, num_arguments: int, options: Mapping[str, Any] | None) -> None:

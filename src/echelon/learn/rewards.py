@@ -13,11 +13,16 @@ from multiprocessing.connection import Connection
 from typing import Any, Self
 
 from echelon.ground.errors import ConfigError, first_line
-from echelon.ground.extensions import check_options
+from echelon.ground.extensions import check_options, check_parameters
 from echelon.ground.variables import remove_secrets
 from echelon.learn.data.child_process import AnsweringProcess, find_of_user, serve
 from echelon.recipe.names import REWARDS
 from echelon.recipe.rollout import RewardConfig
+
+_FORM = (
+    "it gets the texts and the records of their prompts, while TRL's functions get prompts, completions and columns by "
+    "keyword. Write `def NAME(answers, records)`, and return a number for each answer"
+)
 
 
 @dataclass(frozen=True)
@@ -194,6 +199,7 @@ def _find(index: int, reward: RewardConfig) -> Callable[..., Any]:
         raise ConfigError(
             f"{key}={reward.name}: it must be a function of (answers, records), but it is a {type(found).__name__}."
         )
+    check_parameters(key, reward.name, found, ("answers", "records"), "a reward", _FORM)
     check_options(key, reward.name, found, 2, reward.options)
     return found
 
@@ -205,6 +211,8 @@ def _judge(function: Callable[..., Any], reward: RewardConfig, answers: list[str
         found = function(answers, records, **(reward.options or {}))
         if inspect.isawaitable(found):
             found = asyncio.run(_wait_for(found))
+        if not isinstance(found, list | tuple) and not hasattr(found, "tolist"):  # as arrays and tensors have
+            return none, f"returned a {type(found).__name__}, and not a list with a number for each answer"
         values = list(found)
         numbers = [math.nan if value is None or isinstance(value, str) else float(value) for value in values]
     except Exception as error:  # it is the user's code

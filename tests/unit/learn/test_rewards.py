@@ -155,6 +155,49 @@ def infinite(answers, records):
     return [float("inf")] * len(answers)
 
 
+def with_keys(answers, records):
+    return {number: 1.0 for number in range(len(answers))}
+
+
+def without_order(answers, records):
+    return {1.0, 2.0, 3.0}
+
+
+def digits(answers, records):
+    return "123"
+
+
+def one_number(answers, records):
+    return 1.0
+
+
+def of_numpy(answers, records):
+    import numpy
+
+    return numpy.arange(len(answers))
+
+
+def of_torch(answers, records):
+    import torch
+
+    return torch.arange(len(answers))
+
+
+def tuple_of_both(answers, records):
+    import numpy
+    import torch
+
+    return numpy.float32(0), torch.tensor(1.0), 2
+
+
+def of_trl(completions, answer, **kwargs):
+    return [float(completion == right) for completion, right in zip(completions, answer)]
+
+
+def by_keyword(prompts, completions, **kwargs):
+    return [1.0] * len(completions)
+
+
 def secrets(answers, records):
     return [float(name in os.environ) for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PLAIN")]
 
@@ -207,6 +250,10 @@ def test_parts_are_weighted_and_added_up(own):
         ("ends", "ended the process in which it ran"),
         ("too_few", "returned 1 numbers for 3 answers"),
         ("infinite", "returned an infinite number"),
+        ("with_keys", "returned a dict, and not a list with a number for each answer"),
+        ("without_order", "returned a set, and not a list with a number for each answer"),
+        ("digits", "returned a str, and not a list with a number for each answer"),
+        ("one_number", "returned a float, and not a list with a number for each answer"),
     ],
 )
 def test_a_function_that_fails_gives_no_reward_and_is_named(own, name, problem):
@@ -217,6 +264,12 @@ def test_a_function_that_fails_gives_no_reward_and_is_named(own, name, problem):
         assert all(map(math.isnan, scores.total)) and len(scores.total) == 3
         assert list(scores.failures) == [f"reward.0 (own_rewards_of_the_test:{name}) {problem}."]
         assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("name", ["of_numpy", "of_torch", "tuple_of_both"])
+def test_arrays_and_tensors_are_lists_of_numbers(own, name):
+    scores = own(name).score(ANSWERS, RECORDS)
+    assert list(scores.total) == [0.0, 1.0, 2.0] and not scores.failures
 
 
 def test_functions_that_take_too_long_to_import_are_refused_with_the_key(own, tmp_path, monkeypatch):
@@ -282,8 +335,14 @@ def test_a_function_does_not_see_secrets(own, monkeypatch):
         ({"name": "half_written:f"}, r"^reward\.0\.name=half_written:f: its module raised NameError: .*; correct it\."),
         ({"name": "own_rewards_of_the_test:NUMBER"}, r"it must be a function of \(answers, records\), but it is a int"),
         ({"name": "exact", "options": {"fied": "x"}}, r"^reward\.0\.options=\{'fied': 'x'\} does not fit exact"),
+        (
+            {"name": "own_rewards_of_the_test:of_trl"},
+            r"^reward\.0\.name=own_rewards_of_the_test:of_trl: it is a function of \(completions, answer, kwargs\), "
+            r"and a reward is a function of \(answers, records\) and its options; .*TRL's functions",
+        ),
+        ({"name": "own_rewards_of_the_test:by_keyword"}, r"it is a function of \(prompts, completions, kwargs\)"),
     ],
-    ids=["package", "broken module", "no function", "option"],
+    ids=["package", "broken module", "no function", "option", "of TRL", "of TRL with prompts"],
 )
 def test_a_reward_that_cannot_be_used_is_refused(own, tmp_path, reward, message):
     (tmp_path / "half_written.py").write_text("nothing_yet\n")

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from echelon.ground.errors import ConfigError
-from echelon.ground.extensions import build_named, check_options, find_named, is_extension
+from echelon.ground.extensions import build_named, check_options, check_parameters, find_named, is_extension
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.loss_function import LossFn, name_of
@@ -21,6 +20,7 @@ from echelon.recipe.names import OBJECTIVES
 _KEY = "objective.name"
 _PLACES = {name: row.place for name, row in OBJECTIVES.items()}
 _PARAMETERS = ("logits", "labels", "extra")
+_FORM = "give it these parameters, or name a class like echelon's Objective"
 # The members that an object which is not derived from `Objective` may lack.
 _OPTIONAL = ("labels",)
 
@@ -153,13 +153,7 @@ def find_loss(name: str) -> LossFn | None:
     found = find_named(_KEY, name, _PLACES)
     if not is_extension(name) or not inspect.isfunction(found):
         return None
-    given = tuple(inspect.signature(found).parameters)
-    if given[: len(_PARAMETERS)] != _PARAMETERS:
-        raise ConfigError(
-            f"{_KEY}={name}: it is a function of ({', '.join(given)}), and a loss is a function of "
-            f"({', '.join(_PARAMETERS)}) and its options; give it these parameters, or name a class like echelon's "
-            "Objective."
-        )
+    check_parameters(_KEY, name, found, _PARAMETERS, "a loss", _FORM)
     return found
 
 
