@@ -71,10 +71,11 @@ def nearest_key(path: KeyPath, root: type[Section], spellings: Mapping[str, str]
     for index in indices:
         generic = generic.replace(f".{index}.", "[].", 1)
     section, _, word = generic.rpartition(".")
+    word = word[:100].lower()  # no key is longer, and each is compared with it
     candidates = {key: key for key in recipe_keys(root)} | dict(spellings)
 
     def likeness(candidate: str) -> float:
-        return difflib.SequenceMatcher(None, word.lower(), candidate.rpartition(".")[2]).ratio()
+        return difflib.SequenceMatcher(None, word, candidate.rpartition(".")[2]).ratio()
 
     def rank(candidate: str) -> float:
         return likeness(candidate) + SAME_SECTION_BONUS * (candidate.rpartition(".")[0] == section)

@@ -133,6 +133,8 @@ def _read_overrides(overrides: Overrides, origin: str) -> Iterator[tuple[KeyPath
 
 
 def _split_key(key: str) -> KeyPath:
+    if len(key) > 1000:
+        raise ConfigError(f"{shorten(key)!r} is not a recipe key: it has {len(key):,} letters; correct it.")
     return tuple(int(part) if part.isdigit() else part for part in key.strip().split("."))
 
 

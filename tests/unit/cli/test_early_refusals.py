@@ -76,6 +76,25 @@ def test_commands_refuse_without_importing_torch(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+OUT_OF_RANGE = [
+    ("watch runs/a --web --port -1", "'--port': Input should be greater than or equal to 0"),
+    ("watch runs/a --web --port 70000", "'--port': Input should be less than or equal to 65535"),
+    ("plan recipe.yaml --mtbf-hours nan", "'--mtbf-hours': Input should be less than or equal to 1000000000"),
+    ("plan recipe.yaml --mtbf-hours inf", "'--mtbf-hours': Input should be less than or equal to 1000000000"),
+    ("plan recipe.yaml --step-spread inf", "'--step-spread': Input should be less than or equal to 1000"),
+]
+
+
+def test_numbers_out_of_range_are_errors_of_usage(tmp_path):
+    commands = json.dumps([command.split() for command, _ in OUT_OF_RANGE])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, commands], capture_output=True, text=True, timeout=300, cwd=tmp_path, check=True
+    )
+    for (command, words), line in zip(OUT_OF_RANGE, done.stdout.splitlines(), strict=True):
+        code, told, heavy = json.loads(line)
+        assert (code, heavy) == (2, []) and f"Invalid value for {words}" in told, (command, told)
+
+
 @pytest.mark.parametrize(
     "command", ["import echelon.run.lifecycle.early_checks", "import echelon.tools.inference.prompts"]
 )

@@ -1,5 +1,6 @@
 """A recipe file becomes a Recipe with its defaults, or one message with the line, the key, the value and the rule."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -223,3 +224,26 @@ def test_an_empty_section_gets_its_defaults(tmp_path: Path) -> None:
 def test_sections_built_in_code_refuse_unknown_keys() -> None:
     with pytest.raises(ValidationError):
         ModelConfig.model_validate({"checkpoint": "gpt2", "chekpoint": "x"})
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("optim." + "b." * 9000 + "b", "is not a recipe key: it has 18,007 letters; correct it"),
+        ("data.train." + "9" * 5000, "is not a recipe key: it has 5,011 letters; correct it"),
+        ("a" * 900, "is not a recipe key"),
+    ],
+)
+def test_a_long_key_on_the_command_line_is_refused_at_once(tmp_path, key, told):
+    began = time.process_time()
+    with pytest.raises(ConfigError, match=told):
+        load_text(tmp_path, SMALL, f"{key}=1")
+    assert time.process_time() - began < 10  # without a limit: minutes
+
+
+def test_a_long_key_in_a_file_is_refused_at_once(tmp_path):
+    """Comparing a million letters with each known key would take hours."""
+    began = time.process_time()
+    with pytest.raises(ConfigError, match="is not a recipe key"):
+        load_text(tmp_path, SMALL + "x" * 1_000_000 + ": 1\n")
+    assert time.process_time() - began < 10

@@ -56,21 +56,29 @@ Plot = Annotated[
     Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the search or the scaling into this file.")
 ]
 MtbfHours = Annotated[
-    float | None, typer.Option("--mtbf-hours", help="Mean hours between failures of a machine: show the goodput.")
+    float | None,
+    typer.Option("--mtbf-hours", min=0, max=1e9, help="Mean hours between failures of a machine: show the goodput."),
 ]
 RestartSeconds = Annotated[
-    float | None, typer.Option("--restart-seconds", min=0, help="From a failure to the next step. Default: 300.")
+    float | None,
+    typer.Option("--restart-seconds", min=0, max=1e9, help="From a failure to the next step. Default: 300."),
 ]
 ReplaceHours = Annotated[
     float | None,
     typer.Option(
-        "--replace-hours", min=0, help="Until a failed machine is replaced: show the goodput with spare machines."
+        "--replace-hours",
+        min=0,
+        max=1e9,
+        help="Until a failed machine is replaced: show the goodput with spare machines.",
     ),
 ]
 StepSpread = Annotated[
     float | None,
     typer.Option(
-        "--step-spread", min=0, help="Standard deviation of a machine's step time over its mean: show the goodput."
+        "--step-spread",
+        min=0,
+        max=1000,
+        help="Standard deviation of a machine's step time over its mean: show the goodput.",
     ),
 ]
 

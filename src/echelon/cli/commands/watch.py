@@ -17,7 +17,9 @@ def watch(
     web: Annotated[
         bool, typer.Option("--web", help="Serve a page that updates itself, to browsers on this machine.")
     ] = False,
-    port: Annotated[int, typer.Option("--port", help="The port of --web; a free one by default.")] = 0,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="The port of --web; a free one by default.")
+    ] = 0,
 ) -> None:
     """Show a run's losses, speed and events as it goes on."""
     from echelon.run.folder.overview import require_run

@@ -9,9 +9,11 @@ import math
 import os
 import re
 import zlib
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -148,16 +150,16 @@ def analyse(content: object, rank: int) -> Trace:
     kinds = _classify(work)
     kinds["exposed communication"] = [event.span for event in sends]
     kinds["waiting for data"] = [event.span for event in regions if event.name == _DATA]
-    inside = _in_steps([mark.span for mark in marks])
+    is_inside = _in_steps([mark.span for mark in marks])
     return Trace(
         rank,
-        [_divide_step(mark, kinds) for mark in sorted(marks, key=lambda event: event.start)],
+        _divide_steps(sorted(marks, key=lambda event: event.start), kinds),
         _count_collectives(
-            list(filter(inside, sends)),
+            list(filter(is_inside, sends)),
             _find_group_size(content),
             read_number(content, "distributedInfo", "world_size"),
         ),
-        _find_largest(list(filter(inside, work))),
+        _find_largest(list(filter(is_inside, work))),
     )
 
 
@@ -171,29 +173,43 @@ def _find_work(events: Sequence[_Event]) -> tuple[list[_Event], list[_Event]]:
     return sends, [event for event in on_device or operators if not _COMMUNICATION.match(event.name)]
 
 
-def _divide_step(mark: _Event, kinds: Mapping[str, Sequence[Interval]]) -> StepTime:
-    """Divide the time of a step among its parts, the last of which is what no interval covers."""
-    lengths = partition(mark.span, [kinds[name] for name in PARTS[:-1]])
-    parts = {name: length * _SECONDS for name, length in zip(PARTS, lengths, strict=True)}
-    sending = _merge(_clip(kinds["exposed communication"], mark.span))
-    hidden = sum(end - start for start, end in sending) * _SECONDS - parts["exposed communication"]
-    seconds = (mark.end - mark.start) * _SECONDS
-    return StepTime(int(mark.name.removeprefix(STEP_MARK)), seconds, parts, max(0.0, hidden))
+def _divide_steps(marks: Sequence[_Event], kinds: Mapping[str, Sequence[Interval]]) -> list[StepTime]:
+    """Divide the time of each step among its parts, the last of which is what no interval covers."""
+    sending = _measure(kinds["exposed communication"])
+    steps = []
+    for mark, lengths in zip(
+        marks, partition([mark.span for mark in marks], [kinds[name] for name in PARTS[:-1]]), strict=True
+    ):
+        parts = {name: length * _SECONDS for name, length in zip(PARTS, lengths, strict=True)}
+        hidden = sending(mark.span) * _SECONDS - parts["exposed communication"]
+        seconds = (mark.end - mark.start) * _SECONDS
+        steps.append(StepTime(int(mark.name.removeprefix(STEP_MARK)), seconds, parts, max(0.0, hidden)))
+    return steps
 
 
-def partition(span: Interval, layers: Sequence[Iterable[Interval]]) -> list[float]:
-    """Divide a span among layers of intervals: each moment goes to the first layer that covers it, or to the rest.
+def partition(spans: Sequence[Interval], layers: Sequence[Iterable[Interval]]) -> Iterator[list[float]]:
+    """Divide spans among layers of intervals: each moment goes to the first layer that covers it, or to the rest.
 
-    Returns a length for each layer, and that of the rest.
+    Yields for each span a length for each layer, and that of the rest. Its time grows as n log n with all of them.
     """
-    clipped = [_merge(_clip(layer, span)) for layer in layers]
-    lengths: list[float] = []
-    covered: list[Interval] = []
-    for layer in clipped:
-        before = sum(end - start for start, end in covered)
-        covered = _merge([*covered, *layer])
-        lengths.append(sum(end - start for start, end in covered) - before)
-    return [*lengths, span[1] - span[0] - sum(end - start for start, end in covered)]
+    unions = accumulate(layers, lambda union, layer: _merge([*union, *layer]), initial=list[Interval]())
+    measures = [_measure(union) for union in unions]
+    for span in spans:
+        lengths = [measure(span) for measure in measures]
+        yield [after - before for before, after in pairwise([*lengths, span[1] - span[0]])]
+
+
+def _measure(intervals: Iterable[Interval]) -> Callable[[Interval], float]:
+    """Return a function of a span: how much of it the intervals cover together."""
+    merged = _merge(intervals)
+    starts = [start for start, _ in merged]
+    before = [0.0, *accumulate(end - start for start, end in merged)]
+
+    def measure_until(moment: float) -> float:
+        place = bisect_right(starts, moment) - 1
+        return 0.0 if place < 0 else before[place] + min(moment, merged[place][1]) - starts[place]
+
+    return lambda span: measure_until(span[1]) - measure_until(span[0])
 
 
 def _parse_name(name: str) -> re.Match[str] | None:
@@ -226,10 +242,6 @@ def _classify(events: Sequence[_Event]) -> dict[str, list[Interval]]:
     return kinds
 
 
-def _clip(intervals: Iterable[Interval], span: Interval) -> list[Interval]:
-    return [(max(start, span[0]), min(end, span[1])) for start, end in intervals if start < span[1] and end > span[0]]
-
-
 def _merge(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the union of intervals, in order, without overlaps."""
     merged: list[Interval] = []
@@ -242,7 +254,14 @@ def _merge(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _in_steps(spans: Sequence[Interval]) -> Callable[[_Event], bool]:
-    return lambda event: any(start <= event.start < end for start, end in spans)
+    merged = _merge(spans)
+    starts = [start for start, _ in merged]
+
+    def is_inside(event: _Event) -> bool:
+        place = bisect_right(starts, event.start)
+        return place > 0 and event.start < merged[place - 1][1]
+
+    return is_inside
 
 
 def _count_collectives(

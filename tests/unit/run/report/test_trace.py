@@ -3,6 +3,9 @@
 import gzip
 import json
 import os
+import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -105,8 +108,41 @@ def test_the_ranks_of_a_large_group_may_be_abridged(ranks, ends):
 
 
 def test_each_moment_has_one_part():
-    assert partition((0, 10), [[(-5, 2), (1, 3)], [(2, 5)], [(9, 20)]]) == [3, 2, 1, 4]
-    assert partition((0, 10), [[], []]) == [0, 0, 10]
+    spans, layers = [(0, 10), (4, 9.5), (30, 31)], [[(-5, 2), (1, 3)], [(2, 5)], [(9, 20)]]
+    assert list(partition(spans, layers)) == [[3, 2, 1, 4], [0, 1, 0.5, 4], [0, 0, 0, 1]]
+    assert list(partition([(0, 10)], [[], []])) == [[0, 0, 10]]
+
+
+def test_parts_are_those_of_each_moment_looked_at_alone():
+    """In a trace of whole microseconds each of them is looked up: which layers cover it, and the first one counts."""
+    drawn = random.Random(3)
+    for _ in range(200):
+        layers = [
+            [(start, start + drawn.randrange(6)) for start in drawn.choices(range(60), k=drawn.randrange(8))]
+            for _ in range(3)
+        ]
+        spans = [(start, start + drawn.randrange(20)) for start in drawn.choices(range(60), k=4)]
+        for span, lengths in zip(spans, partition(spans, layers), strict=True):
+            firsts = [
+                next((n for n, layer in enumerate(layers) if any(a <= moment < b for a, b in layer)), 3)
+                for moment in range(*span)
+            ]
+            assert lengths == [firsts.count(n) for n in range(4)]
+
+
+def test_many_steps_and_events_take_no_square_of_time():
+    """20,000 steps, all of which last as long as the trace, and 40,000 events in 20 s; it took many minutes."""
+    program = """
+import resource
+from tests.unit.run.report.test_trace import analyse, build
+steps = [(f"echelon step {n}", "user_annotation", n, 400_000, {}) for n in range(20_000)]
+work = [("aten::mm", "cpu_op", 10 * n, 10 * n + 5, {}) for n in range(40_000)]
+content = build([*steps, *work])
+used = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime)
+resource.setrlimit(resource.RLIMIT_CPU, (used + 20, used + 20))
+assert round(analyse(content, 0).steps[0].parts["matrix products"], 9) == 0.2
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_the_recorder_writes_the_steps_that_were_asked_for(tmp_path):
