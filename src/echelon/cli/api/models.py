@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -255,21 +256,28 @@ def export(
     return None
 
 
+def _compare(path: Path, which: str | None, nproc: int | None, merged: Path) -> None:
+    """Compare a merged model with the run's adapter, before it gets its name."""
+    from echelon.learn.checkpoint.adapted import read_run_recipe
+    from echelon.tools.inference.merge import compare_merged
+    from echelon.tools.inference.ranks import choose_num_processes, compare_in_ranks
+
+    count = nproc or choose_num_processes(path)
+    if read_run_recipe(path).objective.scores_texts:
+        logger.info("merge: a model that scores texts has no log-probabilities to compare with the adapter's")
+    elif count == 1:
+        compare_merged(path, merged, which)
+    else:
+        compare_in_ranks(path, merged, which, count)
+
+
 def _export(path: Path, folder: Path, dtype: str | None, which: str | None, merge: bool, nproc: int | None) -> Path:
     from echelon.learn.checkpoint.adapted import read_run_recipe
     from echelon.learn.checkpoint.export import export_adapter, export_run
-    from echelon.tools.inference.merge import compare_merged, merge_run
-    from echelon.tools.inference.ranks import choose_num_processes, compare_in_ranks
+    from echelon.tools.inference.merge import merge_run
 
     if merge:
-        merge_run(path, folder, dtype or "fp32", which)
-        count = nproc or choose_num_processes(path)
-        if read_run_recipe(path).objective.scores_texts:
-            logger.info("merge: a model that scores texts has no log-probabilities to compare with the adapter's")
-        elif count == 1:
-            compare_merged(path, folder, which)
-        else:
-            compare_in_ranks(path, folder, which, count)
+        merge_run(path, folder, dtype or "fp32", which, partial(_compare, path, which, nproc))
     elif read_run_recipe(path).adapter.is_adapter:
         if dtype is not None:
             raise ConfigError(

@@ -3,13 +3,11 @@
 import copy
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -22,6 +20,7 @@ from echelon.learn.checkpoint.adapter_folder import write_adapter
 from echelon.learn.checkpoint.fill import load_alone
 from echelon.learn.checkpoint.folder import check_empty, checkpoint_of
 from echelon.learn.checkpoint.model_card import render_card
+from echelon.learn.checkpoint.out_folder import writing_explained, written_folder
 from echelon.learn.checkpoint.read_back import check_weights
 from echelon.learn.checkpoint.safety import read_metadata
 from echelon.learn.model.build import materialize, parameter_names, persistent_buffers
@@ -63,7 +62,12 @@ def load_run_model(
 
 
 def export_run(
-    run: Path, out: Path, dtype: str = "fp32", which: str | None = None, device: torch.device = _CPU
+    run: Path,
+    out: Path,
+    dtype: str = "fp32",
+    which: str | None = None,
+    device: torch.device = _CPU,
+    check: Callable[[Path], object] = lambda writing: None,
 ) -> Path:
     """Write a checkpoint of a run (see `checkpoint_of`) as an HF folder: config, safetensors, tokenizer, model card.
 
@@ -74,9 +78,10 @@ def export_run(
 
     Args:
         device: where an adapter is merged, one module after another.
+        check: is given the complete folder before it gets its name, and may add to it; if it raises, nothing is left.
 
     Raises:
-        ConfigError: `out` exists and is not empty, or the dtype is unknown.
+        ConfigError: `out` exists and is not empty, or another process writes it, or the dtype is unknown.
         CheckpointError: the checkpoint is damaged or lacks a weight, or the folder cannot be written.
     """
     if dtype not in DTYPES:
@@ -84,31 +89,20 @@ def export_run(
     check_empty(out)
     checkpoint = checkpoint_of(run, which)
     skeleton = run_skeleton(run)
-    out = out.absolute()
-    writing = out.with_name(f".writing-{out.name}")
-    shutil.rmtree(writing, ignore_errors=True)
-    try:
-        writing.mkdir(parents=True)
+    with written_folder(out) as writing:
         if read_run_recipe(run).adapter.is_adapter:
             read: Reader = AdaptedRun(run, which, device).merged
         else:
             check_complete(checkpoint.path, skeleton)
             read = partial(_load_tensors, checkpoint.path, skeleton)
-        write_weights(read, skeleton, writing, dtype)
-        _write_sidecars(run_model_dir(run), writing, dtype)
-        write_json(writing / TRAINING, {"sequence_len": read_run_recipe(run).data.sequence_len})
-        card = render_card(run, checkpoint.step, dtype=read_json(writing / "config.json")["dtype"])
-        (writing / "README.md").write_text(card, encoding="utf-8")
-        if out.exists():
-            out.rmdir()
-        writing.rename(out)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"The export could not be written to {out}: {error}. Free space, or choose another OUT."
-        ) from error
-    finally:
-        shutil.rmtree(writing, ignore_errors=True)
-    return out
+        with writing_explained(out):
+            write_weights(read, skeleton, writing, dtype)
+            _write_sidecars(run_model_dir(run), writing, dtype)
+            write_json(writing / TRAINING, {"sequence_len": read_run_recipe(run).data.sequence_len})
+            card = render_card(run, checkpoint.step, dtype=read_json(writing / "config.json")["dtype"])
+            (writing / "README.md").write_text(card, encoding="utf-8")
+        check(writing)
+    return out.absolute()
 
 
 def export_adapter(run: Path, out: Path, which: str | None = None) -> int:
@@ -120,7 +114,8 @@ def export_adapter(run: Path, out: Path, which: str | None = None) -> int:
     content = AdaptedRun(run, which, _CPU).describe()
     card = render_card(run, checkpoint_of(run, which).step, is_adapter=True)
     base = read_run_recipe(run).model.checkpoint
-    return write_adapter(out, content, base, run_model_dir(run), card)
+    with written_folder(out) as writing:
+        return write_adapter(writing, content, base, run_model_dir(run), card)
 
 
 Reader = Callable[[list[str]], dict[str, Tensor]]

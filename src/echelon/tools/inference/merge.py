@@ -6,7 +6,7 @@ in its place, the merged one: log-probabilities of a few sequences are kept in b
 
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -56,8 +56,10 @@ class Comparison:
         )
 
 
-def merge_run(run: Path, out: Path, dtype: str, which: str | None) -> None:
-    """Write a run's checkpoint as an HF folder with the adapter merged.
+def merge_run(
+    run: Path, out: Path, dtype: str, which: str | None, check: Callable[[Path], object] = lambda writing: None
+) -> None:
+    """Write a run's checkpoint as an HF folder with the adapter merged; for `check` see `export_run`.
 
     The adapter is merged into the weights that it was trained with, for `qlora` the dequantised ones.
 
@@ -66,7 +68,7 @@ def merge_run(run: Path, out: Path, dtype: str, which: str | None) -> None:
     """
     if not read_run_recipe(run).adapter.is_adapter:
         raise ConfigError(f"--merge: the run {run} has no adapter to merge; remove --merge.")
-    export_run(run, out, dtype, which, find_device())
+    export_run(run, out, dtype, which, find_device(), check)
 
 
 def compare_merged(run: Path, out: Path, which: str | None, team: Team | None = None) -> Comparison | None:
@@ -78,7 +80,7 @@ def compare_merged(run: Path, out: Path, which: str | None, team: Team | None = 
         team: the processes that share each of the two models, and the sequences; None for this one alone.
 
     Returns:
-        The comparison; None if the run's text is no longer available.
+        The comparison; None if the run's text is no longer available, or has no targets.
     """
     try:
         dataset, text = _find_text(run)
@@ -90,6 +92,9 @@ def compare_merged(run: Path, out: Path, which: str | None, team: Team | None = 
     kept = _keep_log_probabilities(run, team, which, dataset)
     gc.collect()  # frees the first model: the hooks of `fully_shard` refer to each other
     comparison = _compare(kept, out, team, dataset, text)
+    if not comparison.tokens:
+        logger.warning(f"the merged model was not compared with the adapter: the {text} text has no targets")
+        return None
     if team.rank > 0:
         return comparison
     write_json(out / "merge.json", asdict(comparison))

@@ -78,13 +78,13 @@ def start_ranks(arguments: Sequence[str], count: int) -> Outcome:
 def compare_in_ranks(run: Path, out: Path, which: str | None, count: int) -> None:
     """Compare a merged model with its adapter in `count` processes (see `compare_merged`).
 
-    Raises EchelonError if that fails; the merged model is complete.
+    Raises EchelonError if that fails.
     """
     options = [] if which is None else ["--checkpoint", which]
     outcome = start_ranks(["export", str(run), str(out), "--merge", *options], count)
     if outcome.code != DONE:
         raise EchelonError(
-            f"{outcome.message}. The merged model in {out} is complete, but was not compared with the adapter."
+            f"{outcome.message}. The merged model could not be compared with the adapter, and was not written."
         )
 
 
