@@ -71,3 +71,9 @@ def test_records_with_one_prompt_have_their_own_answers_on_any_number_of_process
         together, others = train(folder, name, 2, f"parallel={parallel}", *settings)
         assert sorted(together) == sorted(alone), parallel
         assert [row["reward"] for row in others] == pytest.approx([row["reward"] for row in rows]), parallel
+        assert hashes(others) == hashes(rows), parallel
+    assert len(set(hashes(rows))) == STEPS
+
+
+def hashes(rows):
+    return [row["batch_hash"] for row in rows if row["kind"] == "train"]

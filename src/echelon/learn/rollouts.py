@@ -11,7 +11,7 @@ from torch import Tensor
 
 from echelon.ground.errors import ConfigError, DataError
 from echelon.learn.data.loader import BatchPlace, StepBatch
-from echelon.learn.data.own_batches import build_step_batch
+from echelon.learn.data.own_batches import build_step_batch, hash_lists
 from echelon.learn.data.shards import NO_LABEL
 from echelon.learn.distributed.mesh import Meshes, all_reduce
 from echelon.learn.distributed.objects import gather_objects
@@ -63,6 +63,8 @@ class Rollouts:
     ) -> StepBatch:
         """Return the answers as a batch of a step, with labels on the tokens that the model wrote.
 
+        Its hash is that of tokens and labels alone: what is computed from them differs by rounding between plans.
+
         Args:
             micro_batch_size: sequences of one forward pass; None: as the plan says.
             trained: whether each answer has labels; None: all have.
@@ -87,13 +89,10 @@ class Rollouts:
             for head, is_kept, *written in zip(heads, kept, self.answers, self.written, strict=True)
         ]
         placed = {name: self._place(values, heads) for name, values in given.items()}
-        return build_step_batch(
-            step,
-            sequences + [[0]] * fill,
-            labels + [[NO_LABEL]] * fill,
-            self.place if micro_batch_size is None else replace(self.place, micro_batch_size=micro_batch_size),
-            {name: rows + [torch.zeros_like(rows[0][:1])] * fill for name, rows in placed.items()},
-        )
+        filled = {name: rows + [torch.zeros_like(rows[0][:1])] * fill for name, rows in placed.items()}
+        place = self.place if micro_batch_size is None else replace(self.place, micro_batch_size=micro_batch_size)
+        batch = build_step_batch(step, sequences + [[0]] * fill, labels + [[NO_LABEL]] * fill, place, filled)
+        return replace(batch, hash=hash_lists(sequences, labels, place, self.place.rank * self.most))
 
     @property
     def written(self) -> Sequence[Sequence[bool]]:

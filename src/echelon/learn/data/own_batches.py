@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from echelon.ground.errors import DataError
-from echelon.learn.data.loader import BatchPlace, Ids, StepBatch, divide_samples
+from echelon.learn.data.loader import BatchPlace, Ids, StepBatch, divide_samples, hash_sequences
 from echelon.learn.data.shards import NO_LABEL, Samples
 
 
@@ -52,6 +52,16 @@ def build_step_batch(
         extra={name: _stack_extra(name, values, lengths, width) for name, values in (extra or {}).items()},
     )
     return divide_samples(step, samples, np.array(place.share(total), dtype=np.int64), place, total)
+
+
+def hash_lists(
+    sequences: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], place: BatchPlace, first: int
+) -> int:
+    """Return the hash of lists as in `build_step_batch`, those with the indices from `first` on of a batch."""
+    lengths, ids = [len(sequence) for sequence in sequences], np.arange(first, first + len(sequences))
+    width = place.sequence_len or max(lengths, default=1)
+    rows = _stack_rows(sequences, lengths, width), _stack_rows(labels, lengths, width, NO_LABEL)
+    return hash_sequences(ids, ids, *rows)
 
 
 def _check_lists(lengths: Sequence[int], labels: Sequence[Sequence[int]], place: BatchPlace, total: int) -> None:
