@@ -69,3 +69,10 @@ def test_a_recipe_and_a_sweep_that_do_not_load_are_found(tmp_path):
 
 def test_tests_that_would_not_run_are_found():
     assert find_left_out([Path("tests/dist/test_x.py"), Path("tests/unit/test_y.py")], ["dist", ".*"]) == {"dist"}
+
+
+def test_the_demo_is_the_one_that_the_command_trains():
+    """A file, not a link into the source: the folder of recipes may be copied."""
+    shipped = ROOT / "recipes" / "demo.yaml"
+    assert not shipped.is_symlink()
+    assert shipped.read_bytes() == (ROOT / "src" / "echelon" / "cli" / "commands" / "demo.yaml").read_bytes()
