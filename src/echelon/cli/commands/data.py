@@ -30,8 +30,10 @@ def data(
     recipe = read_recipe(recipe_path, overrides)
     prepared = prepare_data(recipe)
     show(find_model_fields(recipe, prepared.vocab_size)[1])
-    for counts in count_sources(prepared):
-        _show_source(counts)
+    found = count_sources(prepared)
+    is_divided = bool(prepared.validation) and {counts.stream for counts in found} == {"train"}
+    for counts in found:
+        _show_source(counts, "train and held out" if is_divided else counts.stream)
     sequences = [("train", prepared.train), *((held_out.name, held_out.dataset) for held_out in prepared.validation)]
     for name, dataset in sequences:
         known = f"{dataset.num_samples:,} sequences" if dataset is not prepared.streamed else "a stream of sequences"
@@ -42,14 +44,14 @@ def data(
         _show_document(document, prepared.tokenizer)
 
 
-def _show_source(counts: "SourceCounts") -> None:
-    """Show the size of a source; for whole documents also the target share and the distribution of lengths."""
+def _show_source(counts: "SourceCounts", use: str) -> None:
+    """Show the size and the use of a source; for whole documents also the share of targets, and how long they are."""
     import numpy as np
 
     from echelon.learn.data.survey import PERCENTILES, bucket_lengths
 
     broken = f", {counts.broken:,} broken records left out" if counts.broken else ""
-    named = f"{counts.source} ({counts.name}), {counts.stream}"
+    named = f"{counts.source} ({counts.name}), {use}"
     if counts.lengths is None or counts.learned is None:
         show(f"{named}: {counts.documents:,} documents, {counts.tokens:,} tokens{broken}")
         return

@@ -15,6 +15,8 @@ _MANY_POINTS = 50
 # These differ in any two runs.
 _OWN_KEYS = ("run.name", "run.dir")
 _ABSENT = "-"  # a value that a recipe does not have, or has as null or empty
+# What decides which quantity the training loss is.
+_LOSS_KEYS = (("objective",), ("train", "loop"))
 # What decides which text is held out, where a run has not recorded its size.
 _TEXT_KEYS = ("data.train", "data.validation", "data.validation_fraction")
 
@@ -52,7 +54,12 @@ def _name_apart(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _list_warnings(records: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
-    """Sentences about losses that must not be compared: other tokenizers, other held-out texts."""
+    """Sentences about losses that must not be compared: other objectives, tokenizers, held-out texts."""
+    if len({str([read_value(record.recipe, *key) for key in _LOSS_KEYS]) for record in records}) > 1:
+        yield (
+            "The runs have different objectives or loops, so their training losses are different quantities: compare "
+            "evaluations of one kind, or `echelon eval RUN --data FILE`."
+        )
     has_one_tokenizer = len({_find_tokenizer(record) for record in records}) == 1
     if not has_one_tokenizer:
         yield (

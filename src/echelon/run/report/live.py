@@ -10,7 +10,7 @@ from echelon.run.report.run_record import read_record
 from echelon.run.report.sections import build_report
 
 REFRESH_SECONDS = 2.0
-_SECTIONS = ("Messages", "Loss", "Throughput", "Where the time went", "Network", "Events")
+_SECTIONS = ("Messages", "Loss", "Metrics of the loop", "Throughput", "Where the time went", "Network", "Events")
 # A reading of the files of a long run takes so long; it may take at most this share of the time.
 _READING_SHARE = 0.2
 

@@ -37,13 +37,15 @@ def read_mapping(mapping: object, *path: str) -> dict[str, Any]:
 
 _MANY_POINTS = 50
 _WINDOW_SHARE = 0.02
+_MOST_POINTS = 2000  # of a smoothed line: more than a picture has columns
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """Return the running median over a fiftieth of the points, centred."""
+    """Return the running median over a fiftieth of the points, centred; of very many, evenly spaced ones of them."""
     half = max(1, round(_WINDOW_SHARE * len(points) / 2))
-    around = ([y for _, y in points[max(0, place - half) : place + half + 1]] for place in range(len(points)))
-    return [(x, statistics.median(near)) for (x, _), near in zip(points, around, strict=True)]
+    places = range(0, len(points), -(-len(points) // _MOST_POINTS) or 1)
+    around = ([y for _, y in points[max(0, place - half) : place + half + 1]] for place in places)
+    return [(points[place][0], statistics.median(near)) for place, near in zip(places, around, strict=True)]
 
 
 def read_points(rows: Sequence[Mapping[str, Any]], name: str, axis: str = "step") -> list[Point]:

@@ -62,6 +62,13 @@ _MARKED = {
 }
 _MAX_EVENTS = 30
 _MAX_SAMPLES = 3
+_MAX_METRICS = 20
+ROW_KEYS = {
+    "kind", "step", "tokens", "target_tokens", "loss", "grad_norm", "learning_rate", "tokens_per_second",
+    "step_seconds", "data_wait_seconds", "mfu", "memory_peak_bytes", "batch_hash", "skipped", "loss_scale", "cost_usd",
+    "sent_bytes", "message_wait_seconds", "rank_seconds", "gpu_utilization", "gpu_watts", "router_loss", "expert_load",
+}  # fmt: skip
+"""The keys of a train row that are echelon's; others are metrics of a loop."""
 
 
 def build_report(record: RunRecord) -> Report:
@@ -86,6 +93,7 @@ def build_sections(record: RunRecord) -> list[Section]:
         Section("Advice", [Lines(advice, "advice")] if advice else []),
         Section("Rewards", list(build_rewards(record))),
         Section("Loss", list(_losses(record))),
+        Section("Metrics of the loop", list(_own_metrics(record))),
         Section("Benchmarks", list(build_benchmarks(record))),
         Section("Throughput", list(build_throughput(record))),
         Section("Predicted and measured", list(build_prediction(record))),
@@ -155,11 +163,28 @@ def _messages(record: RunRecord) -> Iterator[Block]:
 
 
 def _losses(record: RunRecord) -> Iterator[Block]:
-    points, evaluated = read_points(record.train_rows, "loss"), read_points(record.eval_rows, "loss")
-    series = draw_lines("training", points)
-    if points or evaluated:
-        shown = [line for line in (*series, Series("evaluation", evaluated, is_marked=True)) if line.points]
-        yield Curves("loss", "step", shown)
+    yield from _draw_losses(record)
+    yield from _list_sets(record)
+    yield from _list_labels(record)
+    if norms := read_points(record.train_rows, "grad_norm"):
+        yield Curves("gradient norm, before clipping", "step", draw_lines("", norms))
+
+
+def _draw_losses(record: RunRecord) -> Iterator[Block]:
+    """Yield the losses in one picture, or in two if a loop of one's own may train with another quantity."""
+    training = draw_lines("training", read_points(record.train_rows, "loss"))
+    evaluation = [Series("evaluation", read_points(record.eval_rows, "loss"), is_marked=True)]
+    groups = {"loss": [*training, *evaluation]}
+    if loop := read_value(record.recipe, "train", "loop"):
+        told = f"The training loss is that of {loop}; it may be another quantity than the evaluation loss."
+        yield Lines([redact_text(told)])
+        groups = {"training loss": training, "evaluation loss": evaluation}
+    for name, group in groups.items():
+        if shown := [line for line in group if line.points]:
+            yield Curves(name, "step", shown)
+
+
+def _list_sets(record: RunRecord) -> Iterator[Block]:
     names = sorted({name for row in record.eval_rows for name in (row.get("sets") or {})})
     rows = [row for row in record.eval_rows if isinstance(row.get("sets"), dict)]
     if rows and names:
@@ -175,9 +200,18 @@ def _losses(record: RunRecord) -> Iterator[Block]:
                 for name in names
             ],
         )
-    yield from _list_labels(record)
-    if norms := read_points(record.train_rows, "grad_norm"):
-        yield Curves("gradient norm, before clipping", "step", draw_lines("", norms))
+
+
+def _own_metrics(record: RunRecord) -> Iterator[Block]:
+    """Yield the curves of what a loop has recorded of its own, each with its own scale."""
+    if not read_value(record.recipe, "train", "loop"):
+        return
+    names = {name: None for row in record.train_rows for name in row if name not in ROW_KEYS}
+    for name in list(names)[:_MAX_METRICS]:
+        if points := read_points(record.train_rows, name):
+            yield Curves(redact_text(name), "step", draw_lines("", points))
+    if len(names) > _MAX_METRICS:
+        yield Lines([f"The first {_MAX_METRICS} of {len(names)} metrics; metrics.jsonl has all."])
 
 
 def _list_labels(record: RunRecord) -> Iterator[Block]:

@@ -50,6 +50,16 @@ def test_counts_lengths_and_documents(show):
     assert found.count("5 tokens, 1 learned (in [[ ]])") == 2
 
 
+def test_a_source_that_is_also_held_out_is_called_so(show):
+    records = [{"text": "one and two and three and four"}] * 5
+    divided = show(records, *BYTES, "data.validation_fraction=0.2", "--samples", "0")
+    assert "data.train.0 (x.jsonl), train and held out: 5 documents, 150 tokens" in divided
+    Path("y.jsonl").write_text('{"text": "five and six"}\n')
+    apart = show(records, *BYTES[:-1], "data.validation=y.jsonl", "--samples", "0")
+    assert "data.train.0 (x.jsonl), train: 5 documents, 150 tokens" in apart
+    assert "(y.jsonl), validation: 1 documents, 12 tokens" in apart
+
+
 def test_a_limit_is_shown(show):
     found = show(SUMS, *BYTES, "data.train.0.max_samples=7")
     assert "data.train.0: only the first 7 records are read (max_samples)" in found

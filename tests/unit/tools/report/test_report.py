@@ -1,5 +1,6 @@
 """`echelon report` of runs whose files are written by hand: every figure is worked out from the rows."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -12,10 +13,12 @@ import pytest
 from echelon.cli.main import main
 from echelon.ground.sizes import render_rate, render_seconds
 from echelon.run.report.comparison import build_comparison
+from echelon.run.report.live import read_live
 from echelon.run.report.numbers import pick_axis, pick_ticks, render_number, render_percent
 from echelon.run.report.page import render_page
 from echelon.run.report.run_record import percentile, read_record
-from echelon.run.report.sections import build_report, list_figures
+from echelon.run.report.sections import ROW_KEYS, build_report, list_figures
+from echelon.run.training.metrics import StepMetrics, train_row
 
 START = 1_795_437_230.0
 
@@ -345,6 +348,41 @@ def test_losses_that_do_not_compare_are_pointed_out(tmp_path):
     recipe = "tokenizer: bytes\ndata: {train: [{path: b, fields: {}}], shuffle: false}\n"
     [other] = compare(tmp_path / "old", start=old, recipe=recipe)["What does not compare"]
     assert len(other.lines) == 2
+
+
+def test_training_losses_of_other_objectives_or_loops_do_not_compare(tmp_path):
+    data = "data: {train: [{path: a, fields: {}}], shuffle: true}\n"
+    for name, more in (("loop", "train: {loop: 'own:loop'}\n"), ("objective", "objective: {name: distill}\n")):
+        [other] = compare(tmp_path / name, recipe=data + more)["What does not compare"]
+        assert len(other.lines) == 1 and other.lines[0].startswith("The runs have different objectives or loops"), name
+    assert "What does not compare" not in compare(tmp_path / "rate", recipe=data + "optim: {learning_rate: 1}\n")
+
+
+def test_a_loop_has_its_metrics_and_a_loss_of_its_own(tmp_path):
+    run = write_run(tmp_path / "a", num_steps=3)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    own = [row | {"heat": 10.0 - row["step"], "<b>": 1.0} if row["kind"] == "train" else row for row in rows]
+    write_lines(run / "metrics.jsonl", own)
+    (run / "recipe.yaml").write_text("run: {name: a}\n")
+    sections = {section.title: section.blocks for section in build_report(read_record(run)).sections}
+    assert "Metrics of the loop" not in sections
+    assert [curves.name for curves in sections["Loss"]] == ["loss", "gradient norm, before clipping"]
+    (run / "recipe.yaml").write_text("train: {loop: 'own:loop'}\n")
+    sections = {section.title: section.blocks for section in read_live(run).sections}
+    heat, other = sections["Metrics of the loop"]
+    assert (heat.name, other.name) == ("heat", "<b>")
+    assert [(series.name, series.points) for series in heat.series] == [("", [(1.0, 9.0), (2.0, 8.0), (3.0, 7.0)])]
+    told, training, evaluation, _ = sections["Loss"]
+    assert told.lines == ["The training loss is that of own:loop; it may be another quantity than the evaluation loss."]
+    assert (training.name, len(training.series), evaluation.name) == ("training loss", 1, "evaluation loss")
+    assert evaluation.series[0].points == [(10.0, 3.0), (20.0, 2.0)]
+    assert Page(render_page(build_report(read_record(run)))).is_whole
+
+
+def test_the_keys_that_are_not_metrics_of_a_loop_are_those_of_a_row():
+    fields = dict.fromkeys((field.name for field in dataclasses.fields(StepMetrics)), 1.0)
+    row = train_row(StepMetrics(**fields | {"gpu": None, "own_seconds": [], "further": {}}))
+    assert row.keys() == ROW_KEYS
 
 
 def test_all_curves_of_a_comparison_have_one_axis(tmp_path):
