@@ -62,6 +62,22 @@ def say(words: str, own: str = "ray") -> None:
     print(f"{own}: {words}", file=sys.stdout, flush=True)
 
 
+class Brief:
+    """A stream that passes on what Ray prints in this process, without the state of a node that has ended."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write the lines of a message; that of a lost node ends with some 50 lines of its last state."""
+        lines = text.splitlines(keepends=True)
+        self._stream.write("".join(line for line in lines if "[state-dump]" not in line))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class Machine:
     """Lives in a Ray worker on its machine: runs the agent as a child, and hands over its output."""
 
@@ -153,6 +169,15 @@ class Crew:
     seats: list[Seat] = field(default_factory=list)
     coming: Any = None
     """The placement group of a further machine that Ray has not found yet."""
+
+    def name(self, seat: Seat) -> str:
+        """The machine of a seat: its host name, and if others have the same one its address, or its id in Ray."""
+        others = [other for other in self.seats if not other.lost and other.node != seat.node]
+        alike = [other for other in others if other.host == seat.host]
+        if not seat.host or not alike:
+            return seat.host or "a machine"
+        differs = all(other.address != seat.address for other in alike)
+        return f"{seat.host} ({seat.address if differs else seat.node[:8]})"
 
     def gather(self, stops: Sequence[object]) -> bool:
         """Wait for the machines; False if Ray does not find them in time, or the job is stopped."""
@@ -353,10 +378,10 @@ class Job:
         present = [seat for seat in seats if not seat.lost]
         if not self._rendezvous and present:
             self._rendezvous = f"{present[0].address}:{present[0].port}"
-            hosts = ", ".join(seat.host for seat in present)
+            hosts = ", ".join(map(self._crew.name, present))
             say(f"trains on {len(present)} machine(s): {hosts}; they meet at {self._rendezvous}")
         elif present:
-            say(f"{', '.join(seat.host for seat in present)} joins")
+            say(f"{', '.join(map(self._crew.name, present))} joins")
         for seat in present:
             seat.actor.start.remote(self._order.nodes, self._rendezvous, self._order.agent)
         return {seat.actor.poll.remote(): seat for seat in present}
@@ -370,7 +395,7 @@ class Job:
         except ray.exceptions.RayError as error:
             self._lose(seat, error)
             return False
-        prefix = "" if self._order.most == 1 else f"{seat.host} | "
+        prefix = "" if self._order.most == 1 else f"{self._crew.name(seat)} | "
         for line in lines:
             print(f"{prefix}{line}", file=sys.stdout, flush=True)
         if seat.code is not None:
@@ -384,15 +409,16 @@ class Job:
         with suppress(ray.exceptions.RayError, ValueError):
             ray.kill(seat.actor)
         if not isinstance(error, ray.exceptions.RayActorError):
-            say(f"{seat.host or 'a machine'} is not usable: {str(error).strip().splitlines()[0]}")
+            say(f"{self._crew.name(seat)} is not usable: {str(error).strip().splitlines()[0]}")
         else:
-            say(f"{seat.host or 'a machine'} is lost: Ray's worker there has ended")
+            say(f"{self._crew.name(seat)} is lost: Ray's worker there has ended")
 
 
 def main(folder: Path) -> int:
     """Run the job whose files are in this folder; returns its exit code."""
     import ray
 
+    sys.stdout = Brief(sys.stdout)
     order = Order(**json.loads((folder / ORDER).read_text(encoding="utf-8")))
     ray.init(log_to_driver=False, logging_level="ERROR")
     stops: list[int] = []

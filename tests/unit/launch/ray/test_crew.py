@@ -85,6 +85,16 @@ def test_a_further_machine_that_got_an_agent_meanwhile_is_given_back(crew, asked
     assert find(crew) == [] and asked[1].avoids == "!in(a,d)"
 
 
+def test_machines_with_equal_host_names_have_their_addresses(crew):
+    def seat(host, address, node):
+        return driver.Seat(None, 0, host=host, address=address, node=node)
+
+    crew.seats = [seat("a", "10.0.0.1", "1f"), seat("vm", "10.0.0.2", "2f"), seat("vm", "10.0.0.3", "3f")]
+    assert [crew.name(each) for each in crew.seats] == ["a", "vm (10.0.0.2)", "vm (10.0.0.3)"]
+    crew.seats = [seat("vm", "10.0.0.1", f"{n}abcdefghij") for n in range(2)] + [driver.Seat(None, 0)]
+    assert [crew.name(each) for each in crew.seats] == ["vm (0abcdefg)", "vm (1abcdefg)", "a machine"]
+
+
 def test_a_restart_has_one_agent_on_each_machine(crew):
     further = crew.seats[2].group
     lose(crew, "b")

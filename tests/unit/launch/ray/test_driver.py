@@ -1,15 +1,18 @@
 """The part of the driver that runs on a machine: its agent's output, exit code and end, without Ray."""
 
+import io
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import psutil
 import pytest
 
+from echelon.launch.ray import driver
 from echelon.launch.ray.driver import Machine
 from echelon.launch.ray.submission import render_files
 from echelon.launch.records import make_job
@@ -100,6 +103,18 @@ def test_the_agent_ends_with_the_process_that_started_it(folder):
     worker.wait()
     _, alive = psutil.wait_procs(group, timeout=20)
     assert not alive
+
+
+def test_the_state_of_a_lost_node_is_left_out():
+    """What `print_worker_logs` of Ray prints for a raylet that has ended: one message of many lines."""
+    stream = io.StringIO()
+    line = "    [2026-09-01 10:00:00,1 I 7 7] (raylet) node_manager.cc:525: [state-dump] NodeManager:\n"
+    with redirect_stdout(driver.Brief(stream)):
+        print(f"(raylet) Raylet is terminated. Last lines of its log:\n{50 * line}    the last words\n")
+        driver.say("node-2 is lost")
+    assert stream.getvalue() == (
+        "(raylet) Raylet is terminated. Last lines of its log:\n    the last words\n\nray: node-2 is lost\n"
+    )
 
 
 def test_a_folder_that_the_machine_does_not_have_is_named(folder):
