@@ -181,7 +181,6 @@ def _body(job: JobSpec) -> str:
     # srun does not inherit the cores from sbatch. Tasks agree on their exit code: a task's non-zero code does not end
     # the others, but when a task is killed silently, the others are ended after a minute.
     options: dict[str, str | int | bool] = {
-        "cpu-bind": "none",
         **({} if slurm.cpus_per_task is None else {"cpus-per-task": slurm.cpus_per_task}),
         "kill-on-bad-exit": 0,
         "wait": 0 if elastic else _LEAVING_SECONDS,
@@ -189,6 +188,7 @@ def _body(job: JobSpec) -> str:
     }
     parts = [
         "start",
+        *([] if "cpu-bind" in slurm.srun_options else ["unbound"]),
         "look",
         *([] if elastic else ["refuse"]),
         "step",
@@ -199,6 +199,7 @@ def _body(job: JobSpec) -> str:
     ]
     words = {
         "@LOOK@\n": " ".join(render_options({**options, **slurm.srun_options, "chdir": "/"})) + " \\\n",
+        "@BIND@": "" if "cpu-bind" in slurm.srun_options else ' "${bind[@]}"',
         "@MEETING@\n": _PARTS["meeting"] if elastic else "\n",
         "@WORDS@": render_task(job, options, f'bash "$job/{MACHINE}"'),
     }

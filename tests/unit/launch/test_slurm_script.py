@@ -94,7 +94,7 @@ def run_step(folder, job, *commands):
     """Run the batch script with fakes of these commands; return the words that each was called with."""
     (folder / job.folder).mkdir(parents=True)
     write_files(folder, job)
-    (folder / "bin").mkdir()
+    (folder / "bin").mkdir(exist_ok=True)
     for name in commands:
         (folder / "bin" / name).write_text(
             '#!/bin/bash\nprintf "%s\\0" "$@" > "$(dirname "$0")/$(basename "$0").words"\n'
@@ -110,8 +110,8 @@ def test_srun_gets_its_options_and_the_container_unchanged(tmp_path, make):
     machine = str(folder / "jobs/demo-1/machine.sh")
     pyxis = run_step(folder, make(*PYXIS, workdir=folder), "srun")
     assert pyxis == [
-        "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpu-bind=verbose,none", "--kill-on-bad-exit=0",
-        "--wait=60", "--mpi=pmix", "--comment=a $b 'c'", "--container-image=nvcr.io#nvidia/pytorch:25.10-py3",
+        "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=60", "--mpi=pmix",
+        "--cpu-bind=verbose,none", "--comment=a $b 'c'", "--container-image=nvcr.io#nvidia/pytorch:25.10-py3",
         f"--container-mounts={folder}:{folder},/scratch:/scratch,/mnt/a b:/data:ro", "--no-container-mount-home",
         "--container-name=x y", "bash", machine,
     ]  # fmt: skip
@@ -121,6 +121,21 @@ def test_srun_gets_its_options_and_the_container_unchanged(tmp_path, make):
         "apptainer", "exec", "--nv", "--writable-tmpfs", f"--bind={other}:{other}", "--bind=/scratch:/scratch",
         str(Path("~/images/a b.sif").expanduser()), "bash", str(other / "jobs/demo-1/machine.sh"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("plugins", "bound"),
+    [("task/none", False), ("(null)", False), ("task/affinity,task/cgroup", True), ("task/cgroup", True), (None, True)],
+)
+def test_srun_is_told_not_to_bind_where_the_site_binds_tasks(tmp_path, make, plugins, bound):
+    """With `TaskPlugin=task/none` srun prints `cluster configuration lacks support for cpu binding`."""
+    (tmp_path / "bin").mkdir()
+    if plugins is not None:
+        config = f"TaskPlugin              = {plugins}\nTaskPluginParam         = (null type)"
+        (tmp_path / "bin" / "scontrol").write_text(f"#!/bin/bash\necho '{config}'\n")
+        (tmp_path / "bin" / "scontrol").chmod(0o755)
+    words = run_step(tmp_path, make(workdir=tmp_path), "srun")
+    assert ("--cpu-bind=none" in words) is bound
 
 
 def test_inputs_outside_of_the_container_are_named(make, monkeypatch):
