@@ -20,6 +20,7 @@ from echelon.ground.launch_environment import (
     is_gpu_private,
     shares_agent_store,
 )
+from echelon.ground.open_files import allow_open_files
 from echelon.ground.sockets import listen_at, within
 from echelon.ground.stop_request import start_watchdog
 from echelon.ground.variables import Place
@@ -113,6 +114,7 @@ def start_runtime(timeout_seconds: float = COLLECTIVE_SECONDS, store: "Store | N
     Collective: every rank calls it. `timeout_seconds` is the timeout of collectives; `store` is the result of
     `open_store()`, called here if absent.
     """
+    allow_open_files()
     if find_terminal_rank() is not None:
         timeout_seconds = _ATTENDED_SECONDS
         _raise_default_timeouts(timeout_seconds)

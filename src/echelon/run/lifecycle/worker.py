@@ -37,6 +37,7 @@ from echelon.ground.launch_environment import (
     shares_files,
 )
 from echelon.ground.logs import log_as_rank
+from echelon.ground.open_files import explain_open_files
 from echelon.ground.quiet_imports import garbage_kept
 from echelon.ground.redaction import redact_text
 from echelon.ground.run_files import is_run
@@ -365,10 +366,12 @@ def explain_quit(error: BdbQuit, rank: int) -> EchelonError:
 
 
 def explain_error(error: BaseException, rank: int, folder: RunFolder) -> str:
-    """One line for an unexpected error, with the path of its traceback; two common errors include a fix."""
+    """One line for an unexpected error, with the path of its traceback; some common errors include a fix."""
     where = f"see {folder.log_path(rank)}"
     if storage := explain_storage_error(error, folder.path):
         return f"rank {rank}: {storage}; {where}"
+    if files := explain_open_files(error):
+        return f"rank {rank}: {files}; {where}"
     if is_out_of_memory(error):
         return (
             f"rank {rank} ran out of memory; lower train.micro_batch_size, set train.activation_checkpointing: full, "

@@ -13,6 +13,7 @@ from pathlib import Path
 from echelon.ground.cores import num_cores
 from echelon.ground.errors import LaunchError
 from echelon.ground.hosts import address_of
+from echelon.ground.open_files import count_ranks, read_limits
 from echelon.ground.sizes import render_bytes
 from echelon.ground.variables import read_environment
 from echelon.planner.hardware.detection import machine_memory_bytes
@@ -31,6 +32,8 @@ _PYTHON = (3, 11)
 _GIBIBYTE = 2**30
 # With less, even a small model cannot be loaded, saved, or fed by several processes.
 _LEAST_MEMORY, _LEAST_DISK, _LEAST_SHARED = 2 * _GIBIBYTE, 5 * _GIBIBYTE, 256 * 2**20
+# Enough for ranks on dozens of machines.
+_LEAST_OPEN_FILES = 4096
 _CLOCK_SECONDS = 2.0
 # A correct clock is not before the time when this code was written.
 _EARLIEST = 1_750_000_000.0
@@ -44,6 +47,7 @@ def examine_machine(folder: Path) -> Iterator[Finding]:
     yield from judge_devices()
     yield _judge_memory()
     yield from _judge_shared_memory()
+    yield _judge_open_files()
     yield _judge_disk(folder)
     yield _judge_clock(folder)
     yield _judge_interfaces()
@@ -106,6 +110,13 @@ def _judge_shared_memory() -> Iterator[Finding]:
     free = shutil.disk_usage(place).free
     remedy = "give the container more: docker run --shm-size 8g, or launch.kubernetes.shared_memory"
     yield Finding("/dev/shm", f"{render_bytes(free)} free", "" if free >= _LEAST_SHARED else remedy)
+
+
+def _judge_open_files() -> Finding:
+    _, hard = read_limits()
+    words = f"up to {hard:,} for a process, enough for a job of about {count_ranks(hard):,} ranks"
+    remedy = "raise the hard limit, nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536:65536"
+    return Finding("open files", words, "" if hard >= _LEAST_OPEN_FILES else remedy)
 
 
 def _judge_disk(folder: Path) -> Finding:

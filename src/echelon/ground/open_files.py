@@ -1,0 +1,47 @@
+"""How many files and connections a process may have open: each rank is connected with all others, several times."""
+
+import errno
+import resource
+from contextlib import suppress
+
+SOCKETS_PER_RANK = 3
+"""The connections of a rank with each other one, in gloo's groups; 2 beside NCCL."""
+
+# Beyond this nothing here needs more, and programs that close all files that there may be would take minutes.
+_MOST = 2**20
+# Of the interpreter, torch, data files and logs.
+_OTHERS = 300
+_TEXT = "Too many open files"
+
+
+def allow_open_files() -> None:
+    """Raise the soft limit of this process, and of those that it starts, as far as the hard one allows."""
+    soft, hard = read_limits()
+    if soft < hard:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def read_limits() -> tuple[int, int]:
+    """The soft and the hard limit of this process, at most about a million."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (_MOST if limit == resource.RLIM_INFINITY else min(limit, _MOST) for limit in limits)
+    return soft, hard
+
+
+def count_ranks(limit: int) -> int:
+    """How many ranks a job can have where a process may have so many files open."""
+    return max(1, (limit - _OTHERS) // SOCKETS_PER_RANK)
+
+
+def explain_open_files(error: BaseException) -> str | None:
+    """One line for an error because a process had too many files open; None for any other error."""
+    is_full = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+    if not is_full and _TEXT not in str(error):
+        return None
+    limit = read_limits()[0]
+    return (
+        f"too many open files: a process here may have {limit} (ulimit -n), and a rank needs about {SOCKETS_PER_RANK} "
+        f"for each other one; raise the hard limit: nofile in /etc/security/limits.conf, LimitNOFILE of the service "
+        "that starts jobs, or docker run --ulimit nofile=65536:65536"
+    )
