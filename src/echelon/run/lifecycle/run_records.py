@@ -135,7 +135,7 @@ def describe_end(
     cost: str | None,
     recipe: Recipe,
 ) -> Iterator[str]:
-    """Lines about a run that is done: what came out, and the commands that use it.
+    """Lines about a run that is done: what came out, and the commands that use it, where its files stay.
 
     `seconds`: the wall time of all starts. `cost`: of all starts, None if no price is known.
     """
@@ -155,6 +155,8 @@ def describe_end(
     with suppress(OSError, ValueError, EchelonError):  # a damaged file
         yield from (f"verdict: {sentence}" for sentence in judge_run(read_record(folder.path, with_traces=False)))
     yield f"run folder: {folder.path}"
+    if "SM_HOSTS" in read_environment():  # a container of SageMaker, whose paths end with the run
+        return
     run = shlex.quote(str(folder.path))
     if not draws_answers:
         yield f"next: echelon eval {run}"

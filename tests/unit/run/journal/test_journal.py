@@ -97,7 +97,7 @@ def test_the_mfu_can_be_left_out_of_the_console(tmp_path, caplog):
     assert "mfu" not in caplog.text and json.loads(folder.metrics_path.read_text())["mfu"] == 0.5
 
 
-def test_the_end_says_what_came_out_and_what_comes_next(tmp_path):
+def test_the_end_says_what_came_out_and_what_comes_next(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "a run")
     folder.create()
     rows = ({"kind": "train", "step": 1, "loss": 3.0}, {"kind": "train", "step": 2, "loss": 2.5})
@@ -114,6 +114,9 @@ def test_the_end_says_what_came_out_and_what_comes_next(tmp_path):
     ]
     first, *_ = describe_end(folder, TrainState(step=2), 75.0, None, recipe)
     assert first == "done: 2 steps in 1m15s; last training loss 2.5000"
+    monkeypatch.setenv("SM_HOSTS", '["algo-1"]')
+    in_container = [*describe_end(folder, TrainState(step=2), 75.0, None, recipe)]
+    assert in_container == [first, f"run folder: {folder.path}"], "no command there could use it"
 
 
 def test_the_memory_is_an_event_and_a_table(tmp_path):
