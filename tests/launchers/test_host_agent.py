@@ -176,6 +176,24 @@ def test_no_machine_waits_if_all_are_told_to_stop(agents, tmp_path, monkeypatch)
     assert [finish(each, 60).code for each in pods] == [3, 3]
 
 
+def test_each_machine_tells_the_loss_of_another_one(tmp_path):
+    write_recipe(tmp_path, train={"steps": 5000, "global_batch_size": 6}, checkpoint={"every_steps": 10})
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = ("train", "recipe.json", "--nproc", "1", "--nodes", "3", "--rendezvous", place)
+    coordinator = start(*command, cwd=tmp_path)
+    await_listener(place, coordinator)
+    guest, lost = (start(*command, cwd=tmp_path) for _ in range(2))
+    await_line(RunFolder(tmp_path / "runs" / "tiny").metrics_path, '"step": 30,', coordinator, 120)
+    lost.kill()
+    finish(lost, 60)
+    endings = [finish(each, 90) for each in (coordinator, guest)]
+    assert [each.code for each in endings] == [1, 1], endings
+    for each in endings:
+        assert "1 of 3 machines stopped responding: " in each.err and "the same command resumes from step" in each.err
+        assert "with 2:3 machines (--nodes), or 3+1, the others would have gone on" in each.err
+
+
 def test_a_refusal_is_printed_once_and_ends_all(agents, tmp_path):
     write_recipe(tmp_path)
     (tmp_path / "text.txt").write_text("")

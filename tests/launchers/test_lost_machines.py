@@ -152,6 +152,8 @@ def test_a_spare_takes_the_place_of_a_lost_machine(tmp_path, whole):
     assert codes == [0, 0], outputs
     said = outputs[0] + (tmp_path / "spare.log").read_text()
     assert "1 of 2 machines stopped responding: node-2" in outputs[0]
+    assert "machine node-3 (" in outputs[0] and "a spare, takes the place of another one" in outputs[0]
+    assert "this machine was a spare, and now takes the place of another one" in said
     assert said.count("plan: ddp on 2 process") == 2, said
     assert_same(rows(run), whole(steps))
 

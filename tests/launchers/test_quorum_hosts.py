@@ -179,7 +179,7 @@ def test_a_lost_machine_costs_one_step_and_may_return(tmp_path, size, parallel):
         job.until(lambda: job.events(JOINED))
         codes, outputs = job.stop()
     assert set(codes.values()) == {3}, outputs
-    assert "was lost with its machine" in "".join(outputs.values())
+    assert f"was lost with its machine {last.name}" in "".join(outputs.values())
     job.assert_never_restarted()
     job.assert_same_as_alone()
 

@@ -101,7 +101,7 @@ def test_a_lost_machine_returns_and_gets_its_state_from_another_one(tmp_path):
         job.until_replaced("a machine of 3, which loses its power and returns", 1)
         codes, outputs = job.end()
     assert set(codes.values()) == {0}, outputs
-    assert "was lost with its machine" in "".join(outputs.values())
+    assert f"was lost with its machine {last.name}" in "".join(outputs.values())
     job.assert_as_undisturbed()
 
 

@@ -48,9 +48,6 @@ HOST_VARIABLE = "ECHELON_HOST_DIR"
 SHARED_VARIABLE = "ECHELON_SHARES_FILES"
 """0 if the machines of a job do not see the same run folder."""
 
-AWAITS_VARIABLE = "ECHELON_AWAITS_MACHINES"
-"""1 if whoever started this machine also replaces others, and counts each that ends: then it waits for them."""
-
 ADDRESS_VARIABLE = "ECHELON_ADDRESS"
 """This machine's address for the others; if rank 0 is here, its store listens at this address."""
 
@@ -245,11 +242,6 @@ def find_snapshot_dir() -> Path | None:
 def shares_files() -> bool:
     """Whether every machine sees the same run folder, as far as the starter of this process knows."""
     return os.environ.get(SHARED_VARIABLE, "1") == "1"
-
-
-def awaits_machines() -> bool:
-    """Whether a job that machines have left waits for others in their place, instead of ending here too."""
-    return os.environ.get(AWAITS_VARIABLE) == "1"
 
 
 def is_elastic() -> bool:

@@ -7,8 +7,8 @@ from contextlib import suppress
 
 from echelon.ground.errors import StoppedError
 from echelon.ground.sizes import render_bytes
-from echelon.ground.stop_request import StopRequest
-from echelon.ground.variables import find_cache_dir
+from echelon.ground.stop_request import StopRequest, read_stop_file
+from echelon.ground.variables import find_cache_dir, read_environment
 from echelon.learn.checkpoint.adapter_folder import write_adapter
 from echelon.learn.checkpoint.model_card import render_card
 from echelon.learn.distributed.membership import ViewChanged
@@ -22,6 +22,7 @@ from echelon.run.journal.journal import Journal
 from echelon.run.journal.network import describe_network
 from echelon.run.lifecycle.assemble import build_trainer
 from echelon.run.lifecycle.run_records import describe_end, finish
+from echelon.run.supervise.restart import LEAVING_VARIABLE
 from echelon.run.training.callbacks import Callback
 from echelon.run.training.heartbeat import Heartbeat
 from echelon.run.training.state import TrainState
@@ -106,17 +107,23 @@ def conduct(
         heart.stop()
         trainer.train_step.loader.close()
         if journal is not None:
-            _close_records(trainer, journal, folder, done)
+            _close_records(trainer, journal, folder, done, stop)
     return state
 
 
-def _close_records(trainer: Trainer, journal: Journal, folder: RunFolder, done: bool) -> None:
+def goes_on(folder: RunFolder, stop: StopRequest) -> bool:
+    """Whether the ranks end only because a machine joins or leaves: then nobody has told this one to stop."""
+    is_signal = stop.agreed is not None and stop.agreed.startswith("SIG")
+    return read_environment().get(LEAVING_VARIABLE) == "1" and is_signal and read_stop_file(folder.stop_path) is None
+
+
+def _close_records(trainer: Trainer, journal: Journal, folder: RunFolder, done: bool, stop: StopRequest) -> None:
     """Close the journal, after the goodput of a start that did not reach the last step. On rank 0."""
     if isinstance(sys.exception(), ViewChanged):  # the run goes on
         if journal.meter is not None:
             journal.meter.close()
     elif not done:
-        summarize(trainer, journal, folder)
+        summarize(trainer, journal, folder, logging.DEBUG if goes_on(folder, stop) else logging.INFO)
     journal.close(done)
 
 
@@ -136,27 +143,27 @@ def export_trained(trainer: Trainer, recipe: Recipe, folder: RunFolder) -> None:
         logger.info(f"adapter: {folder.export_dir} ({size})")
 
 
-def summarize(trainer: Trainer, journal: Journal, folder: RunFolder) -> None:
-    """Print the reckoning, the network and the goodput, and write them to events.jsonl, however this start ended.
+def summarize(trainer: Trainer, journal: Journal, folder: RunFolder, level: int = logging.INFO) -> None:
+    """Log the reckoning, the network and the goodput, and write them to events.jsonl, however this start ended.
 
     On rank 0.
     """
     with suppress(OSError, ValueError):  # the disk may be full, a file damaged
         if (reckoning := reckon(folder)) is not None:
             for line in reckoning.describe():
-                logger.info(line)
+                logger.log(level, line)
             store_reckoning(folder, reckoning, trainer.state.step)
             if (told := sharpen_later_plans(folder, reckoning, find_cache_dir())) is not None:
-                logger.info(told)
+                logger.log(level, told)
     if journal.network is not None and (sent := journal.network.summarize()) is not None:
-        logger.info(describe_network(sent))
+        logger.log(level, describe_network(sent))
         with suppress(OSError):  # the disk may be full
             journal.event("network", step=trainer.state.step, **sent)
     goodput = trainer.accounting.goodput
-    logger.info(goodput.describe())
+    logger.log(level, goodput.describe())
     if journal.meter is not None:
         journal.meter.close()
         if (used := journal.meter.describe()) is not None:
-            logger.info(used)
+            logger.log(level, used)
     with suppress(OSError):  # the disk may be full
         folder.rows.append_event("goodput", step=trainer.state.step, seconds=goodput.state_dict()["seconds"])

@@ -64,7 +64,7 @@ from echelon.run.supervise.outcome import (
     report,
     write_outcome,
 )
-from echelon.run.supervise.restart import forget_ended
+from echelon.run.supervise.restart import LEAVING_VARIABLE, forget_ended
 from echelon.run.supervise.warm_start import WarmStart, workers_warmed
 from echelon.run.supervise.workers import Workers, memory_held
 
@@ -168,7 +168,8 @@ def train_on_hosts(
     """Run the agent of this machine, one of several: start its ranks with `arguments`, and wait for the end of all.
 
     Returns how the job ended, the same on every machine, and whether this machine reports it to the user. Machines
-    without shared files have separate logs, so each reports.
+    without shared files have separate logs, so each reports; and each reports the loss of others, after which its log
+    may be the only one at hand.
     """
     _refuse_snapshots(recipe)
     asked = None if group.is_alone else name_living_on(recipe)
@@ -189,7 +190,7 @@ def train_on_hosts(
         outcomes = scratch / "outcomes"
         outcomes.mkdir()
         folder = RunFolder(recipe.run.dir, outcomes)
-        environment = hosted_environment(outcomes, group.shares_files)
+        environment = hosted_environment(outcomes, group.shares_files) | {LEAVING_VARIABLE: str(int(group.may_leave))}
         if asked is not None:
             argv = worker_argv("echelon.run.lifecycle.worker", str(folder.path))
             job = _make_job(recipe, argv, count, folder, environment | managed_environment())
@@ -202,7 +203,7 @@ def train_on_hosts(
     if agent.keeps_journal and is_run(folder.path):
         outcome = _describe_ending(folder, outcome)
     preparation.end()
-    return outcome, agent.is_coordinator or not group.shares_files
+    return outcome, agent.is_coordinator or agent.has_lost_others or not group.shares_files
 
 
 def _find_missing_gpus(recipe: Recipe, group: HostGroup, num_processes: int | None) -> str | None:

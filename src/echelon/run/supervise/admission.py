@@ -136,6 +136,7 @@ class Admission:
         self._watch = watch
         self._fault = fault
         self._short_since: float | None = None
+        self._lost: set[str] = set()
 
     def present(self, condition: Condition) -> Answer:
         """Present this machine, and wait for the answer. It has joined the attempt. Raises DistError as a Meeting."""
@@ -153,8 +154,7 @@ class Admission:
         """On the coordinator, now and then during the whole attempt: answer those who wait, if it can be decided."""
         if not self._watch.coordinates:
             return
-        for host in self._watch.spares():
-            self._watch.is_silent(host)  # a spare counts as lost only if it was looked at before
+        self._tell_lost_spares()
         hosts = self._watch.hosts()
         for host in hosts:
             if self._has("ping", host) and not self._has("pong", host):
@@ -164,6 +164,14 @@ class Admission:
         is_present = self._watch.host in conditions or self._watch.host not in hosts
         if waiting and is_present:  # this machine trains, if it can, whoever comes first
             self._decide(conditions, waiting)
+
+    def _tell_lost_spares(self) -> None:
+        """Look at the spares all the time: one counts as lost only if it was looked at before."""
+        spares = self._watch.spares()
+        lost = {host for host in spares if self._watch.is_silent(host)}
+        for host in sorted(lost - self._lost):
+            logger.warning(f"the spare {host} stopped responding; spares left: {len(spares) - len(lost)}")
+        self._lost |= lost
 
     def _decide(self, conditions: Mapping[str, Condition], waiting: Sequence[str]) -> None:
         problems = judge(conditions, self._fault)
@@ -188,8 +196,7 @@ class Admission:
         watch = self._watch
         if not watch.group.num_spares or watch.group.lives_on:
             return []
-        before = watch.spares(watch.attempt - 1)
-        order = sorted(fit, key=lambda host: (host in waiting, host != watch.host, host in before))
+        order = sorted(fit, key=lambda host: (host in waiting, host != watch.host, watch.was_spare(host)))
         return order[watch.group.max_nodes :]
 
     def _take(
@@ -211,6 +218,8 @@ class Admission:
                 logger.warning(f"machine {host} is left out: {words}")
             elif words:
                 logger.warning(f"machine {host}: {words}")
+            if host in taken and self._watch.attempt and self._watch.was_spare(host):
+                logger.info(f"machine {host}, a spare, takes the place of another one")
             self._answer(host, Answer(host in taken, words))
 
     def _may_grow(self, count: int) -> bool:

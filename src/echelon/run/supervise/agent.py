@@ -12,26 +12,22 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.ground.errors import LaunchError, first_line
 from echelon.ground.hosts import HostGroup, await_name, find_interface, find_own_address
-from echelon.ground.launch_environment import (
-    ADDRESS_VARIABLE,
-    RESTART_VARIABLE,
-    awaits_machines,
-    exported,
-    read_clock,
-)
+from echelon.ground.launch_environment import ADDRESS_VARIABLE, RESTART_VARIABLE, exported, read_clock
 from echelon.ground.logs import erase_progress_bar, keep_console_in
+from echelon.ground.open_files import allow_open_files
 from echelon.ground.run_files import is_run, newest_step
 from echelon.ground.scratch import scratch_folder
-from echelon.ground.stop_request import ECHO_SECONDS, STOP_SIGNALS, read_stop_file
+from echelon.ground.stop_request import read_stop_file
 from echelon.ground.stored import write_text
+from echelon.ground.variables import read_environment
 from echelon.planner.hardware.health import examine_health
 from echelon.recipe import FaultConfig
 from echelon.run.folder.run_folder import RunFolder, describe_gone
@@ -40,7 +36,7 @@ from echelon.run.supervise.agent_votes import LOST_SECONDS, Meeting
 from echelon.run.supervise.decision import Decision, HostReport
 from echelon.run.supervise.hands import Hand, Machines
 from echelon.run.supervise.hang_verdict import explain_hang, read_records
-from echelon.run.supervise.news import news_shared
+from echelon.run.supervise.news import ENDING_SIGNALS, news_shared, stops_forwarded
 from echelon.run.supervise.outcome import (
     DONE,
     FAILED,
@@ -56,8 +52,8 @@ from echelon.run.supervise.outcome import (
 )
 from echelon.run.supervise.rendezvous import ALONE, TOGETHER, register_backends
 from echelon.run.supervise.replica_keeper import ReplicaKeeper
-from echelon.run.supervise.restart import Restarts, Vacancies, deaths_watched
-from echelon.run.supervise.succession import FENCE_SIGNAL, Fence, find_coordinator, succeed
+from echelon.run.supervise.restart import AWAITS_VARIABLE, Restarts, Vacancies, deaths_watched
+from echelon.run.supervise.succession import Fence, find_coordinator, succeed
 from echelon.run.supervise.warm_start import WarmStart, started_warm
 from echelon.run.supervise.workers import Workers
 
@@ -76,8 +72,6 @@ _LAST_CALL_SECONDS = 5
 _REJOIN_SECONDS = 1.0
 # Cloud machines may start minutes apart.
 _JOIN_SECONDS = 1800
-# These end the job at once; STOP_SIGNALS let it save first.
-_ENDING_SIGNALS = (signal.SIGHUP, signal.SIGQUIT)
 
 
 class Agent:
@@ -112,7 +106,12 @@ class Agent:
         """Whether this machine tells the user how the job ended."""
         self.keeps_journal = False
         """Whether this machine writes the run's events: the coordinator, or without shared files, rank 0's machine."""
-        self._is_short = False  # whether the job has ended because it lacks other machines
+        self._last: Decision | None = None
+
+    @property
+    def has_lost_others(self) -> bool:
+        """Whether the job has ended because machines were lost, which each of the others tells its user."""
+        return self._last is not None and bool(self._last.advice)
 
     def submit(self, job: Workers) -> Outcome:
         """Run the job to its end; the outcome is the same on every machine. No worker outlives the call.
@@ -120,24 +119,29 @@ class Agent:
         Workers inherit stdout and stderr. Raises LaunchError when the machines cannot meet, or the coordinator is lost.
         """
         _silence_torchrun()
-        group, vacancies = self._group, Vacancies(job.max_restarts if awaits_machines() else 0)
+        allow_open_files()
+        group, vacancies = (
+            self._group,
+            Vacancies(job.max_restarts if read_environment().get(AWAITS_VARIABLE) == "1" else 0),
+        )
         with stops_forwarded(job.notice_seconds, job.folder.stop_path) as asked:
             while True:
-                self._group, self._is_short = group, False
+                self._group, self._last = group, None
                 try:
                     outcome = self._meet(job, asked)
-                except LaunchError as error:
-                    if not self._waits(vacancies, job, str(error), asked):
+                except LaunchError:
+                    if not self._waits(vacancies, job, asked):
                         raise
                 else:
-                    if not self._waits(vacancies, job, outcome.message, asked):
+                    if not self._waits(vacancies, job, asked):
                         return outcome
                 job.folder.clear_outcomes()
 
-    def _waits(self, vacancies: Vacancies, job: Workers, message: str, asked: Sequence[object]) -> bool:
+    def _waits(self, vacancies: Vacancies, job: Workers, asked: Sequence[object]) -> bool:
         """Whether this machine waits for others in the place of those whose end was that of the job."""
-        is_short = self._is_short and not asked
-        return is_short and vacancies.wait(message.rstrip("."), _find_newest_step(job), asked, LOST_SECONDS)
+        if self._last is None or not self._last.is_short or asked:
+            return False
+        return vacancies.wait(self._last.message, _find_newest_step(job), asked, LOST_SECONDS)
 
     def _meet(self, job: Workers, asked: Sequence[object]) -> Outcome:
         """Meet the other machines, and run the job to its end with them; see `submit`."""
@@ -222,7 +226,7 @@ class Agent:
                 meeting.watch(attempt).ask(read_stop_file(folder.stop_path) or "SIGTERM")
             decision = meeting.await_decision(attempt, HostReport.of(meeting.host, cause, _find_newest_step(job)))
             if (ending := decision.find_ending(meeting.host, cause.outcome)) is not None:
-                self._is_short = decision.is_short
+                self._last = decision
                 return ending
             if asked:  # since the decision: the next attempt stops as soon as it can
                 write_text(folder.stop_path, read_stop_file(folder.stop_path) or "SIGTERM")
@@ -300,6 +304,8 @@ class Agent:
         answer = Admission(meeting.watch(attempt), self._fault).present(condition)
         if answer.is_spare:
             logger.info("this machine is a spare: it takes the place of one that is lost")
+        elif answer.is_admitted and attempt and meeting.watch(attempt).was_spare(meeting.host):
+            logger.info("this machine was a spare, and now takes the place of another one")
         elif not answer.is_admitted and not answer.ends and not meeting.coordinates:
             logger.warning(f"this machine is left out: {answer.words}")
         return None if answer.is_admitted else answer.cause
@@ -375,7 +381,8 @@ class Agent:
         return []
 
     def _explain_loss(self, error: BaseException) -> LaunchError:
-        self._is_short = True
+        words = f"the coordinator at {self._group.endpoint} is gone"
+        self._last = Decision(False, FAILED, words, 0, is_short=True)
         return LaunchError(
             f"the coordinator at {self._group.endpoint} is gone or unreachable "
             f"({first_line(error)}); start the same command again on the remaining machines to resume "
@@ -433,7 +440,7 @@ def _build_config(job: Workers, scratch: Path, settings: Mapping[str, Any]) -> "
         "monitor_interval": _MONITOR_SECONDS,
         # Under nohup SIGHUP is ignored, and the job outlives its terminal.
         "signals_to_handle": ",".join(
-            signum.name for signum in _ENDING_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN
+            signum.name for signum in ENDING_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN
         ),
         **settings,
     }
@@ -450,48 +457,6 @@ def _silence_torchrun() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(prefixes):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-
-
-@contextmanager
-def stops_forwarded(notice_seconds: float, stop_file: Path) -> Iterator[Sequence[object]]:
-    """The first signal asks the workers to save and stop; a second one, or the end of the notice, ends the agent.
-
-    So does `FENCE_SIGNAL`, at once.
-
-    Yields a sequence that is non-empty once a signal has arrived. Afterwards restores the earlier handlers, including
-    those that torchrun's agent has replaced.
-    """
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    asked: list[tuple[str, float]] = []
-
-    def stop(number: int, _: object) -> None:
-        name, now = signal.Signals(number).name, time.monotonic()
-        if not asked:
-            asked.append((name, now))
-            with suppress(OSError):  # the disk may be full
-                if notice_seconds > 0:
-                    write_text(stop_file, name)
-                    signal.setitimer(signal.ITIMER_REAL, notice_seconds)
-                    return
-        elif number != signal.SIGALRM and now - asked[0][1] < ECHO_SECONDS:
-            return
-        raise SignalException("stopped", signal.Signals[asked[0][0]])
-
-    def end(*_: object) -> None:
-        raise SignalException("ended", signal.SIGKILL)  # torchrun's agent sends this to its workers
-
-    mine = (*STOP_SIGNALS, signal.SIGALRM)
-    before = {signum: signal.getsignal(signum) for signum in (*mine, FENCE_SIGNAL, *_ENDING_SIGNALS)}
-    for signum in mine:
-        signal.signal(signum, stop)
-    signal.signal(FENCE_SIGNAL, end)
-    try:
-        yield asked
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 def worker_argv(module: str, *arguments: str) -> tuple[str, ...]:

@@ -313,6 +313,10 @@ class Watch:
         """Whether a machine waits."""
         return not all(map(self.is_silent, self.spares()))
 
+    def was_spare(self, host: str) -> bool:
+        """Whether a machine waited during the attempt before this one."""
+        return host in self.spares(self.attempt - 1)
+
     def spares(self, attempt: int | None = None) -> list[str]:
         """The machines that wait during an attempt, this one by default."""
         return read_lines(self.store, f"{self.attempt if attempt is None else attempt}/spares")

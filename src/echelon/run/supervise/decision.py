@@ -39,7 +39,8 @@ class Decision:
 
     `restarts`: the number of restarts after failures so far, including this one. `leaving`: machines that were asked to
     stop and end, while the others continue. `is_short`: the job ends because machines are lost or were asked to stop,
-    so the others could go on with new ones.
+    so the others could go on with new ones. `advice`: what the user can do where machines are lost, the end of the
+    message.
     """
 
     goes_on: bool
@@ -49,6 +50,7 @@ class Decision:
     step: int | None = None
     leaving: tuple[str, ...] = ()
     is_short: bool = False
+    advice: str = ""
 
     @staticmethod
     def parse(text: bytes) -> "Decision":
@@ -60,7 +62,7 @@ class Decision:
         """How a machine ends, whose own ranks ended like this; None if it takes part in another attempt."""
         if host in self.leaving:
             return Outcome(STOPPED if own.code == STOPPED else FAILED, own.message)
-        return None if self.goes_on else Outcome(self.code, self.message)
+        return None if self.goes_on else Outcome(self.code, self.message + self.advice)
 
 
 def decide(
@@ -86,7 +88,17 @@ def decide(
         if ending is None:
             return Decision(True, FAILED, failure.message, restarts.done, tally.step)
     is_short = bool(tally.lost or asked) and ending.code not in (DONE, REFUSED)
-    return Decision(False, ending.code, ending.message, restarts.done, tally.step, is_short=is_short)
+    advice = _advise(group, len(reports), tally.step) if is_short and tally.lost else ""
+    return Decision(False, ending.code, ending.message, restarts.done, tally.step, is_short=is_short, advice=advice)
+
+
+def _advise(group: HostGroup, count: int, step: int | None) -> str:
+    """What to do after the loss of a machine, one of `count`; and which request would not have ended with it."""
+    words = "; the same command " + ("starts the run again" if step is None else f"resumes from step {step}")
+    if group.may_leave or group.lives_on:
+        return words
+    least = max(1, count - 1)
+    return f"{words}; with {least}:{count} machines (--nodes), or {count}+1, the others would have gone on"
 
 
 @dataclass(frozen=True)

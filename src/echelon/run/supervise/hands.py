@@ -25,7 +25,14 @@ from echelon.ground.launch_environment import replica_environment
 from echelon.ground.sockets import listen_at
 from echelon.ground.stored import write_text
 from echelon.ground.variables import read_environment
-from echelon.run.supervise.outcome import MACHINE_LOST, RankOutcome, read_outcomes, write_outcome
+from echelon.run.supervise.outcome import (
+    MACHINE_LOST,
+    ProcessDeath,
+    RankOutcome,
+    describe_ending,
+    read_outcomes,
+    write_outcome,
+)
 from echelon.run.supervise.warm_start import StartedWorker, WarmStart, end_workers, start_worker
 from echelon.run.supervise.workers import Workers
 
@@ -93,6 +100,10 @@ class RemoteWorker:
         self.returncode: int | None = None
         self._machine = machine
         self._member = member
+
+    def describe_ending(self, death: ProcessDeath) -> str:
+        """How it has ended, with the name of its machine, as the end of a sentence about it."""
+        return f"{describe_ending(death)}{'' if death.exit_code == MACHINE_LOST else ' on'} {self._machine.name}"
 
     def poll(self) -> int | None:
         """The exit code; None while it runs. `MACHINE_LOST` if its machine does not answer."""

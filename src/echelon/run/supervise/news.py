@@ -1,23 +1,70 @@
-"""Share stops and deaths between machines while the workers run."""
+"""Forward the stops of this machine to its workers, and share stops and deaths between machines while they run."""
 
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
-from echelon.ground.stop_request import read_stop_file
+from echelon.ground.stop_request import ECHO_SECONDS, STOP_SIGNALS, read_stop_file
 from echelon.ground.stored import write_text
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.supervise.agent_votes import Watch
+from echelon.run.supervise.succession import FENCE_SIGNAL
 
 logger = logging.getLogger(__name__)
+
+ENDING_SIGNALS = (signal.SIGHUP, signal.SIGQUIT)
+"""These end the job at once; STOP_SIGNALS let it save first."""
 
 _LOOK_SECONDS = 0.2
 # Between two log lines about machines that have not joined yet.
 _WAITING_SECONDS = 20.0
+
+
+@contextmanager
+def stops_forwarded(notice_seconds: float, stop_file: Path) -> Iterator[Sequence[object]]:
+    """The first signal asks the workers to save and stop; a second one, or the end of the notice, ends the agent.
+
+    So does `FENCE_SIGNAL`, at once.
+
+    Yields a sequence that is non-empty once a signal has arrived. Afterwards restores the earlier handlers, including
+    those that torchrun's agent has replaced.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    asked: list[tuple[str, float]] = []
+
+    def stop(number: int, _: object) -> None:
+        name, now = signal.Signals(number).name, time.monotonic()
+        if not asked:
+            asked.append((name, now))
+            with suppress(OSError):  # the disk may be full
+                if notice_seconds > 0:
+                    write_text(stop_file, name)
+                    signal.setitimer(signal.ITIMER_REAL, notice_seconds)
+                    return
+        elif number != signal.SIGALRM and now - asked[0][1] < ECHO_SECONDS:
+            return
+        raise SignalException("stopped", signal.Signals[asked[0][0]])
+
+    def end(*_: object) -> None:
+        raise SignalException("ended", signal.SIGKILL)  # torchrun's agent sends this to its workers
+
+    mine = (*STOP_SIGNALS, signal.SIGALRM)
+    before = {signum: signal.getsignal(signum) for signum in (*mine, FENCE_SIGNAL, *ENDING_SIGNALS)}
+    for signum in mine:
+        signal.signal(signum, stop)
+    signal.signal(FENCE_SIGNAL, end)
+    try:
+        yield asked
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 @contextmanager

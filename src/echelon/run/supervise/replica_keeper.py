@@ -14,7 +14,13 @@ from echelon.ground.stored import write_text
 from echelon.ground.variables import read_environment
 from echelon.run.supervise.board import Board, Change, View, name_member
 from echelon.run.supervise.hands import Machines, RemoteWorker
-from echelon.run.supervise.outcome import FAILED, ProcessDeath, describe_ending, find_silent, read_outcomes
+from echelon.run.supervise.outcome import (
+    FAILED,
+    ProcessDeath,
+    describe_ending,
+    find_silent,
+    read_outcomes,
+)
 from echelon.run.supervise.warm_start import StartedWorker, WarmStart, end_workers, start_worker
 from echelon.run.supervise.workers import Workers
 
@@ -67,6 +73,11 @@ class _Replica:
             for index, (process, code) in enumerate(zip(self.processes, codes, strict=True))
             if code is not None
         ]
+
+    def describe_ending(self, death: ProcessDeath) -> str:
+        """How one of its processes has ended, and on which machine if that is another one."""
+        process = self.processes[death.rank - self.first_rank]
+        return process.describe_ending(death) if isinstance(process, RemoteWorker) else describe_ending(death)
 
     def kill(self) -> None:
         """End the processes that still run, and wait until they have ended."""
@@ -227,13 +238,13 @@ class ReplicaKeeper:
         self._failed_starts[number] = 0 if replica.has_state else self._failed_starts[number] + 1
         if self._view is not None and replica.members[0] in self._view.members:
             self._board.end(self._view.number)
-            self._changes.append(Change(number, death.pid, death.time, describe_ending(death)))
+            self._changes.append(Change(number, death.pid, death.time, replica.describe_ending(death)))
         if self._is_ending or (self._job.folder.stop_path.exists() and not self._job.needs_all):
             return True
         if self._failed_starts[number] == _MAX_FAILED_STARTS:
             line = (
-                f"process {death.rank} {describe_ending(death)}, and ended {_MAX_FAILED_STARTS} times in a row before "
-                f"it trained: it is not started again; see {self._job.folder.log_path(death.rank)}"
+                f"process {death.rank} {replica.describe_ending(death)}, and ended {_MAX_FAILED_STARTS} times in a row "
+                f"before it trained: it is not started again; see {self._job.folder.log_path(death.rank)}"
             )
             logger.warning(line)
             return len(self._running) >= (self._job.min_replicas or 1)

@@ -16,6 +16,12 @@ from echelon.run.supervise.outcome import FAILED, STOPPED, Outcome, read_outcome
 
 logger = logging.getLogger(__name__)
 
+AWAITS_VARIABLE = "ECHELON_AWAITS_MACHINES"
+"""1 if whoever started this machine also replaces others, and counts each that ends: then it waits for them."""
+
+LEAVING_VARIABLE = "ECHELON_MAY_LEAVE"
+"""1 for the workers of a job that goes on when machines leave or join, for which they are told to stop."""
+
 SAME_FAILURES = 3
 """The same failure this many times in a row, without a new checkpoint, ends the job even if restarts are left."""
 

@@ -75,15 +75,10 @@ def build_straggler_watch(meshes: Meshes, reaction: str, slow_path: Path) -> "St
 
 
 def median_of_peers(own: Sequence[float], stages: Sequence[int]) -> list[float]:
-    """For each rank the median of the other numbers of its stage; its own number if there are none.
-
-    With n ranks this needs O(n log n): each stage is sorted once, and a rank's own number is skipped in it.
-    """
-    stage_ranks: dict[int, list[int]] = {}
-    for rank in sorted(range(len(own)), key=own.__getitem__):
-        stage_ranks.setdefault(stages[rank], []).append(rank)
+    """For each rank the median of the other numbers of its stage, which is sorted once; without others its own."""
     usual = list(own)
-    for ranks in stage_ranks.values():
+    for stage in set(stages):
+        ranks = sorted((rank for rank in range(len(own)) if stages[rank] == stage), key=own.__getitem__)
         low, high = (len(ranks) - 2) // 2, (len(ranks) - 1) // 2  # the middle of a stage without one of its ranks
         for place, rank in enumerate(ranks if len(ranks) > 1 else ()):
             usual[rank] = (own[ranks[low + (low >= place)]] + own[ranks[high + (high >= place)]]) / 2

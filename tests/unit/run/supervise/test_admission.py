@@ -119,6 +119,27 @@ def test_a_machine_too_many_is_a_spare_and_takes_the_place_of_a_lost_one():
     assert group.look_until_answered() == {"a": True, "c": True}
 
 
+def test_what_happens_to_a_spare_is_told(caplog):
+    caplog.set_level("INFO", "echelon")
+    group = Group("2+2")
+    for host in "abcd":
+        group.come(host)
+    group.look_until_answered()
+    group.silent.add("d")
+    for _ in range(3):
+        group.coordinator.look()
+    group.begin_attempt(1)
+    for host in "ca":
+        group.come(host)
+    assert group.look_until_answered() == {"a": True, "c": True}
+    assert caplog.messages == [
+        "machine c is a spare",
+        "machine d is a spare",
+        "the spare d stopped responding; spares left: 1",
+        "machine c, a spare, takes the place of another one",
+    ]
+
+
 def test_a_spare_takes_the_place_of_a_bad_machine():
     group = Group("2+1")
     group.come("a")

@@ -159,6 +159,13 @@ def test_a_lost_machine_shrinks_an_elastic_job_and_ends_a_fixed_one():
     assert ending.message == "1 of 2 machines stopped responding: b"
     ending = decided(echo, "b")
     assert (ending.goes_on, ending.code, ending.message) == (False, FAILED, "1 of 2 machines stopped responding: b")
+    assert ending.find_ending("a", echo.outcome).message == (
+        "1 of 2 machines stopped responding: b; the same command resumes from step 40; with 1:2 machines (--nodes), or "
+        "2+1, the others would have gone on"
+    )
+    many = HostGroup(2, 4, "a", 29400)
+    assert decided(echo, "b", "c", group=many).advice == "; the same command resumes from step 40"
+    assert decided(told("a", FAILED, "rank 0 failed", final=True), told("b", FAILED, "x")).advice == ""
 
 
 def test_a_job_is_short_of_machines_only_if_some_have_left():

@@ -1,6 +1,7 @@
 """The keeper's orders to another machine, and what that reports: both ends in this process, with real children."""
 
 import json
+import platform
 import signal
 import socket
 import sys
@@ -103,6 +104,8 @@ def test_a_machine_that_is_lost_gives_its_place_to_the_next(sleeping):
     sleeping.machines.at(1).line.close()
     assert first.poll() == MACHINE_LOST and not sleeping.machines.is_there(1)
     assert describe_ending(ProcessDeath(3, first.pid, MACHINE_LOST, 0.0)) == "was lost with its machine"
+    told = [first.describe_ending(ProcessDeath(3, first.pid, code, 0.0)) for code in (MACHINE_LOST, -9)]
+    assert told == [f"was lost with its machine {platform.node()}", f"was killed by SIGKILL on {platform.node()}"]
     sleeping.thread.join(60)
     sleeping.connect()
     second = sleeping.start("1.1.1")

@@ -16,8 +16,8 @@ from echelon.ground.sockets import find_free_port
 from echelon.ground.stored import write_json
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.supervise import succession
-from echelon.run.supervise.agent import stops_forwarded
 from echelon.run.supervise.agent_votes import Meeting, Roster
+from echelon.run.supervise.news import stops_forwarded
 from echelon.run.supervise.restart import Restarts
 from echelon.run.supervise.succession import Claim, Fence, find_coordinator, succeed
 
