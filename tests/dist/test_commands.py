@@ -63,7 +63,7 @@ def test_from_text_to_a_model_that_transformers_loads(echelon, tmp_path):
     ):  # fmt: skip
         assert line in ending.out
     table = ending.out[ending.out.index("\ntensors of one process  ") :].splitlines()[1:9]
-    assert [line.split()[0] for line in table[1:]] == [*asdict(MemoryParts(0, 0, 0, 0, 0, 0)), "total"]
+    assert [line.split()[0] for line in table[1:]] == [*list(asdict(MemoryParts(0, 0, 0, 0, 0, 0)))[:-1], "total"]
     assert "mfu" not in ending.out  # on a CPU
 
     check_record(run)

@@ -93,7 +93,10 @@ class Judge:
         places = gather_objects(meshes.data_rank, meshes.everyone)
         self._rewards: RewardProcess | None = None
         self._environments: EnvironmentProcess | None = None
+        self.frozen_bytes = 0
+        """Of the reward models of this process, and of the copy of the model that samples."""
         self._sampler = None if learner.recipe.rollout.sampler == "native" else PagedSampler(learner)
+        self.frozen_bytes += 0 if self._sampler is None else self._sampler.num_bytes
         self._judges = places.index(meshes.data_rank) == dist.get_rank(meshes.everyone)
         try:
             gather_found(lambda: self._start(hub_path), meshes.everyone)
@@ -106,8 +109,9 @@ class Judge:
             return
         recipe = with_copies(self._learner.recipe, read_commits(hub_path))
         dtype, device = getattr(torch, self._learner.plan.precision.compute), self._learner.device
-        models = {index: RewardModel(recipe, index, dtype, device).judge for index in find_reward_models(recipe)}
-        self._rewards = RewardProcess(recipe.reward, models)
+        models = {index: RewardModel(recipe, index, dtype, device) for index in find_reward_models(recipe)}
+        self.frozen_bytes += sum(model.num_bytes for model in models.values())
+        self._rewards = RewardProcess(recipe.reward, {index: model.judge for index, model in models.items()})
         if recipe.rollout.environment is not None:
             self._environments = EnvironmentProcess(recipe.rollout.environment)
 

@@ -46,6 +46,11 @@ class PagedSampler:
             model = AutoModelForCausalLM.from_config(learner.config, dtype=dtype, attn_implementation="sdpa")
         self._model: Any = model.eval().requires_grad_(requires_grad=False)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the model on its device."""
+        return int(self._model.get_memory_footprint())
+
     def answer(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Rollouts:
         """Answer prompts with the weights as they are now, `sampling.num_samples` times each. Collective.
 

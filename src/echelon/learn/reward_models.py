@@ -138,6 +138,11 @@ class RewardModel:
         self._model: Any = load_frozen(recipe, self._texts.options.path, dtype, device)
         self._device = device
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the model on its device."""
+        return int(self._model.get_memory_footprint())
+
     def judge(self, answers: Sequence[str], records: Sequence[Mapping[str, Any]]) -> tuple[list[float], str | None]:
         """Return the score of each answer, NaN for one without, and what is wrong with those, as a clause."""
         known: dict[int, list[int]] = {}

@@ -30,7 +30,7 @@ from echelon.planner.layout import (
 )
 from echelon.planner.memory import MemoryEstimate, count_held, estimate_memory
 from echelon.planner.model_shape import ModelShape
-from echelon.planner.plan import AdapterPlan, ParallelPlan, Precision, build_sync_plan
+from echelon.planner.plan import AdapterPlan, LossKind, ParallelPlan, Precision, build_sync_plan
 from echelon.planner.replica_costs import describe_traffic
 from echelon.planner.replica_limits import (
     ANYWHERE,
@@ -46,10 +46,11 @@ from echelon.planner.sampled_answers import add_rollout, describe_rollout
 from echelon.planner.search_space import list_divided, list_micro_batches
 from echelon.planner.teacher_size import count_reward_models, count_teacher
 from echelon.planner.time import estimate_time
+from echelon.recipe.names import OBJECTIVES
 from echelon.recipe.synchronization import PARAMETER_SERVER, QUORUM
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe import ObjectiveConfig, Recipe
     from echelon.recipe.training import ParallelConfig
 
 logger = logging.getLogger(__name__)
@@ -371,6 +372,7 @@ def _explain_micro_batch(request: _Request, plan: ParallelPlan, needs: MemoryEst
 def _build_plan(
     request: _Request, layout: ParallelPlan, kept: KeptActivations, micro_batch_size: int, num_microbatches: int
 ) -> ParallelPlan:
+    teacher_parameters, teacher_hidden_size = count_teacher(request.recipe)
     plan = replace(
         layout,
         engine=request.recipe.engine,
@@ -380,7 +382,9 @@ def _build_plan(
         num_fill=layout.num_readers * num_microbatches * micro_batch_size - request.recipe.global_batch_size,
         rows_per_sequence=1 if request.shape.obeys_masks or request.recipe.objective.row.answers != "pairs" else 2,
         keeps_reference=request.recipe.objective.needs_reference and not request.recipe.adapter.is_adapter,
-        num_teacher_parameters=count_teacher(request.recipe),
+        num_teacher_parameters=teacher_parameters,
+        teacher_hidden_size=teacher_hidden_size,
+        loss=_find_loss_kind(request.recipe.objective),
         num_reward_parameters=count_reward_models(request.recipe),
         holds_snapshots=holds_snapshots(request.recipe),
         activation_offloading=request.recipe.train.activation_offloading,
@@ -394,6 +398,18 @@ def _build_plan(
     )
     whole = kept.apply(replace(plan, precision=compressed_precision(request.precision, plan)))
     return add_rollout(whole, request.recipe, request.shape, request.cluster.kind, request.usable_bytes)
+
+
+def _find_loss_kind(objective: "ObjectiveConfig") -> LossKind:
+    if objective.name not in OBJECTIVES:
+        return "function"
+    if objective.name != "distill":
+        return "cross_entropy"
+    if not objective.teacher_in_memory:
+        return "likeliest"
+    if objective.loss_name == "jsd":
+        return "mixture"
+    return "divergence_and_labels" if objective.sft_weight else "divergence"
 
 
 def _needs(request: _Request, layout: ParallelPlan, plan: ParallelPlan, needs: MemoryEstimate) -> str:

@@ -19,8 +19,8 @@ from echelon.planner.axes.axis import RankLoad
 from echelon.planner.axes.table import AXES, count_absent, keep_heaviest, rank_loads
 from echelon.planner.hardware.accelerators import DeviceKind
 from echelon.planner.memory_parts import MemoryParts, StoredBytes
-from echelon.planner.model_shape import ModelShape, logits_chunk_tokens
-from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
+from echelon.planner.model_shape import FUNCTION_LOGITS, TEACHER_LOGITS, ModelShape, logits_chunk_tokens
+from echelon.planner.plan import DTYPE_BYTES, LossKind, ParallelPlan
 from echelon.planner.rates import keeps_scores
 from echelon.planner.replica_costs import agreement_bytes, saved_bytes
 from echelon.recipe.engines import NATIVE
@@ -35,6 +35,12 @@ _COMPILED = "compiled layers keep what was measured on a CPU: their input, resul
 _EAGER = "activations are those of eager execution; a compiled model needs less"
 _COPIED = "a quorum sends copies of gradients, which count as optimizer"
 _HELD = "four parts of the state, of two snapshots each of this process and of another one, count as optimizer"
+# fp32 tensors of the size of a chunk's logits that a loss function holds at once, eagerly and compiled, as measured on
+# a CPU (test_objective_memory.py).
+_LOSS_TENSORS: dict[LossKind, tuple[float, float]] = {
+    "function": (5, 3), "likeliest": (6, 4), "divergence": (7, 3), "divergence_and_labels": (7, 4),
+    "mixture": (11, 5.5),
+}  # fmt: skip
 # Optimizers with state that the estimate simplifies.
 _UNCOUNTED = {
     "adafactor": "its row and column statistics are not counted",
@@ -126,7 +132,7 @@ class _LoadBytes:
         agreement: what replicas, compressed gradients and held snapshots need. Not in `parts`, which are measured
             before it is there.
         reference: the frozen copy of the initial weights, the teacher, reward models, and the weights of a sampler of
-            transformers. Not in `parts`, which are measured without them.
+            transformers.
         host: what is kept in host memory.
         answers: of answers that are sampled at once, instead of gradients and activations.
         assumptions: what the count simplifies.
@@ -171,6 +177,7 @@ class _LoadBytes:
             activations=self.activations + self.states.cast,
             loss=self.chunk + self.head,
             other=more + self.deferred + max(0, self.redone - self.chunk),
+            frozen_models=self.reference,
         )
 
 
@@ -178,15 +185,17 @@ def _count_loads(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> lis
     """The bytes of each rank with other layers, without those that need less than another one with equal layers."""
     hidden = plan.micro_batch_size * plan.part_len * shape.hidden_size * DTYPE_BYTES[plan.precision.compute]
     loads = keep_heaviest(rank_loads(shape, plan, hidden))
-    return [_count_load(load, plan, kind) for load in loads]
+    return [_count_load(load, plan, kind, shape.head_size) for load in loads]
 
 
-def _count_load(load: RankLoad, plan: ParallelPlan, kind: DeviceKind) -> _LoadBytes:
+def _count_load(load: RankLoad, plan: ParallelPlan, kind: DeviceKind, head_size: int) -> _LoadBytes:
+    """`head_size`: of the whole head; that of `load` may be a part."""
     shape = load.shape
     plan = plan if load.adapter is plan.adapter else replace(plan, adapter=load.adapter)
     length, tokens = plan.part_len, plan.microbatch_tokens
     kept, redone, moved = activation_bytes(shape, plan, kind)
-    chunk, head = _logits(shape, plan, plan.micro_batch_size * length, kind) if load.has_head else (0, 0)
+    rows = plan.micro_batch_size * length
+    chunk, head = _logits(shape, plan, rows, kind, head_size) if load.has_head else (0, 0)
     waits = deferred_bytes(shape, plan) // load.num_stages if load.num_deferred else 0
     sending = sum(axis.buffer_bytes(shape, plan, tokens, kind) for axis in AXES)
     return _LoadBytes(
@@ -246,6 +255,9 @@ def _list_assumptions(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -
         yield f"{plan.optimizer} keeps two numbers per parameter, like AdamW"
     elif plan.optimizer in _UNCOUNTED:
         yield f"{plan.optimizer}: {_UNCOUNTED[plan.optimizer]}"
+    if plan.loss == "function":
+        tensors = _LOSS_TENSORS["function"][plan.compile]
+        yield f"your own loss is taken to hold {tensors:g} tensors of the size of a chunk's logits"
     if plan.adapter is not None:
         yield "adapters: copies of weights for DoRA with dropout and for new tokens are not counted"
     if plan.activation_checkpointing == "selective":
@@ -394,27 +406,44 @@ def _optimizer_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
     return moments + remainders
 
 
-def _logits(shape: ModelShape, plan: ParallelPlan, tokens: int, kind: DeviceKind) -> tuple[int, int]:
-    """Bytes of the chunked loss: (logits of one chunk; the hidden states with their gradient, and the head's
-    gradient, which is summed over the chunks in fp32 before the parameter gets it; a frozen one has none)."""
+def _logits(shape: ModelShape, plan: ParallelPlan, tokens: int, kind: DeviceKind, whole: int) -> tuple[int, int]:
+    """Bytes of the chunked loss: (logits of one chunk, and the teacher's head; the hidden states with their gradient,
+    and the head's gradient, which is summed over the chunks in fp32 before the parameter gets it; a frozen one has
+    none)."""
     compute = DTYPE_BYTES[plan.precision.compute]
     trained = plan.adapter is None or trains_head(shape, plan.adapter)
-    chunk = min(tokens, logits_chunk_tokens(shape.head_size, kind, trained))
+    # A loss function gets the logits of the whole vocabulary.
+    size, units = shape.head_size, 1
+    if plan.loss != "cross_entropy":
+        size, units = whole, FUNCTION_LOGITS if plan.loss in ("function", "likeliest") else TEACHER_LOGITS
+    chunk = min(tokens, logits_chunk_tokens(units * size, kind, trained))
     hidden = 2 * tokens * shape.hidden_size * compute
     # GPUs add a chunk's gradient in place; CPUs only in fp32: otherwise it exists in addition to the sum.
     chunk_head = 0 if kind == "cuda" or compute == FP32_BYTES else compute
     head = shape.head_size * shape.hidden_size * (FP32_BYTES + chunk_head) if trained else 0
-    return chunk * shape.head_size * _logit_bytes(shape, plan), hidden + head
+    return int(chunk * size * _logit_bytes(shape, plan)) + _teacher_bytes(shape, plan, tokens), hidden + head
 
 
-def _logit_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
+def _teacher_bytes(shape: ModelShape, plan: ParallelPlan, tokens: int) -> int:
+    """Bytes of a teacher while the loss is computed: its last hidden states, and its head if that is cast or gathered.
+
+    With `fully_shard` its embedding is gathered with its head; the vocabulary is taken to be the model's.
+    """
+    number = DTYPE_BYTES[plan.precision.compute]
+    copies = 2 if plan.uses_fully_shard else int(plan.uses_autocast)
+    return plan.teacher_hidden_size * number * (tokens + copies * shape.vocab_size)
+
+
+def _logit_bytes(shape: ModelShape, plan: ParallelPlan) -> float:
     """Bytes for each number of a chunk of logits. Compiled, the logits and their gradient, in the compute dtype.
 
     Otherwise two tensors in fp32: the logits, and their softmax, which becomes the gradient. Beside them the head's
-    output, if it is cast to fp32 before the softmax, or the soft-capped values.
+    output, if it is cast to fp32 before the softmax, or the soft-capped values. A loss function has its own tensors.
     """
     compute = DTYPE_BYTES[plan.precision.compute]
+    has_more = compute != FP32_BYTES or shape.parts.logits_softcap
+    if plan.loss != "cross_entropy":
+        return _LOSS_TENSORS[plan.loss][plan.compile] * FP32_BYTES + (compute if has_more else 0)
     if plan.compile:
         return 2 * compute
-    has_more = compute != FP32_BYTES or shape.parts.logits_softcap
     return 2 * FP32_BYTES + (compute if has_more else 0)

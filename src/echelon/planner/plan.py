@@ -28,6 +28,7 @@ Rounding = Literal["nearest", "stochastic", "kahan"]
 ReduceGradients = Literal["each", "last"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 AdapterMethod = Literal["lora", "qlora", "dora"]
+LossKind = Literal["cross_entropy", "function", "likeliest", "divergence", "divergence_and_labels", "mixture"]
 
 AXIS_ORDER: tuple[AxisName, ...] = get_args(AxisName)
 """The axes of the processes of one replica, outermost first."""
@@ -103,17 +104,6 @@ class AdapterPlan:
     def num_trained_matmul_parameters(self) -> int:
         """The trained parameters that count in the FLOP formula: all except look-up tables."""
         return self.num_trained_parameters - self.num_looked_up
-
-    def describe(self, compute: str) -> str:
-        """The message about trained and frozen parameters; frozen ones are in the dtype `compute`."""
-        whole = f", with {', '.join(self.saved)} trained in full" if self.saved else ""
-        packed = f", {self.num_quantized_parameters:,} of them in 4 bits" if self.num_quantized_parameters else ""
-        total = self.num_trained_parameters + self.num_frozen_parameters
-        return (
-            f"adapter: {self.method} of rank {self.r} at {', '.join((*self.targets, *self.experts))}{whole}: "
-            f"{self.num_trained_parameters:,} of {total:,} parameters are trained "
-            f"({self.num_trained_parameters / total:.2%}); the frozen ones are in {compute}{packed}"
-        )
 
 
 @with_config(_STRICT)
@@ -244,6 +234,11 @@ class ParallelPlan:
     """Whether each rank keeps its part of a frozen copy of the initial weights, with which the objective compares."""
     num_teacher_parameters: CountOrZero = 0
     """Parameters of a frozen teacher, of which each rank keeps its part."""
+    teacher_hidden_size: CountOrZero = 0
+    """Of a teacher in memory; 0 if its config is not here."""
+    loss: LossKind = "cross_entropy"
+    """Cross-entropy, or another function of logits; in distillation of a teacher's likeliest tokens, or of its logits:
+    a KL divergence, the same and cross-entropy, or divergences from the mixture."""
     num_reward_parameters: CountOrZero = 0
     """Parameters of frozen reward models, which each rank that judges answers keeps whole."""
     reshard_after_forward: bool = False

@@ -1,7 +1,7 @@
 """A plan in the words of its users."""
 
 from echelon.ground.sizes import count_noun
-from echelon.planner.plan import ParallelPlan, SyncPlan
+from echelon.planner.plan import AdapterPlan, ParallelPlan, SyncPlan
 from echelon.recipe.engines import NATIVE
 
 _ROWS = "pairs: the two answers run as sequences of their own, because no document mask keeps them apart in this model"
@@ -18,7 +18,7 @@ def describe_plan(plan: ParallelPlan) -> list[str]:
         f"plan: {_describe_strategy(plan)} ({plan.show_degrees()}){sharding}{reduction}; "
         f"activation checkpointing {_describe_activations(plan)}; {_describe_compilation(plan)}",
         _describe_precision(plan),
-        *([] if plan.adapter is None else [plan.adapter.describe(plan.precision.compute)]),
+        *([] if plan.adapter is None else [_describe_adapter(plan.adapter, plan.precision.compute)]),
         *_describe_batch(plan),
         *(f"why: {line}" for line in plan.why),
     ]
@@ -36,11 +36,23 @@ def summarize_plan(plan: ParallelPlan) -> list[str]:
         f"plan: {_describe_strategy(plan)}{degrees}; computes in {policy.compute}{saved}; "
         f"{_describe_compilation(plan)}",
         *([] if is_usual else [_describe_precision(plan)]),
-        *([] if plan.adapter is None else [plan.adapter.describe(policy.compute)]),
+        *([] if plan.adapter is None else [_describe_adapter(plan.adapter, policy.compute)]),
         *_describe_batch(plan),
         *(f"why: {line}" for line in plan.why if line not in chosen),
         *(["plan: its reasons and all settings are shown by --verbose and `echelon report`"] if chosen else []),
     ]
+
+
+def _describe_adapter(adapter: AdapterPlan, compute: str) -> str:
+    """The message about trained and frozen parameters; frozen ones are in the dtype `compute`."""
+    whole = f", with {', '.join(adapter.saved)} trained in full" if adapter.saved else ""
+    packed = f", {adapter.num_quantized_parameters:,} of them in 4 bits" if adapter.num_quantized_parameters else ""
+    total = adapter.num_trained_parameters + adapter.num_frozen_parameters
+    return (
+        f"adapter: {adapter.method} of rank {adapter.r} at {', '.join((*adapter.targets, *adapter.experts))}{whole}: "
+        f"{adapter.num_trained_parameters:,} of {total:,} parameters are trained "
+        f"({adapter.num_trained_parameters / total:.2%}); the frozen ones are in {compute}{packed}"
+    )
 
 
 def _describe_compilation(plan: ParallelPlan) -> str:

@@ -6,19 +6,21 @@ from typing import TYPE_CHECKING
 
 from echelon.ground.run_files import RunFiles, is_run
 from echelon.ground.stored import read_json
+from echelon.planner.model_shape import ModelShape
 from echelon.planner.shape import build_shape
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
 
 
-def count_teacher(recipe: "Recipe") -> int:
-    """Return the parameters of the teacher that processes keep in memory; 0 without one, and for one not found here.
+def count_teacher(recipe: "Recipe") -> tuple[int, int]:
+    """Return the parameters and the hidden size of the teacher that processes keep in memory.
 
-    Raises ConfigError if its config describes no model.
+    Zeros without one, and for one not found here. Raises ConfigError if its config describes no model.
     """
     source = recipe.objective.teacher
-    return 0 if source is None or not recipe.objective.teacher_in_memory else _count(source)
+    shape = None if source is None or not recipe.objective.teacher_in_memory else _find_shape(source)
+    return (0, 0) if shape is None else (shape.num_parameters, shape.hidden_size)
 
 
 def count_reward_models(recipe: "Recipe") -> int:
@@ -26,7 +28,8 @@ def count_reward_models(recipe: "Recipe") -> int:
 
     Raises ConfigError if a config describes no model.
     """
-    return sum(_count(reward.model_path) for reward in recipe.reward if reward.model_path is not None)
+    shapes = [_find_shape(reward.model_path) for reward in recipe.reward if reward.model_path is not None]
+    return sum(shape.num_parameters for shape in shapes if shape is not None)
 
 
 def list_uncounted(recipe: "Recipe") -> list[str]:
@@ -40,17 +43,17 @@ def list_uncounted(recipe: "Recipe") -> list[str]:
     ]
 
 
-def _count(source: str) -> int:
+def _find_shape(source: str) -> ModelShape | None:
     path = _find_config(source)
-    return 0 if path is None else _count_config(path)
+    return None if path is None else _read_shape(path)
 
 
 @cache
-def _count_config(path: Path) -> int:
+def _read_shape(path: Path) -> ModelShape | None:
     try:
-        return build_shape(read_json(path)).num_parameters
+        return build_shape(read_json(path))
     except (OSError, ValueError):
-        return 0
+        return None
 
 
 def _find_config(source: str) -> Path | None:

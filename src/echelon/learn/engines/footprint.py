@@ -134,7 +134,7 @@ class Footprint:
             hook.remove()
         self._allocations.__exit__(kind, error, trace)
 
-    def parts(self, optimizer: Iterable[Tensor], has_buckets: bool) -> MemoryParts | None:
+    def parts(self, optimizer: Iterable[Tensor], has_buckets: bool, reference: nn.Module | None) -> MemoryParts | None:
         """Return the parts, each at its largest, on this rank. Called after the block, before gradients are cleared.
 
         None for a model that does not run its backbone once in each forward pass. The activations of a pipeline stage
@@ -143,6 +143,7 @@ class Footprint:
         Args:
             optimizer: the state of the optimizer.
             has_buckets: whether memory for gradients was there before the block.
+            reference: the frozen model with which the objective compares.
         """
         moments = self._allocations.moments
         names = [moment.name for moment in moments]
@@ -164,7 +165,8 @@ class Footprint:
         before = weights + state + self._gathered[0] + (gradients if has_buckets else 0)
         peak = before + max(moment.peak for moment in moments[loss:]) - moments[0].held
         other = max(0, peak - (weights + gradients + state + kept + added))
-        return MemoryParts(weights, gradients, state, kept, added, other)
+        frozen = 0 if reference is None else self._count((*reference.parameters(), *reference.buffers()))
+        return MemoryParts(weights, gradients, state, kept, added, other, frozen)
 
     def _before(self, module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled():

@@ -77,6 +77,8 @@ class NativeParts:
     """Called after each change of the weights; collective."""
     waiting: float = 0.0
     """The predicted share of a step in which pipeline stages wait."""
+    reference: nn.Module | None = None
+    """The frozen model with which the objective compares."""
 
 
 class NativeEngine(Engine):
@@ -225,7 +227,8 @@ class NativeEngine(Engine):
         for parameter in self.trained.values():
             if parameter.grad is None:  # HSDP has none before its all-reduce
                 parameter.grad = torch.zeros_like(parameter)
-        memory = self._find_largest(footprint.parts((tensor for _, tensor in self.optimizer.tensors()), has_buckets))
+        state = (tensor for _, tensor in self.optimizer.tensors())
+        memory = self._find_largest(footprint.parts(state, has_buckets, self._parts.reference))
         self._rehearse_update(one.device)
         for _ in range(1, num_rehearsals):
             self.forward_backward(0, [masked], one, objective)

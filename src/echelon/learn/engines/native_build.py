@@ -162,5 +162,6 @@ def build_native_engine(
             [line for line in (attention, kernels, router.line, describe_errors(model), *description) if line],
             partial(share_scales, model) if plan.gathers_float8 else lambda: None,
             waiting,
+            stages.modules[0].reference,
         )
     )

@@ -11,7 +11,7 @@ from echelon.ground.errors import ConfigError
 from echelon.learn.model.parts import HeadArithmetic
 from echelon.learn.objectives.loss import sum_chunks
 from echelon.learn.objectives.vocabulary import VocabularyShard
-from echelon.planner.model_shape import logits_chunk_tokens
+from echelon.planner.model_shape import FUNCTION_LOGITS, logits_chunk_tokens
 
 LossFn = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
 """The summed loss of a chunk of tokens, a differentiable function of its logits:
@@ -31,7 +31,7 @@ def chunked_function_sum(
     bias: Tensor | None,
     arithmetic: HeadArithmetic,
     vocabulary: VocabularyShard | None = None,
-    num_logits: int = 2,
+    num_logits: int = FUNCTION_LOGITS,
 ) -> Tensor:
     """Compute the sum of a loss function over all tokens from the last hidden states: an fp32 scalar.
 

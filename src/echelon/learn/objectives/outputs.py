@@ -32,6 +32,7 @@ from echelon.learn.objectives.loss import (
 )
 from echelon.learn.objectives.loss_function import LossFn, chunked_function_sum, function_loss_sum
 from echelon.learn.objectives.vocabulary import VocabularyShard
+from echelon.planner.model_shape import FUNCTION_LOGITS, TEACHER_LOGITS
 
 
 class DecoderOutputs:
@@ -169,7 +170,7 @@ class DecoderOutputs:
         return self._sum_function(self._module.prepare_loss(function), labels, extra or {})
 
     def _sum_function(
-        self, function: LossFn, labels: Tensor, extra: Mapping[str, Tensor], num_logits: int = 2
+        self, function: LossFn, labels: Tensor, extra: Mapping[str, Tensor], num_logits: int = FUNCTION_LOGITS
     ) -> Tensor:
         rows, parts = {name: _of_tokens(value, labels) for name, value in extra.items()}, self._parts
         if parts is None:
@@ -207,7 +208,7 @@ class DecoderOutputs:
                     ) -> Tensor:
                         return prepared(logits, labels, {**extra, "teacher_logits": read(extra[name])})
 
-                    found.append(self._sum_function(with_teacher, labels, {**extra, name: state}, 4))
+                    found.append(self._sum_function(with_teacher, labels, {**extra, name: state}, TEACHER_LOGITS))
             return state.new_zeros(())  # the sums have graphs that the hooks of the reference must not see
 
         with torch.no_grad():

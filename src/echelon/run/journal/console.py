@@ -91,7 +91,11 @@ def render_memory(planned: MemoryParts, measured: MemoryParts) -> list[str]:
     """Return the lines of a table of the memory of tensors by part, with the sums of both columns."""
     names = [*(field.name for field in fields(MemoryParts)), "total"]
     left, right = ([*astuple(parts), sum(astuple(parts))] for parts in (planned, measured))
-    rows = [(name, render_bytes(one), render_bytes(other)) for name, one, other in zip(names, left, right, strict=True)]
+    rows = [
+        (name.replace("_", " "), render_bytes(one), render_bytes(other))
+        for name, one, other in zip(names, left, right, strict=True)
+        if one or other or name != "frozen_models"
+    ]
     head = ("tensors of one process", "planned", "measured")
     return [f"{name:<22}  {plan:>10}  {found:>10}" for name, plan, found in (head, *rows)]
 

@@ -1,6 +1,7 @@
 """Assembles the trainer of a run around a learner, on one rank."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -82,12 +83,15 @@ def assemble(
     sync = restored.contents.sync
     sampler = build_sampler(learner)
     feed = learner.open_feed()
+    judge = Judge(learner, folder.hub_path) if recipe.draws_answers else None
+    if judge is not None and learner.memory is not None and restored.held is None:
+        whole = learner.memory.frozen_models + judge.frozen_bytes
+        learner.memory = replace(learner.memory, frozen_models=whole)
     accounting = open_accounting(learner, feed, folder, runtime, recovery, restored, heart, callbacks, sampler)
     if restored.held is not None:
         stop.agreed = restored.held.stopped_by
     saver = build_saver(learner, restored, accounting)
     step = TrainingStep(learner, sync, restored.contents.judge, feed, stop)
-    judge = Judge(learner, folder.hub_path) if recipe.draws_answers else None
     evaluations = build_evaluations(learner, sync, sampler, accounting, stop, judge)
     trainer = Trainer(
         step,

@@ -173,7 +173,8 @@ def build_memory(record: RunRecord) -> Iterator[Block]:
     names = [name for name in planned if read_number(planned, name) is not None]
     if names and measured:
         yield from _compare_parts(
-            names, *([read_number(side, name) or 0.0 for name in names] for side in (planned, measured))
+            [name.replace("_", " ") for name in names],
+            *([read_number(side, name) or 0.0 for name in names] for side in (planned, measured)),
         )
     elif (total := _estimated_bytes(record)) is not None:
         yield Pairs([("planned for the tensors of one process", render_bytes(total))])

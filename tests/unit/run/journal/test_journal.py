@@ -125,7 +125,8 @@ def test_the_memory_is_an_event_and_a_table(tmp_path):
     journal = Journal(folder, num_steps=9, log_every=9, batches=constant_batch(8, 64))
     assert journal.memory_lines == []
     mib = 2**20
-    planned, measured = MemoryParts(mib, mib, 2 * mib, 30 * mib, 6 * mib, 0), MemoryParts(mib, mib, 2 * mib, 33, 0, 512)
+    planned = MemoryParts(mib, mib, 2 * mib, 30 * mib, 6 * mib, 0, mib)
+    measured = MemoryParts(mib, mib, 2 * mib, 33, 0, 512, 1000)
     journal.memory(4, planned, measured)
     journal.close()
     assert journal.memory_lines == [
@@ -136,12 +137,14 @@ def test_the_memory_is_an_event_and_a_table(tmp_path):
         "activations               30.0 MiB        33 B",
         "loss                      6.00 MiB         0 B",
         "other                          0 B       512 B",
-        "total                     40.0 MiB    4.00 MiB",
+        "frozen models             1.00 MiB      1000 B",
+        "total                     41.0 MiB    4.00 MiB",
     ]
     [event] = folder.rows.read_events()
     assert (event["event"], event["step"], event["planned"]["loss"]) == ("memory", 4, 6 * mib)
     assert event["measured"] == {
         "weights": mib, "gradients": mib, "optimizer": 2 * mib, "activations": 33, "loss": 0, "other": 512,
+        "frozen_models": 1000,
     }  # fmt: skip
 
 
