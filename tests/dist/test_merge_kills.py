@@ -12,9 +12,9 @@ from tests.dist.test_finetuning import write_base, write_recipe
 pytestmark = pytest.mark.dist
 
 
-def test_a_merged_folder_appears_compared_and_is_written_by_one_command(echelon, tmp_path):
+def test_a_merged_folder_appears_compared_and_is_written_by_one_command(echelon, tmp_path, monkeypatch):
     write_base(tmp_path)
-    run = write_recipe(tmp_path, train={"steps": 3})
+    run = write_recipe(tmp_path, train={"steps": 3}, model={"new_tokens": []}, data={"chat_template": "zephyr"})
     assert echelon("train", "recipe.json", "--nproc", "1").code == 0
     command, writing = ("export", str(run.path), "merged", "--merge"), tmp_path / ".writing-merged"
     first = start(*command)
@@ -38,3 +38,11 @@ def test_a_merged_folder_appears_compared_and_is_written_by_one_command(echelon,
     assert not list(tmp_path.glob(".writing*"))
     ending = echelon(*command)
     assert ending.code == 2 and "merged exists and is not an empty folder" in ending.err, ending
+
+    def compare(*_):
+        raise RuntimeError("CUDA out of memory.")
+
+    monkeypatch.setattr("echelon.tools.inference.merge.compare_merged", compare)
+    ending = echelon("export", run.path, "other", "--merge", "--nproc", "1")
+    assert ending.code == 1 and "other is complete, but was not compared with the adapter" in ending.err, ending
+    assert (tmp_path / "other" / "model.safetensors").exists() and not (tmp_path / "other" / "merge.json").exists()

@@ -4,12 +4,11 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
-from functools import partial
 from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from echelon.ground.errors import ConfigError
+from echelon.ground.errors import ConfigError, EchelonError, first_line
 from echelon.ground.run_files import is_run, require_model
 from echelon.ground.sizes import render_bytes
 
@@ -256,6 +255,26 @@ def export(
     return None
 
 
+def _merge(path: Path, folder: Path, dtype: str, which: str | None, nproc: int | None) -> None:
+    """Write a merged model, which gets its name once it is compared, or once the comparison has failed."""
+    from echelon.tools.inference.merge import merge_run
+
+    failures: list[Exception] = []
+
+    def compare(merged: Path) -> None:
+        try:
+            _compare(path, which, nproc, merged)
+        except Exception as error:  # memory for a whole model may be missing, of which the merge needs little
+            failures.append(error)
+
+    merge_run(path, folder, dtype, which, compare)
+    if failures:
+        raise EchelonError(
+            f"{first_line(failures[0]).rstrip('.')}. The merged model in {folder} is complete, but was not compared "
+            "with the adapter."
+        ) from failures[0]
+
+
 def _compare(path: Path, which: str | None, nproc: int | None, merged: Path) -> None:
     """Compare a merged model with the run's adapter, before it gets its name."""
     from echelon.learn.checkpoint.adapted import read_run_recipe
@@ -274,10 +293,9 @@ def _compare(path: Path, which: str | None, nproc: int | None, merged: Path) -> 
 def _export(path: Path, folder: Path, dtype: str | None, which: str | None, merge: bool, nproc: int | None) -> Path:
     from echelon.learn.checkpoint.adapted import read_run_recipe
     from echelon.learn.checkpoint.export import export_adapter, export_run
-    from echelon.tools.inference.merge import merge_run
 
     if merge:
-        merge_run(path, folder, dtype or "fp32", which, partial(_compare, path, which, nproc))
+        _merge(path, folder, dtype or "fp32", which, nproc)
     elif read_run_recipe(path).adapter.is_adapter:
         if dtype is not None:
             raise ConfigError(

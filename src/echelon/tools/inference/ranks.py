@@ -83,9 +83,7 @@ def compare_in_ranks(run: Path, out: Path, which: str | None, count: int) -> Non
     options = [] if which is None else ["--checkpoint", which]
     outcome = start_ranks(["export", str(run), str(out), "--merge", *options], count)
     if outcome.code != DONE:
-        raise EchelonError(
-            f"{outcome.message}. The merged model could not be compared with the adapter, and was not written."
-        )
+        raise EchelonError(outcome.message)
 
 
 def run_as_rank(work: Callable[[Team], object]) -> NoReturn:
