@@ -5,7 +5,6 @@ The environments run in a process of their own, as the rewards do.
 
 import asyncio
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -15,6 +14,7 @@ from echelon.ground.errors import first_line
 from echelon.ground.extensions import check_options
 from echelon.ground.variables import remove_secrets
 from echelon.learn.data.child_process import AnsweringProcess, find_of_user, serve
+from echelon.learn.rewards import MAX_REWARD
 from echelon.recipe.rollout import EnvironmentConfig
 
 Said = str | Sequence[Mapping[str, Any]] | None
@@ -142,8 +142,9 @@ class _Host:
             said, reward, is_done = _check_said(found[0]), float(found[1]), bool(found[2])
         except Exception as error:  # it is the user's code
             return _failed("step", error)
-        if not math.isfinite(reward):
-            return Reply(problem=f"returned the reward {reward}")
+        if not abs(reward) <= MAX_REWARD:  # NaN too
+            limits = f"{-MAX_REWARD:g} and {MAX_REWARD:g}"
+            return Reply(problem=f"returned the reward {reward:g}, and one must be between {limits}")
         return Reply(said, reward, is_done)
 
 

@@ -23,6 +23,8 @@ _FORM = (
     "it gets the texts and the records of their prompts, while TRL's functions get prompts, completions and columns by "
     "keyword. Write `def NAME(answers, records)`, and return a number for each answer"
 )
+MAX_REWARD = 1e15
+"""The largest size of a reward. The squares of the gradients of much larger ones overflow in fp32."""
 
 
 @dataclass(frozen=True)
@@ -219,8 +221,8 @@ def _judge(function: Callable[..., Any], reward: RewardConfig, answers: list[str
         return none, f"raised {type(error).__name__}: {first_line(error)}"
     if len(numbers) != len(answers):
         return none, f"returned {len(numbers)} numbers for {len(answers)} answers"
-    if any(map(math.isinf, numbers)):
-        return none, "returned an infinite number"
+    if (too_large := next((number for number in numbers if abs(number) > MAX_REWARD), None)) is not None:
+        return none, f"returned {too_large:g}, and a reward must be between {-MAX_REWARD:g} and {MAX_REWARD:g}"
     if not (unjudged := sum(map(math.isnan, numbers))):
         return numbers, None
     reason = next((f": {value}" for value in values if isinstance(value, str)), "")

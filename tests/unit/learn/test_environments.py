@@ -118,7 +118,7 @@ def test_environments_that_wait_do_so_at_the_same_time(own):
         ("raise", "raised KeyError in step: 'word'"),
         ("number", "returned 7 from step, and not (text, reward, done)"),
         ("words", "raised TypeError in step: it said 7, which is neither a text nor a list of messages"),
-        ("nan", "returned the reward nan"),
+        ("nan", "returned the reward nan, and one must be between -1e+15 and 1e+15"),
     ],
 )
 def test_an_environment_that_fails_costs_no_other_answer(own, answer, problem):

@@ -198,6 +198,10 @@ def by_keyword(prompts, completions, **kwargs):
     return [1.0] * len(completions)
 
 
+def too_large(answers, records):
+    return [1.0, -1e308, 1e308]
+
+
 def secrets(answers, records):
     return [float(name in os.environ) for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PLAIN")]
 
@@ -249,11 +253,12 @@ def test_parts_are_weighted_and_added_up(own):
         ("hangs", "did not answer within reward.0.timeout_seconds=0.3"),
         ("ends", "ended the process in which it ran"),
         ("too_few", "returned 1 numbers for 3 answers"),
-        ("infinite", "returned an infinite number"),
         ("with_keys", "returned a dict, and not a list with a number for each answer"),
         ("without_order", "returned a set, and not a list with a number for each answer"),
         ("digits", "returned a str, and not a list with a number for each answer"),
         ("one_number", "returned a float, and not a list with a number for each answer"),
+        ("infinite", "returned inf, and a reward must be between -1e+15 and 1e+15"),
+        ("too_large", "returned -1e+308, and a reward must be between -1e+15 and 1e+15"),
     ],
 )
 def test_a_function_that_fails_gives_no_reward_and_is_named(own, name, problem):
