@@ -2,6 +2,7 @@
 
 import json
 import signal
+import statistics
 
 import pytest
 
@@ -52,6 +53,10 @@ def unjudged_at_the_second_evaluation(answers, records):
         if os.path.getsize("evaluations") != 1:
             return [None] * len(answers)
     return [-1.3] * len(answers)
+
+
+def same(answers, records):
+    return [0.1] * len(answers)
 
 
 def never(answers, records):
@@ -268,6 +273,38 @@ def test_answers_of_one_token_or_none_are_trained_on(folder):
     assert ending.code == 0, ending
     steps = [row for row in rows if row["kind"] == "train"]
     assert all(row["answer_tokens"] == 1.0 for row in steps) and any(row["grad_norm"] > 0 for row in steps)
+
+
+def test_rewards_that_never_differ_are_told_once(folder):
+    ending, _, rows = train(folder, "same", 2, "reward=letters:same", "train.steps=5")
+    assert ending.code == 0, ending
+    told = "step 3: for 3 steps all answers to the same prompt have had the same reward (0.1 on average)"
+    assert ending.out.count("all answers to the same prompt") + ending.err.count("all answers to the same prompt") == 1
+    assert told in ending.out + ending.err
+    for row in rows:
+        if row["kind"] == "train":
+            assert row["uniform_groups"] == 1.0 and abs(row["reward_std"]) < 1e-12 and row["grad_norm"] < 1e-9
+
+
+def test_rows_and_samples_tell_what_was_drawn(folder):
+    reward = json.dumps([{"name": "letters:small_letters", "weight": 2.0}, {"name": "letters:same"}])
+    settings = f"reward={reward}", "train.steps=4", "train.global_batch_size=64", "rollout.updates=2"
+    ending, run, rows = train(folder, "told", 2, *settings)
+    assert ending.code == 0 and "all answers to the same prompt" not in ending.out + ending.err, ending
+    for row in (row for row in rows if row["kind"] == "train"):
+        assert (
+            row["reward_std"] == pytest.approx(2 * row["reward_small_letters_std"]) and row["reward_same_std"] < 1e-12
+        )
+        assert row["uniform_groups"] < 1 and row["clipped"] == pytest.approx(row["clipped_low"] + row["clipped_high"])
+        assert row["truncated"] == 1 and row["ended_tokens"] is None
+    answers = [row for row in read_lines(run.rows.samples_path) if row["step"] == 1]
+    earned = [row["reward"] for row in answers]
+    assert earned == pytest.approx([2 * row["reward_small_letters"] + row["reward_same"] for row in answers])
+    mean, spread = statistics.fmean(earned), statistics.stdev(earned)
+    assert [row["advantage"] for row in answers] == pytest.approx([(each - mean) / (spread + 1e-4) for each in earned])
+    [line] = [line for line in (ending.out + ending.err).splitlines() if "step 4/4 " in line]
+    assert all(name in line for name in ("reward_spread", "reward_small_letters", "answer_tokens", "truncated"))
+    assert not any(name in line for name in ("entropy", "mismatch", "_seconds", "_std", "ended_tokens", "clipped_low"))
 
 
 def test_prompts_that_are_all_too_long_are_refused(folder):

@@ -21,7 +21,7 @@ from echelon.learn.distributed.objects import gather_found, gather_objects
 from echelon.learn.environments import EnvironmentProcess
 from echelon.learn.evaluation import EvalResult
 from echelon.learn.model.hub import read_commits, with_copies
-from echelon.learn.objectives.grpo import spread_of
+from echelon.learn.objectives.grpo import are_uniform, spread_of
 from echelon.learn.paged_sampler import PagedSampler
 from echelon.learn.reward_models import RewardModel, find_reward_models
 from echelon.learn.rewards import Asked, RewardProcess, Scores, name_rewards
@@ -57,9 +57,14 @@ class RewardStats:
     reward model, whose scores have no largest value."""
     spread: float
     """The mean over groups of what the advantages are divided by: `spread_of`. Groups without a reward do not count."""
+    uniform: float
+    """The share of groups without two rewards that differ."""
+    deviation: float
+    """The standard deviation, with the divisor n - 1, over all groups together."""
     unjudged: float
     """The share that could not be judged."""
-    parts: Mapping[str, float]
+    parts: Mapping[str, tuple[float, float]]
+    """Of each reward the mean and the standard deviation of the answers that it judged."""
 
 
 @dataclass(frozen=True)
@@ -253,8 +258,10 @@ def describe_rewards(recipe: Recipe, rewards: Tensor, parts: Mapping[str, Tensor
         float(rewards.nanmean()),
         float(_are_solved(recipe, rewards)[known].double().mean()) if _knows_full(recipe) else None,
         float(spread_of(groups[known.view_as(groups).any(1)]).mean()),
+        float(are_uniform(groups).double().mean()),
+        float(spread_of(rewards[None])),
         float((~known).double().mean()),
-        {name: float(part.nanmean()) for name, part in parts.items()},
+        {name: (float(part.nanmean()), float(spread_of(part[None]))) for name, part in parts.items()},
     )
 
 

@@ -39,11 +39,21 @@ def test_the_spread_is_that_of_judged_answers_and_divides_the_advantages(recipe)
 def test_means_are_those_of_judged_answers(recipe):
     stats = describe(recipe, [1.0, 0.25, NAN, 0.0], [1.0] * 4, [NAN] * 4, one=[1.0, 0.25, NAN, 3.0, *[1.0] * 8])
     assert stats.reward == pytest.approx(5.25 / 7) and stats.solved == pytest.approx(5 / 7)
-    assert stats.unjudged == pytest.approx(5 / 12) and stats.parts == {"one": pytest.approx(12.25 / 11)}
+    assert stats.unjudged == pytest.approx(5 / 12)
+    known = [1.0, 0.25, 3.0, *[1.0] * 8]
+    assert stats.parts == {"one": pytest.approx((statistics.fmean(known), statistics.stdev(known)))}
+    assert stats.deviation == pytest.approx(statistics.stdev([1.0, 0.25, 0.0, *[1.0] * 4]))
+
+
+def test_groups_without_two_rewards_that_differ_are_uniform(recipe):
+    """Three times 0.1 is not 0.3 in floating point: the mean differs from each."""
+    tenth = [0.1, 0.1, 0.1, NAN]
+    assert describe(recipe, tenth, [NAN] * 4, [0.0, NAN, NAN, NAN]).uniform == 1.0
+    assert describe(recipe, tenth, [0.0, 1e-9, NAN, 0.0]).uniform == 0.5
 
 
 def test_a_group_with_one_judged_answer_has_no_spread_and_without_any_there_is_none(recipe):
     assert describe(recipe, [1.0, NAN, NAN, NAN]).spread == 0.0
     stats = describe(recipe, [NAN] * 4, one=[NAN] * 4)
     assert stats.unjudged == 1.0
-    assert all(map(math.isnan, (stats.reward, stats.solved, stats.spread, stats.parts["one"])))
+    assert all(map(math.isnan, (stats.reward, stats.solved, stats.spread, stats.parts["one"][0])))

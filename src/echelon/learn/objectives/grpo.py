@@ -1,5 +1,6 @@
 """Policy gradients on the model's own answers, with advantages relative to other answers to the same prompt."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,7 +53,7 @@ class GRPO(MeasuredObjective):
     importance_cap: float | None = None
 
     unit = "answers"
-    step_measures = ("clipped", "kl")
+    step_measures = ("clipped_low", "clipped_high", "kl")
 
     @override
     def count(self, batch: Microbatch) -> Tensor:
@@ -72,7 +73,7 @@ class GRPO(MeasuredObjective):
 
     @override
     def step_sums(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
-        """Return the summed loss, and over the same tokens the number that the clip held back and the summed KL."""
+        """Return the summed loss, and over the same tokens how many each side of the clip held, and the summed KL."""
         labelled = (batch.labels != IGNORE).float()
         lengths = labelled.sum(1, keepdim=True).clamp(min=1)
         scores = outputs.log_probabilities(batch.labels, self.temperature)
@@ -96,7 +97,8 @@ class GRPO(MeasuredObjective):
         if self.normalize == "sequence":
             losses = losses / lengths
         is_clipped = (clipped < ratio * advantages).float() * labelled
-        return torch.stack([losses.sum(), is_clipped.sum(), divergence.detach().sum()])
+        low = (is_clipped * (advantages < 0)).sum()
+        return torch.stack([losses.sum(), low, is_clipped.sum() - low, divergence.detach().sum()])
 
     def _divergence(self, outputs: DecoderOutputs, batch: Microbatch, scores: Tensor) -> Tensor:
         """Estimate the KL divergence from the reference at each token, [batch, seq]; 0 if it has no weight."""
@@ -130,6 +132,13 @@ def spread_of(rewards: Tensor) -> Tensor:
     """
     centred, count = _centre(rewards)
     return (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+
+
+def are_uniform(rewards: Tensor) -> Tensor:
+    """Return which groups have no two rewards that differ, bool [groups, 1]. `rewards`: as in `spread_of`."""
+    known = ~rewards.isnan()
+    lowest = rewards.where(known, math.inf).amin(1, keepdim=True)
+    return lowest >= rewards.where(known, -math.inf).amax(1, keepdim=True)
 
 
 def _centre(rewards: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """Console output during training: one line per logged step."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, fields
 from typing import Any
@@ -8,6 +9,10 @@ from echelon.ground.sizes import render_bytes, render_duration, render_gib
 from echelon.planner.memory_parts import MemoryParts
 
 _SAMPLE_WIDTH = 100
+# Metrics of training from rewards that only metrics.jsonl and the report have.
+_ONLY_IN_ROWS = re.compile(
+    r"entropy|mismatch(_\w+)?|(sample|update|reward)_seconds|reward_(\w+_)?std|uniform_groups|ended_tokens\w*|clipped_\w+"
+)
 # Figures of a train row that are averaged by time, and those that are summed.
 _RATES, _TIMES = ("tokens_per_second", "mfu"), ("step_seconds", "data_wait_seconds")
 
@@ -21,7 +26,7 @@ def render_step(
 ) -> str:
     """Return the console line of a train row: step, loss, norm, rate, speed, MFU, memory, data wait, ETA, cost.
 
-    An unknown MFU is left out. `further`: keys of the row that are shown after the norm.
+    An unknown MFU is left out. `further`: keys of the row, shown after the norm; of training from rewards, some.
     """
     width = len(str(num_steps))
     seconds = row["step_seconds"]
@@ -30,7 +35,7 @@ def render_step(
         f"step {row['step']:>{width}}/{num_steps}",
         f"loss {_number(row['loss'], '.4f')}",
         f"grad_norm {_number(row['grad_norm'], '.3f')}",
-        *(f"{name} {_number(row[name], '.4g')}" for name in further),
+        *(f"{name} {_number(row[name], '.4g')}" for name in _choose_shown(row, further)),
         f"lr {row['learning_rate']:.2e}",
         f"tok/s {_number(row['tokens_per_second'], '.0f')}",
         *([] if row["mfu"] is None else [f"mfu {_percent(row['mfu'])}"]),
@@ -45,6 +50,11 @@ def render_step(
     if row["skipped"]:
         fields.append("SKIPPED")
     return "  ".join(fields)
+
+
+def _choose_shown(row: Mapping[str, Any], further: Iterable[str]) -> list[str]:
+    """Return which metrics of a loop a line shows: all of an own loop's, and the most important of rewards."""
+    return [name for name in further if "reward_spread" not in row or not _ONLY_IN_ROWS.fullmatch(name)]
 
 
 class StepAverages:

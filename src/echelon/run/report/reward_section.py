@@ -13,6 +13,7 @@ _MEASURES = {
     "reward": "mean reward",
     "solved": "share with the full reward",
     "reward_spread": "spread within a group",
+    "uniform_groups": "share of groups with equal rewards",
     "unjudged": "share without a reward",
     "answer_tokens": "tokens of an answer",
     "truncated": "share cut off",
@@ -45,7 +46,7 @@ def build_rewards(record: RunRecord) -> Iterator[Block]:
 
 
 def _is_part(name: str) -> bool:
-    return name.startswith("reward_") and name not in ("reward_spread", "reward_seconds")
+    return name.startswith("reward_") and not name.endswith("_std") and name not in ("reward_spread", "reward_seconds")
 
 
 def _list_measures(record: RunRecord) -> Iterator[Block]:

@@ -6,15 +6,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from echelon.ground.errors import TrainingError
+from echelon.learn.distributed.objects import gather_objects
 from echelon.learn.judging import Rewarded, RewardStats
-from echelon.learn.objectives.grpo import GRPO, advantages_of
+from echelon.learn.objectives.grpo import GRPO, advantages_of, are_uniform
 from echelon.learn.rollouts import Rollouts
 from echelon.recipe import Recipe
 from echelon.run.training.answers import Drawn, add_up, choose_sampling, compare, pack, score_answers, unpack
@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 MOST_FAILURES = 3
 """Steps in a row without any reward, after which the run stops."""
 
+MOST_UNIFORM = 3
+"""Steps in a row in which no group had rewards that differ, after which a line says so."""
+
 _ACTIVITIES = {"sample": "sampling answers", "reward": "the rewards", "update": "the update"}
 _SHOWN_EVERY = 10  # steps between two groups of answers in samples.jsonl
 
@@ -43,7 +46,7 @@ def train_from_rewards(learner: "Learner", run: LoopRun) -> None:
     A step is a function of its number, the weights, the optimizer and the answers that were drawn before it, which are
     kept with a checkpoint. So a killed run goes on as it would have.
     """
-    recipe, judge, failures = learner.recipe, run.judge, 0
+    recipe, judge, failures, uniform = learner.recipe, run.judge, 0, 0
     assert judge is not None, "the recipe has rewards"
     objective = find_objective(learner)
     ahead = unpack(learner, judge, run.kept) if recipe.rollout.lag else None
@@ -65,6 +68,7 @@ def train_from_rewards(learner: "Learner", run: LoopRun) -> None:
         if ahead is not None:
             judging = judge.ask(ahead.rollouts, ahead.prompts)
         failures = _count_failures(step, judged, stats, failures, run)
+        uniform = _count_uniform(step, stats, uniform)
         mismatch = compare(learner, drawn)
         with clock.timing("update"):
             batch = build_batch(recipe, drawn, judged).to(learner.device)
@@ -122,7 +126,7 @@ def build_batch(recipe: Recipe, drawn: Drawn, judged: Rewarded) -> "StepBatch":
     if rollout.skip_truncated:
         trains &= torch.tensor(rollouts.ended).view_as(trains)
     if rollout.skip_uniform_groups:
-        trains &= (advantages != 0).any(1, keepdim=True)
+        trains &= ~are_uniform(groups)
     return rollouts.batch(
         drawn.step,
         trained=trains.flatten().tolist(),
@@ -147,6 +151,21 @@ def _count_failures(step: int, judged: Rewarded, stats: RewardStats, before: int
     return before + 1
 
 
+def _count_uniform(step: int, stats: RewardStats, before: int) -> int:
+    """Return the steps in a row without anything to learn from, and say so once."""
+    if before == MOST_UNIFORM:
+        return before
+    count = before + 1 if stats.uniform == 1 and stats.unjudged < 1 else 0
+    if count == MOST_UNIFORM:
+        logger.warning(
+            f"step {step + 1}: for {count} steps all answers to the same prompt have had the same reward "
+            f"({stats.reward:.4g} on average), and from such answers nothing is learned. Look at samples.jsonl: does "
+            "the reward fit the answers? Start from a model that sometimes gives a good answer, use easier or harder "
+            "prompts, or raise rollout.group_size or rollout.temperature."
+        )
+    return count
+
+
 def _describe(
     learner: "Learner", objective: GRPO, rollouts: Rollouts, batch: "StepBatch", sums: "CountedSums"
 ) -> dict[str, float]:
@@ -163,30 +182,57 @@ def _describe(
     assert sums.measures is not None
     values = torch.cat([own, sums.measures.double()])
     add_up(learner, values)
-    count, tokens, cut, entropy, turns, labels, clipped, divergence = values.tolist()
+    count, tokens, cut, entropy, turns, labels, low, high, divergence = values.tolist()
     found = {"answer_tokens": tokens / count, "truncated": cut / count, "entropy": entropy / max(1.0, tokens)}
+    found |= measure_ended(learner, rollouts)
     if rollouts.played is not None:
         found["turns"] = turns / count
     if learner.recipe.rollout.updates > 1 or learner.recipe.rollout.lag:
-        found["clipped"] = clipped / max(1.0, labels)
+        clipped = {"clipped": low + high, "clipped_low": low, "clipped_high": high}
+        found |= {name: value / max(1.0, labels) for name, value in clipped.items()}
     if objective.kl_weight:
         found["kl"] = divergence / max(1.0, labels)
     return found
 
 
+def measure_ended(learner: "Learner", rollouts: Rollouts) -> dict[str, float]:
+    """Return the lengths of the answers that ended, over all ranks; NaN if none did. Collective."""
+    own = [float(sum(written)) for written, ended in zip(rollouts.written, rollouts.ended, strict=True) if ended]
+    of_places: dict[int, list[float]] = dict(gather_objects((rollouts.place.rank, own), learner.meshes.everyone))
+    lengths = [length for found in of_places.values() for length in found] or [math.nan]
+    return {
+        "ended_tokens": sum(lengths) / len(lengths),
+        "ended_tokens_min": min(lengths),
+        "ended_tokens_max": max(lengths),
+    }
+
+
 def _as_metrics(stats: RewardStats) -> dict[str, float]:
-    parts = {f"reward_{name.rpartition(':')[2]}": value for name, value in stats.parts.items()}
-    solved = {} if stats.solved is None else {"solved": stats.solved}
-    found = {"reward": stats.reward, **solved, "reward_spread": stats.spread}
-    return {**found, **(parts if len(parts) > 1 else {}), **({"unjudged": stats.unjudged} if stats.unjudged else {})}
+    found = {"reward": stats.reward} | ({} if stats.solved is None else {"solved": stats.solved})
+    found |= {"reward_spread": stats.spread, "uniform_groups": stats.uniform, "reward_std": stats.deviation}
+    if len(stats.parts) > 1:
+        for name, (mean, deviation) in stats.parts.items():
+            found |= {_key_of(name): mean, f"{_key_of(name)}_std": deviation}
+    return found | ({"unjudged": stats.unjudged} if stats.unjudged else {})
+
+
+def _key_of(name: str) -> str:
+    """The key of a reward in rows, of its name in the recipe."""
+    return f"reward_{name.rpartition(':')[2]}"
 
 
 def _show(learner: "Learner", rollouts: Rollouts, judged: Rewarded) -> Iterator[dict[str, str | float | None]]:
-    """Yield rows with the answers of this rank to its first prompt, and their rewards."""
-    rows = zip(rollouts.prompts, judged.texts, judged.rewards.tolist(), strict=True)
-    for ids, text, reward in islice(rows, learner.recipe.rollout.group_size):
-        prompt = learner.tokenizer.decode(list(ids))
-        yield {"prompt": prompt, "text": text, "reward": None if math.isnan(reward) else reward}
+    """Yield rows with the answers of this rank to its first prompt, their rewards and their advantages."""
+    size, scale = learner.recipe.rollout.group_size, learner.recipe.objective.advantage
+    columns = {"reward": judged.rewards, "advantage": advantages_of(judged.rewards[None, :size], scale)[0]}
+    if len(judged.parts) > 1:
+        columns |= {_key_of(name): part for name, part in judged.parts.items()}
+    prompt = learner.tokenizer.decode(list(rollouts.prompts[0]))
+    for number, text in enumerate(judged.texts[:size]):
+        values = {name: float(column[number]) for name, column in columns.items()}
+        yield {"prompt": prompt, "text": text} | {
+            name: None if math.isnan(value) else value for name, value in values.items()
+        }
 
 
 @dataclass

@@ -21,8 +21,8 @@ def scores_of(model, batch, row, temperature):
 
 
 def loss_by_hand(objective, model, reference, batch):
-    """The summed loss, and the number of tokens that the clip held back."""
-    total, num_clipped = 0.0, 0
+    """The summed loss, and the number of tokens that each side of the clip held back."""
+    total, num_clipped = 0.0, [0, 0]
     for row, length in enumerate(LENGTHS):
         span = slice(PROMPT - 1, PROMPT + length - 1)
         new = scores_of(model, batch, row, objective.temperature)
@@ -37,7 +37,7 @@ def loss_by_hand(objective, model, reference, batch):
         for each in ratio:
             advantage, least, most = float(ADVANTAGES[row]), 1 - objective.clip_low, 1 + objective.clip_high
             free, held = each * advantage, min(max(each, torch.tensor(least)), torch.tensor(most)) * advantage
-            num_clipped += bool(held < free)
+            num_clipped[bool(each > most)] += bool(held < free)
             losses.append(-min(free, held))
         losses = torch.stack(losses)
         if objective.importance_cap is not None:
@@ -69,16 +69,16 @@ def test_loss_and_gradients_equal_the_formula(family, objective, count):
     module = ObjectiveModule(model)
     module.refer_to(ObjectiveModule(reference).eval())
     sums = module(batch, training_sums(objective))
-    loss, _, clipped, _ = sums
-    sums.backward(torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    loss, _, *clipped, _ = sums
+    sums.backward(torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0]))
     ours = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
 
     expected, num_clipped = loss_by_hand(objective, model, reference, batch)
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    assert int(clipped) == num_clipped
-    assert 0 < num_clipped < sum(LENGTHS), "the case tells nothing about the clip"
+    assert [int(number) for number in clipped] == num_clipped
+    assert 0 < sum(num_clipped) < sum(LENGTHS), "the case tells nothing about the clip"
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(
             ours[name], parameter.grad, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: name + text

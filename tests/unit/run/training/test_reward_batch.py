@@ -1,6 +1,8 @@
 """Which answers of a step are trained on, with which advantages: by hand."""
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ import torch
 from echelon.learn.data.loader import BatchPlace
 from echelon.learn.data.shards import NO_LABEL
 from echelon.learn.judging import Rewarded
-from echelon.learn.rollouts import Rollouts
+from echelon.learn.rollouts import Played, Rollouts
+from echelon.run.training import reward_loop
 from echelon.run.training.answers import Drawn
 from echelon.run.training.reward_loop import build_batch
 from tests.unit.recipe_samples import DEMO, load_text
@@ -17,6 +20,20 @@ NAN = math.nan
 RECIPE = DEMO + "objective: {name: grpo, advantage: centered}\nreward: exact\n"
 REWARDS = torch.tensor([0.0, 1.0, 2.0, 3.0, 3.0, 3.0], dtype=torch.float64)
 ENDED = [True, False, True, True, True, True]
+
+
+def test_the_lengths_of_answers_that_ended_are_those_of_all_ranks(monkeypatch):
+    """On this rank 1 and 3 tokens of the model's ended, on another 5; two ranks have the same answers."""
+    others = [(1, [5.0]), (0, [1.0, 3.0])]
+    monkeypatch.setattr(reward_loop, "gather_objects", lambda own, group: [own, *others])
+    played = Played([[True], [True, True, False, True], [True, True]], [0.0] * 3, [1, 2, 1])
+    rollouts = Rollouts([[3]] * 3, [[5], [5] * 4, [5] * 2], [], [], [True, True, False], BatchPlace(3), 3, played)
+    learner = SimpleNamespace(meshes=SimpleNamespace(everyone=None))
+    found = reward_loop.measure_ended(learner, rollouts)
+    assert found == {"ended_tokens": 3.0, "ended_tokens_min": 1.0, "ended_tokens_max": 5.0}
+    others[:] = []
+    none = reward_loop.measure_ended(learner, replace(rollouts, ended=[False] * 3))
+    assert all(map(math.isnan, none.values()))
 
 
 def batch_of(folder, rewards, *settings, length=2):
@@ -39,14 +56,26 @@ def batch_of(folder, rewards, *settings, length=2):
         ([], REWARDS, [1, 1, 1, 1, 1, 1], [-1, 0, 1, 0, 0, 0]),
         (["rollout.skip_truncated=true"], REWARDS, [1, 0, 1, 1, 1, 1], [-1, 0, 1, 0, 0, 0]),
         (["rollout.skip_uniform_groups=true"], REWARDS, [1, 1, 1, 0, 0, 0], [-1, 0, 1, 0, 0, 0]),
+        (
+            ["rollout.skip_uniform_groups=true"],
+            REWARDS.clone().index_fill_(0, torch.tensor([3, 4, 5]), 0.1),
+            [1, 1, 1, 0, 0, 0],
+            [-1, 0, 1, 0, 0, 0],
+        ),
         ([], REWARDS.clone().index_fill_(0, torch.tensor([0]), NAN), [0, 1, 1, 1, 1, 1], [0, -0.5, 0.5, 0, 0, 0]),
     ],
-    ids=["all", "without cut ones, which count in the mean", "without equal ones", "one not judged"],
+    ids=[
+        "all",
+        "without cut ones, which count in the mean",
+        "without equal ones",
+        "without ones of 0.1",
+        "one not judged",
+    ],
 )
 def test_answers_that_train_and_their_advantages(tmp_path, settings, rewards, trained, advantages):
     found, values = batch_of(tmp_path, rewards, *settings)
     assert found == [bool(each) for each in trained]
-    assert values.flatten().tolist() == advantages
+    assert values.flatten().tolist() == pytest.approx(advantages)
 
 
 def test_answers_of_one_token_have_their_advantages_at_it(tmp_path):
