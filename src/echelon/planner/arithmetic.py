@@ -161,9 +161,8 @@ def _choose_on_cpu(cluster: Cluster, seconds: float | None, gain: float) -> tupl
     """Decide as `choose_compile`, on CPUs: compiling must save more time than it takes."""
     if seconds is None:
         return False, ["compile auto: off, the length of the training on this CPU is unknown"]
-    length = (
-        f"training takes about {render_duration(seconds)} here, and compiling up to {render_duration(_COMPILE_SECONDS)}"
-    )
+    about = "less than 1 s" if seconds < 1 else f"about {render_duration(seconds)}"
+    length = f"training takes {about} here, and compiling up to {render_duration(_COMPILE_SECONDS)}"
     if not cluster.can_compile:
         return False, [f"compile auto: off, {cluster.accelerator.name} has no C++ compiler or no Python headers"]
     if gain * seconds < _COMPILE_SECONDS:

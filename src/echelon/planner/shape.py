@@ -63,7 +63,8 @@ def resolve_vocab_size(
     given = config.get("vocab_size")
     if given is None:
         size = -(-tokenizer_vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        return size, f"vocab_size {size}: the tokenizer's {tokenizer_vocab_size} rounded up to {VOCAB_MULTIPLE}"
+        more = f" {tokenizer_vocab_size} rounded up to a multiple of {VOCAB_MULTIPLE}" * (size > tokenizer_vocab_size)
+        return size, f"vocab_size {size}: the tokenizer's{more}"
     size = ConfigFields(config, {}).count("vocab_size")
     if size < tokenizer_vocab_size:
         if may_grow:

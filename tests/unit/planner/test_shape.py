@@ -170,8 +170,9 @@ def test_invalid_configs_are_refused_by_name(config, words):
 
 
 def test_vocab_size_is_given_or_the_tokenizers_rounded_up():
-    assert resolve_vocab_size({}, 257)[0] == 320
-    assert resolve_vocab_size({}, 256)[0] == 256
+    rounded = "vocab_size 320: the tokenizer's 257 rounded up to a multiple of 64"
+    assert resolve_vocab_size({}, 257) == (320, rounded)
+    assert resolve_vocab_size({}, 256) == (256, "vocab_size 256: the tokenizer's")
     size, line = resolve_vocab_size({"vocab_size": 300}, 257)
     assert size == 300 and "300" in line and "257" in line
     with pytest.raises(ConfigError, match=r"vocab_size=256 is smaller than the tokenizer's 257"):

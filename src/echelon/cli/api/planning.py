@@ -9,6 +9,7 @@ from typing_extensions import override
 from echelon.cli.api.recipes import RecipeLike, load_recipe
 from echelon.ground.cores import num_cores
 from echelon.ground.errors import ConfigError, PlanError
+from echelon.ground.sizes import render_bytes
 from echelon.ground.variables import find_cache_dir
 from echelon.planner.choose import resolve_plan
 from echelon.planner.engine_limits import compare_engines
@@ -200,27 +201,27 @@ def _find_instances(
 
 
 def _describe_memory(estimate: MemoryEstimate, cluster: Cluster) -> Iterator[str]:
-    """Yield the estimate by part, in GiB per rank, with its assumptions."""
-    yield "memory per rank, GiB:"
+    """Yield the estimate of a rank by part, with its assumptions."""
+    yield "memory per rank:"
     for part in ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "total"):
-        yield f"  {part:<12} {getattr(estimate, part) / 2**30:10.3f}"
+        yield f"  {part:<12} {render_bytes(getattr(estimate, part)):>10}"
     if cluster.accelerator.memory_bytes is not None:
-        yield f"  {'of':<12} {cluster.accelerator.memory_bytes / 2**30:10.3f}"
+        yield f"  {'of':<12} {render_bytes(cluster.accelerator.memory_bytes):>10}"
     if estimate.answers:
-        yield f"  answers, before there are gradients and activations: {estimate.answers / 2**30:.3f}"
+        yield f"  answers, before there are gradients and activations: {render_bytes(estimate.answers)}"
     if estimate.host:
-        yield f"  in host memory: {estimate.host / 2**30:.3f}"
+        yield f"  in host memory: {render_bytes(estimate.host)}"
     for assumption in estimate.assumptions:
         yield f"  assumes: {assumption}"
 
 
 def _describe_built(built: Mapping[int, StoredBytes], planned: Sequence[StoredBytes]) -> Iterator[str]:
-    """Yield what was built beside the estimate, in GiB."""
+    """Yield what was built beside the estimate."""
     if not built:
         return
-    yield "built without devices, GiB of a rank between steps (in brackets as planned):"
+    yield "built without devices, a rank between steps (in brackets as planned):"
     for stage, found in built.items():
         if len(planned) > 1:
             yield f"  stage {stage + 1} of {len(planned)}"
         for part, size in asdict(found).items():
-            yield f"  {part:<12} {size / 2**30:10.3f} ({getattr(planned[stage], part) / 2**30:.3f})"
+            yield f"  {part:<12} {render_bytes(size):>10} ({render_bytes(getattr(planned[stage], part))})"
