@@ -10,8 +10,7 @@ from echelon.ground.errors import ConfigError
 LOGITS_CHUNK_BYTES = 256 * 2**20  # size limit of one copy of the loss's fp32 logits
 # The same on GPUs with a trained head: each chunk costs a pass over its fp32 gradient, of 8 bytes per weight.
 LARGE_CHUNK_BYTES = 2**30
-FUNCTION_LOGITS, TEACHER_LOGITS = 2, 4
-"""How many times as many logits as cross-entropy a loss function is taken to hold, without and with a teacher's."""
+FUNCTION_LOGITS, TEACHER_LOGITS = 2, 4  # times the logits of cross-entropy, without and with those of a teacher
 # Kernels for matrix products compute tiles of up to this many rows; a part of a tile costs a whole one.
 _TILE_ROWS = 256
 
