@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 _SHOWN_SHARE = 0.005  # smaller parts of a step are not shown
 
 
+def render_usd(usd: float) -> str:
+    """Cents, or two digits of less than a dollar: `$63.43`, `$0.0012`."""
+    return f"${usd:,.2f}" if usd >= 1 or usd == 0 else f"${usd:.2g}"
+
+
 @dataclass(frozen=True)
 class HourlyPrice:
     """Dollars per hour of one machine, and where that comes from: region and date, or the recipe key."""
@@ -117,15 +122,15 @@ class Forecast:
             )
         machines = f" x {self.num_machines} machines" if self.num_machines > 1 else ""
         if self.price is not None:
-            run = "" if self.usd is None else f"${self.usd:,.2f} for the run, "
+            run = "" if self.usd is None else f"{render_usd(self.usd)} for the run, "
             yield (
-                f"cost: {run}${self.usd_per_billion_tokens:,.2f} for a billion tokens, at "
+                f"cost: {run}{render_usd(self.usd_per_billion_tokens or 0)} for a billion tokens, at "
                 f"${self.price.usd_per_hour:g}/h{machines} on demand ({self.price.terms})"
             )
         if self.spot_usd_per_hour is not None:
-            run = "" if self.spot_usd is None else f"${self.spot_usd:,.2f} for the run, "
+            run = "" if self.spot_usd is None else f"{render_usd(self.spot_usd)} for the run, "
             yield (
-                f"cost: {run}${self.spot_usd_per_billion_tokens:,.2f} for a billion tokens, at "
+                f"cost: {run}{render_usd(self.spot_usd_per_billion_tokens or 0)} for a billion tokens, at "
                 f"${self.spot_usd_per_hour:g}/h{machines} on spot machines that are not taken away "
                 "(budget.spot_usd_per_hour)"
             )

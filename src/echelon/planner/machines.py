@@ -10,7 +10,7 @@ from echelon.ground.errors import ConfigError, PlanError
 from echelon.ground.sizes import render_bytes, render_duration
 from echelon.ground.variables import find_cache_dir
 from echelon.planner.choose import MEMORY_HEADROOM, resolve_plan
-from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run
+from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run, render_usd
 from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.hardware.instances import EXTRA_TYPES, Instance, cluster_of, list_instances
 from echelon.planner.hardware.job_machines import find_machines
@@ -66,7 +66,7 @@ class Candidate:
         forecast = self.forecast
         run = "cost of the run unknown"
         if forecast is not None and forecast.usd is not None and forecast.hours is not None:
-            run = f"${forecast.usd:,.2f} in {render_duration(3600 * forecast.hours)}"
+            run = f"{render_usd(forecast.usd)} in {render_duration(3600 * forecast.hours)}"
         elif self.cost is not None:
             run = f"${self.cost:,.2f} for 10^9 tokens"
         hourly = "price unknown" if self.usd_per_hour is None else f"${self.usd_per_hour:.2f}/h{mark}"
@@ -112,6 +112,9 @@ class Choice:
         lines += [f"  {candidate.describe(marks[_terms(candidate)])}" for candidate in first]
         if len(priced) > _SHOWN:
             lines.append(f"  and {len(priced) - _SHOWN} more that cost more")
+        lines.append(
+            "  costs are of all steps, without a start; echelon quote adds 5 min for it, and searches the fastest plan"
+        )
         if unknown:
             names = _join(f"{candidate.count} x {candidate.instance.name}" for candidate in unknown)
             lines.append(

@@ -8,6 +8,7 @@ import pytest
 
 from echelon.cli.api.quoting import QuoteReport, quote
 from echelon.ground.errors import ConfigError
+from echelon.planner.forecast import render_usd
 from echelon.planner.measured_runs import NO_HISTORY, History, MeasuredRun, describe_plan
 from echelon.planner.quote import PUBLISHED, ErrorBar, Quote, find_error_bar, order_quotes
 from echelon.recipe.load import load_recipe
@@ -77,7 +78,8 @@ def test_spot_machines_and_those_of_a_file_are_quoted_too(recipe_path, tmp_path,
     other = by_name["1 x other.8x-h100"]
     assert other.usd.expected == pytest.approx(other.hours.expected * 20.0)
     text = str(found)
-    assert "prices: spot, us-west-2, 2026-11-20" in text and "prices: south, 2026-11-21" in text
+    assert "$4/h (spot, us-west-2, 2026-11-20)" in text and "$20/h (south, 2026-11-21)" in text
+    assert "prices: of 4 regions and dates, compared as they are" in text
     settings = found.accepted(found.quotes.index(spot) + 1)
     assert "budget.spot_usd_per_hour=4.0" in settings
     assert 'launch.sagemaker.spot={"max_wait_hours": 48}' in settings
@@ -102,8 +104,15 @@ def test_the_cheapest_to_the_fastest_come_first(report):
 def test_what_has_no_price_is_said(report):
     assert "ml.p5en.48xlarge" in report.unpriced
     words = str(report)
-    assert "not quoted, price unknown (give it in launch.sagemaker.extra_types): " in words
+    assert "no price known, so not compared: " in words and "echelon plan --prices refresh looks prices up" in words
     assert "error bar: 8 of 10 published runs took between 0.84 and 1.39 times as long as predicted" in words
+
+
+def test_small_amounts_have_digits(recipe_path):
+    found = quote(load_recipe(recipe_path, ["train.tokens=1.0e+6"])[0], count=1)
+    cheapest = found.quotes[0].usd.expected
+    assert 0.01 < cheapest < 1 and f"${cheapest:.2g}" in str(found)
+    assert (render_usd(0.00123), render_usd(0.0), render_usd(1234.5)) == ("$0.0012", "$0.00", "$1,234.50")
 
 
 def make_history(plan, *factors, degrees=None):

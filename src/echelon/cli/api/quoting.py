@@ -14,7 +14,7 @@ from echelon.cli.api.searching import render_numbered, search
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.ground.sizes import render_duration
 from echelon.ground.variables import find_cache_dir
-from echelon.planner.forecast import HourlyPrice
+from echelon.planner.forecast import HourlyPrice, render_usd
 from echelon.planner.hardware.instances import EXTRA_TYPES, list_instances
 from echelon.planner.measured_runs import read_history
 from echelon.planner.quote import Quote, find_error_bar, order_quotes
@@ -22,7 +22,7 @@ from echelon.recipe import Recipe
 from echelon.run.lifecycle.model_checks import check_model
 
 _SHOWN = 12
-_HEADER = ("machines", "plan", "hours", "error bar", "$", "error bar")
+_HEADER = ("machines", "plan", "hours", "error bar", "cost", "error bar", "price of a machine")
 
 
 @dataclass(frozen=True)
@@ -111,18 +111,24 @@ class QuoteReport:
     def describe(self) -> Iterator[str]:
         """The table, what the error bars are, and what is missing."""
         shown = [*self.best, *self.others[: max(0, _SHOWN - len(self.best))]]
-        yield f"{len(self.quotes)} quotes; no other is both cheaper and faster than 1 to {len(self.best)}"
+        yield f"{len(self.quotes)} quotes; {_describe_best(len(self.best))}"
         yield from render_numbered(_HEADER, [_row(quote) for quote in shown])
         left = len(self.quotes) - len(shown)
         if left:
             yield f"  and {left} more that cost more (--json has all)"
         yield from _say_once("error bar", [(quote.bar.reason, number) for number, quote in enumerate(shown, 1)])
-        terms = [(price.terms, number) for number, quote in enumerate(shown, 1)
-                 if (price := quote.candidate.forecast.price) is not None]  # fmt: skip
-        yield from _say_once("prices", terms)
+        terms = {price.terms for quote in self.quotes if (price := quote.candidate.forecast.price) is not None}
+        if len(terms) > 1:
+            yield (
+                f"  prices: of {len(terms)} regions and dates, compared as they are, so with those of one region the "
+                "order may be another; echelon plan --prices refresh looks up those of launch.sagemaker.region"
+            )
         yield "  with 5 min for a start; without evaluation, checkpoints, waiting for machines, storage and traffic"
         if self.unpriced:
-            yield f"  not quoted, price unknown (give it in {EXTRA_TYPES}): {', '.join(self.unpriced)}"
+            yield (
+                f"  no price known, so not compared: {', '.join(self.unpriced)}; echelon plan --prices refresh looks "
+                f"prices up, or set one: {EXTRA_TYPES}=[{{name: {self.unpriced[0]}, usd_per_hour: 10}}]"
+            )
         if any(quote.is_spot for quote in self.quotes):
             yield "  spot: without what interruptions cost; SageMaker's discount may differ from EC2's market"
         else:
@@ -177,15 +183,23 @@ def _plain(quote: Quote) -> dict[str, float]:
 
 
 def _row(quote: Quote) -> tuple[str, ...]:
-    hours, usd = quote.hours, quote.usd
+    hours, usd, price = quote.hours, quote.usd, quote.candidate.forecast.price
     return (
         quote.machines,
         quote.candidate.name(),
         _render_hours(hours.expected),
         f"{_render_hours(hours.low)} to {_render_hours(hours.high)}",
-        f"{usd.expected:,.2f}",
-        f"{usd.low:,.2f} to {usd.high:,.2f}",
+        render_usd(usd.expected),
+        f"{render_usd(usd.low)} to {render_usd(usd.high)}",
+        "" if price is None else f"${price.usd_per_hour:g}/h ({price.terms})",
     )
+
+
+def _describe_best(count: int) -> str:
+    """What the first quotes are."""
+    if count == 1:
+        return "1 is the cheapest and the fastest"
+    return f"1 to {count} go from the cheapest to the fastest, and each of the others is beaten by one of them in both"
 
 
 def _render_hours(hours: float) -> str:

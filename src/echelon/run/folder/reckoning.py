@@ -9,6 +9,7 @@ from typing import Any
 from echelon.ground.errors import ConfigError
 from echelon.ground.sizes import render_bytes, render_seconds
 from echelon.ground.stored import read_as, write_json
+from echelon.planner.forecast import render_usd
 from echelon.planner.measured_runs import FEWEST_SECONDS, FEWEST_STEPS, MOST_SPREAD, record_run
 from echelon.planner.plan import load_plan
 from echelon.run.folder.cost import read_spending
@@ -105,7 +106,7 @@ def _render(name: str, value: float) -> str:
     if name.startswith("memory"):
         return render_bytes(round(value))
     if name.endswith("usd"):
-        return f"${value:,.2f}"
+        return render_usd(value)
     if name == "tokens_per_second":
         return f"{value:,.0f}"
     return render_seconds(3600 * value if name.endswith("hours") else value)
