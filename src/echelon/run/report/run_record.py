@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class RunRecord:
         """The events at which processes began to train."""
         return self.find_events(*_BEGINNINGS)
 
-    @property
+    @cached_property
     def steady_rows(self) -> list[Row]:
         """The train rows without the first of each start and without profiled steps; all if there are no others."""
         left_out = {row["step"] + 1 for row in self.starts if isinstance(row.get("step"), int)}

@@ -3,9 +3,12 @@
 import dataclasses
 import itertools
 import json
+import random
 import re
+import statistics
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 
 import pytest
@@ -14,6 +17,7 @@ from echelon.cli.main import main
 from echelon.ground.sizes import render_rate, render_seconds
 from echelon.run.report.comparison import build_comparison
 from echelon.run.report.live import read_live
+from echelon.run.report.nested import smooth
 from echelon.run.report.numbers import pick_axis, pick_ticks, render_number, render_percent
 from echelon.run.report.page import render_page
 from echelon.run.report.run_record import percentile, read_record
@@ -383,6 +387,17 @@ def test_the_keys_that_are_not_metrics_of_a_loop_are_those_of_a_row():
     fields = dict.fromkeys((field.name for field in dataclasses.fields(StepMetrics)), 1.0)
     row = train_row(StepMetrics(**fields | {"gpu": None, "own_seconds": [], "further": {}}))
     assert row.keys() == ROW_KEYS
+
+
+def test_a_smoothed_line_is_the_median_around_each_point_and_of_many_around_some():
+    drawn = random.Random(1)
+    points = [(float(step), drawn.random()) for step in range(1000)]
+    medians = [sorted(y for _, y in points[max(0, n - 10) : n + 11]) for n in range(1000)]
+    assert [y for _, y in smooth(points)] == [pytest.approx(statistics.median(near)) for near in medians]
+    began = time.process_time()
+    line = smooth([(float(step), drawn.random()) for step in range(400_000)])
+    assert time.process_time() - began < 40  # around every point it took many minutes
+    assert [x for x, _ in line] == list(range(0, 400_000, 200)) and all(0.4 < y < 0.6 for _, y in line)
 
 
 def test_all_curves_of_a_comparison_have_one_axis(tmp_path):
