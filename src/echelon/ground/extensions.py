@@ -79,7 +79,8 @@ def _check_kind(key: str, name: str, found: Any, kind: type) -> None:
     if not isinstance(found, type):
         lacks = f"is a {type(found).__name__}"
     elif missing := _missing_methods(found, kind):
-        lacks = f"has no {missing[0]}()"
+        of_torch = any(base.__module__.startswith("torch.optim") for base in found.__mro__)
+        lacks = "is one of torch.optim, which are not accepted" if of_torch else f"has no {missing[0]}()"
     else:
         return
     methods = sorted(getattr(kind, "__abstractmethods__", ())) or _public_methods(kind)

@@ -78,6 +78,7 @@ def test_a_function_is_a_loss_and_gets_its_options(package):
     [
         ("shutil:rmtree", None, r"function of \(path, ignore_errors, .*\), and a loss is a function of \(logits, l"),
         ("os:system", None, r"must be a class with loss_sum, like echelon's Objective, but it is a builtin_function"),
+        ("torch.optim:AdamW", None, r"but it is one of torch\.optim, which are not accepted; use such a class"),
         ("subprocess:Popen", None, r"must be a class with loss_sum, .* but it has no count\(\); use such a class"),
         ("{package}:smoothed", {"wait": 1}, r"\{'wait': 1\} does not fit .* argument 'wait'"),
         ("{package}:Unfinished", None, r"must be a class with loss_sum, .* but it has no loss_sum\(\)"),
