@@ -114,13 +114,11 @@ class _Mapping:
         """Microbatches and their schedule."""
         stages = self.result.get("pp", 1)
         count = self._degree("microbatches")
-        if count is not None and stages == 1 and count > 1:
-            raise ConfigError(
-                f"{self._where}.microbatches={count}: without a pipeline, their number follows from the global batch; "
-                "set train.micro_batch_size, or remove it."
-            )
         if count is not None:
-            self._note("microbatches", self._put("microbatches", count) if stages > 1 else {})
+            put = self._put("microbatches", count) if stages > 1 else {}
+            self._note(
+                "microbatches", put, "without a pipeline they are parts of a batch, as train.micro_batch_size says"
+            )
         if (order := self._given.get("pipeline")) is not None:
             schedule = self._choose(
                 "pipeline", order, _SCHEDULES, "a schedule without a backward pass is `echelon eval`"

@@ -29,6 +29,7 @@ _STRATEGIES = {"multi_worker_mirrored_strategy": "multi_worker", "parameter_serv
 """TensorFlow's distributions, with the names of their strategies in a recipe."""
 
 _FLAT_SMP = "smdistributed_modelparallel"
+_ALIASES = {"smdistributed_dataparallel": "smdistributed.dataparallel", "pytorchx": "torch_distributed"}
 # Allowed combinations; each entry may also be used alone.
 _TOGETHER = (
     {"torch_distributed", "smdistributed.dataparallel"},
@@ -54,7 +55,7 @@ def apply_distribution(recipe: Recipe) -> Distribution:
     changes: dict[str, Any] = {}
     env: dict[str, str] = {}
     lines: list[str] = []
-    enabled = _read_enabled(_nest_smp(recipe.launch.sagemaker.distribution, lines))
+    enabled = _read_enabled(_respell(recipe.launch.sagemaker.distribution, lines))
     for name, settings in enabled.items():
         if options := settings.get("custom_mpi_options"):
             env |= _read_mpi_options(f"{KEY}.{name}.custom_mpi_options", options, lines)
@@ -67,10 +68,9 @@ def apply_distribution(recipe: Recipe) -> Distribution:
             changes |= _map_tensorflow(recipe, name, strategy, lines)
     if "smdistributed.dataparallel" in enabled:
         # Newest release: 2.6.0 of April 2025, inside the image of SMP v2.8.0.
-        raise ConfigError(
-            f"{KEY}.smdistributed.dataparallel: SageMaker's data parallel library (SMDDP) is not available to echelon. "
-            "Its newest release is for PyTorch 2.5, and echelon needs PyTorch 2.11 or later. Use torch_distributed: "
-            "{enabled: true}: it trains the same model over NCCL and EFA."
+        lines.append(
+            f"{KEY}.smdistributed.dataparallel -> torch_distributed, which trains the same model over NCCL and EFA: "
+            "SageMaker's data parallel library (SMDDP) is for PyTorch 2.5 or older, and echelon needs 2.11 or later"
         )
     smp = None
     if "smdistributed.modelparallel" in enabled:
@@ -78,6 +78,18 @@ def apply_distribution(recipe: Recipe) -> Distribution:
         smp = map_smp(parameters, SMP_KEY, 1 if "mpi" in enabled else 2)
         lines += smp.lines
     return Distribution(_change(recipe, changes, smp), env, tuple(lines))
+
+
+def _respell(distribution: Mapping[str, Any], lines: list[str]) -> Mapping[str, Any]:
+    """The entries with the names of the SDK, of those that examples spell otherwise."""
+    found = dict(_nest_smp(distribution, lines))
+    for name, place in _ALIASES.items():
+        outer, _, inner = place.partition(".")
+        if name in found and outer not in found:
+            settings = found.pop(name)
+            found[outer] = {inner: settings} if inner else settings
+            lines.append(f"{KEY}.{name} -> {place}")
+    return found
 
 
 def _nest_smp(distribution: Mapping[str, Any], lines: list[str]) -> Mapping[str, Any]:

@@ -42,6 +42,7 @@ SMDDP = {"smdistributed": {"dataparallel": {"enabled": True}}}
         (smp(V2, sm_activation_offloading=False, fsdp_cache_flush_warnings=True), "auto"),
         (smp(V1, sharded_data_parallel_degree=2, ddp=True), {"dp_replicate": "auto", "dp_shard": 2}),
         (smp(V1, partitions=2, microbatches=2, placement_strategy="cluster"), {"pp": 2, "microbatches": 2}),
+        (smp(V1, microbatches=4, placement_strategy="spread"), {"dp_replicate": "auto", "pp": 1}),
         (smp(V1, sdp_reduce_bucket_size=5e8, sdp_max_live_parameters=10**9), "auto"),
     ],
 )
@@ -109,6 +110,24 @@ def test_other_engines_are_started_by_their_entries(tmp_path):
     assert under_mpi.staging.recipe.launch.nproc_per_node == 2
 
 
+@pytest.mark.parametrize(
+    ("distribution", "lines"),
+    [
+        ({"pytorchx": {"enabled": True}}, ["pytorchx -> torch_distributed"]),
+        (SMDDP, ["smdistributed.dataparallel -> torch_distributed, which trains the same model over NCCL"]),
+        ({"smdistributed_dataparallel": {"enabled": True}},
+         ["smdistributed_dataparallel -> smdistributed.dataparallel", "dataparallel -> torch_distributed, which"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_names_of_the_same_training(tmp_path, distribution, lines):
+    """The job is that of torch_distributed, and a line says so."""
+    given, plain = (submit(tmp_path, each, "parallel=fsdp", P4D) for each in (distribution, V2))
+    assert given.staging.recipe.parallel == plain.staging.recipe.parallel
+    told = "\n".join(given.lines)
+    assert all(line in told for line in lines)
+
+
 REFUSED = [
     ({}, [], "has no enabled entry"),
     ({"torch_distributed": {"enabled": False}}, [], "has no enabled entry"),
@@ -134,10 +153,8 @@ REFUSED = [
     ({"mpi": {"enabled": True, "custom_mpi_options": "--bind-to none"}}, [], "options: --bind-to is an option"),
     ({"mpi": {"enabled": True, "custom_mpi_options": "-x 'A=b"}}, [], "balanced quotes"),
     ({"pytorchddp": {"enabled": True}}, ["parallel=fsdp"], "pytorchddp is DDP, and parallel=fsdp"),
-    (SMDDP, ["parallel=fsdp", P4D], "(SMDDP) is not available to echelon. Its newest release is for PyTorch 2.5"),
-    (SMDDP, ["parallel=fsdp", P4D, OWN_IMAGE], "needs PyTorch 2.11 or later. Use torch_distributed: {enabled: true}"),
-    ({"smdistributed_dataparallel": {"enabled": True}}, [], "spells it smdistributed: {dataparallel: {enabled: true}}"),
-    ({"pytorchx": {"enabled": True}}, [], "no such entry; PyTorch's own launcher is torch_distributed: {enabled"),
+    ({"smdistributed_dataparallel": {"enabled": True}, **SMDDP}, [], "remove one of both"),
+    ({"pytorchx": {"enabled": True}, **V2}, [], "it is another name of torch_distributed; remove one of both"),
     (smp(V2, microbatches=4), [], "microbatches belongs to version 1 of the library, which runs under mpi"),
     (smp(V1, hybrid_shard_degree=4), [], "hybrid_shard_degree belongs to version 2 of the library"),
     (smp(V1, fp16=True), ["train.precision=bf16"], "fp16 sets train.precision=fp16, but the recipe has"),
