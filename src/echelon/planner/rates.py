@@ -214,7 +214,10 @@ def product_flops(device: Accelerator, compute: str, float8: bool, rates: Rates)
     if compute == "float16" or (compute != "float32" and peak is None):
         peak = _FP16_FLOPS.get(device.name, peak)
     if peak is None:
-        raise PlanError(f"the speed of {device.name} is unknown, so the time of a step cannot be estimated.")
+        raise PlanError(
+            f"the speed of {device.name} is unknown, so the time of a step cannot be estimated; run echelon plan "
+            "--calibrate on such a machine."
+        )
     if device.name == "cpu":
         return peak * rates.product
     best = _by_device(_BEST_PRODUCT, device.name, _USUAL_BEST)

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from typing_extensions import override
+
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.axes.data import STRATEGIES
 from echelon.planner.choose import MEMORY_HEADROOM, resolve_plan
@@ -28,39 +30,38 @@ if TYPE_CHECKING:
     from echelon.recipe import Recipe
 
 Goal = Literal["time", "cost", "memory"]
+_FORECAST = (
+    "tokens_per_second", "hours", "usd", "usd_per_billion_tokens", "spot_usd", "spot_usd_per_billion_tokens"
+)  # fmt: skip
+_TIMED = ("step_seconds", "seconds", "goodput", "correction", "limited_by", *_FORECAST)
 SHOWN = 10
 """Candidates in the table."""
 
 
-@dataclass(frozen=True)
-class RankedPlan:
-    """One candidate: a plan on a cluster, with what it needs and takes.
+@dataclass(frozen=True, kw_only=True)
+class SizedPlan:
+    """One candidate: a plan on a cluster, with the memory that it needs.
 
     Attributes:
-        usable_bytes: of each device, less the headroom; None if its memory is unknown.
         machines: the instance type and number, for the user; empty without one.
         parallel: the value of `parallel` that gives this plan.
-        goodput: with failures and slow machines; None if nothing is said about them.
     """
 
     plan: ParallelPlan
     cluster: Cluster
     memory: MemoryEstimate
-    usable_bytes: float | None
-    forecast: Forecast
     machines: str = ""
     parallel: str | ParallelConfig = "auto"
-    goodput: Goodput | None = None
+
+    @property
+    def usable_bytes(self) -> float | None:
+        """Of each device, less the headroom; None if its memory is unknown."""
+        return _find_usable(self.cluster)
 
     @property
     def fits(self) -> bool:
         """Whether the plan leaves the usual headroom on each device, and fits into the memory of its machine."""
         return _fits(self.memory, self.usable_bytes, self.cluster)
-
-    def of_all_time(self, value: float) -> float:
-        """A time or a cost of steps alone, with what failures and slow machines add; infinite if nothing trains."""
-        share = 1.0 if self.goodput is None else self.goodput.share
-        return value / share if share else math.inf
 
     def name(self) -> str:
         """The strategy and the degrees above 1, and what is special about them."""
@@ -101,8 +102,8 @@ class RankedPlan:
         return {"parallel": given, "train": train}
 
     def to_dict(self) -> dict[str, Any]:
-        """The candidate as in the output of `--json`; None for what is unknown."""
-        plan, forecast = self.plan, self.forecast
+        """The candidate as in the output of `--json`; None for what is unknown: all that depends on the time."""
+        plan = self.plan
         return {
             "strategy": plan.strategy,
             "parallel": plan.degrees(),
@@ -123,18 +124,37 @@ class RankedPlan:
             "fits": self.fits,
             "memory_bytes": self.memory.total,
             "usable_bytes": None if self.usable_bytes is None else int(self.usable_bytes),
+            **dict.fromkeys(_TIMED),
+            "recipe": self.settings(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedPlan(SizedPlan):
+    """The same with what it takes.
+
+    Attributes:
+        goodput: with failures and slow machines; None if nothing is said about them.
+    """
+
+    forecast: Forecast
+    goodput: Goodput | None = None
+
+    def of_all_time(self, value: float) -> float:
+        """A time or a cost of steps alone, with what failures and slow machines add; infinite if nothing trains."""
+        share = 1.0 if self.goodput is None else self.goodput.share
+        return value / share if share else math.inf
+
+    @override
+    def to_dict(self) -> dict[str, Any]:
+        forecast = self.forecast
+        return super().to_dict() | {
             "step_seconds": forecast.step.total,
             "seconds": forecast.step.to_dict(),
-            "tokens_per_second": forecast.tokens_per_second,
             "goodput": None if self.goodput is None else self.goodput.share,
             "correction": forecast.correction.factor,
             "limited_by": forecast.step.limit,
-            "hours": forecast.hours,
-            "usd": forecast.usd,
-            "usd_per_billion_tokens": forecast.usd_per_billion_tokens,
-            "spot_usd": forecast.spot_usd,
-            "spot_usd_per_billion_tokens": forecast.spot_usd_per_billion_tokens,
-            "recipe": self.settings(),
+            **{name: getattr(forecast, name) for name in _FORECAST},
         }
 
 
@@ -154,15 +174,17 @@ def search_plans(
     devices, which correct the time of each candidate before they are ranked. Raises PlanError or ConfigError, that of
     the first variant, if no plan is possible on these devices, and PlanError if their speed is unknown.
     """
-    memory = cluster.accelerator.memory_bytes
-    usable = None if memory is None else memory * (1 - MEMORY_HEADROOM)
+    usable = _find_usable(cluster)
     fitting: dict[ParallelPlan, RankedPlan] = {}
     others: list[_Found] = []
     refused: list[ConfigError | PlanError] = []
 
     def rank(found: _Found) -> RankedPlan:
         forecast = forecast_run(found.variant, shape, found.plan, cluster, price, history=history)
-        return RankedPlan(found.plan, cluster, found.needs, usable, forecast, machines, found.variant.parallel)
+        layout = found.variant.parallel
+        return RankedPlan(
+            plan=found.plan, cluster=cluster, memory=found.needs, machines=machines, parallel=layout, forecast=forecast
+        )
 
     for variant, first in _resolve_layouts(recipe, shape, cluster, divide, refused):
         for found in _list_found(variant, first, shape, cluster, usable, by):
@@ -230,6 +252,11 @@ def _identify(plan: ParallelPlan) -> ParallelPlan:
     """The plan without its name: with one microbatch ZeRO-1 and ZeRO-2 are the same."""
     when = "last" if plan.num_microbatches == 1 else plan.reduce_gradients
     return replace(plan, why=(), strategy="", reduce_gradients=when)
+
+
+def _find_usable(cluster: Cluster) -> float | None:
+    memory = cluster.accelerator.memory_bytes
+    return None if memory is None else memory * (1 - MEMORY_HEADROOM)
 
 
 def _fits(needs: MemoryEstimate, usable: float | None, cluster: Cluster) -> bool:

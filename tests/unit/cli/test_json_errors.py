@@ -116,6 +116,20 @@ def test_a_closed_pipe_ends_the_command_without_a_word():
     assert (done.stdout, done.stderr) == ("", "1\n")
 
 
+def test_devices_of_unknown_speed_have_a_plan_with_its_memory(tmp_path, monkeypatch, capsys):
+    (tmp_path / "recipe.yaml").write_text(SMALL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ECHELON_CACHE", str(tmp_path))  # without a calibration
+    monkeypatch.setattr(sys, "argv", ["echelon", "plan", "recipe.yaml", "--devices", "2xcpu", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    answer = json.loads(capsys.readouterr().out)
+    [candidate] = answer["candidates"]
+    assert not ended.value.code and candidate["memory_bytes"] > 2**20 and candidate["fits"]
+    assert {candidate[name] for name in ("step_seconds", "hours", "usd", "tokens_per_second")} == {None}
+    assert "the speed of cpu is unknown" in answer["untimed"] and "echelon plan --calibrate" in answer["untimed"]
+
+
 def test_all_wrong_keys_are_told_at_once(fail):
     words = ["train", "recipe.yaml", "train.steps=0", "optim.learning_rat=1", "run.name=7", "--json"]
     error, _, _ = fail(words)

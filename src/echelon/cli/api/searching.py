@@ -1,14 +1,14 @@
 """Search the plans of a recipe, on given devices or over instance types, and rank them by time, cost or memory."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from typing_extensions import override
 
 from echelon.cli.api.plan_pictures import draw_search
-from echelon.cli.api.planning import find_target
+from echelon.cli.api.planning import find_target, plan
 from echelon.cli.api.recipes import RecipeLike, load_recipe
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.ground.sizes import render_bytes, render_duration
@@ -20,7 +20,7 @@ from echelon.planner.machines import find_cluster
 from echelon.planner.measured_runs import read_history
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.reliability import Goodput, Reliability, estimate_goodput
-from echelon.planner.search import SHOWN, Goal, RankedPlan, forecast_float8, rank_plans, search_plans
+from echelon.planner.search import SHOWN, Goal, RankedPlan, SizedPlan, forecast_float8, rank_plans, search_plans
 from echelon.planner.time import name_part
 from echelon.recipe import Recipe
 from echelon.run.lifecycle.model_checks import check_model
@@ -74,6 +74,7 @@ class SearchReport:
             "candidates": [candidate.to_dict() for candidate in self.shown],
             "float8_step_seconds": None if self.float8 is None else self.float8.step.total,
             "goodput": None if self.goodput is None else self.goodput.share,
+            "untimed": None,
         }
 
     def draw(self) -> str:
@@ -110,6 +111,30 @@ class SearchReport:
         if self.goodput is not None and self.reliability is not None:
             yield from self.goodput.describe(self.reliability)
         yield from _describe_float8(shown[0], self.float8)
+
+
+@dataclass(frozen=True)
+class UntimedReport:
+    """The plan for devices of unknown speed, which no search can rank. `reason`: why, and what to do."""
+
+    candidate: SizedPlan
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The output of `--json`, as of a search with one candidate, whose times are None."""
+        unknown = dict.fromkeys(("by", "float8_step_seconds", "goodput"))
+        return unknown | {"candidates": [self.candidate.to_dict()], "untimed": self.reason}
+
+
+def plan_untimed(recipe: Recipe, asked: Mapping[str, Any], error: PlanError) -> UntimedReport:
+    """Plan a recipe that cannot be searched, because of `error`; raises it if the speed of the devices is known."""
+    found = plan(recipe, **asked)
+    if found.forecast is not None:
+        raise error
+    instance = asked["instance"]
+    machines = "" if instance is None else f"{found.cluster.num_nodes} x {instance}"
+    sized = SizedPlan(plan=found.plan, cluster=found.cluster, memory=found.memory, machines=machines)
+    return UntimedReport(replace(sized, parallel=recipe.parallel), str(error))
 
 
 def search(

@@ -49,7 +49,7 @@ def plan(
         raise ConfigError("a recipe is missing; write echelon plan RECIPE, or echelon plan --calibrate.")
     if accuracy:
         return _show_accuracy([recipe_path, *map(Path, overrides or [])])
-    from echelon.cli.commands.plan_search import find_plans, read_reliability, show_found
+    from echelon.cli.commands.plan_search import find_plans, read_reliability, show_found, show_json
 
     recipe = read_recipe(recipe_path, overrides)
     asked: dict[str, Any] = {
@@ -58,8 +58,8 @@ def plan(
         "instance": instance,
         "reliability": read_reliability(mtbf_hours, restart_seconds, replace_hours, step_spread),
     }
-    searches = any(option is not None for option in (by, budget_usd, deadline_hours, plot)) or as_json
-    if build and (searches or counts is not None):
+    searches = any(option is not None for option in (by, budget_usd, deadline_hours, plot))
+    if build and (searches or as_json or counts is not None):
         raise ConfigError("--build divides one plan; remove it, or the options that search plans.")
     if counts is not None:
         from echelon.cli.api.plan_scaling import plan_scaling
@@ -68,6 +68,8 @@ def plan(
     asked["count"] = count
     if searches:
         return show_found(find_plans(recipe, asked, by, budget_usd, deadline_hours), as_json, plot)
+    if as_json:
+        return show_json(recipe, asked)
     from echelon.cli.api.planning import plan as plan_here
 
     plan_here(recipe, **asked, build=build, engines=engines, on_line=show)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.cli.commands.terminal import show
-from echelon.ground.errors import ConfigError
+from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.reliability import RESTART_SECONDS, Reliability
 from echelon.recipe import Recipe
 
@@ -40,6 +40,17 @@ def find_plans(
 
     goal = by or ("time" if deadline_hours is None else "cost")
     return search(recipe, **asked, by=goal, budget_usd=budget_usd, deadline_hours=deadline_hours)
+
+
+def show_json(recipe: Recipe, asked: Mapping[str, Any]) -> None:
+    """Print the plans of a recipe as JSON; for devices of unknown speed, the plan and its memory alone."""
+    from echelon.cli.api.searching import plan_untimed, search
+
+    try:
+        content = search(recipe, **asked).to_dict()
+    except PlanError as error:
+        content = plan_untimed(recipe, asked, error).to_dict()
+    show(json.dumps(content, indent=2))
 
 
 def show_found(found: "SearchReport | ScalingReport | QuoteReport", as_json: bool, plot: Path | None) -> None:
