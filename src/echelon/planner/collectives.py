@@ -33,22 +33,14 @@ class Group:
         between = math.ceil(math.log2(self.num_machines)) if self.num_machines > 1 else 0
         return inside * self.links.inside.latency / 3 + between * self.links.between.latency
 
-    def all_gather(self, num_bytes: float) -> float:
-        """Seconds until every rank has the `num_bytes` that they have parts of; a reduce-scatter takes as long."""
-        return self._share_out(num_bytes, self.links.inside.bandwidth)
+    def all_gather(self, num_bytes: float, measured: float | None = None) -> float:
+        """Seconds until every rank has the `num_bytes` that they have parts of; a reduce-scatter takes as long.
 
-    def gather_layer(self, num_bytes: float) -> float:
-        """Seconds of the all-gather of a sharded layer of `num_bytes`, with its copies where they were measured."""
-        return self._share_out(num_bytes, self.links.inside.gather or self.links.inside.bandwidth)
-
-    def scatter_layer(self, num_bytes: float) -> float:
-        """Seconds of the reduce-scatter of a layer's gradients, likewise."""
-        return self._share_out(num_bytes, self.links.inside.scatter or self.links.inside.bandwidth)
-
-    def _share_out(self, num_bytes: float, bandwidth: float) -> float:
+        `measured`: bytes/s inside a machine, with the copies of a sharded layer.
+        """
         if self.size == 1 or not num_bytes:
             return 0.0
-        inside = num_bytes * (self.local - 1) / self.local / bandwidth
+        inside = num_bytes * (self.local - 1) / self.local / (measured or self.links.inside.bandwidth)
         nodes = self.num_machines
         between = num_bytes * (nodes - 1) / nodes / (self.local * self.links.between.bandwidth)
         return self.latency + max(inside, between)

@@ -40,7 +40,9 @@ def measure_shape(config: Mapping[str, Any]) -> ModelShape:
         # layers may differ (experts in some, dense in others): the mean keeps the sum right
         num_layer_parameters=sum(p.numel() for layer in layers for p in layer.parameters()) // max(1, len(layers)),
         parts=LayerParts(
-            head_norms=any(name.endswith(".q_norm") for name, _ in model.named_modules()), **_find_window(text_config)
+            norm="layer" if any(type(module).__name__ == "LayerNorm" for module in model.modules()) else "rms",
+            head_norms=any(name.endswith(".q_norm") for name, _ in model.named_modules()),
+            **_find_window(text_config),
         ),
         linears=_count_linears(model, layers, has_experts=bool(experts)),
         experts=experts,

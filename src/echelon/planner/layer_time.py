@@ -12,6 +12,11 @@ from echelon.planner.rates import Rates, Software, attention_flops, product_flop
 # Passes over memory of the forward pass, at least: numbers read and written per token, times the hidden size (two norms
 # and residuals, rotary embeddings) and times the intermediate size (the gate's product). Backward passes take twice.
 HIDDEN_PASSES, INNER_PASSES = 14, 3
+# The same of the models of transformers, one operation after the other. RMSNorm, in bytes per number by those of one: a
+# square (2 passes in fp32), its mean (1), products with the root (2) and with the weight (2), in fp32 in Gemma, and
+# casts. Rotary embeddings, in passes: products with cosine and sine (4), the other half (3), their sum (3).
+NORM_BYTES = {"rms": {2: 36, 4: 28}, "rms_fp32": {2: 40, 4: 28}}
+ROTARY_PASSES = 10
 _FLOAT8_PASSES = 4  # bytes per input number of a product: read in bf16, written in float8, twice
 _LOSS_PASSES = 12  # bytes per logit: written, read and its gradient written and read, in two bytes and in four
 # Unfused attention: passes over the scores in a forward pass: those of its two products, one written and one read, and
@@ -44,16 +49,9 @@ class Step:
         known = self.cluster.accelerator.memory_bandwidth
         return (self.rates.memory_bandwidth if known is None else known) * self.rates.bandwidth_share
 
-    @property
-    def flops(self) -> float:
-        """FLOP/s of large products of layers. Raises PlanError if the speed of the devices is unknown."""
-        policy = self.plan.precision
-        return product_flops(self.cluster.accelerator, policy.compute, policy.float8, self.rates)
-
-    @property
-    def wide_flops(self) -> float:
-        """FLOP/s of large products that are not in float8. Raises as `flops` does."""
-        return product_flops(self.cluster.accelerator, self.plan.precision.compute, False, self.rates)
+    def flops(self, float8: bool = False) -> float:
+        """FLOP/s of large products. Raises PlanError if the speed of the devices is unknown."""
+        return product_flops(self.cluster.accelerator, self.plan.precision.compute, float8, self.rates)
 
     @property
     def hidden_bytes(self) -> float:
@@ -93,13 +91,8 @@ class LayerTime:
 
 @dataclass(frozen=True)
 class LaunchTime:
-    """Seconds in which the host launches one microbatch, forward and backward.
-
-    Attributes:
-        layer: of each layer.
-        head: of embedding, head and loss.
-        root: of the hooks around the layers.
-    """
+    """Seconds in which the host launches a microbatch, forward and backward: each layer, embedding with head and loss,
+    and the hooks around the layers (`root`)."""
 
     layer: float = 0.0
     head: float = 0.0
@@ -138,7 +131,7 @@ def layer_time(step: Step) -> LayerTime:
 def head_time(step: Step) -> LayerTime:
     """Seconds of the head and the loss."""
     part, plan, tokens, rates = step.part, step.plan, step.tokens, step.rates
-    once = product_seconds(tokens, [(part.hidden_size, part.head_size, 1.0)], step.wide_flops, rates.small_dim)
+    once = product_seconds(tokens, [(part.hidden_size, part.head_size, 1.0)], step.flops(), rates.small_dim)
     passes = rates.fused if step.software.fused else rates.eager
     memory = tokens * part.head_size * _LOSS_PASSES * passes / 2 / step.bandwidth
     if rates.logit_seconds is not None:  # measured with operations that are not fused
@@ -175,7 +168,7 @@ def _matmul_forward(step: Step) -> float:
     counted = sum(times * rows * columns for rows, columns, times in products)
     active = part.num_layer_parameters - part.num_idle_parameters / part.num_layers
     other = max(1.0, active / counted) if not share else 1.0  # products that the widths do not tell of
-    return other * product_seconds(step.tokens, products, step.flops, step.rates.small_dim)
+    return other * product_seconds(step.tokens, products, step.flops(step.plan.precision.float8), step.rates.small_dim)
 
 
 def _attention(step: Step) -> tuple[float, float]:
@@ -188,7 +181,7 @@ def _attention(step: Step) -> tuple[float, float]:
     flops = 4.0 * scores * part.head_dim
     if step.software.attention == "unfused":
         passes = scores * DTYPE_BYTES[compute] / step.bandwidth
-        once = max(flops / step.wide_flops, _SCORE_PASSES[0] * passes) + _SCORE_PASSES[1] * passes
+        once = max(flops / step.flops(), _SCORE_PASSES[0] * passes) + _SCORE_PASSES[1] * passes
         return once, 2 * once
     device, head_dim, software = step.cluster.accelerator, part.head_dim, step.software
     once = flops / 2 / attention_flops(device, compute, head_dim, software, step.rates)
@@ -207,10 +200,27 @@ def _memory_forward(step: Step) -> float:
     share, width = part.expert_widths
     inner = (1 - share) * part.intermediate_size + share * part.num_chosen_experts * width
     passes = HIDDEN_PASSES * part.hidden_size / divided + INNER_PASSES * inner
-    num_bytes = passes * number * (rates.fused if step.software.fused else rates.eager)
+    num_bytes = passes * number * (rates.fused if step.software.fused else rates.eager) + _unfused_bytes(step)
     if plan.precision.float8:
         num_bytes += _FLOAT8_PASSES * (2 * part.hidden_size / divided + inner)
     return step.tokens * num_bytes / step.bandwidth
+
+
+def _unfused_bytes(step: Step) -> float:
+    """Bytes per token of norms and rotary embeddings beyond `eager` times the fewest, which was fitted without them.
+
+    None if the bandwidth was measured on layers of Llama, as on all CPUs, or adapters may have fused kernels.
+    """
+    part, plan, cluster, eager = step.part, step.plan, step.cluster, step.rates.eager
+    if step.software.fused or cluster.kind == "cpu" or cluster.calibration is not None or plan.adapter is not None:
+        return 0.0
+    number, hidden = DTYPE_BYTES[plan.precision.compute], part.hidden_size / plan.sequence_ranks
+    heads = (part.num_heads + part.num_kv_heads) * part.head_dim
+    rotary = 0.0 if part.num_position_parameters else (ROTARY_PASSES - 2 * eager) * number * heads
+    if part.parts.norm == "layer":
+        return rotary
+    norms = part.parts.num_norms * hidden + part.parts.head_norms * heads
+    return rotary + NORM_BYTES[part.parts.norm][number] * norms - 2 * 2 * eager * number * hidden
 
 
 def _last_product(step: Step) -> float:
@@ -219,7 +229,7 @@ def _last_product(step: Step) -> float:
     if step.software.recomputes_ends or part.parts.num_norms > 2 or part.parts.residual_dropout:
         return 0.0
     product = (part.intermediate_size, part.hidden_size, 1 - share)
-    return product_seconds(step.tokens, [product], step.flops, step.rates.small_dim)
+    return product_seconds(step.tokens, [product], step.flops(step.plan.precision.float8), step.rates.small_dim)
 
 
 def _recomputed(step: Step, matmul: float, attention: float, memory: float) -> float:

@@ -172,7 +172,8 @@ def _sent_seconds(step: Step, layer: LayerTime) -> float:
     if not plan.reshard_after_forward:
         return inside
     gathered = step.part.num_layer_parameters * plan.gathered_bytes
-    gather = find_group(plan, step.cluster, SHARDING).gather_layer(gathered)
+    measured = step.cluster.known_links.inside.gather
+    gather = find_group(plan, step.cluster, SHARDING).all_gather(gathered, measured)
     return inside + step.exposed(gather, layer.forward)
 
 

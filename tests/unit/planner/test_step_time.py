@@ -4,6 +4,11 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from echelon.ground.errors import PlanError
 from echelon.planner.axes.data import copied_bytes
@@ -11,6 +16,7 @@ from echelon.planner.collectives import Group, find_group
 from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster, parse_devices
 from echelon.planner.hardware.instances import INSTANCES, cluster_of
 from echelon.planner.hardware.links import LINKS, Link, Links
+from echelon.planner.layer_time import NORM_BYTES, ROTARY_PASSES
 from echelon.planner.memory import estimate_memory
 from echelon.planner.payoff import describe_payoff, find_payoff
 from echelon.planner.plan import ParallelPlan, Precision, SyncPlan
@@ -66,7 +72,65 @@ def test_attention_computes_half_of_the_scores_once_forward_and_two_and_a_half_t
 def test_memory_bound_work_reads_and_writes_its_bytes():
     tokens, bandwidth = 4 * 2 * 4096, 2039e9
     layers = 3 * 32 * tokens * 2 * (14 * 4096 + 3 * 11008) / bandwidth
-    assert step_of().memory_bound == pytest.approx(layers + tokens * 32000 * 6 / bandwidth + COPIES)
+    expected = layers + tokens * 32000 * 6 / bandwidth + COPIES
+    assert step_of(replace(FSDP, compile=True)).memory_bound == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "passes"),
+    [
+        # two norms of 18 passes in place of 2; queries and keys of 32 heads each are read and written 10 times, not 2
+        (LLAMA, 2 * (18 - 2) * 4096 + (10 - 2) * 64 * 128),
+        # four norms of 20, of which two were counted; 8 heads of queries and 4 of keys
+        (GEMMA2, (4 * 20 - 2 * 2) * 2304 + (10 - 2) * 12 * 256),
+        (build_shape({"model_type": "gpt2"}), 0),  # LayerNorm is one kernel
+    ],
+    ids=["llama", "gemma2", "gpt2"],
+)
+def test_norms_and_rotary_embeddings_that_are_not_compiled_move_more_bytes(shape, passes):
+    compiled = replace(FSDP, compile=True)
+    more = 3 * shape.num_layers * (4 * 2 * 1024) * 2 * passes / 2039e9
+    eager, fused = (step_of(plan, shape=shape, length=1024).memory_bound for plan in (FSDP, compiled))
+    assert eager - fused == pytest.approx(more)
+
+
+def test_norms_are_whole_on_every_rank_of_tensor_parallelism_unless_it_divides_the_sequence():
+    more = []
+    for divides in (False, True):
+        plan = replace(FSDP, tp=8, dp_shard=8, sequence_parallel=divides)
+        eager, fused = (step_of(replace(plan, compile=each)).memory_bound for each in (False, True))
+        more.append((eager - fused) / (3 * 32 * (4 * 2 * 4096) * 2 / 2039e9))
+    heads = (10 - 2) * 64 * 128 / 8
+    assert more == [pytest.approx(2 * 16 * 4096 + heads), pytest.approx(2 * 16 * 4096 / 8 + heads)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("norm", "name"), [(LlamaRMSNorm, "rms"), (GemmaRMSNorm, "rms_fp32")])
+def test_the_bytes_of_a_norm_are_those_that_its_operations_read_and_write(norm, name, dtype):
+    layer, hidden = norm(256).to(dtype), torch.ones(512, 256, dtype=dtype)
+    with _Bytes() as counted:
+        layer(hidden)
+    assert counted.total / (512 * 256) == pytest.approx(NORM_BYTES[name][dtype.itemsize], rel=0.02)
+
+
+def test_the_passes_of_rotary_embeddings_are_those_of_their_operations():
+    query, angles = torch.ones(1, 4, 512, 64), torch.ones(1, 512, 64)
+    with _Bytes() as counted:
+        apply_rotary_pos_emb(query, query, angles, angles)
+    assert counted.total / (2 * 4 * query.numel()) == pytest.approx(ROTARY_PASSES, rel=0.15)  # and read the angles
+
+
+class _Bytes(TorchDispatchMode):
+    """Adds up what operations read and write; views move nothing."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            tensors = [each for each in tree_leaves((args, result)) if isinstance(each, torch.Tensor)]
+            self.total += sum(each.numel() * each.element_size() for each in tensors)
+        return result
 
 
 @pytest.mark.parametrize(
@@ -120,7 +184,8 @@ def test_full_checkpointing_repeats_the_forward_pass_of_layers():
     rate = 0.87 * 312e12
     products = 2 * 32 * (LAYER - 4096 * 11008) * tokens / rate  # PyTorch stops before the last product of a layer
     attention = once.attention / (1 + 2.5 / 0.85)
-    memory = 32 * tokens * 2 * (14 * 4096 + 3 * 11008) / 2039e9
+    passes = 14 * 4096 + 3 * 11008 + 2 * (18 - 2) * 4096 + (10 - 2) * 64 * 128  # as above, not compiled
+    memory = 32 * tokens * 2 * passes / 2039e9
     assert step_of(plan).recompute == pytest.approx(products + attention + memory, rel=1e-4)
     assert step_of(replace(plan, checkpoint_every=2)).recompute == pytest.approx(
         (products + attention + memory) / 2, rel=1e-4

@@ -212,8 +212,9 @@ def data_seconds(step: Step, layer: LayerTime, count: int, head: LayerTime, weig
     forward = layer.forward + head.forward / count
     backward = layer.total - layer.forward + (head.total - head.forward) / count
     shard = find_group(plan, step.cluster, SHARDING)
-    gather = shard.gather_layer(weights * plan.gathered_bytes)
-    reduce = shard.scatter_layer(weights * trained * DTYPE_BYTES[plan.precision.reduce])
+    links, gradients = shard.links.inside, weights * trained * DTYPE_BYTES[plan.precision.reduce]
+    gather = shard.all_gather(weights * plan.gathered_bytes, links.gather)
+    reduce = shard.all_gather(gradients, links.scatter)
     if plan.reshard_after_forward:  # gathered for the forward and again for the backward pass
         exposed = steps * (step.exposed(gather, forward) + step.exposed(gather, backward))
         both = step.exposed(gather + reduce, backward) - step.exposed(gather, backward)

@@ -137,7 +137,7 @@ def test_the_constants_of_a_machine_are_found_again_in_its_times():
     known = replace(found, product_flops=CALIBRATION.product_flops)
     group = find_group(ParallelPlan("ddp", dp_replicate=2), calibrated_cluster(known, 2, 2), ("dp_replicate",))
     assert group.all_reduce(1e6) == pytest.approx(2e-3 + 5e-4)
-    assert group.gather_layer(1e6) == pytest.approx(1e-3 + 5e-4)
+    assert group.all_gather(1e6, group.links.inside.gather) == pytest.approx(1e-3 + 5e-4)
 
 
 def test_it_is_found_again_on_this_machine_with_these_versions_only(cache, monkeypatch):
