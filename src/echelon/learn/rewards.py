@@ -207,7 +207,7 @@ def _find(index: int, reward: RewardConfig) -> Callable[..., Any]:
 
 
 def _judge(function: Callable[..., Any], reward: RewardConfig, answers: list[str], records: list[Any]) -> Found:
-    """Call a function."""
+    """Call a function, and check what it returns."""
     none = [math.nan] * len(answers)
     try:
         found = function(answers, records, **(reward.options or {}))
@@ -221,12 +221,17 @@ def _judge(function: Callable[..., Any], reward: RewardConfig, answers: list[str
         return none, f"raised {type(error).__name__}: {first_line(error)}"
     if len(numbers) != len(answers):
         return none, f"returned {len(numbers)} numbers for {len(answers)} answers"
-    if (too_large := next((number for number in numbers if abs(number) > MAX_REWARD), None)) is not None:
-        return none, f"returned {too_large:g}, and a reward must be between {-MAX_REWARD:g} and {MAX_REWARD:g}"
-    if not (unjudged := sum(map(math.isnan, numbers))):
-        return numbers, None
+    largest = max((number for number in numbers if not math.isnan(number)), key=abs, default=0.0)
+    if abs(largest) > MAX_REWARD:
+        return none, f"returned {largest:g}, and a reward must be between {-MAX_REWARD:g} and {MAX_REWARD:g}"
+    return numbers, _describe_unjudged(values, numbers)
+
+
+def _describe_unjudged(values: list[Any], numbers: list[float]) -> str | None:
+    """Say how many answers a function gave no number, and the first of its reasons; None if it judged all."""
+    unjudged = sum(map(math.isnan, numbers))
     reason = next((f": {value}" for value in values if isinstance(value, str)), "")
-    return numbers, f"gave no number for {unjudged} of {len(answers)} answers{reason}"
+    return f"gave no number for {unjudged} of {len(numbers)} answers{reason}" if unjudged else None
 
 
 async def _wait_for(found: Any) -> Any:

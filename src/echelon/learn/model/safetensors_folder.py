@@ -36,10 +36,7 @@ class StoredWeight:
 
 
 class SafetensorsFolder:
-    """The weights of an HF checkpoint folder, read by name and slice. Only safetensors files are opened.
-
-    `files`: the file of each tensor.
-    """
+    """The weights of an HF checkpoint folder, read by name and slice from safetensors files only; `files`: by tensor."""
 
     is_quantized: ClassVar[bool] = False
     """Whether the files store weights quantized, in a format that is read as plain numbers."""
