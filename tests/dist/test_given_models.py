@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from echelon.learn.checkpoint.given_models import RECORD
 from echelon.run.folder.run_folder import RunFolder
 from tests.dist.command import await_line, finish, start
 from tests.dist.test_finetuning import write_base, write_recipe
@@ -86,7 +87,7 @@ def test_a_reference_and_a_base_that_all_weights_began_from(echelon, tmp_path):
     replace_values(base)
     check_refused(echelon(*command), "--fresh")
     check_refused(echelon("eval", run.path), f"that the run {run.path} began with")
-    run.models_path.unlink()
+    (run.path / RECORD).unlink()
     ending = echelon(*command)
     assert ending.code == 0 and "Resuming from step-" in ending.out, ending
-    assert run.models_path.is_file()
+    assert (run.path / RECORD).is_file()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from echelon.ground.errors import EchelonError
 from echelon.ground.stored import write_json, write_text
+from echelon.learn.checkpoint.given_models import RECORD
 from echelon.run.folder.cost import Spending, write_spending
 from echelon.run.folder.remote import write_run_name
 from echelon.run.journal.trackers.forwarder import Ledger
@@ -92,7 +93,7 @@ class RunFolderFiles:
         write_text(folder.samples_path, json.dumps(row) + "\n")
         write_text(folder.console_path, "step 1/4  loss 5.0000\n")
         write_json(folder.hub_path, {"a/b": "0" * 40})
-        write_json(folder.models_path, {"model.checkpoint": "0" * 16})
+        write_json(folder.path / RECORD, {"model.checkpoint": "0" * 16})
         write_trace(folder.trace_path(2, 0))
         folder.rows.append_event("rollback", step=2, suppressed=4)
         folder.mark_finished(4, "early_stop")

@@ -52,11 +52,6 @@ class RunFiles:
         """The commits of the run's models and datasets on the Hugging Face hub; absent if it uses none."""
         return self.path / "hub.json"
 
-    @property
-    def models_path(self) -> Path:
-        """What tells whether the models that the run was given were replaced since its first start."""
-        return self.path / "models.json"
-
     def read_metrics(self) -> Rows:
         """Return the rows of metrics.jsonl, in order, and the numbers of invalid lines."""
         return read_rows(self.metrics_path, is_metrics_row)

@@ -112,7 +112,7 @@ def open_first_weights(skeleton: PreTrainedModel, run: Path) -> Fill:
     recipe = read_run_recipe(run)
     commits = find_commits(recipe, read_commits(RunFiles(run).hub_path))
     here = with_copies(recipe, commits)
-    check_base(RunFiles(run).models_path, here, run)
+    check_base(run, here)
     return open_weights(skeleton, here)
 
 

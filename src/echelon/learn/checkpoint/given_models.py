@@ -18,6 +18,9 @@ from echelon.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
+RECORD = "models.json"
+"""File of a run folder with the fingerprints of the given models, by recipe key."""
+
 _BASE = "model.checkpoint"
 _BLOCK, _BLOCKS = 2**14, 128  # bytes of a tensor, and tensors of a file, that are read
 _HEADER_BYTES = 10**8  # the limit of safetensors
@@ -73,28 +76,28 @@ def _find_blocks(header: bytes) -> list[tuple[int, int]]:
     return [(start, min(stop, start + _BLOCK)) for start, stop in middles]
 
 
-def keep_given_models(path: Path, recipe: Recipe, run: Path) -> None:
+def keep_given_models(run: Path, recipe: Recipe) -> None:
     """Refuse a run whose models are no longer those of its first start, and record those that are not known yet.
 
     So a run that an earlier version began goes on, and from then on with its models as they are now. One rank calls it.
 
     Args:
-        path: the record, `RunFiles.models_path`.
+        run: its folder, which has the record.
         recipe: with hub ids replaced by local copies.
 
     Raises:
         ConfigError: a model was replaced.
     """
-    known = _read_record(path)
+    known = _read_record(run / RECORD)
     found = {key: mark for key, source in _list_given(recipe) if (mark := _check(key, source, known, run)) is not None}
     if not found.keys() <= known.keys():
-        write_json(path, known | found)
+        write_json(run / RECORD, known | found)
 
 
-def check_base(path: Path, recipe: Recipe, run: Path) -> None:
+def check_base(run: Path, recipe: Recipe) -> None:
     """Refuse to use what a run trained with another base model than its own. Takes what `keep_given_models` takes."""
     if recipe.model.checkpoint is not None:
-        _check(_BASE, recipe.model.checkpoint, _read_record(path), run)
+        _check(_BASE, recipe.model.checkpoint, _read_record(run / RECORD), run)
 
 
 def _check(key: str, source: str, known: dict[str, str], run: Path) -> str | None:

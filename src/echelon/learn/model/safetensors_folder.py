@@ -36,7 +36,7 @@ class StoredWeight:
 
 
 class SafetensorsFolder:
-    """The weights of an HF checkpoint folder, read by name and slice from safetensors files only; `files`: by tensor."""
+    """The weights of an HF checkpoint folder, read by name and slice. Only safetensors files (`files`) are opened."""
 
     is_quantized: ClassVar[bool] = False
     """Whether the files store weights quantized, in a format that is read as plain numbers."""

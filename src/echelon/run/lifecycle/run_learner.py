@@ -50,7 +50,7 @@ def build_run_learner(
     data = open_taught(here, data)
     config = resolve_config(here, data.vocab_size, data.tokenizer, data.padding)
     if is_first:
-        keep_given_models(folder.models_path, here, folder.path)
+        keep_given_models(folder.path, here)
         write_model_folder(folder.model_dir, config, data.tokenizer, data.manifest.stops)
     spec = EngineSpec(here, config, plan, meshes, runtime.device, compile_backend)
     engine, rehearsed, memory = build_rehearsed(recipe, spec, data, is_known)

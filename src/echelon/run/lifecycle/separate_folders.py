@@ -14,6 +14,7 @@ from echelon.ground.errors import ConfigError, EchelonError, LaunchError
 from echelon.ground.launch_environment import find_place
 from echelon.ground.logs import warnings_only
 from echelon.ground.stored import read_text, write_text
+from echelon.learn.checkpoint.given_models import RECORD
 from echelon.recipe import Recipe
 from echelon.run.folder.run_folder import RunFolder
 
@@ -78,7 +79,7 @@ def _files(folder: RunFolder) -> list[Path]:
         folder.estimate_path,
         folder.plan_path,
         folder.hub_path,
-        folder.models_path,
+        folder.path / RECORD,
         folder.recipe_path,
     ]
 

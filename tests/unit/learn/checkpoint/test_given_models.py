@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from echelon.ground.errors import CheckpointError, ConfigError
-from echelon.learn.checkpoint.given_models import check_base, fingerprint_model, keep_given_models
+from echelon.learn.checkpoint.given_models import RECORD, check_base, fingerprint_model, keep_given_models
 from echelon.recipe import Recipe
 from tests.families import small_model
 
@@ -104,27 +104,27 @@ def test_a_damaged_file_is_another_model_or_named(base, header):
 
 def test_a_run_refuses_another_model_under_each_key(base, tmp_path):
     shutil.copytree(base, tmp_path / "teacher")
-    record, recipe = tmp_path / "models.json", recipe_with(base, tmp_path / "teacher")
-    keep_given_models(record, recipe, tmp_path)
+    record, recipe = tmp_path / RECORD, recipe_with(base, tmp_path / "teacher")
+    keep_given_models(tmp_path, recipe)
     marks = json.loads(record.read_text())
     assert marks == dict.fromkeys(("model.checkpoint", "objective.teacher"), fingerprint_model(base))
-    keep_given_models(record, recipe, tmp_path)
+    keep_given_models(tmp_path, recipe)
     small_model("llama", seed=2).save_pretrained(tmp_path / "teacher")
     with pytest.raises(ConfigError, match=r"objective\.teacher=.*teacher is not the model that the run .* began with"):
-        keep_given_models(record, recipe, tmp_path)
-    check_base(record, recipe, tmp_path)  # a command that reads the base alone
+        keep_given_models(tmp_path, recipe)
+    check_base(tmp_path, recipe)  # a command that reads the base alone
     small_model("llama", seed=2).save_pretrained(base)
     with pytest.raises(ConfigError, match=r"model\.checkpoint=.*restore that folder from a copy, or train again"):
-        check_base(record, recipe, tmp_path)
+        check_base(tmp_path, recipe)
     assert json.loads(record.read_text()) == marks
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"model.checkpoint": 5}', '{"objective.teacher": "0"}'])
 def test_without_a_record_a_run_goes_on_and_records_its_models(base, tmp_path, content):
-    record, recipe = tmp_path / "models.json", recipe_with(base, tmp_path / "gone")
+    record, recipe = tmp_path / RECORD, recipe_with(base, tmp_path / "gone")
     if content is not None:
         record.write_text(content)
-    check_base(record, recipe, tmp_path)
+    check_base(tmp_path, recipe)
     assert not record.exists() or record.read_text() == content
-    keep_given_models(record, recipe, tmp_path)
+    keep_given_models(tmp_path, recipe)
     assert json.loads(record.read_text())["model.checkpoint"] == fingerprint_model(base)
