@@ -56,8 +56,8 @@ def test_sources_that_were_not_fitted_are_predicted():
     cases = [each for each in read_rows() if isinstance(each, Case) and each.seconds is not None]
     scored, _ = score_time(cases)
     errors = sorted(abs(ratio - 1) for rows in scored.values() for _, ratio in rows)
-    assert statistics.median(errors) < 0.09
-    assert errors[int(0.9 * len(errors))] < 0.243
+    assert statistics.median(errors) < 0.07
+    assert errors[int(0.9 * len(errors))] < 0.225
 
 
 def test_each_published_row_is_a_point_of_the_picture():
