@@ -6,18 +6,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag
+from typing_extensions import override
 
+from echelon.ground.redaction import redact
 from echelon.recipe.batches import BatchSchedule, Rhythm, constant_batch, ramp_batch
 from echelon.recipe.deepspeed import DeepspeedConfig
 from echelon.recipe.engines import find_refused
 from echelon.recipe.horovod_config import HorovodConfig
-from echelon.recipe.inputs import (
-    AdapterConfig,
-    DataConfig,
-    ModelConfig,
-    RunConfig,
-    TrainedTokenizerConfig,
-)
+from echelon.recipe.inputs import AdapterConfig, DataConfig, ModelConfig, RunConfig, TrainedTokenizerConfig
 from echelon.recipe.launch_sections import LaunchConfig
 from echelon.recipe.names import LOOPS, REWARD_MODEL
 from echelon.recipe.objective import ObjectiveConfig
@@ -38,6 +34,7 @@ from echelon.recipe.section import PathOrName, Section, name_or_mapping, rule
 from echelon.recipe.synchronization import KEPT, QUORUM, SyncConfig
 from echelon.recipe.tensorflow_config import TensorflowConfig
 from echelon.recipe.training import EngineName, OptimConfig, ParallelConfig, ParallelName, TrainConfig
+from echelon.recipe.yaml_text import render_yaml
 
 MAX_RAMP_SIZES = 10_000
 
@@ -105,6 +102,13 @@ class Recipe(Section):
     launch: LaunchConfig = LaunchConfig()
     profile: ProfileConfig = ProfileConfig()
     budget: BudgetConfig = BudgetConfig()
+
+    @override
+    def __repr__(self) -> str:
+        """The keys that were set, as YAML without secrets: what the end of a notebook's cell shows."""
+        return render_yaml(redact(self.model_dump(mode="json", by_alias=True, exclude_unset=True))).rstrip()
+
+    __str__ = __repr__
 
     @rule
     def _engine_can_run_it(self) -> None:
