@@ -175,7 +175,7 @@ def search_plans(
     the first variant, if no plan is possible on these devices, and PlanError if their speed is unknown.
     """
     usable = _find_usable(cluster)
-    fitting: dict[ParallelPlan, RankedPlan] = {}
+    fitting: dict[tuple[ParallelPlan, bool], RankedPlan] = {}
     others: list[_Found] = []
     refused: list[ConfigError | PlanError] = []
 
@@ -248,10 +248,13 @@ def _list_found(
             return  # larger micro batches do not fit either
 
 
-def _identify(plan: ParallelPlan) -> ParallelPlan:
-    """The plan without its name: with one microbatch ZeRO-1 and ZeRO-2 are the same."""
+def _identify(plan: ParallelPlan) -> tuple[ParallelPlan, bool]:
+    """The plan without its name: with one microbatch ZeRO-1 and ZeRO-2 are the same.
+
+    On one device the name alone tells DDP from ZeRO-1, which casts the weights once a step.
+    """
     when = "last" if plan.num_microbatches == 1 else plan.reduce_gradients
-    return replace(plan, why=(), strategy="", reduce_gradients=when)
+    return replace(plan, why=(), strategy="", reduce_gradients=when), plan.uses_fully_shard
 
 
 def _find_usable(cluster: Cluster) -> float | None:

@@ -151,6 +151,19 @@ def test_a_candidate_is_the_plan_that_its_settings_give_on_the_devices():
         assert estimate_time(shape, plan, cluster).total == pytest.approx(each.forecast.step.total)
 
 
+def test_on_one_device_strategies_that_round_differently_are_different_plans():
+    """DDP casts the weights in each of 16 microbatches, ZeRO-1 once: it is the faster one."""
+    cluster, given = parse_devices("1xH100"), fields(config=LLAMA | {"num_hidden_layers": 2}, micro_batch_size=4)
+    shape = build_shape(given["model"]["config"])
+    found = search_plans(Recipe.model_validate(given), shape, cluster)
+    best = {each.plan.strategy: each.forecast.step.total for each in reversed(found) if each.fits}
+    seconds = {name: best[name] for name in ("ddp", "zero1", "zero2")}
+    for name, each in seconds.items():
+        alone = resolve_plan(Recipe.model_validate(given | {"parallel": name}), shape, cluster)
+        assert estimate_time(shape, alone, cluster).total == pytest.approx(each)
+    assert seconds["zero1"] < min(seconds["ddp"], seconds["zero2"]) and found[0].plan.strategy == "zero1"
+
+
 def test_a_model_that_fits_nowhere_is_answered_with_its_smallest_plans():
     found = candidates("1xT4", given=fields(precision="fp32"))
     assert found and not any(each.fits or each.to_dict()["fits"] for each in found)
