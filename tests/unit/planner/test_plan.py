@@ -548,6 +548,16 @@ def test_a_cpu_compiles_for_a_training_that_is_long_enough(precision, shortest):
     assert resolve_plan(by_epochs, TINY, cluster, num_samples=1000).compile
 
 
+@pytest.mark.parametrize(("seconds", "words"), [(0.9, "less than 1 s"), (2.4, "about 2s"), (150.0, "about 2m30s")])
+def test_the_length_of_a_short_training_is_in_words(seconds, words):
+    """1,000 steps of 64 sequences on two processes, at the 35 % of a CPU's peak that is expected."""
+    recipe = build_recipe("ddp", precision="fp32")
+    flops = 1000 * 64 * recipe.data.sequence_len * TINY.flops_per_token(recipe.data.sequence_len)
+    cpu = replace(ACCELERATORS["cpu"], fp32_flops=flops / (2 * 0.35 * seconds))
+    why = resolve_plan(recipe, TINY, Cluster(cpu, 2, 2, "cpu")).why
+    assert f"compile auto: off, training takes {words} here, and compiling up to 1m00s" in why
+
+
 def test_sequences_beyond_learned_positions_are_refused():
     gpt2 = build_shape({"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 1, "n_positions": 100})
     refusal(ConfigError, "data.sequence_len=128", "100", shape=gpt2)
