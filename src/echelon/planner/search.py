@@ -7,6 +7,7 @@ choice to echelon. `resolve_plan` builds each plan, so a plan that it refuses is
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,7 +24,7 @@ from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.reliability import Goodput
 from echelon.planner.sampled_answers import add_rollout
-from echelon.planner.search_space import list_layouts, list_micro_batches, list_policies
+from echelon.planner.search_space import list_divided, list_layouts, list_micro_batches, list_policies
 from echelon.recipe.training import ParallelConfig
 
 if TYPE_CHECKING:
@@ -246,6 +247,44 @@ def _list_found(
         if not fitting:
             yield min(tried, key=lambda candidate: candidate.needs.total)
             return  # larger micro batches do not fit either
+
+
+def take_plan(
+    recipe: "Recipe",
+    shape: ModelShape,
+    cluster: Cluster,
+    price: HourlyPrice | None = None,
+    machines: str = "",
+    history: History = NO_HISTORY,
+) -> RankedPlan:
+    """The plan that the recipe has on these devices without a search, as `resolve_plan` gives it.
+
+    Raises PlanError or ConfigError if it has none, and PlanError if the speed of the devices is unknown.
+    """
+    plan = resolve_plan(recipe, shape, cluster)
+    return RankedPlan(
+        plan=plan,
+        cluster=cluster,
+        memory=estimate_memory(shape, plan, cluster.kind),
+        machines=machines,
+        parallel=_find_parallel(recipe, shape, cluster, plan),
+        forecast=forecast_run(recipe, shape, plan, cluster, price, history=history),
+    )
+
+
+def _find_parallel(recipe: "Recipe", shape: ModelShape, cluster: Cluster, plan: ParallelPlan) -> str | ParallelConfig:
+    """The value of `parallel` that gives a plan of this recipe: its own, or what `auto` has taken."""
+    if recipe.parallel != "auto" or plan.strategy in STRATEGIES:
+        return plan.strategy if recipe.parallel == "auto" else recipe.parallel
+    train = recipe.train.model_copy(update={"micro_batch_size": plan.micro_batch_size})
+    for parallel in list_divided(recipe, shape, cluster):
+        if any(getattr(parallel, axis) != degree for axis, degree in plan.degrees().items()):
+            continue
+        with suppress(ConfigError, PlanError):
+            found = resolve_plan(recipe.model_copy(update={"parallel": parallel, "train": train}), shape, cluster)
+            if replace(found, why=plan.why) == plan:
+                return parallel
+    raise AssertionError(f"no mapping that auto weighs gives {plan.name_degrees()}")
 
 
 def _identify(plan: ParallelPlan) -> tuple[ParallelPlan, bool]:

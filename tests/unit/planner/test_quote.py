@@ -99,12 +99,17 @@ def test_the_cheapest_to_the_fastest_come_first(report):
         assert beaten == (number >= count)
     assert points[:count] == sorted(points[:count])
     assert points[count:] == sorted(points[count:])
+    words = "go from the cheapest to the fastest, and each of the others is beaten by one of them in both"
+    assert count > 1 and str(report).startswith(f"{len(points)} quotes; 1 to {count} {words}\n")
+    one = replace(report, best=report.best[:1])
+    assert str(one).startswith(f"{len(one.quotes)} quotes; 1 is the cheapest and the fastest\n")
 
 
 def test_what_has_no_price_is_said(report):
     assert "ml.p5en.48xlarge" in report.unpriced
     words = str(report)
     assert "no price known, so not compared: " in words and "echelon plan --prices refresh looks prices up" in words
+    assert "\n  with 5 min for a start; without evaluation, checkpoints, waiting for machines, storage and tr" in words
     assert "error bar: 8 of 10 published runs took between 0.84 and 1.39 times as long as predicted" in words
 
 

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from echelon.cli.api.plan_pictures import draw_search
 from echelon.cli.api.recipes import RecipeLike, load_recipe
-from echelon.cli.api.searching import render_numbered, search
+from echelon.cli.api.searching import render_numbered, search_instances
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.ground.sizes import render_duration
 from echelon.ground.variables import find_cache_dir
@@ -138,6 +138,8 @@ class QuoteReport:
 def quote(recipe: RecipeLike, count: int | None = None) -> QuoteReport:
     """Quote a recipe on every SageMaker instance type with a GPU and a known price. Downloads no weights.
 
+    The plan on each is the one that `plan` has there; if that does not fit, the cheapest that a search finds.
+
     Args:
         recipe: a Recipe, the path of its file, or a mapping. What it sets is kept by every plan.
         count: the number of machines; None: 1, 2, 4 and 8 of each type.
@@ -146,7 +148,8 @@ def quote(recipe: RecipeLike, count: int | None = None) -> QuoteReport:
         ConfigError, PlanError or DataError: no plan fits, or the number of steps depends on data that is not prepared.
     """
     recipe = load_recipe(recipe)
-    found = search(recipe, instance="auto", count=count, by="cost").candidates
+    shape = check_model(recipe, elsewhere=True).shape
+    found = search_instances(recipe, shape, "cost", count, own_first=True)
     fitting = [candidate for candidate in found if candidate.fits]
     if not fitting:
         raise PlanError(
@@ -158,7 +161,6 @@ def quote(recipe: RecipeLike, count: int | None = None) -> QuoteReport:
             "the number of steps depends on data that is not prepared, so hours cannot be quoted; set train.steps or "
             "train.tokens."
         )
-    shape = check_model(recipe, elsewhere=True).shape
     types = list_instances(recipe.launch.sagemaker.extra_types, recipe.launch.sagemaker.region)
     quotes: list[Quote] = []
     for candidate in fitting:

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,16 @@ from echelon.planner.machines import find_cluster
 from echelon.planner.measured_runs import read_history
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.reliability import Goodput, Reliability, estimate_goodput
-from echelon.planner.search import SHOWN, Goal, RankedPlan, SizedPlan, forecast_float8, rank_plans, search_plans
+from echelon.planner.search import (
+    SHOWN,
+    Goal,
+    RankedPlan,
+    SizedPlan,
+    forecast_float8,
+    rank_plans,
+    search_plans,
+    take_plan,
+)
 from echelon.planner.time import name_part
 from echelon.recipe import Recipe
 from echelon.run.lifecycle.model_checks import check_model
@@ -169,7 +179,7 @@ def search(
     recipe = load_recipe(recipe)
     shape = check_model(recipe, elsewhere=devices is not None or instance is not None).shape
     if instance == "auto" and devices is None:
-        found = _search_instances(recipe, shape, by, count, reliability)
+        found = search_instances(recipe, shape, by, count, reliability)
     else:
         cluster, price = find_target(recipe, shape, devices, devices_per_node, instance, count)
         known = price is not None or recipe.budget.usd_per_hour is not None
@@ -198,19 +208,30 @@ def _add_goodput(candidate: RankedPlan, shape: ModelShape, reliability: Reliabil
     return replace(candidate, goodput=estimate_goodput(shape, candidate.plan, candidate.cluster.num_nodes, reliability))
 
 
-def _search_instances(
-    recipe: Recipe, shape: ModelShape, by: Goal, count: int | None, reliability: Reliability | None
+def search_instances(
+    recipe: Recipe,
+    shape: ModelShape,
+    by: Goal,
+    count: int | None,
+    reliability: Reliability | None = None,
+    own_first: bool = False,
 ) -> tuple[RankedPlan, ...]:
     """The best plan on each type and number of machines, at the price of each type in the catalogue.
 
     Plans with `pp` and `cp` are tried on the few best of those machines where they could come first: they take most of
-    the time of a search.
+    the time of a search. `own_first`: machines are searched only where the plan that the recipe has there without a
+    search does not fit.
     """
     no_price = {"usd_per_hour": None, "spot_usd_per_hour": None}  # of one type
     recipe = recipe.model_copy(update={"budget": recipe.budget.model_copy(update=no_price)})
 
     def find_best(cluster: Cluster, price: HourlyPrice | None, name: str, divide: bool) -> RankedPlan:
         history = read_history(find_cache_dir(), shape, cluster)
+        if own_first:
+            with suppress(ConfigError, PlanError):
+                taken = take_plan(recipe, shape, cluster, price, name, history)
+                if taken.fits:
+                    return taken
         found = search_plans(recipe, shape, cluster, by, price, name, divide, history)
         return _add_goodput(found[0], shape, reliability)
 
