@@ -10,10 +10,14 @@ from echelon.cli.api.quoting import quote
 from echelon.cli.api.searching import search
 from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware import instances
+from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.machines import choose_instance
+from echelon.planner.search import take_plan
 from echelon.planner.shape import build_shape
+from echelon.recipe import Recipe
 from echelon.recipe.load import load_recipe
 from echelon.run.lifecycle.model_checks import check_model
+from tests.unit.planner.test_search import LLAMA, fields
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 TYPES = ("ml.p4d.24xlarge", "ml.g5.2xlarge", "ml.g5.12xlarge", "ml.g6e.2xlarge", "ml.g7e.2xlarge")
@@ -62,6 +66,26 @@ def test_an_accepted_quote_sets_the_plan_that_it_shows(name, count, type_name):
     chosen = resolve_plan(launched, check_model(launched, elsewhere=True).shape, found.cluster)
     assert replace(chosen, why=()) == replace(found.plan, why=())
     assert (found.plan.cpu_offload, found.plan.pp) == (type_name == "ml.g5.2xlarge" and count == 1, count)
+
+
+MIXTURE = {"model_type": "mixtral", "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 16,
+           "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8,
+           "num_experts_per_tok": 2, "max_position_embeddings": 4096}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("devices", "strategy", "config", "sequence_len"),
+    [("16xH100@nvlink,tcp25", "pp+fsdp", LLAMA, 4096), ("8xL4", "fsdp+tp", LLAMA, 4096),
+     ("64xH100", "fsdp+ep", MIXTURE, 4096), ("8xA10G", "cp+tp", LLAMA | {"max_position_embeddings": 32768}, 32768)],
+)  # fmt: skip
+def test_the_settings_of_what_auto_takes_give_the_same_plan(devices, strategy, config, sequence_len):
+    given = fields(config=config) | {"data": {"train": "text.txt", "sequence_len": sequence_len}}
+    shape, cluster = build_shape(config), parse_devices(devices)
+    taken = take_plan(Recipe.model_validate(given), shape, cluster)
+    settings = taken.settings()
+    pinned = given | {"parallel": settings["parallel"], "train": given["train"] | settings["train"]}
+    chosen = resolve_plan(Recipe.model_validate(pinned), shape, cluster)
+    assert taken.plan.strategy == strategy and replace(chosen, why=()) == replace(taken.plan, why=())
 
 
 def test_where_auto_fits_nothing_the_quote_is_searched():
