@@ -5,6 +5,7 @@ States are exact arithmetic. Activations are counted in activation_memory.py.
 
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
 
 from echelon.ground.sizes import render_bytes
 from echelon.planner.activation_memory import (
@@ -181,11 +182,12 @@ class _LoadBytes:
         )
 
 
-def _count_loads(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> list[_LoadBytes]:
+@lru_cache(maxsize=4096)  # many instance types have the same plans
+def _count_loads(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> tuple[_LoadBytes, ...]:
     """The bytes of each rank with other layers, without those that need less than another one with equal layers."""
     hidden = plan.micro_batch_size * plan.part_len * shape.hidden_size * DTYPE_BYTES[plan.precision.compute]
     loads = keep_heaviest(rank_loads(shape, plan, hidden))
-    return [_count_load(load, plan, kind, shape.head_size) for load in loads]
+    return tuple(_count_load(load, plan, kind, shape.head_size) for load in loads)
 
 
 def _count_load(load: RankLoad, plan: ParallelPlan, kind: DeviceKind, head_size: int) -> _LoadBytes:
