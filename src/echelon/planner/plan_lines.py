@@ -18,7 +18,7 @@ def describe_plan(plan: ParallelPlan) -> list[str]:
         f"plan: {_describe_strategy(plan)} ({plan.show_degrees()}){sharding}{reduction}; "
         f"activation checkpointing {_describe_activations(plan)}; {_describe_compilation(plan)}",
         _describe_precision(plan),
-        *([] if plan.adapter is None else [_describe_adapter(plan.adapter, plan.precision.compute)]),
+        *([] if plan.adapter is None else [describe_adapter_plan(plan.adapter, plan.precision.compute)]),
         *_describe_batch(plan),
         *(f"why: {line}" for line in plan.why),
     ]
@@ -36,14 +36,14 @@ def summarize_plan(plan: ParallelPlan) -> list[str]:
         f"plan: {_describe_strategy(plan)}{degrees}; computes in {policy.compute}{saved}; "
         f"{_describe_compilation(plan)}",
         *([] if is_usual else [_describe_precision(plan)]),
-        *([] if plan.adapter is None else [_describe_adapter(plan.adapter, policy.compute)]),
+        *([] if plan.adapter is None else [describe_adapter_plan(plan.adapter, policy.compute)]),
         *_describe_batch(plan),
         *(f"why: {line}" for line in plan.why if line not in chosen),
         *(["plan: its reasons and all settings are shown by --verbose and `echelon report`"] if chosen else []),
     ]
 
 
-def _describe_adapter(adapter: AdapterPlan, compute: str) -> str:
+def describe_adapter_plan(adapter: AdapterPlan, compute: str) -> str:
     """The message about trained and frozen parameters; frozen ones are in the dtype `compute`."""
     whole = f", with {', '.join(adapter.saved)} trained in full" if adapter.saved else ""
     packed = f", {adapter.num_quantized_parameters:,} of them in 4 bits" if adapter.num_quantized_parameters else ""

@@ -29,6 +29,7 @@ from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.memory import estimate_memory
 from echelon.planner.plan import ParallelPlan, Precision
+from echelon.planner.plan_lines import describe_adapter_plan
 from echelon.planner.replica_costs import trained_shapes
 from echelon.planner.shape import build_shape
 from echelon.recipe import AdapterConfig
@@ -119,7 +120,8 @@ def test_the_plan_counts_what_is_trained(family, method):
     assert_same_shapes(trained_shapes(shape, plan), model)
     experts = [each for name, each in parameters.items() if each.dim() == 3 and not name.endswith("conv1d.weight")]
     assert plan.num_adapted_experts == sum(each.numel() for each in experts) > 0
-    assert describe_reach(plan, shape) is None and all(name in plan.describe("bfloat16") for name in plan.experts)
+    told = describe_adapter_plan(plan, "bfloat16")
+    assert describe_reach(plan, shape) is None and all(name in told for name in plan.experts)
     if method == "lora":
         frozen = [each for each in parameters.values() if not each.requires_grad]
         assert sum(frozen_bytes(shape, plan, 2)) == sum(each.numel() * each.element_size() for each in frozen)

@@ -219,14 +219,15 @@ def test_a_teacher_of_the_hub_counts_in_a_plan_before_its_weights_are_here(serve
     changed = {"model": {"config": {"model_type": "llama"}}, "tokenizer": "bytes"}
     distill = {"objective": {"name": "distill", "teacher": NAME}}
     recipe = Recipe.model_validate({**recipe_of().model_dump(exclude_unset=True), **changed, **distill})
-    assert count_teacher(recipe) == 0
+    assert count_teacher(recipe) == (0, 0)
     assert list_uncounted(recipe) == [
         f"memory: objective.teacher={NAME} is not counted, because its config.json is not on this machine"
     ]
     hub.fetch_other_configs(recipe)
     assert set(server.downloads()) == {"config.json"}
     model = AutoModelForCausalLM.from_pretrained(folder)
-    assert count_teacher(recipe) == sum(parameter.numel() for parameter in model.parameters())
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    assert count_teacher(recipe) == (numel, model.config.hidden_size)
     assert list_uncounted(recipe) == []
 
 
