@@ -16,6 +16,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from echelon.ground.errors import ConfigError, DataError, EchelonError, LaunchError, PlanError
+from echelon.ground.open_files import explain_open_files
 from echelon.ground.stored import open_regular, read_as, read_text, write_json, write_text
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
@@ -39,8 +40,13 @@ _PEER_VANISHED = re.compile(
     re.IGNORECASE,
 )
 
-# What torch prints to the log before one of NCCL's threads aborts the process, with a C++ stack after it.
-_ABORTED = re.compile(rb"thread terminated with exception: (.+)|(ProcessGroupNCCL's watchdog got stuck for .+)")
+# What is in the log before a thread of NCCL or gloo aborts the process: torch's words, with a C++ stack after them, or
+# those of C++ for gloo's exception, which nobody catches.
+_ABORTED = re.compile(
+    rb"thread terminated with exception: (.+)|(ProcessGroupNCCL's watchdog got stuck for .+)|"
+    rb"^  what\(\): +(\[enforce fail .+)",
+    re.MULTILINE,
+)
 _LAST_BYTES, _REASON_LENGTH = 2**16, 400
 
 
@@ -213,7 +219,7 @@ def _describe_death(death: ProcessDeath, logs_dir: Path) -> Outcome:
     log = logs_dir / f"rank-{death.rank:05d}.log"
     hint = " (often because the machine ran out of memory)" if death.exit_code == -signal.SIGKILL else ""
     if reason := _find_abort_reason(death, logs_dir):
-        hint = f": {reason}"
+        hint = f": {explain_open_files(RuntimeError(reason)) or reason}"
     return Outcome(FAILED, f"rank {death.rank} (pid {death.pid}) {describe_ending(death)}{hint}; see {log}")
 
 
@@ -227,7 +233,7 @@ def _rank_death(death: ProcessDeath, logs_dir: Path) -> tuple[bool, bool, bool, 
 
 
 def _find_abort_reason(death: ProcessDeath, logs_dir: Path) -> str:
-    """Return why a thread of NCCL has aborted this process, as the end of its log says; empty if none has."""
+    """Return why a thread of NCCL or gloo has aborted this process, as the end of its log says; empty if none has."""
     if death.exit_code != -signal.SIGABRT:
         return ""
     try:

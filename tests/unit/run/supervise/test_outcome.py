@@ -93,6 +93,15 @@ def test_an_abort_by_nccl_is_explained_by_its_log(tmp_path):
                             f"before timing out; see {tmp_path}/rank-00000.log")  # fmt: skip
 
 
+def test_an_abort_by_gloo_for_lack_of_open_files_is_explained(tmp_path):
+    (tmp_path / "rank-00000.log").write_text(
+        "step 3\nterminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at "
+        "/pytorch/third_party/gloo/gloo/transport/tcp/listener.cc:63] false. accept: Too many open files\n"
+    )
+    message = find_cause([], [ProcessDeath(0, 100, -signal.SIGABRT, 5.0)], tmp_path).outcome.message
+    assert message.startswith("rank 0 (pid 100) was killed by SIGABRT: too many open files: a process here may have")
+
+
 def test_the_abort_that_is_no_echo_is_the_cause(tmp_path):
     """Rank 3's GPU failed: NCCL aborts it, and the ranks that wait for it."""
     remote = (

@@ -89,7 +89,8 @@ class StreamDataset(Dataset):
             )
         if not known:
             raise DataError(
-                f"data.train has {self.num_tokens} tokens, but a sample needs at least two; give more text."
+                f"data.train has {self.num_tokens} tokens, but a sample needs at least two; give more text, or mend "
+                "the records that were dropped."
             )
         return known
 
