@@ -9,6 +9,7 @@ from echelon.ground.stored import Row, Rows, read_rows
 
 _NUMBERS = ("loss", "grad_norm", "learning_rate", "tokens", "target_tokens", "tokens_per_second", "step_seconds")
 _LARGEST = 1e300
+UNFINISHED = (".writing", ".removing", ".replaced")  # names of checkpoints meanwhile, before a dash and the step
 
 
 class RunFiles:
@@ -96,7 +97,7 @@ def sweep_checkpoints(folder: Path) -> list[str]:
         kind, _, step = path.name.partition("-")
         if kind == ".replaced" and not (final := folder / f"step-{step}").exists():
             path.rename(final)
-        elif kind in (".writing", ".removing", ".replaced"):
+        elif kind in UNFINISHED:
             shutil.rmtree(path, ignore_errors=True)
             swept.append(path.name)
     return swept

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from echelon.ground.errors import ConfigError
 from echelon.ground.extras import EXTRAS, find_absent, pip_command
-from echelon.launch.ray.submission import INSTALLERS, installs_packages
+from echelon.launch.ray.submission import INSTALLERS, installs_packages, read_packages
 from echelon.launch.sagemaker.source_bundle import list_extras
 from echelon.recipe import LaunchConfig, Recipe
 from echelon.recipe.engines import NATIVE
@@ -51,8 +51,7 @@ def _refuse_namesake(launch: LaunchConfig) -> None:
     """Refuse `pip install echelon`: at the package index this is another project."""
     found = [(f"setup.{index}", line) for index, line in enumerate(launch.setup) if _INSTALLS_NAMESAKE.search(line)]
     for tool in INSTALLERS:
-        packages = launch.ray.runtime_env.get(tool) or []
-        packages = packages.get("packages", []) if isinstance(packages, dict) else packages
+        packages = read_packages(launch.ray.runtime_env.get(tool)) or []
         found += [(f"ray.runtime_env.{tool}", line) for line in map(str, packages) if re.match(_NAMESAKE, line)]
     for key, line in found:
         raise ConfigError(

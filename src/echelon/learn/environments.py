@@ -14,7 +14,7 @@ from echelon.ground.errors import first_line
 from echelon.ground.extensions import check_options
 from echelon.ground.variables import remove_secrets
 from echelon.learn.data.child_process import AnsweringProcess, find_of_user, serve
-from echelon.learn.rewards import MAX_REWARD
+from echelon.learn.rewards import MAX_REWARD, REWARD_LIMITS
 from echelon.recipe.rollout import EnvironmentConfig
 
 Said = str | Sequence[Mapping[str, Any]] | None
@@ -143,8 +143,7 @@ class _Host:
         except Exception as error:  # it is the user's code
             return _failed("step", error)
         if not abs(reward) <= MAX_REWARD:  # NaN too
-            limits = f"{-MAX_REWARD:g} and {MAX_REWARD:g}"
-            return Reply(problem=f"returned the reward {reward:g}, and one must be between {limits}")
+            return Reply(problem=f"returned the reward {reward:g}, and one must be between {REWARD_LIMITS}")
         return Reply(said, reward, is_done)
 
 

@@ -26,6 +26,9 @@ _FORM = (
 MAX_REWARD = 1e15
 """The largest size of a reward. The squares of the gradients of much larger ones overflow in fp32."""
 
+REWARD_LIMITS = f"{-MAX_REWARD:g} and {MAX_REWARD:g}"
+"""Between which a reward must be, in words."""
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -223,7 +226,7 @@ def _judge(function: Callable[..., Any], reward: RewardConfig, answers: list[str
         return none, f"returned {len(numbers)} numbers for {len(answers)} answers"
     largest = max((number for number in numbers if not math.isnan(number)), key=abs, default=0.0)
     if abs(largest) > MAX_REWARD:
-        return none, f"returned {largest:g}, and a reward must be between {-MAX_REWARD:g} and {MAX_REWARD:g}"
+        return none, f"returned {largest:g}, and a reward must be between {REWARD_LIMITS}"
     return numbers, _describe_unjudged(values, numbers)
 
 

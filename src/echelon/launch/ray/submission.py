@@ -92,8 +92,7 @@ def _check_runtime(given: dict[str, Any]) -> None:
                 + (f"did you mean {near[0]}?" if near else f"the fields are {', '.join(_RUNTIME_FIELDS)}.")
             )
     for tool in INSTALLERS:
-        packages = given.get(tool, [])
-        packages = packages.get("packages") if isinstance(packages, dict) else packages
+        packages = read_packages(given.get(tool, []))
         if not (isinstance(packages, list) and all(isinstance(package, str) for package in packages)):
             raise ConfigError(f"{key}.{tool}: give a list of packages, like [numpy, 'scipy>=1.11'], or packages: LIST.")
     if not isinstance(given.get("env_vars", {}), dict):
@@ -118,6 +117,11 @@ def render_request(job: JobSpec) -> dict[str, Any]:
             "env_vars": {**given.get("env_vars", {}), _STOP_WAIT_VARIABLE: str(wait)},
         },
     }
+
+
+def read_packages(given: Any) -> Any:
+    """The packages of a field of INSTALLERS, which is their list or a mapping that has it."""
+    return given.get("packages") if isinstance(given, dict) else given
 
 
 def installs_packages(runtime_env: dict[str, Any]) -> bool:

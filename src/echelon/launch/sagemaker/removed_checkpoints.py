@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from echelon.ground.run_files import UNFINISHED
+
 logger = logging.getLogger(__name__)
 
-# As `sweep_checkpoints` knows them.
-_UNFINISHED = (".writing", ".removing", ".replaced")
 _LATE_SECONDS = 600.0
 _CONNECT_SECONDS, _READ_SECONDS, _ATTEMPTS = 5, 20, 2
 
@@ -58,13 +58,13 @@ class CheckpointRemover:
         now, clock = self._list(), time.monotonic()
         changed, self._seen = self._seen ^ now, now
         steps = {name.partition("-")[2] for name in changed}
-        gone = changed | {f"{kind}-{step}" for kind in _UNFINISHED for step in steps}
+        gone = changed | {f"{kind}-{step}" for kind in UNFINISHED for step in steps}
         due = {**self._due, **dict.fromkeys(gone, clock + _LATE_SECONDS)}
         self._due = {name: until for name, until in due.items() if until > clock and name not in now}
         return sorted(self._due)
 
     def _list(self) -> set[str]:
-        kinds = ("step", *_UNFINISHED)
+        kinds = ("step", *UNFINISHED)
         return {path.name for kind in kinds for path in self._folder.glob(f"{kind}-*") if path.is_dir()}
 
     def _remove(self, prefix: str) -> None:

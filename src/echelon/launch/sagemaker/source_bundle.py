@@ -1,4 +1,4 @@
-"""echelon for the container: its source as a zip, its entry point, and its requirements for pip."""
+"""What a job brings of echelon: its wheel and requirements, and for SageMaker's container the entry point."""
 
 import base64
 import hashlib

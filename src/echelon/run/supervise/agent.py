@@ -120,10 +120,8 @@ class Agent:
         """
         _silence_torchrun()
         allow_open_files()
-        group, vacancies = (
-            self._group,
-            Vacancies(job.max_restarts if read_environment().get(AWAITS_VARIABLE) == "1" else 0),
-        )
+        group, awaits = self._group, read_environment().get(AWAITS_VARIABLE) == "1"
+        vacancies = Vacancies(job.max_restarts if awaits else 0)
         with stops_forwarded(job.notice_seconds, job.folder.stop_path) as asked:
             while True:
                 self._group, self._last = group, None

@@ -14,13 +14,7 @@ from echelon.ground.stored import write_text
 from echelon.ground.variables import read_environment
 from echelon.run.supervise.board import Board, Change, View, name_member
 from echelon.run.supervise.hands import Machines, RemoteWorker
-from echelon.run.supervise.outcome import (
-    FAILED,
-    ProcessDeath,
-    describe_ending,
-    find_silent,
-    read_outcomes,
-)
+from echelon.run.supervise.outcome import FAILED, ProcessDeath, describe_ending, find_silent, read_outcomes
 from echelon.run.supervise.warm_start import StartedWorker, WarmStart, end_workers, start_worker
 from echelon.run.supervise.workers import Workers
 
