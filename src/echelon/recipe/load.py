@@ -13,6 +13,7 @@ from echelon.recipe.aliases import ALIASES, apply_aliases, translate
 from echelon.recipe.deepspeed import read_deepspeed
 from echelon.recipe.document import Recipe
 from echelon.recipe.draft import Draft
+from echelon.recipe.former_keys import read_former, replace_former
 from echelon.recipe.keys import KeyPath, dotted, find_unknown_keys, nearest_key, section_fields
 from echelon.recipe.messages import explain_errors
 from echelon.recipe.render import plain_value
@@ -68,7 +69,7 @@ def parse_recipe(
 
 
 def _finish(draft: Draft, overrides: Overrides, origin: str) -> tuple[Recipe, list[str]]:
-    notes = apply_aliases(draft)
+    notes = replace_former(draft) + apply_aliases(draft)
     _write_sources_out(draft)
     for path, value in _read_overrides(overrides, origin):
         notes += _apply_override(draft, path, value, origin)
@@ -139,6 +140,11 @@ def _split_key(key: str) -> KeyPath:
 
 
 def _apply_override(draft: Draft, path: KeyPath, value: Any, origin: str) -> list[str]:
+    if former := read_former(path, value, origin):
+        return [
+            former[1],
+            *(line for new, part in former[0].items() for line in _apply_override(draft, new, part, origin)),
+        ]
     notes = []
     if translation := translate(path, value, origin):
         path, value = translation.path, translation.value

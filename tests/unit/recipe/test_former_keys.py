@@ -1,0 +1,62 @@
+"""Keys of earlier versions are read as those that replace them."""
+
+import pytest
+
+from echelon.ground.errors import ConfigError
+from echelon.recipe.draft import Draft
+from echelon.recipe.former_keys import FORMER as FORMER_KEYS
+from echelon.recipe.former_keys import replace_former
+from echelon.recipe.load import build_recipe
+
+MINIMAL = {
+    "run": {"name": "tiny"},
+    "optim": {"learning_rate": 1e-3},
+    "model": {"config": {"model_type": "llama", "hidden_size": 64}},
+    "tokenizer": "bytes",
+    "data": {"train": "text.txt", "sequence_len": 32},
+}
+
+FORMER = {
+    "train.old": "train.new",
+    "launch.pods.tolerations": lambda value: {"launch.pods.patch": {"spec": {"tolerations": value}}},
+    "train.needless": lambda value: {},
+}
+
+
+def make_draft(data):
+    return Draft(data, {}, "recipe.yaml")
+
+
+def test_a_renamed_key_takes_the_value_and_says_so():
+    draft = make_draft({"train": {"old": 3}})
+    assert replace_former(draft, FORMER) == [
+        "recipe.yaml: train.old: 3 is of an earlier version and is read as train.new: 3."
+    ]
+    assert draft.data == {"train": {"new": 3}}
+
+
+def test_a_key_that_became_part_of_another_is_added_to_it():
+    given = {"patch": {"spec": {"nodeName": "a"}}, "tolerations": [{"key": "y"}]}
+    draft = make_draft({"launch": {"pods": given}})
+    assert len(replace_former(draft, FORMER)) == 1
+    assert draft.data["launch"] == {"pods": {"patch": {"spec": {"nodeName": "a", "tolerations": [{"key": "y"}]}}}}
+
+
+def test_a_needless_key_is_removed_with_its_empty_section():
+    draft = make_draft({"train": {"needless": 1}, "run": {"name": "a"}})
+    assert replace_former(draft, FORMER) == [
+        "recipe.yaml: train.needless: 1 is of an earlier version and is read as nothing; remove it."
+    ]
+    assert draft.data == {"run": {"name": "a"}}
+
+
+def test_both_spellings_are_refused():
+    with pytest.raises(ConfigError, match=r"train\.old is now train\.new, which is also given"):
+        replace_former(make_draft({"train": {"old": 1, "new": 2}}), FORMER)
+
+
+def test_an_override_in_the_earlier_spelling_wins_over_the_file(monkeypatch):
+    monkeypatch.setitem(FORMER_KEYS, "train.num_steps", "train.steps")
+    recipe, notes = build_recipe({**MINIMAL, "train": {"steps": 5, "global_batch_size": 2}}, ["train.num_steps=7"])
+    assert recipe.train.steps == 7
+    assert notes == ["command line: train.num_steps: 7 is of an earlier version and is read as train.steps: 7."]
