@@ -157,12 +157,7 @@ def _directives(job: JobSpec, name: str) -> list[str]:
         "gpus-per-node": count_gpus(job, "slurm") or None,
         "cpus-per-task": slurm.cpus_per_task,
         "mem": slurm.memory,
-        "exclusive": slurm.exclusive,
         "partition": slurm.partition,
-        "account": slurm.account,
-        "qos": slurm.qos,
-        "constraint": slurm.constraint,
-        "reservation": slurm.reservation,
         "time": None if launch.max_hours is None else format_time(launch.max_hours),
         # Sent to the steps, not to the batch shell.
         "signal": f"USR1@{_notice_seconds(job)}",
