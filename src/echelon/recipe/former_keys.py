@@ -40,7 +40,9 @@ FORMER: dict[str, Successor] = {
     f"{_KUBERNETES}.memory": f"{_KUBERNETES}.resources.memory",
     f"{_KUBERNETES}.efa_per_node": lambda value: {f"{_KUBERNETES}.resources": {"vpc.amazonaws.com/efa": value}},
     f"{_KUBERNETES}.service_account": _of_pods(serviceAccountName=_unchanged),
-    f"{_KUBERNETES}.image_pull_secrets": _of_pods(imagePullSecrets=lambda names: [{"name": name} for name in names]),
+    f"{_KUBERNETES}.image_pull_secrets": _of_pods(
+        imagePullSecrets=lambda names: [{"name": name} for name in names] if isinstance(names, list) else names
+    ),
     f"{_KUBERNETES}.tolerations": _of_pods(tolerations=_unchanged),
     f"{_KUBERNETES}.affinity": _of_pods(affinity=_unchanged),
     f"{_KUBERNETES}.priority_class": _of_pods(priorityClassName=_unchanged),

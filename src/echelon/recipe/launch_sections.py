@@ -217,12 +217,12 @@ class KubernetesConfig(Section):
         None, description="Delete the job and its logs this time after its end. Default: never. Not with trainjob."
     )
     queue: str | None = Field(None, description="Kueue's local queue.")
-    patch: dict[str, Any] = Field(
+    patch: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
         description="Merged into the job object, for fields without a key here: `{metadata: {labels: {team: a}}}`; "
         "null removes a field.",
     )
-    pod_patch: dict[str, Any] = Field(
+    pod_patch: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
         description="Merged into the template of all pods: `{spec: {serviceAccountName: trainer, tolerations: "
         "[...]}}`. Entries of containers, volumes and other named lists are merged by name.",

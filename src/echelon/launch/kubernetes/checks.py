@@ -3,6 +3,7 @@
 Names, quantities and the fields of patches are left to the API server, which refuses unknown fields.
 """
 
+import posixpath
 from pathlib import PurePosixPath
 
 from echelon.ground.errors import ConfigError, MissingSettingError
@@ -74,7 +75,7 @@ def _check_names(job: JobSpec) -> None:
             f"run.name={job.recipe.run.name}: the pod name {pod} would have {len(pod)} characters, but Kubernetes "
             f"allows {_POD_NAME_LENGTH}; use a name of at most {most} characters."
         )
-    metadata = job.recipe.launch.kubernetes.patch.get("metadata") or {}
+    metadata = job.recipe.launch.kubernetes.patch.get("metadata", {})
     for name, key in (("name", "run.name"), ("namespace", f"{_KEY}.namespace")):
         if name in metadata:
             raise ConfigError(
@@ -172,13 +173,7 @@ def _list_mounts(job: JobSpec, writable: bool = False) -> str:
 
 def _normal(path: str) -> str:
     """Resolve `..` and double slashes of a path without reading this machine's file system."""
-    parts: list[str] = []
-    for part in PurePosixPath(path).parts[1:]:
-        if part == "..":
-            del parts[-1:]
-        else:
-            parts.append(part)
-    return "/" + "/".join(parts)
+    return posixpath.normpath("/" + path.lstrip("/"))
 
 
 def _describe(job: JobSpec) -> list[str]:

@@ -45,7 +45,7 @@ def render_manifest(job: JobSpec) -> str:
 def _build_config_map(job: JobSpec) -> dict[str, Any]:
     """The recipe; the labels of a patch of the job are its own too."""
     settings = job.recipe.launch.kubernetes
-    given = (settings.patch.get("metadata") or {}).get("labels")
+    given = settings.patch.get("metadata", {}).get("labels")
     labels = merge_patch(build_labels(job), given or {}, "launch.kubernetes.patch.metadata.labels")
     return {
         "apiVersion": "v1",

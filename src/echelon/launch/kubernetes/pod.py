@@ -237,7 +237,7 @@ def build_template(job: JobSpec, restart_policy: str | None = None) -> dict[str,
     settings = job.recipe.launch.kubernetes
     kind = find_kind(job)
     # The token of the API is for a named account; HyperPod's agent may use it.
-    has_token = "serviceAccountName" in (settings.pod_patch.get("spec") or {}) or settings.kind == "hyperpod"
+    has_token = "serviceAccountName" in settings.pod_patch.get("spec", {}) or settings.kind == "hyperpod"
     container: dict[str, Any] = {
         "name": kind.container,
         "image": settings.image,

@@ -92,7 +92,6 @@ def test_the_rendered_job_arrives_and_is_deleted(kind, cluster, tmp_path):
             r"podSpecOverrides.*; with a Kubeflow Trainer before 2\.3 use",
         ),
         ("jobset", "pod_patch={spec: {affinity: {nodeAfinity: {}}}}", r"refused the request \(4\d\d\): .*nodeAfinity"),
-        ("pytorchjob", "pod_patch={runtimeClassName: nvidia}", r"refused the request \(4\d\d\): .*runtimeClassName"),
     ],
 )
 def test_an_unknown_field_is_refused_by_the_cluster(kind, patch, said, cluster, tmp_path):

@@ -238,6 +238,7 @@ def test_values_survive_kubernetes_and_the_shell(tmp_path):
         ("launch.kubernetes.volumes=[{mount: /data, source: {emptyDir: {}}}]", "not on a writable volume"),
         ("launch.kubernetes.resources={nvidia.com/gpu: 1}", "set launch.kubernetes.gpus_per_node instead"),
         ("launch.kubernetes.resources={nvidia.com/mig-3g.40gb: 1}", "already requests 8 nvidia.com/gpu per pod"),
+        ("launch.kubernetes.pod_patch={runtimeClassName: x}", "pod_patch.runtimeClassName=x must be a mapping of keys"),
         (
             "launch.kubernetes.patch={metadata: {name: x}}",
             "patch.metadata.name=x: echelon could not find the job again",
