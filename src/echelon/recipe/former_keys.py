@@ -12,23 +12,12 @@ Successor = str | Callable[[Any], Mapping[str, Any]]
 """The new dotted key, which takes the value as it is; or a function of the value to the new keys with their values. No
 keys: the old one is needless."""
 
-_KUBERNETES = "launch.kubernetes"
-
-
-def _of_pods(**fields: Callable[[Any], Any]) -> Successor:
-    """The fields of a pod that replace a key; none for a value that is empty."""
-    return lambda value: (
-        {f"{_KUBERNETES}.pod_patch": {"spec": {name: make(value) for name, make in fields.items()}}} if value else {}
-    )
+_KUBERNETES, _POD = "launch.kubernetes", "launch.kubernetes.pod_patch.spec"
 
 
 def _of_metadata(name: str) -> Successor:
     """Metadata of the job and of its pods."""
-    return lambda value: {f"{_KUBERNETES}.{patch}": {"metadata": {name: value}} for patch in ("patch", "pod_patch")}
-
-
-def _unchanged(value: Any) -> Any:
-    return value
+    return lambda value: {f"{_KUBERNETES}.{patch}.metadata.{name}": value for patch in ("patch", "pod_patch")}
 
 
 FORMER: dict[str, Successor] = {
@@ -38,20 +27,23 @@ FORMER: dict[str, Successor] = {
     },
     f"{_KUBERNETES}.cpu": f"{_KUBERNETES}.resources.cpu",
     f"{_KUBERNETES}.memory": f"{_KUBERNETES}.resources.memory",
-    f"{_KUBERNETES}.efa_per_node": lambda value: {f"{_KUBERNETES}.resources": {"vpc.amazonaws.com/efa": value}},
-    f"{_KUBERNETES}.service_account": _of_pods(serviceAccountName=_unchanged),
-    f"{_KUBERNETES}.image_pull_secrets": _of_pods(
-        imagePullSecrets=lambda names: [{"name": name} for name in names] if isinstance(names, list) else names
-    ),
-    f"{_KUBERNETES}.tolerations": _of_pods(tolerations=_unchanged),
-    f"{_KUBERNETES}.affinity": _of_pods(affinity=_unchanged),
-    f"{_KUBERNETES}.priority_class": _of_pods(priorityClassName=_unchanged),
-    f"{_KUBERNETES}.scheduler": _of_pods(schedulerName=_unchanged),
+    f"{_KUBERNETES}.efa_per_node": lambda number: {f"{_KUBERNETES}.resources": {"vpc.amazonaws.com/efa": number}},
+    f"{_KUBERNETES}.service_account": f"{_POD}.serviceAccountName",
+    f"{_KUBERNETES}.image_pull_secrets": lambda names: {
+        f"{_POD}.imagePullSecrets": [{"name": name} for name in names] if isinstance(names, list) else names
+    },
+    f"{_KUBERNETES}.tolerations": f"{_POD}.tolerations",
+    f"{_KUBERNETES}.affinity": f"{_POD}.affinity",
+    f"{_KUBERNETES}.priority_class": f"{_POD}.priorityClassName",
+    f"{_KUBERNETES}.scheduler": f"{_POD}.schedulerName",
     # With the machine's network, the default policy would not resolve the names of pods.
-    f"{_KUBERNETES}.host_network": _of_pods(hostNetwork=_unchanged, dnsPolicy=lambda _: "ClusterFirstWithHostNet"),
+    f"{_KUBERNETES}.host_network": lambda value: {
+        f"{_POD}.hostNetwork": value or None,
+        f"{_POD}.dnsPolicy": "ClusterFirstWithHostNet" if value else None,
+    },
     f"{_KUBERNETES}.labels": _of_metadata("labels"),
     f"{_KUBERNETES}.annotations": _of_metadata("annotations"),
-    f"{_KUBERNETES}.runtime": lambda name: {f"{_KUBERNETES}.patch": {"spec": {"runtimeRef": {"name": name}}}},
+    f"{_KUBERNETES}.runtime": f"{_KUBERNETES}.patch.spec.runtimeRef.name",
 }
 """The keys of earlier versions, dotted."""
 

@@ -179,6 +179,15 @@ def test_keys_of_earlier_versions_give_the_same_manifest(kind, tmp_path):
     assert list(before) == list(after)
 
 
+def test_the_network_of_the_machines_is_taken_back_in_the_earlier_spelling(tmp_path):
+    switch = "launch.kubernetes.host_network={}"
+    rendered = [
+        KubernetesLauncher().render(make_kubernetes_job(tmp_path, *words))["manifest.yaml"].partition("\n---")[2]
+        for words in ((), (switch.format("true"), switch.format("false")))
+    ]
+    assert rendered[0] == rendered[1]
+
+
 def test_a_field_outside_the_schema_is_detected(tmp_path):
     _, body = yaml.safe_load_all(KubernetesLauncher().render(make_kubernetes_job(tmp_path))["manifest.yaml"])
     body["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]["volumeMount"] = []
