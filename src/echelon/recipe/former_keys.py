@@ -12,7 +12,39 @@ Successor = str | Callable[[Any], Mapping[str, Any]]
 """The new dotted key, which takes the value as it is; or a function of the value to the new keys with their values. No
 keys: the old one is needless."""
 
-FORMER: dict[str, Successor] = {}
+_KUBERNETES, _POD = "launch.kubernetes", "launch.kubernetes.pod_patch.spec"
+
+
+def _of_metadata(name: str) -> Successor:
+    """Metadata of the job and of its pods."""
+    return lambda value: {f"{_KUBERNETES}.{patch}.metadata.{name}": value for patch in ("patch", "pod_patch")}
+
+
+FORMER: dict[str, Successor] = {
+    **{
+        f"launch.slurm.{name}": f"launch.slurm.options.{name}"
+        for name in ("account", "qos", "constraint", "reservation", "exclusive")
+    },
+    f"{_KUBERNETES}.cpu": f"{_KUBERNETES}.resources.cpu",
+    f"{_KUBERNETES}.memory": f"{_KUBERNETES}.resources.memory",
+    f"{_KUBERNETES}.efa_per_node": lambda number: {f"{_KUBERNETES}.resources": {"vpc.amazonaws.com/efa": number}},
+    f"{_KUBERNETES}.service_account": f"{_POD}.serviceAccountName",
+    f"{_KUBERNETES}.image_pull_secrets": lambda names: {
+        f"{_POD}.imagePullSecrets": [{"name": name} for name in names] if isinstance(names, list) else names
+    },
+    f"{_KUBERNETES}.tolerations": f"{_POD}.tolerations",
+    f"{_KUBERNETES}.affinity": f"{_POD}.affinity",
+    f"{_KUBERNETES}.priority_class": f"{_POD}.priorityClassName",
+    f"{_KUBERNETES}.scheduler": f"{_POD}.schedulerName",
+    # With the machine's network, the default policy would not resolve the names of pods.
+    f"{_KUBERNETES}.host_network": lambda value: {
+        f"{_POD}.hostNetwork": value or None,
+        f"{_POD}.dnsPolicy": "ClusterFirstWithHostNet" if value else None,
+    },
+    f"{_KUBERNETES}.labels": _of_metadata("labels"),
+    f"{_KUBERNETES}.annotations": _of_metadata("annotations"),
+    f"{_KUBERNETES}.runtime": f"{_KUBERNETES}.patch.spec.runtimeRef.name",
+}
 """The keys of earlier versions, dotted."""
 
 
