@@ -10,9 +10,22 @@ from echelon.recipe.yaml_text import show_value
 
 Successor = str | Callable[[Any], Mapping[str, Any]]
 """The new dotted key, which takes the value as it is; or a function of the value to the new keys with their values. No
-keys: the old one is needless."""
+keys: the old one is needless. A text with spaces: why it is needless."""
 
-FORMER: dict[str, Successor] = {}
+_SAGEMAKER = "launch.sagemaker"
+
+
+def _of_request(member: str, make: Callable[[Any], Any] = lambda value: value) -> Successor:
+    """The member of a CreateTrainingJob request that replaces a key; none for a value that is empty."""
+    return lambda value: {f"{_SAGEMAKER}.patch": {member: make(value)}} if value else {}
+
+
+FORMER: dict[str, Successor] = {
+    f"{_SAGEMAKER}.sdk": "every job is the same CreateTrainingJob request, sent by boto3",
+    f"{_SAGEMAKER}.endpoint": "echelon serves no models; docs/sagemaker.md#serving-a-model says how AWS does",
+    f"{_SAGEMAKER}.profiler": _of_request("ProfilerConfig"),
+    f"{_SAGEMAKER}.remote_debug": _of_request("RemoteDebugConfig", lambda value: {"EnableRemoteDebug": value}),
+}
 """The keys of earlier versions, dotted."""
 
 
@@ -26,8 +39,9 @@ def read_former(
     name = dotted(path)
     if (successor := former.get(name)) is None or value is None:
         return None
-    new = {successor: value} if isinstance(successor, str) else successor(value)
-    meaning = ", ".join(f"{key}: {show_value(part)}" for key, part in new.items()) or "nothing; remove it"
+    why = f", because {successor}" if isinstance(successor, str) and " " in successor else ""
+    new = {} if why else {successor: value} if isinstance(successor, str) else successor(value)
+    meaning = ", ".join(f"{key}: {show_value(part)}" for key, part in new.items()) or f"nothing{why}; remove it"
     note = f"{origin}: {name}: {show_value(value)} is of an earlier version and is read as {meaning}."
     return {leaf: part for key, whole in new.items() for leaf, part in _leaves(tuple(key.split(".")), whole)}, note
 

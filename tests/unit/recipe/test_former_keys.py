@@ -20,6 +20,7 @@ FORMER = {
     "train.old": "train.new",
     "launch.pods.tolerations": lambda value: {"launch.pods.patch": {"spec": {"tolerations": value}}},
     "train.needless": lambda value: {},
+    "train.unused": "it is unused",
 }
 
 
@@ -48,6 +49,40 @@ def test_a_needless_key_is_removed_with_its_empty_section():
         "recipe.yaml: train.needless: 1 is of an earlier version and is read as nothing; remove it."
     ]
     assert draft.data == {"run": {"name": "a"}}
+
+
+def test_a_needless_key_may_have_a_reason():
+    draft = make_draft({"train": {"unused": 1, "steps": 2}})
+    assert replace_former(draft, FORMER) == [
+        "recipe.yaml: train.unused: 1 is of an earlier version and is read as nothing, because it is unused; remove it."
+    ]
+    assert draft.data == {"train": {"steps": 2}}
+
+
+def test_keys_of_sagemaker_are_parts_of_the_request():
+    old = {
+        "sdk": "model_trainer",
+        "remote_debug": True,
+        "profiler": {"DisableProfiler": True},
+        "endpoint": {"nodes": 1},
+    }
+    recipe, notes = build_recipe(
+        {**MINIMAL, "train": {"steps": 5, "global_batch_size": 2}, "launch": {"sagemaker": old}}, []
+    )
+    assert recipe.launch.sagemaker.patch == {
+        "ProfilerConfig": {"DisableProfiler": True},
+        "RemoteDebugConfig": {"EnableRemoteDebug": True},
+    }
+    assert (
+        "recipe: launch.sagemaker.sdk: model_trainer is of an earlier version and is read as nothing, because every "
+        "job is the same CreateTrainingJob request, sent by boto3; remove it."
+    ) in notes
+    assert len(notes) == 4
+    off = {"sdk": "boto3", "remote_debug": False, "profiler": {}}
+    recipe, _ = build_recipe(
+        {**MINIMAL, "train": {"steps": 5, "global_batch_size": 2}, "launch": {"sagemaker": off}}, []
+    )
+    assert recipe.launch.sagemaker.patch == {}
 
 
 def test_both_spellings_are_refused():

@@ -69,7 +69,7 @@ class Staging:
         return "".join(f"{upload.shown} -> {upload.address}\n" for upload in self.uploads)
 
 
-def job_prefix(job: JobSpec) -> str:
+def _job_prefix(job: JobSpec) -> str:
     """The S3 prefix of a job's files. Raises ConfigError if the recipe sets no bucket."""
     if (bucket := job.recipe.launch.sagemaker.bucket) is None:
         raise MissingSettingError(
@@ -130,7 +130,7 @@ class _Stage:
     uploads: list[Upload] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._prefix = job_prefix(self.job)
+        self._prefix = _job_prefix(self.job)
         self._settings = self.job.recipe.launch.sagemaker
         self.channels[CODE_CHANNEL] = Channel(CODE_CHANNEL, f"{self._prefix}/{CODE_CHANNEL}/", "File")
         for name, address in self._settings.channels.items():

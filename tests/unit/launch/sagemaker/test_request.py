@@ -69,7 +69,7 @@ CASES = {
     "warm-and-tracked": (
         "launch.nproc_per_node=2",
         "launch.sagemaker.keep_alive_seconds=1800",
-        "launch.sagemaker.remote_debug=true",
+        "launch.sagemaker.patch={RemoteDebugConfig: {EnableRemoteDebug: true}}",
         "launch.sagemaker.input_mode=FastFile",
         "launch.sagemaker.image=111122223333.dkr.ecr.us-west-2.amazonaws.com/ours:1",
         "launch.sagemaker.checkpoint_uri=s3://other/runs/small",
@@ -91,7 +91,8 @@ CASES = {
         "launch.sagemaker.security_group_ids=[sg-0abc]",
         "launch.sagemaker.file_systems=[{channel: text, type: FSxLustre, id: fs-0123456789abcdef0, path: /fsx/text}, "
         "{channel: home, type: EFS, id: fs-0a1b2c3d, path: /, writable: true}]",
-        "launch.sagemaker.profiler={ProfilingIntervalInMilliseconds: 500, ProfilingParameters: {a: '1'}}",
+        "launch.sagemaker.patch={ProfilerConfig: {ProfilingIntervalInMilliseconds: 500, "
+        "ProfilingParameters: {a: '1'}}}",
         "data.train=/opt/ml/input/data/text/en",
     ),
 }
@@ -128,15 +129,10 @@ def test_the_request_is_valid_for_the_api(tmp_path, name):
         ("file_systems=[{channel: t, type: FSxLustre, id: fs-0a1b2c3d, path: /}]", "needs its mount name"),
         ("file_systems=[{channel: a b, type: EFS, id: fs-0a1b2c3d, path: /}]", "file_systems.0: use 1 to 64 letters"),
         ("file_systems=[{channel: echelon, type: EFS, id: fs-0a1b2c3d, path: /}]", "already has a channel echelon"),
-        ("profiler={Interval: 5}", "profiler.Interval is not a field of ProfilerConfig"),
-        ("profiler={DisableProfiler: 1}", "profiler.DisableProfiler=1 must be true or false"),
-        ("profiler={ProfilingIntervalInMilliseconds: true}", "must be a whole number"),
-        ("profiler={ProfilingIntervalInMilliseconds: 50}", "SageMaker accepts 100, 200"),
-        ("profiler={S3OutputPath: bucket}", "must begin with s3://"),
-        ("profiler={ProfilingParameters: {a: 1}}", "each a text; quote numbers"),
+        ("patch={ProfilerConfig: {Interval: 5}}", "Unknown parameter in ProfilerConfig"),
     ],
 )
-def test_invalid_file_systems_and_profilers_are_refused(tmp_path, override, said):
+def test_invalid_file_systems_and_members_are_refused(tmp_path, override, said):
     vpc = ("launch.sagemaker.subnets=[subnet-0abc]", "launch.sagemaker.security_group_ids=[sg-0abc]")
     changes = [f"launch.sagemaker.{each}" for each in override.split(";")]
     if "launch.sagemaker.subnets=[]" in changes:
@@ -248,7 +244,8 @@ def test_the_members_of_a_patch_are_those_of_the_api():
 
 
 def test_a_disabled_profiler_writes_nothing(tmp_path):
-    request = build_submission(make_job(tmp_path, "launch.sagemaker.profiler={DisableProfiler: true}")).request
+    job = make_job(tmp_path, "launch.sagemaker.patch={ProfilerConfig: {DisableProfiler: true}}")
+    request = build_submission(job).request
     assert request["ProfilerConfig"] == {"DisableProfiler": True}
 
 
