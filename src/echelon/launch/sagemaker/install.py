@@ -9,7 +9,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -141,12 +140,13 @@ def _install(
     If the versions of the last start cannot be installed, pip chooses others; if optional packages cannot, they are
     left out. Raises LaunchError if the `needed` ones cannot be installed, and _ObstacleError.
     """
-    attempts = (
-        [(missing, pins, "the versions of the last start cannot be installed, so pip chooses others")] if pins else []
-    )
+    attempts: list[tuple[list[str], Mapping[str, str], str]] = []
+    known = ""
+    if pins:
+        known = f", with the versions of the last start (in {PINS})"
+        attempts.append((missing, pins, "the versions of the last start cannot be installed, so pip chooses others"))
     if left_out := ", ".join(line for line in missing if line not in needed):
         attempts.append((missing, {}, f"{left_out} cannot be installed, and training goes on without"))
-    known = f", with the versions of the last start (in {PINS})" if pins else ""
     _say(f"pip install {' '.join(missing)}{known}")
     cause = ""
     for wanted, versions, otherwise in [*attempts, (needed, {}, "")]:

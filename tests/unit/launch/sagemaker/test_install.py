@@ -13,7 +13,7 @@ import pytest
 
 from echelon.ground.errors import LaunchError
 from echelon.launch.sagemaker import install as installing
-from echelon.launch.sagemaker.source_bundle import CORE, HELPFUL
+from echelon.launch.source_bundle import CORE, HELPFUL
 
 SOURCE = str(Path(installing.__file__).parents[3])
 INSTALL = """
