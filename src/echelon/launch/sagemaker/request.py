@@ -207,7 +207,7 @@ def _optional_fields(recipe: Recipe) -> dict[str, Any]:
         fields["Tags"] = [{"Key": key, "Value": value} for key, value in settings.tags.items()]
     if settings.max_attempts > 1:
         fields["RetryStrategy"] = {"MaximumRetryAttempts": settings.max_attempts - 1}
-    if (profiler := settings.patch.get("ProfilerConfig")) and not profiler.get("DisableProfiler"):
+    if isinstance(profiler := settings.patch.get("ProfilerConfig"), dict) and not profiler.get("DisableProfiler"):
         fields["ProfilerConfig"] = {"S3OutputPath": f"{settings.bucket}/profiler/{recipe.run.name}"}
     if settings.mlflow_arn:
         fields["MlflowConfig"] = {

@@ -1,4 +1,4 @@
-"""Stage the inputs of a job: the files to upload, the channels that bring them, and the container's recipe.
+"""Stage the inputs of a job: the files to upload, the channels that bring them, the container's recipe and packages.
 
 The container sees a channel as `/opt/ml/input/data/CHANNEL`. Local files are uploaded below `BUCKET/jobs/JOB`.
 """

@@ -123,6 +123,7 @@ def test_the_request_is_valid_for_the_api(tmp_path, name):
         ("file_systems=[{channel: a b, type: EFS, id: fs-0a1b2c3d, path: /}]", "file_systems.0: use 1 to 64 letters"),
         ("file_systems=[{channel: echelon, type: EFS, id: fs-0a1b2c3d, path: /}]", "already has a channel echelon"),
         ("patch={ProfilerConfig: {Interval: 5}}", "Unknown parameter in ProfilerConfig"),
+        ("patch={ProfilerConfig: 5}", "Invalid type for parameter ProfilerConfig"),
     ],
 )
 def test_invalid_file_systems_and_members_are_refused(tmp_path, override, said):
