@@ -25,7 +25,7 @@ UNLIMITED_READERS = {
     "ground.stop_request", "learn.data.limits", "ground.cores", "run.journal.network",
     "learn.checkpoint.carrier",
     "foreign.zero_folder", "run.folder.remote", "launch.sagemaker.container",
-    "launch.sagemaker.install", "launch.sagemaker.source_bundle", "launch.local", "launch.ray.driver",
+    "launch.sagemaker.install", "launch.source_bundle", "launch.local", "launch.ray.driver",
 }  # fmt: skip
 # Where choices are table rows; the training loop must not know which one was made.
 NAMELESS_ROOM = "run.training"

@@ -10,14 +10,19 @@ from echelon.recipe.yaml_text import show_value
 
 Successor = str | Callable[[Any], Mapping[str, Any]]
 """The new dotted key, which takes the value as it is; or a function of the value to the new keys with their values. No
-keys: the old one is needless."""
+keys: the old one is needless. A text with spaces: why it is needless."""
 
-_KUBERNETES, _POD = "launch.kubernetes", "launch.kubernetes.pod_patch.spec"
+_SAGEMAKER, _KUBERNETES, _POD = "launch.sagemaker", "launch.kubernetes", "launch.kubernetes.pod_patch.spec"
 
 
 def _of_metadata(name: str) -> Successor:
     """Metadata of the job and of its pods."""
     return lambda value: {f"{_KUBERNETES}.{patch}.metadata.{name}": value for patch in ("patch", "pod_patch")}
+
+
+def _of_request(member: str, make: Callable[[Any], Any] = lambda value: value) -> Successor:
+    """The member of a CreateTrainingJob request that replaces a key; none for a value that is empty."""
+    return lambda value: {f"{_SAGEMAKER}.patch": {member: make(value)}} if value else {}
 
 
 FORMER: dict[str, Successor] = {
@@ -44,6 +49,10 @@ FORMER: dict[str, Successor] = {
     f"{_KUBERNETES}.labels": _of_metadata("labels"),
     f"{_KUBERNETES}.annotations": _of_metadata("annotations"),
     f"{_KUBERNETES}.runtime": f"{_KUBERNETES}.patch.spec.runtimeRef.name",
+    f"{_SAGEMAKER}.sdk": "every job is the same CreateTrainingJob request, sent by boto3",
+    f"{_SAGEMAKER}.endpoint": "echelon serves no models; docs/sagemaker.md#serving-a-model says how AWS does",
+    f"{_SAGEMAKER}.profiler": _of_request("ProfilerConfig"),
+    f"{_SAGEMAKER}.remote_debug": _of_request("RemoteDebugConfig", lambda value: {"EnableRemoteDebug": value}),
 }
 """The keys of earlier versions, dotted."""
 
@@ -55,11 +64,16 @@ def read_former(
 
     Of a mapping, each value has its own path, so that it joins what the recipe has beside it.
     """
-    name = dotted(path)
-    if (successor := former.get(name)) is None or value is None:
+    length = next((n for n in range(len(path), 0, -1) if dotted(path[:n]) in former), None)
+    if length is None or value is None:
         return None
-    new = {successor: value} if isinstance(successor, str) else successor(value)
-    meaning = ", ".join(f"{key}: {show_value(part)}" for key, part in new.items()) or "nothing; remove it"
+    for part in reversed(path[length:]):  # an override of a part of an earlier mapping
+        value = {part: value}
+    name = dotted(path[:length])
+    successor = former[name]
+    why = f", because {successor}" if isinstance(successor, str) and " " in successor else ""
+    new = {} if why else {successor: value} if isinstance(successor, str) else successor(value)
+    meaning = ", ".join(f"{key}: {show_value(part)}" for key, part in new.items()) or f"nothing{why}; remove it"
     note = f"{origin}: {name}: {show_value(value)} is of an earlier version and is read as {meaning}."
     return {leaf: part for key, whole in new.items() for leaf, part in _leaves(tuple(key.split(".")), whole)}, note
 

@@ -13,8 +13,8 @@ from echelon.ground.errors import ConfigError
 from echelon.ground.variables import asked_environment
 from echelon.launch.job import JobSpec, count_gpus, describe_gpu_request
 from echelon.launch.ray.driver import AGENT, ORDER, Order
-from echelon.launch.sagemaker.source_bundle import name_requirement
 from echelon.launch.shell import join_words, limit_command, prepare_lines
+from echelon.launch.source_bundle import name_requirement
 from echelon.recipe import Recipe
 
 REQUEST, DRIVER = "request.json", "driver.py"

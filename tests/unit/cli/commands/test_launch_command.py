@@ -66,6 +66,11 @@ def silent_hub(monkeypatch, tmp_path):
             {"to": "slurm", "instance": "ml.p5.48xlarge"},
             "--instance ml.p5.48xlarge requires --to sagemaker, not slurm; remove one of them.",
         ),
+        (
+            {"to": "sagemaker-endpoint"},
+            "--to sagemaker-endpoint: echelon serves no models any more; export the run with `echelon export`, and "
+            "deploy it by AWS's own tools, as in docs/sagemaker.md#serving-a-model.",
+        ),
         ({"to": "torchrun", "hosts": ",,"}, "--hosts ',,' has no host; write it like --hosts a,b."),
         *(
             (

@@ -13,7 +13,7 @@ from echelon.launch.job import JobRecord
 from echelon.launch.job_checks import refuse_secrets
 from echelon.launch.ray.launcher import RayLauncher, find_last_words
 from echelon.launch.records import make_job, submit_job
-from echelon.launch.sagemaker.source_bundle import build_wheel
+from echelon.launch.source_bundle import build_wheel
 from echelon.recipe.load import parse_recipe
 from tests.unit.recipe_samples import DEMO
 
