@@ -8,11 +8,14 @@ from echelon.recipe.draft import Draft
 from echelon.recipe.keys import KeyPath, dotted
 from echelon.recipe.yaml_text import show_value
 
-Successor = str | Callable[[Any], Mapping[str, Any]]
+Successor = str | Callable[[Any], Mapping[str, Any] | None]
 """The new dotted key, which takes the value as it is; or a function of the value to the new keys with their values. No
-keys: the old one is needless."""
+keys: the old one is needless. None: this value of the key is not of an earlier version."""
 
-FORMER: dict[str, Successor] = {}
+FORMER: dict[str, Successor] = {
+    "tensorflow.servers": "sync.servers",
+    "tensorflow.strategy": lambda value: {"tensorflow.strategy": "multi_worker"} if value == "single" else None,
+}
 """The keys of earlier versions, dotted."""
 
 
@@ -26,7 +29,8 @@ def read_former(
     name = dotted(path)
     if (successor := former.get(name)) is None or value is None:
         return None
-    new = {successor: value} if isinstance(successor, str) else successor(value)
+    if (new := {successor: value} if isinstance(successor, str) else successor(value)) is None:
+        return None
     meaning = ", ".join(f"{key}: {show_value(part)}" for key, part in new.items()) or "nothing; remove it"
     note = f"{origin}: {name}: {show_value(value)} is of an earlier version and is read as {meaning}."
     return {leaf: part for key, whole in new.items() for leaf, part in _leaves(tuple(key.split(".")), whole)}, note

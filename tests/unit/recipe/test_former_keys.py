@@ -60,3 +60,13 @@ def test_an_override_in_the_earlier_spelling_wins_over_the_file(monkeypatch):
     recipe, notes = build_recipe({**MINIMAL, "train": {"steps": 5, "global_batch_size": 2}}, ["train.num_steps=7"])
     assert recipe.train.steps == 7
     assert notes == ["command line: train.num_steps: 7 is of an earlier version and is read as train.steps: 7."]
+
+
+def test_a_former_value_of_a_key_is_replaced_and_others_are_kept():
+    given = {**MINIMAL, "train": {"steps": 5, "global_batch_size": 2}, "engine": "tensorflow"}
+    recipe, notes = build_recipe({**given, "tensorflow": {"strategy": "single"}})
+    assert recipe.tensorflow.strategy == "multi_worker"
+    assert notes == [
+        "recipe: tensorflow.strategy: single is of an earlier version and is read as tensorflow.strategy: multi_worker."
+    ]
+    assert build_recipe(given, ["tensorflow.strategy=mirrored"])[1] == []
