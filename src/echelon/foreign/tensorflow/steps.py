@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from echelon.foreign.tensorflow.evaluation import to_int32
 from echelon.foreign.tensorflow.llama import Array, Decoder
+from echelon.foreign.tensorflow.passes import to_int32
 from echelon.foreign.tensorflow.placement import Library, Placement
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.objectives.loss import IGNORE

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from echelon.foreign.tensorflow.evaluation import TensorflowEvaluation
 from echelon.foreign.tensorflow.llama import Array, Decoder, find_arguments
+from echelon.foreign.tensorflow.passes import TensorflowEvaluation
 from echelon.foreign.tensorflow.placement import Library, Placement, build_placement, import_tensorflow
 from echelon.foreign.tensorflow.steps import GRADIENTS, MOMENTS, WEIGHTS, Steps
 from echelon.ground.errors import ConfigError
