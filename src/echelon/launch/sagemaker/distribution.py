@@ -211,10 +211,11 @@ def _map_mirrored(recipe: Recipe, lines: list[str]) -> dict[str, Any]:
 
 
 def _map_parameter_server(recipe: Recipe, lines: list[str]) -> dict[str, Any]:
-    name = f"{KEY}.parameter_server"
-    for key, given, possible in (("engine", recipe.engine, NATIVE), ("sync.name", recipe.sync.name, PARAMETER_SERVER)):
-        if given not in (possible, EVERY_STEP):
-            raise ConfigError(f"{name} is {key}={possible}, and the recipe has {key}={given}; remove one.")
+    name, given = f"{KEY}.parameter_server", recipe.sync.name
+    if recipe.engine != NATIVE:
+        raise ConfigError(f"{name} is for engine={NATIVE}, and the recipe has engine={recipe.engine}; remove one.")
+    if given not in (EVERY_STEP, PARAMETER_SERVER):
+        raise ConfigError(f"{name} contradicts sync.name={given}; remove one.")
     lines.append(f"{name} -> sync.name={PARAMETER_SERVER} of the native engine, started by torchrun's agent")
     return {"sync.name": PARAMETER_SERVER}
 

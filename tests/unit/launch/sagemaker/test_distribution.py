@@ -100,7 +100,7 @@ def test_other_engines_are_started_by_their_entries(tmp_path):
     mirrored = submit(tmp_path, {"multi_worker_mirrored_strategy": {"enabled": True}}, "parallel=ddp", machine)
     assert mirrored.staging.recipe.engine == "tensorflow"
     assert any("multi_worker_mirrored_strategy -> engine=tensorflow" in line for line in mirrored.lines)
-    served = submit(tmp_path, {"parameter_server": {"enabled": True}}, "parallel=ddp")
+    served = submit(tmp_path, {"parameter_server": {"enabled": True}}, "parallel=ddp", machine)
     assert (served.staging.recipe.engine, served.staging.recipe.sync.name) == ("native", "parameter_server")
     assert any("distribution.parameter_server -> sync.name=parameter_server" in line for line in served.lines)
     ours = "launch.sagemaker.image=111122223333.dkr.ecr.us-west-2.amazonaws.com/ours:1"
@@ -137,8 +137,8 @@ REFUSED = [
     ({"torchrun": {"enabled": True}}, [], "distribution.torchrun is not a distribution"),
     ({"pytorchxla": {"enabled": True}}, [], "train.compile=true"),
     ({"parameter_server": {"enabled": True}}, ["engine=tensorflow"],
-     "is engine=native, and the recipe has engine=tensorflow; remove one."),
-    ({"parameter_server": {"enabled": True}}, ["sync.name=diloco"], "and the recipe has sync.name=diloco"),
+     "is for engine=native, and the recipe has engine=tensorflow; remove one."),
+    ({"parameter_server": {"enabled": True}}, ["sync.name=diloco"], "contradicts sync.name=diloco"),
     ({"multi_worker_mirrored_strategy": {"enabled": True}}, ["engine=horovod"], "engine=horovod is another one"),
     ({"multi_worker_mirrored_strategy": {"enabled": True}}, ["tensorflow.strategy=mirrored", "engine=tensorflow"],
      "contradicts tensorflow.strategy=mirrored"),
