@@ -45,7 +45,6 @@ ROWS = {
     "deepspeed, fsdp": ("deepspeed", ["parallel=fsdp"]),
     "horovod, ddp": ("horovod", ["parallel=ddp"]),
     "tensorflow, multi_worker": ("tensorflow", ["parallel=ddp", "tensorflow.strategy=multi_worker"]),
-    "tensorflow, parameter_server": ("tensorflow", ["parallel=ddp", "tensorflow.strategy=parameter_server"]),
 }
 """The engine and the overrides of each row; the first one is what ratios refer to."""
 

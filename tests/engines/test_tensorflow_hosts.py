@@ -30,21 +30,18 @@ def rows(folder: Path, name: str) -> list[dict]:
     return [each for each in lines if each["kind"] == "train"]
 
 
-@pytest.mark.parametrize("strategy", ["parameter_server", "multi_worker"])
-def test_two_machines(tmp_path: Path, strategy: str) -> None:
-    """With parameter_server, each machine has a worker and a server."""
+def test_two_machines(tmp_path: Path) -> None:
     write_recipe(tmp_path, train={"steps": STEPS, "log_every": 1})
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     native = subprocess.run([*TRAIN, "--nproc", "1", "run.name=native"], cwd=tmp_path, env=environment, **PIPES)
     assert native.returncode == 0, native.stdout
-    servers = ["tensorflow.servers=2"] if strategy == "parameter_server" else []
-    settings = ["engine=tensorflow", f"tensorflow.strategy={strategy}", *servers, "run.name=hosts"]
+    settings = ["engine=tensorflow", "run.name=hosts"]
     place = ["--nproc", "1", "--nodes", "2", "--rendezvous", "node-1:29400"]
     with machines(2, tmp_path) as network:
         started = [each.start([*TRAIN, *place, *settings], env=environment, **PIPES) for each in network]
         outputs = [each.communicate(timeout=600)[0] for each in started]
     assert [each.returncode for each in started] == [0, 0], outputs
-    assert ("2 servers, 2 workers" in outputs[0]) == (strategy == "parameter_server")
+    assert "2 copies of the model" in outputs[0]
     found, expected = rows(tmp_path, "hosts"), rows(tmp_path, "native")
     assert len(found) == STEPS and hashes(found) == hashes(expected)
     for key in ("loss", "grad_norm"):

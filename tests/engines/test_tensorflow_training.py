@@ -3,25 +3,17 @@
 import json
 import math
 import os
-import signal
-import subprocess
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from echelon.cli.api.models import export
-from echelon.foreign.tensorflow.steps import GRADIENTS, WEIGHTS
-from echelon.foreign.tensorflow.update import MOMENTS
-from echelon.learn.distributed.objects import gather_objects
+from echelon.foreign.tensorflow.steps import WEIGHTS
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.planner.plan import ParallelPlan
 from echelon.run.folder.run_folder import RunFolder
@@ -74,51 +66,6 @@ def find_operations(rank: int, world_size: int, path: str, plan: ParallelPlan) -
         graph = trainer.train_step.learner.engine.steps.add_up.get_concrete_function().graph.as_graph_def()
     nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
     return {node.op for node in nodes}
-
-
-def find_devices(rank: int, world_size: int, path: str, plan: ParallelPlan) -> dict[str, int] | None:
-    """How many bytes of weights, gradients and moments each TensorFlow device has, as the coordinator sees it."""
-    place_rank(rank, world_size)
-    with masked_trainer(rank, world_size, path, plan) as trainer:
-        model = trainer.train_step.learner.engine.steps.model
-        if model is None:
-            return None
-        found: dict[str, int] = {}
-        for key in (WEIGHTS, GRADIENTS, *MOMENTS):
-            for each in (each for group in model.find(key).values() for each in group):
-                place = each.device.removesuffix("/replica:0/task:0/device:CPU:0")
-                found[place] = found.get(place, 0) + 4 * each.shape.num_elements()
-        return found
-
-
-def stop_a_worker(rank: int, world_size: int, path: str, plan: ParallelPlan, call: str) -> float:
-    """The seconds that 2 s of sleep take on rank 0 while it directs rank 1, which is stopped for 8 s."""
-    place_rank(rank, world_size)
-    with masked_trainer(rank, world_size, path, plan) as trainer:
-        model = trainer.train_step.learner.engine.steps.model
-        pids = gather_objects(os.getpid(), dist.group.WORLD)
-        if model is None:
-            return 2.0
-        rows = np.ones((1, 2, trainer.train_step.loader.batch(0).microbatches[0].input_ids.shape[1]), np.int32)
-        calls: dict[str, Callable[[], object]] = {
-            "accumulate": lambda: model.accumulate([(rows, rows)] * world_size, 1.0),
-            "norm": model.norm,
-            "update": lambda: model.update(1e-3, 1),
-            "read": lambda: model.decoder.read(model.find(WEIGHTS)),
-        }
-        for each in calls.values():
-            each()
-        continued = subprocess.Popen(["sh", "-c", f"sleep 8; kill -CONT {pids[1]}"])
-        os.kill(pids[1], signal.SIGSTOP)
-        directing = threading.Thread(target=calls[call])
-        directing.start()
-        began = time.monotonic()
-        for _ in range(20):
-            time.sleep(0.1)
-        taken = time.monotonic() - began
-        directing.join()
-        continued.wait()
-        return taken
 
 
 def logits_of(rank: int, world_size: int, path: str, plan: ParallelPlan, ids: list[int]) -> list[list[float]]:
@@ -189,52 +136,22 @@ def test_two_workers(text: Path, tmp_path: Path, native: list[dict[str, Any]]) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "servers"), [(1, 1), (2, 1), (3, 2)])
-def test_parameter_servers(text: Path, tmp_path: Path, native: list[dict[str, Any]], ranks: int, servers: int) -> None:
-    row = by_tensorflow(with_ranks(Row(), ranks, micro_batch=2), strategy="parameter_server", servers=servers)
-    assert_equal(train(row, tmp_path, text), native)
-
-
-@pytest.mark.slow
-def test_weights_gradients_and_moments_are_on_the_server(text: Path, tmp_path: Path) -> None:
-    row = by_tensorflow(with_ranks(Row(), 2), strategy="parameter_server")
-    found, elsewhere = run_ranks(find_devices, row, tmp_path, text)
-    assert elsewhere is None and set(found) == {"/job:ps"}
-    config = Row().config() | {"vocab_size": 256}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    assert found["/job:ps"] == 4 * 4 * sum(each.numel() for each in model.parameters())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("call", ["accumulate", "norm", "update", "read"])
-def test_threads_of_the_coordinator_run_while_a_worker_is_stopped(text: Path, tmp_path: Path, call: str) -> None:
-    """One of them finds that the run hangs. The worker is also one of two servers."""
-    row = by_tensorflow(with_ranks(Row(), 2), strategy="parameter_server", servers=2)
-    taken, _ = run_ranks(stop_a_worker, row, tmp_path, text, call)
-    assert taken < 5, "the interpreter was locked until the worker went on"
-
-
-@pytest.mark.slow
 def test_workers_sum_by_a_collective_of_tensorflow(text: Path, tmp_path: Path) -> None:
     found = run_ranks(find_operations, by_tensorflow(with_ranks(Row(), 2)), tmp_path, text)
     assert all(any(name.startswith("CollectiveReduce") for name in names) for names in found), found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "victim"), [("multi_worker", 1), ("parameter_server", 1), ("parameter_server", 0)]
-)
-def test_a_killed_process_is_restarted(tmp_path: Path, strategy: str, victim: int) -> None:
-    """A worker, and the coordinator with the server. The losses are those of a run without a fault, and of native."""
+def test_a_killed_process_is_restarted(tmp_path: Path) -> None:
+    """The losses are those of a run without a fault, and of native."""
     write_recipe(tmp_path, train={"steps": 30, "log_every": 1})
     arguments = ("train", "recipe.json", "--nproc", "2")
     native = finish(start(*arguments, "run.name=native", "parallel=ddp", cwd=tmp_path), 300)
     assert native.code == 0, native
-    settings = ("engine=tensorflow", f"tensorflow.strategy={strategy}")
-    job = start(*arguments, "run.name=killed", *settings, cwd=tmp_path)
+    job = start(*arguments, "run.name=killed", "engine=tensorflow", cwd=tmp_path)
     run = RunFolder(tmp_path / "runs" / "killed")
     await_line(run.metrics_path, '"step": 7,', job, 300)
-    process_of(run, victim).kill()
+    process_of(run, 1).kill()
     ending = finish(job, 400)
     assert ending.code == 0, ending
     assert "restart 1 of" in ending.out + ending.err
@@ -253,36 +170,17 @@ def assert_same_run(folder: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_stops_parameter_servers_and_the_command_resumes(tmp_path: Path) -> None:
-    write_recipe(tmp_path, train={"steps": 30, "log_every": 1})
-    arguments = ("train", "recipe.json", "--nproc", "2")
-    assert finish(start(*arguments, "run.name=native", "parallel=ddp", cwd=tmp_path), 300).code == 0
-    settings = ("run.name=stopped", "engine=tensorflow", "tensorflow.strategy=parameter_server")
-    job = start(*arguments, *settings, cwd=tmp_path)
-    await_line(tmp_path / "runs" / "stopped" / "metrics.jsonl", '"step": 7,', job, 300)
-    job.send_signal(signal.SIGTERM)
-    assert finish(job, 300).code == 3
-    ending = finish(start(*arguments, *settings, cwd=tmp_path), 400)
-    assert ending.code == 0, ending
-    assert_same_run(tmp_path, "stopped")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["multi_worker", "parameter_server"])
-def test_a_run_changes_engines_in_the_middle(
-    text: Path, tmp_path: Path, native: list[dict[str, Any]], strategy: str
-) -> None:
+def test_a_run_changes_engines_in_the_middle(text: Path, tmp_path: Path, native: list[dict[str, Any]]) -> None:
     row = Row(micro_batch=4)
-    for engine, stop_at in ((row, 3), (by_tensorflow(row, strategy=strategy), 7), (row, STEPS)):
+    for engine, stop_at in ((row, 3), (by_tensorflow(row), 7), (row, STEPS)):
         found = train(engine, tmp_path, text, stop_at)
     assert_equal(found, native)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["multi_worker", "parameter_server"])
-def test_an_export_has_the_logits_of_the_live_model_in_transformers(text: Path, tmp_path: Path, strategy: str) -> None:
+def test_an_export_has_the_logits_of_the_live_model_in_transformers(text: Path, tmp_path: Path) -> None:
     ids = list(b"def read(")
-    live = run_ranks(logits_of, by_tensorflow(with_ranks(Row(), 2), strategy=strategy), tmp_path, text, ids, steps=3)
+    live = run_ranks(logits_of, by_tensorflow(with_ranks(Row(), 2)), tmp_path, text, ids, steps=3)
     assert live[0] == live[1]
     export(tmp_path / "run", tmp_path / "exported")
     with torch.no_grad():
@@ -291,16 +189,8 @@ def test_an_export_has_the_logits_of_the_live_model_in_transformers(text: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["multi_worker", "parameter_server"])
-def test_a_value_that_is_not_a_number_is_found_and_not_applied(text: Path, tmp_path: Path, strategy: str) -> None:
-    found = run_ranks(find_nan, by_tensorflow(with_ranks(Row(), 2), strategy=strategy), tmp_path, text, steps=3)
+def test_a_value_that_is_not_a_number_is_found_and_not_applied(text: Path, tmp_path: Path) -> None:
+    found = run_ranks(find_nan, by_tensorflow(with_ranks(Row(), 2)), tmp_path, text, steps=3)
     for loss, norm, finding, kept in found:
         assert math.isnan(loss) and math.isnan(norm) and kept
         assert finding == "the output of model.layers.1"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt2", "gemma", "qwen3"])
-def test_other_families(text: Path, tmp_path: Path, family: str) -> None:
-    row = Row(family=family, tied=family != "qwen3", micro_batch=4)
-    assert_equal(train(by_tensorflow(row), tmp_path / "tensorflow", text), train(row, tmp_path / "native", text))

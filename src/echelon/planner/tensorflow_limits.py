@@ -11,16 +11,11 @@ if TYPE_CHECKING:
 
 def check_tensorflow(recipe: "Recipe", plan: ParallelPlan) -> None:
     """Raise PlanError for a strategy that the plan's processes cannot run, ConfigError for a precision but fp32."""
-    strategy, servers = recipe.tensorflow.strategy, recipe.tensorflow.servers
-    if servers > plan.world_size:
-        raise PlanError(
-            f"tensorflow.servers={servers}: each server is in a process of its own, and the plan has "
-            f"{plan.world_size}; start as many processes, or lower tensorflow.servers."
-        )
-    if strategy not in ("multi_worker", "parameter_server") and plan.world_size > 1:
+    strategy = recipe.tensorflow.strategy
+    if strategy != "multi_worker" and plan.world_size > 1:
         raise PlanError(
             f"tensorflow.strategy={strategy} is for one process, and the plan has {plan.world_size}; use "
-            "tensorflow.strategy=multi_worker or parameter_server, or start one process."
+            "tensorflow.strategy=multi_worker, or start one process."
         )
     if plan.precision.compute != "float32":
         raise ConfigError(

@@ -132,7 +132,7 @@ ENGINES: dict[str, EngineRow] = {
             Limit("evaluate.tasks", ((),), "computes the logits of one position of a text alone"),
             Limit("fault.verify_passes_every", (None,), "computes the logits of one position of a text alone"),
         ),
-        purpose="people with a TensorFlow stack: its mirrored strategies and its parameter servers, on CPUs",
+        purpose="people with a TensorFlow stack: its mirrored strategies, of a Llama on CPUs",
         instead="parallel: ddp",
         check="echelon.planner.tensorflow_limits:check_tensorflow",
     ),

@@ -8,9 +8,10 @@ from echelon.recipe.draft import Draft
 from echelon.recipe.keys import KeyPath, dotted
 from echelon.recipe.yaml_text import show_value
 
-Successor = str | Callable[[Any], Mapping[str, Any]]
+Successor = str | Callable[[Any], Mapping[str, Any] | None]
 """The new dotted key, which takes the value as it is; or a function of the value to the new keys with their values. No
-keys: the old one is needless. A text with spaces: why it is needless."""
+keys: the old one is needless; None: this value is not of an earlier version. A text with spaces: why the key is
+needless."""
 
 _SAGEMAKER, _KUBERNETES, _POD = "launch.sagemaker", "launch.kubernetes", "launch.kubernetes.pod_patch.spec"
 
@@ -53,6 +54,8 @@ FORMER: dict[str, Successor] = {
     f"{_SAGEMAKER}.endpoint": "echelon serves no models; docs/sagemaker.md#serving-a-model says how AWS does",
     f"{_SAGEMAKER}.profiler": _of_request("ProfilerConfig"),
     f"{_SAGEMAKER}.remote_debug": _of_request("RemoteDebugConfig", lambda value: {"EnableRemoteDebug": value}),
+    "tensorflow.servers": "sync.servers",
+    "tensorflow.strategy": lambda value: {"tensorflow.strategy": "multi_worker"} if value == "single" else None,
 }
 """The keys of earlier versions, dotted."""
 
@@ -73,6 +76,8 @@ def read_former(
     successor = former[name]
     why = f", because {successor}" if isinstance(successor, str) and " " in successor else ""
     new = {} if why else {successor: value} if isinstance(successor, str) else successor(value)
+    if new is None:
+        return None
     meaning = ", ".join(f"{key}: {show_value(part)}" for key, part in new.items()) or f"nothing{why}; remove it"
     note = f"{origin}: {name}: {show_value(value)} is of an earlier version and is read as {meaning}."
     return {leaf: part for key, whole in new.items() for leaf, part in _leaves(tuple(key.split(".")), whole)}, note

@@ -74,6 +74,7 @@ def _finish(draft: Draft, overrides: Overrides, origin: str) -> tuple[Recipe, li
     for path, value in _read_overrides(overrides, origin):
         notes += _apply_override(draft, path, value, origin)
         _write_sources_out(draft)
+    notes += replace_former(draft)  # in a whole section that an override gives
     notes += _translate_dialects(draft)
     read_deepspeed(draft)
     _refuse_unknown_keys(draft)

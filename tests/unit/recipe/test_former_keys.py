@@ -103,3 +103,19 @@ def test_an_override_of_a_part_of_an_earlier_mapping_is_read():
         ("launch", "kubernetes", patch, "metadata", "labels", "team"): "nlp" for patch in ("patch", "pod_patch")
     }
     assert note.startswith("command line: launch.kubernetes.labels: {team: nlp} is of an earlier version")
+
+
+def test_a_former_value_of_a_key_is_replaced_and_others_are_kept():
+    given = {**MINIMAL, "train": {"steps": 5, "global_batch_size": 2}, "engine": "tensorflow"}
+    recipe, notes = build_recipe({**given, "tensorflow": {"strategy": "single"}})
+    assert recipe.tensorflow.strategy == "multi_worker"
+    assert notes == [
+        "recipe: tensorflow.strategy: single is of an earlier version and is read as tensorflow.strategy: multi_worker."
+    ]
+    assert build_recipe(given, ["tensorflow.strategy=mirrored"])[1] == []
+
+
+def test_a_former_key_in_a_section_of_an_override_is_read():
+    given = {**MINIMAL, "train": {"steps": 5, "global_batch_size": 2}, "engine": "tensorflow"}
+    recipe, notes = build_recipe(given, ["tensorflow={strategy: single}"])
+    assert recipe.tensorflow.strategy == "multi_worker" and len(notes) == 1

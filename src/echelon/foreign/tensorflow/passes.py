@@ -1,85 +1,90 @@
-"""Forward passes of a decoder in this process: the loss, the logits of a next token, the search for a bad value."""
+"""Forward passes of a decoder without an update: evaluations, and the search for a value that is not finite."""
 
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from echelon.foreign.tensorflow.decoder import Decoder
-from echelon.foreign.tensorflow.library import Library
-from echelon.learn.engines.engine import Finding
+from echelon.foreign.tensorflow.llama import Array, Decoder
+from echelon.foreign.tensorflow.placement import Library
+from echelon.ground.errors import ConfigError
+from echelon.learn.data.loader import Microbatch
+from echelon.learn.engines.engine import Evaluation, Finding
+from echelon.learn.objectives.outputs import OutputsFn
 
-Array = npt.NDArray[Any]
 
-
-class Passes:
-    """Runs a decoder without gradients, in this process alone."""
+class TensorflowEvaluation(Evaluation):
+    """Runs the copy of the decoder in this process, alone."""
 
     def __init__(self, library: Library, decoder: Decoder) -> None:
-        """`decoder`: its weights must be in this process."""
-        tf = library.tf
-        self._library, self._decoder = library, decoder
-        ids = tf.TensorSpec([None, None], tf.int32)
-        self._evaluate = tf.function(
-            lambda ids, labels: decoder.loss_sum(decoder.hidden_states(ids), labels), input_signature=[ids, ids]
-        )
-        self._score = tf.function(
-            lambda ids, labels: -decoder.losses(decoder.hidden_states(ids), labels), input_signature=[ids, ids]
-        )
-        self._predict = tf.function(self._logits_at, input_signature=[ids, tf.TensorSpec([None], tf.int32)])
+        self._tf, self._decoder = library.tf, decoder
+        ids = self._tf.TensorSpec([None, None], self._tf.int32)
+        places = self._tf.TensorSpec([None], self._tf.int32)
+        self._losses = self._tf.function(self._losses_of, input_signature=[ids, ids])
+        self._predict = self._tf.function(self._logits_at, input_signature=[ids, places])
 
-    def loss_sum(self, ids: Tensor, labels: Tensor) -> float:
-        """Return the summed cross-entropy of labelled tokens."""
-        return float(self._evaluate(to_int32(ids), to_int32(labels)))
+    @override
+    def sums(self, microbatch: Microbatch) -> Tensor:
+        losses = self._losses(to_int32(microbatch.input_ids), to_int32(microbatch.labels))
+        return torch.tensor([float(self._tf.reduce_sum(losses))])
 
-    def log_probabilities(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """Return the log-probability of each label, [batch, seq], fp32, 0 where there is none."""
-        return torch.from_numpy(self._score(to_int32(ids), to_int32(labels)).numpy())
+    @override
+    def run(self, microbatch: Microbatch, compute: OutputsFn) -> Tensor:
+        """Raises ConfigError: TensorFlow's passes end in a loss of their own."""
+        raise ConfigError("engine=tensorflow runs no function in PyTorch on its model; use engine=native.")
 
-    def logits_at(self, ids: Tensor, places: Tensor) -> Tensor:
-        """Return fp32 logits [batch, vocabulary] of the token after position `places` [batch] of ids [batch, seq]."""
-        return torch.from_numpy(self._predict(to_int32(ids), to_int32(places)).numpy())
+    @override
+    def log_probabilities(self, microbatch: Microbatch, temperature: float = 1.0) -> Tensor:
+        if temperature != 1.0:
+            raise ConfigError("engine=tensorflow has log-probabilities at temperature 1 alone; use engine=native.")
+        return -torch.from_numpy(self._losses(to_int32(microbatch.input_ids), to_int32(microbatch.labels)).numpy())
 
-    def find_nonfinite(self, ids: Tensor, labels: Tensor) -> Finding | None:
+    @override
+    def logits(self, input_ids: Tensor) -> Tensor:
+        """Raises ConfigError: TensorFlow's passes return the logits of one position."""
+        raise ConfigError("engine=tensorflow computes the logits of one position of a text alone; use engine=native.")
+
+    @override
+    def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
+        return torch.from_numpy(self._predict(to_int32(input_ids), to_int32(places)).numpy())
+
+    @override
+    def start_cached(self) -> None:
+        pass
+
+    def find_nonfinite(self, input_ids: Tensor, labels: Tensor) -> Finding | None:
         """Return the first value of a microbatch, or of its gradients, that is not finite; None if all are."""
-        return find_nonfinite(self._library, self._decoder, ids, labels)
+        tf, variables = self._tf, self._decoder.variables
+        outputs: dict[str, Any] = {}
+        with tf.GradientTape() as tape:
+            for name, value in self._decoder.parts(tf.constant(to_int32(input_ids))):
+                outputs[name] = value
+                if not self._is_finite(value):
+                    return Finding(0, len(outputs) - 1, name)
+            loss = tf.reduce_sum(self._decoder.losses(value, tf.constant(to_int32(labels))))
+        if not self._is_finite(loss):
+            return Finding(1, 0, self._decoder.head)
+        for_outputs, for_weights = tape.gradient(loss, [list(outputs.values()), list(variables.values())])
+        for place, (name, gradient) in enumerate(reversed(list(zip(outputs, for_outputs, strict=True)))):
+            if gradient is not None and not self._is_finite(gradient):
+                return Finding(2, place, name)
+        for place, (name, gradient) in enumerate(zip(variables, for_weights, strict=True)):
+            if not self._is_finite(gradient):
+                return Finding(3, place, name)
+        return None
+
+    def _losses_of(self, ids: Any, labels: Any) -> Any:
+        return self._decoder.losses(self._decoder.hidden_states(ids), labels)
 
     def _logits_at(self, ids: Any, places: Any) -> Any:
-        hidden = self._decoder.hidden_states(ids)
-        return self._decoder.logits(self._library.tf.gather(hidden, places, batch_dims=1))
+        return self._decoder.logits(self._tf.gather(self._decoder.hidden_states(ids), places, batch_dims=1))
+
+    def _is_finite(self, value: Any) -> bool:
+        return bool(self._tf.reduce_all(self._tf.math.is_finite(self._tf.convert_to_tensor(value))))
 
 
 def to_int32(tensor: Tensor) -> Array:
     """Return what TensorFlow takes for ids and labels."""
     return tensor.cpu().numpy().astype(np.int32)
-
-
-def find_nonfinite(library: Library, decoder: Decoder, input_ids: Tensor, labels: Tensor) -> Finding | None:
-    """Run a microbatch without tracing; return the first value that is not finite, None if all are."""
-    tf = library.tf
-    ids, targets = (tf.constant(tensor.numpy().astype(np.int32)) for tensor in (input_ids, labels))
-    weights = [(name, variable) for name, group in decoder.variables.items() for variable in group]
-    with tf.GradientTape() as tape:
-        outputs: list[tuple[str, Any]] = []
-        for name, value in decoder.parts(ids):
-            outputs.append((name, value))
-            if not _is_finite(library, value):
-                return Finding(0, len(outputs) - 1, name)
-        loss = decoder.loss_sum(outputs[-1][1], targets)
-    if not _is_finite(library, loss):
-        return Finding(1, 0, decoder.head)
-    found = tape.gradient(loss, [value for _, value in outputs] + [value for _, value in weights])
-    for place, ((name, _), gradient) in reversed(list(enumerate(zip(outputs, found, strict=False)))):
-        if gradient is not None and not _is_finite(library, gradient):
-            return Finding(2, len(outputs) - 1 - place, name)
-    for place, ((name, _), gradient) in enumerate(zip(weights, found[len(outputs) :], strict=True)):
-        if not _is_finite(library, gradient):
-            return Finding(3, place, name)
-    return None
-
-
-def _is_finite(library: Library, value: Any) -> bool:
-    tf = library.tf
-    return bool(tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(value))))

@@ -1,18 +1,38 @@
-"""The distribution strategies of TensorFlow, as the section `tensorflow` names them, and where a TPU is found."""
+"""TensorFlow's packages and its distribution strategies, as the section `tensorflow` names them."""
 
+import importlib
 import json
 import socket
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from echelon.foreign.tensorflow.library import Library
 from echelon.ground.errors import ConfigError, first_line
 from echelon.ground.launch_environment import find_rendezvous
 from echelon.ground.sockets import find_free_port, is_loopback
-from echelon.ground.variables import set_variables
+from echelon.ground.variables import set_default_variables, set_variables
 from echelon.learn.distributed.objects import gather_objects
 from echelon.recipe.tensorflow_config import TensorflowConfig
+
+
+class Library(NamedTuple):
+    """The modules: they have no types."""
+
+    tf: Any
+    keras_hub: Any
+
+
+def import_tensorflow() -> Library:
+    """Import the packages. Raises ConfigError if one is missing."""
+    set_variables({"KERAS_BACKEND": "tensorflow"})  # Keras reads it once
+    set_default_variables({"TF_CPP_MIN_LOG_LEVEL": "2", "TF_ENABLE_ONEDNN_OPTS": "0"})
+    try:
+        return Library(*map(importlib.import_module, ("tensorflow", "keras_hub")))
+    except ImportError as error:
+        raise ConfigError(
+            f"engine=tensorflow needs tensorflow 2.21 and keras-hub ({error}); install them as in docs/tensorflow.md, "
+            "or use engine=native."
+        ) from error
 
 
 class Placement(NamedTuple):
@@ -50,35 +70,6 @@ def build_placement(library: Library, config: TensorflowConfig, everyone: dist.P
         implementation=tf.distribute.experimental.CommunicationImplementation.RING
     )
     return Placement(tf.distribute.MultiWorkerMirroredStrategy(communication_options=options), 1)
-
-
-class Cluster(NamedTuple):
-    """The servers of ParameterServerStrategy in this process, and on rank 0 what directs all of them.
-
-    `servers`: kept, because a server ends with its object. `coordinator` is a ClusterCoordinator; None on other ranks.
-    """
-
-    servers: list[Any]
-    coordinator: Any | None
-
-
-def start_cluster(library: Library, config: TensorflowConfig, everyone: dist.ProcessGroup) -> Cluster:
-    """Start a worker in every process and a parameter server in the first ones; rank 0 connects to all. Collective."""
-    tf = library.tf
-    rank = dist.get_rank(everyone)
-    addresses = gather_objects([_find_address() for _ in range(3)], everyone)
-    chief, workers, served = (list(column) for column in zip(*addresses, strict=True))
-    spec = tf.train.ClusterSpec({"chief": chief[:1], "worker": workers, "ps": served[: config.servers]})
-    jobs = ["worker", "ps"] if rank < config.servers else ["worker"]
-    servers = [tf.distribute.Server(spec, job_name=job, task_index=rank, protocol="grpc") for job in jobs]
-    dist.barrier(everyone)
-    if rank > 0:
-        return Cluster(servers, None)
-    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        spec, task_type="chief", task_id=0, rpc_layer="grpc"
-    )
-    strategy = tf.distribute.ParameterServerStrategy(resolver)
-    return Cluster(servers, tf.distribute.coordinator.ClusterCoordinator(strategy))
 
 
 def _find_address() -> str:

@@ -1,10 +1,8 @@
 """The Engine of TensorFlow. torch remains what holds the job together: its process group, data and checkpoints."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeVar
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,25 +10,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from echelon.foreign.tensorflow.backbones import find_arguments
-from echelon.foreign.tensorflow.decoder import Decoder
-from echelon.foreign.tensorflow.library import Library, import_tensorflow
-from echelon.foreign.tensorflow.passes import Array, Passes
-from echelon.foreign.tensorflow.placement import build_placement, start_cluster
-from echelon.foreign.tensorflow.served_steps import ServedModel, ServedSteps
-from echelon.foreign.tensorflow.steps import GRADIENTS, WEIGHTS, CopiedSteps, Steps
-from echelon.foreign.tensorflow.update import MOMENTS, AdamW, Member
+from echelon.foreign.tensorflow.llama import Array, Decoder, find_arguments
+from echelon.foreign.tensorflow.passes import TensorflowEvaluation
+from echelon.foreign.tensorflow.placement import Library, Placement, build_placement, import_tensorflow
+from echelon.foreign.tensorflow.steps import GRADIENTS, MOMENTS, WEIGHTS, Steps
 from echelon.ground.errors import ConfigError
 from echelon.learn.checkpoint.adapter_folder import AdapterContent
 from echelon.learn.checkpoint.first_weights import open_weights
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.distributed.mesh import Meshes
-from echelon.learn.engines.engine import Engine, EngineSpec, Evaluation, Finding, Rehearsal
+from echelon.learn.engines.engine import Engine, EngineSpec, Finding, Rehearsal
 from echelon.learn.model.build import build_on_meta, materialize
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.objective import Objective
-from echelon.learn.objectives.outputs import OutputsFn
 from echelon.learn.optimizer import Served
 from echelon.learn.optimizer.groups import find_members
 from echelon.learn.parallel.step import StepSums
@@ -40,8 +33,6 @@ from echelon.recipe.tensorflow_config import TensorflowConfig
 
 _EPSILON = 1e-6  # as in clip_gradients
 
-Started = TypeVar("Started")
-
 
 class TensorflowEngine(Engine):
     """A backbone of keras-hub under a distribution strategy."""
@@ -49,11 +40,11 @@ class TensorflowEngine(Engine):
     loss_scale: Tensor | None = None
     served: Served | None = None
 
-    def __init__(self, steps: Steps, lines: Sequence[str]) -> None:
+    def __init__(self, steps: Steps, evaluation: TensorflowEvaluation, lines: Sequence[str]) -> None:
         """`lines`: the result of `describe`."""
         self.steps = steps
-        """What computes the steps, on this rank or directed by it."""
-        self._lines = lines
+        """What computes the steps."""
+        self._evaluation, self._lines = evaluation, lines
         self._num_updates = 0
 
     @override
@@ -112,13 +103,13 @@ class TensorflowEngine(Engine):
     def find_nonfinite(
         self, step: int, microbatch: Microbatch, num_targets: Tensor, objective: Objective
     ) -> Finding | None:
-        return self.steps.passes().find_nonfinite(microbatch.input_ids, microbatch.labels)
+        return self._evaluation.find_nonfinite(microbatch.input_ids, microbatch.labels)
 
     @contextmanager
     @override
-    def evaluation(self, objective: Objective) -> Iterator["TensorflowEvaluation"]:
+    def evaluation(self, objective: Objective) -> Iterator[TensorflowEvaluation]:
         _refuse_other_losses(objective)
-        yield TensorflowEvaluation(self.steps.passes())
+        yield self._evaluation
 
     @override
     def describe_end(self) -> Sequence[str]:
@@ -167,41 +158,6 @@ class TensorflowEngine(Engine):
             self.steps.write(key, {name: state[f"optimizer.{name}.{key}"].numpy() for name in names})
 
 
-class TensorflowEvaluation(Evaluation):
-    """Every process computes with its own copy."""
-
-    def __init__(self, passes: Passes) -> None:
-        self._passes = passes
-
-    @override
-    def sums(self, microbatch: Microbatch) -> Tensor:
-        return torch.tensor([self._passes.loss_sum(microbatch.input_ids, microbatch.labels)])
-
-    @override
-    def run(self, microbatch: Microbatch, compute: OutputsFn) -> Tensor:
-        """Raises ConfigError: TensorFlow's passes end in a loss of their own."""
-        raise ConfigError("engine=tensorflow runs no function in PyTorch on its model; use engine=native.")
-
-    @override
-    def log_probabilities(self, microbatch: Microbatch, temperature: float = 1.0) -> Tensor:
-        if temperature != 1.0:
-            raise ConfigError("engine=tensorflow has log-probabilities at temperature 1 alone; use engine=native.")
-        return self._passes.log_probabilities(microbatch.input_ids, microbatch.labels)
-
-    @override
-    def logits(self, input_ids: Tensor) -> Tensor:
-        """Raises ConfigError: TensorFlow's passes return the logits of one position."""
-        raise ConfigError("engine=tensorflow computes the logits of one position of a text alone; use engine=native.")
-
-    @override
-    def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
-        return self._passes.logits_at(input_ids, places)
-
-    @override
-    def start_cached(self) -> None:
-        pass
-
-
 def _refuse_other_losses(objective: Objective) -> None:
     if type(objective) is not CausalLM:  # a subclass may have another loss
         raise ConfigError(
@@ -217,7 +173,7 @@ def _as_torch(values: dict[str, Array]) -> dict[str, Tensor]:
 def build_tensorflow_engine(spec: EngineSpec) -> TensorflowEngine:
     """Start TensorFlow's strategy, and build the model in its scope with the initial weights of native. Collective.
 
-    Raises ConfigError for a model that no backbone of keras-hub can be, and on a GPU.
+    Raises ConfigError for a model that keras-hub's Llama cannot be, and on a GPU.
     """
     recipe, config = spec.recipe, spec.config
     if spec.device.type != "cpu":
@@ -226,65 +182,28 @@ def build_tensorflow_engine(spec: EngineSpec) -> TensorflowEngine:
             "with CUDA_VISIBLE_DEVICES=''."
         )
     find_arguments(config)  # refuses a config before TensorFlow starts, which takes long
-    library = import_tensorflow()
+    library, placement = _start(recipe.tensorflow, spec.meshes.everyone)
     skeleton = build_on_meta(config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
-    members = {
-        member.name: Member(member.weight_decay, member.rate_factor) for member in find_members(skeleton, recipe.optim)
-    }
     shapes = {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
-    make_decoder = partial(Decoder, library, config, shapes)
-
-    def make_optimizer(decoder: Decoder) -> AdamW:
-        return AdamW(library, decoder.variables, members, recipe.optim.betas, recipe.optim.eps)
-
-    builder = _Builder(library, recipe.tensorflow, spec.meshes.everyone, make_decoder, make_optimizer)
-    steps, line = builder.served() if recipe.tensorflow.strategy == "parameter_server" else builder.copied()
+    strategy = placement.strategy
+    with strategy.scope():
+        decoder = Decoder(library, config, shapes)
+        steps = Steps(library, placement, decoder, find_members(skeleton, recipe.optim), recipe.optim)
     steps.write(WEIGHTS, _first_weights(skeleton, recipe))
-    return TensorflowEngine(steps, [f"tensorflow {library.tf.__version__}: {line}"])
+    name, copies = type(strategy).__name__.removesuffix("V1").removesuffix("V2"), strategy.num_replicas_in_sync
+    line = f"tensorflow {library.tf.__version__}: {name}, {copies} cop{'y' if copies == 1 else 'ies'} of the model"
+    return TensorflowEngine(steps, TensorflowEvaluation(library, decoder), [line])
 
 
-_started: dict[str, Any] = {}
+_started: dict[str, tuple[Library, Placement]] = {}
 
 
-@dataclass(frozen=True)
-class _Builder:
-    """Builds the steps of a strategy, and a description of it. Both methods are collective over `everyone`."""
-
-    library: Library
-    config: TensorflowConfig
-    everyone: dist.ProcessGroup
-    make_decoder: Callable[[], Decoder]
-    make_optimizer: Callable[[Decoder], AdamW]
-
-    def copied(self) -> tuple[Steps, str]:
-        """For a strategy that copies the model."""
-        placement = self._start_once(build_placement)
-        with placement.strategy.scope():
-            decoder = self.make_decoder()
-            steps = CopiedSteps(self.library, placement, decoder, self.make_optimizer(decoder))
-        name = type(placement.strategy).__name__.removesuffix("V1").removesuffix("V2")
-        copies = placement.strategy.num_replicas_in_sync
-        return steps, f"{name}, {copies} cop{'y' if copies == 1 else 'ies'} of the model"
-
-    def served(self) -> tuple[Steps, str]:
-        """For ParameterServerStrategy."""
-        coordinator = self._start_once(start_cluster).coordinator
-        workers, servers = dist.get_world_size(self.everyone), self.config.servers
-        model = None
-        if coordinator is not None:
-            with coordinator.strategy.scope():
-                decoder = self.make_decoder()
-                model = ServedModel(self.library, coordinator, decoder, self.make_optimizer(decoder), workers)
-        steps = ServedSteps(self.library, model, self.make_decoder, self.everyone)
-        counts = f"{servers} server{'s' * (servers > 1)}, {workers} worker{'s' * (workers > 1)}"
-        return steps, f"ParameterServerStrategy, {counts}, synchronous steps"
-
-    def _start_once(self, start: Callable[[Library, TensorflowConfig, dist.ProcessGroup], Started]) -> Started:
-        """What the strategy has in this process: TensorFlow starts its servers and devices once."""
-        strategy = self.config.strategy
-        started: Started = _started.get(strategy) or start(self.library, self.config, self.everyone)
-        _started[strategy] = started
-        return started
+def _start(config: TensorflowConfig, everyone: dist.ProcessGroup) -> tuple[Library, Placement]:
+    """What a strategy has in this process: TensorFlow starts its servers and devices once. Collective."""
+    if config.strategy not in _started:
+        library = import_tensorflow()
+        _started[config.strategy] = library, build_placement(library, config, everyone)
+    return _started[config.strategy]
 
 
 def _first_weights(skeleton: PreTrainedModel, recipe: Recipe) -> dict[str, Array]:

@@ -16,18 +16,16 @@ from echelon.ground.errors import ConfigError
 from echelon.launch.sagemaker.request_patch import TABLE
 from echelon.recipe import LaunchConfig, Recipe
 from echelon.recipe.draft import Draft
+from echelon.recipe.engines import NATIVE
 from echelon.recipe.messages import explain_errors
 from echelon.recipe.render import recipe_mapping
-from echelon.recipe.tensorflow_config import TensorflowConfig
+from echelon.recipe.synchronization import EVERY_STEP, PARAMETER_SERVER
 
 KEY = "launch.sagemaker.distribution"
 SMP_KEY = f"{KEY}.smdistributed.modelparallel.parameters"
 
 _NOT_HERE: Mapping[str, str] = TABLE["not_distributions"]
 _FIELDS: Mapping[str, Sequence[str]] = TABLE["distributions"]
-_STRATEGIES = {"multi_worker_mirrored_strategy": "multi_worker", "parameter_server": "parameter_server"}
-"""TensorFlow's distributions, with the names of their strategies in a recipe."""
-
 _FLAT_SMP = "smdistributed_modelparallel"
 _ALIASES = {"smdistributed_dataparallel": "smdistributed.dataparallel", "pytorchx": "torch_distributed"}
 # Allowed combinations; each entry may also be used alone.
@@ -63,9 +61,10 @@ def apply_distribution(recipe: Recipe) -> Distribution:
         changes |= _map_mpi(recipe.launch, enabled["mpi"], lines)
     if "pytorchddp" in enabled:
         changes |= _map_pytorchddp(recipe, lines)
-    for name, strategy in _STRATEGIES.items():
-        if name in enabled:
-            changes |= _map_tensorflow(recipe, name, strategy, lines)
+    if "multi_worker_mirrored_strategy" in enabled:
+        changes |= _map_mirrored(recipe, lines)
+    if "parameter_server" in enabled:
+        changes |= _map_parameter_server(recipe, lines)
     if "smdistributed.dataparallel" in enabled:
         # Newest release: 2.6.0 of April 2025, inside the image of SMP v2.8.0.
         lines.append(
@@ -201,14 +200,24 @@ def _map_pytorchddp(recipe: Recipe, lines: list[str]) -> dict[str, Any]:
     return {"parallel": "ddp"}
 
 
-def _map_tensorflow(recipe: Recipe, entry: str, strategy: str, lines: list[str]) -> dict[str, Any]:
-    name, given = f"{KEY}.{entry}", recipe.tensorflow.strategy
+def _map_mirrored(recipe: Recipe, lines: list[str]) -> dict[str, Any]:
+    name, given = f"{KEY}.multi_worker_mirrored_strategy", recipe.tensorflow.strategy
     if recipe.engine not in ("native", "tensorflow"):
         raise ConfigError(f"{name} is TensorFlow's, and engine={recipe.engine} is another one; remove one.")
-    if given not in (TensorflowConfig().strategy, strategy):
+    if given != "multi_worker":
         raise ConfigError(f"{name} contradicts tensorflow.strategy={given}; remove one.")
-    lines.append(f"{name} -> engine=tensorflow, tensorflow.strategy={strategy}, started by torchrun's agent")
-    return {"engine": "tensorflow", "tensorflow.strategy": strategy}
+    lines.append(f"{name} -> engine=tensorflow, tensorflow.strategy=multi_worker, started by torchrun's agent")
+    return {"engine": "tensorflow"}
+
+
+def _map_parameter_server(recipe: Recipe, lines: list[str]) -> dict[str, Any]:
+    name, given = f"{KEY}.parameter_server", recipe.sync.name
+    if recipe.engine != NATIVE:
+        raise ConfigError(f"{name} is for engine={NATIVE}, and the recipe has engine={recipe.engine}; remove one.")
+    if given not in (EVERY_STEP, PARAMETER_SERVER):
+        raise ConfigError(f"{name} contradicts sync.name={given}; remove one.")
+    lines.append(f"{name} -> sync.name={PARAMETER_SERVER} of the native engine, started by torchrun's agent")
+    return {"sync.name": PARAMETER_SERVER}
 
 
 def _change(recipe: Recipe, changes: Mapping[str, Any], smp: Mapped | None) -> Recipe:

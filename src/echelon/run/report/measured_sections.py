@@ -1,4 +1,4 @@
-"""The sections of a report with what was measured: speed and the ranks' own times, prediction, memory, network."""
+"""The sections of a report with what was measured: speed, ranks' own times, prediction, memory, network, benchmarks."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from echelon.ground.redaction import redact_text
 from echelon.ground.sizes import render_bytes, render_rate, render_seconds
 from echelon.planner.memory import describe_peak_memory
 from echelon.run.folder.reckoning import describe_difference, list_compared
-from echelon.run.report.blocks import Bars, Block, Curves, HeatMap, Lines, Pairs, Table
+from echelon.run.report.blocks import Bars, Block, Curves, HeatMap, Lines, Pairs, Series, Table
 from echelon.run.report.nested import draw_lines, read_mapping, read_number, read_numbers, read_points, read_value
 from echelon.run.report.numbers import render_number, render_percent
 from echelon.run.report.run_record import RunRecord, percentile
@@ -16,6 +16,7 @@ from echelon.run.report.run_record import RunRecord, percentile
 _PERCENTILES = (("slowest 5 %", 0.05), ("median", 0.5), ("fastest 5 %", 0.95))
 # Of more ranks, the slowest are drawn; of more moments, medians of neighbours.
 _MAX_RANKS, _MAX_COLUMNS = 32, 100
+_ERROR = "_stderr"
 
 
 def build_throughput(record: RunRecord) -> Iterator[Block]:
@@ -208,3 +209,31 @@ def _estimated_bytes(record: RunRecord) -> float | None:
     parts = [read_number(record.estimate, "memory", name) for name in names]
     known = [part for part in parts if part is not None]
     return sum(known) if len(known) == len(parts) else None
+
+
+def build_benchmarks(record: RunRecord) -> Iterator[Block]:
+    """Yield the metrics of benchmarks over time, first and last; none for a run without benchmarks."""
+    series, rows = [], []
+    for task, metric in _list_benchmarks(record):
+        values = [(row["step"], read_number(row, "tasks", task, metric)) for row in record.task_rows]
+        points = [(step, value) for step, value in values if value is not None]
+        if not points:
+            continue
+        series.append(Series(f"{task} {metric}", points, is_marked=True))
+        chosen, comma, rest = metric.partition(",")
+        error = read_number(record.task_rows[-1], "tasks", task, f"{chosen}{_ERROR}{comma}{rest}")
+        rows.append((task, metric, *(render_number(points[place][1]) for place in (0, -1)), render_number(error)))
+    if series:
+        yield Curves("benchmarks", "step", series)
+        yield Table(("task", "metric", "first", "last", "standard error of the last"), rows, is_text=True)
+
+
+def _list_benchmarks(record: RunRecord) -> Iterator[tuple[str, str]]:
+    """Yield each task with each of its metrics, without their standard errors."""
+    found = {
+        (task, name): None
+        for row in record.task_rows
+        for task, values in (row.get("tasks") or {}).items()
+        for name in values
+    }
+    yield from ((task, name) for task, name in found if not name.partition(",")[0].endswith(_ERROR))

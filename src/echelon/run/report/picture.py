@@ -1,6 +1,6 @@
 """Pictures as SVG files of their own, which browsers and Markdown pages show: lines and points over two axes.
 
-The pictures inside a report have their text in HTML (`drawing.py`); a file has it in the picture.
+The pictures inside a report have their text in HTML (`page.py`); a file has it in the picture.
 """
 
 import math

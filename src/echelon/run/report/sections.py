@@ -11,7 +11,6 @@ from echelon.ground.wall_time import CAUSES
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.plan_lines import describe_plan
 from echelon.run.report.advice import find_advice
-from echelon.run.report.benchmark_section import build_benchmarks
 from echelon.run.report.blocks import (
     Bars,
     Block,
@@ -28,6 +27,7 @@ from echelon.run.report.blocks import (
 )
 from echelon.run.report.judgement import judge_run
 from echelon.run.report.measured_sections import (
+    build_benchmarks,
     build_memory,
     build_network,
     build_prediction,

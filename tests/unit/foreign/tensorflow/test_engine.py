@@ -18,7 +18,7 @@ def test_documents_in_one_sequence_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"several in one; set data\.packing=false for instructions, or data\.document"
     ):
-        TensorflowEngine(None, []).rehearse(packed, 1, CausalLM())  # type: ignore[arg-type]
+        TensorflowEngine(None, None, []).rehearse(packed, 1, CausalLM())  # type: ignore[arg-type]
 
 
 def test_a_gpu_is_refused() -> None:

@@ -101,8 +101,8 @@ def test_other_engines_are_started_by_their_entries(tmp_path):
     assert mirrored.staging.recipe.engine == "tensorflow"
     assert any("multi_worker_mirrored_strategy -> engine=tensorflow" in line for line in mirrored.lines)
     served = submit(tmp_path, {"parameter_server": {"enabled": True}}, "parallel=ddp", machine)
-    assert served.staging.recipe.engine == "tensorflow"
-    assert served.staging.recipe.tensorflow.strategy == "parameter_server"
+    assert (served.staging.recipe.engine, served.staging.recipe.sync.name) == ("native", "parameter_server")
+    assert any("distribution.parameter_server -> sync.name=parameter_server" in line for line in served.lines)
     ours = "launch.sagemaker.image=111122223333.dkr.ecr.us-west-2.amazonaws.com/ours:1"
     horovod = ("engine=horovod", "parallel=ddp", ours)
     under_mpi = submit(tmp_path, {"mpi": {"enabled": True, "processes_per_host": 2}}, *horovod)
@@ -136,11 +136,12 @@ REFUSED = [
     ({"torch_distributed": {"on": True}}, [], "torch_distributed.on is unknown"),
     ({"torchrun": {"enabled": True}}, [], "distribution.torchrun is not a distribution"),
     ({"pytorchxla": {"enabled": True}}, [], "train.compile=true"),
-    ({"parameter_server": {"enabled": True}}, ["tensorflow.strategy=mirrored", "engine=tensorflow"],
-     "contradicts tensorflow.strategy=mirrored"),
+    ({"parameter_server": {"enabled": True}}, ["engine=tensorflow"],
+     "is for engine=native, and the recipe has engine=tensorflow; remove one."),
+    ({"parameter_server": {"enabled": True}}, ["sync.name=diloco"], "contradicts sync.name=diloco"),
     ({"multi_worker_mirrored_strategy": {"enabled": True}}, ["engine=horovod"], "engine=horovod is another one"),
-    ({"multi_worker_mirrored_strategy": {"enabled": True}}, ["tensorflow.strategy=single", "engine=tensorflow"],
-     "contradicts tensorflow.strategy=single"),
+    ({"multi_worker_mirrored_strategy": {"enabled": True}}, ["tensorflow.strategy=mirrored", "engine=tensorflow"],
+     "contradicts tensorflow.strategy=mirrored"),
     ({"instance_groups": []}, [], "every machine of a job trains"),
     ({"torch_distributed": {"enabled": True}, "mpi": {"enabled": True}}, [], "one distribution"),
     ({"smdistributed": {"dataparallel": {"enabled": True}, "modelparallel": {"enabled": True}}}, [], "one distr"),

@@ -281,7 +281,7 @@ def test_tensorflow_refuses_what_it_would_not_compute():
         def loss_sum(self, outputs, batch):
             return 2 * super().loss_sum(outputs, batch)
 
-    engine = TensorflowEngine(steps=None, lines=())
+    engine = TensorflowEngine(steps=None, evaluation=None, lines=())
     for loss, name in (
         (z_loss, f"{__name__}:z_loss"),
         (Doubled(), ".*Doubled object"),
