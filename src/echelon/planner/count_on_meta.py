@@ -6,19 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from echelon.ground.errors import ConfigError, PlanError
-from echelon.planner.experts import find_expert_weights, find_unadaptable
+from echelon.planner.experts import check_routing, find_expert_weights, find_unadaptable
 from echelon.planner.families import FAMILIES
-from echelon.planner.mixtures import MIXTURES
 from echelon.planner.model_shape import ExpertShape, LayerParts, LinearShape, ModelShape
 
 
-def measure_shape(config: Mapping[str, Any]) -> ModelShape:
+def measure_shape(config: Mapping[str, Any], has_adapter: bool = True) -> ModelShape:
     """Shape of a model type without a formula: built once on the meta device, without memory, and counted.
+
+    Without `has_adapter`, whether a layer can have an adapter is not looked up, which imports PEFT for a mixture.
 
     Raises ConfigError for an invalid `model.config`, and PlanError if torch is not installed.
     """
     model = _build_on_meta(config)
     text_config = model.config.get_text_config(decoder=True)
+    check_routing(text_config)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     layers = _find_layers(model)
     heads = _read_field(text_config, "num_attention_heads") or 1
@@ -44,7 +46,7 @@ def measure_shape(config: Mapping[str, Any]) -> ModelShape:
             head_norms=any(name.endswith(".q_norm") for name, _ in model.named_modules()),
             **_find_window(text_config),
         ),
-        linears=_count_linears(model, layers, has_experts=bool(experts)),
+        linears=_count_linears(model, layers, is_limited=has_adapter and bool(experts)),
         experts=experts,
         num_idle_parameters=_count_idle(text_config, experts),
     )
@@ -75,8 +77,8 @@ def _build_on_meta(config: Mapping[str, Any]) -> Any:
         from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
     except ImportError as missing:
         raise PlanError(
-            f"model.config.model_type={model_type}: only {', '.join((*FAMILIES, *MIXTURES))} and gpt2 can be counted "
-            f"without building the model, and {missing.name} is not installed; install it."
+            f"model.config.model_type={model_type}: only {', '.join(FAMILIES)} and gpt2 can be planned without "
+            f"building the model, and {missing.name} is not installed; install it."
         ) from missing
     if model_type not in CONFIG_MAPPING:
         close = difflib.get_close_matches(model_type, list(CONFIG_MAPPING), n=3)
@@ -108,13 +110,13 @@ def _find_layers(model: Any) -> list[Any]:
     return list(max(stacks, key=lambda stack: sum(parameter.numel() for parameter in stack.parameters()), default=[]))
 
 
-def _count_linears(model: Any, layers: list[Any], has_experts: bool) -> tuple[LinearShape, ...]:
+def _count_linears(model: Any, layers: list[Any], is_limited: bool) -> tuple[LinearShape, ...]:
     """The linear layers inside decoder layers, by name and widths."""
     from torch import nn
 
     inside = {id(module) for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)}
     found = {name: module for name, module in model.named_modules() if id(module) in inside}
-    left_out = find_unadaptable(model, found) if has_experts else set()
+    left_out = find_unadaptable(model, found) if is_limited else set()
     linears = Counter(
         (name.rpartition(".")[2], module.in_features, module.out_features, name not in left_out)
         for name, module in found.items()

@@ -116,7 +116,7 @@ def build_deployment(job: JobSpec) -> Deployment:
     region = find_region(settings)
     instance = _find_machine(recipe)
     address = f"{job_prefix(job)}/model/"
-    nbytes = build_shape(config).num_parameters * _BYTES_PER_WEIGHT
+    nbytes = build_shape(config, has_adapter=False).num_parameters * _BYTES_PER_WEIGHT
     split = _divide(config, instance)
     _check_memory(nbytes, split, instance)
     tags = {"Tags": [{"Key": key, "Value": value} for key, value in settings.tags.items()]} if settings.tags else {}
@@ -173,7 +173,7 @@ def _find_machine(recipe: Recipe) -> Instance:
             f"{_KEY}.instance_type is not set; give --instance, such as --instance ml.g6.xlarge.",
             {f"{_KEY}.instance_type": "ml.g6.xlarge"},
         )
-    instance = find_instance(name, settings.extra_types, f"{_KEY}.instance_type", settings.region)
+    instance = find_instance(name, f"{_KEY}.instance_type", settings.region)
     if settings.endpoint.image is None and "V100" in str(instance.accelerator):
         raise ConfigError(
             f"{_KEY}.instance_type={name}: AWS's vLLM image uses CUDA 13, which does not support V100; use a newer "

@@ -4,7 +4,7 @@
 a recipe can be planned and launched from a machine without it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +17,8 @@ from echelon.ground.stored import read_json
 from echelon.learn.data.mixture import divide_slots
 from echelon.learn.model.model_folder import find_config_folder, find_model_dir
 from echelon.learn.model.stored_format import StoredFormat, find_stored_format, without_settings
+from echelon.planner.adapter_limits import check_packages
+from echelon.planner.families import FAMILIES
 from echelon.planner.model_shape import ModelShape, with_scores
 from echelon.planner.shape import build_shape, resolve_vocab_size
 from echelon.planner.teacher_size import list_uncounted
@@ -25,7 +27,6 @@ from echelon.recipe.engines import ENGINES, NATIVE
 from echelon.recipe.load import load_recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.trackers import check_trackers
-from echelon.run.lifecycle.counted_models import check_shape, has_adapter, has_float8, is_counted, tensor_degree
 from echelon.run.lifecycle.extension_checks import describe_extensions
 
 if TYPE_CHECKING:
@@ -33,6 +34,12 @@ if TYPE_CHECKING:
 
 # Targets whose machines have their own folders; paths in the recipe may not exist on this machine.
 _APART = ("kubernetes", "sagemaker")
+
+COUNTED = {
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "attention_dropout",
+}  # fmt: skip
+"""The fields of a dense family that its formula checks. A new model with no other ones is not built to be checked."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +101,11 @@ def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -
     given, stored = _read_given_fields(recipe)
     given = _with_head(recipe, given)
     fields, line = size_vocabulary(recipe, given, size)
-    shape = build_shape(fields)
+    shape = build_shape(fields, recipe.adapter.is_adapter)
     _check_positions(recipe, shape)
     if weights and (stored is None or _find_missing("torch") is None):  # quantized weights are computed to be checked
         check_weights(recipe.model.checkpoint)
-    obstacle = _check_built(recipe, fields, shape, elsewhere, left)
+    obstacle = _check_built(recipe, fields, elsewhere, left)
     masks = None
     if obstacle is not None and recipe.data.packing == "auto" and recipe.data.document_mask is not False:
         masks = f"data.packing=auto: samples are not packed, because {obstacle}"
@@ -115,9 +122,20 @@ def check_counted(recipe: Recipe) -> None:
     if recipe.model.config is None or not is_counted(recipe, recipe.model.config):
         return
     fields, _ = size_vocabulary(recipe, dict(recipe.model.config), _find_vocab_size(recipe))
-    shape = build_shape(fields)
-    _check_positions(recipe, shape)
-    check_shape(recipe, shape, True, [])
+    _check_positions(recipe, build_shape(fields))
+
+
+def is_counted(recipe: Recipe, fields: Mapping[str, Any]) -> bool:
+    """Whether the formula of its family suffices to check a model, so that none is built and torch is not imported.
+
+    It does for a new model of a dense family that has no field beside `COUNTED`, if the recipe asks nothing of its
+    parts. tests/dist/test_checks.py builds what is taken for granted here.
+    """
+    model = recipe.model
+    asks_more = bool(model.attn_implementation or recipe.optim.learning_rate_multipliers or model.rope is not None)
+    asks_more |= recipe.adapter.is_adapter or recipe.train.precision == "fp8"
+    is_known = model.config is not None and fields["model_type"] in FAMILIES
+    return is_known and not asks_more and all(name in COUNTED and fields[name] is not None for name in fields)
 
 
 def _check_engine_package(recipe: Recipe, elsewhere: bool, left: list[str]) -> None:
@@ -183,9 +201,7 @@ def _measure_vocabulary(
     return None, None
 
 
-def _check_built(
-    recipe: Recipe, fields: dict[str, Any], shape: ModelShape, elsewhere: bool, left: list[str]
-) -> str | None:
+def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: list[str]) -> str | None:
     """Run the checks that need the model, built on the meta device; adds those that are not possible here to `left`.
 
     Returns why the model cannot keep the documents of a sequence apart; None if it can, or if that is not known here.
@@ -193,7 +209,6 @@ def _check_built(
     All checks of a built model belong here. Importing torch takes seconds, so it is done only when needed.
     """
     if is_counted(recipe, fields):
-        check_shape(recipe, shape, elsewhere, left)
         return None
     if why := _find_missing("transformers", "torch"):
         if recipe.model.checkpoint is None and find_spec("transformers") is not None:
@@ -206,22 +221,20 @@ def _check_built(
     from echelon.learn.model.build import parameter_names
     from echelon.learn.model.causality import check_is_causal
     from echelon.learn.model.rope import check_scaled
-    from echelon.learn.model.router import check_routers
     from echelon.learn.model.traits import describe_obstacle, find_traits
     from echelon.learn.optimizer import check_groups
 
     model, config = _build_on_meta(recipe, fields, elsewhere, left)
     check_scaled(model, recipe)
-    check_routers(model)
     check_is_causal(config, recipe.model.trust_remote_code)
     traits = find_traits(model, recipe.data.sequence_len)
     obstacle = describe_obstacle(traits, config)
     _check_divided(model, traits, recipe)
     if recipe.train.precision == "fp8":
-        from echelon.learn.model.float8 import find_float8_layers
+        from echelon.learn.model.float8 import check_package, find_float8_layers
 
         find_float8_layers(model)
-        has_float8(elsewhere, left)
+        _has(check_package, elsewhere, left, "train.precision: the package torchao (it is not installed here)")
     if not recipe.adapter.is_adapter or _try_adapter(model, recipe.adapter, elsewhere, left):
         check_groups(
             (name for name, parameter in parameter_names(model).items() if parameter.requires_grad), recipe.optim
@@ -272,10 +285,28 @@ def _try_adapter(model: Any, adapter: AdapterConfig, elsewhere: bool, left: list
     from echelon.learn.model.adapters import apply_adapter, check_adapter
 
     check_adapter(model, adapter)
-    if not has_adapter(adapter, elsewhere, left):
+    line = f"adapter: the packages of {adapter.method}, and optim with it (they are not all here)"
+    if not _has(lambda: check_packages(adapter), elsewhere, left, line):
         return False
     apply_adapter(model, adapter)
     return True
+
+
+def _has(check: Callable[[], None], elsewhere: bool, left: list[str], line: str) -> bool:
+    """Whether a package is installed here. With `elsewhere` it may be only where the training runs."""
+    try:
+        check()
+    except ConfigError:
+        if not elsewhere:
+            raise
+        left.append(line)
+        return False
+    return True
+
+
+def tensor_degree(recipe: Recipe) -> int:
+    """The ranks among which a recipe divides matrices; 1 for a named strategy."""
+    return 1 if isinstance(recipe.parallel, str) else recipe.parallel.tp
 
 
 def _list_built_checks(recipe: Recipe) -> Iterator[str]:
@@ -291,6 +322,8 @@ def _list_built_checks(recipe: Recipe) -> Iterator[str]:
         yield f"model.attn_implementation: whether {recipe.model.attn_implementation} can run it"
     if recipe.adapter.is_adapter:
         yield f"adapter: whether the model has layers for {recipe.adapter.method}, and its packages"
+    if recipe.train.precision == "fp8":
+        yield "train.precision: whether the model has layers for fp8, and its package"
     if tensor_degree(recipe) > 1:
         yield "parallel.tp: whether the model can be divided"
     if recipe.optim.learning_rate_multipliers:
