@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError
 from echelon.ground.extras import require_extra
-from echelon.planner.adapter_plan import ROW_MULTIPLE
+from echelon.planner.adapter_plan import ROW_MULTIPLE, build_adapter_plan, targeted_linears
+from echelon.planner.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from echelon.recipe import AdapterConfig
@@ -42,3 +43,16 @@ def check_rows(model_type: str, rows: Sequence[int]) -> None:
             f"adapter.method=qlora: the decoder layers of {model_type} have {what}, and 4-bit quantisation requires "
             f"linear layers with a multiple of {ROW_MULTIPLE} input features; use adapter.method=lora."
         )
+
+
+def check_adapter_shape(adapter: "AdapterConfig", shape: ModelShape) -> None:
+    """Refuse an adapter of linear layers inside decoder layers that a model of this shape does not support.
+
+    Raises ConfigError: the message names the key and a valid value.
+    """
+    plan = build_adapter_plan(adapter, shape)
+    assert plan is not None
+    if adapter.method == "qlora":
+        check_rows(shape.model_type, [linear.in_features for linear in shape.linears])
+    targets = targeted_linears(shape, plan)
+    check_ranks(adapter, {linear.name: min(linear.in_features, linear.out_features) for linear in targets})

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from echelon.ground.errors import ConfigError, PlanError
-from echelon.planner.experts import check_routing, find_expert_weights, find_unadaptable
-from echelon.planner.families import FAMILIES
+from echelon.planner.experts import EXPERT_COUNTS, count_experts, find_expert_weights, find_unadaptable
+from echelon.planner.families import FAMILIES, check_divides
 from echelon.planner.model_shape import ExpertShape, LayerParts, LinearShape, ModelShape
+
+_OWN_KEYS = ("deepseek_v2", "deepseek_v3")
+_METHODS = (None, "greedy", "group_limited_greedy")
 
 
 def measure_shape(config: Mapping[str, Any], has_adapter: bool = True) -> ModelShape:
@@ -20,7 +23,7 @@ def measure_shape(config: Mapping[str, Any], has_adapter: bool = True) -> ModelS
     """
     model = _build_on_meta(config)
     text_config = model.config.get_text_config(decoder=True)
-    check_routing(text_config)
+    _check_routing(text_config)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     layers = _find_layers(model)
     heads = _read_field(text_config, "num_attention_heads") or 1
@@ -146,3 +149,50 @@ def _count_idle(config: Any, experts: tuple[ExpertShape, ...]) -> int:
     return sum(
         expert.count * expert.size * max(0, expert.num_experts - num_chosen) // expert.num_experts for expert in experts
     )
+
+
+def _check_routing(config: Any) -> None:
+    """Raise ConfigError, naming the key, for a text config of a mixture with which no token can be routed.
+
+    `transformers` builds such a model, whose forward pass fails.
+    """
+    num_experts = count_experts(config) or 1
+    if num_experts == 1 or not hasattr(config, "num_experts_per_tok"):
+        return
+    chosen, heads = config.num_experts_per_tok, getattr(config, "num_attention_heads", None)
+    if chosen is None:
+        raise ConfigError("model.config.num_experts_per_tok is missing: the experts that a token uses; give a number.")
+    if isinstance(chosen, int) and chosen > num_experts:
+        raise ConfigError(
+            f"model.config.num_experts_per_tok={chosen}: the model has only {num_experts} experts; use {num_experts} "
+            "or less."
+        )
+    if config.model_type in _OWN_KEYS and (keyed := config.num_key_value_heads) != heads:
+        raise ConfigError(
+            f"model.config.num_key_value_heads={keyed} differs from num_attention_heads={heads}, but each head has "
+            f"keys and values of its own in this attention; use {heads}."
+        )
+    _check_groups(config, num_experts)
+
+
+def _check_groups(config: Any, num_experts: int) -> None:
+    """Like `_check_routing`, for the groups of experts that a router chooses from."""
+    method = getattr(config, "topk_method", None)
+    if method not in _METHODS:
+        raise ConfigError(
+            f"model.config.topk_method={method!r:.80} is unknown; use greedy or group_limited_greedy, or omit it."
+        )
+    groups, chosen = getattr(config, "n_group", None), getattr(config, "topk_group", None)
+    if not groups or not chosen or method == "greedy":
+        return
+    key = next(name for name in EXPERT_COUNTS if name in vars(config))
+    check_divides("n_group", groups, key, num_experts)
+    if chosen > groups:
+        raise ConfigError(
+            f"model.config.topk_group={chosen}: the router has only {groups} groups; use {groups} or less."
+        )
+    if method is None and num_experts == groups:  # a group counts as its two best experts do
+        raise ConfigError(
+            f"model.config.n_group={groups} leaves one expert to each group, which needs two; use {groups // 2} or "
+            "less."
+        )

@@ -3,70 +3,18 @@
 from collections.abc import Collection
 from typing import Any
 
-from echelon.ground.errors import ConfigError
 from echelon.ground.quiet_imports import import_bitsandbytes
-from echelon.planner.families import check_divides
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config keys for the number of experts
 
 DIVIDED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 """The mixtures whose experts `parallel: auto` divides."""
 
-_OWN_KEYS = ("deepseek_v2", "deepseek_v3")
-_METHODS = (None, "greedy", "group_limited_greedy")
-
 
 def count_experts(config: Any) -> int | None:
     """Return the number of experts that a text config sets; None if it sets none."""
     count = next((count for name in EXPERT_COUNTS if (count := getattr(config, name, None))), None)
     return count if isinstance(count, int) else None
-
-
-def check_routing(config: Any) -> None:
-    """Raise ConfigError, naming the key, for a text config of a mixture with which no token can be routed.
-
-    `transformers` builds such a model, whose forward pass fails.
-    """
-    num_experts = count_experts(config) or 1
-    if num_experts == 1 or not hasattr(config, "num_experts_per_tok"):
-        return
-    chosen, heads = config.num_experts_per_tok, getattr(config, "num_attention_heads", None)
-    if chosen is None:
-        raise ConfigError("model.config.num_experts_per_tok is missing: the experts that a token uses; give a number.")
-    if isinstance(chosen, int) and chosen > num_experts:
-        raise ConfigError(
-            f"model.config.num_experts_per_tok={chosen}: the model has only {num_experts} experts; use {num_experts} "
-            "or less."
-        )
-    if config.model_type in _OWN_KEYS and (keyed := config.num_key_value_heads) != heads:
-        raise ConfigError(
-            f"model.config.num_key_value_heads={keyed} differs from num_attention_heads={heads}, but each head has "
-            f"keys and values of its own in this attention; use {heads}."
-        )
-    _check_groups(config, num_experts)
-
-
-def _check_groups(config: Any, num_experts: int) -> None:
-    """Like `check_routing`, for the groups of experts that a router chooses from."""
-    method = getattr(config, "topk_method", None)
-    if method not in _METHODS:
-        raise ConfigError(
-            f"model.config.topk_method={method!r:.80} is unknown; use greedy or group_limited_greedy, or omit it."
-        )
-    groups, chosen = getattr(config, "n_group", None), getattr(config, "topk_group", None)
-    if not groups or not chosen or method == "greedy":
-        return
-    key = next(name for name in EXPERT_COUNTS if name in vars(config))
-    check_divides("n_group", groups, key, num_experts)
-    if chosen > groups:
-        raise ConfigError(
-            f"model.config.topk_group={chosen}: the router has only {groups} groups; use {groups} or less."
-        )
-    if method is None and num_experts == groups:  # a group counts as its two best experts do
-        raise ConfigError(
-            f"model.config.n_group={groups} leaves one expert to each group, which needs two; use {groups // 2} or "
-            "less."
-        )
 
 
 def find_expert_weights(model: Any, layer: Any) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from echelon.ground.stored import read_json
 from echelon.learn.data.mixture import divide_slots
 from echelon.learn.model.model_folder import find_config_folder, find_model_dir
 from echelon.learn.model.stored_format import StoredFormat, find_stored_format, without_settings
-from echelon.planner.adapter_limits import check_packages
+from echelon.planner.adapter_limits import check_adapter_shape, check_packages
 from echelon.planner.families import FAMILIES
-from echelon.planner.model_shape import ModelShape, with_scores
+from echelon.planner.model_shape import ModelShape, count_scores, with_scores
 from echelon.planner.shape import build_shape, resolve_vocab_size
 from echelon.planner.teacher_size import list_uncounted
 from echelon.recipe import AdapterConfig, Recipe, TrainedTokenizerConfig
@@ -40,6 +40,12 @@ COUNTED = {
     "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "attention_dropout",
 }  # fmt: skip
 """The fields of a dense family that its formula checks. A new model with no other ones is not built to be checked."""
+STORED = {
+    "_name_or_path", "architectures", "attention_bias", "bos_token_id", "dtype", "eos_token_id", "head_dim",
+    "hidden_act", "initializer_range", "mlp_bias", "pretraining_tp", "rms_norm_eps", "rope_theta", "torch_dtype",
+    "transformers_version", "use_cache",
+}  # fmt: skip
+"""Fields that published checkpoints have beside these, and which the formula counts or which change nothing."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -
     _check_positions(recipe, shape)
     if weights and (stored is None or _find_missing("torch") is None):  # quantized weights are computed to be checked
         check_weights(recipe.model.checkpoint)
-    obstacle = _check_built(recipe, fields, elsewhere, left)
+    obstacle = _check_built(recipe, fields, shape, elsewhere, left)
     masks = None
     if obstacle is not None and recipe.data.packing == "auto" and recipe.data.document_mask is not False:
         masks = f"data.packing=auto: samples are not packed, because {obstacle}"
@@ -128,14 +134,20 @@ def check_counted(recipe: Recipe) -> None:
 def is_counted(recipe: Recipe, fields: Mapping[str, Any]) -> bool:
     """Whether the formula of its family suffices to check a model, so that none is built and torch is not imported.
 
-    It does for a new model of a dense family that has no field beside `COUNTED`, if the recipe asks nothing of its
-    parts. tests/dist/test_checks.py builds what is taken for granted here.
+    It does for a dense family with no field beside `COUNTED`, and in a checkpoint `STORED` and nulls, if the recipe
+    asks nothing of its parts that only a built one shows. tests/dist/test_checks.py builds what is taken for granted.
     """
-    model = recipe.model
+    model, adapter = recipe.model, recipe.adapter
     asks_more = bool(model.attn_implementation or recipe.optim.learning_rate_multipliers or model.rope is not None)
-    asks_more |= recipe.adapter.is_adapter or recipe.train.precision == "fp8"
-    is_known = model.config is not None and fields["model_type"] in FAMILIES
-    return is_known and not asks_more and all(name in COUNTED and fields[name] is not None for name in fields)
+    asks_more |= bool(adapter.modules_to_save or adapter.target_parameters or adapter.quantize_experts)
+    asks_more |= "lm_head" in adapter.target_modules or recipe.train.precision == "fp8"
+    if asks_more or fields["model_type"] not in FAMILIES:
+        return False
+    if model.config is not None:
+        return all(name in COUNTED and value is not None for name, value in fields.items())
+    given = {name for name, value in fields.items() if value is not None}
+    is_plain = count_scores(fields) is None and fields.get("hidden_act", "silu") == "silu"
+    return is_plain and given - STORED <= COUNTED
 
 
 def _check_engine_package(recipe: Recipe, elsewhere: bool, left: list[str]) -> None:
@@ -201,7 +213,9 @@ def _measure_vocabulary(
     return None, None
 
 
-def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: list[str]) -> str | None:
+def _check_built(
+    recipe: Recipe, fields: dict[str, Any], shape: ModelShape, elsewhere: bool, left: list[str]
+) -> str | None:
     """Run the checks that need the model, built on the meta device; adds those that are not possible here to `left`.
 
     Returns why the model cannot keep the documents of a sequence apart; None if it can, or if that is not known here.
@@ -209,6 +223,9 @@ def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: 
     All checks of a built model belong here. Importing torch takes seconds, so it is done only when needed.
     """
     if is_counted(recipe, fields):
+        if recipe.adapter.is_adapter:
+            check_adapter_shape(recipe.adapter, shape)
+            _has_adapter(recipe.adapter, elsewhere, left)
         return None
     if why := _find_missing("transformers", "torch"):
         if recipe.model.checkpoint is None and find_spec("transformers") is not None:
@@ -285,11 +302,15 @@ def _try_adapter(model: Any, adapter: AdapterConfig, elsewhere: bool, left: list
     from echelon.learn.model.adapters import apply_adapter, check_adapter
 
     check_adapter(model, adapter)
-    line = f"adapter: the packages of {adapter.method}, and optim with it (they are not all here)"
-    if not _has(lambda: check_packages(adapter), elsewhere, left, line):
+    if not _has_adapter(adapter, elsewhere, left):
         return False
     apply_adapter(model, adapter)
     return True
+
+
+def _has_adapter(adapter: AdapterConfig, elsewhere: bool, left: list[str]) -> bool:
+    line = f"adapter: the packages of {adapter.method}, and optim with it (they are not all here)"
+    return _has(lambda: check_packages(adapter), elsewhere, left, line)
 
 
 def _has(check: Callable[[], None], elsewhere: bool, left: list[str], line: str) -> bool:
