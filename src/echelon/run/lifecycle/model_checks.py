@@ -145,9 +145,17 @@ def is_counted(recipe: Recipe, fields: Mapping[str, Any]) -> bool:
         return False
     if model.config is not None:
         return all(name in COUNTED and value is not None for name, value in fields.items())
+    return _is_plain(fields)
+
+
+def _is_plain(fields: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's config has sizes and `STORED` alone: no window, no scaled positions, no scores."""
+    rotary = fields.get("rope_parameters")
     given = {name for name, value in fields.items() if value is not None}
-    is_plain = count_scores(fields) is None and fields.get("hidden_act", "silu") == "silu"
-    return is_plain and given - STORED <= COUNTED
+    if isinstance(rotary, dict) and rotary == {"rope_type": "default", "rope_theta": rotary.get("rope_theta")}:
+        given -= {"rope_parameters"}
+    is_known = given - STORED <= COUNTED and fields.get("hidden_act", "silu") == "silu"
+    return is_known and count_scores(fields) is None
 
 
 def _check_engine_package(recipe: Recipe, elsewhere: bool, left: list[str]) -> None:

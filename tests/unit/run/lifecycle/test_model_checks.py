@@ -65,6 +65,8 @@ PUBLISHED = {
     "fields",
     [
         {"rope_scaling": {"rope_type": "llama3"}},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+        {"rope_parameters": 5},
         {"sliding_window": 8},
         {"hidden_act": "sillu"},
         {"architectures": ["LlamaForSequenceClassification"]},
@@ -76,6 +78,7 @@ PUBLISHED = {
 def test_a_plain_checkpoint_is_not_built(fields):
     recipe = build_recipe(model={"checkpoint": "folder"})
     assert is_counted(recipe, PUBLISHED)
+    assert is_counted(recipe, PUBLISHED | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
     assert not is_counted(recipe, PUBLISHED | fields)
     assert not is_counted(build_recipe(model={"config": PUBLISHED}), PUBLISHED)
 
