@@ -4,7 +4,7 @@
 
 A small Llama, for `ep` a Mixtral, with micro batches of one size, bf16, one thread each. Each pair of strategy and
 number of processes trains in processes of its own, in turns over the rounds. *theory* is the planner's formula
-(planner/sent_bytes.py), *sent* what the kernel counted for the sockets of a rank in one step. A difference above 2 %,
+(planner/more_devices.py), *sent* what the kernel counted for the sockets of a rank in one step. A difference above 2 %,
 of `ep` above 5 %, fails the run.
 """
 
@@ -29,7 +29,7 @@ from echelon.learn.engines.native_build import build_native_engine
 from echelon.learn.model.build import load_config
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.planner.plan import ParallelPlan, Precision
-from echelon.planner.sent_bytes import count_step_bytes
+from echelon.planner.more_devices import count_step_bytes
 from echelon.planner.shape import build_shape
 from echelon.recipe.load import load_recipe
 from measuring import describe_machine, spread

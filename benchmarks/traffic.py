@@ -154,7 +154,7 @@ class TrafficCounter(TorchDispatchMode):
         """What was counted. Raises KeyError for a collective that no plan is known to use."""
         known = {
             "_allgather_base_": "gather", "_reduce_scatter_base_": "scatter", "allreduce_": "all_reduce",
-            "alltoall_base_": "scatter",  # a reduce-scatter over gloo: learn/parallel/gloo_scatter.py
+            "alltoall_base_": "scatter",  # a reduce-scatter over gloo: learn/parallel/data_parallel.py
         }  # fmt: skip
         return Traffic(**{known[name]: count for name, count in self.bytes.items()})
 

@@ -64,9 +64,9 @@ class Environment:
     def python(self) -> Path:
         return self.path / "bin" / "python"
 
-    def install(self, requirement: str, is_tested: bool = True) -> None:
-        """Install a package; `is_tested`: in the versions that the tests run with."""
-        versions = ("-c", ROOT / "constraints.txt") if is_tested else ()
+    def install(self, requirement: str) -> None:
+        """Install a package, in the versions that the tests run with."""
+        versions = ("-c", ROOT / "constraints.txt")
         run(self.python, "-m", "pip", "install", "--quiet", *versions, requirement)
 
     def echelon(self, folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -132,12 +132,6 @@ def write_cluster(folder: Path) -> None:
     (folder / "kubeconfig").write_text(json.dumps({"apiVersion": "v1", "kind": "Config", **config}))
 
 
-def write_sdk_settings(folder: Path) -> None:
-    """The SDK reports its use to AWS, and asks whether the role exists, unless it is told otherwise."""
-    keys = {"PythonSDK": {"Modules": {"TelemetryOptOut": True}}}
-    (folder / "sdk.yaml").write_text(json.dumps({"SchemaVersion": "1.0", "SageMaker": keys}))
-
-
 @dataclass(frozen=True)
 class Trial:
     """What an extra is for.
@@ -191,13 +185,6 @@ TRIALS = {
         "jobs/*/request.json",
     ),
     "sagemaker": Trial((*LAUNCH, "sagemaker"), "boto3", "launched tiny-", makes="jobs/*/job.json", serves=True),
-    "sagemaker-sdk": Trial(
-        (*LAUNCH, "sagemaker", "launch.sagemaker.sdk=model_trainer"), "boto3", "launched tiny-", 0, "jobs/*/job.json",
-        write_sdk_settings,
-        {"SAGEMAKER_VALIDATE_ROLE": "false", "SAGEMAKER_USER_CONFIG_OVERRIDE": "sdk.yaml",
-         "SAGEMAKER_ADMIN_CONFIG_OVERRIDE": "sdk.yaml"},
-        serves=True,
-    ),
     "sweep": Trial(
         ("sweep", "sweep.json"), "optuna", "best: trial", makes="sweeps/lr/results.csv", prepare=write_sweep
     ),
@@ -242,7 +229,9 @@ def test_an_extra_is_enough_for_what_it_is_for(base, here, extra, tmp_path_facto
         other = tmp_path_factory.mktemp(extra) / "environment"
         subprocess.run(["cp", "--archive", "--link", environment.path, other], check=True)
         chosen = Environment(other)
-        chosen.install(f"{wheel}[{extra}]", is_tested=extra != "sagemaker-sdk")  # it needs an older protobuf
+        chosen.install(
+            f"{wheel}[{extra}]",
+        )
         done = chosen.echelon(here, *trial.words, **variables)
     assert done.returncode == trial.code, (done.stdout, done.stderr)
     assert trial.says in done.stdout + done.stderr and "Traceback" not in done.stderr

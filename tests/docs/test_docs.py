@@ -197,7 +197,7 @@ SLOW_PAGES = {
     "fine-tuning.md", "hangs.md", "hub.md", "launching.md", "library.md", "logging.md", "loops.md", "optimization.md",
     "parameter-server.md", "preference-tuning.md", "python.md", "quantized-checkpoints.md", "quorum.md",
     "remote-checkpoints.md", "replicas.md", "reports.md", "reward-models.md", "rewards.md", "run-folder.md",
-    "sagemaker-endpoint.md", "sagemaker-settings.md", "sagemaker.md", "schedules.md", "slurm.md", "streaming.md",
+    "sagemaker-settings.md", "sagemaker.md", "schedules.md", "slurm.md", "streaming.md",
     "sweeps.md", "tracking.md",
 }  # fmt: skip
 # Pages whose commands take minutes: tests/docs/test_tutorials.py runs them.

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import staging
 
-from echelon.learn.checkpoint.stager import Stager
-from echelon.learn.checkpoint.store import CheckpointStore
+from echelon.learn.checkpoint.store import CheckpointStore, Stager
 from tests.gpu.gpu_training import OFFLOAD, Case, train_on_gpu, trainer_on_gpu
 from tests.parity.training import Row, check_exact_resume, difference, equal_tensors, hashes, tensors_of
 

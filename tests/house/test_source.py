@@ -22,10 +22,10 @@ ENVIRONMENT_READERS = {"ground.variables", "ground.launch_environment", "launch.
 UNLIMITED_READERS = {
     "learn.model.config", "run.training.waiting_peers", "run.training.straggler", "run.report.page",
     "run.report.picture", "tools.drill.trial",
-    "ground.stop_request", "learn.data.limits", "ground.cores", "planner.hardware.interfaces",
+    "ground.stop_request", "learn.data.limits", "ground.cores", "run.journal.network",
     "learn.checkpoint.carrier",
     "foreign.zero_folder", "run.folder.remote", "launch.sagemaker.container",
-    "launch.sagemaker.install", "launch.sagemaker.source_bundle", "launch.local", "launch.ray.driver",
+    "launch.sagemaker.install", "launch.source_bundle", "launch.local", "launch.ray.driver",
 }  # fmt: skip
 # Where choices are table rows; the training loop must not know which one was made.
 NAMELESS_ROOM = "run.training"

@@ -9,13 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from echelon.launch.kubernetes.kinds import rendezvous_host
-from echelon.launch.kubernetes.pod import RECIPE_PATH, build_command, build_env
 from echelon.run.folder.run_folder import RunFolder
 from tests.dist.command import LAUNCHER_KEYS, read_lines, write_recipe
 from tests.launchers.secure_shell import serve_ssh, ssh_missing
 from tests.namespaces import machines, namespaces_allowed
-from tests.unit.launch.kubernetes.kubernetes_jobs import make_kubernetes_job
 
 WHY_NO_MPIRUN = None if shutil.which("mpirun") else "no mpirun here; install openmpi-bin"
 WHY_NO_MACHINES = WHY_NO_MPIRUN or namespaces_allowed() or ssh_missing()
@@ -43,30 +40,6 @@ def test_two_ranks_on_one_machine(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment(), timeout=180, check=False, **PIPES)
     assert done.returncode == 0, done.stderr
     assert "plan: ddp on 2 processes" in done.stdout
-    assert [row["step"] for row in rows(tmp_path)] == list(range(1, 7))
-
-
-@pytest.mark.skipif(WHY_NO_MPIRUN is not None, reason=str(WHY_NO_MPIRUN))
-def test_the_command_of_an_mpijob(tmp_path):
-    """What the launcher of an MPIJob runs; here its pods are this machine."""
-    write_recipe(tmp_path)
-    job = make_kubernetes_job(
-        tmp_path, "launch.kubernetes.kind=mpijob", "launch.nproc_per_node=2", "launch.kubernetes.gpus_per_node=0",
-        f"launch.python={sys.executable}", f"launch.kubernetes.workdir={tmp_path}",
-        "launch.setup=['test \"$NOTE\" = \"a b\"']", f"launch.env={{NOTE: a b, PYTHONPATH: {SOURCE}}}",
-    )  # fmt: skip
-    here = {RECIPE_PATH: "recipe.json", f"={rendezvous_host(job)}": "=127.0.0.1", "$$": "$"}
-    command = build_command(job)
-    for old, new in here.items():
-        command = [word.replace(old, new) for word in command]
-    allowed = {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    }
-    env = environment() | {variable["name"]: variable["value"] for variable in build_env(job)} | allowed
-    done = subprocess.run(command, env=env, timeout=180, check=False, **PIPES)
-    assert done.returncode == 0, done.stderr
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, 7))
 
 

@@ -9,8 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from echelon.learn.checkpoint.safety import read_metadata
-from echelon.learn.checkpoint.stager import Stager
-from echelon.learn.checkpoint.store import CheckpointStore
+from echelon.learn.checkpoint.store import CheckpointStore, Stager
 from echelon.learn.distributed.mesh import build_mesh
 from echelon.planner.plan import ParallelPlan
 from tests.parity.training import Row, equal_tensors, masked_trainer, prepare, tensors_of, with_ranks

@@ -12,7 +12,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "wandb": ("wandb>=0.31,<1",), "prometheus": ("prometheus-client>=0.21",),
     "opentelemetry": ("opentelemetry-exporter-otlp-proto-http>=1.36",), "s3": ("s3fs>=2024.6",),
     "gcs": ("gcsfs>=2024.6",), "kubernetes": ("kubernetes>=32,<37",), "ray": ("ray[default]>=2.50",),
-    "sagemaker": ("boto3>=1.42.44",), "sagemaker-sdk": ("sagemaker-train>=1.27",),
+    "sagemaker": ("boto3>=1.42.44",),
     "sweep": ("optuna>=4,<6", "cmaes>=0.12", "scipy>=1.11", "scikit-learn>=1.4", "matplotlib>=3.8"),
     "float8": ("torchao>=0.16",), "liger": ("liger-kernel>=0.8",), "math": ("math-verify>=0.9",),
     "deepspeed": ("deepspeed>=0.19.8,<0.20",), "tensorflow": ("tensorflow-cpu>=2.21,<2.22", "keras-hub>=0.32,<0.33"),
@@ -22,7 +22,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 _MODULES: dict[str, tuple[str, ...]] = {
     "qlora": ("peft", "bitsandbytes"), "data": ("datasets", "pyarrow", "zstandard"), "mlflow": ("mlflow", "psutil"),
     "prometheus": ("prometheus_client",), "opentelemetry": ("opentelemetry.exporter.otlp.proto.http",),
-    "s3": ("s3fs",), "gcs": ("gcsfs",), "sagemaker": ("boto3",), "sagemaker-sdk": ("sagemaker",),
+    "s3": ("s3fs",), "gcs": ("gcsfs",), "sagemaker": ("boto3",),
     "sweep": ("optuna", "cmaes", "scipy", "sklearn", "matplotlib"), "float8": ("torchao",),
     "liger": ("liger_kernel",), "math": ("math_verify",), "tensorflow": ("tensorflow", "keras_hub"),
     "lm-eval": ("lm_eval", "accelerate"),

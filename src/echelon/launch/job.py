@@ -13,9 +13,6 @@ from echelon.recipe.launch_sections import Target
 JobState = Literal["queued", "running", "done", "failed", "stopped", "unknown"]
 """`stopped`: by a signal or a budget, after a save; the job resumes when it is launched again."""
 
-JobTarget = Target | Literal["sagemaker-endpoint"]
-"""The targets of a recipe, and the one of a run."""
-
 GpuTarget = Literal["slurm", "kubernetes", "ray"]
 """The targets whose section of the recipe has `gpus_per_node`."""
 
@@ -95,7 +92,7 @@ class JobRecord:
     """
 
     name: str
-    target: JobTarget
+    target: Target
     id: str
     run_dir: str
     submitted_at: float

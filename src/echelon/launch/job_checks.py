@@ -96,21 +96,6 @@ def preview_job(job: JobSpec) -> CheckedJob:
         raise refuse_missing([*missing, error], shown=False) from error
 
 
-def check_endpoint(job: JobSpec) -> CheckedJob:
-    """The checks of a job that serves the run `run.dir`, with placeholders for settings that are missing.
-
-    Raises ConfigError or PlanError naming the key of what is wrong.
-    """
-    launcher = find_launcher("sagemaker-endpoint")
-    for key in find_secret_keys(job.recipe):
-        if key.startswith("launch.sagemaker.endpoint."):
-            raise ConfigError(
-                f"{key} looks like a secret, and SageMaker shows it to everybody who may describe the model; remove it."
-            )
-    filled, lines, missing = _collect_missing(job, launcher.check, [])
-    return CheckedJob(launcher, launcher.render(filled), tuple(lines), missing)
-
-
 def refuse_missing(missing: Sequence[EchelonError], shown: bool = True) -> ConfigError:
     """The error with all missing settings; `shown`: with the placeholder of each, which the user sees in its place."""
     one = len(missing) == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from echelon.ground.errors import ConfigError
 from echelon.ground.extras import EXTRAS, find_absent, pip_command
 from echelon.launch.ray.submission import INSTALLERS, installs_packages, read_packages
-from echelon.launch.sagemaker.source_bundle import list_extras
+from echelon.launch.source_bundle import list_extras
 from echelon.recipe import LaunchConfig, Recipe
 from echelon.recipe.engines import NATIVE
 

@@ -11,7 +11,7 @@ _ENTRY_KEYS = {
     "containers": "name", "initContainers": "name", "env": "name", "volumes": "name", "imagePullSecrets": "name",
     "resourceClaims": "name", "volumeMounts": "mountPath", "volumeDevices": "devicePath", "ports": "containerPort",
     "hostAliases": "ip", "topologySpreadConstraints": "topologyKey", "replicatedJobs": "name", "replicaSpecs": "name",
-    "runtimePatches": "manager", "tasks": "name",
+    "runtimePatches": "manager",
     "InputDataConfig": "ChannelName", "MetricDefinitions": "Name", "Tags": "Key",
 }  # fmt: skip
 _DIRECTIVE = "$patch"

@@ -16,7 +16,7 @@ from typing import Any
 from echelon.ground.errors import ConfigError
 from echelon.ground.stored import read_as, read_json, write_json, write_text
 from echelon.ground.variables import find_cache_dir
-from echelon.launch.job import NAME, JobRecord, JobSpec, JobTarget, Launcher, Submitted
+from echelon.launch.job import NAME, JobRecord, JobSpec, Launcher, Submitted
 from echelon.launch.targets import find_launcher
 from echelon.recipe import Recipe
 from echelon.recipe.render import render_recipe
@@ -71,20 +71,17 @@ def write_job(job: JobSpec, texts: dict[str, str]) -> None:
         raise
 
 
-def submit_job(job: JobSpec, launcher: Launcher, texts: dict[str, str], serves: JobTarget | None = None) -> JobRecord:
+def submit_job(job: JobSpec, launcher: Launcher, texts: dict[str, str]) -> JobRecord:
     """Write the job's folder and submit the job. After a LaunchError the folder stays, for inspection."""
     write_job(job, texts)
-    return record_job(job, launcher.submit(job), serves)
+    return record_job(job, launcher.submit(job))
 
 
-def record_job(job: JobSpec, submitted: Submitted, serves: JobTarget | None = None) -> JobRecord:
-    """Write the record of a submitted job to its folder. `serves`: the target of a job that serves a run.
-
-    Such a job has no run folder of its own.
-    """
-    target = serves or job.recipe.launch.to
+def record_job(job: JobSpec, submitted: Submitted) -> JobRecord:
+    """Write the record of a submitted job to its folder."""
+    target = job.recipe.launch.to
     assert target is not None
-    run_dir = str(job.workdir / (job.recipe.run.dir if serves is None else job.folder))
+    run_dir = str(job.workdir / job.recipe.run.dir)
     record = JobRecord(job.name, target, submitted.id, run_dir, time.time(), job.folder, submitted.place)
     write_json(job.folder / _RECORD, _fields(record))
     if find_launcher(target).record_form.needs_own:

@@ -71,10 +71,10 @@ class SlurmLauncher(ArrayLauncher):
             f"requests {machines} machine(s) with {count_gpus(job, 'slurm') or 'no'} GPU(s) each from Slurm, for "
             f"{hours}; output goes to {job.folder / LOG}"
         ]
-        if slurm.cpus_per_task is None and not slurm.exclusive:
+        if slurm.cpus_per_task is None and not slurm.options.get("exclusive"):
             lines.append(
-                "neither launch.slurm.cpus_per_task nor launch.slurm.exclusive is set: most clusters then give each "
-                "task one core"
+                "neither launch.slurm.cpus_per_task nor launch.slurm.options.exclusive is set: most clusters then give "
+                "each task one core"
             )
         return [*lines, *list_local_files(job), *list_hidden_inputs(job)]
 

@@ -3,16 +3,16 @@
 import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from echelon.ground.errors import ConfigError
+from echelon.ground.stored import read_text
 from echelon.ground.variables import asked_environment
 from echelon.launch.job import JobSpec, count_gpus, describe_gpu_request
 from echelon.launch.shell import join_words, prepare_lines
 from echelon.launch.slurm_step import check_option, check_step, render_options, render_task
 from echelon.planner.replica_limits import name_living_on
-from echelon.recipe.yaml_text import read_table
 
 BATCH, ARRAY, MACHINE, NEEDED = "job.sbatch", "array.sbatch", "machine.sh", "needed.txt"
 LOG, CODE, CANCELLED = "output.log", "exit_code", "cancelled"
@@ -23,14 +23,15 @@ _LEAVING_SECONDS = 60
 # Limit of sbatch's --signal.
 _MOST_NOTICE_SECONDS = 65535
 
-_PARTS: Mapping[str, str] = read_table(Path(__file__).with_name("slurm_script.yaml"))
+# The whole batch script. @NAMES@ are replaced, and the lines from `@IF case` to `@END` are for one case only.
+_SCRIPT = read_text(Path(__file__).with_name("slurm_job.sh"))
 
 
 def render_batch(job: JobSpec) -> str:
     """The script for sbatch. Raises ConfigError for a value that cannot be written into a directive."""
     names = (f"job={_quote(job, job.folder)}", f"run={_quote(job, job.recipe.run.dir)}", "id=$SLURM_JOB_ID")
     output = _directive("output", _literal(job) + f"/{LOG}")
-    return "\n".join(("#!/bin/bash", *_directives(job, job.name), output, "", *names)) + _body(job)
+    return _fill(job, [*_directives(job, job.name), output], names)
 
 
 def render_array(jobs: Sequence[JobSpec], parallel: int) -> str:
@@ -42,17 +43,17 @@ def render_array(jobs: Sequence[JobSpec], parallel: int) -> str:
     if not 1 <= parallel <= len(jobs):
         raise ConfigError(f"cannot run {parallel} of {len(jobs)} jobs at a time; use 1 to {len(jobs)}.")
     for job in jobs:
-        if _directives(job, "array") != _directives(first, "array") or _body(job) != _body(first):
+        if _fill(job, _directives(job, "array")) != _fill(first, _directives(first, "array")):
             raise ConfigError(
                 f"the jobs of an array must request the same resources and time; {job.name} differs from {first.name} "
                 "in launch or fault.notice_seconds; launch it separately."
             )
-    lines = (
-        "#!/bin/bash",
+    directives = (
         *_directives(first, first.name),
         f"#SBATCH --array=0-{len(jobs) - 1}%{parallel}",
         _directive("output", _literal(first) + "/array-%a.log"),
-        "",
+    )
+    names = (
         "jobs=(",
         *(f"    {_quote(job, job.folder)}" for job in jobs),
         ")",
@@ -64,7 +65,7 @@ def render_array(jobs: Sequence[JobSpec], parallel: int) -> str:
         "id=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID",
         f'exec >> "$job/{LOG}" 2>&1',
     )
-    return "\n".join(lines) + _body(first)
+    return _fill(first, directives, names)
 
 
 def render_machine(job: JobSpec) -> str:
@@ -157,12 +158,7 @@ def _directives(job: JobSpec, name: str) -> list[str]:
         "gpus-per-node": count_gpus(job, "slurm") or None,
         "cpus-per-task": slurm.cpus_per_task,
         "mem": slurm.memory,
-        "exclusive": slurm.exclusive,
         "partition": slurm.partition,
-        "account": slurm.account,
-        "qos": slurm.qos,
-        "constraint": slurm.constraint,
-        "reservation": slurm.reservation,
         "time": None if launch.max_hours is None else format_time(launch.max_hours),
         # Sent to the steps, not to the batch shell.
         "signal": f"USR1@{_notice_seconds(job)}",
@@ -175,9 +171,10 @@ def _directives(job: JobSpec, name: str) -> list[str]:
     return [_directive(option, value) for option, value in given.items() if value is not None and value is not False]
 
 
-def _body(job: JobSpec) -> str:
+def _fill(job: JobSpec, directives: Sequence[str], names: Sequence[str] = ()) -> str:
+    """The batch script with these directives, and these lines that name the job's folders."""
     slurm = job.recipe.launch.slurm
-    elastic = _outlives_machines(job)
+    elastic, binds = _outlives_machines(job), "cpu-bind" not in slurm.srun_options
     # srun does not inherit the cores from sbatch. Tasks agree on their exit code: a task's non-zero code does not end
     # the others, but when a task is killed silently, the others are ended after a minute.
     options: dict[str, str | int | bool] = {
@@ -186,27 +183,17 @@ def _body(job: JobSpec) -> str:
         "wait": 0 if elastic else _LEAVING_SECONDS,
         "no-kill": elastic,
     }
-    parts = [
-        "start",
-        *([] if "cpu-bind" in slurm.srun_options else ["unbound"]),
-        "look",
-        *([] if elastic else ["refuse"]),
-        "step",
-        *(["lost"] if elastic else []),
-        "early",
-        *(["requeue"] if slurm.requeue else []),
-        "end",
-    ]
+    # With a fixed number of machines `echelon train` finds the rendezvous itself. A container has no scontrol.
+    cases = {"unbound": binds, "elastic": elastic, "fixed": not elastic, "requeue": slurm.requeue}
+    text = re.sub(r"@IF (\w+)\n(.*?)@END\n", lambda part: part[2] if cases[part[1]] else "", _SCRIPT, flags=re.DOTALL)
     words = {
-        "@LOOK@\n": " ".join(render_options({**options, **slurm.srun_options, "chdir": "/"})) + " \\\n",
-        "@BIND@": "" if "cpu-bind" in slurm.srun_options else ' "${bind[@]}"',
-        "@MEETING@\n": _PARTS["meeting"] if elastic else "\n",
-        "@WORDS@": render_task(job, options, f'bash "$job/{MACHINE}"'),
+        "DIRECTIVES": "\n".join(directives),
+        "NAMES": "\n".join(names),
+        "BIND": ' "${bind[@]}"' if binds else "",
+        "LOOK": " ".join(render_options({**options, **slurm.srun_options, "chdir": "/"})),
+        "TASK": render_task(job, options, f'bash "$job/{MACHINE}"'),
     }
-    text = "".join(_PARTS[part] for part in parts)
-    for name, value in words.items():
-        text = text.replace(name, value)
-    return text
+    return re.sub(r"@([A-Z]+)@", lambda name: words[name[1]], text)
 
 
 def _outlives_machines(job: JobSpec) -> bool:

@@ -1,19 +1,36 @@
 """Strong and weak scaling on paper: the best plan of a recipe on more and more devices."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from echelon.ground.errors import ConfigError, PlanError
+from echelon.planner.axes.axis import Sender
+from echelon.planner.axes.table import AXES, divide_shape, rank_loads
 from echelon.planner.forecast import HourlyPrice
-from echelon.planner.hardware.accelerators import Cluster
+from echelon.planner.hardware.accelerators import Cluster, DeviceKind
 from echelon.planner.model_shape import ModelShape
+from echelon.planner.plan import ParallelPlan
 from echelon.planner.reliability import Goodput, Reliability, estimate_goodput
 from echelon.planner.search import RankedPlan, search_plans
-from echelon.planner.sent_bytes import count_step_bytes
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
+
+
+def count_step_bytes(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind = "cuda") -> Mapping[str, float]:
+    """Bytes by axis (`dp` between copies of the weights, `shard`, and the others by name), of the rank that sends the
+    most.
+
+    Scalars, router losses, gradients of norms whose sequence is divided, and what an optimizer sends are left out.
+    """
+    part = divide_shape(shape, plan)
+    found = []
+    for rank, load in enumerate(rank_loads(shape, plan)):
+        sender = Sender(part, load, rank, plan, kind)
+        found.append({name: count for axis in AXES for name, count in axis.sent_bytes(sender).items()})
+    return max(found, key=lambda counts: sum(counts.values()))
+
 
 Kind = Literal["strong", "weak"]
 PAYS = 0.5

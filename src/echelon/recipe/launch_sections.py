@@ -10,7 +10,6 @@ from echelon.recipe.section import Count, CountOrZero, Flag, Positive, Section, 
 
 Target = Literal["local", "torchrun", "slurm", "ray", "skypilot", "kubernetes", "sagemaker"]
 
-TrainJobKind = Literal["trainjob", "trainjob-2.2", "trainjob-2.1", "trainjob-2.0"]
 Port = Annotated[Count, Field(ge=1024, le=65535)]
 
 _OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -62,10 +61,6 @@ class SlurmConfig(Section):
     """`launch.to: slurm`: one batch job with one task per machine."""
 
     partition: str | None = Field(None, description="Default: the cluster's.")
-    account: str | None = Field(None, description="Who pays.")
-    qos: str | None = Field(None, description="Quality of service.")
-    constraint: str | None = Field(None, description="Required node features.")
-    reservation: str | None = Field(None, description="The reservation to use.")
     gpus_per_node: CountOrZero | None = Field(
         None, description="GPUs requested per machine, 0 for none. Default: nproc_per_node, if that is a number."
     )
@@ -73,10 +68,10 @@ class SlurmConfig(Section):
     memory: str | CountOrZero | None = Field(
         None, description="Memory requested per machine, such as `200G`; 0 requests all of it."
     )
-    exclusive: Flag = Field(False, description="Request exclusive machines.")
     requeue: Flag = Field(True, description="Requeue the job when it is preempted or reaches its time limit.")
     options: Options = Field(
-        default_factory=dict, description="Additional sbatch options by their long names: `{mail-type: END}`."
+        default_factory=dict,
+        description="Additional sbatch options by their long names: `{account: team, exclusive: true}`.",
     )
     srun_options: Options = Field(
         default_factory=dict, description="Additional srun options by their long names: `{mpi: pmix}`."
@@ -167,38 +162,40 @@ class VolumeConfig(Section):
             )
 
 
+_INSTEAD_OF_KINDS = {
+    "volcano": "use jobset with launch.kubernetes.pod_patch={spec: {schedulerName: volcano}}",
+    "mpijob": "use pytorchjob or jobset: echelon starts its processes itself, without mpirun",
+    "rayjob": "use launch.to=ray with launch.ray.address, the dashboard of a cluster that KubeRay keeps",
+    **dict.fromkeys(
+        ("trainjob-2.0", "trainjob-2.1", "trainjob-2.2"),
+        "use trainjob with Kubeflow Trainer 2.3 or later, or jobset, which older ones have too",
+    ),
+}
+
+
 class KubernetesConfig(Section):
     """`launch.to: kubernetes`: a job of an operator of the cluster."""
 
-    kind: Literal["pytorchjob", TrainJobKind, "jobset", "volcano", "mpijob", "hyperpod", "rayjob"] = Field(
+    kind: Literal["pytorchjob", "trainjob", "jobset", "hyperpod"] = Field(
         "pytorchjob",
-        description="`pytorchjob`: Kubeflow's training operator (v1); `trainjob`: Kubeflow Trainer 2.3 or later, "
-        "`trainjob-2.0` to `trainjob-2.2` for older versions; `jobset`: JobSet; `volcano`: a Job of Volcano; `mpijob`: "
-        "Kubeflow's MPI operator; `hyperpod`: HyperPodPyTorchJob; `rayjob`: a Ray cluster of its own, by KubeRay.",
+        description="`pytorchjob`: Kubeflow's training operator (v1); `trainjob`: Kubeflow Trainer 2.3 or later; "
+        "`jobset`: JobSet; `hyperpod`: HyperPodPyTorchJob.",
     )
     image: str | None = Field(None, description="Container image with echelon installed.")
     namespace: str = Field("default", description="Namespace of the job.")
     context: str | None = Field(None, description="Context of the kubeconfig. Default: the current one.")
     gpus_per_node: CountOrZero | None = Field(None, description="`nvidia.com/gpu` per pod. Default: nproc_per_node.")
-    efa_per_node: CountOrZero = Field(0, description="`vpc.amazonaws.com/efa` per pod.")
-    cpu: str | None = Field(
-        None,
-        description="CPU cores per pod, such as `8`; both request and limit. Default: 90 % of what its GPUs have, if "
-        "node_selector names a type of the catalogue.",
-    )
-    memory: str | None = Field(None, description="Memory per pod, such as `200Gi`. Default: like cpu.")
     resources: dict[str, CountOrZero | str] = Field(
         default_factory=dict,
-        description="Other resources per pod, both request and limit: `{rdma/hca: 8}`; for MIG "
-        "`{nvidia.com/mig-3g.40gb: 1}` with `gpus_per_node: 0`.",
+        description="Other resources per pod, both request and limit: `{cpu: 90, memory: 1500Gi, rdma/hca: 8}`; for "
+        "MIG `{nvidia.com/mig-3g.40gb: 1}` with `gpus_per_node: 0`. Default of cpu and memory: 90 % of what its GPUs "
+        "have, if node_selector names a type of the catalogue.",
     )
     shared_memory: str = Field("16Gi", description="Size of /dev/shm; a container's default is 64 MB.")
     volumes: tuple[VolumeConfig, ...] = Field(
         (), description="Mounted volumes; the run folder and the data must be on one."
     )
     workdir: str | None = Field(None, description="Working directory. Default: the mount point of the first volume.")
-    service_account: str | None = Field(None, description="Of the pods.")
-    image_pull_secrets: tuple[str, ...] = Field((), description="Names of Secrets.")
     env_from_secrets: tuple[str, ...] = Field(
         (), description="Secrets whose keys become environment variables. Not with trainjob."
     )
@@ -207,20 +204,11 @@ class KubernetesConfig(Section):
         description="Required machine labels. With `sagemaker.amazonaws.com/node-health-status`, HyperPod replaces "
         "broken machines under a pytorchjob.",
     )
-    tolerations: tuple[dict[str, Any], ...] = Field((), description="As in a pod.")
-    affinity: dict[str, Any] = Field(default_factory=dict, description="As in a pod.")
-    priority_class: str | None = Field(None, description="PriorityClass of the pods. Not with trainjob.")
-    scheduler: str | None = Field(None, description="Scheduler of the pods. Not with trainjob.")
-    labels: dict[str, str] = Field(default_factory=dict, description="Labels of the job and its pods.")
-    annotations: dict[str, str] = Field(default_factory=dict, description="Annotations of the job and its pods.")
     security_context: dict[str, Any] = Field(
         default_factory=dict, description="securityContext of the pods: `{runAsUser: 1000, fsGroup: 1000}`."
     )
     container_security_context: dict[str, Any] = Field(
         default_factory=dict, description="securityContext of the containers: `{capabilities: {add: [IPC_LOCK]}}`."
-    )
-    host_network: Flag = Field(
-        False, description="Use the network of the machines, on which port 29400 must be free. Not with trainjob."
     )
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
         None, description="Default: the cluster's. Not with trainjob."
@@ -228,17 +216,24 @@ class KubernetesConfig(Section):
     ttl_seconds: CountOrZero | None = Field(
         None, description="Delete the job and its logs this time after its end. Default: never. Not with trainjob."
     )
-    queue: str | None = Field(None, description="Kueue's local queue; of a volcano job Volcano's queue.")
-    runtime: str = Field("torch-distributed", description="The ClusterTrainingRuntime of a trainjob.")
-    patch: dict[str, Any] = Field(
+    queue: str | None = Field(None, description="Kueue's local queue.")
+    patch: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
-        description="Merged into the job object, for fields without a key here; null removes a field.",
+        description="Merged into the job object, for fields without a key here: `{metadata: {labels: {team: a}}}`; "
+        "null removes a field.",
     )
-    pod_patch: dict[str, Any] = Field(
+    pod_patch: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
-        description="Merged into the template of all pods: `{spec: {runtimeClassName: nvidia}}`. Entries of "
-        "containers, volumes and other named lists are merged by name.",
+        description="Merged into the template of all pods: `{spec: {serviceAccountName: trainer, tolerations: "
+        "[...]}}`. Entries of containers, volumes and other named lists are merged by name.",
     )
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _kinds_that_are_gone(cls, kind: object) -> object:
+        if instead := _INSTEAD_OF_KINDS.get(str(kind)):
+            raise ValueError(f"launch.kubernetes.kind={kind} is gone; {instead}.")
+        return kind
 
 
 class LaunchConfig(Section):

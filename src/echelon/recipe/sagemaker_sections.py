@@ -1,4 +1,4 @@
-"""`launch.sagemaker`: training jobs and endpoints of Amazon SageMaker AI."""
+"""`launch.sagemaker`: training jobs of Amazon SageMaker AI."""
 
 import re
 from typing import Any, Literal
@@ -58,18 +58,6 @@ def _refer_to_secret(variable: str, given: str) -> str:
     return name if name.startswith("arn:") else SECRET_SCHEME + name
 
 
-class EndpointConfig(Section):
-    """`echelon launch RUN --to sagemaker-endpoint`: machines that serve the model of a run."""
-
-    instance_type: str | None = Field(None, description="A type with NVIDIA GPUs, such as `ml.g6.xlarge`.")
-    nodes: Count = Field(1, description="Number of machines, each with its own copies of the model.")
-    image: str | None = Field(None, description="Image of the server. Default: AWS's own for vLLM.")
-    env: dict[str, str] = Field(
-        default_factory=dict,
-        description="Environment variables of the server. `SM_VLLM_MAX_MODEL_LEN: '4096'` is vLLM's --max-model-len.",
-    )
-
-
 class SageMakerConfig(Section):
     """`launch.to: sagemaker`: a training job of Amazon SageMaker AI."""
 
@@ -123,20 +111,10 @@ class SageMakerConfig(Section):
     )
     mlflow_arn: str | None = Field(None, description="SageMaker MLflow app or tracking server.")
     training_plan_arn: str | None = Field(None, description="ARN of reserved capacity.")
-    profiler: dict[str, Any] = Field(
-        default_factory=dict,
-        description="SageMaker's ProfilerConfig, passed on: `{ProfilingIntervalInMilliseconds: 500}`. S3OutputPath is "
-        "below bucket by default.",
-    )
     patch: dict[str, Any] = Field(
         default_factory=dict,
-        description="Merged into the CreateTrainingJob request, for members without a key here: `{InfraCheckConfig: "
-        "{EnableInfraCheck: true}}`; null removes a member.",
-    )
-    remote_debug: Flag = Field(False, description="Allow a shell in the container through SSM.")
-    endpoint: EndpointConfig = Field(EndpointConfig(), description="For `--to sagemaker-endpoint`.")
-    sdk: Literal["boto3", "model_trainer"] = Field(
-        "boto3", description="API that submits the job: boto3, or ModelTrainer of SageMaker's SDK."
+        description="Merged into the CreateTrainingJob request, for members without a key here: `{RemoteDebugConfig: "
+        "{EnableRemoteDebug: true}}`; null removes a member.",
     )
     distribution: dict[str, Any] = Field(
         default_factory=lambda: {"torch_distributed": {"enabled": True}},

@@ -10,7 +10,7 @@ from echelon.cli.commands.jobs import cancel, logs, status
 from echelon.ground.errors import ConfigError
 from echelon.launch.job import Submitted
 from echelon.launch.records import JOBS, find_job, list_jobs, record_job
-from echelon.launch.targets import JOB_TARGETS, find_launcher
+from echelon.launch.targets import TARGETS, find_launcher
 from tests.unit.launch.sagemaker.sagemaker_jobs import make_job
 
 TORCHRUN = {"hosts": "node-1,node-2", "folder": "/mnt/jobs/x", "ssh_options": "-p 2222"}
@@ -22,7 +22,6 @@ SOUND = {
     "skypilot": ("x", {}),
     "kubernetes": ("team-a/x", {"kind": "jobset", "context": "arn:aws:eks:us-east-1:1:cluster/c"}),
     "sagemaker": ("x", {"region": "us-gov-west-1", "run": "s3://bucket/runs/x", "price": "37.69"}),
-    "sagemaker-endpoint": ("x", {"region": "eu-central-1"}),
 }
 HOSTILE = [
     ("torchrun", "x", {**TORCHRUN, "hosts": "-oProxyCommand=touch pwned"}),
@@ -45,7 +44,6 @@ HOSTILE = [
     ("sagemaker", "x", {"region": "evil.example/", "run": "s3://b/x"}),
     ("sagemaker", "x", {"region": "us-east-1", "run": "s3://b/x", "price": "inf"}),
     ("sagemaker", "x", {"region": "us-east-1", "run": "file:///etc"}),
-    ("sagemaker-endpoint", "x", {}),
     ("local", "17\n", {}),
     ("local", "17", {"x": "y"}),
     ("slurm", "17", ["x"]),
@@ -74,7 +72,7 @@ def write(folder, target, id, place, **changes):
     (path / "job.json").write_text(json.dumps(fields | changes))
 
 
-@pytest.mark.parametrize("target", JOB_TARGETS)
+@pytest.mark.parametrize("target", TARGETS)
 def test_what_launchers_write_is_sound(target):
     id, place = SOUND[target]
     write("x", target, id, place)

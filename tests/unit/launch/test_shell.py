@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from echelon.launch.sagemaker.source_bundle import render_start
+from echelon.launch.sagemaker.staging import render_start
 from echelon.launch.shell import guard_setup, join_words
 
 

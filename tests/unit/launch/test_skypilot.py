@@ -12,8 +12,8 @@ import yaml
 from echelon.ground.errors import ConfigError, LaunchError
 from echelon.launch.job_checks import refuse_secrets
 from echelon.launch.records import make_job, submit_job
-from echelon.launch.sagemaker.source_bundle import build_wheel
 from echelon.launch.skypilot import SkyPilotLauncher
+from echelon.launch.source_bundle import build_wheel
 from echelon.recipe.load import parse_recipe
 from tests.unit.recipe_samples import DEMO
 

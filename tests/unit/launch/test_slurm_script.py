@@ -29,10 +29,9 @@ launch: {to: slurm}
 FULL = [
     "launch.nodes='2:4'", "launch.nproc_per_node=8", "launch.max_hours=36", "launch.python=/opt/a b/bin/python",
     "launch.setup=[module load cuda]", """launch.env={GREETING: "it's $HOME"}""", "launch.slurm.partition=gpu",
-    "launch.slurm.account=team", "launch.slurm.qos=long", "launch.slurm.constraint=h100&ib",
-    "launch.slurm.reservation=r", "launch.slurm.cpus_per_task=96", "launch.slurm.memory=0",
-    "launch.slurm.exclusive=true",
-    """launch.slurm.options={mail-type: END, comment: 'a "b" \\\\ #c', nice: 10, reboot: true, hold: false}""",
+    "launch.slurm.cpus_per_task=96", "launch.slurm.memory=0",
+    "launch.slurm.options={account: team, qos: long, constraint: h100&ib, reservation: r, exclusive: true, "
+    """mail-type: END, comment: 'a "b" \\\\ #c', nice: 10, reboot: true, hold: false}""",
 ]  # fmt: skip
 PYXIS = [
     "launch.slurm.srun_options={mpi: pmix, cpu-bind: 'verbose,none', comment: \"a $b 'c'\", label: false}",
@@ -140,7 +139,7 @@ def test_srun_is_told_not_to_bind_where_the_site_binds_tasks(tmp_path, make, plu
 
 def test_inputs_outside_of_the_container_are_named(make, monkeypatch):
     monkeypatch.setattr(slurm, "list_local_files", lambda job: [])
-    job = make("data.train=/elsewhere/text.txt", *APPTAINER, "launch.slurm.exclusive=true")
+    job = make("data.train=/elsewhere/text.txt", *APPTAINER, "launch.slurm.options={exclusive: true}")
     assert SlurmLauncher().check(job)[1:] == [
         "data.train.0.path=/elsewhere/text.txt is not below a folder of launch.slurm.container.mounts; add it, unless "
         "the cluster mounts it"
@@ -183,6 +182,14 @@ def test_inputs_outside_of_the_container_are_named(make, monkeypatch):
 def test_requests_that_slurm_would_refuse_are_refused(make, override, message):
     with pytest.raises(ConfigError, match=message):
         SlurmLauncher().check(make(*override.split(";")))
+
+
+def test_options_with_keys_in_earlier_versions_are_read_from_those(make):
+    earlier = ["account=team", "qos=long", "constraint='h100&ib'", "reservation=r", "exclusive=true"]
+    options = make(*(f"launch.slurm.{word}" for word in earlier)).recipe.launch.slurm.options
+    assert options == {
+        "account": "team", "qos": "long", "constraint": "h100&ib", "reservation": "r", "exclusive": True,
+    }  # fmt: skip
 
 
 def test_gpus_and_memory_are_requested_once(make):

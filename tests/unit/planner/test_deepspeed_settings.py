@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from echelon.ground.errors import ConfigError, PlanError
-from echelon.launch.sagemaker.source_bundle import list_requirements
+from echelon.launch.sagemaker.staging import list_requirements
 from echelon.planner.choose import resolve_plan
 from echelon.planner.deepspeed_settings import build_settings
 from echelon.planner.hardware.accelerators import parse_devices

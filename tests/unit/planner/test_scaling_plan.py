@@ -16,7 +16,7 @@ from echelon.cli.commands.plan import plan as plan_command
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.accelerators import parse_devices
-from echelon.planner.more_devices import Scaling
+from echelon.planner.more_devices import Scaling, count_step_bytes
 from echelon.planner.reliability import (
     Reliability,
     best_interval_seconds,
@@ -25,7 +25,6 @@ from echelon.planner.reliability import (
     expect_slowest,
     training_share,
 )
-from echelon.planner.sent_bytes import count_step_bytes
 from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
 from echelon.recipe import Recipe

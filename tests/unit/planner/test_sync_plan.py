@@ -12,11 +12,11 @@ from echelon.learn.optimizer import divide_names
 from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.memory import estimate_checkpoint, estimate_memory
+from echelon.planner.more_devices import count_step_bytes
 from echelon.planner.plan import ParallelPlan, SyncPlan
 from echelon.planner.plan_lines import describe_plan, summarize_plan
 from echelon.planner.replica_costs import agreement_bytes, count_sent_bytes
 from echelon.planner.replica_limits import refuse_living_on, resize
-from echelon.planner.sent_bytes import count_step_bytes
 from echelon.recipe import CheckpointConfig, FaultConfig, SyncConfig
 from tests.unit.planner.test_plan import TINY, TINY_CONFIG, build_recipe, cpus
 

@@ -7,7 +7,7 @@ import pytest
 from echelon.ground.errors import ConfigError
 from echelon.recipe.draft import Draft
 from echelon.recipe.former_keys import FORMER as FORMER_KEYS
-from echelon.recipe.former_keys import replace_former
+from echelon.recipe.former_keys import read_former, replace_former
 from echelon.recipe.load import build_recipe
 
 MINIMAL = {
@@ -22,6 +22,7 @@ FORMER = {
     "train.old": "train.new",
     "launch.pods.tolerations": lambda value: {"launch.pods.patch": {"spec": {"tolerations": value}}},
     "train.needless": lambda value: {},
+    "train.unused": "it is unused",
 }
 
 
@@ -52,6 +53,40 @@ def test_a_needless_key_is_removed_with_its_empty_section():
     assert draft.data == {"run": {"name": "a"}}
 
 
+def test_a_needless_key_may_have_a_reason():
+    draft = make_draft({"train": {"unused": 1, "steps": 2}})
+    assert replace_former(draft, FORMER) == [
+        "recipe.yaml: train.unused: 1 is of an earlier version and is read as nothing, because it is unused; remove it."
+    ]
+    assert draft.data == {"train": {"steps": 2}}
+
+
+def test_keys_of_sagemaker_are_parts_of_the_request():
+    old = {
+        "sdk": "model_trainer",
+        "remote_debug": True,
+        "profiler": {"DisableProfiler": True},
+        "endpoint": {"nodes": 1},
+    }
+    recipe, notes = build_recipe(
+        {**MINIMAL, "train": {"steps": 5, "global_batch_size": 2}, "launch": {"sagemaker": old}}, []
+    )
+    assert recipe.launch.sagemaker.patch == {
+        "ProfilerConfig": {"DisableProfiler": True},
+        "RemoteDebugConfig": {"EnableRemoteDebug": True},
+    }
+    assert (
+        "recipe: launch.sagemaker.sdk: model_trainer is of an earlier version and is read as nothing, because every "
+        "job is the same CreateTrainingJob request, sent by boto3; remove it."
+    ) in notes
+    assert len(notes) == 4
+    off = {"sdk": "boto3", "remote_debug": False, "profiler": {}}
+    recipe, _ = build_recipe(
+        {**MINIMAL, "train": {"steps": 5, "global_batch_size": 2}, "launch": {"sagemaker": off}}, []
+    )
+    assert recipe.launch.sagemaker.patch == {}
+
+
 def test_both_spellings_are_refused():
     with pytest.raises(ConfigError, match=r"train\.old is now train\.new, which is also given"):
         replace_former(make_draft({"train": {"old": 1, "new": 2}}), FORMER)
@@ -76,3 +111,11 @@ def test_described_machines_are_refused_with_the_file_that_has_them_now():
     launch = {"sagemaker": {"extra_types": [machine]}}
     with pytest.raises(ConfigError, match=r"extra_types is of .*prices/mine\.yaml .*ml\.x9\.huge: \{gpus: 8\}"):
         build_recipe({**MINIMAL, "launch": launch})
+
+
+def test_an_override_of_a_part_of_an_earlier_mapping_is_read():
+    new, note = read_former(("launch", "kubernetes", "labels", "team"), "nlp", "command line")
+    assert new == {
+        ("launch", "kubernetes", patch, "metadata", "labels", "team"): "nlp" for patch in ("patch", "pod_patch")
+    }
+    assert note.startswith("command line: launch.kubernetes.labels: {team: nlp} is of an earlier version")

@@ -17,7 +17,7 @@ def import_file(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="A file of Axolotl, HF (TRL, PEFT), LLaMA-Factory, torchtune or torchtitan; or a folder of DeepSpeed.",
+            help="A file of Axolotl, HF (TRL, PEFT), LLaMA-Factory or ms-swift; or a folder of DeepSpeed.",
         ),
     ],
     out: Annotated[

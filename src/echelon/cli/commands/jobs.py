@@ -134,9 +134,6 @@ def cancel(name: NameArgument) -> None:
     else:
         record = find_job(name)
         find_launcher(record.target).cancel(record)
-        if record.target == "sagemaker-endpoint":
-            show(f"deleted {record.name}, its configuration and its entry of the model; the model stays in S3")
-            return
     show(f"asked {run or record.name} to stop; it saves, then ends")
 
 

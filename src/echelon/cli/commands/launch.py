@@ -32,7 +32,7 @@ def launch(
         typer.Option(
             "--to",
             metavar="TARGET",
-            help="local, torchrun, slurm, ray, skypilot, kubernetes or sagemaker; for a run folder sagemaker-endpoint.",
+            help="local, torchrun, slurm, ray, skypilot, kubernetes or sagemaker.",
         ),
     ] = None,
     dry_run: Annotated[
@@ -52,16 +52,12 @@ def launch(
         bool, typer.Option("--json", help="Print the job, or the files of --dry-run, as one JSON object; errors too.")
     ] = False,
 ) -> None:
-    """Submit a recipe to a cluster or to the background. First makes all checks that are possible on this machine.
-
-    With --to sagemaker-endpoint, RECIPE is a run folder, whose model is served.
-    """
+    """Submit a recipe to a cluster or to the background. First makes all checks that are possible on this machine."""
     if to == "sagemaker-endpoint":
-        from echelon.cli.commands.serve import refuse_options, serve_run
-
-        refuse_options({"--hosts": hosts, "--nodes": nodes, "--follow": follow})
-        serve_run(recipe_path, overrides or [], instance, dry_run, as_json)
-        return
+        raise ConfigError(
+            "--to sagemaker-endpoint: echelon serves no models any more; export the run with `echelon export`, and "
+            "deploy it by AWS's own tools, as in docs/sagemaker.md#serving-a-model."
+        )
     from echelon.launch.job_checks import check_job, preview_job, settle_instance
     from echelon.launch.records import make_job, submit_job
 

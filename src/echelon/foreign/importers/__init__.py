@@ -1,10 +1,9 @@
-"""Convert configuration files of other training tools to recipes, such as Axolotl, TRL, LLaMA-Factory and torchtune.
+"""Convert configuration files of other training tools to recipes, such as Axolotl, TRL and LLaMA-Factory.
 
-The ledger records every key of the file: imported, or not imported with a reason. `model`, `data`, `training` and
-`operation` import the keys by topic; `reasons` has the texts for the other keys.
+The ledger records every key of the file: imported, or not imported with a reason. `model`, `data`, `objective`,
+`training` and `operation` import the keys by topic; `keys.yaml` has the reasons for the other keys.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,8 +27,6 @@ from echelon.foreign.importers.source_file import (
     read_foreign,
 )
 from echelon.foreign.importers.swift import complete_swift, swift_defaults
-from echelon.foreign.importers.torchtitan import carry_torchtitan
-from echelon.foreign.importers.torchtune import carry_torchtune
 from echelon.foreign.importers.training import Amounts, carry_optimizer, carry_training
 from echelon.ground.errors import ConfigError
 from echelon.recipe.load import parse_recipe
@@ -81,17 +78,8 @@ def import_recipe(
     )
 
 
-_OTHER_KEYS: Mapping[Tool, Callable[[Ledger, Path, Amounts], None]] = {
-    "torchtune": carry_torchtune, "torchtitan": carry_torchtitan
-}  # fmt: skip
-"""The tools whose keys have nothing in common with those of TrainingArguments."""
-
-
 def _carry(ledger: Ledger, tool: Tool, path: Path, amounts: Amounts, asked: str | None) -> None:
     """Import the keys by topic. The order matters: later topics use the results of earlier ones."""
-    if tool in _OTHER_KEYS:
-        _OTHER_KEYS[tool](ledger, path, amounts)
-        return
     trainer = find_trainer(ledger, asked) if tool == "hf" else None
     defaults = defaults_of(tool, trainer)
     carry_run(ledger, defaults, path)

@@ -102,7 +102,7 @@ def _source(ledger: Ledger, name: str, pretraining: bool) -> Iterator[_Found]:
     for place in paths:
         stored = str(container) if form is None and container in ("csv", "parquet", "arrow", "text") else form
         source = build_source(place, stored, fields, config)
-        put_split(ledger, f"{name}.split", source, "train")
+        put_split(ledger, f"{name}.split", source)
         yield source, wording, form is None
     _take_learned(ledger, name)
 

@@ -1,11 +1,10 @@
 """The default values of each tool. An imported recipe contains them explicitly."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from echelon.foreign.importers.ledger import Ledger
 from echelon.foreign.importers.source_file import TABLE, Tool
-from echelon.recipe.yaml_text import show_value
 
 Trainer = Literal["sft", "dpo", "orpo", "cpo", "kto", "grpo", "gkd", "reward", "transformers"]
 """The trainer that a file of the Hugging Face family is for: one of TRL's, or transformers' own."""
@@ -46,7 +45,6 @@ class Defaults:
     dropout: float = 0.0
     targets: str | None = None
     double_quant: bool = False
-    split: str | None = "train"
 
 
 def defaults_of(tool: Tool, trainer: Trainer | None) -> Defaults:
@@ -58,12 +56,3 @@ def defaults_of(tool: Tool, trainer: Trainer | None) -> Defaults:
 def put_default(ledger: Ledger, defaults: Defaults, key: str, value: object) -> None:
     """Put the tool's default into the recipe, for a key that the file does not set."""
     ledger.put(key, value, f"the default of {defaults.name}")
-
-
-def move_exact(ledger: Ledger, defaults: Defaults, key: str, full: str, default: object = None) -> Any:
-    """Import the value of exactly this key of the file, else the tool's default, if it is not None. Return it."""
-    if ledger.given.get(full) is not None:
-        ledger.put(key, ledger.take(full), f"{full}: {show_value(ledger.given[full])}")
-    elif default is not None:
-        put_default(ledger, defaults, key, default)
-    return ledger.values.get(key)

@@ -85,7 +85,7 @@ def _item(ledger: Ledger, name: str) -> dict[str, Any]:
         ledger.refuse(f"{name}.columns", "template settings per record are not supported.")
     fields = {column: column for column in columns if column in ("prompt",) and form == "preference"}
     source = build_source(path, form, fields, None if config == "default" else config)
-    put_split(ledger, f"{name}.split", source, "train")
+    put_split(ledger, f"{name}.split", source)
     _carry_share(ledger, name, source)
     return source
 
@@ -131,7 +131,7 @@ def _named(ledger: Ledger, trainer: Trainer | None) -> list[dict[str, Any]]:
     if trainer == "grpo":
         form, fields = "prompt", {"prompt": str(ledger.take("dataset_prompt_column") or "prompt")}
     source = build_source(str(ledger.take(full)), form, fields, config)
-    put_split(ledger, "dataset_train_split", source, "train")
+    put_split(ledger, "dataset_train_split", source)
     return [source]
 
 

@@ -59,18 +59,6 @@ class Ledger:
         self.reasons: dict[str, str] = {}
         self.remarks: list[str] = []
 
-    def settle_rest(self, needless: Mapping[str, str], refused: Mapping[str, str]) -> None:
-        """Record the keys that are left, by how they begin: each with its reason; null and false ones are left out."""
-        for record, reasons in ((self.need_not, needless), (self.refuse, refused)):
-            left = [
-                (full, why)
-                for full, value in self.given.items()
-                for beginning, why in reasons.items()
-                if full.startswith(beginning) and full not in self.entries and value not in (None, False)
-            ]
-            for full, why in left:
-                record(full, why)
-
     def expand(self, name: str, items: Mapping[str, Any]) -> None:
         """Replace a key by the items of its mapping or list, which are then recorded one by one."""
         if not items:

@@ -22,17 +22,13 @@ def carry_run(ledger: Ledger, defaults: Defaults, path: Path) -> None:
     """Import the run's name, folder and seed."""
     out = ledger.peek("output_dir")
     name = ledger.take("run_name", "wandb_name", "mlflow_run_name") or (Path(str(out)).name if out else "") or path.stem
-    put_name(ledger, str(name), "the name of the run or of the folder")
+    clean = re.sub(r"[^A-Za-z0-9._-]+", "-", str(name)).strip("-._") or "imported"
+    why = "the name of the run or of the folder" if clean == name else f"from {show_value(name)}"
+    ledger.put("run.name", clean, why)
     if out:
         ledger.move("run.dir")
     if ledger.move("run.seed") is None:
         put_default(ledger, defaults, "run.seed", defaults.seed)
-
-
-def put_name(ledger: Ledger, name: str, reason: str) -> None:
-    """Put the run's name, with other characters than those of a name replaced."""
-    clean = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._") or "imported"
-    ledger.put("run.name", clean, reason if clean == name else f"from {show_value(name)}")
 
 
 def refuse_plugins(ledger: Ledger) -> None:

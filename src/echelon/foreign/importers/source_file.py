@@ -1,8 +1,6 @@
 """Read another tool's file as a flat mapping of its keys, and detect the tool; why some keys are not imported."""
 
 import json
-import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -11,17 +9,16 @@ from echelon.ground.errors import ConfigError
 from echelon.ground.stored import read_bytes
 from echelon.recipe.yaml_text import parse_yaml, read_table, show_value
 
-Tool = Literal["axolotl", "hf", "llamafactory", "llamafactory-v1", "ms-swift", "torchtune", "torchtitan"]
+Tool = Literal["axolotl", "hf", "llamafactory", "llamafactory-v1", "ms-swift"]
 TOOLS: tuple[Tool, ...] = get_args(Tool)
 
 TABLE: Mapping[str, Any] = read_table(Path(__file__).with_name("tools.yaml"))
 """What is known of each tool."""
 _GROUPS: tuple[str, ...] = tuple(TABLE["groups"].split())
-_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _OURS = ("run", "model", "data", "train")
-_READ = (
-    "Import reads files of Axolotl, Hugging Face (Trainer, TRL, PEFT), LLaMA-Factory, ms-swift, torchtune and "
-    "torchtitan; for other tools write a recipe, beginning with: echelon init"
+_ENDED = (
+    "{path} is {what}, which import does not read any more, because {why} has ended; write a recipe, beginning with "
+    "`echelon init`; docs/import.md#formats-that-have-ended lists its keys."
 )
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle")
 
@@ -48,7 +45,8 @@ PLUGINS: frozenset[str] = frozenset(_KEYS["plugins"].split())
 def read_foreign(path: Path) -> dict[str, Any]:
     """Read the keys of a YAML or JSON file and flatten its groups: `lora_config: {r: 8}` becomes `lora_config.r`.
 
-    Raises ConfigError for a file that cannot be read, is a pickle, is not a mapping, is a recipe, or does not train.
+    Raises ConfigError for a file that cannot be read, is a pickle, is not a mapping, is a recipe, does not train, or
+    has a format that has ended.
     """
     try:
         content = read_bytes(path)
@@ -66,54 +64,17 @@ def read_foreign(path: Path) -> dict[str, Any]:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text; import reads YAML and JSON.") from None
-    if (tables := _parse_toml(text)) or path.suffix == ".toml":
-        return _read_torchtitan(tables, path)
+    if path.suffix == ".toml":
+        raise ConfigError(_ENDED.format(path=path, what="TOML", why="that format of torchtitan"))
     given = _parse(text, path)
     if not isinstance(given, dict) or not given:
         raise ConfigError(f"{path} is not a mapping of keys; give the configuration file of a training tool.")
     if all(isinstance(given.get(key), dict) for key in _OURS):
         raise ConfigError(f"{path} is already an echelon recipe; train it with: echelon train {path}")
     if any(isinstance(section, dict) and "_component_" in section for section in given.values()):
-        return _resolve_references(_flatten_all(given))
+        raise ConfigError(_ENDED.format(path=path, what="a file of torchtune", why="that tool"))
     flat = _flatten(given)
     _check_training(flat, path)
-    return flat
-
-
-def _flatten_all(given: Mapping[str, Any], start: str = "") -> dict[str, Any]:
-    """Flatten every mapping, as deep as they are."""
-    flat: dict[str, Any] = {}
-    for key, value in given.items():
-        inner = _flatten_all(value, f"{start}{key}.") if isinstance(value, dict) else {f"{start}{key}": value}
-        flat.update(inner)
-    return flat
-
-
-def _resolve_references(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace `${key}` in texts by the value of that key, as OmegaConf does; a reference alone keeps its type."""
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        if (whole := _REFERENCE.fullmatch(value)) and whole[1] in given:
-            return given[whole[1]]
-        return _REFERENCE.sub(lambda found: str(given.get(found[1], found[0])), value)
-
-    return {name: read(value) for name, value in given.items()}
-
-
-def _parse_toml(text: str) -> dict[str, Any]:
-    """Return the keys of a text that is TOML, else none. No mapping of YAML or JSON is."""
-    try:
-        return tomllib.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-
-
-def _read_torchtitan(tables: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    flat = _flatten_all(tables)
-    if "model.flavor" not in flat:
-        raise ConfigError(f"{path} is TOML, but not of torchtitan, which has `flavor` in [model]. {_READ}")
     return flat
 
 
@@ -168,8 +129,7 @@ def detect_tool(given: Mapping[str, Any], path: Path) -> Tool:
         {tool: len(names & set(TABLE["tools"][tool][kind].split())) for tool in TOOLS} for kind in ("decisive", "signs")
     )
     # The files of these tools also have keys of others.
-    # The files of these tools also have keys of others.
-    first: tuple[Tool, ...] = ("torchtitan", "torchtune", "llamafactory-v1", "ms-swift")
+    first: tuple[Tool, ...] = ("llamafactory-v1", "ms-swift")
     for tool in first:
         if decisive[tool]:
             return tool

@@ -59,15 +59,15 @@ def build_source(path: str, form: str | None, fields: Mapping[str, str], config:
     return {"path": path, **({"format": form} if form else {}), **({"fields": renamed} if renamed else {})}
 
 
-def put_split(ledger: Ledger, name: str | None, source: dict[str, Any], default: str | None) -> None:
-    """Set the split of a source: the value of `name` in the file, or for a Hub dataset the tool's `default`."""
-    full = ledger.find(name) if name else None
+def put_split(ledger: Ledger, name: str, source: dict[str, Any]) -> None:
+    """Set the split of a source: the value of `name` in the file, or `train` for a Hub dataset."""
+    full = ledger.find(name)
     if full is not None and source["path"].endswith(FILE_SUFFIXES):
         ledger.need_not(full, "a file has no splits.")
     elif full is not None:
         source["split"] = ledger.take(full)
-    elif default is not None and source.get("format") == "hub":
-        source["split"] = default
+    elif source.get("format") == "hub":
+        source["split"] = "train"
 
 
 def unknown_roles(roles: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from echelon.learn.data.templates import NAMED_TEMPLATES
 from echelon.recipe.yaml_text import read_table
 
 _FIELD = re.compile(r"\{(instruction|input|system)\}")
@@ -46,7 +45,6 @@ _WITH = (
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
     "response that appropriately completes the request."
 )
-_GAP = "\n\n"
 _TABLE = read_table(Path(__file__).with_name("wording.yaml"))
 _STYLES: Mapping[str, Mapping[str, str]] = _TABLE["styles"]
 ALPACA_STYLES = tuple(_STYLES)
@@ -64,26 +62,6 @@ _SEAMS = (
     "Prompt and answer are tokenized as one text, so tokens at their boundary may differ; the text starts with the "
     "tokenizer's bos, if it has one."
 )
-
-
-def alpaca_turns(name: str) -> str:
-    """One of echelon's templates, whose user turns have the texts of Alpaca's prompts."""
-    texts = _STYLES["instruct"]
-    lines = [
-        "{%- set changed = namespace(turns=[]) %}",
-        "{%- for message in messages %}",
-        "{%- if message['role'] == 'user' and message['input'] %}",
-        f"{{%- set content = {_join(_WITH + _GAP + texts['with_input'], 'instruction')} %}}",
-        "{%- elif message['role'] == 'user' %}",
-        f"{{%- set content = {_join(_WITHOUT + _GAP + texts['plain'], 'content')} %}}",
-        "{%- else %}",
-        "{%- set content = message['content'] %}",
-        "{%- endif %}",
-        "{%- set changed.turns = changed.turns + [{'role': message['role'], 'content': content}] %}",
-        "{%- endfor %}",
-        "{%- set messages = changed.turns %}",
-    ]
-    return "\n".join([*lines, NAMED_TEMPLATES[name].text.rstrip("\n")])
 
 
 def prompt_wording(

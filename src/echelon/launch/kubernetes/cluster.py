@@ -129,7 +129,7 @@ def _explain(status: int | None, message: str, plain: bool, kind: JobKind | None
         return f"the object exists already: {message}; launch again, or delete the existing object."
     fix = ""
     if kind is not None and kind.kind == "TrainJob":
-        fix = "; if its Kubeflow Trainer is of another version, launch.kubernetes.kind names that: trainjob-2.2, ..."
+        fix = "; with a Kubeflow Trainer before 2.3 use launch.kubernetes.kind=jobset, which it has too"
     return f"the cluster refused the request ({status}): {message}{fix}"
 
 

@@ -1,23 +1,18 @@
 """The manifest of a job: a ConfigMap with the recipe, and an operator's job, whose pods mount the ConfigMap."""
 
 import math
-import signal
 from typing import Any
 
 from echelon.launch.job import JobSpec
 from echelon.launch.kubernetes.kinds import PORT, find_kind, is_elastic, rendezvous_host
 from echelon.launch.kubernetes.pod import (
-    RECIPE_MOUNT,
-    awaits_pods,
     build_command,
     build_container_security,
     build_env,
     build_labels,
-    build_metadata,
     build_mounts,
     build_placement,
     build_resources,
-    build_small,
     build_template,
     build_volumes,
     config_map_name,
@@ -26,12 +21,10 @@ from echelon.launch.kubernetes.pod import (
     is_on_hyperpod,
     patch_template,
 )
-from echelon.launch.kubernetes.ray_pods import render_pod_files
 from echelon.launch.patch import merge_patch
-from echelon.launch.ray.submission import DRIVER
 from echelon.recipe.render import render_recipe
 from echelon.recipe.yaml_text import render_documents
-from echelon.run.supervise.outcome import FAILED, REFUSED
+from echelon.run.supervise.outcome import REFUSED
 
 # A patch of a TrainJob's runtime names its manager; the operator wants a path after a domain.
 _SIGNATURE = "echelon/launch"
@@ -44,27 +37,21 @@ def render_manifest(job: JobSpec) -> str:
         "PyTorchJob": _build_pytorchjob,
         "TrainJob": _build_trainjob,
         "JobSet": _build_jobset,
-        "Job": _build_volcano,
-        "MPIJob": _build_mpijob,
         "HyperPodPyTorchJob": _build_hyperpod,
-        "RayJob": _build_rayjob,
     }
     return render_documents([_build_config_map(job), build[find_kind(job).kind](job)])
 
 
 def _build_config_map(job: JobSpec) -> dict[str, Any]:
+    """The recipe; the labels of a patch of the job are its own too."""
+    settings = job.recipe.launch.kubernetes
+    given = settings.patch.get("metadata", {}).get("labels")
+    labels = merge_patch(build_labels(job), given or {}, "launch.kubernetes.patch.metadata.labels")
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {
-            "name": config_map_name(job),
-            "namespace": job.recipe.launch.kubernetes.namespace,
-            "labels": build_labels(job),
-        },
-        "data": {
-            "recipe.yaml": render_recipe(job.recipe),
-            **(render_pod_files(job) if job.recipe.launch.kubernetes.kind == "rayjob" else {}),
-        },
+        "metadata": {"name": config_map_name(job), "namespace": settings.namespace, "labels": labels},
+        "data": {"recipe.yaml": render_recipe(job.recipe)},
     }
 
 
@@ -120,44 +107,34 @@ def _build_trainjob(job: JobSpec) -> dict[str, Any]:
     if security := build_container_security(job):
         container["securityContext"] = security
     pod = {
-        **({"terminationGracePeriodSeconds": grace_seconds(job)} if settings.kind == "trainjob" else {}),
+        "terminationGracePeriodSeconds": grace_seconds(job),
         **build_placement(job),
         "volumes": build_volumes(job),
         "containers": [container],
     }
-    template = patch_template(job, {"metadata": build_metadata(job), "spec": pod})
+    template = patch_template(job, {"metadata": {"labels": build_labels(job)}, "spec": pod})
+    jobs = [{"name": "node", "template": {"spec": {"template": template}}}]
+    spec = {"template": {"spec": {"replicatedJobs": jobs}}}
     return _build_job(
         job,
         {
             "runtimeRef": {
                 "apiGroup": "trainer.kubeflow.org",
                 "kind": "ClusterTrainingRuntime",
-                "name": settings.runtime,
+                "name": "torch-distributed",
             },
             "trainer": {name: value for name, value in trainer.items() if value},
-            **_patch_runtime(settings.kind, template),
+            "runtimePatches": [{"manager": _SIGNATURE, "trainingRuntimeSpec": spec}],
             **_limits(job),
         },
     )
-
-
-def _patch_runtime(kind: str, template: dict[str, Any]) -> dict[str, Any]:
-    """The field of a TrainJob that changes the pods of its runtime; each version of the operator had its own."""
-    target = {"targetJobs": [{"name": "node"}]}
-    if kind == "trainjob-2.0":
-        return {"podSpecOverrides": [{**target, **template["spec"]}]}
-    if kind == "trainjob-2.1":
-        return {"podTemplateOverrides": [{**target, **template}]}
-    jobs = [{"name": "node", "template": {"spec": {"template": template}}}]
-    spec = {"template": {"spec": {"replicatedJobs": jobs}}}
-    return {"runtimePatches": [{"manager": _SIGNATURE, "trainingRuntimeSpec": spec}]}
 
 
 def _build_jobset(job: JobSpec) -> dict[str, Any]:
     """A JobSet with one indexed Job. A failed pod restarts all, unless it was refused, or evicted: the rest waits."""
     limits = _limits(job)
     ttl = limits.pop("ttlSecondsAfterFinished", None)
-    refused = {"operator": "In", "values": [REFUSED], "containerName": find_kind(job).trainer}
+    refused = {"operator": "In", "values": [REFUSED], "containerName": find_kind(job).container}
     rules = [
         {"action": "FailJob", "onExitCodes": refused},
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -178,52 +155,6 @@ def _build_jobset(job: JobSpec) -> dict[str, Any]:
             "failurePolicy": {"maxRestarts": job.recipe.fault.max_restarts, "rules": [final]},
             **({} if ttl is None else {"ttlSecondsAfterFinished": ttl}),
             "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": nodes}}],
-        },
-    )
-
-
-def _build_volcano(job: JobSpec) -> dict[str, Any]:
-    """A Job of Volcano, which starts all pods at once or none; the plugin svc gives them their names.
-
-    Volcano counts each restart, whatever its cause. Where others wait for an evicted pod, it is only created again,
-    which counts nothing; so only the exit codes of a failure and of a lack of memory restart the job.
-    """
-    settings = job.recipe.launch.kubernetes
-    causes: list[dict[str, Any]] = [{"event": event} for event in ("PodEvicted", "PodFailed")]
-    if awaits_pods(job):
-        causes = [{"exitCode": code} for code in (FAILED, 128 + signal.SIGKILL)]
-    restart = [{**cause, "action": "RestartJob"} for cause in causes]
-    queue = {} if settings.queue is None else {"queue": settings.queue}
-    task = {"name": "node", "replicas": job.nodes[1], "template": build_template(job, "Never")}
-    return _build_job(
-        job,
-        {
-            "schedulerName": settings.scheduler or "volcano",
-            **queue,
-            "minAvailable": job.nodes[1],
-            "maxRetry": job.recipe.fault.max_restarts,
-            "plugins": {"svc": []},
-            "policies": [{"exitCode": REFUSED, "action": "TerminateJob"}, *restart],
-            **_limits(job),
-            "tasks": [task],
-        },
-    )
-
-
-def _build_mpijob(job: JobSpec) -> dict[str, Any]:
-    """Pods with sshd, and one more, in which mpirun starts the ranks there."""
-    template = build_template(job)
-    launcher = build_small(template, find_kind(job).container, build_command(job))
-    policy = {"cleanPodPolicy": "Running", "backoffLimit": job.recipe.fault.max_restarts, **_limits(job)}
-    return _build_job(
-        job,
-        {
-            "slotsPerWorker": count_processes(job),
-            "runPolicy": policy,
-            "mpiReplicaSpecs": {
-                "Launcher": {"replicas": 1, "restartPolicy": "Never", "template": launcher},
-                "Worker": {"replicas": job.nodes[1], "template": template},
-            },
         },
     )
 
@@ -249,51 +180,18 @@ def _build_hyperpod(job: JobSpec) -> dict[str, Any]:
     )
 
 
-def _build_rayjob(job: JobSpec) -> dict[str, Any]:
-    """A Ray cluster with a pod for each machine, whose head only runs the driver; it ends with the job."""
-    low, high = job.nodes
-    limits = _limits(job)
-    ttl = limits.pop("ttlSecondsAfterFinished", None)
-    template = build_template(job)
-    workers = {
-        "groupName": "machines",
-        "replicas": high,
-        "minReplicas": low,
-        "maxReplicas": high,
-        "rayStartParams": {},
-        "template": template,
-    }
-    return _build_job(
-        job,
-        {
-            "entrypoint": f"python3 {RECIPE_MOUNT}/{DRIVER}",
-            "shutdownAfterJobFinishes": True,
-            **limits,
-            **({} if ttl is None else {"ttlSecondsAfterFinished": ttl}),
-            "rayClusterSpec": {
-                # Without cores, so that no machine of the placement group is the head.
-                "headGroupSpec": {"rayStartParams": {"num-cpus": "0"}, "template": build_small(template, "ray-head")},
-                "workerGroupSpecs": [workers],
-            },
-        },
-    )
-
-
 def _build_job(job: JobSpec, spec: dict[str, Any]) -> dict[str, Any]:
     settings = job.recipe.launch.kubernetes
     kind = find_kind(job)
     labels = build_labels(job)
-    if settings.queue is not None and settings.kind != "volcano":
+    if settings.queue is not None:
         labels[_QUEUE_LABEL] = settings.queue
     metadata: dict[str, Any] = {"name": job.name, "namespace": settings.namespace, "labels": labels}
-    annotations: dict[str, str] = {}
     if settings.kind == "pytorchjob" and is_on_hyperpod(job) and job.recipe.fault.max_restarts:
-        annotations = {
+        metadata["annotations"] = {
             "sagemaker.amazonaws.com/enable-job-auto-resume": "true",
             "sagemaker.amazonaws.com/job-max-retry-count": str(job.recipe.fault.max_restarts),
         }
-    if annotations or settings.annotations:
-        metadata["annotations"] = {**annotations, **settings.annotations}
     body = {"apiVersion": f"{kind.group}/{kind.version}", "kind": kind.kind, "metadata": metadata, "spec": spec}
     patched: dict[str, Any] = merge_patch(body, settings.patch, "launch.kubernetes.patch")
     return patched

@@ -3,7 +3,7 @@
 import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -24,15 +24,13 @@ _LEAVING_SECONDS = 30
 # With the name of a machine's type.
 _TYPE_LABELS = ("node.kubernetes.io/instance-type", "beta.kubernetes.io/instance-type")
 _USED_SHARE = 0.9
-_PLACE = ("nodeSelector", "tolerations", "affinity")
 # What Pod Security's profile "restricted" asks of a container, besides runAsNonRoot.
 _RESTRICTED: Mapping[str, Any] = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
     "seccompProfile": {"type": "RuntimeDefault"},
 }
-# Ray's head stores the state of the cluster, and runs the driver.
-_SMALL = {"cpu": "2", "memory": "8Gi"}
+_EFA = "vpc.amazonaws.com/efa"
 _HEALTH_LABEL = "sagemaker.amazonaws.com/node-health-status"
 
 
@@ -62,14 +60,10 @@ def build_command(job: JobSpec) -> list[str]:
     """The container's command. Its process 1 is the agent, so that signals reach it.
 
     In the pods of a PyTorchJob, RANK and WORLD_SIZE count pods; the options of `echelon train` override them.
-    HyperPod's operator assigns ranks only to its own agent, so there that agent starts the workers; in an MPIJob
-    mpirun starts every rank, from a pod of its own.
+    HyperPod's operator assigns ranks only to its own agent, so there that agent starts the workers.
     """
-    kind = job.recipe.launch.kubernetes.kind
-    if kind == "hyperpod":
+    if job.recipe.launch.kubernetes.kind == "hyperpod":
         return _wrap(job, _hyperpod_command(job))
-    if kind == "mpijob":
-        return [*_list_mpirun(job), *_wrap(job, (job.recipe.launch.python, "-m", "echelon", "train", RECIPE_PATH))]
     low, high = job.nodes
     nodes = str(high) if low == high else f"{low}:{high}"
     options = ("--nodes", nodes, "--rendezvous", f"{rendezvous_host(job)}:{PORT}")
@@ -87,18 +81,6 @@ def _hyperpod_command(job: JobSpec) -> tuple[str, ...]:
         "--shutdown-signal=SIGTERM", f"--shutdown-timeout={math.ceil(job.recipe.fault.notice_seconds)}",
         "--tee=3", "--log-dir=/tmp/hyperpod", "-m", "echelon", "train", RECIPE_PATH,
     )  # fmt: skip
-
-
-def _list_mpirun(job: JobSpec) -> list[str]:
-    """Open MPI's mpirun and its options; the operator's variables name the pods. sshd gives ranks no variables."""
-    names = [variable["name"] for variable in build_env(job)]
-    meeting = {"MASTER_ADDR": rendezvous_host(job), "MASTER_PORT": str(PORT)}
-    return [
-        "mpirun", "-np", str(job.nodes[1] * count_processes(job)), "--bind-to", "none",
-        "--wdir", str(find_workdir(job)),
-        *(word for name in names for word in ("-x", name)),
-        *(word for name, value in meeting.items() for word in ("-x", f"{name}={value}")),
-    ]  # fmt: skip
 
 
 def _wrap(job: JobSpec, argv: tuple[str, ...]) -> list[str]:
@@ -128,7 +110,7 @@ def build_env(job: JobSpec) -> list[dict[str, str]]:
 
 def awaits_pods(job: JobSpec) -> bool:
     """Whether the pods of a job wait in place for one that was lost: operators count each container that ends."""
-    is_ours = job.recipe.launch.kubernetes.kind not in ("hyperpod", "mpijob", "rayjob")  # they start ranks, or drivers
+    is_ours = job.recipe.launch.kubernetes.kind != "hyperpod"  # its own agent starts the ranks
     return is_ours and job.nodes[1] > 1 and job.recipe.fault.max_restarts > 0
 
 
@@ -138,10 +120,15 @@ def _efa_variables(job: JobSpec) -> dict[str, str]:
     RDMA to GPU memory is requested only where a node selector names a type that has it: with another type libfabric
     would refuse to start.
     """
-    if not job.recipe.launch.kubernetes.efa_per_node:
+    if not requests_efa(job):
         return {}
     instance = find_machine_type(job)
     return {"FI_PROVIDER": "efa"} if instance is None else efa_environment(instance)
+
+
+def requests_efa(job: JobSpec) -> bool:
+    """Whether the pods request network devices of AWS."""
+    return str(job.recipe.launch.kubernetes.resources.get(_EFA, 0)) != "0"
 
 
 def find_machine_type(job: JobSpec) -> Instance | None:
@@ -164,14 +151,8 @@ def _find_asked(job: JobSpec) -> tuple[int, str]:
 def build_resources(job: JobSpec) -> dict[str, Any]:
     """The container's resources. Requests equal limits, so with cores and memory it is of Guaranteed quality."""
     settings = job.recipe.launch.kubernetes
-    amounts: dict[str, int | str | None] = {
-        **_share_machine(job),
-        **{name: value for name in ("cpu", "memory") if (value := getattr(settings, name)) is not None},
-        "nvidia.com/gpu": count_gpus(job, "kubernetes") or None,
-        "vpc.amazonaws.com/efa": settings.efa_per_node or None,
-        **settings.resources,
-    }
-    given = {name: str(amount) for name, amount in amounts.items() if amount is not None}
+    amounts = {**_share_machine(job), "nvidia.com/gpu": count_gpus(job, "kubernetes"), **settings.resources}
+    given = {name: str(amount) for name, amount in amounts.items() if str(amount) != "0"}
     return {"limits": given, "requests": dict(given)} if given else {}
 
 
@@ -225,7 +206,7 @@ def is_on_hyperpod(job: JobSpec) -> bool:
 
 
 def build_placement(job: JobSpec) -> dict[str, Any]:
-    """The pod's placement, network, service account and security; HyperPod's label avoids machines in repair."""
+    """The pod's machines and security; HyperPod's label avoids machines in repair."""
     settings = job.recipe.launch.kubernetes
     security = dict(settings.security_context)
     if "fsGroup" in security:  # else each start changes the owner of every file of the volumes
@@ -233,20 +214,7 @@ def build_placement(job: JobSpec) -> dict[str, Any]:
     labels = dict(settings.node_selector)
     if settings.kind == "hyperpod":
         labels = {_HEALTH_LABEL: "Schedulable", **labels}
-    fields: dict[str, Any] = {
-        "serviceAccountName": settings.service_account,
-        "imagePullSecrets": [{"name": name} for name in settings.image_pull_secrets],
-        "nodeSelector": labels,
-        "tolerations": [dict(toleration) for toleration in settings.tolerations],
-        "affinity": settings.affinity,
-        "priorityClassName": settings.priority_class,
-        "schedulerName": settings.scheduler,
-        "hostNetwork": settings.host_network,
-        # With the machine's network, the default policy would not resolve the names of pods.
-        "dnsPolicy": "ClusterFirstWithHostNet" if settings.host_network else None,
-        "securityContext": security,
-    }
-    return {name: value for name, value in fields.items() if value}
+    return {name: value for name, value in {"nodeSelector": labels, "securityContext": security}.items() if value}
 
 
 def build_container_security(job: JobSpec) -> dict[str, Any]:
@@ -268,33 +236,28 @@ def build_template(job: JobSpec, restart_policy: str | None = None) -> dict[str,
     """The template of the pods that train; a TrainJob's runtime has its own, which is patched."""
     settings = job.recipe.launch.kubernetes
     kind = find_kind(job)
-    # The pods of a RayJob start Ray, those of an MPIJob sshd, each by the operator's own command.
-    command = [] if settings.kind in ("rayjob", "mpijob") else build_command(job)
+    # The token of the API is for a named account; HyperPod's agent may use it.
+    has_token = "serviceAccountName" in settings.pod_patch.get("spec", {}) or settings.kind == "hyperpod"
     container: dict[str, Any] = {
-        "name": kind.trainer,
+        "name": kind.container,
         "image": settings.image,
         "imagePullPolicy": settings.image_pull_policy,
-        "command": command,
+        "command": build_command(job),
         "workingDir": str(find_workdir(job)),
         "env": build_env(job),
         "envFrom": [{"secretRef": {"name": name}} for name in settings.env_from_secrets],
-        "ports": [] if kind.port is None else [dict(zip(("name", "containerPort"), kind.port, strict=True))],
+        "ports": [dict(zip(("name", "containerPort"), kind.port, strict=True))],
         "resources": build_resources(job),
         "volumeMounts": build_mounts(job),
         "securityContext": build_container_security(job),
     }
     template = {
-        "metadata": build_metadata(job),
+        "metadata": {"labels": build_labels(job)},
         "spec": {
             "terminationGracePeriodSeconds": grace_seconds(job),
             **({} if restart_policy is None else {"restartPolicy": restart_policy}),
             **build_placement(job),
-            # The token of the API is for a named account; HyperPod's agent may use it.
-            **(
-                {}
-                if settings.service_account or settings.kind == "hyperpod"
-                else {"automountServiceAccountToken": False}
-            ),
+            **({} if has_token else {"automountServiceAccountToken": False}),
             "containers": [{name: value for name, value in container.items() if value}],
             "volumes": build_volumes(job),
         },
@@ -310,26 +273,6 @@ def patch_template(job: JobSpec, template: dict[str, Any]) -> dict[str, Any]:
     return patched
 
 
-def build_small(template: dict[str, Any], name: str, command: Sequence[str] = ()) -> dict[str, Any]:
-    """The pod that starts the others, Ray's head or mpirun's: that of a machine, without its amounts and its place.
-
-    On a machine with GPUs it would take the cores of a pod that trains, and be lost with it.
-    """
-    spec = {name: value for name, value in template["spec"].items() if name not in _PLACE}
-    first, *others = spec["containers"]
-    small = {**first, "name": name, "resources": {"limits": _SMALL, "requests": dict(_SMALL)}}
-    if command:
-        small["command"] = list(command)
-    return {**template, "spec": {**spec, "containers": [small, *others]}}
-
-
 def build_labels(job: JobSpec) -> dict[str, str]:
     """Labels of all objects of a job, as in `kubectl get all -l app.kubernetes.io/instance=NAME`."""
-    own = {"app.kubernetes.io/name": "echelon", "app.kubernetes.io/instance": job.name}
-    return {**own, **job.recipe.launch.kubernetes.labels}
-
-
-def build_metadata(job: JobSpec) -> dict[str, Any]:
-    """Labels and annotations of the job's pods."""
-    annotations = job.recipe.launch.kubernetes.annotations
-    return {"labels": build_labels(job), **({"annotations": dict(annotations)} if annotations else {})}
+    return {"app.kubernetes.io/name": "echelon", "app.kubernetes.io/instance": job.name}

@@ -1,6 +1,5 @@
 """The status of a job, from the API objects of the job and its pods."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +11,8 @@ from echelon.run.supervise.outcome import DONE, FAILED, STOPPED
 # Normal reasons while a pod starts.
 _STARTING = ("ContainerCreating", "PodInitializing")
 _DONE = ("Succeeded", "Complete", "Completed")
-_FAILED_IN_VOLCANO = ("Aborted", "Terminated", "Failed")
-_RANK_LABELS = (
-    "training.kubeflow.org/replica-index",
-    "batch.kubernetes.io/job-completion-index",
-    "volcano.sh/task-index",
-)
-_STOPPED_IN_RAY = "STOPPED"
+_RANK_LABELS = ("training.kubeflow.org/replica-index", "batch.kubernetes.io/job-completion-index")
 _ROLE_LABEL = "training.kubeflow.org/replica-type"
-_FIRST_ROLES = ("master", "launcher")  # of an MPIJob the launcher has the output of all ranks
 
 
 @dataclass(frozen=True)
@@ -42,7 +34,7 @@ def read_pods(pods: Sequence[Mapping[str, Any]], container: str) -> list[PodStat
 def _rank(pod: Mapping[str, Any]) -> tuple[bool, int, str]:
     labels = pod["metadata"].get("labels") or {}
     index = next((labels[name] for name in _RANK_LABELS if name in labels), "0")
-    return labels.get(_ROLE_LABEL) not in _FIRST_ROLES, int(index), pod["metadata"]["name"]
+    return labels.get(_ROLE_LABEL) != "master", int(index), pod["metadata"]["name"]
 
 
 def _read_pod(pod: Mapping[str, Any], container: str) -> PodState:
@@ -99,15 +91,7 @@ def judge(job: Mapping[str, Any] | None, pods: Sequence[PodState]) -> JobStatus:
 
 
 def _find_conditions(job: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The conditions of a job that are true now, by type; of a RayJob and a Job of Volcano, their states as such."""
-    status = job.get("status") or {}
-    if (state := status.get("state")) is not None:
-        phase = state.get("phase")
-        return {"Failed" if phase in _FAILED_IN_VOLCANO else phase: {**state, "reason": state.get("reason") or phase}}
-    if (deployed := status.get("jobDeploymentStatus")) is not None:
-        ended = status.get("jobStatus") in ("FAILED", _STOPPED_IN_RAY)
-        reason = _STOPPED_IN_RAY if status.get("jobStatus") == _STOPPED_IN_RAY else status.get("reason")
-        return {"Failed" if ended else deployed: {"reason": reason, "message": status.get("message")}}
+    """The conditions of a job that are true now, by type."""
     conditions = (job.get("status") or {}).get("conditions") or []
     return {condition["type"]: condition for condition in conditions if condition["status"] == "True"}
 
@@ -115,11 +99,8 @@ def _find_conditions(job: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def _judge_failure(condition: Mapping[str, Any], pods: Sequence[PodState]) -> JobStatus:
     """The status of a failed job, from its pods' exit codes; at launch.max_hours the operator deletes the pods."""
     detail = _join(condition.get("reason"), condition.get("message"))
-    codes = [int(code) for code in re.findall(r"entrypoint command failed with exit code (\d+)", detail)]
-    codes += [pod.exit_code for pod in pods if pod.exit_code not in (None, DONE)]
+    codes = [pod.exit_code for pod in pods if pod.exit_code not in (None, DONE)]
     out_of_time = condition.get("reason") == "DeadlineExceeded" or "specified deadline" in detail
-    if condition.get("reason") == _STOPPED_IN_RAY:
-        return JobStatus("stopped", detail, STOPPED)
     code = codes[0] if codes else STOPPED if out_of_time else FAILED
     return JobStatus(name_ending(code), detail, code)
 

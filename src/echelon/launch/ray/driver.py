@@ -40,7 +40,7 @@ class Order:
     """What the driver does; the contents of `order.json`.
 
     `bundle` is what is reserved on each machine, from those with `labels`. `max_restarts` limits the starts after the
-    first one. `agent` is the path of the script on each machine.
+    first one.
     """
 
     fewest: int
@@ -49,7 +49,6 @@ class Order:
     labels: Mapping[str, str]
     wait_seconds: float
     max_restarts: int
-    agent: str = AGENT
 
     @property
     def nodes(self) -> str:
@@ -96,10 +95,10 @@ class Machine:
             port = probe.getsockname()[1]
         return platform.node(), address, ray.get_runtime_context().get_node_id(), port
 
-    def start(self, nodes: str, rendezvous: str, agent: str = AGENT) -> None:
+    def start(self, nodes: str, rendezvous: str) -> None:
         """Start the agent. Its script holds the other end of its stdin, so that it ends with this process."""
         self._process = subprocess.Popen(
-            ["bash", str(Path(agent).resolve()), nodes, rendezvous, str(Path(sys.executable).parent)],
+            ["bash", str(Path(AGENT).resolve()), nodes, rendezvous, str(Path(sys.executable).parent)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -383,7 +382,7 @@ class Job:
         elif present:
             say(f"{', '.join(map(self._crew.name, present))} joins")
         for seat in present:
-            seat.actor.start.remote(self._order.nodes, self._rendezvous, self._order.agent)
+            seat.actor.start.remote(self._order.nodes, self._rendezvous)
         return {seat.actor.poll.remote(): seat for seat in present}
 
     def _take(self, seat: Seat, poll: Any) -> bool:

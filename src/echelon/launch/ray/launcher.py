@@ -32,7 +32,7 @@ from echelon.launch.ray.submission import (
     installs_packages,
     render_files,
 )
-from echelon.launch.sagemaker.source_bundle import build_wheel
+from echelon.launch.source_bundle import build_wheel
 from echelon.run.supervise.outcome import DONE, FAILED, STOPPED
 
 # The states of Ray Jobs; FAILED is any other exit code than 0.

@@ -23,15 +23,7 @@ _MAX_ENVIRONMENT, _MAX_VARIABLE = 100, 512
 _MAX_CHANNELS, _MAX_METRICS, _MAX_REGEX = 20, 40, 500
 _MAX_TAGS, _MAX_TAG_KEY, _MAX_TAG_VALUE = 50, 128, 256
 _MAX_SUBNETS, _MAX_GROUPS = 16, 5
-_MAX_DIRECTORY, _MAX_PARAMETERS = 4096, 20
-_PROFILER: dict[str, type] = {
-    "S3OutputPath": str,
-    "ProfilingIntervalInMilliseconds": int,
-    "ProfilingParameters": dict,
-    "DisableProfiler": bool,
-}
-_PROFILER_INTERVALS = (100, 200, 500, 1000, 5000, 60_000)
-_KINDS: dict[type, str] = {str: "text", int: "a whole number", dict: "a mapping", bool: "true or false"}
+_MAX_DIRECTORY = 4096
 _MAX_WORD, _MAX_ADDRESS, _MAX_IMAGE = 256, 1024, 255
 
 
@@ -56,7 +48,7 @@ def find_region(settings: SageMakerConfig) -> str:
 
 def check_settings(recipe: Recipe, machines: JobMachines, default_max_hours: float) -> None:
     """Raise ConfigError for the first invalid setting, with its key and a fix."""
-    check_addresses(recipe.launch.sagemaker)
+    _check_addresses(recipe.launch.sagemaker)
     _check_machines(recipe.launch, machines)
     _check_instance_groups(recipe.launch.sagemaker, machines)
     _check_engine(recipe, machines)
@@ -65,12 +57,11 @@ def check_settings(recipe: Recipe, machines: JobMachines, default_max_hours: flo
     for variable in recipe.launch.sagemaker.secrets.keys() & recipe.launch.env.keys():
         raise ConfigError(f"{variable} is both in launch.env and in {_KEY}.secrets; remove one.")
     _check_file_systems(recipe.launch.sagemaker)
-    _check_profiler(recipe.launch.sagemaker.profiler)
     _check_tracking(recipe)
     _check_files(recipe.checkpoint)
 
 
-def check_addresses(settings: SageMakerConfig) -> None:
+def _check_addresses(settings: SageMakerConfig) -> None:
     """Refuse a missing role, and addresses of AWS in a wrong form."""
     if settings.role is None:
         raise MissingSettingError(
@@ -129,8 +120,6 @@ def _check_instance_groups(settings: SageMakerConfig, machines: JobMachines) -> 
             f"{_KEY}.kms_key: some types in {_KEY}.instance_groups have local disks, for which SageMaker refuses a "
             "key, and some have volumes, which would stay without it; use types that are alike in this."
         )
-    if settings.sdk == "model_trainer" and settings.instance_groups:
-        raise ConfigError(f"{_KEY}.instance_groups is not supported by {_KEY}.sdk=model_trainer; use sdk: boto3.")
 
 
 def _check_engine(recipe: Recipe, machines: JobMachines) -> None:
@@ -173,12 +162,12 @@ def _check_times(recipe: Recipe, default_max_hours: float) -> None:
 def _check_network(recipe: Recipe) -> None:
     """Refuse half of a VPC, wrong ids, and what training cannot do without a network."""
     settings = recipe.launch.sagemaker
-    check_vpc(settings)
+    _check_vpc(settings)
     if settings.network_isolation:
         _check_isolation(recipe)
 
 
-def check_vpc(settings: SageMakerConfig) -> None:
+def _check_vpc(settings: SageMakerConfig) -> None:
     """Refuse half of a VPC, and wrong ids."""
     if bool(settings.subnets) != bool(settings.security_group_ids):
         missing = "security_group_ids" if settings.subnets else "subnets"
@@ -229,28 +218,6 @@ def _check_file_systems(settings: SageMakerConfig) -> None:
             )
 
 
-def _check_profiler(profiler: Mapping[str, Any]) -> None:
-    key = f"{_KEY}.profiler"
-    for name, value in profiler.items():
-        if name not in _PROFILER:
-            raise ConfigError(f"{key}.{name} is not a field of ProfilerConfig; the fields are {', '.join(_PROFILER)}.")
-        if not isinstance(value, _PROFILER[name]) or (_PROFILER[name] is int and isinstance(value, bool)):
-            raise ConfigError(f"{key}.{name}={value} must be {_KINDS[_PROFILER[name]]}.")
-    interval = profiler.get("ProfilingIntervalInMilliseconds")
-    if interval is not None and interval not in _PROFILER_INTERVALS:
-        raise ConfigError(
-            f"{key}.ProfilingIntervalInMilliseconds={interval}: SageMaker accepts "
-            f"{', '.join(map(str, _PROFILER_INTERVALS))}; use one of them."
-        )
-    if not str(profiler.get("S3OutputPath", "s3://bucket")).startswith("s3://"):
-        raise ConfigError(f"{key}.S3OutputPath={profiler['S3OutputPath']} must begin with s3://.")
-    parameters = profiler.get("ProfilingParameters", {})
-    if len(parameters) > _MAX_PARAMETERS or not all(isinstance(value, str) for value in parameters.values()):
-        raise ConfigError(
-            f"{key}.ProfilingParameters must have at most {_MAX_PARAMETERS} entries, each a text; quote numbers."
-        )
-
-
 def _check_tracking(recipe: Recipe) -> None:
     if "prometheus" in recipe.track:
         raise ConfigError(
@@ -293,7 +260,7 @@ def check_limits(request: Mapping[str, Any], recipe: Recipe) -> None:
     assert all(len(metric["Regex"]) <= _MAX_REGEX for metric in algorithm["MetricDefinitions"])
     _check_channels(request["InputDataConfig"], recipe.launch)
     _check_environment(request["Environment"])
-    check_tags(recipe.launch.sagemaker.tags)
+    _check_tags(recipe.launch.sagemaker.tags)
     experiment = request.get("MlflowConfig", {}).get("MlflowExperimentName", "-")
     if not 1 <= len(experiment) <= _MAX_WORD:
         raise ConfigError(f"mlflow.experiment has {len(experiment)} characters; use 1 to {_MAX_WORD}.")
@@ -322,7 +289,7 @@ def _check_environment(environment: Mapping[str, str]) -> None:
             )
 
 
-def check_tags(tags: Mapping[str, str]) -> None:
+def _check_tags(tags: Mapping[str, str]) -> None:
     """Refuse tags beyond the limits of the API."""
     if len(tags) > _MAX_TAGS:
         raise ConfigError(f"{_KEY}.tags has {len(tags)} entries; the limit is {_MAX_TAGS}.")

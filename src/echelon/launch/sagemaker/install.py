@@ -1,22 +1,21 @@
 """Installs the packages that echelon needs and a container's image lacks, with pip.
 
-Uses only the standard library, since it runs before anything is installed. The versions that pip chose are kept in the
-checkpoint folder, which SageMaker brings back at every start, so that a restart installs the same ones.
+It runs before anything is installed: requirements are read by `packaging`, which transformers brings, else by pip's
+copy of it. The versions that pip chose are kept in the checkpoint folder, which SageMaker brings back at every start,
+so that a restart installs the same ones. The image's torch is never replaced.
 """
 
 import importlib
 import importlib.metadata
 import importlib.util
 import json
-import os
-import platform
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,31 +30,10 @@ OPTIONAL = "# Training can do without these:"
 NO_INDEX = "--no-index"
 """The first line of the requirements if the wheels come with the job."""
 
-_NAME = r"[A-Za-z0-9][\w.-]*"
-_REQUIREMENT = re.compile(rf"({_NAME})(?:\[[^\]]*\])?((?:\s*(?:==|!=|<=|>=|<|>)\s*[\d.]+\s*,?)*)(?:;(.*))?")
-_BOUND = re.compile(r"(==|!=|<=|>=|<|>)\s*([\d.]+)")
-_CLAUSE = re.compile(r"\s*(\w+)\s*(==|!=|<=|>=|<|>)\s*(['\"])([^'\"]*)\3\s*")
-_PIN = re.compile(rf"({_NAME})==([\w.!+]+)")
-_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
-    "==": lambda here, bound: here == bound,
-    "!=": lambda here, bound: here != bound,
-    "<=": lambda here, bound: here <= bound,
-    ">=": lambda here, bound: here >= bound,
-    "<": lambda here, bound: here < bound,
-    ">": lambda here, bound: here > bound,
-}
+_PIN = re.compile(r"([A-Za-z0-9][\w.-]*)==([\w.!+]+)")
 _PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
-# The variables of environment markers (https://packaging.python.org/specifications/dependency-specifiers).
-_MARKERS = {
-    "sys_platform": sys.platform,
-    "platform_system": platform.system(),
-    "platform_machine": platform.machine(),
-    "os_name": os.name,
-    "implementation_name": sys.implementation.name,
-    "python_version": _PYTHON,
-    "python_full_version": platform.python_version(),
-}
 _MOST_PINS = 2000
+_NO_PIP = "its image has no pip; set launch.sagemaker.image to an image that has them, or has pip."
 
 # Where packets are dropped, as in a subnet without a NAT gateway, pip would wait for minutes with its own values.
 WARM_CACHE = Path("/opt/ml/sagemaker/warmpoolcache")
@@ -85,7 +63,6 @@ def install_missing(channel: Path, checkpoints: Path, env: Mapping[str, str]) ->
     needed = find_missing(lines[:end], pins)
     try:
         with _chosen_options(lines, channel.parent / "wheels") as options:
-            _check_obstacles(options)
             chosen = _install(missing, needed, options, pins, env)
     except _ObstacleError as obstacle:
         if needed:
@@ -97,41 +74,30 @@ def install_missing(channel: Path, checkpoints: Path, env: Mapping[str, str]) ->
 
 
 def find_missing(lines: Sequence[str], pins: Mapping[str, str] | None = None) -> list[str]:
-    """The requirements that apply here and are missing, have the wrong version, or can only be evaluated by pip.
+    """The requirements that apply here and are missing, or have the wrong version.
 
-    A vendor build such as 2.11.0a0+nv counts as that version, so that NVIDIA's torch is not replaced. With `pins`, by
-    `_plain_name`, also those whose version is another one than at the last start.
+    A vendor build such as 2.11.0a0+nv counts as that version. With `pins`, by `_plain_name`, also those whose version
+    is another one than at the last start. Raises LaunchError if there is nothing that reads requirements.
     """
-    wanted = [line.split(" #")[0].strip() for line in lines if line.strip() and not line.startswith(("#", "-"))]
+    wanted = [line for line in lines if line.strip() and not line.startswith(("#", "-"))]
     return [line for line in wanted if not _is_satisfied(line, pins or {})]
 
 
-def _is_satisfied(requirement: str, pins: Mapping[str, str]) -> bool:
-    if (match := _REQUIREMENT.fullmatch(requirement)) is None:
-        return False
-    if match[3] is not None and not _applies(match[3]):
+def _is_satisfied(line: str, pins: Mapping[str, str]) -> bool:
+    requirement = _import_parser("requirements").Requirement(line)
+    if requirement.marker is not None and not requirement.marker.evaluate():
         return True
-    installed = find_installed(match[1])
-    if installed is None or pins.get(_plain_name(match[1]), installed) != installed:
+    installed = find_installed(requirement.name)
+    if installed is None or pins.get(_plain_name(requirement.name), installed) != installed:
         return False
-    here = _release(installed)
-    return all(_COMPARISONS[sign](here, _release(bound)) for sign, bound in _BOUND.findall(match[2]))
+    return bool(requirement.specifier.contains(_import_parser("version").Version(installed).base_version))
 
 
-def _applies(marker: str) -> bool:
-    """Whether a requirement with this environment marker is for this Python; also if only pip can tell."""
-    for clause in marker.split(" and "):
-        match = _CLAUSE.fullmatch(clause)
-        if match is None or match[1] not in _MARKERS:
-            return True
-        here, bound = _MARKERS[match[1]], match[4]
-        if match[1].startswith("python_"):
-            applies = _COMPARISONS[match[2]](_release(here), _release(bound))
-        else:
-            applies = _COMPARISONS[match[2]](here, bound)
-        if not applies:
-            return False
-    return True
+def _import_parser(part: str) -> Any:
+    for package in ("packaging", "pip._vendor.packaging"):
+        with suppress(ImportError):
+            return importlib.import_module(f"{package}.{part}")
+    raise LaunchError(f"this container lacks packages that echelon needs, and {_NO_PIP}")
 
 
 def find_installed(name: str) -> str | None:
@@ -146,35 +112,24 @@ def _plain_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _release(version: str) -> list[int]:
-    """The numbers of a version without trailing zeros: 2.11 and 2.11.0+cu128 are the same."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    numbers = [int(part) for part in match[0].split(".")] if match else []
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return numbers
-
-
 @contextmanager
 def _chosen_options(lines: Sequence[str], wheels: Path) -> Iterator[list[str]]:
-    """The options of the requirements; with `--no-index` also the folders of wheels. Archives are unpacked."""
-    options = [line for line in lines if line.startswith("-")]
-    if NO_INDEX not in options:
-        yield options
-        return
-    with tempfile.TemporaryDirectory(prefix="wheels-") as unpacked:
-        for archive in sorted(wheels.rglob("*.zip")):
-            shutil.unpack_archive(archive, unpacked)
-        folders = sorted({path.parent for place in (wheels, Path(unpacked)) for path in place.rglob("*.whl")})
-        yield [*options, *(f"--find-links {folder}" for folder in folders)]
+    """The options of the requirements; with `--no-index` also the folders of wheels. Archives are unpacked.
 
-
-def _check_obstacles(options: Sequence[str]) -> None:
-    """Raise _ObstacleError if it is known that pip cannot install anything."""
+    Raises _ObstacleError if it is known that pip cannot install anything.
+    """
     if importlib.util.find_spec("pip") is None:
-        raise _ObstacleError("its image has no pip; set launch.sagemaker.image to an image that has them, or has pip.")
-    if NO_INDEX in options and not any(option.startswith("--find-links") for option in options):
-        raise _ObstacleError("there is no wheel in the channel wheels; check launch.sagemaker.wheels.")
+        raise _ObstacleError(_NO_PIP)
+    options = [line for line in lines if line.startswith("-")]
+    with tempfile.TemporaryDirectory(prefix="wheels-") as unpacked:
+        if NO_INDEX in options:
+            for archive in sorted(wheels.rglob("*.zip")):
+                shutil.unpack_archive(archive, unpacked)
+            folders = sorted({path.parent for place in (wheels, Path(unpacked)) for path in place.rglob("*.whl")})
+            if not folders:
+                raise _ObstacleError("there is no wheel in the channel wheels; check launch.sagemaker.wheels.")
+            options += [f"--find-links {folder}" for folder in folders]
+        yield options
 
 
 def _install(
@@ -185,22 +140,25 @@ def _install(
     If the versions of the last start cannot be installed, pip chooses others; if optional packages cannot, they are
     left out. Raises LaunchError if the `needed` ones cannot be installed, and _ObstacleError.
     """
-    known = f", with the versions of the last start (in {PINS})" if pins else ""
+    attempts: list[tuple[list[str], Mapping[str, str], str]] = []
+    known = ""
+    if pins:
+        known = f", with the versions of the last start (in {PINS})"
+        attempts.append((missing, pins, "the versions of the last start cannot be installed, so pip chooses others"))
+    if left_out := ", ".join(line for line in missing if line not in needed):
+        attempts.append((missing, {}, f"{left_out} cannot be installed, and training goes on without"))
     _say(f"pip install {' '.join(missing)}{known}")
-    chosen, cause = _run_pip(missing, options, pins, env)
-    if chosen is None and pins:
-        _say(f"the versions of the last start cannot be installed, so pip chooses others: {cause}")
-        chosen, cause = _run_pip(missing, options, {}, env)
-    if chosen is None and needed != missing:
-        left_out = [line for line in missing if line not in needed]
-        _say(f"{', '.join(left_out)} cannot be installed, and training goes on without: {cause}")
-        chosen, cause = _run_pip(needed, options, {}, env) if needed else ({}, "")
-    if chosen is None:
-        fix = "add them to launch.sagemaker.wheels" if NO_INDEX in options else "let the job reach a package index"
-        raise LaunchError(f"pip could not install {', '.join(needed)}: {cause}; use an image that has them, or {fix}.")
-    if chosen:
-        _say(f"installed {', '.join(f'{name} {version}' for name, version in sorted(chosen.items()))}")
-    return chosen
+    cause = ""
+    for wanted, versions, otherwise in [*attempts, (needed, {}, "")]:
+        chosen, cause = _run_pip(wanted, options, versions, env) if wanted else ({}, "")
+        if chosen:
+            _say(f"installed {', '.join(f'{name} {version}' for name, version in sorted(chosen.items()))}")
+        if chosen is not None:
+            return chosen
+        if otherwise:
+            _say(f"{otherwise}: {cause}")
+    fix = "add them to launch.sagemaker.wheels" if NO_INDEX in options else "let the job reach a package index"
+    raise LaunchError(f"pip could not install {', '.join(needed)}: {cause}; use an image that has them, or {fix}.")
 
 
 def _run_pip(
@@ -215,7 +173,9 @@ def _run_pip(
     with tempfile.TemporaryDirectory(prefix="pip-") as folder:
         requirements, constraints, report = (Path(folder, name) for name in ("wanted.txt", "pins.txt", "report.json"))
         requirements.write_text("\n".join([*options, *wanted]) + "\n", encoding="utf-8")
-        constraints.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()), encoding="utf-8")
+        image = {"torch": version} if (version := find_installed("torch")) else {}
+        fixed = "".join(f"{name}=={version}\n" for name, version in {**pins, **image}.items())
+        constraints.write_text(fixed, encoding="utf-8")
         argv = [sys.executable, "-m", "pip", "install", "--quiet", "--report", str(report), "-r", str(requirements)]
         pip = subprocess.run(
             [*argv, "-c", str(constraints)],

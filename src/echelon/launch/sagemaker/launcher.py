@@ -62,11 +62,8 @@ class SageMakerLauncher(RemoteLauncher):
         """The id is the job's name at SageMaker."""
         submission = build_submission(job)
         service = self._find_service(submission.region)
-        request = submission.request
-        if job.recipe.launch.sagemaker.sdk == "model_trainer":
-            request = service.merge_defaults(request)
         service.upload(submission.staging.uploads, job.recipe.launch.sagemaker.kms_key)
-        service.create(request)
+        service.create(submission.request)
         return _describe_place(job, submission)
 
     @override

@@ -16,8 +16,7 @@ from echelon.launch.sagemaker.checks import check_limits, check_settings, find_r
 from echelon.launch.sagemaker.distribution import apply_distribution
 from echelon.launch.sagemaker.enter import OLDEST_PYTHON
 from echelon.launch.sagemaker.request_patch import apply_patch, check_registry
-from echelon.launch.sagemaker.source_bundle import ENTRY, START
-from echelon.launch.sagemaker.staging import CHECKPOINT_DIR, Channel, Staging, run_dir, stage_job
+from echelon.launch.sagemaker.staging import CHECKPOINT_DIR, ENTRY, START, Channel, Staging, run_dir, stage_job
 from echelon.launch.shell import needs_shell
 from echelon.planner.hardware.gpu_check import check_image_devices
 from echelon.planner.hardware.instances import INSTANCES, efa_environment
@@ -214,15 +213,8 @@ def _optional_fields(recipe: Recipe) -> dict[str, Any]:
         fields["Tags"] = [{"Key": key, "Value": value} for key, value in settings.tags.items()]
     if settings.max_attempts > 1:
         fields["RetryStrategy"] = {"MaximumRetryAttempts": settings.max_attempts - 1}
-    if settings.profiler:
-        output = (
-            {}
-            if settings.profiler.get("DisableProfiler")
-            else {"S3OutputPath": f"{settings.bucket}/profiler/{recipe.run.name}"}
-        )
-        fields["ProfilerConfig"] = {**output, **settings.profiler}
-    if settings.remote_debug:
-        fields["RemoteDebugConfig"] = {"EnableRemoteDebug": True}
+    if isinstance(profiler := settings.patch.get("ProfilerConfig"), dict) and not profiler.get("DisableProfiler"):
+        fields["ProfilerConfig"] = {"S3OutputPath": f"{settings.bucket}/profiler/{recipe.run.name}"}
     if settings.mlflow_arn:
         fields["MlflowConfig"] = {
             "MlflowResourceArn": settings.mlflow_arn,
@@ -290,7 +282,6 @@ def _describe_internet(recipe: Recipe) -> list[str]:
 # PyTorch 2.13.0, Python 3.12, CUDA 13.3, NCCL 2.30.7, EFA 1.49: AWS Deep Learning Containers, changelog of 2026-07-20.
 _GPU_TAG = "2.13-cu133-amzn2023-sagemaker"
 _CPU_TAG = "2.13-cpu-amzn2023-sagemaker"
-_REPOSITORY = "pytorch"
 
 _ACCOUNT = "763104351884"
 _ACCOUNTS: Mapping[str, str] = read_table(Path(__file__).with_name("image_accounts.yaml"))
@@ -298,13 +289,9 @@ _ACCOUNTS: Mapping[str, str] = read_table(Path(__file__).with_name("image_accoun
 
 def find_image(region: str, has_gpus: bool) -> str:
     """The URI of AWS's PyTorch image in a region."""
-    return f"{find_registry(region)}/{_REPOSITORY}:{_GPU_TAG if has_gpus else _CPU_TAG}"
-
-
-def find_registry(region: str) -> str:
-    """The registry of AWS's Deep Learning Containers in a region."""
     domain = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
-    return f"{_ACCOUNTS.get(region, _ACCOUNT)}.dkr.ecr.{region}.{domain}"
+    registry = f"{_ACCOUNTS.get(region, _ACCOUNT)}.dkr.ecr.{region}.{domain}"
+    return f"{registry}/pytorch:{_GPU_TAG if has_gpus else _CPU_TAG}"
 
 
 # As in pyproject.toml.

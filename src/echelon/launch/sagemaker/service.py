@@ -6,8 +6,8 @@ boto3 handles credentials, `AWS_ENDPOINT_URL` and proxies.
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,6 @@ _WAITING = frozenset(
     {"Starting", "Pending", "LaunchingMLInstances", "PreparingTrainingStack", "Downloading",
      "DownloadingTrainingImage", "Interrupted", "Restarting"}
 )  # fmt: skip
-_ENDPOINT_STATES: dict[str, JobState] = {
-    "Creating": "queued", "InService": "running", "Updating": "running", "SystemUpdating": "running",
-    "RollingBack": "running", "Deleting": "running", "OutOfService": "stopped", "Failed": "failed",
-    "UpdateRollbackFailed": "failed",
-}  # fmt: skip
 _LOOK_SECONDS = 5.0
 # Lines of several machines arrive slightly out of order: this much is read again, and known lines are skipped.
 _OVERLAP_MILLISECONDS = 60_000
@@ -70,13 +65,6 @@ class Service:
                     s3.upload_file(str(upload.source), bucket, key, ExtraArgs=extra)
                 else:
                     s3.put_object(Bucket=bucket, Key=key, Body=upload.source(), **extra)
-
-    def merge_defaults(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The request completed by ModelTrainer; see `model_trainer`."""
-        from echelon.launch.sagemaker.model_trainer import merge_defaults
-
-        with explained("building the request with ModelTrainer"):
-            return merge_defaults(self._session, request)
 
     def create(self, request: Mapping[str, Any]) -> None:
         """Create the training job. If the answer is lost, the error says how to look for a job that may be running."""
@@ -137,76 +125,18 @@ class Service:
         with explained(f"stopping {name}"):
             self._client("sagemaker").stop_training_job(TrainingJobName=name)
 
-    def deploy(self, requests: Mapping[str, Mapping[str, Any]]) -> None:
-        """Send the requests, by operation, in order. If one is refused, what the others have created is deleted."""
-        sagemaker, done = self._client("sagemaker"), list[str]()
-        try:
-            for operation, request in requests.items():
-                with explained(f"the request {operation}"):
-                    getattr(sagemaker, operation)(**request)
-                done.append(operation)
-        except LaunchError:
-            for operation in reversed(done):
-                with suppress(LaunchError), explained(operation):
-                    self._delete(operation, requests[operation])
-            raise
-
-    def _delete(self, operation: str, request: Mapping[str, Any]) -> None:
-        """Delete what an operation has created; the first member of its request is the name."""
-        name = next(iter(request))
-        getattr(self._client("sagemaker"), operation.replace("create", "delete"))(**{name: request[name]})
-
-    def describe_endpoint(self, name: str) -> JobStatus:
-        """The status of an endpoint; `running` while it serves."""
-        from botocore.exceptions import ClientError
-
-        with explained(f"asking for {name}"):
-            try:
-                answer = self._client("sagemaker").describe_endpoint(EndpointName=name)
-            except ClientError as error:
-                if error.response.get("Error", {}).get("Code") in _UNKNOWN:
-                    return JobStatus("stopped", "deleted")
-                raise
-        words = (answer["EndpointStatus"], " ".join(answer.get("FailureReason", "").split()))
-        return JobStatus(_ENDPOINT_STATES.get(words[0], "unknown"), ": ".join(filter(None, words)))
-
-    def delete_endpoint(self, name: str) -> None:
-        """Delete an endpoint, its configuration and its model, which all have this name; those that are there."""
-        from botocore.exceptions import ClientError
-
-        sagemaker = self._client("sagemaker")
-        for delete, key in (
-            (sagemaker.delete_endpoint, "EndpointName"),
-            (sagemaker.delete_endpoint_config, "EndpointConfigName"),
-            (sagemaker.delete_model, "ModelName"),
-        ):
-            with explained(f"deleting the {key} {name}"):
-                try:
-                    delete(**{key: name})
-                except ClientError as error:
-                    if error.response.get("Error", {}).get("Code") not in _UNKNOWN:
-                        raise
-
-    def read_endpoint_log(self, name: str, follow: bool) -> Iterator[str]:
-        """Yield the lines of an endpoint's servers by time; with `follow`, also new lines until it is deleted."""
-        group = f"/aws/sagemaker/Endpoints/{name}"
-        yield from self._read_log(group, "", follow, lambda: self.describe_endpoint(name).state in FINAL_STATES)
-
     def read_log(self, name: str, follow: bool) -> Iterator[str]:
         """Yield the lines of all machines by time; with `follow`, also new lines until the job ends."""
-        yield from self._read_log(LOG_GROUP, f"{name}/", follow, lambda: self.describe(name).state in FINAL_STATES)
-
-    def _read_log(self, group: str, prefix: str, follow: bool, has_ended: Callable[[], bool]) -> Iterator[str]:
         logs = self._client("logs")
         seen: dict[str, int] = {}
         newest = 0
         while True:
-            ended = not follow or has_ended()
-            for event in _list_events(logs, group, prefix, max(0, newest - _OVERLAP_MILLISECONDS)):
+            ended = not follow or self.describe(name).state in FINAL_STATES
+            for event in _list_events(logs, name, max(0, newest - _OVERLAP_MILLISECONDS)):
                 if event["eventId"] not in seen:
                     seen[event["eventId"]] = event["timestamp"]
                     newest = max(newest, event["timestamp"])
-                    yield _render_event(event, prefix)
+                    yield _render_event(event, name)
             if ended:
                 return
             oldest = newest - 2 * _OVERLAP_MILLISECONDS
@@ -254,10 +184,10 @@ def _read_exit_code(state: JobState, reason: str) -> int | None:
     return {"done": DONE, "stopped": STOPPED}.get(state)
 
 
-def _list_events(logs: Any, group: str, prefix: str, start: int) -> Iterator[dict[str, Any]]:
-    with explained(f"reading the log {group} {prefix}".rstrip(" /")):
-        streams = {"logStreamNamePrefix": prefix} if prefix else {}
-        pages = logs.get_paginator("filter_log_events").paginate(logGroupName=group, startTime=start, **streams)
+def _list_events(logs: Any, name: str, start: int) -> Iterator[dict[str, Any]]:
+    with explained(f"reading the log {LOG_GROUP} {name}"):
+        streams = {"logGroupName": LOG_GROUP, "logStreamNamePrefix": f"{name}/"}
+        pages = logs.get_paginator("filter_log_events").paginate(startTime=start, **streams)
         try:
             for page in pages:
                 yield from page["events"]
@@ -265,14 +195,11 @@ def _list_events(logs: Any, group: str, prefix: str, start: int) -> Iterator[dic
             return  # nothing has been logged in this region yet
 
 
-def _render_event(event: Mapping[str, Any], prefix: str) -> str:
-    """A log line, after its host's name unless it is the first host. Streams are named JOB/algo-1-1700000000.
-
-    Those of an endpoint, which have no prefix, are named VARIANT/MACHINE, and are not told apart.
-    """
-    host = event["logStreamName"].removeprefix(prefix).rpartition("-")[0] if prefix else ""
+def _render_event(event: Mapping[str, Any], name: str) -> str:
+    """A log line, after its host's name unless it is the first host. Streams are named JOB/algo-1-1700000000."""
+    host = event["logStreamName"].removeprefix(f"{name}/").rpartition("-")[0]
     line = str(event["message"]).rstrip("\n")
-    return line if host in ("", "algo-1") else f"{host}  {line}"
+    return line if host == "algo-1" else f"{host}  {line}"
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Stage the inputs of a job: the files to upload, the channels that bring them, and the container's recipe.
+"""Stage the inputs of a job: the files to upload, the channels that bring them, the container's recipe and packages.
 
 The container sees a channel as `/opt/ml/input/data/CHANNEL`. Local files are uploaded below `BUCKET/jobs/JOB`.
 """
@@ -13,10 +13,13 @@ from typing import Any, Literal
 
 from echelon.ground.checksums import MANIFEST
 from echelon.ground.errors import ConfigError, MissingSettingError
+from echelon.ground.extras import EXTRAS
 from echelon.launch.job import JobSpec
-from echelon.launch.sagemaker import source_bundle as bundle
 from echelon.launch.sagemaker import wheels
-from echelon.launch.shell import needs_shell
+from echelon.launch.sagemaker.install import NO_INDEX, OPTIONAL
+from echelon.launch.shell import guard_setup, join_words, needs_shell
+from echelon.launch.source_bundle import CORE, HELPFUL, build_wheel, list_extras
+from echelon.planner.hardware.job_machines import find_machines
 from echelon.recipe import Recipe, SourceConfig
 from echelon.recipe.inputs import is_template
 from echelon.recipe.render import plain_value, recipe_mapping, render_recipe
@@ -25,6 +28,11 @@ from echelon.recipe.sagemaker_sections import FileSystemConfig
 DATA_DIR = PurePosixPath("/opt/ml/input/data")
 CHECKPOINT_DIR = PurePosixPath("/opt/ml/checkpoints")
 CODE_CHANNEL = "echelon"
+ENTRY = f"{DATA_DIR}/{CODE_CHANNEL}/enter.py"
+START = f"{DATA_DIR}/{CODE_CHANNEL}/start.sh"
+FAILURE = "/opt/ml/output/failure"
+# AWS's plugin, with which MLflow accepts the ARN of a SageMaker server as tracking URI.
+_MLFLOW_OF_SAGEMAKER = "sagemaker-mlflow>=0.1"
 _TEMPLATE = "chat_template.jinja"
 _MAX_ADDRESS = 1024
 # Excludes versions, as in `web-v1.2`, which are part of a folder's name.
@@ -69,7 +77,7 @@ class Staging:
         return "".join(f"{upload.shown} -> {upload.address}\n" for upload in self.uploads)
 
 
-def job_prefix(job: JobSpec) -> str:
+def _job_prefix(job: JobSpec) -> str:
     """The S3 prefix of a job's files. Raises ConfigError if the recipe sets no bucket."""
     if (bucket := job.recipe.launch.sagemaker.bucket) is None:
         raise MissingSettingError(
@@ -115,10 +123,39 @@ def stage_job(job: JobSpec, recipe: Recipe) -> Staging:
     if (arn := recipe.launch.sagemaker.mlflow_arn) is not None:
         plain.setdefault("mlflow", {})["tracking_uri"] = arn
     there = Recipe.model_validate(plain)
-    requirements = bundle.list_requirements(there)
+    requirements = list_requirements(there)
     stage.add_code(render_recipe(there), requirements)
     stage.add_wheels(requirements)
     return Staging(there, tuple(stage.channels.values()), tuple(stage.uploads))
+
+
+def list_requirements(recipe: Recipe) -> str:
+    """The recipe's requirements in the container, without torch, as the text of a requirements.txt."""
+    needed = [*CORE, *(name for extra in list_extras(recipe) for name in EXTRAS.get(extra, ()))]
+    if recipe.launch.sagemaker.mlflow_arn is not None:
+        needed.append(_MLFLOW_OF_SAGEMAKER)
+    # Without GPUs each start would ask the index for a package that has nothing to read.
+    readers = HELPFUL if find_machines(recipe.launch).weakest.gpus else ()
+    helpful = [*readers, *(name for extra in _list_helpful_extras(recipe) for name in EXTRAS[extra])]
+    options = [] if recipe.launch.sagemaker.wheels is None else [NO_INDEX]
+    return "".join(f"{line}\n" for line in dict.fromkeys([*options, *needed, OPTIONAL, *helpful]))
+
+
+def _list_helpful_extras(recipe: Recipe) -> Iterator[str]:
+    # A folder may contain compressed or columnar files, so every own source gets the readers.
+    if any(source.path != "python-stdlib" for source in (*recipe.data.train, *recipe.data.validation)):
+        yield "data"
+    # Its kernels are for layers that are not compiled, on GPUs.
+    if recipe.train.compile is False and find_machines(recipe.launch).weakest.gpus:
+        yield "liger"
+
+
+def render_start(setup: tuple[str, ...], python: str) -> str:
+    """A script that runs launch.setup and then `exec`s the entry point, since only process 1 gets signals.
+
+    A failing line becomes the job's FailureReason.
+    """
+    return "\n".join(["#!/bin/bash", *guard_setup(setup, FAILURE), f"exec {join_words([python, ENTRY])}"]) + "\n"
 
 
 @dataclass
@@ -130,7 +167,7 @@ class _Stage:
     uploads: list[Upload] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._prefix = job_prefix(self.job)
+        self._prefix = _job_prefix(self.job)
         self._settings = self.job.recipe.launch.sagemaker
         self.channels[CODE_CHANNEL] = Channel(CODE_CHANNEL, f"{self._prefix}/{CODE_CHANNEL}/", "File")
         for name, address in self._settings.channels.items():
@@ -144,11 +181,11 @@ class _Stage:
         made: list[tuple[str, str, Callable[[], bytes]]] = [
             ("recipe.yaml", "the recipe", recipe.encode),
             ("requirements.txt", "echelon's requirements without torch", requirements.encode),
-            ("enter.py", "the container's entry point", bundle.read_entry),
-            ("echelon.zip", "echelon's source", lambda: bundle.build_wheel()[1]),
+            ("enter.py", "the container's entry point", Path(__file__).with_name("enter.py").read_bytes),
+            ("echelon.zip", "echelon's source", lambda: build_wheel()[1]),
         ]
         if needs_shell(settings):
-            made.append(("start.sh", "launch.setup", bundle.render_start(settings.setup, settings.python).encode))
+            made.append(("start.sh", "launch.setup", render_start(settings.setup, settings.python).encode))
         self.uploads[:0] = [
             Upload(f"{self._prefix}/{CODE_CHANNEL}/{name}", make, f"({shown})") for name, shown, make in made
         ]

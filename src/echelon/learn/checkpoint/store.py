@@ -6,7 +6,10 @@ A checkpoint is written to a hidden folder next to its final path. When every ra
 
 import logging
 import math
+import os
+import shutil
 import time
+from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -16,13 +19,19 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
+from typing_extensions import override
 
 from echelon.ground.checksums import describe_files, find_faults, list_files
 from echelon.ground.errors import CheckpointError
 from echelon.ground.run_files import sweep_checkpoints
+from echelon.ground.stored import sync_path
 from echelon.learn.checkpoint.carrier import Carrier
 from echelon.learn.checkpoint.fill import fill_tensors, find_reason
 from echelon.learn.checkpoint.folder import (
@@ -32,13 +41,215 @@ from echelon.learn.checkpoint.folder import (
     prune,
     publish,
 )
-from echelon.learn.checkpoint.owners import find_owned
-from echelon.learn.checkpoint.rehearsal import rehearse_save
-from echelon.learn.checkpoint.retries import MAX_FAILURES, Retries
-from echelon.learn.checkpoint.stager import Stager
 from echelon.learn.distributed.objects import broadcast_object, gather_objects
 
 logger = logging.getLogger(__name__)
+
+
+def find_owned(tensors: Mapping[str, Any], group: dist.ProcessGroup) -> frozenset[str]:
+    """Return the names of the tensors that this rank copies and writes: its own, and its share of replicated ones.
+
+    Collective over `group`. Ranks that hold the same part of a tensor share the work: all of them under DDP, those of
+    the replicate axis under HSDP. DCP's planner, which also decides who writes, gives each part to the rank with the
+    fewest bytes so far. So a save of only these tensors writes the same files as a save of all. The plan depends on
+    names, shapes and dtypes only.
+
+    Args:
+        tensors: name to tensor or DTensor, as they will be saved; ranks may hold different names.
+    """
+    is_planner = dist.get_rank(group) == 0
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(tensors), is_coordinator=is_planner)
+    plans: list[SavePlan] | None = [SavePlan([])] * dist.get_world_size(group) if is_planner else None
+    dist.gather_object(planner.create_local_plan(), plans, group=group, group_dst=0)
+    shares = None
+    if plans is not None:
+        divided, _ = planner.create_global_plan(plans)
+        shares = [frozenset(item.index.fqn for item in plan.items) for plan in divided]
+    mine: list[frozenset[str]] = [frozenset()]
+    dist.scatter_object_list(mine, shares, group=group, group_src=0)
+    return mine[0]
+
+
+# In addition to the tensors: the checkpoint's index, headers and alignment, and other writes to the disk meanwhile.
+MARGIN_FRACTION = 0.05
+MARGIN_BYTES_PER_TENSOR = 4096
+
+_PROBE_BYTES = 4096
+
+
+def rehearse_save(folder: Path, sizes: Mapping[str, int], group: dist.ProcessGroup, is_here: bool = True) -> None:
+    """Perform the steps of a save with a small file per rank, and compare the free space with a checkpoint's size.
+
+    Collective over `group`. Each rank writes and flushes a file in one hidden folder; rank 0 renames and removes the
+    folder. Free space is that available to this user. A quota that the file system does not report is noticed only if
+    it is exhausted.
+
+    Args:
+        sizes: the size in bytes of each full tensor of which this rank holds at least a part, by name. A checkpoint
+            stores a name once, even if several ranks have it.
+        is_here: whether this rank's machine has the checkpoint folder.
+
+    Raises:
+        CheckpointError: the same on every rank; no files are left behind.
+    """
+    writing, final = folder / ".writing-probe", folder / ".removing-probe"
+    is_publisher = dist.get_rank(group) == 0
+    everyone: list[Mapping[str, int]] | None = [{}] * dist.get_world_size(group) if is_publisher else None
+    dist.gather_object(sizes, everyone, group=group, group_dst=0)
+
+    def write() -> None:
+        if not is_here:
+            return
+        writing.mkdir(exist_ok=True)
+        with (writing / f"rank-{dist.get_rank(group)}").open("wb") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def publish() -> None:
+        if is_publisher:
+            sync_path(writing)
+            writing.rename(final)
+            sync_path(folder)
+            _check_space(folder, dict(ChainMap(*map(dict, everyone or []))))
+
+    try:
+        for action in (write, publish):
+            for rank, reason in enumerate(gather_objects(_attempt(action), group)):
+                if reason is not None:
+                    raise CheckpointError(
+                        f"A checkpoint could not be saved to {folder}: rank {rank}: {reason}. Training has not "
+                        "started; free space or choose another run.dir, and run the same command again."
+                    )
+    finally:
+        if is_publisher:
+            for probe in (writing, final):
+                shutil.rmtree(probe, ignore_errors=True)
+        dist.barrier(group)  # no rank may start another rehearsal in a folder that is being removed
+
+
+def _attempt(action: Callable[[], None]) -> str | None:
+    """Return why the action failed, to be shared with all ranks; None if it succeeded."""
+    try:
+        action()
+    except OSError as error:
+        return str(error.strerror or error)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _check_space(folder: Path, sizes: Mapping[str, int]) -> None:
+    num_bytes = sum(sizes.values())
+    needed = round(num_bytes * (1 + MARGIN_FRACTION)) + len(sizes) * MARGIN_BYTES_PER_TENSOR
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(
+            f"a checkpoint needs about {num_bytes:,} bytes ({needed:,} with a margin), and {free:,} are free on this "
+            "disk"
+        )
+
+
+MAX_FAILURES = 3
+
+
+class Retries:
+    """Counts consecutive failed saves of one store: the first retry is 10 steps after the save began, the second 100.
+
+    No communication: every rank records the same results, and so gets the same answers.
+    """
+
+    def __init__(self) -> None:
+        self.began_at = 0
+        """Step of the newest save."""
+        self.num_failures = 0
+        self._look_at = 0
+        self._retry_at: int | None = None
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the newest save that has ended failed."""
+        return self._retry_at is not None
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the limit of consecutive failures is reached."""
+        return self.num_failures >= MAX_FAILURES
+
+    def is_due(self, step: int) -> bool:
+        """Whether a failed save must be retried after this step."""
+        return self._retry_at is not None and step >= self._retry_at
+
+    def begin(self, step: int) -> None:
+        """Record the start of a save."""
+        self.began_at, self._look_at, self._retry_at = step, step + 1, None
+
+    def end(self, failed: bool) -> None:
+        """Record the result of a save."""
+        self.num_failures = self.num_failures + 1 if failed else 0
+        if failed:
+            self._retry_at = self.began_at + 10**self.num_failures
+
+    def take_look(self, step: int) -> bool:
+        """Whether to check after this step if the pending save has ended: 1, 2, 4, 8... steps after it began."""
+        if step < self._look_at:
+            return False
+        self._look_at = step + (step - self.began_at)
+        return True
+
+
+_COPIERS = 4
+
+
+class Stager(BlockingAsyncStager):
+    """Copies the tensors of a save into the buffers of the previous save, which `save` waits for.
+
+    New buffers would take several times as long as the copy, because every page must first be allocated and cleared.
+    Without a GPU a few threads copy, since a single thread does not reach the memory bandwidth. With a GPU, torch's own
+    cache is pinned memory, the fastest target for device copies. Pinning takes seconds for every ten gigabytes, so
+    `prepare` does it in a thread.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(cache_staged_state_dict=True)
+        self._shapes: dict[str, Any] = {}
+        self._parts: list[BlockingAsyncStager] = []
+        self._allocated: Future[Any] | None = None
+
+    def prepare(self, tensors: Mapping[str, Any]) -> None:
+        """With a GPU, begin to allocate the buffers for these tensors; the first `stage` of the same ones uses them."""
+        if torch.cuda.is_available():
+            self._shapes = _describe(tensors)
+            allocator = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
+            self._allocated = allocator.submit(_state_dict_utils._create_cpu_state_dict, dict(tensors), pin_memory=True)
+            allocator.shutdown(wait=False)
+
+    @override
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        allocated, self._allocated = self._allocated, None
+        if allocated is not None:
+            self.state_dict_cache = allocated.result()
+        shapes = _describe(state_dict)
+        if shapes != self._shapes:
+            self._shapes, self._parts, self.state_dict_cache = shapes, [], None
+        return super().stage(state_dict) if torch.cuda.is_available() else self._copy(state_dict)
+
+    def _copy(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        names = list(state_dict)
+        shares = [{name: state_dict[name] for name in names[first::_COPIERS]} for first in range(_COPIERS)]
+        if not self._parts:
+            self._parts = [BlockingAsyncStager(cache_staged_state_dict=True) for _ in shares]
+            for part, share in zip(self._parts, shares, strict=True):
+                part.state_dict_cache = BlockingAsyncStager().stage(share)
+        with ThreadPoolExecutor(_COPIERS) as copiers:
+            copies = list(copiers.map(lambda part, share: part.stage(share), self._parts, shares))
+        return {name: copies[index % _COPIERS][name] for index, name in enumerate(names)}
+
+
+def _describe(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors.items()}
+
 
 # A verification that takes longer than this is logged.
 _LONG_SECONDS = 10.0

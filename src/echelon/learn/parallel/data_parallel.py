@@ -5,7 +5,7 @@ sum(loss) / (global number of targets), so ranks are summed and the loss rule is
 """
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +25,37 @@ from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.model.sharding import free_gradients
 from echelon.learn.objectives.outputs import ObjectiveModule
 from echelon.learn.parallel.expert import find_dispatches, find_experts
-from echelon.learn.parallel.gloo_scatter import ExchangeReduceScatter
 from echelon.learn.parallel.protocol import DataParallel, Undivided
 from echelon.learn.reduction import Buckets, build_reducer
 from echelon.planner.plan import ParallelPlan
+
+
+class ExchangeReduceScatter:
+    """Sends each rank its part of the gradient, and sums the parts received: (n-1)/n of the bytes over n ranks.
+
+    Gloo's own reduce-scatter is an all-reduce of the whole tensor, of which each rank keeps its part: twice the bytes.
+    Has the methods of torch's `ReduceScatter`, which `FSDPModule.set_custom_reduce_scatter` takes.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialised tensor, for the input or the output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        """Write this rank's part of the sum over ranks to `output_tensor` [part]; `input_tensor` is [ranks * part]."""
+        assert op == dist.ReduceOp.SUM, op
+        assert not async_op, "FSDP waits for reductions on a CPU"
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        torch.sum(received.view(group.size(), -1), dim=0, out=output_tensor.view(-1))
+
 
 # Rotary tables are equal on every rank; sending them before every forward would only cost. Renamed in torch 2.13.
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters

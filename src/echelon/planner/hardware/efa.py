@@ -45,7 +45,7 @@ def explain_no_efa(env: Mapping[str, str]) -> str | None:
     if not any((root / "dev/infiniband").glob("uverbs*")):
         return (
             f"this machine has EFA, but this container does not have its devices (/dev/infiniband), so {_TCP}; request "
-            "them (Kubernetes: launch.kubernetes.efa_per_node)"
+            "them (Kubernetes: launch.kubernetes.resources={vpc.amazonaws.com/efa: NUMBER})"
         )
     if find_plugin(env) is not None:
         return None

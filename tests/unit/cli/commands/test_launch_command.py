@@ -66,6 +66,11 @@ def silent_hub(monkeypatch, tmp_path):
             {"to": "slurm", "instance": "ml.p5.48xlarge"},
             "--instance ml.p5.48xlarge requires --to sagemaker, not slurm; remove one of them.",
         ),
+        (
+            {"to": "sagemaker-endpoint"},
+            "--to sagemaker-endpoint: echelon serves no models any more; export the run with `echelon export`, and "
+            "deploy it by AWS's own tools, as in docs/sagemaker.md#serving-a-model.",
+        ),
         ({"to": "torchrun", "hosts": ",,"}, "--hosts ',,' has no host; write it like --hosts a,b."),
         *(
             (
@@ -148,8 +153,10 @@ def test_a_dry_run_shows_the_job_and_all_missing_settings(tmp_path, monkeypatch,
 
 def test_a_wrong_setting_is_listed_with_the_missing_ones(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    wrong = ["launch.kubernetes.cpu=many", "launch.kubernetes.gpus_per_node=8"]
-    with pytest.raises(ConfigError, match=r"(?s)2 settings are not right:.* - .*image is not set.* - .*cpu='many' is"):
+    wrong = ["launch.kubernetes.resources={nvidia.com/gpu: 8}", "launch.kubernetes.gpus_per_node=8"]
+    with pytest.raises(
+        ConfigError, match=r"(?s)2 settings are not right:.* - .*image is not set.* - .*nvidia.com/gpu="
+    ):
         launch(ROOT / "recipes" / "pretrain-1.3b.yaml", wrong, dry_run=True, to="kubernetes")
 
 

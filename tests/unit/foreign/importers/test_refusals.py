@@ -232,20 +232,19 @@ def test_all_refused_keys_are_named_in_one_message(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "words"),
+    ("name", "text", "what", "why"),
     [
-        ("project.toml", '[project]\nname = "a"\n', "is TOML, but not of torchtitan, which has `flavor` in [model]."),
-        ("project.txt", '[project]\nname = "a"\n', "is TOML, but not of torchtitan, which has `flavor` in [model]."),
-        ("broken.toml", "[job\n", "is TOML, but not of torchtitan, which has `flavor` in [model]."),
+        ("8B.toml", '[model]\nflavor = "8B"\n', "TOML", "that format of torchtitan"),
+        ("8B.yaml", "loss: {_component_: torchtune.modules.loss.DPOLoss}\n", "a file of torchtune", "that tool"),
     ],
 )
 @pytest.mark.parametrize("options", [[], ["--from", "hf"]], ids=["detected", "named"])
-def test_a_file_of_an_unknown_tool_gets_one_sentence(tmp_path, name, text, words, options):
+def test_a_format_that_has_ended_gets_one_line(tmp_path, name, text, what, why, options):
     path = tmp_path / name
     path.write_text(text)
     answer = CliRunner().invoke(app, ["import", str(path), *options])
     assert isinstance(answer.exception, ConfigError)
     assert str(answer.exception) == (
-        f"{path} {words} Import reads files of Axolotl, Hugging Face (Trainer, TRL, PEFT), LLaMA-Factory, ms-swift, "
-        "torchtune and torchtitan; for other tools write a recipe, beginning with: echelon init"
+        f"{path} is {what}, which import does not read any more, because {why} has ended; write a recipe, beginning "
+        "with `echelon init`; docs/import.md#formats-that-have-ended lists its keys."
     )

@@ -21,9 +21,9 @@ def find_schema(kind: str) -> dict[str, Any]:
     return schema
 
 
-def list_faults(document: dict[str, Any], schema: str | None = None) -> list[str]:
-    """The violations of the schema of the document's kind, or of a file of `schemas/`."""
-    validator = Draft7Validator(find_schema(schema or document["kind"]), registry=REGISTRY)
+def list_faults(document: dict[str, Any]) -> list[str]:
+    """The violations of the schema of the document's kind."""
+    validator = Draft7Validator(find_schema(document["kind"]), registry=REGISTRY)
     return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]
 
 

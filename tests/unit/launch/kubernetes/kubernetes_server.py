@@ -22,8 +22,7 @@ from tests.unit.launch.kubernetes.kubernetes_schemas import list_faults
 TOKEN = "of-a-test"
 OBJECTS = re.compile(r"/(?:api/v1|apis/(?P<group>[^/]+)/[^/]+)/namespaces/(?P<namespace>[^/]+)/(?P<plural>[a-z]+)"
                      r"(?:/(?P<name>[^/]+)(?P<log>/log)?)?")  # fmt: skip
-KINDS = {"pytorchjobs": "PyTorchJob", "trainjobs": "TrainJob", "rayjobs": "RayJob", "configmaps": "ConfigMap",
-         "jobsets": "JobSet", "jobs": "Job", "mpijobs": "MPIJob"}  # fmt: skip
+KINDS = {"pytorchjobs": "PyTorchJob", "trainjobs": "TrainJob", "jobsets": "JobSet", "configmaps": "ConfigMap"}
 
 
 class StubCluster:

@@ -61,7 +61,7 @@ def ended(code: int) -> dict[str, Any]:
     return {"terminated": {"exitCode": code}}
 
 
-@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "jobset", "volcano", "mpijob", "rayjob"])
+@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "jobset"])
 def test_the_rendered_job_arrives_and_is_deleted(kind, cluster, tmp_path):
     record = submit(tmp_path, f"launch.kubernetes.kind={kind}")
     assert (record.id, record.place) == (f"default/{NAME}", {"kind": kind, "context": "here"})
@@ -83,9 +83,20 @@ def test_the_rendered_job_arrives_and_is_deleted(kind, cluster, tmp_path):
         KubernetesLauncher().cancel(record)
 
 
-def test_a_trainjob_of_another_version_is_refused_with_the_fix(cluster, tmp_path):
-    with pytest.raises(LaunchError, match=r"podSpecOverrides.*; if its Kubeflow Trainer is of another version, launch"):
-        submit(tmp_path, "launch.kubernetes.kind=trainjob-2.0")
+@pytest.mark.parametrize(
+    ("kind", "patch", "said"),
+    [
+        (
+            "trainjob",
+            "patch={spec: {podSpecOverrides: []}}",
+            r"podSpecOverrides.*; with a Kubeflow Trainer before 2\.3 use",
+        ),
+        ("jobset", "pod_patch={spec: {affinity: {nodeAfinity: {}}}}", r"refused the request \(4\d\d\): .*nodeAfinity"),
+    ],
+)
+def test_an_unknown_field_is_refused_by_the_cluster(kind, patch, said, cluster, tmp_path):
+    with pytest.raises(LaunchError, match=said):
+        submit(tmp_path, f"launch.kubernetes.kind={kind}", f"launch.kubernetes.{patch}")
 
 
 def test_a_job_without_its_recipe_is_removed(cluster, tmp_path):
@@ -149,70 +160,6 @@ def test_states(conditions, pods, expected, cluster, tmp_path):
     cluster.pods = pods
     status = KubernetesLauncher().status(record)
     assert (status.state, status.detail, status.exit_code) == expected
-
-
-FAILURE = "Job entrypoint command failed with exit code {}, last available logs (truncated): echelon: no text"
-
-
-@pytest.mark.parametrize(
-    ("deployed", "ray", "message", "expected"),
-    [
-        ("Initializing", "", "", ("queued", None)),
-        ("Suspended", "", "", ("queued", None)),
-        ("Complete", "SUCCEEDED", "", ("done", 0)),
-        ("Complete", "STOPPED", "", ("stopped", 3)),
-        ("Failed", "FAILED", FAILURE.format(2), ("failed", 2)),
-        ("Failed", "FAILED", FAILURE.format(3), ("stopped", 3)),
-        ("Failed", "RUNNING", "lost", ("failed", 1)),
-    ],
-)
-def test_states_of_a_rayjob(deployed, ray, message, expected, cluster, tmp_path):
-    """The states and messages of KubeRay's `RayJobStatus`."""
-    record = submit(tmp_path, "launch.kubernetes.kind=rayjob")
-    reason = "AppFailed" if deployed == "Failed" else ""
-    told = {"jobDeploymentStatus": deployed, "jobStatus": ray, "message": message, "reason": reason}
-    cluster.objects["rayjobs", "default", NAME]["status"] = told
-    status = KubernetesLauncher().status(record)
-    assert (status.state, status.exit_code) == expected
-    assert " ".join(message.split()) in status.detail
-
-
-@pytest.mark.parametrize(
-    ("phase", "codes", "expected"),
-    [
-        ("Pending", (), ("queued", None)),
-        ("Restarting", (), ("queued", None)),
-        ("Running", (None,), ("running", None)),
-        ("Completed", (0, 0), ("done", 0)),
-        ("Terminated", (2, 2), ("failed", 2)),
-        ("Failed", (3, 3), ("stopped", 3)),
-        ("Aborted", (), ("failed", 1)),
-    ],
-)
-def test_states_of_a_job_of_volcano(phase, codes, expected, cluster, tmp_path):
-    """The phases of Volcano's `JobState`, and its labels of pods."""
-    record = submit(tmp_path, "launch.kubernetes.kind=volcano")
-    cluster.objects["jobs", "default", NAME]["status"] = {"state": {"phase": phase}, "conditions": [{"status": phase}]}
-    labels = {"volcano.sh/job-name": NAME}
-    cluster.pods = [
-        {
-            "metadata": {"name": f"{NAME}-node-{index}", "labels": labels | {"volcano.sh/task-index": str(index)}},
-            "status": {"containerStatuses": [{"name": "node", "state": RUNS if code is None else ended(code)}]},
-        }
-        for index, code in enumerate(codes)
-    ]
-    status = KubernetesLauncher().status(record)
-    assert (status.state, status.exit_code) == expected
-
-
-def test_the_output_of_an_mpijob_is_that_of_its_launcher(cluster, tmp_path):
-    record = submit(tmp_path, "launch.kubernetes.kind=mpijob")
-    cluster.pods = [pod("worker", 0, RUNS), pod("launcher", 0, RUNS)]
-    for each in cluster.pods:
-        each["status"]["containerStatuses"][0]["name"] = "mpi"
-    cluster.logs = {f"{NAME}-launcher-0": "of all ranks", f"{NAME}-worker-0": "sshd"}
-    lines = list(KubernetesLauncher().logs(record, False))
-    assert lines == [f"--- {NAME}-launcher-0", "of all ranks", f"--- {NAME}-worker-0", "sshd"]
 
 
 def test_a_deleted_job_still_saves(cluster, tmp_path):

@@ -73,16 +73,6 @@ def test_output_and_exit_code_arrive(folder):
     assert lines == [f"arguments: {words}; threads: "]
 
 
-def test_the_script_may_be_elsewhere(folder, tmp_path, monkeypatch):
-    (tmp_path / "other").mkdir()
-    monkeypatch.chdir(tmp_path / "other")
-    machine = Machine()
-    machine.start("1", "10.0.0.1:2000", str(folder / "agent.sh"))
-    await_file(folder / "training.pid")
-    (folder / "finish").write_text("0")
-    assert finish(machine, []) == 0
-
-
 def test_a_stop_lets_the_agent_save(folder):
     machine, lines = Machine(), []
     machine.start("2", "10.0.0.1:2000")

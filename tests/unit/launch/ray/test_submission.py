@@ -13,7 +13,7 @@ from echelon.launch.job import JobRecord
 from echelon.launch.job_checks import refuse_secrets
 from echelon.launch.ray.launcher import RayLauncher, find_last_words
 from echelon.launch.records import make_job, submit_job
-from echelon.launch.sagemaker.source_bundle import build_wheel
+from echelon.launch.source_bundle import build_wheel
 from echelon.recipe.load import parse_recipe
 from tests.unit.recipe_samples import DEMO
 
@@ -34,7 +34,7 @@ def test_one_bundle_per_machine_with_its_gpus():
     request, order, _ = render("launch.ray.cpus_per_node=12", "launch.ray.resources={my_rack: 0.5}")
     assert order == {
         "fewest": 2, "most": 2, "bundle": {"CPU": 12.0, "GPU": 8.0, "my_rack": 0.5}, "labels": {},
-        "wait_seconds": 600.0, "max_restarts": 3, "agent": "agent.sh",
+        "wait_seconds": 600.0, "max_restarts": 3,
     }  # fmt: skip
     assert request["submission_id"] == "demo-20300102-030405"
     assert request["runtime_env"]["working_dir"] == "/shared/work/jobs/demo-20300102-030405"

@@ -18,7 +18,7 @@ import yaml
 from echelon.ground.checksums import write_manifest
 from echelon.ground.errors import ConfigError, LaunchError
 from echelon.launch.sagemaker import container, enter
-from echelon.launch.sagemaker import source_bundle as bundle
+from echelon.launch.source_bundle import PACKAGE
 from echelon.learn.checkpoint.folder import Checkpoint, remove
 from echelon.recipe.load import load_recipe
 from echelon.run.folder.run_folder import RunFolder
@@ -353,7 +353,7 @@ def pack(base, version):
     with zipfile.ZipFile(channel / "echelon.zip", "w") as archive:
         archive.writestr("echelon/__init__.py", f'__version__ = "{version}"\n')
         for name in (*parts, "launch/sagemaker/install.py"):
-            archive.writestr(f"echelon/{name}", (bundle.PACKAGE / name).read_bytes())
+            archive.writestr(f"echelon/{name}", (PACKAGE / name).read_bytes())
     return channel
 
 

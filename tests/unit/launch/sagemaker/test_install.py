@@ -10,12 +10,10 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
 from echelon.ground.errors import LaunchError
-from echelon.ground.extras import EXTRAS
 from echelon.launch.sagemaker import install as installing
-from echelon.launch.sagemaker.source_bundle import CORE, HELPFUL
+from echelon.launch.source_bundle import CORE, HELPFUL
 
 SOURCE = str(Path(installing.__file__).parents[3])
 INSTALL = """
@@ -88,27 +86,38 @@ def index(tmp_path):
     server.server_close()
 
 
-@pytest.mark.parametrize("installed", ["2.0", "0.9.1", "5.20.1", "3.17", "99.1", "0.19.9"])
-def test_what_is_missing_is_what_packaging_says(installed, monkeypatch):
-    """All requirements that echelon sends, against the reference implementation."""
-    monkeypatch.setattr(installing, "find_installed", lambda name: installed)
-    lines = list(dict.fromkeys([*CORE, *HELPFUL, *(name for names in EXTRAS.values() for name in names)]))
-    lines += ["one>=1; sys_platform == 'win32'", "two<2; python_version >= '3.9' and sys_platform != 'win32'"]
-    lines += ["three>=90; python_version < '3.2'", "four==2; platform_system == 'Linux'"]
-    wanted = [Requirement(line) for line in lines]
-    apply = [each for each in wanted if each.marker is None or each.marker.evaluate()]
-    wrong = {str(each) for each in apply if not each.specifier.contains(installed, prereleases=True)}
-    assert {str(Requirement(line)) for line in installing.find_missing(lines)} == wrong
-
-
-def test_what_only_pip_understands_is_left_to_pip(monkeypatch):
-    here = {"torch": "2.11.0a0+nv25", "pyyaml": "6.0.2", "numpy": "2.0"}
+@pytest.mark.parametrize("without", [[], ["packaging"]], ids=["packaging", "its copy in pip"])
+def test_what_is_missing_is_what_the_versions_say(monkeypatch, without):
+    for name in without:
+        monkeypatch.setitem(sys.modules, name, None)
+        for part in ("requirements", "version"):
+            monkeypatch.setitem(sys.modules, f"{name}.{part}", None)
+    here = {"torch": "2.11.0a0+nv25", "pyyaml": "6.0.2", "numpy": "2.0", "transformers": "5.18.0.dev0"}
     monkeypatch.setattr(installing, "find_installed", lambda name: here.get(name.lower()))
     lines = ["# needed", "", "--extra-index-url https://example.org", "torch>=2.11,<2.14", "PyYAML>=6", "numpy==2.0.0"]
-    assert installing.find_missing([*lines, "torch; sys_platform == 'linux'"]) == []
-    more = ["numpy<2", "fsspec[s3]>=2024.6", "numpy @ https://example.org/numpy.whl", "jax>=1; extra == 'x'"]
+    lines += ["transformers>=5.17,<6", "one>=1; sys_platform == 'win32'", "two; python_version < '3.2'"]
+    assert installing.find_missing(lines) == []
+    more = ["numpy<2", "fsspec[s3]>=2024.6", "four==2; python_version >= '3.9' and sys_platform != 'win32'"]
     assert installing.find_missing([*lines, *more]) == more
     assert installing.find_missing(lines, {"numpy": "1.9", "other": "3"}) == ["numpy==2.0.0"]
+
+
+def test_an_image_that_cannot_read_requirements_is_named(monkeypatch):
+    for name in ("packaging", "pip"):
+        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.delitem(sys.modules, f"{name}.requirements", raising=False)
+        for each in [each for each in sys.modules if each.startswith(f"{name}.")]:
+            monkeypatch.delitem(sys.modules, each)
+    with pytest.raises(LaunchError, match="lacks packages that echelon needs, and its image has no pip; set launch"):
+        installing.find_missing(["numpy>=1"])
+
+
+@pytest.mark.slow
+def test_the_torch_of_the_image_is_not_replaced(started, index, tmp_path, monkeypatch):
+    build_wheel(tmp_path / "index" / "torch", "torch", "99.0")
+    build_wheel(tmp_path / "index" / "gadget", "gadget", "1.0", ["torch>=99"])
+    code, log, packages = started.start("gadget>=1\n", **index)
+    assert code == 1 and packages == {} and "pip could not install gadget>=1: " in log
 
 
 def test_without_missing_packages_neither_pip_nor_network_is_used(started, tmp_path):

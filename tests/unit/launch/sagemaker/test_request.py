@@ -1,27 +1,19 @@
 """The request to SageMaker, compared byte for byte and with the API's model; and what is refused before."""
 
-import io
 import json
-import os
 import re
 import subprocess
 import sys
 import tomllib
-import zipfile
-from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import botocore.session
 import pytest
 import yaml
-from packaging.requirements import Requirement
 
-from echelon import __version__
 from echelon.ground.errors import ConfigError, DataError
-from echelon.ground.extras import EXTRAS
 from echelon.launch.job_checks import check_job, settle_instance
 from echelon.launch.packages import describe_packages
-from echelon.launch.sagemaker import source_bundle as bundle
 from echelon.launch.sagemaker.install import OPTIONAL
 from echelon.launch.sagemaker.launcher import SageMakerLauncher
 from echelon.launch.sagemaker.request import (
@@ -33,6 +25,8 @@ from echelon.launch.sagemaker.request import (
     find_image,
 )
 from echelon.launch.sagemaker.request_patch import MEMBERS, OWNED
+from echelon.launch.sagemaker.staging import ENTRY, START, list_requirements
+from echelon.launch.source_bundle import CORE, HELPFUL
 from echelon.launch.targets import find_launcher
 from echelon.planner.hardware.instances import INSTANCES
 from echelon.run.journal.console import render_evaluation, render_step
@@ -42,7 +36,6 @@ from tests.unit.recipe_samples import load_text
 GOLDEN = Path(__file__).parents[1] / "golden" / "sagemaker"
 ECR = "111122223333.dkr.ecr.us-west-2.amazonaws.com"
 ROLE = "arn:aws:iam::111122223333:role/train"
-FOR_DEVELOPERS = {"test", "slow", "site", "lint", "release"}
 MLFLOW = "arn:aws:sagemaker:us-west-2:111122223333:mlflow-tracking-server/ours"
 
 CASES = {
@@ -69,7 +62,7 @@ CASES = {
     "warm-and-tracked": (
         "launch.nproc_per_node=2",
         "launch.sagemaker.keep_alive_seconds=1800",
-        "launch.sagemaker.remote_debug=true",
+        "launch.sagemaker.patch={RemoteDebugConfig: {EnableRemoteDebug: true}}",
         "launch.sagemaker.input_mode=FastFile",
         "launch.sagemaker.image=111122223333.dkr.ecr.us-west-2.amazonaws.com/ours:1",
         "launch.sagemaker.checkpoint_uri=s3://other/runs/small",
@@ -89,7 +82,8 @@ CASES = {
         "launch.sagemaker.security_group_ids=[sg-0abc]",
         "launch.sagemaker.file_systems=[{channel: text, type: FSxLustre, id: fs-0123456789abcdef0, path: /fsx/text}, "
         "{channel: home, type: EFS, id: fs-0a1b2c3d, path: /, writable: true}]",
-        "launch.sagemaker.profiler={ProfilingIntervalInMilliseconds: 500, ProfilingParameters: {a: '1'}}",
+        "launch.sagemaker.patch={ProfilerConfig: {ProfilingIntervalInMilliseconds: 500, "
+        "ProfilingParameters: {a: '1'}}}",
         "data.train=/opt/ml/input/data/text/en",
     ),
 }
@@ -126,15 +120,11 @@ def test_the_request_is_valid_for_the_api(tmp_path, name):
         ("file_systems=[{channel: t, type: FSxLustre, id: fs-0a1b2c3d, path: /}]", "needs its mount name"),
         ("file_systems=[{channel: a b, type: EFS, id: fs-0a1b2c3d, path: /}]", "file_systems.0: use 1 to 64 letters"),
         ("file_systems=[{channel: echelon, type: EFS, id: fs-0a1b2c3d, path: /}]", "already has a channel echelon"),
-        ("profiler={Interval: 5}", "profiler.Interval is not a field of ProfilerConfig"),
-        ("profiler={DisableProfiler: 1}", "profiler.DisableProfiler=1 must be true or false"),
-        ("profiler={ProfilingIntervalInMilliseconds: true}", "must be a whole number"),
-        ("profiler={ProfilingIntervalInMilliseconds: 50}", "SageMaker accepts 100, 200"),
-        ("profiler={S3OutputPath: bucket}", "must begin with s3://"),
-        ("profiler={ProfilingParameters: {a: 1}}", "each a text; quote numbers"),
+        ("patch={ProfilerConfig: {Interval: 5}}", "Unknown parameter in ProfilerConfig"),
+        ("patch={ProfilerConfig: 5}", "Invalid type for parameter ProfilerConfig"),
     ],
 )
-def test_invalid_file_systems_and_profilers_are_refused(tmp_path, override, said):
+def test_invalid_file_systems_and_members_are_refused(tmp_path, override, said):
     vpc = ("launch.sagemaker.subnets=[subnet-0abc]", "launch.sagemaker.security_group_ids=[sg-0abc]")
     changes = [f"launch.sagemaker.{each}" for each in override.split(";")]
     if "launch.sagemaker.subnets=[]" in changes:
@@ -246,7 +236,8 @@ def test_the_members_of_a_patch_are_those_of_the_api():
 
 
 def test_a_disabled_profiler_writes_nothing(tmp_path):
-    request = build_submission(make_job(tmp_path, "launch.sagemaker.profiler={DisableProfiler: true}")).request
+    job = make_job(tmp_path, "launch.sagemaker.patch={ProfilerConfig: {DisableProfiler: true}}")
+    request = build_submission(job).request
     assert request["ProfilerConfig"] == {"DisableProfiler": True}
 
 
@@ -325,46 +316,6 @@ def read_metrics(line: str) -> dict[str, float]:
     return {name: float(match[1]) for name, match in found.items() if match}
 
 
-def test_the_container_gets_echelon_itself_and_what_it_needs():
-    name, wheel = bundle.build_wheel()
-    with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
-        names = archive.namelist()
-        assert archive.read("echelon/launch/job.py") == (bundle.PACKAGE / "launch" / "job.py").read_bytes()
-    assert "echelon/__init__.py" in names and not any("__pycache__" in name for name in names)
-    bundle.build_wheel.cache_clear()
-    assert bundle.build_wheel() == (name, wheel)
-
-
-def test_pip_installs_the_wheel_of_a_job(tmp_path):
-    name, wheel = bundle.build_wheel()
-    (tmp_path / name).write_bytes(wheel)
-    pip = [sys.executable, "-m", "pip", "--isolated", "--disable-pip-version-check", "install", "--quiet", "--no-index"]
-    subprocess.run([*pip, "--no-deps", "--target", str(tmp_path / "site"), str(tmp_path / name)], check=True)
-    [info] = (tmp_path / "site").glob("*.dist-info")
-    found = PathDistribution(info)
-    assert found.version == __version__ and found.entry_points["echelon"].value == "echelon.cli.main:main"
-    project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [Requirement(line) for line in found.requires or ()]
-    for extra in ("", *EXTRAS):
-        lines = [*project["dependencies"], *project["optional-dependencies"].get(extra, ())]
-        chosen = [each for each in wanted if each.marker is None or each.marker.evaluate({"extra": extra})]
-        assert {(each.name, each.specifier) for each in chosen} == {
-            (each.name, each.specifier) for each in map(Requirement, lines)
-        }
-    env = {"PYTHONPATH": str(tmp_path / "site"), "PATH": os.environ["PATH"]}
-    command = [sys.executable, "-P", "-m", "echelon", "--version"]
-    assert subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True).stdout == (
-        f"echelon {__version__}\n"
-    )
-
-
-def test_requirements_equal_those_of_the_project():
-    project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert [bundle.TORCH, *bundle.CORE, *bundle.HELPFUL] == project["dependencies"]
-    extras = {extra: tuple(names) for extra, names in project["optional-dependencies"].items()}
-    assert {extra: names for extra, names in extras.items() if extra not in FOR_DEVELOPERS} == EXTRAS
-
-
 def test_requirements_follow_the_recipe(tmp_path):
     text = RECIPE.replace("config: {model_type: llama, hidden_size: 64}", "checkpoint: some/model")
     job = make_job(tmp_path, "adapter.method=qlora", "track=[wandb]", "checkpoint.remote=s3://b/run", text=text)
@@ -372,16 +323,16 @@ def test_requirements_follow_the_recipe(tmp_path):
     lines = next(each for each in staging.uploads if each.address.endswith("requirements.txt")).source().decode()
     assert {"peft>=0.20", "bitsandbytes>=0.49", "wandb>=0.31,<1", "s3fs>=2024.6"} <= set(lines.splitlines())
     assert "torch" not in [re.split(r"[^\w-]", line)[0] for line in lines.splitlines()]
-    plain = bundle.list_requirements(make_job(tmp_path, "data.train=python-stdlib").recipe)
-    assert plain.splitlines() == [*bundle.CORE, OPTIONAL, *bundle.HELPFUL]
+    plain = list_requirements(make_job(tmp_path, "data.train=python-stdlib").recipe)
+    assert plain.splitlines() == [*CORE, OPTIONAL, *HELPFUL]
     on_cpus = make_job(tmp_path, "data.train=python-stdlib", "launch.sagemaker.instance_type=ml.m5.4xlarge").recipe
-    assert bundle.list_requirements(on_cpus).splitlines() == [*bundle.CORE, OPTIONAL], "they have no GPU to read"
+    assert list_requirements(on_cpus).splitlines() == [*CORE, OPTIONAL], "they have no GPU to read"
 
 
 def test_the_container_installs_what_an_engine_or_a_precision_needs(tmp_path):
     def ask(*overrides: str) -> tuple[list[str], list[str]]:
         job = make_job(tmp_path, *overrides)
-        return bundle.list_requirements(job.recipe).splitlines(), describe_packages(job.recipe)
+        return list_requirements(job.recipe).splitlines(), describe_packages(job.recipe)
 
     fp8 = ("train.precision=fp8", "launch.sagemaker.instance_type=ml.p5.48xlarge")
     assert "torchao>=0.16" in ask(*fp8)[0]
@@ -448,7 +399,7 @@ def test_an_image_for_other_machines_is_refused(tmp_path, instance, image, said)
 def test_user_text_is_never_interpreted(tmp_path):
     job = make_job(tmp_path, 'launch.setup=["printf \'%s\' \\"$X\\""]', "launch.python=/opt/my env/bin/python")
     submission = build_submission(job)
-    assert submission.request["AlgorithmSpecification"]["ContainerEntrypoint"] == ["bash", bundle.START]
+    assert submission.request["AlgorithmSpecification"]["ContainerEntrypoint"] == ["bash", START]
     script = next(each for each in submission.staging.uploads if each.address.endswith("start.sh")).source().decode()
     here = tmp_path / "my env" / "python"
     here.parent.mkdir()
@@ -458,7 +409,7 @@ def test_user_text_is_never_interpreted(tmp_path):
         ["bash", "-c", script.replace("/opt/my env/bin/python", str(here))],
         env={"X": "a  'b' $c"}, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert ran.stdout == f"a  'b' $c 1 {bundle.ENTRY}\n"
+    assert ran.stdout == f"a  'b' $c 1 {ENTRY}\n"
 
 
 def test_a_template_in_the_recipe_is_sent_with_it(tmp_path):

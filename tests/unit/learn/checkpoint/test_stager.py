@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint import staging
 
-from echelon.learn.checkpoint.stager import Stager
-from echelon.learn.checkpoint.store import CheckpointStore
+from echelon.learn.checkpoint.store import CheckpointStore, Stager
 
 
 class Allocations:

@@ -17,7 +17,7 @@ import echelon
 from echelon.ground.errors import ConfigError
 from echelon.ground.variables import AskedGpus, asked_environment, find_asked_gpus
 from echelon.launch.sagemaker import enter
-from echelon.launch.sagemaker.source_bundle import build_wheel
+from echelon.launch.source_bundle import build_wheel
 from echelon.planner.hardware.gpu_check import check_image_devices, find_compat
 from echelon.planner.hardware.job_machines import count_asked_gpus
 from echelon.recipe import LaunchConfig

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from echelon.planner.hardware.interfaces import InterfaceBytes, read_interfaces, subtract_interfaces
+from echelon.run.journal.network import InterfaceBytes, read_interfaces, subtract_interfaces
 
 NET_DEV = """\
 Inter-|   Receive |  Transmit

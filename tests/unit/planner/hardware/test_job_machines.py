@@ -90,7 +90,6 @@ def test_different_numbers_of_gpus_need_a_number_of_processes(tmp_path):
         ),
         (("ml.g5.12xlarge",), ("launch.sagemaker.instance_type=ml.g5.12xlarge",), "instance_groups are both set"),
         (("ml.m5.xlarge",) * 6, (), "instance_groups"),
-        (("ml.g5.12xlarge",), ("launch.sagemaker.sdk=model_trainer",), "not supported by launch.sagemaker.sdk"),
         (("ml.m5.xlarge", "ml.g5.xlarge"), ("launch.nproc_per_node=1",), "group-0 (ml.m5.xlarge) has no GPUs"),
         (
             ("ml.p3.8xlarge", "ml.g5.12xlarge"),

@@ -189,7 +189,7 @@ def test_the_training_thread_does_not_draw(tmp_path, monkeypatch):
 
     from rich.console import Console
 
-    from echelon.run.journal.progress_bar import ProgressBar
+    from echelon.run.journal.journal import ProgressBar
 
     drawn = []
     monkeypatch.setattr(ProgressBar, "_render", lambda self: drawn.append(time.monotonic()) or "")

@@ -1,26 +1,18 @@
-"""What a job brings of echelon: its wheel and requirements, and for SageMaker's container the entry point."""
+"""What a job brings of echelon: its wheel, and the extras that its recipe needs."""
 
 import base64
 import hashlib
 import io
 import re
 import zipfile
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 from echelon.ground.extras import EXTRAS
-from echelon.launch.sagemaker.install import NO_INDEX, OPTIONAL
-from echelon.launch.shell import guard_setup, join_words
-from echelon.planner.hardware.job_machines import find_machines
 from echelon.recipe import Recipe
 from echelon.recipe.engines import ENGINES
 
-PACKAGE = Path(__file__).parents[2]
-ENTRY = "/opt/ml/input/data/echelon/enter.py"
-START = "/opt/ml/input/data/echelon/start.sh"
-FAILURE = "/opt/ml/output/failure"
-
+PACKAGE = Path(__file__).parents[1]
 DISTRIBUTION = "echelon"
 TORCH = "torch>=2.11,<2.14"
 # As in pyproject.toml, without torch: an image has the build that fits its drivers.
@@ -29,21 +21,7 @@ CORE = (
     "pydantic>=2.12,<3", "pyyaml>=6", "fsspec>=2024.6", "typer>=0.26", "rich>=13",
 )  # fmt: skip
 HELPFUL = ("nvidia-ml-py>=12; sys_platform == 'linux'",)  # reads the load of GPUs
-# AWS's plugin, with which MLflow accepts the ARN of a SageMaker server as tracking URI.
-_MLFLOW_OF_SAGEMAKER = "sagemaker-mlflow>=0.1"
 _EARLIEST = (1980, 1, 1, 0, 0, 0)
-
-
-def list_requirements(recipe: Recipe) -> str:
-    """The recipe's requirements in the container, without torch, as the text of a requirements.txt."""
-    needed = [*CORE, *(name for extra in list_extras(recipe) for name in EXTRAS.get(extra, ()))]
-    if recipe.launch.sagemaker.mlflow_arn is not None:
-        needed.append(_MLFLOW_OF_SAGEMAKER)
-    # Without GPUs each start would ask the index for a package that has nothing to read.
-    readers = HELPFUL if find_machines(recipe.launch).weakest.gpus else ()
-    helpful = [*readers, *(name for extra in _list_helpful_extras(recipe) for name in EXTRAS[extra])]
-    options = [] if recipe.launch.sagemaker.wheels is None else [NO_INDEX]
-    return "".join(f"{line}\n" for line in dict.fromkeys([*options, *needed, OPTIONAL, *helpful]))
 
 
 def list_extras(recipe: Recipe) -> dict[str, str]:
@@ -69,28 +47,6 @@ def list_extras(recipe: Recipe) -> dict[str, str]:
         if remote.startswith(scheme):
             extras[extra] = f"checkpoint.remote={remote}"
     return extras
-
-
-def _list_helpful_extras(recipe: Recipe) -> Iterator[str]:
-    # A folder may contain compressed or columnar files, so every own source gets the readers.
-    if any(source.path != "python-stdlib" for source in (*recipe.data.train, *recipe.data.validation)):
-        yield "data"
-    # Its kernels are for layers that are not compiled, on GPUs.
-    if recipe.train.compile is False and find_machines(recipe.launch).weakest.gpus:
-        yield "liger"
-
-
-def read_entry() -> bytes:
-    """The container's entry point, `enter.py`."""
-    return Path(__file__).with_name("enter.py").read_bytes()
-
-
-def render_start(setup: tuple[str, ...], python: str) -> str:
-    """A script that runs launch.setup and then `exec`s the entry point, since only process 1 gets signals.
-
-    A failing line becomes the job's FailureReason.
-    """
-    return "\n".join(["#!/bin/bash", *guard_setup(setup, FAILURE), f"exec {join_words([python, ENTRY])}"]) + "\n"
 
 
 @cache

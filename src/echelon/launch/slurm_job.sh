@@ -1,0 +1,75 @@
+#!/bin/bash
+@DIRECTIVES@
+
+@NAMES@
+# Slurm signals this shell too when it ends the job; the shell ignores it, to write the exit code of training.
+trap : TERM INT USR1
+finish() {
+    echo "$1" > "$job/exit_code.new" && mv "$job/exit_code.new" "$job/exit_code"
+    exit "$1"
+}
+rm -f "$job/exit_code"
+if [ -e "$job/cancelled" ]; then finish 3; fi
+@IF unbound
+
+# Each task uses all cores of its machine. srun would warn of the option where the site binds no tasks.
+bind=(--cpu-bind=none)
+if scontrol show config 2> /dev/null | grep -Eq '^TaskPlugin *= *(task/none|\(null\)) *$'; then bind=(); fi
+@END
+
+# Each machine says what it does not see; without this, the others would wait for it until they give up.
+mapfile -t needed < "$job/needed.txt"
+srun@BIND@ --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+    @LOOK@ \
+    bash -c 'for path; do
+        [ -e "$path" ] || { echo "echelon: $SLURMD_NODENAME does not see $path, which all machines need; share" \
+            "it, or leave this one out: launch.slurm.options={exclude: $SLURMD_NODENAME}" >&2; code=2; }
+    done
+    exit "${code:-0}"' look "$job/machine.sh" "${needed[@]}"
+@IF fixed
+if [ $? -eq 2 ]; then finish 2; fi
+@END
+if [ -e "$job/cancelled" ]; then finish 3; fi
+
+# SageMaker HyperPod replaces a failed machine and runs the step again.
+auto_resume=()
+if [ -d /opt/sagemaker_cluster ]; then auto_resume=(--auto-resume=1); fi
+@IF elastic
+
+# The machines of an elastic job meet at the first one.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export ECHELON_RENDEZVOUS="${ECHELON_RENDEZVOUS:-$first:$((20000 + SLURM_JOB_ID % 10000))}"
+@END
+
+# One task per machine, which starts the machine's processes.
+srun "${auto_resume[@]}"@BIND@ --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+    @TASK@
+code=$?
+@IF elastic
+
+# A lost machine makes srun fail; outcome.json exists if the other machines finished the run.
+if [ $code -gt 3 ] && [ -e "$run/outcome.json" ]; then code=0; fi
+@END
+
+# 138 and 143: USR1 or TERM arrived before training began, so there was nothing to save.
+early=
+if [ $code -eq 138 ] || [ $code -eq 143 ]; then code=3 early=yes; fi
+@IF requeue
+
+# Requeue the job if a signal stopped training after a save, not a budget or `echelon cancel`. If Slurm itself ends
+# the job (scancel, preemption), its state is no longer RUNNING, and Slurm decides whether to requeue it.
+if [ $code -eq 3 ] && [ ! -e "$job/cancelled" ] &&
+    { [ "$early" ] || tail -n 1 "$run/events.jsonl" | grep -q 'stopped by SIG\(TERM\|USR1\)'; } &&
+    scontrol --oneliner show job "$id" | grep -q ' JobState=RUNNING '; then
+    newest=$(find "$run/checkpoints" -maxdepth 1 -name 'step-*' 2> /dev/null | sort | tail -n 1)
+    if [ -e "$job/requeued" ] && [ "$(cat "$job/requeued")" = "$newest" ]; then
+        echo "echelon: job $id is not requeued: no new checkpoint since the last requeue; see launch.max_hours"
+    else
+        echo "$newest" > "$job/requeued"
+        echo "echelon: job $id is requeued and will resume from ${newest:-the beginning}"
+        scontrol requeue "$id" && exit 3
+    fi
+fi
+@END
+
+finish $code
