@@ -76,14 +76,14 @@ def count_test_lines() -> int:
 
 # What is counted, the limit, and how far below it the count may be.
 COUNTS: dict[str, tuple[Callable[[], int], int, int]] = {
-    "files": (lambda: count_files(ECHELON), 636, 0),
-    "lines": (lambda: count_lines(ECHELON), 100_084, 250),
-    "raises with a text": (lambda: count_raises(ECHELON), 1_404, 5),
+    "files": (lambda: count_files(ECHELON), 627, 0),
+    "lines": (lambda: count_lines(ECHELON), 97_930, 250),
+    "raises with a text": (lambda: count_raises(ECHELON), 1_375, 5),
     "class names of several modules": (lambda: len(find_doubled_classes(ECHELON)), 36, 0),
     "functions with more than 8 arguments": (lambda: len(find_wide_functions(ECHELON)), 23, 0),
-    "recipe keys": (lambda: count_keys(Recipe), 374, 0),
+    "recipe keys": (lambda: count_keys(Recipe), 322, 0),
     "commands": (lambda: count_commands(get_command(app)), 25, 0),
-    "lines of tests": (count_test_lines, 83_100, 500),
+    "lines of tests": (count_test_lines, 82_300, 500),
 }
 
 
