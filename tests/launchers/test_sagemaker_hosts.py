@@ -192,15 +192,14 @@ def test_two_hosts_stop_and_resume_on_other_hosts_exactly(submit, image, tmp_pat
 
 
 def test_two_hosts_of_different_types_train_one_model(submit, image, tmp_path):
-    """A plan for the smaller machine, and the mean price: 2 x 3 and 1 x 6 dollars for each of two machines."""
+    """A plan for the smaller machine."""
     groups = [
         {"name": "large", "instance_type": "ml.m5.2xlarge", "nodes": 1},
         {"name": "small", "instance_type": "ml.m5.xlarge", "nodes": 1},
     ]
-    prices = [{"name": "ml.m5.2xlarge", "usd_per_hour": 6}, {"name": "ml.m5.xlarge", "usd_per_hour": 3}]
     settings = {name: value for name, value in SETTINGS.items() if name != "instance_type"}
-    launch = {"nodes": 1, "sagemaker": settings | {"instance_groups": groups, "extra_types": prices}}
-    job = submit(2, launch=launch, train=RECIPE["train"] | {"steps": 3})
+    launch = {"nodes": 1, "sagemaker": settings | {"instance_groups": groups}}
+    job = submit(2, launch=launch, budget={"usd_per_hour": 4.5}, train=RECIPE["train"] | {"steps": 3})
     sent = job.request["ResourceConfig"]["InstanceGroups"]
     assert [each["InstanceType"] for each in sent] == ["ml.m5.2xlarge", "ml.m5.xlarge"]
     codes, hosts = run(job, 2, image, tmp_path / "hosts")
@@ -211,7 +210,7 @@ def test_two_hosts_of_different_types_train_one_model(submit, image, tmp_path):
     environment = json.loads((hosts[0].ml / "output" / "data" / "environment.json").read_text())
     # One process per machine: the memory is that of an ml.m5.xlarge, if this machine has more.
     assert environment["cluster"]["accelerator"]["memory_bytes"] <= 16 * 2**30
-    assert "$4.5/h (ml.m5.2xlarge and ml.m5.xlarge on demand, their mean; launch.sagemaker.extra_types)" in hosts[0].log
+    assert "$4.5/h x 2 machines (budget.usd_per_hour)" in hosts[0].log
     check_model(hosts[0], 6.5)
 
 

@@ -19,7 +19,7 @@ from tests.parity.training import (
 pytestmark = pytest.mark.dist
 
 SHORT = (("max_position_embeddings", SEQUENCE_LEN // 4),)
-ROPE = {"model": {"rope": {"type": "yarn", "factor": 4}}}
+ROPE = {"model": {"rope": {"rope_type": "yarn", "factor": 4}}}
 # The same as a config states it, for one process.
 STATED = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": SEQUENCE_LEN // 4}
 REFERENCE = Row(fields=(("max_position_embeddings", SEQUENCE_LEN), ("rope_parameters", STATED)))

@@ -32,6 +32,9 @@ GPUS_VARIABLE = "ECHELON_GPUS"
 `any` instead of a number: those that the machine has.
 """
 
+QUOTE_VARIABLE = "ECHELON_QUOTE"
+"""Set by `echelon quote --accept` in its job: the hours and dollars of the quote, which the run settles at its end."""
+
 SYSTEM_VARIABLE = "ECHELON_SYSTEM_ROOT"
 """The folder below which `/proc`, `/sys` and `/usr` of another machine are read, for tests; `/` by default."""
 

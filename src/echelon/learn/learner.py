@@ -117,7 +117,7 @@ class Learner:
     @cached_property
     def shape(self) -> "ModelShape":
         """The sizes of the model."""
-        return build_shape(self.config.to_dict())
+        return build_shape(self.config.to_dict(), self.recipe.adapter.is_adapter)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:

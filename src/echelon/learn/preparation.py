@@ -37,7 +37,8 @@ def open_recipe(recipe: Recipe, plan: ParallelPlan | None) -> tuple[EngineSpec, 
     data = open_taught(here, data)
     config = resolve_config(here, data.vocab_size, data.tokenizer, data.padding)
     if plan is None:
-        plan = agree(lambda: _resolve_plan(here, build_shape(config.to_dict()), data, runtime))
+        has_adapter = here.adapter.is_adapter
+        plan = agree(lambda: _resolve_plan(here, build_shape(config.to_dict(), has_adapter), data, runtime))
     elif plan.world_size != dist.get_world_size():
         raise PlanError(
             f"the plan is for {plan.world_size} processes, and this job has {dist.get_world_size()}; start as "

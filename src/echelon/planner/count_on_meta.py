@@ -6,19 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from echelon.ground.errors import ConfigError, PlanError
-from echelon.planner.experts import find_expert_weights, find_unadaptable
-from echelon.planner.families import FAMILIES
-from echelon.planner.mixtures import MIXTURES
+from echelon.planner.experts import EXPERT_COUNTS, count_experts, find_expert_weights, find_unadaptable
+from echelon.planner.families import FAMILIES, check_divides
 from echelon.planner.model_shape import ExpertShape, LayerParts, LinearShape, ModelShape
 
+_OWN_KEYS = ("deepseek_v2", "deepseek_v3")
+_METHODS = (None, "greedy", "group_limited_greedy")
 
-def measure_shape(config: Mapping[str, Any]) -> ModelShape:
+
+def measure_shape(config: Mapping[str, Any], has_adapter: bool = True) -> ModelShape:
     """Shape of a model type without a formula: built once on the meta device, without memory, and counted.
+
+    Without `has_adapter`, whether a layer can have an adapter is not looked up, which imports PEFT for a mixture.
 
     Raises ConfigError for an invalid `model.config`, and PlanError if torch is not installed.
     """
     model = _build_on_meta(config)
     text_config = model.config.get_text_config(decoder=True)
+    _check_routing(text_config)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     layers = _find_layers(model)
     heads = _read_field(text_config, "num_attention_heads") or 1
@@ -44,7 +49,7 @@ def measure_shape(config: Mapping[str, Any]) -> ModelShape:
             head_norms=any(name.endswith(".q_norm") for name, _ in model.named_modules()),
             **_find_window(text_config),
         ),
-        linears=_count_linears(model, layers, has_experts=bool(experts)),
+        linears=_count_linears(model, layers, is_limited=has_adapter and bool(experts)),
         experts=experts,
         num_idle_parameters=_count_idle(text_config, experts),
     )
@@ -75,8 +80,8 @@ def _build_on_meta(config: Mapping[str, Any]) -> Any:
         from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
     except ImportError as missing:
         raise PlanError(
-            f"model.config.model_type={model_type}: only {', '.join((*FAMILIES, *MIXTURES))} and gpt2 can be counted "
-            f"without building the model, and {missing.name} is not installed; install it."
+            f"model.config.model_type={model_type}: only {', '.join(FAMILIES)} and gpt2 can be planned without "
+            f"building the model, and {missing.name} is not installed; install it."
         ) from missing
     if model_type not in CONFIG_MAPPING:
         close = difflib.get_close_matches(model_type, list(CONFIG_MAPPING), n=3)
@@ -108,13 +113,13 @@ def _find_layers(model: Any) -> list[Any]:
     return list(max(stacks, key=lambda stack: sum(parameter.numel() for parameter in stack.parameters()), default=[]))
 
 
-def _count_linears(model: Any, layers: list[Any], has_experts: bool) -> tuple[LinearShape, ...]:
+def _count_linears(model: Any, layers: list[Any], is_limited: bool) -> tuple[LinearShape, ...]:
     """The linear layers inside decoder layers, by name and widths."""
     from torch import nn
 
     inside = {id(module) for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)}
     found = {name: module for name, module in model.named_modules() if id(module) in inside}
-    left_out = find_unadaptable(model, found) if has_experts else set()
+    left_out = find_unadaptable(model, found) if is_limited else set()
     linears = Counter(
         (name.rpartition(".")[2], module.in_features, module.out_features, name not in left_out)
         for name, module in found.items()
@@ -144,3 +149,50 @@ def _count_idle(config: Any, experts: tuple[ExpertShape, ...]) -> int:
     return sum(
         expert.count * expert.size * max(0, expert.num_experts - num_chosen) // expert.num_experts for expert in experts
     )
+
+
+def _check_routing(config: Any) -> None:
+    """Raise ConfigError, naming the key, for a text config of a mixture with which no token can be routed.
+
+    `transformers` builds such a model, whose forward pass fails.
+    """
+    num_experts = count_experts(config) or 1
+    if num_experts == 1 or not hasattr(config, "num_experts_per_tok"):
+        return
+    chosen, heads = config.num_experts_per_tok, getattr(config, "num_attention_heads", None)
+    if chosen is None:
+        raise ConfigError("model.config.num_experts_per_tok is missing: the experts that a token uses; give a number.")
+    if isinstance(chosen, int) and chosen > num_experts:
+        raise ConfigError(
+            f"model.config.num_experts_per_tok={chosen}: the model has only {num_experts} experts; use {num_experts} "
+            "or less."
+        )
+    if config.model_type in _OWN_KEYS and (keyed := config.num_key_value_heads) != heads:
+        raise ConfigError(
+            f"model.config.num_key_value_heads={keyed} differs from num_attention_heads={heads}, but each head has "
+            f"keys and values of its own in this attention; use {heads}."
+        )
+    _check_groups(config, num_experts)
+
+
+def _check_groups(config: Any, num_experts: int) -> None:
+    """Like `_check_routing`, for the groups of experts that a router chooses from."""
+    method = getattr(config, "topk_method", None)
+    if method not in _METHODS:
+        raise ConfigError(
+            f"model.config.topk_method={method!r:.80} is unknown; use greedy or group_limited_greedy, or omit it."
+        )
+    groups, chosen = getattr(config, "n_group", None), getattr(config, "topk_group", None)
+    if not groups or not chosen or method == "greedy":
+        return
+    key = next(name for name in EXPERT_COUNTS if name in vars(config))
+    check_divides("n_group", groups, key, num_experts)
+    if chosen > groups:
+        raise ConfigError(
+            f"model.config.topk_group={chosen}: the router has only {groups} groups; use {groups} or less."
+        )
+    if method is None and num_experts == groups:  # a group counts as its two best experts do
+        raise ConfigError(
+            f"model.config.n_group={groups} leaves one expert to each group, which needs two; use {groups // 2} or "
+            "less."
+        )

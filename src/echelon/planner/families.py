@@ -1,7 +1,6 @@
 """The shapes of known families by formula, with the defaults of `transformers` for missing fields."""
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,13 +52,6 @@ class ConfigFields:
             )
         return float(value)
 
-    def weight(self, key: str) -> float:
-        """A number of 0 or more. Raises ConfigError for anything else."""
-        value = self.get(key)
-        if not isinstance(value, float) or not 0 <= value < math.inf:
-            raise ConfigError(f"model.config.{key}={value!r:.80} is not a number of 0.0 or more; use for example 0.01.")
-        return value
-
     def flag(self, key: str) -> bool:
         """True or false. Raises ConfigError for anything else."""
         value = self.get(key)
@@ -85,54 +77,41 @@ class AttentionShape:
 
 def grouped_attention(fields: ConfigFields, family: "Family") -> AttentionShape:
     """Heads of queries, of which groups share the keys and values of one head (Ainslie et al. 2023)."""
-    hidden, (heads, kv_heads) = fields.count("hidden_size"), count_heads(fields)
+    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    alike = fields.get_or_null("num_key_value_heads") is None
+    kv_heads = heads if alike else fields.count("num_key_value_heads")
+    check_divides("num_key_value_heads", kv_heads, "num_attention_heads", heads)
     head_dim = fields.get("head_dim")
     if head_dim is None or family.heads_must_divide_hidden:
         check_divides("num_attention_heads", heads, "hidden_size", hidden)
     head_dim = hidden // heads if head_dim is None else fields.count("head_dim")
-    check_rotates("head_dim", head_dim, " (by default hidden_size / num_attention_heads)")
+    if head_dim % 2:
+        raise ConfigError(
+            f"model.config.head_dim={head_dim} (by default hidden_size / num_attention_heads) is odd, but rotary "
+            f"positions rotate pairs; use {head_dim + 1}."
+        )
     query, key_value = heads * head_dim, kv_heads * head_dim
     linears = {"q_proj": (hidden, query), "k_proj": (hidden, key_value), "v_proj": (hidden, key_value)}
     linears["o_proj"] = (query, hidden)
     num_parameters = count_linears(linears)
     num_parameters += fields.has(family.qkv_bias) * (query + 2 * key_value) + fields.has(family.output_bias) * hidden
     if family.parts.head_norms:
-        num_parameters += query + key_value if family.norms_all_heads else 2 * head_dim
+        num_parameters += 2 * head_dim
     return AttentionShape(heads, kv_heads, head_dim, num_parameters, linears)
-
-
-def count_heads(fields: ConfigFields) -> tuple[int, int]:
-    """The heads of queries, and those of keys and values: as many if there is no number. Raises ConfigError."""
-    heads = fields.count("num_attention_heads")
-    alike = fields.get_or_null("num_key_value_heads") is None
-    kv_heads = heads if alike else fields.count("num_key_value_heads")
-    check_divides("num_key_value_heads", kv_heads, "num_attention_heads", heads)
-    return heads, kv_heads
-
-
-def check_rotates(key: str, head_dim: int, origin: str = "") -> None:
-    """Raise ConfigError for an odd width; `origin` says where it is from."""
-    if head_dim % 2:
-        raise ConfigError(
-            f"model.config.{key}={head_dim}{origin} is odd, but rotary positions rotate pairs; use {head_dim + 1}."
-        )
 
 
 @dataclass(frozen=True)
 class Family:
     """Properties of a Llama-like family: transformers' defaults, biases, norms. A bias is a config key or fixed.
 
-    norms_all_heads: the norms of queries and of keys are of all heads together, not of each. full_every: every so many
-    layers one attends to the whole past, if the config has a window; 0 if none does.
+    full_every: every so many layers one attends to the whole past, if the config has a window; 0 if none does.
     """
 
     defaults: Mapping[str, Any]
     parts: LayerParts = field(default_factory=LayerParts)
-    attention: Callable[[ConfigFields, "Family"], AttentionShape] = grouped_attention
     qkv_bias: str | bool = False
     output_bias: str | bool = False
     mlp_bias: str | bool = False
-    norms_all_heads: bool = False
     full_every: int = 0
     heads_must_divide_hidden: bool = False  # transformers refuses such a config even with an explicit head_dim
 
@@ -249,7 +228,7 @@ def count_decoder(config: Mapping[str, Any], family: Family) -> ModelShape:
     """The shape of a config of a Llama-like family. Raises ConfigError naming the key that is wrong."""
     fields = ConfigFields(config, family.defaults)
     hidden, inner, layers = (fields.count(key) for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
-    vocab, attention = fields.count("vocab_size"), family.attention(fields, family)
+    vocab, attention = fields.count("vocab_size"), grouped_attention(fields, family)
     mlp = list_mlp(hidden, inner)
     layer = attention.num_parameters + count_linears(mlp, fields.has(family.mlp_bias))
     layer, embedding = layer + family.parts.num_norms * hidden, vocab * hidden

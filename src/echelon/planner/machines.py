@@ -12,7 +12,7 @@ from echelon.ground.variables import find_cache_dir
 from echelon.planner.choose import MEMORY_HEADROOM, resolve_plan
 from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run, render_usd
 from echelon.planner.hardware.accelerators import Cluster
-from echelon.planner.hardware.instances import EXTRA_TYPES, Instance, cluster_of, list_instances
+from echelon.planner.hardware.instances import Instance, cluster_of, list_instances
 from echelon.planner.hardware.job_machines import find_machines
 from echelon.planner.measured_runs import read_history
 from echelon.planner.memory import estimate_memory
@@ -120,7 +120,7 @@ class Choice:
             names = _join(f"{candidate.count} x {candidate.instance.name}" for candidate in unknown)
             lines.append(
                 f"  fit, but were not considered because their price is unknown: {names}; to use one, set it as the "
-                "instance type, and set budget.usd_per_hour; or give its price in launch.sagemaker.extra_types"
+                "instance type, and set budget.usd_per_hour; or give its price in a file (docs/cost.md)"
             )
         if fewer:
             lines.append(f"  of these, need fewer machines: {_join_names(fewer)}")
@@ -156,7 +156,7 @@ class Choice:
         line = f"  prices on demand: {'; '.join(parts)}"
         if len(marks) > 1:
             line += "; prices differ between regions, so rows with another mark may rank otherwise in yours"
-        elif self.region is not None and not next(iter(marks)).startswith((self.region, EXTRA_TYPES)):
+        elif self.region is not None and not next(iter(marks)).startswith(self.region):
             line += f"; not those of {self.region}, where the job runs"
         yield line
 
@@ -167,7 +167,7 @@ def choose_instance(recipe: "Recipe", shape: ModelShape, count: int | None = Non
     Of machines that cost nearly the same the fewest are taken, as predictions of a network are less certain than those
     of links inside a machine. Only types with a dated price are considered. Raises PlanError if none of them fits.
     """
-    known = list_instances(recipe.launch.sagemaker.extra_types, recipe.launch.sagemaker.region)
+    known = list_instances(recipe.launch.sagemaker.region)
     own = [instance for name, instance in known.items() if instance.gpus and name.startswith("ml.")]
     candidates = tuple(_try_type(recipe, shape, instance, count) for instance in own)
     fitting = [candidate for candidate in candidates if candidate.fits]

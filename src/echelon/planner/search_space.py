@@ -14,10 +14,10 @@ from echelon.planner.axes.axis import Axis, Choices
 from echelon.planner.axes.data import list_switches
 from echelon.planner.axes.expert import EXPERT
 from echelon.planner.axes.table import AXES, MODEL_AXES
+from echelon.planner.experts import DIVIDED
 from echelon.planner.families import FAMILIES
 from echelon.planner.hardware.accelerators import Cluster, DeviceKind
 from echelon.planner.layout import MICRO_BATCH_TOKENS, find_replica
-from echelon.planner.mixtures import MIXTURES
 from echelon.planner.model_shape import ModelShape, divisors
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.engines import NATIVE
@@ -93,7 +93,7 @@ def _can_divide(recipe: "Recipe", shape: ModelShape) -> bool:
     agrees_exactly = sync.name == EVERY_STEP and sync.replicas == 1 and sync.compress.method == "none"
     is_usual = recipe.engine == NATIVE and recipe.objective.name == "causal_lm" and not recipe.adapter.is_adapter
     is_known = (
-        shape.model_type in {*FAMILIES, *MIXTURES} and not model.trust_remote_code and model.attn_implementation is None
+        shape.model_type in {*FAMILIES, *DIVIDED} and not model.trust_remote_code and model.attn_implementation is None
     )
     return agrees_exactly and is_usual and is_known and recipe.optim.name in OPTIMIZERS
 

@@ -1,7 +1,7 @@
 """The shape of a Hugging Face config dict, without a model in memory.
 
-Known families and mixtures are counted by formula (`families.py`, `mixtures.py`), so torch is not needed; any other
-model type is built once on the meta device (`count_on_meta.py`).
+Known dense families are counted by formula (`families.py`), so torch is not needed; any other model type is built once
+on the meta device (`count_on_meta.py`).
 """
 
 from collections.abc import Mapping
@@ -9,15 +9,14 @@ from typing import Any
 
 from echelon.ground.errors import ConfigError
 from echelon.planner.families import FAMILIES, ConfigFields, count_decoder, count_gpt2
-from echelon.planner.mixtures import MIXTURES, count_mixture
 from echelon.planner.model_shape import ModelShape, count_scores
 
 MAX_LAYERS = 2000
 VOCAB_MULTIPLE = 64  # an automatic vocabulary size is rounded up to a multiple of this, for the matmul kernels
 
 
-def build_shape(config: Mapping[str, Any]) -> ModelShape:
-    """Shape of the model a Hugging Face config dict describes.
+def build_shape(config: Mapping[str, Any], has_adapter: bool = True) -> ModelShape:
+    """Shape of the model a Hugging Face config dict describes; `has_adapter` as in `measure_shape`.
 
     Raises ConfigError with the wrong key of `model.config`, and PlanError if a model type outside the known families
     is used and torch is not installed.
@@ -27,18 +26,16 @@ def build_shape(config: Mapping[str, Any]) -> ModelShape:
     if not isinstance(model_type, str):
         raise ConfigError(
             f"model.config.model_type={model_type!r:.80}: a config needs a model type; add for example "
-            f"`model_type: llama`. Counted by formula: {', '.join((*FAMILIES, *MIXTURES))}, gpt2."
+            f"`model_type: llama`. Counted by formula: {', '.join(FAMILIES)}, gpt2."
         )
     if model_type == "gpt2":
         shape = count_gpt2(config)
-    elif model_type in MIXTURES:
-        shape = count_mixture(config, MIXTURES[model_type])
     elif model_type in FAMILIES:
         shape = count_decoder(config, FAMILIES[model_type])
     else:
-        from echelon.planner.count_on_meta import measure_shape  # most models have a formula
+        from echelon.planner.count_on_meta import measure_shape  # imports torch
 
-        shape = measure_shape(config)
+        shape = measure_shape(config, has_adapter)
     scores = count_scores(config)
     return shape if scores is None else shape.with_score_head(scores)
 

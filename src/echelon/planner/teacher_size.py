@@ -51,7 +51,7 @@ def _find_shape(source: str) -> ModelShape | None:
 @cache
 def _read_shape(path: Path) -> ModelShape | None:
     try:
-        return build_shape(read_json(path))
+        return build_shape(read_json(path), has_adapter=False)
     except (OSError, ValueError):
         return None
 

@@ -1,12 +1,14 @@
 """Reads keys of earlier versions of echelon: each becomes the keys that replace it, with a line that names them."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from echelon.ground.errors import ConfigError
+from echelon.ground.variables import QUOTE_VARIABLE, find_cache_dir
 from echelon.recipe.draft import Draft
 from echelon.recipe.keys import KeyPath, dotted
-from echelon.recipe.yaml_text import show_value
+from echelon.recipe.yaml_text import render_inline, show_value
 
 Successor = str | Callable[[Any], Mapping[str, Any] | None]
 """The new dotted key, which takes the value as it is; or a function of the value to the new keys with their values. No
@@ -26,7 +28,26 @@ def _of_request(member: str, make: Callable[[Any], Any] = lambda value: value) -
     return lambda value: {f"{_SAGEMAKER}.patch": {member: make(value)}} if value else {}
 
 
+def _describe_elsewhere(machines: Any) -> Mapping[str, Any]:
+    """Refuse machines that a recipe describes, with what to write into a file instead. Raises ConfigError."""
+    given = machines if isinstance(machines, list) else []
+    rows = [dict(machine) for machine in given if isinstance(machine, Mapping)]
+    if not rows:
+        return {}
+    named = {row.pop("name", "NAME"): row for row in rows}
+    prices = {name: row.pop("usd_per_hour") for name, row in named.items() if "usd_per_hour" in row}
+    text: dict[str, Any] = {"region": "REGION", "date": "YYYY-MM-DD", "source": "mine", "usd_per_hour": prices}
+    text["machines"] = {name: row for name, row in named.items() if row}
+    raise ConfigError(
+        f"launch.sagemaker.extra_types is of an earlier version; remove it, and write into {find_cache_dir()}/prices/"
+        f"mine.yaml (docs/cost.md): {render_inline([text])}"
+    )
+
+
 FORMER: dict[str, Successor] = {
+    "budget.quote": lambda value: {f"launch.env.{QUOTE_VARIABLE}": json.dumps(value)},
+    "launch.sagemaker.extra_types": _describe_elsewhere,
+    "model.rope.type": "model.rope.rope_type",
     **{
         f"launch.slurm.{name}": f"launch.slurm.options.{name}"
         for name in ("account", "qos", "constraint", "reservation", "exclusive")

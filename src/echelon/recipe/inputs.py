@@ -1,5 +1,6 @@
 """Sections of the recipe: run, model, tokenizer, adapter and data."""
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -51,25 +52,8 @@ class RunConfig(Section):
         return path
 
 
-class RopeConfig(Section):
-    """Rotary positions for longer sequences, spelled as in the `rope_parameters` of a `transformers` config."""
-
-    type: Literal["linear", "dynamic", "yarn", "llama3"] = Field(
-        description="`yarn`: YaRN; `linear`: positions divided by `factor`; `dynamic`: NTK scaling by the length of "
-        "a text; `llama3`: that of Llama 3.1."
-    )
-    factor: Number = Field(ge=1, description="How many times longer sequences may be than the model's own.")
-    original_max_position_embeddings: Count | None = Field(
-        None, description="The tokens that the unscaled positions reach. Default: `max_position_embeddings`."
-    )
-    attention_factor: Positive | None = Field(None, description="`yarn`: factor on rotated queries and keys.")
-    beta_fast: Positive | None = Field(None, description="`yarn`: more rotations keep a frequency. Default: 32.")
-    beta_slow: Positive | None = Field(None, description="`yarn`: fewer rotations are divided by `factor`. Default: 1.")
-    mscale: Positive | None = Field(None, description="`yarn` of DeepSeek: numerator of `attention_factor`.")
-    mscale_all_dim: Positive | None = Field(None, description="`yarn` of DeepSeek: its denominator.")
-    truncate: Flag | None = Field(None, description="`yarn`: round borders to whole dimensions. Default: true.")
-    low_freq_factor: Positive | None = Field(None, description="`llama3`: border of the divided frequencies.")
-    high_freq_factor: Positive | None = Field(None, description="`llama3`: border of the kept frequencies.")
+ROPE_TYPES = ("linear", "dynamic", "yarn", "llama3")
+"""The kinds of scaled rotary positions that a recipe can ask for, as `transformers` names them."""
 
 
 class ModelConfig(Section):
@@ -90,8 +74,10 @@ class ModelConfig(Section):
         description="Attention implementation of `transformers`: `sdpa`, `eager`, `flash_attention_2`, ... Default: "
         "chosen by the device, the model and the data (docs/document-masks.md).",
     )
-    rope: RopeConfig | None = Field(
-        None, description="Scale rotary positions, for sequences longer than the model's: `{type: yarn, factor: 4}`."
+    rope: dict[str, Any] | None = Field(
+        None,
+        description="Scale rotary positions, for sequences longer than the model's: `{rope_type: yarn, factor: 4}`. "
+        "The fields are those of `rope_parameters` in a config of `transformers` (docs/fine-tuning.md).",
     )
     new_tokens: Annotated[tuple[str, ...], distinct("model.new_tokens")] = Field(
         (), description="Tokens to add to the vocabulary, one id each: `[<|im_start|>, <|im_end|>]`."
@@ -110,6 +96,29 @@ class ModelConfig(Section):
             )
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("model.config.model_type is missing; name the family, for example model_type: llama.")
+
+    @field_validator("rope", mode="before")
+    @classmethod
+    def _read_older_spelling(cls, value: Any) -> Any:
+        """`type`, as `rope_scaling` had it, is `rope_type`."""
+        if not isinstance(value, dict) or "type" not in value:
+            return value
+        return {"rope_type" if name == "type" else name: part for name, part in value.items()}
+
+    @rule
+    def _scales_positions(self) -> None:
+        if self.rope is None:
+            return
+        numbers = {name: value for name, value in self.rope.items() if name != "rope_type" and value is not None}
+        if (kind := self.rope.get("rope_type")) not in ROPE_TYPES:
+            raise ValueError(f"model.rope.rope_type={kind!r:.80} must be one of {', '.join(ROPE_TYPES)}.")
+        for name, value in numbers.items():
+            if not isinstance(value, int | float) or not (isinstance(value, bool) or 0 < value < math.inf):
+                raise ValueError(f"model.rope.{name}={value!r:.80} must be a finite number above 0.")
+        if isinstance(factor := numbers.get("factor"), bool | None) or factor < 1:
+            raise ValueError("model.rope.factor must be a number of 1 or more: how many times longer sequences may be.")
+        if type(length := numbers.get("original_max_position_embeddings", 1)) is not int:
+            raise ValueError(f"model.rope.original_max_position_embeddings={length} must be a whole number.")
 
 
 class TrainTokenizerConfig(Section):

@@ -210,17 +210,6 @@ class ProfileConfig(Section):
             raise ValueError(f"profile.ranks={list(self.ranks)} must name ranks, each once, for example [0].")
 
 
-class QuoteConfig(Section):
-    """What `echelon quote` has said about the run; it is compared with what the run used, at its end."""
-
-    hours: Positive = Field(description="Hours of a start and all steps.")
-    low_hours: Positive = Field(description="The lower end of the error bar.")
-    high_hours: Positive = Field(description="The upper end.")
-    usd: Positive = Field(description="Dollars for all machines.")
-    low_usd: Positive = Field(description="The lower end of the error bar.")
-    high_usd: Positive = Field(description="The upper end.")
-
-
 class BudgetConfig(Section):
     """Limits over all starts of the run together. The run stops with a checkpoint before it exceeds one."""
 
@@ -236,4 +225,3 @@ class BudgetConfig(Section):
         description="Dollars per hour for one spot machine: `echelon plan` shows the cost at both prices, and a job "
         "with launch.sagemaker.spot is counted at this one.",
     )
-    quote: QuoteConfig | None = Field(None, description="Set by `echelon quote --accept`.")

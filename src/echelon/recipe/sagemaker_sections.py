@@ -25,26 +25,6 @@ class FileSystemConfig(Section):
     writable: Flag = Field(False, description="Mount it for writing too.")
 
 
-class InstanceTypeConfig(Section):
-    """A machine of an instance type that the catalogue lacks; for a type in the catalogue, its price."""
-
-    name: str = Field(pattern=r"^ml\.[a-z0-9-]+\.[a-z0-9]+$", description="Such as `ml.p5.48xlarge`.")
-    gpus: CountOrZero | None = Field(None, description="GPUs per machine, 0 for none.")
-    accelerator: str | None = Field(
-        None, description="Name of the GPU, such as `H200`; one that echelon does not know needs gpu_memory_gib."
-    )
-    gpu_memory_gib: Positive | None = Field(None, description="Memory of one GPU in GiB. Default: by its datasheet.")
-    vcpus: Count | None = Field(None, description="Virtual CPU cores.")
-    memory_gib: Count | None = Field(None, description="Main memory in GiB.")
-    network_gbits: Positive | None = Field(None, description="Network bandwidth in Gbit/s.")
-    efa_interfaces: CountOrZero | None = Field(None, description="Network cards with EFA. Default: 0.")
-    efa_rdma: Flag | None = Field(None, description="Whether EFA can access GPU memory (RDMA). Default: false.")
-    local_disks: Flag | None = Field(
-        None, description="Whether it has local disks, and so gets no volume. Default: true with GPUs."
-    )
-    usd_per_hour: Positive | None = Field(None, description="Dollars per hour for one machine.")
-
-
 class InstanceGroupConfig(Section):
     """Machines of one type in a job with several types; all machines train."""
 
@@ -85,18 +65,14 @@ class SageMakerConfig(Section):
     region: str | None = Field(None, description="Default: the account's configuration.")
     instance_type: str | None = Field(
         None,
-        description="Such as `ml.p5.48xlarge`; `auto`: the type on which the plan fits and the whole run costs least.",
+        description="Such as `ml.p5.48xlarge`, or one that a file of yours describes (docs/cost.md); `auto`: the type "
+        "on which the plan fits and the whole run costs least.",
     )
     instance_groups: tuple[InstanceGroupConfig, ...] = Field(
         (),
         max_length=5,
         description="Several instance types in one job, instead of instance_type and launch.nodes: `[{name: a, "
         "instance_type: ml.g5.12xlarge, nodes: 2}, {name: b, instance_type: ml.g6.12xlarge}]`.",
-    )
-    extra_types: tuple[InstanceTypeConfig, ...] = Field(
-        (),
-        description="Instance types that the catalogue lacks: `[{name: ml.p9.48xlarge, gpus: 8, accelerator: H200, "
-        "vcpus: 192, memory_gib: 2048, network_gbits: 3200}]`; also your own prices.",
     )
     image: str | None = Field(None, description="Training image. Default: AWS's own for PyTorch.")
     bucket: str | None = Field(None, description="`s3://bucket/prefix` for all files of the job.")

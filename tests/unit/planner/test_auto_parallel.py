@@ -13,11 +13,11 @@ from echelon.learn.model.traits import find_traits
 from echelon.learn.parallel.expert import find_experts
 from echelon.learn.parallel.tensor import find_divided
 from echelon.planner.choose import resolve_plan
+from echelon.planner.experts import DIVIDED
 from echelon.planner.families import FAMILIES
 from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.hardware.detection import calibrated_cluster
 from echelon.planner.memory import estimate_memory
-from echelon.planner.mixtures import MIXTURES
 from echelon.planner.search import search_plans
 from echelon.planner.search_space import list_divided
 from echelon.planner.shape import build_shape
@@ -27,8 +27,8 @@ from echelon.recipe.load import load_recipe
 from echelon.run.lifecycle.setup import prepare_run
 from tests.families import small_config
 from tests.unit.planner.hardware.test_calibration import CALIBRATION, write_recipe
+from tests.unit.planner.test_published_models import PUBLISHED
 from tests.unit.planner.test_search import LLAMA, fields
-from tests.unit.run.lifecycle.test_counted_models import PUBLISHED, small
 
 SHAPE = build_shape(LLAMA)
 NETWORK = "16xH100@nvlink,tcp25"  # two machines
@@ -164,7 +164,24 @@ def test_experts_are_divided_where_gathering_them_is_slow():
     assert plan.strategy == "fsdp" and re.search(r"; the best of \d+ with ep is dp_shard 8, ep \d, [\d.]+ s$", line)
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+LATENT |= {"qk_nope_head_dim": 8, "n_routed_experts": 8, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+MORE = {
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT | {"n_group": 2, "topk_group": 1},
+    "qwen2_moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4},
+    "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def small(family):
+    """The fields of a small mixture."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return {"model_type": family, "vocab_size": 96, "num_key_value_heads": 2, **sizes, **MORE.get(family, {})}
+
+
+@pytest.mark.parametrize("family", DIVIDED)
 def test_every_mixture_of_which_auto_divides_the_experts_can_have_them_divided(family):
     sparse = {"first_k_dense_replace": 0} if family == "deepseek_v3" else {}
     model = build_on_meta(load_config(small(family) | sparse))

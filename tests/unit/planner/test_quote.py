@@ -12,7 +12,7 @@ from echelon.planner.forecast import render_usd
 from echelon.planner.measured_runs import NO_HISTORY, History, MeasuredRun, describe_plan
 from echelon.planner.quote import PUBLISHED, ErrorBar, Quote, find_error_bar, order_quotes
 from echelon.recipe.load import load_recipe
-from echelon.run.folder.reckoning import reckon, store_reckoning
+from echelon.run.folder.reckoning import read_quote, reckon, store_reckoning
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.report.run_record import read_record
 from echelon.run.report.sections import build_report
@@ -142,7 +142,8 @@ def test_an_accepted_quote_is_launched_with_its_machines_plan_and_budget(report,
     assert f"{recipe.launch.nodes} x {recipe.launch.sagemaker.instance_type}" == first.candidate.machines
     assert recipe.budget.max_usd == pytest.approx(first.usd.high, abs=0.01)
     assert recipe.budget.usd_per_hour == first.candidate.forecast.price.usd_per_hour
-    assert recipe.budget.quote.usd == pytest.approx(first.usd.expected, abs=1e-4)
+    told = read_quote(recipe.launch.env)["quote"]
+    assert told["usd"] == pytest.approx(first.usd.expected, abs=1e-4)
     assert recipe.train.micro_batch_size == first.candidate.plan.micro_batch_size
     with pytest.raises(ConfigError, match=f"--accept {len(report.quotes) + 1}: the quotes have the numbers 1 to"):
         report.accepted(len(report.quotes) + 1)
@@ -189,6 +190,14 @@ def write_run(path, last_step):
     spent = {"seconds": 9000.0, "usd": 15.0, "unpriced_machine_seconds": 0.0, "until": 1.0, "reserve_seconds": 0.0}
     folder.spending_path.write_text(json.dumps(spent))
     return folder
+
+
+def test_a_variable_that_is_no_quote_is_refused():
+    assert read_quote({}) == {}
+    assert read_quote({"ECHELON_QUOTE": json.dumps(QUOTE)}) == {"quote": QUOTE}
+    for wrong in ("soon", "[]", '{"hours": 1}', '{"hours": "many"}'):
+        with pytest.raises(ConfigError, match=r"ECHELON_QUOTE=.* is no quote; remove it from launch.env"):
+            read_quote({"ECHELON_QUOTE": wrong})
 
 
 def test_the_quote_is_settled_at_the_end_of_the_run(tmp_path):

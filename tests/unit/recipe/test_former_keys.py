@@ -1,5 +1,7 @@
 """Keys of earlier versions are read as those that replace them."""
 
+import json
+
 import pytest
 
 from echelon.ground.errors import ConfigError
@@ -95,6 +97,20 @@ def test_an_override_in_the_earlier_spelling_wins_over_the_file(monkeypatch):
     recipe, notes = build_recipe({**MINIMAL, "train": {"steps": 5, "global_batch_size": 2}}, ["train.num_steps=7"])
     assert recipe.train.steps == 7
     assert notes == ["command line: train.num_steps: 7 is of an earlier version and is read as train.steps: 7."]
+
+
+def test_a_quote_is_read_where_the_job_has_it_now():
+    quote = {"hours": 2.0, "usd": 10.0}
+    recipe, notes = build_recipe({**MINIMAL, "train": {"steps": 5, "global_batch_size": 2}, "budget": {"quote": quote}})
+    assert json.loads(recipe.launch.env["ECHELON_QUOTE"]) == quote
+    assert len(notes) == 1 and "budget.quote" in notes[0]
+
+
+def test_described_machines_are_refused_with_the_file_that_has_them_now():
+    machine = {"name": "ml.x9.huge", "gpus": 8, "usd_per_hour": 3}
+    launch = {"sagemaker": {"extra_types": [machine]}}
+    with pytest.raises(ConfigError, match=r"extra_types is of .*prices/mine\.yaml .*ml\.x9\.huge: \{gpus: 8\}"):
+        build_recipe({**MINIMAL, "launch": launch})
 
 
 def test_an_override_of_a_part_of_an_earlier_mapping_is_read():

@@ -190,7 +190,7 @@ def _find_instances(
         found, machines = choice.instance, choice.count
     else:
         settings, machines = recipe.launch.sagemaker, count or 1
-        found = find_instance(instance, settings.extra_types, region=settings.region)
+        found = find_instance(instance, region=settings.region)
     price = None if found.price is None else HourlyPrice(found.price.usd_per_hour, found.price.terms)
     if instance != "auto" and price is None:
         on_line(f"instance: {machines} x {found.name}, price unknown; set budget.usd_per_hour")

@@ -13,9 +13,10 @@ from echelon.cli.api.recipes import RecipeLike, load_recipe
 from echelon.cli.api.searching import render_numbered, search_instances
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.ground.sizes import render_duration
-from echelon.ground.variables import find_cache_dir
+from echelon.ground.variables import QUOTE_VARIABLE, find_cache_dir
 from echelon.planner.forecast import HourlyPrice, render_usd
-from echelon.planner.hardware.instances import EXTRA_TYPES, list_instances
+from echelon.planner.hardware.instances import list_instances
+from echelon.planner.hardware.price_files import find_price_folder
 from echelon.planner.measured_runs import read_history
 from echelon.planner.quote import Quote, find_error_bar, order_quotes
 from echelon.recipe import Recipe
@@ -71,7 +72,7 @@ class QuoteReport:
             **{f"train.{key}": value for key, value in settings["train"].items()},
             f"budget.{'spot_' if quote.is_spot else ''}usd_per_hour": price.usd_per_hour,
             "budget.max_usd": round(min(limits), 2),
-            "budget.quote": _plain(quote),
+            f"launch.env.{QUOTE_VARIABLE}": json.dumps(_plain(quote)),
         }
         if self.recipe.launch.max_hours is None:  # SageMaker ends a job after 24 h otherwise
             values["launch.max_hours"] = max(24, math.ceil(quote.hours.high) + 1)
@@ -127,7 +128,7 @@ class QuoteReport:
         if self.unpriced:
             yield (
                 f"  no price known, so not compared: {', '.join(self.unpriced)}; echelon plan --prices refresh looks "
-                f"prices up, or set one: {EXTRA_TYPES}=[{{name: {self.unpriced[0]}, usd_per_hour: 10}}]"
+                f"prices up, or write one into a file in {find_price_folder()} (docs/cost.md)"
             )
         if any(quote.is_spot for quote in self.quotes):
             yield "  spot: without what interruptions cost; SageMaker's discount may differ from EC2's market"
@@ -161,7 +162,7 @@ def quote(recipe: RecipeLike, count: int | None = None) -> QuoteReport:
             "the number of steps depends on data that is not prepared, so hours cannot be quoted; set train.steps or "
             "train.tokens."
         )
-    types = list_instances(recipe.launch.sagemaker.extra_types, recipe.launch.sagemaker.region)
+    types = list_instances(recipe.launch.sagemaker.region)
     quotes: list[Quote] = []
     for candidate in fitting:
         bar = find_error_bar(candidate.plan, read_history(find_cache_dir(), shape, candidate.cluster))
@@ -176,7 +177,7 @@ def quote(recipe: RecipeLike, count: int | None = None) -> QuoteReport:
 
 
 def _plain(quote: Quote) -> dict[str, float]:
-    """Hours and dollars with the ends of their error bars, as in `budget.quote`."""
+    """Hours and dollars with the ends of their error bars, as in estimate.json."""
     return {
         name if end == "expected" else f"{end}_{name}": round(value, 4)
         for name, amount in (("hours", quote.hours), ("usd", quote.usd))

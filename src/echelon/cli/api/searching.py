@@ -237,7 +237,7 @@ def search_instances(
 
     best: list[RankedPlan] = []
     reason: ConfigError | PlanError | None = None
-    for instance in list_instances(recipe.launch.sagemaker.extra_types, recipe.launch.sagemaker.region).values():
+    for instance in list_instances(recipe.launch.sagemaker.region).values():
         if not instance.gpus or instance.price is None:
             continue
         price = HourlyPrice(instance.price.usd_per_hour, instance.price.terms)

@@ -15,12 +15,6 @@ from echelon.run.folder.run_folder import FILES
 if TYPE_CHECKING:
     from echelon.launch.sagemaker.service import Service
 
-# Shown in place of a type that is not set.
-_UNKNOWN_TYPE = {
-    "name": "ml.set-launch-sagemaker-instance.type", "gpus": 8, "accelerator": "H100", "vcpus": 192,
-    "memory_gib": 2048, "network_gbits": 3200,
-}  # fmt: skip
-
 
 class SageMakerLauncher(RemoteLauncher):
     """Runs SageMaker training jobs. A job's inputs are uploaded to S3; its run folder is stored there too."""
@@ -46,10 +40,7 @@ class SageMakerLauncher(RemoteLauncher):
         if settings.instance_type is None and not settings.instance_groups:
             raise MissingSettingError(
                 "launch.sagemaker.instance_type is not set; set it, such as ml.g5.12xlarge, or to auto.",
-                {
-                    "launch.sagemaker.instance_type": _UNKNOWN_TYPE["name"],
-                    "launch.sagemaker.extra_types": [*settings.extra_types, _UNKNOWN_TYPE],
-                },
+                {"launch.sagemaker.instance_type": "ml.p5.48xlarge"},
             )
         return list(build_submission(job).lines)
 

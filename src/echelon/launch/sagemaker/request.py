@@ -19,7 +19,7 @@ from echelon.launch.sagemaker.request_patch import apply_patch, check_registry
 from echelon.launch.sagemaker.staging import CHECKPOINT_DIR, ENTRY, START, Channel, Staging, run_dir, stage_job
 from echelon.launch.shell import needs_shell
 from echelon.planner.hardware.gpu_check import check_image_devices
-from echelon.planner.hardware.instances import efa_environment
+from echelon.planner.hardware.instances import INSTANCES, efa_environment
 from echelon.planner.hardware.job_machines import JobMachines, find_machines
 from echelon.recipe import LaunchConfig, Recipe
 from echelon.recipe.sagemaker_sections import FileSystemConfig
@@ -75,6 +75,12 @@ def build_submission(job: JobSpec) -> Submission:
     region = find_region(settings)
     machines = find_machines(recipe.launch)
     instance = machines.weakest
+    own = [group.instance.name for group in machines.groups if group.instance.name not in INSTANCES]
+    if own and settings.instance_groups:
+        raise ConfigError(
+            f"launch.sagemaker.instance_groups: {own[0]} is described by a file that the job does not have; use types "
+            "of the catalogue, or one type in launch.sagemaker.instance_type."
+        )
     image = settings.image or find_image(region, instance.gpus > 0)
     check_image(image)
     check_image_devices("launch.sagemaker.image", image, instance.name, instance.gpus, recipe.train.allow_cpu)

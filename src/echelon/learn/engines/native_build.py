@@ -97,7 +97,7 @@ def _describe_stages(spec: EngineSpec) -> tuple[int | None, float]:
     """The width of what pipeline stages send, and the share of a step in which they wait; else None and 0."""
     if spec.plan.pp == 1:
         return None, 0.0
-    shape = build_shape(spec.config.to_dict())
+    shape = build_shape(spec.config.to_dict(), has_adapter=False)
     return shape.hidden_size, predict_waiting(shape, spec.plan)
 
 

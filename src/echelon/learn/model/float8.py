@@ -10,10 +10,18 @@ from typing import Any
 
 from torch import nn
 
-from echelon.learn.model.float8_limits import check_package, check_sizes, has_fitting_size
+from echelon.ground.errors import ConfigError
+from echelon.ground.extras import require_extra
 from echelon.learn.model.parts import find_layers
 from echelon.planner.experts import find_recorded_routers
 from echelon.recipe.training import Float8Scaling
+
+_MULTIPLE = 16  # the kernels of products in float8 take tiles of this many rows and columns
+
+
+def check_package() -> None:
+    """Raise ConfigError if torchao is not installed."""
+    require_extra("train.precision=fp8", "float8", "or use train.precision=bf16")
 
 
 def find_float8_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -31,8 +39,16 @@ def find_float8_layers(model: nn.Module) -> dict[str, nn.Linear]:
     }
     routers = {id(module) for router, _ in find_recorded_routers(model).values() for module in router.modules()}
     plain = {name: module for name, module in linear.items() if id(module) not in routers}
-    check_sizes(type(model).__name__, [(module.in_features, module.out_features) for module in plain.values()])
-    return {name: module for name, module in plain.items() if has_fitting_size(module.in_features, module.out_features)}
+    sizes = {name: (module.in_features, module.out_features) for name, module in plain.items()}
+    fitting = {
+        name: plain[name] for name, (rows, columns) in sizes.items() if rows % _MULTIPLE == columns % _MULTIPLE == 0
+    }
+    if not fitting:
+        raise ConfigError(
+            f"train.precision=fp8: the decoder layers of {type(model).__name__} have no linear layer whose sizes are "
+            f"multiples of {_MULTIPLE}; use train.precision=bf16."
+        )
+    return fitting
 
 
 def apply_float8(model: nn.Module, emulate: bool, scaling: Float8Scaling = "tensorwise", gathers: bool = False) -> None:

@@ -268,16 +268,6 @@ def _list_biases(router: nn.Module) -> list[Tensor]:
     return [torch.zeros(num_experts) for parameter in further if parameter.default is parameter.empty]
 
 
-def check_routers(model: PreTrainedModel) -> None:
-    """Refuse a model as `check_chosen` does."""
-    from echelon.planner.mixtures import check_chosen  # only checks before a run need it
-
-    text = model.config.get_text_config(decoder=True)
-    count, chosen = count_experts(text), getattr(text, "num_experts_per_tok", None)
-    if count is not None and isinstance(chosen, int):
-        check_chosen(count, chosen)
-
-
 def find_coefficient(config: PretrainedConfig) -> tuple[str, float] | None:
     """Return the config field that requests a router loss, with its value; None if there is none."""
     fields = vars(config.get_text_config(decoder=True))

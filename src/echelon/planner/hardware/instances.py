@@ -5,7 +5,7 @@
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,10 +16,7 @@ from echelon.planner.hardware.links import machine_links
 from echelon.recipe.yaml_text import read_table
 
 if TYPE_CHECKING:
-    from echelon.recipe.sagemaker_sections import InstanceTypeConfig
-
-EXTRA_TYPES = "launch.sagemaker.extra_types"
-"""The recipe key with the types that the catalogue lacks."""
+    from echelon.planner.hardware.price_files import Machine
 
 Link = Literal["PCIe", "NVLink", "NVSwitch", "NeuronLink"]
 
@@ -28,7 +25,7 @@ Link = Literal["PCIe", "NVLink", "NVSwitch", "NeuronLink"]
 class Price:
     """US dollars per hour for one machine, on demand if not said otherwise; the bill depends on region and contract.
 
-    A price in the recipe has no date, and is for whatever region the job runs in.
+    A price without a region and a date is for whatever region the job runs in.
     """
 
     usd_per_hour: float
@@ -38,7 +35,7 @@ class Price:
 
     @property
     def terms(self) -> str:
-        """Region and date, as in `us-west-2, 2026-09-01`; the source of a price in the recipe."""
+        """Region and date, as in `us-west-2, 2026-09-01`; the source of a price without them."""
         return self.source if self.region is None else f"{self.region}, {self.date}"
 
     def describe(self) -> str:
@@ -53,7 +50,7 @@ class Instance:
     Attributes:
         name: SageMaker's name, `ml.p5.48xlarge`.
         gpus: GPUs per machine; 0 for CPU types and Trainium.
-        device: one GPU, as in `ACCELERATORS` or described in the recipe; `cpu` for CPU types; None for Trainium.
+        device: one GPU, as in `ACCELERATORS` or described in a file; `cpu` for CPU types; None for Trainium.
         gpu_memory_gib: memory of one accelerator, from EC2; plans use that of `device`, from its datasheet.
         link: the link between the accelerators of one machine.
         link_gigabytes_per_s: bandwidth of the link per accelerator, both directions together.
@@ -133,18 +130,15 @@ INSTANCES: dict[str, Instance] = {
 }
 
 
-def find_instance(
-    name: str,
-    extra_types: "Iterable[InstanceTypeConfig]" = (),
-    key: str = "launch.sagemaker.instance_type",
-    region: str | None = None,
-) -> Instance:
-    """The type of this name, with or without `ml.`, in the catalogue or in `launch.sagemaker.extra_types`.
+def find_instance(name: str, key: str = "launch.sagemaker.instance_type", region: str | None = None) -> Instance:
+    """The type of this name, with or without `ml.`, in the catalogue or in the user's files of prices.
 
     `key` is the recipe key of the name; `region` is where it runs, for its price. Raises ConfigError with the nearest
     names and how to describe a type; also for a wrong description.
     """
-    known = list_instances(extra_types, region)
+    from echelon.planner.hardware.price_files import find_price_folder
+
+    known = list_instances(region)
     wanted = f"ml.{name.strip().lower().removeprefix('ml.')}"
     if name in known:
         return known[name]
@@ -153,29 +147,22 @@ def find_instance(
     family = [name for name in known if name.startswith(f"{wanted.rpartition('.')[0]}.")]
     hint = ", ".join(family or difflib.get_close_matches(wanted, known, n=3)) or ", ".join([*list(_PRICES)[:3], "auto"])
     raise ConfigError(
-        f"{key}={name} is not in the catalogue of instances; use one of {hint}, or describe "
-        f"it: {EXTRA_TYPES}=[{{name: {wanted}, gpus: 8, accelerator: H200, vcpus: 192, memory_gib: 2048, "
-        "network_gbits: 3200}]."
+        f"{key}={name} is not in the catalogue of instances; use one of {hint}, or describe it in a file in "
+        f"{find_price_folder()}: `machines: {{{wanted}: {{gpus: 8, accelerator: H200, ...}}}}` (docs/cost.md)."
     )
 
 
-def list_instances(extra_types: "Iterable[InstanceTypeConfig]" = (), region: str | None = None) -> dict[str, Instance]:
-    """The catalogue, the user's files of prices and the types described in the recipe, by name.
+def list_instances(region: str | None = None) -> dict[str, Instance]:
+    """The catalogue with the prices and the machines of the user's files, by name.
 
     Prices are those of `region` where one is known, and the newest. Raises ConfigError for a wrong description.
     """
-    known = _read_files(region)
-    return known | {given.name: _describe_type(f"{EXTRA_TYPES}.{i}", given) for i, given in enumerate(extra_types)}
-
-
-def _read_files(region: str | None) -> dict[str, Instance]:
-    """The catalogue with the prices and the machines of the user's files."""
     from echelon.planner.hardware.price_files import read_price_rows
 
     known = dict(INSTANCES)
     for row in read_price_rows():
         for machine in row.read_machines():
-            known[machine.name] = _describe_type(f"machines.{machine.name}", machine)
+            known[machine.name] = _describe_type(machine)
         for kind, prices in (("price", row.usd_per_hour), ("spot", row.spot_usd_per_hour)):
             for given, usd in prices.items():
                 if (name := given if given in known else f"ml.{given}") in known:
@@ -190,55 +177,34 @@ def _rank_price(price: Price, region: str | None) -> tuple[bool, str]:
     return price.region == region, price.date or ""
 
 
-def _describe_type(key: str, given: "InstanceTypeConfig") -> Instance:
-    """The type that the recipe describes; of a type in the catalogue only the price may differ."""
-    name = given.name
-    price = None if given.usd_per_hour is None else Price(given.usd_per_hour, None, None, EXTRA_TYPES)
-    if name in INSTANCES:
-        known = INSTANCES[name]
-        figures = {
-            "gpus": known.gpus, "accelerator": known.accelerator, "gpu_memory_gib": known.gpu_memory_gib,
-            "vcpus": known.vcpus, "memory_gib": known.ram_gib, "network_gbits": known.network_gbits,
-            "efa_interfaces": known.efa_interfaces, "efa_rdma": known.efa_rdma, "local_disks": known.own_disks,
-        }  # fmt: skip
-        for field, figure in figures.items():
-            if getattr(given, field) not in (None, figure):
-                raise ConfigError(
-                    f"{key}.{field}={getattr(given, field)} contradicts the catalogue of instances, in which "
-                    f"{name} has {figure}; remove it."
-                )
-        return known if price is None else replace(known, price=price)
-    gpus, vcpus, memory, network = given.gpus, given.vcpus, given.memory_gib, given.network_gbits
-    if gpus is None or vcpus is None or memory is None or network is None:
-        needed = ("gpus", "vcpus", "memory_gib", "network_gbits")
-        missing = [field for field in needed if getattr(given, field) is None]
-        raise ConfigError(
-            f"{key}.{missing[0]} is missing: {name} is not in the catalogue of instances; give {', '.join(needed)}, "
-            "and with GPUs accelerator."
-        )
-    device = _describe_device(key, gpus, given)
+def _describe_type(given: "Machine") -> Instance:
+    """The type that a file describes. Raises ConfigError for one of the catalogue, and for a wrong device."""
+    key = f"machines.{given.name}"
+    if given.name in INSTANCES:
+        raise ConfigError(f"{key} is in the catalogue of instances; remove the description, which needs only a price.")
+    device = _describe_device(key, given)
     return Instance(
-        name,
-        gpus,
+        given.name,
+        given.gpus,
         device,
         given.gpu_memory_gib,
         link=None,
         link_gigabytes_per_s=None,
-        network_gbits=network,
-        efa_interfaces=given.efa_interfaces or 0,
-        vcpus=vcpus,
-        ram_gib=memory,
-        price=price,
-        efa_rdma=bool(given.efa_rdma),
-        own_disks=gpus > 0 if given.local_disks is None else given.local_disks,
+        network_gbits=given.network_gbits,
+        efa_interfaces=given.efa_interfaces,
+        vcpus=given.vcpus,
+        ram_gib=given.memory_gib,
+        price=None,
+        efa_rdma=given.efa_rdma,
+        own_disks=given.gpus > 0 if given.local_disks is None else given.local_disks,
         # The GPUs without bf16, V100 and T4, are in the table.
         bf16_supported=None if device.name in ACCELERATORS else True,
     )
 
 
-def _describe_device(key: str, gpus: int, given: "InstanceTypeConfig") -> Accelerator:
+def _describe_device(key: str, given: "Machine") -> Accelerator:
     """The device of a described type, with the memory of its datasheet or the given one, whichever is smaller."""
-    if not gpus:
+    if not given.gpus:
         if given.accelerator is not None or given.gpu_memory_gib is not None:
             raise ConfigError(f"{key}.gpus=0 contradicts accelerator and gpu_memory_gib; remove them, or correct gpus.")
         return ACCELERATORS["cpu"]
@@ -255,7 +221,7 @@ def _describe_device(key: str, gpus: int, given: "InstanceTypeConfig") -> Accele
             f"{key}.accelerator={given.accelerator} is not one of {', '.join(list(ACCELERATORS)[:-1])}; also give "
             "gpu_memory_gib, the memory of one GPU."
         )
-    return Accelerator(given.accelerator, stated, None, None, None, EXTRA_TYPES)
+    return Accelerator(given.accelerator, stated, None, None, None, "a file of prices")
 
 
 def cluster_of(instance: Instance, count: int, num_processes: int | None = None) -> Cluster:

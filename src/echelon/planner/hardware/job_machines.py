@@ -80,15 +80,13 @@ def find_machines(launch: "LaunchConfig") -> JobMachines:
     """
     settings = launch.sagemaker
     if not settings.instance_groups:
-        instance = find_instance(settings.instance_type or "", settings.extra_types, region=settings.region)
+        instance = find_instance(settings.instance_type or "", region=settings.region)
         return JobMachines((MachineGroup(None, instance, launch.max_training),))
     machines = JobMachines(
         tuple(
             MachineGroup(
                 group.name,
-                find_instance(
-                    group.instance_type, settings.extra_types, f"{_KEY}.{index}.instance_type", settings.region
-                ),
+                find_instance(group.instance_type, f"{_KEY}.{index}.instance_type", settings.region),
                 group.nodes,
             )
             for index, group in enumerate(settings.instance_groups)
@@ -105,7 +103,7 @@ def count_asked_gpus(launch: "LaunchConfig", instance_type: str | None, group: s
     expected if its family is named P or G, as AWS names those with GPUs.
     """
     by = "launch.sagemaker.instance_type" if group is None else f"{_KEY}, group {group}"
-    known = list_instances(launch.sagemaker.extra_types)
+    known = list_instances()
     if instance_type in known:
         count = known[instance_type].gpus
     else:

@@ -21,15 +21,27 @@ from pydantic import Field, ValidationError
 from echelon.ground.errors import ConfigError
 from echelon.ground.stored import read_text
 from echelon.ground.variables import find_cache_dir
-from echelon.recipe.sagemaker_sections import InstanceTypeConfig
-from echelon.recipe.section import Positive, Section
+from echelon.recipe.section import Count, CountOrZero, Flag, Positive, Section
 from echelon.recipe.yaml_text import parse_yaml
 
 
-class Machine(InstanceTypeConfig):
-    """A machine of any cloud."""
+class Machine(Section):
+    """A machine of any cloud, or of an instance type of SageMaker that the catalogue lacks.
+
+    accelerator: the name of its GPU; one that echelon does not know needs gpu_memory_gib. local_disks: by default, a
+    machine with GPUs has some.
+    """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")
+    gpus: CountOrZero
+    accelerator: str | None = None
+    gpu_memory_gib: Positive | None = None
+    vcpus: Count
+    memory_gib: Count
+    network_gbits: Positive
+    efa_interfaces: CountOrZero = 0
+    efa_rdma: Flag = False
+    local_disks: Flag | None = None
 
 
 class PriceRow(Section):

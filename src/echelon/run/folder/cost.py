@@ -124,7 +124,7 @@ def find_price_here(recipe: "Recipe", variables: Mapping[str, str]) -> Rate | No
     name = variables.get("SM_CURRENT_INSTANCE_TYPE")
     if name is None and "TRAINING_JOB_NAME" in variables:
         name = settings.instance_type
-    instance = None if name is None else list_instances(settings.extra_types, settings.region).get(name)
+    instance = None if name is None else list_instances(settings.region).get(name)
     return _find_rate(recipe, name, instance)
 
 

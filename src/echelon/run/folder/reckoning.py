@@ -1,5 +1,6 @@
 """Predicted beside measured: the steps of a run, its tokens per second, hours, dollars, and the memory by part."""
 
+import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 from echelon.ground.errors import ConfigError
 from echelon.ground.sizes import render_bytes, render_seconds
 from echelon.ground.stored import read_as, write_json
+from echelon.ground.variables import QUOTE_VARIABLE
 from echelon.planner.forecast import render_usd
 from echelon.planner.measured_runs import FEWEST_SECONDS, FEWEST_STEPS, MOST_SPREAD, record_run
 from echelon.planner.plan import load_plan
@@ -39,7 +41,7 @@ class Reckoning:
         num_steps: all that were measured.
         seconds: of these steps together.
         spread: the interquartile range of the times over their median, of the steps that are compared.
-        quote: what `echelon quote` said about a run that has reached its end, as in `budget.quote`.
+        quote: what `echelon quote` said about a run that has reached its end, as in `read_quote`.
     """
 
     predicted: Mapping[str, float]
@@ -110,6 +112,22 @@ def _render(name: str, value: float) -> str:
     if name == "tokens_per_second":
         return f"{value:,.0f}"
     return render_seconds(3600 * value if name.endswith("hours") else value)
+
+
+def read_quote(variables: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """The field `quote` of estimate.json: what `echelon quote --accept` told this job; nothing in any other run.
+
+    Raises ConfigError if the variable has no quote.
+    """
+    if (told := variables.get(QUOTE_VARIABLE)) is None:
+        return {}
+    try:
+        values = {str(name): float(value) for name, value in json.loads(told).items()}
+    except (AttributeError, TypeError, ValueError):
+        values = {}
+    if values.keys() != {f"{end}{name}" for name in ("hours", "usd") for end in ("", "low_", "high_")}:
+        raise ConfigError(f"{QUOTE_VARIABLE}={told!r:.80} is no quote; remove it from launch.env.")
+    return {"quote": values}
 
 
 def reckon(folder: RunFolder) -> Reckoning | None:

@@ -4,7 +4,7 @@
 a recipe can be planned and launched from a machine without it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +17,9 @@ from echelon.ground.stored import read_json
 from echelon.learn.data.mixture import divide_slots
 from echelon.learn.model.model_folder import find_config_folder, find_model_dir
 from echelon.learn.model.stored_format import StoredFormat, find_stored_format, without_settings
-from echelon.planner.model_shape import ModelShape, with_scores
+from echelon.planner.adapter_limits import check_adapter_shape, check_packages
+from echelon.planner.families import FAMILIES
+from echelon.planner.model_shape import ModelShape, count_scores, with_scores
 from echelon.planner.shape import build_shape, resolve_vocab_size
 from echelon.planner.teacher_size import list_uncounted
 from echelon.recipe import AdapterConfig, Recipe, TrainedTokenizerConfig
@@ -25,7 +27,6 @@ from echelon.recipe.engines import ENGINES, NATIVE
 from echelon.recipe.load import load_recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.trackers import check_trackers
-from echelon.run.lifecycle.counted_models import check_shape, has_adapter, has_float8, is_counted, tensor_degree
 from echelon.run.lifecycle.extension_checks import describe_extensions
 
 if TYPE_CHECKING:
@@ -33,6 +34,18 @@ if TYPE_CHECKING:
 
 # Targets whose machines have their own folders; paths in the recipe may not exist on this machine.
 _APART = ("kubernetes", "sagemaker")
+
+COUNTED = {
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "attention_dropout",
+}  # fmt: skip
+"""The fields of a dense family that its formula checks. A new model with no other ones is not built to be checked."""
+STORED = {
+    "_name_or_path", "architectures", "attention_bias", "bos_token_id", "dtype", "eos_token_id", "head_dim",
+    "hidden_act", "initializer_range", "mlp_bias", "pretraining_tp", "rms_norm_eps", "rope_theta", "torch_dtype",
+    "transformers_version", "use_cache",
+}  # fmt: skip
+"""Fields that published checkpoints have beside these, and which the formula counts or which change nothing."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +107,7 @@ def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -
     given, stored = _read_given_fields(recipe)
     given = _with_head(recipe, given)
     fields, line = size_vocabulary(recipe, given, size)
-    shape = build_shape(fields)
+    shape = build_shape(fields, recipe.adapter.is_adapter)
     _check_positions(recipe, shape)
     if weights and (stored is None or _find_missing("torch") is None):  # quantized weights are computed to be checked
         check_weights(recipe.model.checkpoint)
@@ -115,9 +128,34 @@ def check_counted(recipe: Recipe) -> None:
     if recipe.model.config is None or not is_counted(recipe, recipe.model.config):
         return
     fields, _ = size_vocabulary(recipe, dict(recipe.model.config), _find_vocab_size(recipe))
-    shape = build_shape(fields)
-    _check_positions(recipe, shape)
-    check_shape(recipe, shape, True, [])
+    _check_positions(recipe, build_shape(fields))
+
+
+def is_counted(recipe: Recipe, fields: Mapping[str, Any]) -> bool:
+    """Whether the formula of its family suffices to check a model, so that none is built and torch is not imported.
+
+    It does for a dense family with no field beside `COUNTED`, and in a checkpoint `STORED` and nulls, if the recipe
+    asks nothing of its parts that only a built one shows. tests/dist/test_checks.py builds what is taken for granted.
+    """
+    model, adapter = recipe.model, recipe.adapter
+    asks_more = bool(model.attn_implementation or recipe.optim.learning_rate_multipliers or model.rope is not None)
+    asks_more |= bool(adapter.modules_to_save or adapter.target_parameters or adapter.quantize_experts)
+    asks_more |= "lm_head" in adapter.target_modules or recipe.train.precision == "fp8"
+    if asks_more or fields["model_type"] not in FAMILIES:
+        return False
+    if model.config is not None:
+        return all(name in COUNTED and value is not None for name, value in fields.items())
+    return _is_plain(fields)
+
+
+def _is_plain(fields: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's config has sizes and `STORED` alone: no window, no scaled positions, no scores."""
+    rotary = fields.get("rope_parameters")
+    given = {name for name, value in fields.items() if value is not None}
+    if isinstance(rotary, dict) and rotary == {"rope_type": "default", "rope_theta": rotary.get("rope_theta")}:
+        given -= {"rope_parameters"}
+    is_known = given - STORED <= COUNTED and fields.get("hidden_act", "silu") == "silu"
+    return is_known and count_scores(fields) is None
 
 
 def _check_engine_package(recipe: Recipe, elsewhere: bool, left: list[str]) -> None:
@@ -193,7 +231,9 @@ def _check_built(
     All checks of a built model belong here. Importing torch takes seconds, so it is done only when needed.
     """
     if is_counted(recipe, fields):
-        check_shape(recipe, shape, elsewhere, left)
+        if recipe.adapter.is_adapter:
+            check_adapter_shape(recipe.adapter, shape)
+            _has_adapter(recipe.adapter, elsewhere, left)
         return None
     if why := _find_missing("transformers", "torch"):
         if recipe.model.checkpoint is None and find_spec("transformers") is not None:
@@ -206,22 +246,20 @@ def _check_built(
     from echelon.learn.model.build import parameter_names
     from echelon.learn.model.causality import check_is_causal
     from echelon.learn.model.rope import check_scaled
-    from echelon.learn.model.router import check_routers
     from echelon.learn.model.traits import describe_obstacle, find_traits
     from echelon.learn.optimizer import check_groups
 
     model, config = _build_on_meta(recipe, fields, elsewhere, left)
     check_scaled(model, recipe)
-    check_routers(model)
     check_is_causal(config, recipe.model.trust_remote_code)
     traits = find_traits(model, recipe.data.sequence_len)
     obstacle = describe_obstacle(traits, config)
     _check_divided(model, traits, recipe)
     if recipe.train.precision == "fp8":
-        from echelon.learn.model.float8 import find_float8_layers
+        from echelon.learn.model.float8 import check_package, find_float8_layers
 
         find_float8_layers(model)
-        has_float8(elsewhere, left)
+        _has(check_package, elsewhere, left, "train.precision: the package torchao (it is not installed here)")
     if not recipe.adapter.is_adapter or _try_adapter(model, recipe.adapter, elsewhere, left):
         check_groups(
             (name for name, parameter in parameter_names(model).items() if parameter.requires_grad), recipe.optim
@@ -272,10 +310,32 @@ def _try_adapter(model: Any, adapter: AdapterConfig, elsewhere: bool, left: list
     from echelon.learn.model.adapters import apply_adapter, check_adapter
 
     check_adapter(model, adapter)
-    if not has_adapter(adapter, elsewhere, left):
+    if not _has_adapter(adapter, elsewhere, left):
         return False
     apply_adapter(model, adapter)
     return True
+
+
+def _has_adapter(adapter: AdapterConfig, elsewhere: bool, left: list[str]) -> bool:
+    line = f"adapter: the packages of {adapter.method}, and optim with it (they are not all here)"
+    return _has(lambda: check_packages(adapter), elsewhere, left, line)
+
+
+def _has(check: Callable[[], None], elsewhere: bool, left: list[str], line: str) -> bool:
+    """Whether a package is installed here. With `elsewhere` it may be only where the training runs."""
+    try:
+        check()
+    except ConfigError:
+        if not elsewhere:
+            raise
+        left.append(line)
+        return False
+    return True
+
+
+def tensor_degree(recipe: Recipe) -> int:
+    """The ranks among which a recipe divides matrices; 1 for a named strategy."""
+    return 1 if isinstance(recipe.parallel, str) else recipe.parallel.tp
 
 
 def _list_built_checks(recipe: Recipe) -> Iterator[str]:
@@ -291,6 +351,8 @@ def _list_built_checks(recipe: Recipe) -> Iterator[str]:
         yield f"model.attn_implementation: whether {recipe.model.attn_implementation} can run it"
     if recipe.adapter.is_adapter:
         yield f"adapter: whether the model has layers for {recipe.adapter.method}, and its packages"
+    if recipe.train.precision == "fp8":
+        yield "train.precision: whether the model has layers for fp8, and its package"
     if tensor_degree(recipe) > 1:
         yield "parallel.tp: whether the model can be divided"
     if recipe.optim.learning_rate_multipliers:

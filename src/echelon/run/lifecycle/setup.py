@@ -33,6 +33,7 @@ from echelon.run.folder.cost import (
 )
 from echelon.run.folder.environment import describe_environment
 from echelon.run.folder.open_run import OpenedRun, open_run
+from echelon.run.folder.reckoning import read_quote
 from echelon.run.folder.run_folder import RunFolder, describe_gone
 from echelon.run.journal.trackers import catch_up, check_trackers
 from echelon.run.lifecycle.extension_checks import check_extensions
@@ -194,7 +195,7 @@ def _check_against_data(recipe: Recipe, here: _LocalRecipe, data: "PreparedData"
     fields, line = size_vocabulary(here.recipe, here.fields, data.vocab_size)
     logger.info(f"model: {line}")
     obeys_masks = recipe.objective.row.answers != "pairs" or here.obstacle is None
-    return replace(build_shape(fields), obeys_masks=obeys_masks)
+    return replace(build_shape(fields, recipe.adapter.is_adapter), obeys_masks=obeys_masks)
 
 
 def _check_profile(recipe: Recipe, num_steps: int, world_size: int) -> None:
@@ -335,8 +336,7 @@ def write_run(
     write_json(folder.environment_path, describe_environment(variables) | {"cluster": asdict(cluster)})
     warmup = find_warmup(recipe.optim, num_steps, recipe.batches)
     steps = {"steps": num_steps, f"warmup_{recipe.optim.schedule_unit}": warmup}
-    quote = {} if recipe.budget.quote is None else {"quote": recipe.budget.quote.model_dump()}
-    write_json(folder.estimate_path, {**estimate, "schedule": steps, **quote})
+    write_json(folder.estimate_path, {**estimate, "schedule": steps, **read_quote(variables)})
     write_json(folder.plan_path, plan.to_dict())
     # Last: a folder with a recipe counts as a run, so everything else is there by then.
     write_text(folder.recipe_path, render_recipe(recipe))

@@ -75,9 +75,7 @@ CASES = {
     "instance-groups": (
         "launch.sagemaker.instance_type=null",
         "launch.sagemaker.instance_groups=[{name: ours, instance_type: ml.g6.12xlarge, nodes: 2}, "
-        "{name: new, instance_type: ml.p6e-gb200.36xlarge}]",
-        "launch.sagemaker.extra_types=[{name: ml.p6e-gb200.36xlarge, gpus: 4, accelerator: GB200, vcpus: 144, "
-        "memory_gib: 960, network_gbits: 400, efa_interfaces: 4, efa_rdma: true, usd_per_hour: 20}]",
+        "{name: new, instance_type: ml.g5.12xlarge}]",
     ),
     "file-systems": (
         "launch.sagemaker.subnets=[subnet-0abc]",
@@ -542,10 +540,7 @@ REFUSED = {
     "launch.sagemaker.bucket is not set": ["launch.sagemaker.bucket=null"],
     "launch.sagemaker.instance_type is not set": ["launch.sagemaker.instance_type=null"],
     "launch.sagemaker.instance_type=ml.g5.13xlarge ": ["launch.sagemaker.instance_type=ml.g5.13xlarge"],
-    "launch.sagemaker.extra_types=[{name: ml.g5.13xlarge, gpus: 8": ["launch.sagemaker.instance_type=ml.g5.13xlarge"],
-    "extra_types.0.gpus is missing": [
-        "launch.sagemaker.instance_type=ml.g5.13xlarge",
-        "launch.sagemaker.extra_types=[{name: ml.g5.13xlarge, vcpus: 8}]"],
+    "machines: {ml.g5.13xlarge: {gpus: 8": ["launch.sagemaker.instance_type=ml.g5.13xlarge"],
     "nearest GPU instance is ml.": ["launch.sagemaker.instance_type=ml.trn1.32xlarge"],
     "CUDA 12": ["launch.sagemaker.instance_type=ml.p3.16xlarge"],
     "use launch.nodes=4": ["launch.nodes='2:4'"],

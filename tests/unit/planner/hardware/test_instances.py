@@ -14,7 +14,7 @@ from echelon.planner.hardware.instances import (
     find_instance,
     nearest_gpu_instance,
 )
-from echelon.recipe.sagemaker_sections import InstanceTypeConfig
+from echelon.recipe.yaml_text import render_yaml
 
 
 @pytest.mark.parametrize(
@@ -54,70 +54,76 @@ def test_the_table_is_consistent():
 def test_an_unknown_type_names_its_family():
     with pytest.raises(ConfigError, match=r"ml\.p5\.24xlarge is not .*ml\.p5\.4xlarge, ml\.p5\.48xlarge"):
         find_instance("ml.p5.24xlarge")
-    described = r"or describe it: launch\.sagemaker\.extra_types=\[\{name: ml\.x9\.huge, gpus: 8, "
-    with pytest.raises(ConfigError, match=r"x9\.huge is not .* auto, " + described):
+    with pytest.raises(
+        ConfigError, match=r"x9\.huge is not .* auto, or describe it in a file .*ml\.x9\.huge: \{gpus: 8"
+    ):
         find_instance("x9.huge")
 
 
-def described(**figures):
-    """`ml.x9.huge`, described in a recipe."""
-    return [InstanceTypeConfig(name="ml.x9.huge", **figures)]
+@pytest.fixture
+def describe(tmp_path, monkeypatch):
+    """Describes `ml.x9.huge`, or another machine, in a file of prices."""
+    monkeypatch.setenv("ECHELON_CACHE", str(tmp_path))
+
+    def write(name="ml.x9.huge", price=None, **figures):
+        row = {"region": "here", "date": "2026-11-20", "source": "mine", "machines": {name: figures}}
+        row |= {"usd_per_hour": {name: price}} if price else {}
+        (tmp_path / "prices").mkdir(exist_ok=True)
+        (tmp_path / "prices" / "mine.yaml").write_text(render_yaml([row]))
+
+    return write
 
 
 X9 = {"gpus": 8, "accelerator": "h200", "vcpus": 192, "memory_gib": 2048, "network_gbits": 3200}
 
 
-def test_a_described_type_is_used_like_one_of_the_catalogue():
-    types = described(**X9, efa_interfaces=16, efa_rdma=True, usd_per_hour=40)
+def test_a_described_type_is_used_like_one_of_the_catalogue(describe):
+    describe(**X9, efa_interfaces=16, efa_rdma=True, price=40)
     known = find_instance("p5en.48xlarge")  # the same machine under another name
-    assert find_instance("x9.huge", types) == replace(
+    assert find_instance("x9.huge") == replace(
         known,
         name="ml.x9.huge",
         gpu_memory_gib=None,
         link=None,
         link_gigabytes_per_s=None,
-        price=Price(40, None, None, "launch.sagemaker.extra_types"),
+        price=Price(40, "here", "2026-11-20", "mine"),
     )
-    assert find_instance("ml.x9.huge", types).price.describe() == "$40/h (launch.sagemaker.extra_types)"
-    assert cluster_of(find_instance("x9.huge", types), 2) == cluster_of(known, 2)
+    assert find_instance("ml.x9.huge").price.describe() == "$40/h (here, 2026-11-20)"
+    assert cluster_of(find_instance("x9.huge"), 2) == cluster_of(known, 2)
     with pytest.raises(ConfigError, match=r"x9\.giant is not .*; use one of ml\.x9\.huge, or"):
-        find_instance("x9.giant", types)
+        find_instance("x9.giant")
 
 
-def test_an_unknown_gpu_has_the_given_memory_and_bf16():
-    types = described(**X9 | {"accelerator": "R100", "gpu_memory_gib": 288})
-    cluster = cluster_of(find_instance("x9.huge", types), 1)
+def test_an_unknown_gpu_has_the_given_memory_and_bf16(describe):
+    describe(**X9 | {"accelerator": "R100", "gpu_memory_gib": 288})
+    cluster = cluster_of(find_instance("x9.huge"), 1)
     assert (cluster.accelerator.name, cluster.accelerator.memory_bytes) == ("R100", 288 * 2**30)
     assert cluster.has_bf16 and cluster.accelerator.bf16_flops is None
     # Of a known GPU the smaller of both figures: 141 GB are 131.3 GiB.
-    half = cluster_of(find_instance("x9.huge", described(**X9, gpu_memory_gib=70)), 1)
+    describe(**X9, gpu_memory_gib=70)
+    half = cluster_of(find_instance("x9.huge"), 1)
     assert (half.accelerator.memory_bytes, half.accelerator.bf16_flops) == (70 * 2**30, 989e12)
-    assert cluster_of(find_instance("x9.huge", described(**X9, gpu_memory_gib=141)), 1).accelerator.name == "H200"
-    cpus = find_instance("x9.huge", described(gpus=0, vcpus=8, memory_gib=32, network_gbits=10))
+    describe(**X9, gpu_memory_gib=141)
+    assert cluster_of(find_instance("x9.huge"), 1).accelerator.name == "H200"
+    describe(gpus=0, vcpus=8, memory_gib=32, network_gbits=10)
+    cpus = find_instance("x9.huge")
     assert (cpus.accelerator, cpus.num_processes, cpus.own_disks) == ("cpu", 4, False)
 
 
 @pytest.mark.parametrize(
     ("figures", "said"),
     [
-        ({"gpus": 8}, "vcpus is missing: ml.x9.huge is not in the catalogue"),
+        ({"gpus": 8}, r"mine.yaml is not a list of prices \(vcpus"),
         ({**X9, "accelerator": None}, "accelerator is missing: give the name of its GPU"),
         ({**X9, "accelerator": "R100"}, "accelerator=R100 is not one of V100, .* also give gpu_memory_gib"),
         ({**X9, "gpus": 0}, "gpus=0 contradicts accelerator and gpu_memory_gib"),
+        ({**X9, "name": "ml.p5.48xlarge"}, "ml.p5.48xlarge is in the catalogue of instances; remove the description"),
     ],
 )
-def test_a_wrong_description_is_refused(figures, said):
-    with pytest.raises(ConfigError, match=rf"^launch\.sagemaker\.extra_types\.0\.{said}"):
-        find_instance("x9.huge", described(**figures))
-
-
-def test_a_description_may_give_a_known_type_only_a_price():
-    five = [InstanceTypeConfig(name="ml.p5.48xlarge", gpus=8, accelerator="H100", usd_per_hour=30)]
-    assert find_instance("p5.48xlarge", five).price.usd_per_hour == 30
-    for field, value, known in (("gpus", 4, 8), ("accelerator", "H200", "H100"), ("efa_rdma", False, True)):
-        wrong = [InstanceTypeConfig(name="ml.p5.48xlarge", **{field: value})]
-        with pytest.raises(ConfigError, match=f"{field}={value} contradicts the catalogue .* has {known}; remove"):
-            find_instance("p5.48xlarge", wrong)
+def test_a_wrong_description_is_refused(describe, figures, said):
+    describe(**figures)
+    with pytest.raises(ConfigError, match=said):
+        find_instance("x9.huge")
 
 
 def test_clusters():

@@ -91,9 +91,8 @@ def test_where_a_price_comes_from():
     assert inside.source == "ml.g5.12xlarge on demand, us-east-1, 2026-08"
     assert find_price_here(load(*typed), {"SM_CURRENT_INSTANCE_TYPE": "ml.p5.48xlarge"}).usd_per_hour == 63.296
     assert find_price_here(load(), {"SM_CURRENT_INSTANCE_TYPE": "ml.p5e.48xlarge"}) is None
-    priced = load(*typed, "launch.sagemaker.extra_types=[{name: ml.g5.12xlarge, usd_per_hour: 3}]")
-    assert find_price_at_target(priced).usd_per_hour == 3
-    assert find_price_here(priced, {"SM_CURRENT_INSTANCE_TYPE": "ml.g5.12xlarge"}).usd_per_hour == 3
+    own = load(*typed[:1], "launch.sagemaker.instance_type=ml.x9.huge")  # of a file that the job does not have
+    assert find_price_here(own, {"TRAINING_JOB_NAME": "job", "SM_CURRENT_INSTANCE_TYPE": "ml.x9.huge"}) is None
     # (2 x 7.09 + 1 x 5.752) / 3
     groups = "[{name: a, instance_type: ml.g5.12xlarge, nodes: 2}, {name: b, instance_type: ml.g6.12xlarge}]"
     mixed = load("launch.to=sagemaker", f"launch.sagemaker.instance_groups={groups}")
