@@ -11,11 +11,11 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from echelon.ground.checksums import find_faults, list_files
+from echelon.ground.checksums import find_faults
 from echelon.ground.errors import CheckpointError, ConfigError, EchelonError, explain_storage_error
-from echelon.ground.object_store import ObjectStore, ObjectStoreError, retried
+from echelon.ground.mirror import count_bytes
+from echelon.ground.object_store import ObjectStore, ObjectStoreError
 from echelon.ground.sizes import render_bytes
-from echelon.ground.stored import sync_path
 from echelon.learn.checkpoint.folder import find_checkpoints, give_name, newest_whole
 from echelon.recipe import Recipe
 from echelon.recipe.difference import blocking_differences
@@ -27,8 +27,6 @@ from echelon.run.folder.run_folder import RunFolder
 from echelon.run.folder.upload import Uploader
 
 logger = logging.getLogger(__name__)
-
-_RETRY_DELAYS_SECONDS = (1.0, 4.0, 15.0)
 
 
 class RemoteStart:
@@ -171,23 +169,13 @@ class RemoteStart:
         assert self._remote is not None
         remote, began = self._remote, time.monotonic()
         writing = folder.checkpoints_dir / f".writing-{checkpoint.step:08d}"
-        num_bytes = sum(entry["bytes"] for entry in checkpoint.files.values())
-        faults: list[str] = []
+        num_bytes = count_bytes(checkpoint.files)
         if not checkpoint.faults:
             logger.info(f"Downloading {checkpoint.name} ({render_bytes(num_bytes)}) from {remote.url}.")
-
-        def attempt() -> None:
-            shutil.rmtree(writing, ignore_errors=True)
-            faults[:] = remote.download(run, checkpoint, writing)
-
         try:
-            retried(attempt, _RETRY_DELAYS_SECONDS, time.sleep)
-            faults = faults or find_faults(writing)
-            if faults:
+            if faults := remote.download(run, checkpoint, writing) or find_faults(writing):
                 logger.warning(f"Skipping a damaged checkpoint: {remote.url}, {checkpoint.name}: {'; '.join(faults)}.")
                 return False
-            for path in list_files(writing):
-                sync_path(path)
             bundle = folder.path / f".{BUNDLE}.tmp"
             (writing / BUNDLE).replace(bundle)
             give_name(writing, folder.checkpoints_dir / checkpoint.name)

@@ -1,0 +1,100 @@
+"""Copies of folders in a store: the order of publication, damage, and attempts."""
+
+import pytest
+
+from echelon.ground import mirror
+from echelon.ground.checksums import describe_files, list_all_files, parse_manifest
+from echelon.ground.object_store import ObjectStore, ObjectStoreError
+
+
+class Recorded(ObjectStore):
+    """A store that records what it is asked to write, and fails at each name in `failing` once."""
+
+    def __init__(self, url):
+        super().__init__(url)
+        self.calls, self.failing = [], []
+
+    def _take(self, call, name):
+        self.calls.append((call, name))
+        if name in self.failing:
+            self.failing.remove(name)
+            raise ObjectStoreError("no answer", "failed")
+
+    def upload(self, path, name):
+        self._take("upload", name)
+        super().upload(path, name)
+
+    def download(self, name, path, num_bytes):
+        self._take("download", name)
+        super().download(name, path, num_bytes)
+
+    def write(self, name, content):
+        self._take("write", name)
+        super().write(name, content)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Recorded(f"file://{tmp_path}/store")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "here" / "sub").mkdir(parents=True)
+    (tmp_path / "here" / "one").write_bytes(b"1" * 10)
+    (tmp_path / "here" / "sub" / "two").write_bytes(b"2" * 20)
+    return tmp_path / "here"
+
+
+def publish(store, folder, **options):
+    sources = list_all_files(folder)
+    files = describe_files(sources.values(), folder)
+    return files, mirror.publish(store, "copy", sources, files, ("copy.json", {"step": 3}), **options)
+
+
+def test_the_marker_is_written_last_and_the_copy_comes_back(store, folder, tmp_path):
+    store.failing = ["copy/sub/two"]
+    with pytest.raises(ObjectStoreError, match="no answer"):
+        publish(store, folder)
+    assert store.read("copy.json") is None
+    store.calls.clear()
+    files, is_published = publish(store, folder, sent=("one",))
+    assert is_published and store.calls == [("upload", "copy/sub/two"), ("write", "copy.json")]
+    assert mirror.count_bytes(files) == 30
+    values, found = parse_manifest(store.read("copy.json"))
+    assert values["step"] == 3 and found == files
+
+    store.failing = ["copy/one", "copy/one"]
+    into = tmp_path / "there"
+    assert mirror.bring(store, "copy", files, into, (0.0, 0.0)) == []
+    assert {path.relative_to(into) for path in into.rglob("*")} == {
+        path.relative_to(folder) for path in folder.rglob("*")
+    }
+    assert (into / "sub" / "two").read_bytes() == b"2" * 20
+    store.failing = ["copy/one"]
+    with pytest.raises(ObjectStoreError, match="no answer"):
+        mirror.bring(store, "copy", files, into)
+
+
+def test_nothing_is_published_without_permission(store, folder):
+    assert not publish(store, folder, may_publish=lambda: False)[1]
+    assert store.sizes("copy") == {} and store.read("copy.json") is None
+
+
+def test_damage_is_named(store, folder, tmp_path):
+    files, _ = publish(store, folder)
+    (tmp_path / "store" / "copy" / "one").write_bytes(b"3" * 10)
+    (tmp_path / "store" / "copy" / "sub" / "two").unlink()
+    changed = "the contents of one changed after it was written"
+    assert mirror.verify(store, "copy", files) == [changed, "sub/two is missing"]
+    assert mirror.bring(store, "copy", files, tmp_path / "there") == [changed, "two is missing"]
+    assert mirror.compare_sizes(files, {"copy/one": 9}, "copy/") == [
+        "one has 9 bytes; 10 were written", "sub/two is missing",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["../one", "/one", "a/../../one", "", "a\\..\\one", ".."])
+def test_a_manifest_names_only_files_of_its_folder(name):
+    entry = '{"bytes": 1, "sha256": ""}'
+    with pytest.raises(ValueError, match="is not a file of the folder"):
+        parse_manifest(f'{{"format": 1, "files": {{"{name}": {entry}}}}}'.replace("\\", "\\\\").encode())
