@@ -88,7 +88,7 @@ def find_faults(folder: Path, checksums: bool = False, part: int = 0, parts: int
         files = parse_manifest(read_bytes(folder / MANIFEST))[1]
     except (OSError, ValueError) as error:
         return [f"it has no readable {MANIFEST} ({error})"]
-    return compare_files(folder, list_entries(files)[part::parts], checksums)
+    return compare_files(folder, dict(sorted(files.items())[part::parts]), checksums)
 
 
 def parse_manifest(content: bytes) -> tuple[dict[str, Any], Files]:
@@ -110,16 +110,12 @@ def parse_manifest(content: bytes) -> tuple[dict[str, Any], Files]:
     return values, files
 
 
-def list_entries(files: Files) -> list[tuple[str, int, str]]:
-    """Return the sorted entries for `compare_files`."""
-    return sorted((name, entry["bytes"], entry["sha256"]) for name, entry in files.items())
-
-
-def compare_files(folder: Path, entries: Iterable[tuple[str, int, str]], checksums: bool) -> list[str]:
-    """Compare files with (name, size, SHA-256) entries; return a phrase for each that differs."""
+def compare_files(folder: Path, files: Files, checksums: bool) -> list[str]:
+    """Compare the files of a folder with what they should be; return a phrase for each that differs."""
     with ThreadPoolExecutor(_FILES_AT_ONCE) as readers:
         found = readers.map(
-            lambda entry: _find_fault(folder / entry[0], entry[1], entry[2] if checksums else None), entries
+            lambda name: _find_fault(folder / name, files[name]["bytes"], files[name]["sha256"] if checksums else None),
+            files,
         )
         return [fault for fault in found if fault is not None]
 

@@ -9,12 +9,11 @@ a marker there is no copy.
 
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-from echelon.ground.checksums import FORMAT, Files, compare_files, list_entries
+from echelon.ground.checksums import FORMAT, Files, compare_files, describe_files, list_all_files
 from echelon.ground.object_store import ObjectStore, ObjectStoreError, retried
 from echelon.ground.stored import sync_path
 
@@ -24,25 +23,21 @@ RETRY_DELAYS_SECONDS = (1.0, 4.0, 15.0)
 _FILES_AT_ONCE = 4
 
 
-def publish(
-    store: ObjectStore,
-    folder: str,
-    sources: Mapping[str, Path],
-    files: Files,
-    marker: tuple[str, Mapping[str, Any]],
-    sent: Collection[str] = (),
-    may_publish: Callable[[], bool] = lambda: True,
-) -> bool:
-    """Upload files, check their sizes there, and write the marker; returns whether `may_publish` allowed that.
+def publish(store: ObjectStore, folder: Path) -> None:
+    """Upload a folder of this machine under its name, and write its marker, NAME.json. Raises as `send`."""
+    sources = list_all_files(folder)
+    files = describe_files(sources.values(), folder)
+    send(store, folder.name, sources, files)
+    write_marker(store, f"{folder.name}.json", files)
 
-    Args:
-        sources: where each of the files is on this machine.
-        marker: its name, and what it holds beside the files.
-        sent: files that need not be sent again if the store has them with their size.
-        may_publish: called before the marker is written; if not, what was uploaded is removed.
 
-    Raises:
-        ObjectStoreError: the store fails, or has other sizes than were sent.
+def send(
+    store: ObjectStore, folder: str, sources: Mapping[str, Path], files: Files, sent: Collection[str] = ()
+) -> None:
+    """Upload files, each from its place in `sources`, and check their sizes in a listing.
+
+    Those in `sent` are not sent again if the store has them with their size. Raises ObjectStoreError, also for sizes
+    that differ.
     """
     there = store.sizes(folder) if sent else {}
     # One after another: client libraries send the parts of one file in parallel, and hold them in memory.
@@ -51,12 +46,11 @@ def publish(
             store.upload(path, f"{folder}/{name}")
     if faults := compare_sizes(files, store.sizes(folder)):
         raise ObjectStoreError(faults[0], "failed")
-    if not may_publish():
-        store.remove_folder(folder)
-        return False
-    name, values = marker
+
+
+def write_marker(store: ObjectStore, name: str, files: Files, **values: object) -> None:
+    """Write a marker, with further values."""
     store.write_json(name, {"format": FORMAT, **values, "files": files})
-    return True
 
 
 def compare_sizes(files: Files, sizes: Mapping[str, int], prefix: str = "") -> list[str]:
@@ -75,13 +69,8 @@ def compare_sizes(files: Files, sizes: Mapping[str, int], prefix: str = "") -> l
 def bring(store: ObjectStore, folder: str, files: Files, into: Path, delays: Iterable[float] = ()) -> list[str]:
     """Download a copy, verify it, and flush it to disk; returns a phrase for each file that is missing or differs.
 
-    Args:
-        into: a folder of this machine, which is replaced.
-        delays: the waits before further attempts, if the store fails.
-
-    Raises:
-        ObjectStoreError: the store fails, also at the last attempt, or refuses access.
-        OSError: the disk here is full.
+    `into` is replaced. `delays`: the waits before further attempts. Raises ObjectStoreError if the last one fails,
+    OSError if the disk here is full.
     """
 
     def fetch(name: str) -> None:
@@ -101,7 +90,7 @@ def bring(store: ObjectStore, folder: str, files: Files, into: Path, delays: Ite
             list(readers.map(fetch, files))
 
     retried(attempt, delays, time.sleep)
-    if not (faults := compare_files(into, list_entries(files), checksums=True)):
+    if not (faults := compare_files(into, files, checksums=True)):
         for name in files:
             sync_path(into / name)
     return faults

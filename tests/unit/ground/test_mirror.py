@@ -40,29 +40,26 @@ def store(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "here" / "sub").mkdir(parents=True)
-    (tmp_path / "here" / "one").write_bytes(b"1" * 10)
-    (tmp_path / "here" / "sub" / "two").write_bytes(b"2" * 20)
-    return tmp_path / "here"
-
-
-def publish(store, folder, **options):
-    sources = list_all_files(folder)
-    files = describe_files(sources.values(), folder)
-    return files, mirror.publish(store, "copy", sources, files, ("copy.json", {"step": 3}), **options)
+    (tmp_path / "copy" / "sub").mkdir(parents=True)
+    (tmp_path / "copy" / "one").write_bytes(b"1" * 10)
+    (tmp_path / "copy" / "sub" / "two").write_bytes(b"2" * 20)
+    return tmp_path / "copy"
 
 
 def test_the_marker_is_written_last_and_the_copy_comes_back(store, folder, tmp_path):
     store.failing = ["copy/sub/two"]
     with pytest.raises(ObjectStoreError, match="no answer"):
-        publish(store, folder)
+        mirror.publish(store, folder)
     assert store.read("copy.json") is None
     store.calls.clear()
-    files, is_published = publish(store, folder, sent=("one",))
-    assert is_published and store.calls == [("upload", "copy/sub/two"), ("write", "copy.json")]
-    assert mirror.count_bytes(files) == 30
-    values, found = parse_manifest(store.read("copy.json"))
-    assert values["step"] == 3 and found == files
+    sources = list_all_files(folder)
+    files = describe_files(sources.values(), folder)
+    mirror.send(store, "copy", sources, files, sent=("one",))
+    assert store.calls == [("upload", "copy/sub/two")] and mirror.count_bytes(files) == 30
+    store.calls.clear()
+    mirror.publish(store, folder)
+    assert store.calls == [("upload", "copy/one"), ("upload", "copy/sub/two"), ("write", "copy.json")]
+    assert parse_manifest(store.read("copy.json"))[1] == files
 
     store.failing = ["copy/one", "copy/one"]
     into = tmp_path / "there"
@@ -76,13 +73,9 @@ def test_the_marker_is_written_last_and_the_copy_comes_back(store, folder, tmp_p
         mirror.bring(store, "copy", files, into)
 
 
-def test_nothing_is_published_without_permission(store, folder):
-    assert not publish(store, folder, may_publish=lambda: False)[1]
-    assert store.sizes("copy") == {} and store.read("copy.json") is None
-
-
 def test_damage_is_named(store, folder, tmp_path):
-    files, _ = publish(store, folder)
+    mirror.publish(store, folder)
+    files = parse_manifest(store.read("copy.json"))[1]
     (tmp_path / "store" / "copy" / "one").write_bytes(b"3" * 10)
     (tmp_path / "store" / "copy" / "sub" / "two").unlink()
     changed = "the contents of one changed after it was written"

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from echelon.ground.checksums import describe_files, list_all_files, parse_manifest, remove_tree
+from echelon.ground.checksums import list_all_files, parse_manifest, remove_tree
 from echelon.ground.mirror import compare_sizes, publish
 from echelon.ground.object_store import ObjectStore, ObjectStoreError
 from echelon.ground.sizes import render_bytes
@@ -127,8 +127,7 @@ class DataKeeper:
     def _copy(self, folder: Path) -> None:
         try:
             self._kept.mkdir(parents=True, exist_ok=True)
-            sources = list_all_files(folder)
-            needed = sum(path.stat().st_size for path in sources.values())
+            needed = sum(path.stat().st_size for path in list_all_files(folder).values())
             free = shutil.disk_usage(self._kept).free
             if 2 * needed > free:
                 logger.warning(
@@ -136,8 +135,7 @@ class DataKeeper:
                     f"{self._kept} has {render_bytes(free)} free"
                 )
                 return
-            files = describe_files(sources.values(), folder)
-            publish(ObjectStore(f"file://{self._kept}"), folder.name, sources, files, (f"{folder.name}.json", {}))
+            publish(ObjectStore(f"file://{self._kept}"), folder)
         except (OSError, ObjectStoreError) as error:
             logger.warning(f"container: the prepared data is not kept for later starts: {error}")
             shutil.rmtree(self._kept / folder.name, ignore_errors=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from echelon.ground import mirror
-from echelon.ground.checksums import Files, describe_files, list_all_files, parse_manifest
+from echelon.ground.checksums import Files, list_all_files, parse_manifest
 from echelon.ground.errors import ConfigError
 from echelon.ground.object_store import ObjectStore, ObjectStoreError, retried
 from echelon.ground.sizes import render_bytes
@@ -99,11 +99,9 @@ class SharedFolders:
             return None
 
     def _upload(self, folder: Path) -> None:
-        sources = list_all_files(folder)
-        sizes = {name: path.stat().st_size for name, path in sources.items()}
+        sizes = {name: path.stat().st_size for name, path in list_all_files(folder).items()}
         marked = {name: entry["bytes"] for name, entry in (self._read_marker(folder.name) or {}).items()}
         if sizes == marked == self._store.sizes(folder.name) and not self._is_damaged:
             return
-        files = describe_files(sources.values(), folder)
         logger.info(f"data: uploading {folder.name} ({render_bytes(sum(sizes.values()))}) to {self._url}")
-        mirror.publish(self._store, folder.name, sources, files, (f"{folder.name}.json", {}))
+        mirror.publish(self._store, folder)

@@ -17,7 +17,7 @@ from echelon.ground import mirror
 from echelon.ground.checksums import FORMAT, MANIFEST, Files, check_files, describe_files, parse_manifest
 from echelon.ground.errors import CheckpointError, ConfigError
 from echelon.ground.object_store import ObjectStore
-from echelon.ground.stored import parse_json, read_as, read_bytes, write_json
+from echelon.ground.stored import parse_as, read_as, read_bytes, write_json
 from echelon.learn.checkpoint.folder import Checkpoint
 from echelon.run.folder.run_folder import RunFolder
 
@@ -54,13 +54,6 @@ class RemoteCheckpoint:
         return not self.faults and self.files.get(MANIFEST) == wanted
 
 
-@dataclass(frozen=True)
-class _Named:
-    """The content of remote.json."""
-
-    run: str
-
-
 class RemoteRuns:
     """The runs under one address, of which `run.json` names the current one. Every method raises ObjectStoreError.
 
@@ -76,15 +69,15 @@ class RemoteRuns:
         if (content := self._store.read(OWNER)) is None:
             return None
         try:
-            values = parse_json(content)
-            if not _is_plain(str(values["run"])):
+            owner = parse_as(content, Owner)
+            if not _is_plain(owner.run):
                 raise ValueError("its run is not a plain name")
-            return Owner(str(values["run"]), str(values["recipe"]), str(values["writer"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise CheckpointError(
                 f"{self.url}/{OWNER} was not written by echelon ({error}); set checkpoint.remote to an address that "
                 "nothing else uses, or restore that object."
             ) from error
+        return owner
 
     def claim(self, owner: Owner) -> None:
         """Assign the address to this run, and make its writer the only one that may publish."""
@@ -123,16 +116,13 @@ class RemoteRuns:
         files |= describe_files([checkpoint.path / MANIFEST])
         sources = {name: checkpoint.path / name for name in files}
         files[BUNDLE] = describe_files([bundle])[bundle.name]
-        is_published = mirror.publish(
-            self._store,
-            f"{run}/{folder}",
-            {**sources, BUNDLE: bundle},
-            files,
-            (f"{run}/{_marker(checkpoint.step)}", {"step": checkpoint.step, "folder": folder}),
-            sent=sources,
-            may_publish=may_publish,
-        )
-        return mirror.count_bytes(files) if is_published else 0
+        mirror.send(self._store, f"{run}/{folder}", {**sources, BUNDLE: bundle}, files, sent=sources)
+        if not may_publish():
+            self._store.remove_folder(f"{run}/{folder}")
+            return 0
+        name = f"{run}/{_marker(checkpoint.step)}"
+        mirror.write_marker(self._store, name, files, step=checkpoint.step, folder=folder)
+        return mirror.count_bytes(files)
 
     def prune(self, run: str, newest: int, keep_last: int, keep: int | None) -> None:
         """Remove checkpoints older than the newest `keep_last` intact ones up to step `newest`, except step `keep`.
@@ -169,10 +159,10 @@ def read_run_name(folder: RunFolder) -> str | None:
     Raises ConfigError if remote.json is damaged: with another name, the run would not find its checkpoints.
     """
     try:
-        return read_as(folder.remote_path, _Named).run
+        return read_as(folder.remote_path, dict[str, str])["run"]
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"{folder.remote_path}: cannot read the name of this run at checkpoint.remote ({error}); write "
             f'{{"run": "NAME"}} to it, with the name in {OWNER} at that address.'

@@ -5,7 +5,6 @@ This happens before any worker and process group exists, so a long download hits
 
 import logging
 import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -19,10 +18,10 @@ from echelon.ground.sizes import render_bytes
 from echelon.learn.checkpoint.folder import find_checkpoints, give_name, newest_whole
 from echelon.recipe import Recipe
 from echelon.recipe.difference import blocking_differences
-from echelon.recipe.load import load_recipe
+from echelon.recipe.load import load_recipe, parse_recipe
 from echelon.recipe.render import render_recipe
 from echelon.run.folder.bundle import unpack_bundle
-from echelon.run.folder.remote import BUNDLE, Owner, RemoteCheckpoint, RemoteRuns, read_run_name, write_run_name
+from echelon.run.folder.remote import BUNDLE, OWNER, Owner, RemoteCheckpoint, RemoteRuns, read_run_name, write_run_name
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.folder.upload import Uploader
 
@@ -131,20 +130,15 @@ class RemoteStart:
     def _refuse_other_recipe(self, owner: Owner) -> None:
         """Apply the rule for an existing run folder to a run whose folder is not on this machine."""
         assert self._remote is not None
-        with tempfile.TemporaryDirectory(prefix="echelon-") as scratch:
-            path = Path(scratch) / "recipe.yaml"
-            path.write_text(owner.recipe, encoding="utf-8")
-            try:
-                old, _ = load_recipe(path)
-            except ConfigError as error:
-                raise ConfigError(
-                    f"checkpoint.remote={self._remote.url} contains a run whose recipe cannot be read ({error}); pass "
-                    "--fresh to keep it there and start a new run, or choose another address."
-                ) from error
+        try:
+            old, _ = parse_recipe(owner.recipe, OWNER)
+        except ConfigError as error:
+            raise ConfigError(
+                f"checkpoint.remote={self._remote.url} contains a run whose recipe cannot be read ({error}); pass "
+                "--fresh to keep it there and start a new run, or choose another address."
+            ) from error
         if blocking := blocking_differences(old, self._recipe):
-            shown = "\n".join(
-                f"  {difference.key}: {difference.old!r} -> {difference.new!r}" for difference in blocking
-            )
+            shown = "\n".join(f"  {difference}" for difference in blocking)
             raise ConfigError(
                 f"checkpoint.remote={self._remote.url} contains a run with another recipe:\n{shown}\nrestore these "
                 "keys to resume it, pass --fresh to keep it there and start a new run, or choose another address."
