@@ -4,7 +4,7 @@ import hashlib
 import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from echelon.ground.errors import CheckpointError
@@ -104,8 +104,7 @@ def parse_manifest(content: bytes) -> tuple[dict[str, Any], Files]:
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     for name in files:  # it may come from a server, which must not choose other folders on this machine
-        path = PurePosixPath(name)
-        if path.name in ("", "..") or ".." in path.parts or path.is_absolute() or "\\" in name or len(name) > 255:
+        if {*name.split("/")} & {"", ".", ".."} or {*name} & {"\\", "\0"} or len(name) > 255:
             raise ValueError(f"{name[:50]!r} is not a file of the folder")
     return values, files
 
