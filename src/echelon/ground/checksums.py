@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.ground.errors import CheckpointError
-from echelon.ground.stored import read_json, write_json
+from echelon.ground.stored import parse_json, read_bytes, write_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -16,6 +16,9 @@ MANIFEST = "manifest.json"
 _FILES_AT_ONCE = 4
 _REMOVALS = 20
 _MARKERS = (".sagemaker-uploading", ".sagemaker-uploaded")
+
+Files = Mapping[str, Mapping[str, Any]]
+"""Files by their path in a folder: `bytes` and `sha256` of each."""
 
 
 def list_files(folder: Path, pattern: str = "*") -> list[Path]:
@@ -46,14 +49,23 @@ def write_manifest(folder: Path, described: Mapping[str, Any] | None = None) -> 
     write_json(folder / MANIFEST, {"format": FORMAT, "files": files})
 
 
-def describe_files(paths: Iterable[Path]) -> dict[str, Any]:
-    """Return the manifest entry of each file, by name: size and checksum. Reads a few files at a time."""
+def describe_files(paths: Iterable[Path], below: Path | None = None) -> dict[str, Any]:
+    """Return the manifest entry of each file, by name, or by its path `below` a folder: size and checksum.
+
+    Reads a few files at a time.
+    """
     paths = sorted(paths)
     with ThreadPoolExecutor(_FILES_AT_ONCE) as readers:
         digests = list(readers.map(file_digest, paths))
     return {
-        path.name: {"bytes": path.stat().st_size, "sha256": digest} for path, digest in zip(paths, digests, strict=True)
+        path.relative_to(below or path.parent).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
+        for path, digest in zip(paths, digests, strict=True)
     }
+
+
+def list_all_files(folder: Path) -> dict[str, Path]:
+    """Return the files of a folder and its subfolders by their path in it, without SageMaker's markers."""
+    return {path.relative_to(folder).as_posix(): path for path in list_files(folder, "**/*") if path.is_file()}
 
 
 def check_files(folder: Path, checksums: bool = False) -> None:
@@ -73,28 +85,38 @@ def find_faults(folder: Path, checksums: bool = False, part: int = 0, parts: int
     processes can divide the files: each checks share `part` of `parts`.
     """
     try:
-        manifest = read_json(folder / MANIFEST)
-        if manifest["format"] != FORMAT:
-            return [f"it has format {manifest['format']!r:.40}, and this version reads format {FORMAT}"]
-        entries = sorted(_parse_entry(name, entry) for name, entry in manifest["files"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        files = parse_manifest(read_bytes(folder / MANIFEST))[1]
+    except (OSError, ValueError) as error:
         return [f"it has no readable {MANIFEST} ({error})"]
-    return compare_files(folder, entries[part::parts], checksums)
+    return compare_files(folder, dict(sorted(files.items())[part::parts]), checksums)
 
 
-def compare_files(folder: Path, entries: Iterable[tuple[str, int, str]], checksums: bool) -> list[str]:
-    """Compare files with (name, size, SHA-256) entries; return a phrase for each that differs."""
+def parse_manifest(content: bytes) -> tuple[dict[str, Any], Files]:
+    """Return what a manifest holds, and its files. Raises ValueError if this version cannot read it."""
+    values: dict[str, Any] = parse_json(content)
+    try:
+        if values["format"] != FORMAT:
+            raise ValueError(f"it has format {values['format']!r:.40}, and this version reads format {FORMAT}")
+        files = {
+            str(name): {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
+            for name, entry in values["files"].items()
+        }
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    for name in files:  # it may come from a server, which must not choose other folders on this machine
+        if {*name.split("/")} & {"", ".", ".."} or {*name} & {"\\", "\0"} or len(name) > 255:
+            raise ValueError(f"{name[:50]!r} is not a file of the folder")
+    return values, files
+
+
+def compare_files(folder: Path, files: Files, checksums: bool) -> list[str]:
+    """Compare the files of a folder with what they should be; return a phrase for each that differs."""
     with ThreadPoolExecutor(_FILES_AT_ONCE) as readers:
         found = readers.map(
-            lambda entry: _find_fault(folder / entry[0], entry[1], entry[2] if checksums else None), entries
+            lambda name: _find_fault(folder / name, files[name]["bytes"], files[name]["sha256"] if checksums else None),
+            files,
         )
         return [fault for fault in found if fault is not None]
-
-
-def _parse_entry(name: str, entry: Any) -> tuple[str, int, str]:
-    if Path(name).name != name or len(name) > 255:
-        raise ValueError(f"{name[:50]!r} is not a file name")
-    return name, int(entry["bytes"]), str(entry["sha256"])
 
 
 def _find_fault(path: Path, num_bytes: int, digest: str | None) -> str | None:

@@ -4,7 +4,9 @@ Credentials come from the environment or from fsspec's own configuration, and ar
 """
 
 import hashlib
+import json
 import logging
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -107,6 +109,10 @@ class ObjectStore:
             else:
                 self._system.pipe_file(self._path(name), content)
 
+    def write_json(self, name: str, value: Any) -> None:
+        """Create or replace an object atomically with `value` as indented JSON."""
+        self.write(name, (json.dumps(value, indent=2) + "\n").encode())
+
     def sizes(self, name: str) -> dict[str, int]:
         """Return the size in bytes of every object below a name, by its path relative to it."""
         prefix = self._path(name)
@@ -170,9 +176,8 @@ class ObjectStore:
     def remove_folder(self, name: str) -> None:
         """Remove every object below a name."""
         self.remove(f"{name}/{size}" for size in self.sizes(name))
-        if self._is_local and (path := Path(self._path(name))).is_dir():
-            with self._translated_errors():
-                path.rmdir()
+        if self._is_local:  # the folders themselves
+            shutil.rmtree(self._path(name), ignore_errors=True)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"

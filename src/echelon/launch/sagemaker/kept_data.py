@@ -16,15 +16,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from echelon.ground.checksums import list_files, remove_tree
+from echelon.ground.checksums import list_all_files, parse_manifest, remove_tree
+from echelon.ground.mirror import compare_sizes, publish
+from echelon.ground.object_store import ObjectStore, ObjectStoreError
 from echelon.ground.sizes import render_bytes
-from echelon.ground.stored import read_json, write_json
 from echelon.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
 _KEPT = "prepared"
-_COPYING = ".copying-"
 _KEY = re.compile(r"[0-9a-f]{16}")
 _READERS = 8
 _PATIENCE_SECONDS = 20.0
@@ -86,10 +86,11 @@ def _settle_time(path: Path) -> None:
 def restore(checkpoints: Path, place: Path) -> None:
     """Make the prepared data of earlier starts appear in `place`; remove what was copied from S3 incompletely."""
     kept = checkpoints / _KEPT
+    store = ObjectStore(f"file://{kept}")
     place.mkdir(parents=True, exist_ok=True)
     for folder in sorted(path for path in kept.glob("*") if path.is_dir()):
         link = place / folder.name
-        if _is_complete(folder):
+        if _is_complete(store, folder.name):
             if not link.exists():
                 link.symlink_to(folder, target_is_directory=True)
                 logger.info(f"container: data prepared by an earlier start is in {folder}")
@@ -124,38 +125,26 @@ class DataKeeper:
                 yield path
 
     def _copy(self, folder: Path) -> None:
-        copying, final = self._kept / f"{_COPYING}{folder.name}", self._kept / folder.name
         try:
             self._kept.mkdir(parents=True, exist_ok=True)
-            sizes = _measure(folder)
-            needed, free = sum(sizes.values()), shutil.disk_usage(self._kept).free
+            needed = sum(path.stat().st_size for path in list_all_files(folder).values())
+            free = shutil.disk_usage(self._kept).free
             if 2 * needed > free:
                 logger.warning(
                     f"container: the prepared data ({render_bytes(needed)}) is not kept for later starts: "
                     f"{self._kept} has {render_bytes(free)} free"
                 )
                 return
-            shutil.copytree(folder, copying)
-            copying.rename(final)
-            write_json(_record(final), {"bytes": sizes})
-        except OSError as error:
+            publish(ObjectStore(f"file://{self._kept}"), folder)
+        except (OSError, ObjectStoreError) as error:
             logger.warning(f"container: the prepared data is not kept for later starts: {error}")
-            shutil.rmtree(copying, ignore_errors=True)
+            shutil.rmtree(self._kept / folder.name, ignore_errors=True)
 
 
-def _record(folder: Path) -> Path:
-    """The file with the sizes of a kept folder, written when it is complete."""
-    return folder.with_name(f"{folder.name}.json")
-
-
-def _measure(folder: Path) -> dict[str, int]:
-    files = (path for path in list_files(folder, "**/*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
-
-
-def _is_complete(folder: Path) -> bool:
+def _is_complete(store: ObjectStore, name: str) -> bool:
     """Whether a kept folder has all its files with their sizes: S3 may hold a part of it."""
     try:
-        return bool(_KEY.fullmatch(folder.name)) and read_json(_record(folder))["bytes"] == _measure(folder)
-    except (OSError, ValueError, KeyError, TypeError):
+        content = store.read(f"{name}.json") if _KEY.fullmatch(name) else None
+        return content is not None and not compare_sizes(parse_manifest(content)[1], store.sizes(name))
+    except (ValueError, ObjectStoreError):
         return False

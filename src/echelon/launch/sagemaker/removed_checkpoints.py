@@ -74,10 +74,7 @@ class CheckpointRemover:
 
             retries: Any = {"total_max_attempts": _ATTEMPTS, "mode": "standard"}
             settings = Config(connect_timeout=_CONNECT_SECONDS, read_timeout=_READ_SECONDS, retries=retries)
-            self._s3 = boto3.Session(region_name=self._region).client("s3", config=settings)
-        for page in self._s3.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=prefix):
-            keys = [{"Key": entry["Key"]} for entry in page.get("Contents", ())]
-            if keys:
-                answer = self._s3.delete_objects(Bucket=self._bucket, Delete={"Objects": keys, "Quiet": True})
-                if errors := answer.get("Errors"):
-                    raise PermissionError(f"{errors[0].get('Code')}: {errors[0].get('Message')}")
+            self._s3 = boto3.Session(region_name=self._region).resource("s3", config=settings)
+        for answer in self._s3.Bucket(self._bucket).objects.filter(Prefix=prefix).delete():
+            if errors := answer.get("Errors"):
+                raise PermissionError(f"{errors[0].get('Code')}: {errors[0].get('Message')}")

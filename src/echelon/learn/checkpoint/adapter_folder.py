@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from echelon.ground.checksums import MANIFEST, list_files
-from echelon.ground.errors import CheckpointError
 from echelon.learn.checkpoint.read_back import check_weights
 from echelon.learn.model.adapters import ADAPTER, plain_name
 from echelon.learn.model.pissa import PrincipalParts
@@ -31,11 +29,13 @@ class AdapterContent:
     tensors: dict[str, Tensor]
 
 
-def write_adapter(out: Path, content: AdapterContent, base: str | None, sidecars: Path, card: str) -> int:
+def write_adapter(
+    out: Path, content: AdapterContent, base: str | None, sidecars: Path, card: str, replace: bool = True
+) -> int:
     """Write an adapter as a folder that PEFT loads, read the weights back and compare them.
 
     Args:
-        out: replaced if it exists.
+        out: replaced if it exists; without `replace` refused unless it is empty.
         base: location of the frozen weights, for `base_model_name_or_path`.
         sidecars: a run's model/, for the tokenizer files and generation_config.json.
         card: the text of README.md.
@@ -45,13 +45,13 @@ def write_adapter(out: Path, content: AdapterContent, base: str | None, sidecars
 
     Raises:
         CheckpointError: the adapter cannot be written, or the weights read back differ.
+        ConfigError: as `written_folder`.
     """
+    from echelon.learn.checkpoint.out_folder import writing_explained, written_folder
+
     config = copy.deepcopy(content.config)
     config.base_model_name_or_path = base
-    writing = out.with_name(f".writing-{out.name}")
-    shutil.rmtree(writing, ignore_errors=True)
-    try:
-        writing.mkdir(parents=True)
+    with written_folder(out, replace) as writing, writing_explained(out):
         save_file(content.tensors, writing / WEIGHTS, metadata={"format": "pt"})
         config.save_pretrained(str(writing))
         for path in list_files(sidecars):
@@ -60,15 +60,6 @@ def write_adapter(out: Path, content: AdapterContent, base: str | None, sidecars
         (writing / "README.md").write_text(card)
         (writing / WEIGHTS).chmod(writing.stat().st_mode & 0o666)  # safetensors writes files readable by the owner only
         check_weights(writing / WEIGHTS, content.tensors, "trained")
-        if out.exists():
-            shutil.rmtree(out)
-        writing.rename(out)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"The adapter could not be written to {out}: {error}. Free space, or choose another folder."
-        ) from error
-    finally:
-        shutil.rmtree(writing, ignore_errors=True)
     return (out / WEIGHTS).stat().st_size
 
 

@@ -114,8 +114,7 @@ def export_adapter(run: Path, out: Path, which: str | None = None) -> int:
     content = AdaptedRun(run, which, _CPU).describe()
     card = render_card(run, checkpoint_of(run, which).step, is_adapter=True)
     base = read_run_recipe(run).model.checkpoint
-    with written_folder(out) as writing:
-        return write_adapter(writing, content, base, run_model_dir(run), card)
+    return write_adapter(out, content, base, run_model_dir(run), card, replace=False)
 
 
 Reader = Callable[[list[str]], dict[str, Tensor]]

@@ -13,13 +13,13 @@ from echelon.learn.checkpoint.folder import check_empty
 
 
 @contextmanager
-def written_folder(out: Path) -> Iterator[Path]:
+def written_folder(out: Path, replace: bool = False) -> Iterator[Path]:
     """Yield an empty folder beside `out`, which gets that name after the block, and is gone if the block raises.
 
-    What a killed process has left of it is replaced.
+    What a killed process has left of it is replaced, and with `replace` also `out`.
 
     Raises:
-        ConfigError: `out` exists and is not an empty folder, or another process is writing it.
+        ConfigError: `out` exists and is not an empty folder, without `replace`, or another process is writing it.
         CheckpointError: the folder cannot be created or renamed.
     """
     out = out.absolute()
@@ -35,13 +35,16 @@ def written_folder(out: Path) -> Iterator[Path]:
             f"{describe_mark(lock)}"
         )
     try:
-        check_empty(out)
+        if not replace:
+            check_empty(out)
         with writing_explained(out):
             shutil.rmtree(writing, ignore_errors=True)
             writing.mkdir()
         yield writing
         with writing_explained(out):
-            if out.exists():
+            if replace:
+                shutil.rmtree(out, ignore_errors=True)
+            elif out.exists():
                 out.rmdir()
             writing.rename(out)
     finally:
@@ -57,5 +60,5 @@ def writing_explained(out: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"The export could not be written to {out}: {error}. Free space, or choose another OUT."
+            f"The export could not be written to {out}: {error}. Free space, or choose another folder."
         ) from error

@@ -9,13 +9,13 @@ import logging
 import platform
 import re
 import socket
-import threading
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
+from glob import escape
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -39,7 +39,6 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Files at the top of a repository; its subfolders contain the same model in other formats.
 _FILES = re.compile(r"[^/]+\.(json|txt|model|jinja|tiktoken)|additional_chat_templates/[^/]+\.jinja")
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-_CONNECTIONS = 8
 _POLL_SECONDS = 0.5
 _PROGRESS_SECONDS = 10.0
 
@@ -316,8 +315,11 @@ def _list_weights(folder: Path, has_index: bool) -> list[str]:
 
 def _download(model: HubModel, commit: str, names: list[str], sizes: Mapping[str, int], level: int) -> Path:
     """Download files into the cache, several at a time, and return the commit's folder. Logs progress at `level`."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
     folder = _copy_folder(model, commit)
-    missing = sorted((name for name in names if not (folder / name).exists()), key=lambda name: -sizes[name])
+    missing = [name for name in names if not (folder / name).exists()]
     if not missing:
         return folder
     total = sum(sizes[name] for name in missing)
@@ -326,48 +328,25 @@ def _download(model: HubModel, commit: str, names: list[str], sizes: Mapping[str
         f"hub: fetching {model.name} at commit {commit[:12]}: {len(missing)} files, {render_bytes(total)}, to "
         f"{folder.parents[2]}",
     )
+    disable_progress_bars()
     progress = Progress(f"hub: {model.name}", total, logger, level, _PROGRESS_SECONDS)
     blobs = folder.parents[1] / "blobs"
     before = _count_bytes(blobs)
-    for _ in _downloading(model.name, commit, missing):
-        come = min(_count_bytes(blobs) - before, total)
-        progress.add(max(0, come - progress.done_bytes))
+    patterns = [escape(name) for name in missing]
+    copying = ThreadPoolExecutor(1).submit(snapshot_download, model.name, revision=commit, allow_patterns=patterns)
+    try:
+        while wait([copying], _POLL_SECONDS).not_done:
+            come = min(_count_bytes(blobs) - before, total)
+            progress.add(max(0, come - progress.done_bytes))
+    except BaseException:  # a stop, after whose message the client's threads go on until the process is ended
+        logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
+        raise
+    copying.result()
+    if absent := [name for name in missing if not (folder / name).exists()]:  # it accepts a part if the hub fails
+        raise OSError(f"{absent[0]} did not arrive")
     progress.add(total - progress.done_bytes)
     progress.finish()
     return folder
-
-
-def _downloading(name: str, commit: str, files: list[str]) -> Iterator[None]:
-    """Download files, yielding periodically until all are complete. Raises the errors of the hub's client.
-
-    Uses daemon threads: executors of the standard library would delay the exit of a command that is stopped.
-    """
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
-
-    disable_progress_bars()
-    waiting: SimpleQueue[str] = SimpleQueue()
-    failures: SimpleQueue[Exception] = SimpleQueue()
-    for file in files:
-        waiting.put(file)
-
-    def work() -> None:
-        try:
-            while failures.empty():
-                hf_hub_download(name, waiting.get_nowait(), revision=commit)
-        except Empty:
-            pass
-        except Exception as error:  # raised by the waiting thread
-            failures.put(error)
-
-    threads = [threading.Thread(target=work, name="hub", daemon=True) for _ in files[:_CONNECTIONS]]
-    for thread in threads:
-        thread.start()
-    while failures.empty() and (running := [thread for thread in threads if thread.is_alive()]):
-        running[0].join(_POLL_SECONDS)
-        yield
-    if not failures.empty():
-        raise failures.get()
 
 
 def _count_bytes(folder: Path) -> int:

@@ -9,24 +9,20 @@ first: without a marker there is no checkpoint. A step that is saved again gets 
 when that folder is complete.
 """
 
-import json
-from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-from echelon.ground.checksums import FORMAT, MANIFEST, check_files, compare_files, describe_files
+from echelon.ground import mirror
+from echelon.ground.checksums import FORMAT, MANIFEST, Files, check_files, describe_files, parse_manifest
 from echelon.ground.errors import CheckpointError, ConfigError
-from echelon.ground.object_store import ObjectStore, ObjectStoreError
-from echelon.ground.stored import parse_json, read_as, write_json
+from echelon.ground.object_store import ObjectStore
+from echelon.ground.stored import parse_as, read_as, read_bytes, write_json
 from echelon.learn.checkpoint.folder import Checkpoint
 from echelon.run.folder.run_folder import RunFolder
 
 OWNER = "run.json"
 BUNDLE = "run.zip"
-
-_DOWNLOADS_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class RemoteCheckpoint:
 
     step: int
     folder: str = ""
-    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    files: Files = field(default_factory=dict)
     faults: tuple[str, ...] = ()
 
     @property
@@ -56,13 +52,6 @@ class RemoteCheckpoint:
         """Whether it is a complete copy of this checkpoint."""
         wanted = describe_files([checkpoint.path / MANIFEST])[MANIFEST]
         return not self.faults and self.files.get(MANIFEST) == wanted
-
-
-@dataclass(frozen=True)
-class _Named:
-    """The content of remote.json."""
-
-    run: str
 
 
 class RemoteRuns:
@@ -80,19 +69,19 @@ class RemoteRuns:
         if (content := self._store.read(OWNER)) is None:
             return None
         try:
-            values = parse_json(content)
-            if not _are_plain([str(values["run"])]):
+            owner = parse_as(content, Owner)
+            if not _is_plain(owner.run):
                 raise ValueError("its run is not a plain name")
-            return Owner(str(values["run"]), str(values["recipe"]), str(values["writer"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise CheckpointError(
                 f"{self.url}/{OWNER} was not written by echelon ({error}); set checkpoint.remote to an address that "
                 "nothing else uses, or restore that object."
             ) from error
+        return owner
 
     def claim(self, owner: Owner) -> None:
         """Assign the address to this run, and make its writer the only one that may publish."""
-        self._store.write(OWNER, _render({"format": FORMAT, **asdict(owner)}))
+        self._store.write_json(OWNER, {"format": FORMAT, **asdict(owner)})
 
     def find(self, run: str) -> list[RemoteCheckpoint]:
         """Return a run's checkpoints, oldest first, with damage visible in the listing; contents are not read."""
@@ -103,37 +92,13 @@ class RemoteRuns:
 
     def verify(self, run: str, checkpoint: RemoteCheckpoint) -> list[str]:
         """Read all files and compare them with their checksums; return one phrase for each damaged file."""
-        faults = list(checkpoint.faults)
-        for name, entry in ({} if faults else checkpoint.files).items():
-            try:
-                place, expected = f"{run}/{checkpoint.folder}/{name}", (entry["bytes"], entry["sha256"])
-                if self._store.digest(place, entry["bytes"]) != expected:
-                    faults.append(f"the contents of {name} changed after it was written")
-            except ObjectStoreError as error:
-                if error.kind != "absent":
-                    raise
-                faults.append(f"{name} is missing")
-        return faults
+        return list(checkpoint.faults) or mirror.verify(self._store, f"{run}/{checkpoint.folder}", checkpoint.files)
 
     def download(self, run: str, checkpoint: RemoteCheckpoint, into: Path) -> list[str]:
         """Download the files, including the bundle, into a folder and verify their checksums; return the faults."""
-        if checkpoint.faults:
-            return list(checkpoint.faults)
-        into.mkdir(parents=True)
-
-        def fetch(name: str) -> str | None:
-            try:
-                place, num_bytes = f"{run}/{checkpoint.folder}/{name}", checkpoint.files[name]["bytes"]
-                self._store.download(place, into / name, num_bytes)
-            except ObjectStoreError as error:
-                if error.kind != "absent":
-                    raise
-                return f"{name} is missing"
-            return None
-
-        with ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as readers:
-            missing = [fault for fault in readers.map(fetch, checkpoint.files) if fault is not None]
-        return missing or compare_files(into, _entries(checkpoint.files), checksums=True)
+        return list(checkpoint.faults) or mirror.bring(
+            self._store, f"{run}/{checkpoint.folder}", checkpoint.files, into, mirror.RETRY_DELAYS_SECONDS
+        )
 
     def publish(
         self, run: str, checkpoint: Checkpoint, folder: str, bundle: Path, may_publish: Callable[[], bool]
@@ -144,27 +109,20 @@ class RemoteRuns:
         is written.
 
         Raises:
-            CheckpointError: the local checkpoint is damaged, or the server reports other sizes than were sent.
+            CheckpointError: the local checkpoint is damaged.
         """
         check_files(checkpoint.path, checksums=True)
-        files: dict[str, dict[str, Any]] = dict(json.loads((checkpoint.path / MANIFEST).read_bytes())["files"])
+        files = dict(parse_manifest(read_bytes(checkpoint.path / MANIFEST))[1])
         files |= describe_files([checkpoint.path / MANIFEST])
+        sources = {name: checkpoint.path / name for name in files}
         files[BUNDLE] = describe_files([bundle])[bundle.name]
-        sent = self._store.sizes(f"{run}/{folder}")
-        # One after another: client libraries send the parts of one file in parallel, and hold them in memory.
-        for name, entry in files.items():
-            if sent.get(name) != entry["bytes"] or name == BUNDLE:
-                self._store.upload(bundle if name == BUNDLE else checkpoint.path / name, f"{run}/{folder}/{name}")
-        sent = self._store.sizes(f"{run}/{folder}")
-        for name, entry in files.items():
-            if sent.get(name) != entry["bytes"]:
-                raise CheckpointError(f"only {sent.get(name, 0)} of {entry['bytes']} bytes of {name} were stored")
+        mirror.send(self._store, f"{run}/{folder}", {**sources, BUNDLE: bundle}, files, sent=sources)
         if not may_publish():
             self._store.remove_folder(f"{run}/{folder}")
             return 0
-        marker = {"format": FORMAT, "step": checkpoint.step, "folder": folder, "files": files}
-        self._store.write(f"{run}/{_marker(checkpoint.step)}", _render(marker))
-        return sum(entry["bytes"] for entry in files.values())
+        name = f"{run}/{_marker(checkpoint.step)}"
+        mirror.write_marker(self._store, name, files, step=checkpoint.step, folder=folder)
+        return mirror.count_bytes(files)
 
     def prune(self, run: str, newest: int, keep_last: int, keep: int | None) -> None:
         """Remove checkpoints older than the newest `keep_last` intact ones up to step `newest`, except step `keep`.
@@ -201,18 +159,14 @@ def read_run_name(folder: RunFolder) -> str | None:
     Raises ConfigError if remote.json is damaged: with another name, the run would not find its checkpoints.
     """
     try:
-        return read_as(folder.remote_path, _Named).run
+        return read_as(folder.remote_path, dict[str, str])["run"]
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"{folder.remote_path}: cannot read the name of this run at checkpoint.remote ({error}); write "
             f'{{"run": "NAME"}} to it, with the name in {OWNER} at that address.'
         ) from error
-
-
-def _entries(files: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, int, str]]:
-    return sorted((name, entry["bytes"], entry["sha256"]) for name, entry in files.items())
 
 
 def _marker(step: int) -> str:
@@ -224,34 +178,18 @@ def _marked_step(name: str) -> int | None:
     return int(digits) if digits.isdecimal() and name == _marker(int(digits)) else None
 
 
-def _render(values: Mapping[str, Any]) -> bytes:
-    return (json.dumps(values, indent=2) + "\n").encode()
-
-
 def _parse(step: int, content: bytes, sizes: Mapping[str, int]) -> RemoteCheckpoint:
     """Parse a marker, and compare its file sizes with a listing."""
     try:
-        values = parse_json(content)
-        if values["format"] != FORMAT:
-            return RemoteCheckpoint(step, faults=(f"it has format {values['format']}; this version reads {FORMAT}",))
+        values, files = parse_manifest(content)
         folder = str(values["folder"])
-        files = {
-            str(name): {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
-            for name, entry in values["files"].items()
-        }
-        if values["step"] != step or not _are_plain([folder, *files]) or not {MANIFEST, BUNDLE} <= files.keys():
-            return RemoteCheckpoint(step, faults=("its marker does not match it",))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if values["step"] != step or not _is_plain(folder) or not {MANIFEST, BUNDLE} <= files.keys():
+            raise ValueError("it is not of this checkpoint")
+    except (ValueError, KeyError) as error:
         return RemoteCheckpoint(step, faults=(f"its marker cannot be read ({error})",))
-    faults = []
-    for name, entry in files.items():
-        if (size := sizes.get(f"{folder}/{name}")) is None:
-            faults.append(f"{name} is missing")
-        elif size != entry["bytes"]:
-            faults.append(f"{name} has {size} bytes; {entry['bytes']} were written")
-    return RemoteCheckpoint(step, folder, files, tuple(faults))
+    return RemoteCheckpoint(step, folder, files, tuple(mirror.compare_sizes(files, sizes, f"{folder}/")))
 
 
-def _are_plain(names: Collection[str]) -> bool:
-    """Whether these are file names and not paths: a server must not choose other folders on this machine."""
-    return all(name not in ("", ".", "..") and "\\" not in name and PurePosixPath(name).name == name for name in names)
+def _is_plain(name: str) -> bool:
+    """Whether this is a name and not a path: a server must not choose other folders on this machine."""
+    return name not in ("", ".", "..") and "\\" not in name and PurePosixPath(name).name == name

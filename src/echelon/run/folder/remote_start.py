@@ -5,30 +5,27 @@ This happens before any worker and process group exists, so a long download hits
 
 import logging
 import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from echelon.ground.checksums import find_faults, list_files
+from echelon.ground.checksums import find_faults
 from echelon.ground.errors import CheckpointError, ConfigError, EchelonError, explain_storage_error
-from echelon.ground.object_store import ObjectStore, ObjectStoreError, retried
+from echelon.ground.mirror import count_bytes
+from echelon.ground.object_store import ObjectStore, ObjectStoreError
 from echelon.ground.sizes import render_bytes
-from echelon.ground.stored import sync_path
 from echelon.learn.checkpoint.folder import find_checkpoints, give_name, newest_whole
 from echelon.recipe import Recipe
 from echelon.recipe.difference import blocking_differences
-from echelon.recipe.load import load_recipe
+from echelon.recipe.load import load_recipe, parse_recipe
 from echelon.recipe.render import render_recipe
 from echelon.run.folder.bundle import unpack_bundle
-from echelon.run.folder.remote import BUNDLE, Owner, RemoteCheckpoint, RemoteRuns, read_run_name, write_run_name
+from echelon.run.folder.remote import BUNDLE, OWNER, Owner, RemoteCheckpoint, RemoteRuns, read_run_name, write_run_name
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.folder.upload import Uploader
 
 logger = logging.getLogger(__name__)
-
-_RETRY_DELAYS_SECONDS = (1.0, 4.0, 15.0)
 
 
 class RemoteStart:
@@ -133,20 +130,15 @@ class RemoteStart:
     def _refuse_other_recipe(self, owner: Owner) -> None:
         """Apply the rule for an existing run folder to a run whose folder is not on this machine."""
         assert self._remote is not None
-        with tempfile.TemporaryDirectory(prefix="echelon-") as scratch:
-            path = Path(scratch) / "recipe.yaml"
-            path.write_text(owner.recipe, encoding="utf-8")
-            try:
-                old, _ = load_recipe(path)
-            except ConfigError as error:
-                raise ConfigError(
-                    f"checkpoint.remote={self._remote.url} contains a run whose recipe cannot be read ({error}); pass "
-                    "--fresh to keep it there and start a new run, or choose another address."
-                ) from error
+        try:
+            old, _ = parse_recipe(owner.recipe, OWNER)
+        except ConfigError as error:
+            raise ConfigError(
+                f"checkpoint.remote={self._remote.url} contains a run whose recipe cannot be read ({error}); pass "
+                "--fresh to keep it there and start a new run, or choose another address."
+            ) from error
         if blocking := blocking_differences(old, self._recipe):
-            shown = "\n".join(
-                f"  {difference.key}: {difference.old!r} -> {difference.new!r}" for difference in blocking
-            )
+            shown = "\n".join(f"  {difference}" for difference in blocking)
             raise ConfigError(
                 f"checkpoint.remote={self._remote.url} contains a run with another recipe:\n{shown}\nrestore these "
                 "keys to resume it, pass --fresh to keep it there and start a new run, or choose another address."
@@ -171,23 +163,13 @@ class RemoteStart:
         assert self._remote is not None
         remote, began = self._remote, time.monotonic()
         writing = folder.checkpoints_dir / f".writing-{checkpoint.step:08d}"
-        num_bytes = sum(entry["bytes"] for entry in checkpoint.files.values())
-        faults: list[str] = []
+        num_bytes = count_bytes(checkpoint.files)
         if not checkpoint.faults:
             logger.info(f"Downloading {checkpoint.name} ({render_bytes(num_bytes)}) from {remote.url}.")
-
-        def attempt() -> None:
-            shutil.rmtree(writing, ignore_errors=True)
-            faults[:] = remote.download(run, checkpoint, writing)
-
         try:
-            retried(attempt, _RETRY_DELAYS_SECONDS, time.sleep)
-            faults = faults or find_faults(writing)
-            if faults:
+            if faults := remote.download(run, checkpoint, writing) or find_faults(writing):
                 logger.warning(f"Skipping a damaged checkpoint: {remote.url}, {checkpoint.name}: {'; '.join(faults)}.")
                 return False
-            for path in list_files(writing):
-                sync_path(path)
             bundle = folder.path / f".{BUNDLE}.tmp"
             (writing / BUNDLE).replace(bundle)
             give_name(writing, folder.checkpoints_dir / checkpoint.name)

@@ -7,9 +7,9 @@ import time
 import fsspec
 import pytest
 
+from echelon.ground import mirror
 from echelon.ground.errors import ConfigError
 from echelon.learn.data import prepare as prepare_module
-from echelon.learn.data import shared_folders
 from echelon.learn.data.prepare import prepare
 from echelon.learn.data.prepare_spec import PrepareSpec
 from echelon.learn.data.source import Source
@@ -48,7 +48,7 @@ class Machines:
         patch.setattr(
             prepare_module, "write_folder", lambda path, *rest: (self._written.append(path), write(path, *rest))
         )
-        patch.setattr(shared_folders, "_RETRY_DELAYS_SECONDS", (0.0,))
+        patch.setattr(mirror, "RETRY_DELAYS_SECONDS", (0.0,))
 
     def prepare(self, name):
         """Prepare the data on a machine; returns it, and whether that machine tokenized the text."""

@@ -102,6 +102,15 @@ def test_progress_is_printed_in_bytes_during_the_download(server, folder, monkey
     assert done == sorted(done) and any(0 < part < whole for part, whole in done), caplog.messages
 
 
+def test_a_part_of_a_model_is_not_enough(server, monkeypatch):
+    """The hub's client returns what the cache has if the hub fails."""
+    recipe = recipe_of()
+    commits = hub.find_commits(recipe, {})
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: None)
+    with pytest.raises(EchelonError, match=r"config\.json did not arrive.*; run the same command again"):
+        hub.fetch_models(recipe, commits)
+
+
 def test_the_commit_is_kept_when_the_repository_changes(server, folder, tmp_path, monkeypatch):
     recipe = recipe_of()
     commits = hub.find_commits(recipe, {})

@@ -7,7 +7,6 @@ All processes that see the folder work together: a chunk is prepared by whoever 
 With `data.prepared_remote`, chunks are shared through an object store as well, under the same names.
 """
 
-import json
 import logging
 import os
 import shutil
@@ -19,9 +18,9 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from echelon.ground.checksums import compare_files
 from echelon.ground.errors import DataError, EchelonError, explain_storage_error
 from echelon.ground.file_lock import FileLock
+from echelon.ground.mirror import bring
 from echelon.ground.object_store import ObjectStore, ObjectStoreError
 from echelon.ground.stored import parse_json, read_json, write_json
 from echelon.learn.data.broken_records import RecordCounts
@@ -212,8 +211,8 @@ class ChunkKeeper:
         if (record := self._find_shared(index)) is None:
             return None
         try:
-            self._remote.download(f"{self._folder.name}/{record.file}", folder / record.file, record.bytes)
-            faults = compare_files(folder, [(record.file, record.bytes, record.sha256)], checksums=True)
+            files = {record.file: {"bytes": record.bytes, "sha256": record.sha256}}
+            faults = bring(self._remote, self._folder.name, files, folder)
         except ObjectStoreError as error:
             faults = [str(error)]
         if not faults:
@@ -248,7 +247,7 @@ class ChunkKeeper:
         place = f"{self._folder.name}/{record.file}"
         try:
             self._remote.upload(self._tokens_path(index), place)
-            self._remote.write(f"{place[:-4]}.json", json.dumps(asdict(record)).encode())
+            self._remote.write_json(f"{place[:-4]}.json", asdict(record))
         except (ObjectStoreError, OSError) as error:
             logger.warning(f"data: {self._options.remote}/{place} cannot be written ({error})")
 
