@@ -1,6 +1,7 @@
 """Jobs: a recipe to train at some target, and the interface of the launchers that start it there."""
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,13 +9,11 @@ from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 from echelon.learn.task_files import is_question_file, is_task_file
 from echelon.recipe import Recipe
-from echelon.recipe.launch_sections import Target
+from echelon.recipe.launch_sections import LaunchConfig
+from echelon.recipe.section import Section
 
 JobState = Literal["queued", "running", "done", "failed", "stopped", "unknown"]
 """`stopped`: by a signal or a budget, after a save; the job resumes when it is launched again."""
-
-JobTarget = Target | Literal["sagemaker-endpoint"]
-"""The targets of a recipe, and the one of a run."""
 
 GpuTarget = Literal["slurm", "kubernetes", "ray"]
 """The targets whose section of the recipe has `gpus_per_node`."""
@@ -95,7 +94,7 @@ class JobRecord:
     """
 
     name: str
-    target: JobTarget
+    target: str
     id: str
     run_dir: str
     submitted_at: float
@@ -152,10 +151,70 @@ class Submitted:
     place: Mapping[str, str] = field(default_factory=dict)
 
 
+def show_extras(needed: Mapping[str, str]) -> str:
+    """Extras of echelon with the keys that need them, for a message."""
+    return ", ".join(f"{extra} ({key})" for extra, key in needed.items())
+
+
+def leave_packages_to(place: str, needed: Mapping[str, str]) -> str:
+    """The line for packages that a place must have; empty if none is needed."""
+    return f"{place} must have echelon with its extras {show_extras(needed)}; this cannot be checked here" * bool(
+        needed
+    )
+
+
+def bring_wheel(place: str, needed: Mapping[str, str]) -> str:
+    """The line for packages that come with the job's wheel of echelon."""
+    extras = f", with {show_extras(needed)}" if needed else ""
+    return f"{place} installs the wheel of echelon that the job brings{extras}"
+
+
+def is_this_python(launch: LaunchConfig, python: str | None) -> bool:
+    """Whether a path is that of this process's interpreter; `launch.setup` or another PATH may choose another."""
+    if python is None or launch.setup or "PATH" in launch.env:
+        return False
+    return Path(python).parent == Path(sys.executable).parent
+
+
 class Launcher(Protocol):
-    """Starts jobs at one target. To add a target, add a file here and a row in `targets.py`."""
+    """Starts jobs at one target. A target is an entry point of the group `echelon.launchers`, a class derived from it.
+
+    The attributes say what jobs at this target can and need.
+    """
 
     record_form: ClassVar[RecordForm]
+
+    section: ClassVar[type[Section] | None] = None
+    """The settings `launch.NAME` of a launcher of another package; None: a mapping that `check` reads by itself."""
+
+    sees_files: ClassVar[bool] = False
+    """Whether its jobs see the files of this machine, so that the data is checked before a launch."""
+
+    keeps_others: ClassVar[bool] = False
+    """Whether the other machines may go on when one is lost."""
+
+    has_spares: ClassVar[bool] = False
+    """Whether machines may wait to take the place of a lost one."""
+
+    keeps_runs: ClassVar[bool] = True
+    """Whether the run folder outlives the job's machines, as a sweep needs."""
+
+    look_seconds: ClassVar[float] = 15.0
+    """The time between two looks of a sweep at its jobs."""
+
+    way_of_secrets: ClassVar[str] = "read it on the machines, from a file or a store of secrets"
+    """How to pass a secret to the job without submitting it: completes "remove it, and ..."."""
+
+    def describe_packages(self, recipe: Recipe, needed: Mapping[str, str]) -> str:
+        """A line about who provides the packages that the job needs beyond echelon's own; empty: there is none.
+
+        `needed`: the extras of echelon, each with the key that needs it.
+        """
+        return leave_packages_to(f"launch.python={recipe.launch.python} on the machines", needed)
+
+    def uses_this_python(self, launch: LaunchConfig) -> bool:
+        """Whether the machines start the interpreter of this process, which they share by their file system."""
+        return False
 
     def check(self, job: JobSpec) -> list[str]:
         """Validate the job without contacting the target; return lines that tell the user what will be done.

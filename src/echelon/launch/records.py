@@ -16,7 +16,7 @@ from typing import Any
 from echelon.ground.errors import ConfigError
 from echelon.ground.stored import read_as, read_json, write_json, write_text
 from echelon.ground.variables import find_cache_dir
-from echelon.launch.job import NAME, JobRecord, JobSpec, JobTarget, Launcher, Submitted
+from echelon.launch.job import NAME, JobRecord, JobSpec, Launcher, Submitted
 from echelon.launch.targets import find_launcher
 from echelon.recipe import Recipe
 from echelon.recipe.render import render_recipe
@@ -71,13 +71,13 @@ def write_job(job: JobSpec, texts: dict[str, str]) -> None:
         raise
 
 
-def submit_job(job: JobSpec, launcher: Launcher, texts: dict[str, str], serves: JobTarget | None = None) -> JobRecord:
+def submit_job(job: JobSpec, launcher: Launcher, texts: dict[str, str], serves: str | None = None) -> JobRecord:
     """Write the job's folder and submit the job. After a LaunchError the folder stays, for inspection."""
     write_job(job, texts)
     return record_job(job, launcher.submit(job), serves)
 
 
-def record_job(job: JobSpec, submitted: Submitted, serves: JobTarget | None = None) -> JobRecord:
+def record_job(job: JobSpec, submitted: Submitted, serves: str | None = None) -> JobRecord:
     """Write the record of a submitted job to its folder. `serves`: the target of a job that serves a run.
 
     Such a job has no run folder of its own.
@@ -149,7 +149,10 @@ def read_job(folder: Path) -> JobRecord:
         raise ConfigError(f"{place} cannot be read: {error.strerror}.") from None
     except ValueError as error:
         raise _damaged(place, str(error)) from None
-    form = find_launcher(record.target).record_form
+    try:
+        form = find_launcher(record.target).record_form
+    except ConfigError as error:
+        raise ConfigError(f"{place} is not the record of a launch: {error}") from None
     if not re.fullmatch(NAME, record.name) or "\0" in record.run_dir:
         raise _damaged(place, f"name is {record.name!r:.60}, run_dir is {record.run_dir!r:.60}")
     if (fault := form.find_fault(record)) is not None:

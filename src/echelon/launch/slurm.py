@@ -1,8 +1,9 @@
 """`--to slurm`: one batch job with one task per machine. Uses Slurm's own commands."""
 
 import re
+import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from echelon.launch.job import (
     RecordForm,
     Submitted,
     count_gpus,
+    is_this_python,
+    leave_packages_to,
 )
 from echelon.launch.job_logs import Log, rarely, read_exit_code
 from echelon.launch.records import record_job, write_job
@@ -39,6 +42,7 @@ from echelon.launch.slurm_script import (
     render_machine,
 )
 from echelon.launch.slurm_step import list_hidden_inputs
+from echelon.recipe import LaunchConfig, Recipe
 from echelon.run.supervise.outcome import DONE, STOPPED
 
 # Slurm's job states; every other state is a failure.
@@ -57,6 +61,24 @@ class SlurmLauncher(ArrayLauncher):
     """Submits with sbatch, on a machine of the cluster that shares its file system with the job's machines."""
 
     record_form = RecordForm(id=r"[0-9]+(_[0-9]+)?")
+    sees_files = keeps_others = has_spares = True
+    way_of_secrets = (
+        "set it as an environment variable of `echelon launch`, which sbatch passes on, or read it in launch.setup "
+        "from a file that only you can read: `NAME=$(cat FILE)`, `export NAME`"
+    )
+
+    @override
+    def describe_packages(self, recipe: Recipe, needed: Mapping[str, str]) -> str:
+        container = recipe.launch.slurm.container
+        if container is None:
+            return super().describe_packages(recipe, needed)
+        return leave_packages_to(f"the image {container.image}", needed)
+
+    @override
+    def uses_this_python(self, launch: LaunchConfig) -> bool:
+        passes_path = launch.slurm.options.get("export", "ALL") == "ALL"
+        python = shutil.which(launch.python) if passes_path else launch.python
+        return launch.slurm.container is None and is_this_python(launch, python)
 
     @override
     def check(self, job: JobSpec) -> list[str]:

@@ -1,28 +1,20 @@
-"""The table of launchers: one row for each value of `launch.to`, and one for endpoints."""
+"""The launcher of a target: a class that echelon or another package registers as an entry point."""
 
-from importlib import import_module
-from typing import get_args
+from typing import Any
 
-from echelon.launch.job import JobTarget, Launcher
-from echelon.recipe.launch_sections import Target
+from echelon.ground.errors import ConfigError
+from echelon.ground.plugins import Plugins
+from echelon.launch.job import Launcher
+from echelon.recipe.names import LAUNCHERS
 
-# Imported by name, so that one target needs no package of the others.
-_LAUNCHERS: dict[JobTarget, tuple[str, str]] = {
-    "local": ("echelon.launch.local", "LocalLauncher"),
-    "torchrun": ("echelon.launch.ssh_launcher", "TorchrunLauncher"),
-    "slurm": ("echelon.launch.slurm", "SlurmLauncher"),
-    "ray": ("echelon.launch.ray.launcher", "RayLauncher"),
-    "skypilot": ("echelon.launch.skypilot", "SkyPilotLauncher"),
-    "kubernetes": ("echelon.launch.kubernetes.launcher", "KubernetesLauncher"),
-    "sagemaker": ("echelon.launch.sagemaker.launcher", "SageMakerLauncher"),
-    "sagemaker-endpoint": ("echelon.launch.sagemaker.endpoint", "EndpointLauncher"),
-}
-TARGETS: tuple[Target, ...] = get_args(Target)
-JOB_TARGETS: tuple[JobTarget, ...] = tuple(_LAUNCHERS)
+ENDPOINTS = Plugins[Any]("endpoints", "--to")
+"""The launchers of jobs that serve a run."""
 
 
-def find_launcher(target: JobTarget) -> Launcher:
-    """The launcher of this target."""
-    module, name = _LAUNCHERS[target]
-    launcher: Launcher = getattr(import_module(module), name)()
+def find_launcher(target: str) -> Launcher:
+    """The launcher of this target. Raises ConfigError if no package registers it, or it is of another kind."""
+    found = (ENDPOINTS if target in ENDPOINTS.own else LAUNCHERS)[target]
+    if Launcher not in getattr(found, "__mro__", ()):
+        raise ConfigError(f"launch.to={target}: {found} is not a class derived from echelon.launch.job.Launcher.")
+    launcher: Launcher = found()
     return launcher

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError, PlanError
-from echelon.ground.extensions import find_named
+from echelon.ground.extensions import import_place
 from echelon.planner.fitting_values import join_words
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.engines import ENGINES, NATIVE, EngineRow
@@ -25,9 +25,8 @@ def with_engine(recipe: "Recipe", name: str) -> "Recipe":
     from echelon.recipe.render import recipe_mapping
 
     mapping = recipe_mapping(recipe)
-    for other, row in ENGINES.items():
-        if row.section is not None and other != name:
-            mapping.pop(row.section, None)
+    for other in ENGINES.keys() - {name}:
+        mapping.pop(other, None)
     return build_recipe({**mapping, "engine": name})[0]
 
 
@@ -61,4 +60,4 @@ def check_engine(recipe: "Recipe", plan: ParallelPlan) -> None:
             f"; use one of these, or engine={NATIVE}."
         )
     if row.check is not None:
-        find_named("engine", recipe.engine, {recipe.engine: row.check})(recipe, plan)
+        import_place(row.check)(recipe, plan)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -14,11 +14,14 @@ from pydantic import (
     ConfigDict,
     Field,
     Strict,
+    TypeAdapter,
     WithJsonSchema,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 from typing_extensions import override
+
+from echelon.ground.plugins import Plugins
 
 PathOrText = TypeVar("PathOrText", Path, str)
 
@@ -28,10 +31,39 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
+    @classmethod
+    def admits(cls, key: str) -> bool:
+        """Whether it may have a key that is not one of its fields."""
+        return False
+
     @override
     def __hash__(self) -> int:
         # Pydantic's hash of a frozen model fails for free mappings (model.config, launch, smp).
         return hash((type(self), _hashable(self.__dict__)))
+
+
+class OpenSection(Section):
+    """A section that also has the sections of plugins, each under the plugin's name."""
+
+    # In the schema it has no other keys: it is the same on every machine.
+    model_config = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": False})
+
+    plugins: ClassVar[tuple[Plugins[Any], ...]] = ()
+    """Their attribute `section` is a class derived from Section; None: a mapping that the plugin checks itself."""
+
+    @classmethod
+    @override
+    def admits(cls, key: str) -> bool:
+        return any(key in kind and key not in kind.own for kind in cls.plugins)
+
+    @model_validator(mode="after")
+    def _read_sections_of_plugins(self) -> Self:
+        extra = self.model_extra or {}
+        for name, value in extra.items():
+            kind = next((kind for kind in self.plugins if name in kind), self.plugins[0])
+            form = getattr(kind[name], "section", None) or dict[str, Any]
+            extra[name] = TypeAdapter(dict[str, form]).validate_python({name: value})[name]  # type: ignore[valid-type]
+        return self
 
 
 def rule(check: Callable[[Any], None]) -> Any:

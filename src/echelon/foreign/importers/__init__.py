@@ -4,44 +4,34 @@ The ledger records every key of the file: imported, or not imported with a reaso
 `operation` import the keys by topic; `reasons` has the texts for the other keys.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from echelon.foreign.importers.data import carry_data, read_data
-from echelon.foreign.importers.defaults import defaults_of
 from echelon.foreign.importers.ledger import Entry, Fate, Ledger
-from echelon.foreign.importers.model import carry_adapter, carry_model
-from echelon.foreign.importers.objective import TRAINERS, carry_objective, carry_v1_objective, find_trainer
-from echelon.foreign.importers.operation import carry_operation, carry_parallel, carry_run, refuse_plugins
+from echelon.foreign.importers.objective import TRAINERS
 from echelon.foreign.importers.result import refuse_keys, render_imported, render_notes
-from echelon.foreign.importers.reward_keys import carry_grpo_sizes
 from echelon.foreign.importers.source_file import (
     DEFAULTS,
+    IMPORTERS,
     LOST,
     NEEDLESS,
     REFUSED,
     SETTINGS,
-    TOOLS,
-    Tool,
     detect_tool,
     read_foreign,
 )
-from echelon.foreign.importers.swift import complete_swift, swift_defaults
-from echelon.foreign.importers.torchtitan import carry_torchtitan
-from echelon.foreign.importers.torchtune import carry_torchtune
-from echelon.foreign.importers.training import Amounts, carry_optimizer, carry_training
+from echelon.foreign.importers.training import Amounts
 from echelon.ground.errors import ConfigError
 from echelon.recipe.load import parse_recipe
 
-__all__ = ["TOOLS", "TRAINERS", "Amounts", "Entry", "Fate", "Imported", "Tool", "import_recipe"]
+__all__ = ["IMPORTERS", "TRAINERS", "Amounts", "Entry", "Fate", "Imported", "import_recipe"]
 
 
 @dataclass(frozen=True)
 class Imported:
     """A recipe imported from another tool's file: its YAML, notes for the user, and the result for every key."""
 
-    tool: Tool
+    tool: str
     text: str
     notes: tuple[str, ...]
     entries: tuple[Entry, ...]
@@ -59,13 +49,13 @@ def import_recipe(
     recipe is invalid.
     """
     given = read_foreign(path)
-    if tool is not None and tool not in TOOLS:
-        raise ConfigError(f"--from {tool} is unknown; use one of {', '.join(TOOLS)}.")
-    kind: Tool = detect_tool(given, path) if tool is None else tool
+    if tool is not None and tool not in IMPORTERS:
+        raise ConfigError(f"--from {tool} is unknown; use one of {', '.join(IMPORTERS)}.")
+    kind = detect_tool(given, path) if tool is None else tool
     if trainer is not None and kind not in ("hf", "llamafactory-v1"):
         raise ConfigError(f"--trainer {trainer}: files of {kind} specify the trainer themselves; remove --trainer.")
     ledger = Ledger(given)
-    _carry(ledger, kind, path, amounts or Amounts(), trainer)
+    IMPORTERS[kind](ledger, path, amounts or Amounts(), trainer)
     ledger.close(DEFAULTS, NEEDLESS, LOST, REFUSED, SETTINGS)
     if any(ledger.by_fate("refused")):
         raise refuse_keys(ledger, str(path))
@@ -79,37 +69,3 @@ def import_recipe(
     return Imported(
         kind, text, tuple(render_notes(ledger, path.name)), tuple(ledger.entries[name] for name in ledger.given)
     )
-
-
-_OTHER_KEYS: Mapping[Tool, Callable[[Ledger, Path, Amounts], None]] = {
-    "torchtune": carry_torchtune, "torchtitan": carry_torchtitan
-}  # fmt: skip
-"""The tools whose keys have nothing in common with those of TrainingArguments."""
-
-
-def _carry(ledger: Ledger, tool: Tool, path: Path, amounts: Amounts, asked: str | None) -> None:
-    """Import the keys by topic. The order matters: later topics use the results of earlier ones."""
-    if tool in _OTHER_KEYS:
-        _OTHER_KEYS[tool](ledger, path, amounts)
-        return
-    trainer = find_trainer(ledger, asked) if tool == "hf" else None
-    defaults = defaults_of(tool, trainer)
-    carry_run(ledger, defaults, path)
-    answers = None if tool == "llamafactory-v1" else carry_objective(ledger, tool, trainer)
-    refuse_plugins(ledger)
-    carry_model(ledger, tool)
-    carry_adapter(ledger, tool, defaults)
-    if tool == "ms-swift":
-        defaults = swift_defaults(ledger, defaults)
-    read = read_data(ledger, tool, trainer, path.parent)
-    if tool == "llamafactory-v1":
-        answers = carry_v1_objective(ledger, read, asked)
-    carry_data(ledger, tool, read, defaults, answers)
-    named = carry_parallel(ledger, path.parent)
-    if tool == "ms-swift":
-        complete_swift(ledger)
-    steps = carry_training(ledger, tool, defaults, replace(amounts, devices=amounts.devices or named))
-    carry_optimizer(ledger, tool, defaults, steps)
-    carry_operation(ledger, defaults, steps)
-    if answers == "prompts":
-        carry_grpo_sizes(ledger)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from echelon.foreign.importers.ledger import Ledger
-from echelon.foreign.importers.source_file import TABLE, Tool
+from echelon.foreign.importers.source_file import TABLE
 from echelon.recipe.yaml_text import show_value
 
 Trainer = Literal["sft", "dpo", "orpo", "cpo", "kto", "grpo", "gkd", "reward", "transformers"]
@@ -49,7 +49,7 @@ class Defaults:
     split: str | None = "train"
 
 
-def defaults_of(tool: Tool, trainer: Trainer | None) -> Defaults:
+def defaults_of(tool: str, trainer: Trainer | None) -> Defaults:
     """Return the defaults of a tool (`tools.yaml`). `trainer` is used only for the Hugging Face family."""
     own = TABLE["trainers"].get(trainer, {}) if tool == "hf" else {}
     return Defaults(**{**TABLE["tools"][tool]["defaults"], **own})

@@ -17,7 +17,7 @@ _DEFAULTS = defaults_of("torchtitan", None)
 _APART = ("_flex", "_varlen")
 
 
-def carry_torchtitan(ledger: Ledger, path: Path, amounts: Amounts) -> None:
+def carry_torchtitan(ledger: Ledger, path: Path, amounts: Amounts, trainer: str | None) -> None:
     """Import all keys of a file."""
     put_name(ledger, path.stem, "the name of the file")
     move_exact(ledger, _DEFAULTS, "run.seed", "debug.seed", 0)

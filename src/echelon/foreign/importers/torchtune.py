@@ -22,7 +22,7 @@ _COMPONENT = "_component_"
 _LONGEST = 4096
 
 
-def carry_torchtune(ledger: Ledger, path: Path, amounts: Amounts) -> None:
+def carry_torchtune(ledger: Ledger, path: Path, amounts: Amounts, trainer: str | None) -> None:
     """Import all keys of a file."""
     put_name(ledger, path.stem, "the name of the file")
     move_exact(ledger, _DEFAULTS, "run.dir", "output_dir")

@@ -2,19 +2,30 @@
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import yaml
 from typing_extensions import override
 
 from echelon.ground.errors import LaunchError
 from echelon.ground.stored import read_text
-from echelon.launch.job import FINAL_STATES, NAME, JobRecord, JobSpec, JobStatus, Launcher, RecordForm, Submitted
+from echelon.launch.job import (
+    FINAL_STATES,
+    NAME,
+    JobRecord,
+    JobSpec,
+    JobStatus,
+    Launcher,
+    RecordForm,
+    Submitted,
+    leave_packages_to,
+)
 from echelon.launch.kubernetes.checks import check_job
 from echelon.launch.kubernetes.cluster import Cluster
 from echelon.launch.kubernetes.kinds import KINDS, JobKind, find_kind
 from echelon.launch.kubernetes.manifest import render_manifest
 from echelon.launch.kubernetes.pods import PodState, judge, read_pods
+from echelon.recipe import Recipe
 
 _MANIFEST = "manifest.yaml"
 _LOOK_SECONDS = 2.0
@@ -24,6 +35,15 @@ class KubernetesLauncher(Launcher):
     """Runs a job as pods of a cluster. Its id is NAMESPACE/NAME."""
 
     record_form = RecordForm(id=f"{NAME}/{NAME}", place={"kind": "|".join(map(re.escape, KINDS)), "context": r"[^\0]+"})
+    keeps_others = True
+    way_of_secrets = (
+        "put it into a Secret of the cluster, and name the Secret in launch.kubernetes.env_from_secrets or "
+        "launch.kubernetes.volumes"
+    )
+
+    @override
+    def describe_packages(self, recipe: Recipe, needed: Mapping[str, str]) -> str:
+        return leave_packages_to(f"the image {recipe.launch.kubernetes.image}", needed)
 
     @override
     def check(self, job: JobSpec) -> list[str]:

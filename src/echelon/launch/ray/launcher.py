@@ -1,7 +1,7 @@
 """Submit, query, read and cancel jobs of a Ray cluster."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from typing_extensions import override
@@ -18,7 +18,9 @@ from echelon.launch.job import (
     Launcher,
     RecordForm,
     Submitted,
+    bring_wheel,
     count_gpus,
+    leave_packages_to,
 )
 from echelon.launch.job_logs import name_ending
 from echelon.launch.ray import driver
@@ -33,6 +35,7 @@ from echelon.launch.ray.submission import (
     render_files,
 )
 from echelon.launch.sagemaker.source_bundle import build_wheel
+from echelon.recipe import Recipe
 from echelon.run.supervise.outcome import DONE, FAILED, STOPPED
 
 # The states of Ray Jobs; FAILED is any other exit code than 0.
@@ -44,6 +47,19 @@ class RayLauncher(Launcher):
     """Submits to Ray Jobs; the id is the submission id, the job's name. Its output and state are the cluster's."""
 
     record_form = RecordForm(id=NAME, place={"address": ADDRESS}, needs_own=True)
+    sees_files = True
+    way_of_secrets = (
+        "set it in the environment of `ray start` on each machine, or keep it in a file there, and read it in "
+        "launch.setup: `NAME=$(cat FILE)`, `export NAME`"
+    )
+
+    @override
+    def describe_packages(self, recipe: Recipe, needed: Mapping[str, str]) -> str:
+        if installs_packages(recipe.launch.ray.runtime_env):
+            return bring_wheel("each machine", needed)
+        if recipe.launch.ray.runtime_env:
+            return leave_packages_to("launch.ray.runtime_env", needed)
+        return super().describe_packages(recipe, needed)
 
     @override
     def check(self, job: JobSpec) -> list[str]:

@@ -1,14 +1,26 @@
 """The SageMaker launcher: checks, renders and submits jobs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from echelon.ground.errors import MissingSettingError
-from echelon.launch.job import NAME, JobRecord, JobSpec, JobStatus, RecordForm, RemoteLauncher, Submitted
+from echelon.ground.extras import EXTRAS
+from echelon.launch.job import (
+    NAME,
+    JobRecord,
+    JobSpec,
+    JobStatus,
+    RecordForm,
+    RemoteLauncher,
+    Submitted,
+    leave_packages_to,
+    show_extras,
+)
 from echelon.launch.sagemaker.request import REGION, Submission, build_submission, find_run_uri
+from echelon.recipe import Recipe
 from echelon.recipe.render import render_recipe
 from echelon.run.folder.run_folder import FILES
 
@@ -28,6 +40,17 @@ class SageMakerLauncher(RemoteLauncher):
     record_form = RecordForm(
         id=NAME, place={"region": REGION, "run": r"s3://[^\s\0]+", "price?": r"[0-9]{1,9}(\.[0-9]{1,12})?"}
     )
+    way_of_secrets = "store it in AWS Secrets Manager, and name it in launch.sagemaker.secrets: `{HF_TOKEN: <ARN>}`"
+
+    @override
+    def describe_packages(self, recipe: Recipe, needed: Mapping[str, str]) -> str:
+        settings = recipe.launch.sagemaker
+        if settings.network_isolation:
+            return leave_packages_to(f"the image {settings.image}", needed)
+        if own := [extra for extra in needed if extra not in EXTRAS]:
+            place = f"{settings.image} must contain {', '.join(own)}, which cannot be checked here"
+            return f"{place}; the container installs what else it lacks"
+        return f"the container installs what its image lacks of echelon's extras {show_extras(needed)}" * bool(needed)
 
     def __init__(self) -> None:
         self._services: dict[str, Service] = {}

@@ -14,9 +14,8 @@ from echelon.ground.errors import ConfigError
 from echelon.launch.job import JobSpec
 from echelon.launch.sagemaker.checks import check_limits, check_settings, find_region
 from echelon.launch.sagemaker.distribution import apply_distribution
-from echelon.launch.sagemaker.enter import OLDEST_PYTHON
 from echelon.launch.sagemaker.request_patch import apply_patch, check_registry
-from echelon.launch.sagemaker.source_bundle import ENTRY, START
+from echelon.launch.sagemaker.source_bundle import ENTRY, OLDEST_PYTHON, START
 from echelon.launch.sagemaker.staging import CHECKPOINT_DIR, Channel, Staging, run_dir, stage_job
 from echelon.launch.shell import needs_shell
 from echelon.planner.hardware.gpu_check import check_image_devices

@@ -13,7 +13,6 @@ from echelon.launch.job import (
     JobRecord,
     JobSpec,
     JobStatus,
-    JobTarget,
     Launcher,
     RemoteLauncher,
 )
@@ -70,7 +69,7 @@ class Trials:
         base: Recipe,
         folder: SweepFolder,
         study: SweepStudy,
-        find_launcher: Callable[[JobTarget], Launcher],
+        find_launcher: Callable[[str], Launcher],
         workdir: Path,
     ) -> None:
         self._sweep, self._space, self._base, self._folder, self._study = sweep, space, base, folder, study

@@ -77,7 +77,8 @@ def silent_hub(monkeypatch, tmp_path):
         ),
         (
             {"to": "kubernetes", "nodes": "2+1"},
-            "launch.nodes=2+1: machines can wait as spares with launch.to=torchrun and slurm only; use launch.nodes=2.",
+            "launch.nodes=2+1: no machine waits as a spare with launch.to=local, only with torchrun and slurm; use "
+            "launch.nodes=2.",
         ),
     ],
 )

@@ -21,6 +21,7 @@ from echelon.ground.errors import ConfigError, DataError
 from echelon.ground.extras import EXTRAS
 from echelon.launch.job_checks import check_job, settle_instance
 from echelon.launch.packages import describe_packages
+from echelon.launch.sagemaker import enter
 from echelon.launch.sagemaker import source_bundle as bundle
 from echelon.launch.sagemaker.install import OPTIONAL
 from echelon.launch.sagemaker.launcher import SageMakerLauncher
@@ -581,6 +582,7 @@ def test_an_image_that_is_too_old_is_refused(tmp_path, name, lack):
 def test_the_oldest_versions_equal_those_of_the_package():
     project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == f">={'.'.join(map(str, OLDEST_PYTHON))}"
+    assert enter.OLDEST_PYTHON == OLDEST_PYTHON
     assert any(each.startswith(f"torch>={'.'.join(map(str, OLDEST_TORCH))},") for each in project["dependencies"])
 
 
