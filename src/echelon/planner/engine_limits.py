@@ -36,7 +36,12 @@ def compare_engines(recipe: "Recipe", make_plan: Callable[["Recipe"], ParallelPl
     `make_plan`: plans a recipe on the cluster.
     """
     yield "engines for this recipe:"
-    for name, row in ENGINES.items():
+    for name in dict.fromkeys((NATIVE, *ENGINES)):
+        try:
+            row = ENGINES[name]
+        except ConfigError as error:  # a broken one of another package
+            yield f"  {error}"
+            continue
         try:
             plan = make_plan(with_engine(recipe, name))
         except (ConfigError, PlanError) as error:

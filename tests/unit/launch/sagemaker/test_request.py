@@ -420,7 +420,8 @@ def test_an_engine_that_the_machines_cannot_run_is_refused(tmp_path):
     assert "ours:1 must contain horovod, which cannot be checked here" in line
     alone = make_job(tmp_path, *horovod, "launch.sagemaker.image=ours:1", "launch.sagemaker.network_isolation=true")
     assert describe_packages(alone.recipe) == [
-        "packages: the image ours:1 must have echelon's extras horovod (engine=horovod); this cannot be checked here"
+        "packages: the image ours:1 must have echelon with its extras horovod (engine=horovod); this cannot be "
+        "checked here"
     ]
     with pytest.raises(ConfigError, match=r"^engine=tensorflow computes on CPUs, but .*=ml\.g5\.12xlarge has GPUs"):
         build_submission(make_job(tmp_path, "engine=tensorflow", "parallel=ddp"))
