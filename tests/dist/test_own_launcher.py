@@ -51,7 +51,7 @@ def test_a_run_is_launched_followed_and_found_again(run, tmp_path):
     assert "runs on this machine at priority +19" in done.stdout and "step 10/10" in " ".join(done.stdout.split())
     [folder] = (tmp_path / "jobs").iterdir()
     assert (folder / "run.sh").read_text().startswith("nice -n 19 ")
-    assert "nice:\n    by: 19" in (folder / "recipe.yaml").read_text()
+    assert "  nice: {by: 19}\n" in (folder / "recipe.yaml").read_text()
     assert f"{folder.name}  nice  done  exit code 0  step 10" in run("status", folder.name).stdout
     assert "step 10/10" in " ".join(run("logs", folder.name).stdout.split())
 

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from echelon.ground.errors import ConfigError, first_line
 from echelon.ground.extensions import import_place
+from echelon.ground.stored import read_text
 
 OWN = "echelon"
 """The distribution whose names are echelon's own, and the beginning of all groups."""
@@ -31,9 +32,9 @@ def read_own() -> Mapping[str, Mapping[str, str]]:
     if (root / "src" / OWN) == Path(__file__).parents[1] and (root / "pyproject.toml").is_file():
         import tomllib
 
-        project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        project = tomllib.loads(read_text(root / "pyproject.toml"))["project"]
         return {**project["entry-points"], "console_scripts": project["scripts"]}
-    found = next((rows for owner, rows in _read_installed() if owner.partition(" ")[0] == OWN), {})
+    found = next((rows for owner, rows in read_installed() if owner.partition(" ")[0] == OWN), {})
     if f"{OWN}.engines" not in found:
         raise ConfigError(
             f"the metadata of {OWN} is not installed, which names its engines, launchers and so on; install echelon "
@@ -42,7 +43,7 @@ def read_own() -> Mapping[str, Mapping[str, str]]:
     return found
 
 
-def _read_installed() -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
+def read_installed() -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
     """Each installed distribution with rows for echelon: its name and version, and its rows by group and name.
 
     What lies in the current folder is not installed: metadata there would add code to every command.
@@ -51,23 +52,23 @@ def _read_installed() -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
 
     seen, here = set[str](), Path.cwd().resolve()
     for installed in distributions():
-        if f"[{OWN}." not in (installed.read_text("entry_points.txt") or ""):
+        rows: dict[str, dict[str, str]] = {}
+        for entry in installed.entry_points:
+            rows.setdefault(entry.group, {})[entry.name] = entry.value
+        if not any(group.startswith(f"{OWN}.") for group in rows):
             continue
         name = re.sub(r"[-_.]+", "-", installed.metadata["Name"]).lower()
         if name in seen or Path(str(installed.locate_file(""))).resolve() == here:
             continue
         seen.add(name)
-        rows: dict[str, dict[str, str]] = {}
-        for entry in installed.entry_points:
-            rows.setdefault(entry.group, {})[entry.name] = entry.value
         yield f"{name} {installed.version}", rows
 
 
 @cache
-def _read_others() -> Mapping[tuple[str, str], list[tuple[str, str]]]:
+def read_others() -> Mapping[tuple[str, str], list[tuple[str, str]]]:
     """The rows of other distributions: owner and `package.module:Name` by group and name."""
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for owner, groups in _read_installed():
+    for owner, groups in read_installed():
         if owner.partition(" ")[0] != OWN:
             for group, rows in groups.items():
                 for name, place in rows.items():
@@ -91,7 +92,7 @@ class Plugins(Mapping[str, Part]):
 
     @override
     def __iter__(self) -> Iterator[str]:
-        others = sorted(name for group, name in _read_others() if group == self._group)
+        others = sorted(name for group, name in read_others() if group == self._group)
         return iter(dict.fromkeys((*self.own, *others, *self.loaded)))
 
     @override
@@ -112,7 +113,7 @@ class Plugins(Mapping[str, Part]):
         return found
 
     def _load(self, name: str) -> Any:
-        own, others = read_own().get(self._group, {}).get(name), _read_others().get((self._group, name), [])
+        own, others = read_own().get(self._group, {}).get(name), read_others().get((self._group, name), [])
         shown, owners = f"{self._key}={name}", " and ".join(owner for owner, _ in others)
         if own is not None and others:
             raise ConfigError(f"{shown} is echelon's own name, and {owners} registers it too; uninstall that package.")

@@ -20,9 +20,9 @@ def site(tmp_path, monkeypatch):
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
-    plugins._read_others.cache_clear()
+    plugins.read_others.cache_clear()
     yield folder
-    plugins._read_others.cache_clear()
+    plugins.read_others.cache_clear()
 
 
 def install(folder, name, rows, group="echelon.rewards"):
@@ -112,7 +112,7 @@ def test_neither_a_start_nor_a_look_at_the_help_reads_metadata():
     code = (
         "import sys, echelon, echelon.cli.main, echelon.recipe\n"
         "from echelon.ground import plugins\n"
-        "assert not plugins.read_own.cache_info().currsize and not plugins._read_others.cache_info().currsize"
+        "assert not plugins.read_own.cache_info().currsize and not plugins.read_others.cache_info().currsize"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -126,7 +126,7 @@ def test_without_a_checkout_the_rows_are_those_of_the_installation(site, monkeyp
         install(site, "echelon", {"native": "a:b"}, "echelon.engines")
         assert read_own() == {"echelon.engines": {"native": "a:b"}}
         plugins.read_own.cache_clear()
-        monkeypatch.setattr(plugins, "_read_installed", lambda: iter(()))
+        monkeypatch.setattr(plugins, "read_installed", lambda: iter(()))
         with pytest.raises(ConfigError, match="the metadata of echelon is not installed, which names its engines"):
             read_own()
     finally:
