@@ -9,8 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-# Modules whose tables name parts of higher layers: optimizers, formats, objectives, loops and synchronizers. All other
-# parts that are found by name are entry points.
+# Modules whose tables name parts of higher layers: optimizers, file formats and objectives, whose rows say more than a
+# place. All other parts that are found by name are entry points.
 TABLES = {"recipe.names"}
 
 

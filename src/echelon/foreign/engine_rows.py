@@ -37,9 +37,7 @@ DEEPSPEED = EngineRow(
     instead="parallel: zero1, zero2 or fsdp on fully_shard, and parallel.cpu_offload for all states",
     check="echelon.planner.deepspeed_settings:check_settings",
 )
-NATIVE_ROW = EngineRow(
-    "echelon.learn.engines.native_build:build_native_engine", purpose="PyTorch's DDP and fully_shard"
-)
+NATIVE = EngineRow("echelon.learn.engines.native_build:build_native_engine", purpose="PyTorch's DDP and fully_shard")
 HOROVOD = EngineRow(
     "echelon.foreign.horovod:build_horovod_engine",
     package="horovod",

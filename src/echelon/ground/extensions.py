@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from echelon.ground.errors import ConfigError, first_line
@@ -49,7 +50,7 @@ def find_named(key: str, name: str, table: Mapping[str, Any], kind: type | None 
     if name in table:
         found = table[name]
         if isinstance(found, str):
-            return import_place(found)
+            return resolve_name(found)
     elif EXTENSION.fullmatch(name):
         found = _import_outside(key, name, *name.split(":"))
     else:
@@ -57,12 +58,6 @@ def find_named(key: str, name: str, table: Mapping[str, Any], kind: type | None 
     if kind is not None:
         _check_kind(key, name, found, kind)
     return found
-
-
-def import_place(place: str) -> Any:
-    """Import what `package.module:Name` names."""
-    module, _, attribute = place.partition(":")
-    return getattr(import_module(module), attribute)
 
 
 def _import_outside(key: str, name: str, module: str, attribute: str) -> Any:

@@ -15,9 +15,6 @@ from echelon.recipe.section import Section
 JobState = Literal["queued", "running", "done", "failed", "stopped", "unknown"]
 """`stopped`: by a signal or a budget, after a save; the job resumes when it is launched again."""
 
-GpuTarget = Literal["slurm", "kubernetes", "ray"]
-"""The targets whose section of the recipe has `gpus_per_node`."""
-
 _STDLIB = "python-stdlib"
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
@@ -56,19 +53,18 @@ class JobSpec:
         return argv if launch.nproc_per_node == "auto" else (*argv, "--nproc", str(launch.nproc_per_node))
 
 
-def count_gpus(job: JobSpec, target: GpuTarget) -> int:
-    """The number of GPUs that a job requests on each machine of a target; 0 if it requests none."""
+def count_gpus(job: JobSpec) -> int:
+    """The number of GPUs that a job requests on each machine of a target with `gpus_per_node`; 0: it requests none."""
     launch = job.recipe.launch
-    own: int | None = getattr(launch, target).gpus_per_node
-    if own is not None:
-        return own
-    return 0 if launch.nproc_per_node == "auto" else launch.nproc_per_node
+    own: int | None = getattr(launch, launch.to or "").gpus_per_node
+    return own if own is not None else 0 if launch.nproc_per_node == "auto" else launch.nproc_per_node
 
 
-def describe_gpu_request(job: JobSpec, target: GpuTarget) -> str:
+def describe_gpu_request(job: JobSpec) -> str:
     """The key of `count_gpus`, with its value."""
-    is_own = getattr(job.recipe.launch, target).gpus_per_node is not None
-    return f"launch.{f'{target}.gpus_per_node' if is_own else 'nproc_per_node'}={count_gpus(job, target)}"
+    launch = job.recipe.launch
+    is_own = getattr(launch, launch.to or "").gpus_per_node is not None
+    return f"launch.{f'{launch.to}.gpus_per_node' if is_own else 'nproc_per_node'}={count_gpus(job)}"
 
 
 def list_inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -151,70 +147,40 @@ class Submitted:
     place: Mapping[str, str] = field(default_factory=dict)
 
 
-def show_extras(needed: Mapping[str, str]) -> str:
-    """Extras of echelon with the keys that need them, for a message."""
-    return ", ".join(f"{extra} ({key})" for extra, key in needed.items())
-
-
-def leave_packages_to(place: str, needed: Mapping[str, str]) -> str:
-    """The line for packages that a place must have; empty if none is needed."""
-    return f"{place} must have echelon with its extras {show_extras(needed)}; this cannot be checked here" * bool(
-        needed
-    )
-
-
-def bring_wheel(place: str, needed: Mapping[str, str]) -> str:
-    """The line for packages that come with the job's wheel of echelon."""
-    extras = f", with {show_extras(needed)}" if needed else ""
-    return f"{place} installs the wheel of echelon that the job brings{extras}"
-
-
-def is_this_python(launch: LaunchConfig, python: str | None) -> bool:
-    """Whether a path is that of this process's interpreter; `launch.setup` or another PATH may choose another."""
-    if python is None or launch.setup or "PATH" in launch.env:
-        return False
-    return Path(python).parent == Path(sys.executable).parent
-
-
 class Launcher(Protocol):
     """Starts jobs at one target. A target is an entry point of the group `echelon.launchers`, a class derived from it.
 
-    The attributes say what jobs at this target can and need.
+    Attributes:
+        section: the settings `launch.NAME` of a launcher of another package; None: a mapping, which `check` checks.
+        sees_files: its jobs see the files of this machine, so that the data is checked before a launch.
+        keeps_others: the other machines may go on when one is lost.
+        has_spares: machines may wait to take the place of a lost one.
+        keeps_runs: the run folder outlives the job's machines, as a sweep needs.
+        look_seconds: the time between two looks of a sweep at its jobs.
+        way_of_secrets: how a job gets a secret that is not submitted; completes "remove it, and ...".
     """
 
     record_form: ClassVar[RecordForm]
-
     section: ClassVar[type[Section] | None] = None
-    """The settings `launch.NAME` of a launcher of another package; None: a mapping that `check` reads by itself."""
-
     sees_files: ClassVar[bool] = False
-    """Whether its jobs see the files of this machine, so that the data is checked before a launch."""
-
     keeps_others: ClassVar[bool] = False
-    """Whether the other machines may go on when one is lost."""
-
     has_spares: ClassVar[bool] = False
-    """Whether machines may wait to take the place of a lost one."""
-
     keeps_runs: ClassVar[bool] = True
-    """Whether the run folder outlives the job's machines, as a sweep needs."""
-
     look_seconds: ClassVar[float] = 15.0
-    """The time between two looks of a sweep at its jobs."""
-
     way_of_secrets: ClassVar[str] = "read it on the machines, from a file or a store of secrets"
-    """How to pass a secret to the job without submitting it: completes "remove it, and ..."."""
 
-    def describe_packages(self, recipe: Recipe, needed: Mapping[str, str]) -> str:
-        """A line about who provides the packages that the job needs beyond echelon's own; empty: there is none.
+    def find_packages(self, launch: LaunchConfig) -> tuple[str, str]:
+        """Where the packages of a job come from, and the place in words that has or installs them.
 
-        `needed`: the extras of echelon, each with the key that needs it.
+        `self`: it is a child of this process; `shared`: its machines start this interpreter from a shared folder;
+        `there`: the place has them; `wheel`: it installs the job's wheel of echelon; `index`: it asks a package index.
         """
-        return leave_packages_to(f"launch.python={recipe.launch.python} on the machines", needed)
+        return "there", f"launch.python={launch.python} on the machines"
 
-    def uses_this_python(self, launch: LaunchConfig) -> bool:
-        """Whether the machines start the interpreter of this process, which they share by their file system."""
-        return False
+    def starts_this_python(self, launch: LaunchConfig, python: str | None) -> bool:
+        """Whether a path is that of this interpreter; `launch.setup` or another PATH may choose another."""
+        is_free = python is None or launch.setup or "PATH" in launch.env
+        return not is_free and Path(python or "").parent == Path(sys.executable).parent
 
     def check(self, job: JobSpec) -> list[str]:
         """Validate the job without contacting the target; return lines that tell the user what will be done.

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from echelon.ground.errors import ConfigError, LaunchError
 from echelon.launch.job import JobRecord, JobSpec, JobStatus, Launcher, RecordForm, Submitted
 from echelon.launch.job_logs import Log, name_ending, read_exit_code
 from echelon.launch.shell import limit_command, watched_lines
-from echelon.recipe import LaunchConfig, Recipe
+from echelon.recipe import LaunchConfig
 
 # Files in the job's folder.
 _SCRIPT, _LOG, _CODE = "run.sh", "output.log", "exit_code"
@@ -32,8 +32,8 @@ class LocalLauncher(Launcher):
     way_of_secrets = "set it as an environment variable of `echelon launch`; the job inherits it"
 
     @override
-    def describe_packages(self, recipe: Recipe, needed: Mapping[str, str]) -> str:
-        return ""
+    def find_packages(self, launch: LaunchConfig) -> tuple[str, str]:
+        return "self", ""
 
     @override
     def check(self, job: JobSpec) -> list[str]:

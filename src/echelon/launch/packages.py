@@ -4,7 +4,7 @@ import re
 import sys
 
 from echelon.ground.errors import ConfigError
-from echelon.ground.extras import find_absent, pip_command
+from echelon.ground.extras import EXTRAS, find_absent, pip_command
 from echelon.launch.ray.submission import INSTALLERS, read_packages
 from echelon.launch.sagemaker.source_bundle import list_extras
 from echelon.launch.targets import find_launcher
@@ -25,12 +25,21 @@ def describe_packages(recipe: Recipe) -> list[str]:
     launch, needed = recipe.launch, list_extras(recipe)
     _refuse_namesake(launch)
     assert launch.to is not None
-    launcher = find_launcher(launch.to)
-    if launcher.uses_this_python(launch):
+    source, place = find_launcher(launch.to).find_packages(launch)
+    words = ", ".join(f"{extra} ({key})" for extra, key in needed.items())
+    if source == "wheel":
+        return [f"packages: {place} installs the wheel of echelon that the job brings{words and ', with '}{words}"]
+    if source == "self" or not needed:
+        return []
+    if source == "shared":
         _refuse_missing(recipe, needed)
         return []
-    line = launcher.describe_packages(recipe, needed)
-    return [f"packages: {line}"] if line else []
+    if source == "there":
+        return [f"packages: {place} must have echelon with its extras {words}; this cannot be checked here"]
+    if own := [extra for extra in needed if extra not in EXTRAS]:
+        place = f"{place} must contain {', '.join(own)}, which cannot be checked here"
+        return [f"packages: {place}; the container installs what else it lacks"]
+    return [f"packages: the container installs what its image lacks of echelon's extras {words}"]
 
 
 def _refuse_namesake(launch: LaunchConfig) -> None:

@@ -6,7 +6,7 @@ Uses SkyPilot's own command `sky`, which may be installed in an environment of i
 import json
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -26,14 +26,13 @@ from echelon.launch.job import (
     Launcher,
     RecordForm,
     Submitted,
-    bring_wheel,
     list_inputs,
 )
 from echelon.launch.job_logs import name_ending
 from echelon.launch.patch import merge_patch
 from echelon.launch.sagemaker.source_bundle import build_wheel, name_requirement
 from echelon.launch.shell import guard_setup, join_words, limit_command
-from echelon.recipe import Recipe
+from echelon.recipe import LaunchConfig
 from echelon.recipe.yaml_text import render_documents
 from echelon.run.supervise.outcome import DONE, FAILED, STOPPED
 
@@ -72,8 +71,8 @@ class SkyPilotLauncher(Launcher):
     way_of_secrets = "set it as an environment variable of `echelon launch`, and name it in launch.skypilot.secrets"
 
     @override
-    def describe_packages(self, recipe: Recipe, needed: Mapping[str, str]) -> str:
-        return bring_wheel("a machine without echelon", needed)
+    def find_packages(self, launch: LaunchConfig) -> tuple[str, str]:
+        return "wheel", "a machine without echelon"
 
     @override
     def check(self, job: JobSpec) -> list[str]:

@@ -3,7 +3,7 @@
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +21,6 @@ from echelon.launch.job import (
     RecordForm,
     Submitted,
     count_gpus,
-    is_this_python,
-    leave_packages_to,
 )
 from echelon.launch.job_logs import Log, rarely, read_exit_code
 from echelon.launch.records import record_job, write_job
@@ -42,7 +40,7 @@ from echelon.launch.slurm_script import (
     render_machine,
 )
 from echelon.launch.slurm_step import list_hidden_inputs
-from echelon.recipe import LaunchConfig, Recipe
+from echelon.recipe import LaunchConfig
 from echelon.run.supervise.outcome import DONE, STOPPED
 
 # Slurm's job states; every other state is a failure.
@@ -68,17 +66,14 @@ class SlurmLauncher(ArrayLauncher):
     )
 
     @override
-    def describe_packages(self, recipe: Recipe, needed: Mapping[str, str]) -> str:
-        container = recipe.launch.slurm.container
-        if container is None:
-            return super().describe_packages(recipe, needed)
-        return leave_packages_to(f"the image {container.image}", needed)
-
-    @override
-    def uses_this_python(self, launch: LaunchConfig) -> bool:
+    def find_packages(self, launch: LaunchConfig) -> tuple[str, str]:
+        container = launch.slurm.container
         passes_path = launch.slurm.options.get("export", "ALL") == "ALL"
-        python = shutil.which(launch.python) if passes_path else launch.python
-        return launch.slurm.container is None and is_this_python(launch, python)
+        if container is not None:
+            return "there", f"the image {container.image}"
+        if self.starts_this_python(launch, shutil.which(launch.python) if passes_path else launch.python):
+            return "shared", ""
+        return super().find_packages(launch)
 
     @override
     def check(self, job: JobSpec) -> list[str]:
@@ -90,7 +85,7 @@ class SlurmLauncher(ArrayLauncher):
         machines = f"{fewest}" if fewest == most else f"{fewest} to {most}"
         hours = "the partition's limit" if launch.max_hours is None else format_time(launch.max_hours)
         lines = [
-            f"requests {machines} machine(s) with {count_gpus(job, 'slurm') or 'no'} GPU(s) each from Slurm, for "
+            f"requests {machines} machine(s) with {count_gpus(job) or 'no'} GPU(s) each from Slurm, for "
             f"{hours}; output goes to {job.folder / LOG}"
         ]
         if slurm.cpus_per_task is None and not slurm.exclusive:

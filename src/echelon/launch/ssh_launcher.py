@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from echelon.ground.errors import ConfigError, LaunchError
 from echelon.ground.variables import asked_environment
-from echelon.launch.job import NAME, JobRecord, JobSpec, JobStatus, Launcher, RecordForm, Submitted, is_this_python
+from echelon.launch.job import NAME, JobRecord, JobSpec, JobStatus, Launcher, RecordForm, Submitted
 from echelon.launch.job_logs import Log, name_ending, rarely, read_exit_code
 from echelon.launch.shell import join_words, limit_command, prepare_lines, watched_lines
 from echelon.launch.ssh import HOST, USER, Ssh, check_hosts, find_ssh, on_each
@@ -40,8 +40,8 @@ class TorchrunLauncher(Launcher):
     way_of_secrets = "keep it in a file on each machine, and read it in launch.setup: `NAME=$(cat FILE)`, `export NAME`"
 
     @override
-    def uses_this_python(self, launch: LaunchConfig) -> bool:
-        return is_this_python(launch, launch.python)
+    def find_packages(self, launch: LaunchConfig) -> tuple[str, str]:
+        return ("shared", "") if self.starts_this_python(launch, launch.python) else super().find_packages(launch)
 
     @override
     def check(self, job: JobSpec) -> list[str]:

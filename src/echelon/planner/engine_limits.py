@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError, PlanError
-from echelon.ground.extensions import import_place
 from echelon.planner.fitting_values import join_words
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.engines import ENGINES, NATIVE, EngineRow
@@ -37,11 +37,7 @@ def compare_engines(recipe: "Recipe", make_plan: Callable[["Recipe"], ParallelPl
     """
     yield "engines for this recipe:"
     for name in dict.fromkeys((NATIVE, *ENGINES)):
-        try:
-            row = ENGINES[name]
-        except ConfigError as error:  # a broken one of another package
-            yield f"  {error}"
-            continue
+        row = ENGINES[name]
         try:
             plan = make_plan(with_engine(recipe, name))
         except (ConfigError, PlanError) as error:
@@ -65,4 +61,4 @@ def check_engine(recipe: "Recipe", plan: ParallelPlan) -> None:
             f"; use one of these, or engine={NATIVE}."
         )
     if row.check is not None:
-        import_place(row.check)(recipe, plan)
+        resolve_name(row.check)(recipe, plan)

@@ -15,7 +15,7 @@ from echelon.recipe.engines import ENGINES, find_refused
 from echelon.recipe.horovod_config import HorovodConfig
 from echelon.recipe.inputs import AdapterConfig, DataConfig, ModelConfig, RunConfig, TrainedTokenizerConfig
 from echelon.recipe.launch_sections import LaunchConfig
-from echelon.recipe.names import LOOPS, REWARD_MODEL, TRACKERS, Tracker
+from echelon.recipe.names import REWARD_MODEL, TRACKERS, Tracker
 from echelon.recipe.objective import ObjectiveConfig
 from echelon.recipe.operation import (
     BudgetConfig,
@@ -407,7 +407,7 @@ class Recipe(OpenSection):
     @property
     def loop(self) -> str | None:
         """The training loop instead of echelon's usual one: that of `train.loop`, or of the objective."""
-        return self.train.loop or (LOOPS[self.objective.name] if self.samples_answers else None)
+        return self.train.loop or (self.objective.name if self.samples_answers else None)
 
     @property
     def draws_answers(self) -> bool:

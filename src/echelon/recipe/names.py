@@ -1,6 +1,7 @@
-"""Tables of the optimizers, file formats, objectives and synchronizers that a recipe can name.
+"""The parts that a recipe can name: tables of optimizers, file formats and objectives, and others by entry points.
 
-To add one, write a file and add a row here. A row holds the import path of the part, which is imported when it is used.
+To add an optimizer, a format or an objective, write a file and add a row here. A row holds the import path of the part,
+which is imported when it is used.
 """
 
 from collections.abc import Collection, Mapping
@@ -157,41 +158,19 @@ def list_objectives(compares: Answers | None = None, key: str | None = None) -> 
     return f"{', '.join(names)} or {last}" if names else last
 
 
-LOOPS: dict[str, str] = {
-    "distill": "echelon.run.training.distill_loop:distill_on_policy",
-    "grpo": "echelon.run.training.reward_loop:train_from_rewards",
-}
-"""The training loops of objectives on the model's own answers; `distill` is one if the recipe says so."""
-
-DIALECTS = Plugins[Any]("dialects", "engine")
-"""Sections in another tool's spelling, by `engine`: functions that translate one in a draft, and return lines."""
-
+# Parts of echelon and of other packages, by the key of the recipe. docs/new-parts.md says what each of them is.
 LAUNCHERS = Plugins[Any]("launchers", "launch.to")
-"""The launchers by `launch.to`: classes derived from `launch.job.Launcher`."""
-
+SYNCHRONIZERS = Plugins[Any]("synchronizers", "sync.name")
+LOOPS = Plugins[Any]("loops", "objective.name")
 TRACKERS = Plugins[Any]("trackers", "track")
-"""The trackers by their names in `track`: classes derived from `run.journal.trackers.tracker.Tracker`."""
-
 SAMPLERS = Plugins[Any]("samplers", "rollout.sampler")
-"""The samplers by `rollout.sampler`, in place of the native one: classes like `learn.paged_sampler.PagedSampler`."""
-
 REWARDS = Plugins[Any]("rewards", "reward.name")
-"""The rewards by `reward[].name`: functions of (answers, records), and of their options."""
-
 ENVIRONMENTS = Plugins[Any]("environments", "rollout.environment")
-"""The environments by `rollout.environment`: classes like `learn.environments.Environment`."""
+DIALECTS = Plugins[Any]("dialects", "engine")
+"""Sections in another tool's spelling: functions that translate one in a draft, and return lines for the user."""
 
 REWARD_MODEL = "model"
 """The name of a reward that is the score of a model, which runs in the training process."""
-
-SYNCHRONIZERS: dict[str, str] = {
-    "every_step": "echelon.learn.sync.every_step:EveryStep",
-    "local_sgd": "echelon.learn.sync.outer_steps:OuterSteps",
-    "diloco": "echelon.learn.sync.outer_steps:OuterSteps",
-    "quorum": "echelon.learn.sync.quorum:Quorum",
-    "parameter_server": "echelon.learn.sync.parameter_server:ParameterServer",
-}
-"""The synchronizers by `sync.name`. Each is called with the recipe's section, the replica and the meshes."""
 
 
 class OneOf:

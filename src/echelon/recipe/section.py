@@ -29,12 +29,11 @@ PathOrText = TypeVar("PathOrText", Path, str)
 class Section(BaseModel):
     """A mapping in the recipe. Values cannot be reassigned; equal sections have equal hashes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+    plugins: ClassVar[tuple[Plugins[Any], ...]] = ()
+    """Those that have a section of their name in this one; their attribute `section` is its class, or None: a mapping
+    that the plugin checks itself."""
 
-    @classmethod
-    def admits(cls, key: str) -> bool:
-        """Whether it may have a key that is not one of its fields."""
-        return False
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
     @override
     def __hash__(self) -> int:
@@ -43,18 +42,9 @@ class Section(BaseModel):
 
 
 class OpenSection(Section):
-    """A section that also has the sections of plugins, each under the plugin's name."""
+    """A section that has the sections of plugins too. Its schema does not: it is the same on every machine."""
 
-    # In the schema it has no other keys: it is the same on every machine.
     model_config = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": False})
-
-    plugins: ClassVar[tuple[Plugins[Any], ...]] = ()
-    """Their attribute `section` is a class derived from Section; None: a mapping that the plugin checks itself."""
-
-    @classmethod
-    @override
-    def admits(cls, key: str) -> bool:
-        return any(key in kind and key not in kind.own for kind in cls.plugins)
 
     @model_validator(mode="after")
     def _read_sections_of_plugins(self) -> Self:

@@ -4,12 +4,18 @@ The ledger records every key of the file: imported, or not imported with a reaso
 `operation` import the keys by topic; `reasons` has the texts for the other keys.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from echelon.foreign.importers.data import carry_data, read_data
+from echelon.foreign.importers.defaults import defaults_of
 from echelon.foreign.importers.ledger import Entry, Fate, Ledger
-from echelon.foreign.importers.objective import TRAINERS
+from echelon.foreign.importers.model import carry_adapter, carry_model
+from echelon.foreign.importers.objective import TRAINERS, carry_objective, carry_v1_objective, find_trainer
+from echelon.foreign.importers.operation import carry_operation, carry_parallel, carry_run, refuse_plugins
 from echelon.foreign.importers.result import refuse_keys, render_imported, render_notes
+from echelon.foreign.importers.reward_keys import carry_grpo_sizes
 from echelon.foreign.importers.source_file import (
     DEFAULTS,
     IMPORTERS,
@@ -20,7 +26,8 @@ from echelon.foreign.importers.source_file import (
     detect_tool,
     read_foreign,
 )
-from echelon.foreign.importers.training import Amounts
+from echelon.foreign.importers.swift import complete_swift, swift_defaults
+from echelon.foreign.importers.training import Amounts, carry_optimizer, carry_training
 from echelon.ground.errors import ConfigError
 from echelon.recipe.load import parse_recipe
 
@@ -69,3 +76,33 @@ def import_recipe(
     return Imported(
         kind, text, tuple(render_notes(ledger, path.name)), tuple(ledger.entries[name] for name in ledger.given)
     )
+
+
+def _carry(tool: str, ledger: Ledger, path: Path, amounts: Amounts, asked: str | None) -> None:
+    """Import the keys by topic. The order matters: later topics use the results of earlier ones."""
+    trainer = find_trainer(ledger, asked) if tool == "hf" else None
+    defaults = defaults_of(tool, trainer)
+    carry_run(ledger, defaults, path)
+    answers = None if tool == "llamafactory-v1" else carry_objective(ledger, tool, trainer)
+    refuse_plugins(ledger)
+    carry_model(ledger, tool)
+    carry_adapter(ledger, tool, defaults)
+    if tool == "ms-swift":
+        defaults = swift_defaults(ledger, defaults)
+    read = read_data(ledger, tool, trainer, path.parent)
+    if tool == "llamafactory-v1":
+        answers = carry_v1_objective(ledger, read, asked)
+    carry_data(ledger, tool, read, defaults, answers)
+    named = carry_parallel(ledger, path.parent)
+    if tool == "ms-swift":
+        complete_swift(ledger)
+    steps = carry_training(ledger, tool, defaults, replace(amounts, devices=amounts.devices or named))
+    carry_optimizer(ledger, tool, defaults, steps)
+    carry_operation(ledger, defaults, steps)
+    if answers == "prompts":
+        carry_grpo_sizes(ledger)
+
+
+AXOLOTL, HF, LLAMAFACTORY, LLAMAFACTORY_V1, MS_SWIFT = (
+    partial(_carry, tool) for tool in ("axolotl", "hf", "llamafactory", "llamafactory-v1", "ms-swift")
+)

@@ -2,30 +2,20 @@
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import yaml
 from typing_extensions import override
 
 from echelon.ground.errors import LaunchError
 from echelon.ground.stored import read_text
-from echelon.launch.job import (
-    FINAL_STATES,
-    NAME,
-    JobRecord,
-    JobSpec,
-    JobStatus,
-    Launcher,
-    RecordForm,
-    Submitted,
-    leave_packages_to,
-)
+from echelon.launch.job import FINAL_STATES, NAME, JobRecord, JobSpec, JobStatus, Launcher, RecordForm, Submitted
 from echelon.launch.kubernetes.checks import check_job
 from echelon.launch.kubernetes.cluster import Cluster
 from echelon.launch.kubernetes.kinds import KINDS, JobKind, find_kind
 from echelon.launch.kubernetes.manifest import render_manifest
 from echelon.launch.kubernetes.pods import PodState, judge, read_pods
-from echelon.recipe import Recipe
+from echelon.recipe import LaunchConfig
 
 _MANIFEST = "manifest.yaml"
 _LOOK_SECONDS = 2.0
@@ -42,8 +32,8 @@ class KubernetesLauncher(Launcher):
     )
 
     @override
-    def describe_packages(self, recipe: Recipe, needed: Mapping[str, str]) -> str:
-        return leave_packages_to(f"the image {recipe.launch.kubernetes.image}", needed)
+    def find_packages(self, launch: LaunchConfig) -> tuple[str, str]:
+        return "there", f"the image {launch.kubernetes.image}"
 
     @override
     def check(self, job: JobSpec) -> list[str]:

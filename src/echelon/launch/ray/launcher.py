@@ -1,7 +1,7 @@
 """Submit, query, read and cancel jobs of a Ray cluster."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from typing_extensions import override
@@ -18,9 +18,7 @@ from echelon.launch.job import (
     Launcher,
     RecordForm,
     Submitted,
-    bring_wheel,
     count_gpus,
-    leave_packages_to,
 )
 from echelon.launch.job_logs import name_ending
 from echelon.launch.ray import driver
@@ -35,7 +33,7 @@ from echelon.launch.ray.submission import (
     render_files,
 )
 from echelon.launch.sagemaker.source_bundle import build_wheel
-from echelon.recipe import Recipe
+from echelon.recipe import LaunchConfig
 from echelon.run.supervise.outcome import DONE, FAILED, STOPPED
 
 # The states of Ray Jobs; FAILED is any other exit code than 0.
@@ -54,12 +52,10 @@ class RayLauncher(Launcher):
     )
 
     @override
-    def describe_packages(self, recipe: Recipe, needed: Mapping[str, str]) -> str:
-        if installs_packages(recipe.launch.ray.runtime_env):
-            return bring_wheel("each machine", needed)
-        if recipe.launch.ray.runtime_env:
-            return leave_packages_to("launch.ray.runtime_env", needed)
-        return super().describe_packages(recipe, needed)
+    def find_packages(self, launch: LaunchConfig) -> tuple[str, str]:
+        if installs_packages(launch.ray.runtime_env):
+            return "wheel", "each machine"
+        return ("there", "launch.ray.runtime_env") if launch.ray.runtime_env else super().find_packages(launch)
 
     @override
     def check(self, job: JobSpec) -> list[str]:
@@ -68,12 +64,12 @@ class RayLauncher(Launcher):
         settings = job.recipe.launch.ray
         machines = f"{fewest}" if fewest == most else f"{fewest} to {most}"
         lines = [
-            f"requests {machines} machine(s) with {count_gpus(job, 'ray') or 'no'} GPU(s) and {settings.cpus_per_node} "
+            f"requests {machines} machine(s) with {count_gpus(job) or 'no'} GPU(s) and {settings.cpus_per_node} "
             f"CPU core(s) each from the Ray cluster at {settings.address}; waits for them up to "
             f"{settings.wait_seconds:g} s",
             f"the machines must share {find_workdir(job)}",
         ]
-        if not count_gpus(job, "ray"):
+        if not count_gpus(job):
             lines.append("no GPU is requested, so Ray hides those of the machines; set launch.ray.gpus_per_node")
         return lines
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from echelon.ground.errors import ConfigError
 from echelon.ground.variables import asked_environment
-from echelon.launch.job import GpuTarget, JobSpec, count_gpus, describe_gpu_request
+from echelon.launch.job import JobSpec, count_gpus, describe_gpu_request
 from echelon.launch.ray.driver import AGENT, ORDER, Order
 from echelon.launch.sagemaker.source_bundle import name_requirement
 from echelon.launch.shell import join_words, limit_command, prepare_lines
@@ -148,14 +148,14 @@ def render_files(job: JobSpec) -> dict[str, str]:
     return {
         REQUEST: json.dumps(render_request(job), indent=2) + "\n",
         ORDER: json.dumps(asdict(order), indent=2) + "\n",
-        AGENT: render_agent(job, "ray", find_workdir(job)),
+        AGENT: render_agent(job, find_workdir(job)),
     }
 
 
 def _find_bundle(job: JobSpec) -> dict[str, float]:
     """What is reserved on each machine."""
     settings = job.recipe.launch.ray
-    amounts = {"CPU": float(settings.cpus_per_node), "GPU": float(count_gpus(job, "ray")), **settings.resources}
+    amounts = {"CPU": float(settings.cpus_per_node), "GPU": float(count_gpus(job)), **settings.resources}
     return {name: amount for name, amount in amounts.items() if amount}
 
 
@@ -169,10 +169,10 @@ def _refuse_workdir(workdir: Path) -> str:
     return f'[ -d {shown} ] || {{ echo "echelon: "{shown}" {message}"; exit 2; }}'
 
 
-def render_agent(job: JobSpec, target: GpuTarget, workdir: Path) -> str:
+def render_agent(job: JobSpec, workdir: Path) -> str:
     """The script of each machine, which shares `workdir` with the others."""
     launch = job.recipe.launch
-    asked = asked_environment(count_gpus(job, target), describe_gpu_request(job, target))
+    asked = asked_environment(count_gpus(job), describe_gpu_request(job))
     interface = () if launch.ray.interface is None else ("--interface", launch.ray.interface)
     train = join_words(limit_command(launch, (*job.train_command("@RECIPE@"), *interface)))
     train = train.replace("@RECIPE@", '"$here/recipe.yaml"')

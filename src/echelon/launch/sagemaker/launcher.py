@@ -1,26 +1,15 @@
 """The SageMaker launcher: checks, renders and submits jobs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from echelon.ground.errors import MissingSettingError
-from echelon.ground.extras import EXTRAS
-from echelon.launch.job import (
-    NAME,
-    JobRecord,
-    JobSpec,
-    JobStatus,
-    RecordForm,
-    RemoteLauncher,
-    Submitted,
-    leave_packages_to,
-    show_extras,
-)
+from echelon.launch.job import NAME, JobRecord, JobSpec, JobStatus, RecordForm, RemoteLauncher, Submitted
 from echelon.launch.sagemaker.request import REGION, Submission, build_submission, find_run_uri
-from echelon.recipe import Recipe
+from echelon.recipe import LaunchConfig
 from echelon.recipe.render import render_recipe
 from echelon.run.folder.run_folder import FILES
 
@@ -43,14 +32,9 @@ class SageMakerLauncher(RemoteLauncher):
     way_of_secrets = "store it in AWS Secrets Manager, and name it in launch.sagemaker.secrets: `{HF_TOKEN: <ARN>}`"
 
     @override
-    def describe_packages(self, recipe: Recipe, needed: Mapping[str, str]) -> str:
-        settings = recipe.launch.sagemaker
-        if settings.network_isolation:
-            return leave_packages_to(f"the image {settings.image}", needed)
-        if own := [extra for extra in needed if extra not in EXTRAS]:
-            place = f"{settings.image} must contain {', '.join(own)}, which cannot be checked here"
-            return f"{place}; the container installs what else it lacks"
-        return f"the container installs what its image lacks of echelon's extras {show_extras(needed)}" * bool(needed)
+    def find_packages(self, launch: LaunchConfig) -> tuple[str, str]:
+        image = launch.sagemaker.image
+        return ("there", f"the image {image}") if launch.sagemaker.network_isolation else ("index", str(image))
 
     def __init__(self) -> None:
         self._services: dict[str, Service] = {}

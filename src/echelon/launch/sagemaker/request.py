@@ -15,7 +15,7 @@ from echelon.launch.job import JobSpec
 from echelon.launch.sagemaker.checks import check_limits, check_settings, find_region
 from echelon.launch.sagemaker.distribution import apply_distribution
 from echelon.launch.sagemaker.request_patch import apply_patch, check_registry
-from echelon.launch.sagemaker.source_bundle import ENTRY, OLDEST_PYTHON, START
+from echelon.launch.sagemaker.source_bundle import ENTRY, START
 from echelon.launch.sagemaker.staging import CHECKPOINT_DIR, Channel, Staging, run_dir, stage_job
 from echelon.launch.shell import needs_shell
 from echelon.planner.hardware.gpu_check import check_image_devices
@@ -301,6 +301,7 @@ def find_registry(region: str) -> str:
 
 
 # As in pyproject.toml.
+OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
 
 

@@ -23,7 +23,6 @@ START = "/opt/ml/input/data/echelon/start.sh"
 FAILURE = "/opt/ml/output/failure"
 
 DISTRIBUTION = "echelon"
-OLDEST_PYTHON = (3, 11)
 TORCH = "torch>=2.11,<2.14"
 # As in pyproject.toml, without torch: an image has the build that fits its drivers.
 CORE = (
@@ -110,11 +109,8 @@ def build_wheel() -> tuple[str, bytes]:
     info = f"{DISTRIBUTION}-{version}.dist-info"
     files[f"{info}/METADATA"] = _render_metadata(version).encode()
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: echelon\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    groups = [
-        f"[{group}]\n" + "".join(f"{name} = {place}\n" for name, place in sorted(rows.items()))
-        for group, rows in sorted(read_own().items())
-    ]
-    files[f"{info}/entry_points.txt"] = "\n".join(groups).encode()
+    named = {group: [f"{name} = {place}\n" for name, place in rows.items()] for group, rows in read_own().items()}
+    files[f"{info}/entry_points.txt"] = "".join(f"[{group}]\n{''.join(named[group])}" for group in named).encode()
     digests = {name: hashlib.sha256(content).digest() for name, content in files.items()}
     rows = [
         f"{name},sha256={base64.urlsafe_b64encode(digest).decode().rstrip('=')},{len(files[name])}\n"
@@ -132,8 +128,7 @@ def build_wheel() -> tuple[str, bytes]:
 
 
 def _render_metadata(version: str) -> str:
-    lines = ["Metadata-Version: 2.1", f"Name: {DISTRIBUTION}", f"Version: {version}"]
-    lines.append(f"Requires-Python: >={'.'.join(map(str, OLDEST_PYTHON))}")
+    lines = ["Metadata-Version: 2.1", f"Name: {DISTRIBUTION}", f"Version: {version}", "Requires-Python: >=3.11"]
     lines += [f"Requires-Dist: {requirement}" for requirement in (TORCH, *CORE, *HELPFUL)]
     for extra, requirements in EXTRAS.items():
         lines.append(f"Provides-Extra: {extra}")

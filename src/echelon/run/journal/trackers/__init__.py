@@ -20,7 +20,8 @@ def check_trackers(recipe: Recipe) -> None:
     for name in recipe.track:
         if name in TRACKERS.own:
             require_extra(f"track: {name}", name, "or remove it from track")
-        find_named("track", name, TRACKERS, Tracker)
+        else:
+            find_named("track", name, TRACKERS, Tracker)
     if recipe.mlflow.tracking_uri is not None and has_login(recipe.mlflow.tracking_uri):
         raise ConfigError(
             "mlflow.tracking_uri contains a user name or password, and the run folder must not store secrets; set "
@@ -73,8 +74,6 @@ def catch_up(recipe: Recipe, folder: RunFolder) -> None:
 def _start(name: str, recipe: Recipe, folder: RunFolder, resumed_step: int | None) -> MetricsForwarder:
     # Its package is imported here, in the main thread: concurrent imports can fail.
     tracker: Tracker = TRACKERS[name](recipe, folder, resumed_step or 0)
-    forwarder = MetricsForwarder(
-        tracker, folder.tracker_path(name), folder.metrics_path, resumed_step, tracker.is_store
-    )
+    forwarder = MetricsForwarder(tracker, folder.tracker_path(name), folder.metrics_path, resumed_step)
     forwarder.start()
     return forwarder

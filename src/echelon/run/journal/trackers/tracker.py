@@ -6,9 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from echelon.recipe import Recipe
-from echelon.run.folder.run_folder import RunFolder
-
 # The last step that a tracker has for each kind of row; 0 if none.
 Held = defaultdict[str, int]
 
@@ -25,17 +22,14 @@ class Opened:
 
 
 class Tracker(Protocol):
-    """A destination of metrics, an entry point of the group `echelon.trackers`.
+    """A destination of metrics. Only the thread of its forwarder uses it; every call may raise.
 
-    Only the thread of its forwarder uses it; every call may raise.
+    `is_store`: it accepts rows of a finished run. A tracker is called with the recipe, the run folder, and the step of
+    the checkpoint that the run continues from, or 0.
     """
 
     name: str
     is_store: ClassVar[bool] = False
-    """Whether it accepts rows of a finished run."""
-
-    def __init__(self, recipe: Recipe, folder: RunFolder, resumed_step: int) -> None:
-        """`resumed_step`: the step of the checkpoint that the run continues from; 0: it starts."""
 
     def open(self, run_key: str, given: Mapping[str, int]) -> Opened:
         """Create the tracking run of this key, or find it. Also called to reconnect after any failure.
