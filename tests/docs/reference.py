@@ -110,13 +110,14 @@ def _render_aliases() -> str:
 
 def render_engine_table() -> str:
     """The Markdown table of docs/engines.md: a row for each limited key, with the values that each engine runs."""
-    keys = dict.fromkeys(limit.key for row in ENGINES.values() for limit in row.limits)
-    lines = ["| | " + " | ".join(f"`{name}`" for name in ENGINES) + " |", "|---" * (len(ENGINES) + 1) + "|"]
-    strategies = ["all" if row.strategies is None else ", ".join(row.strategies) for row in ENGINES.values()]
+    rows = {name: ENGINES[name] for name in ENGINES.own}
+    keys = dict.fromkeys(limit.key for row in rows.values() for limit in row.limits)
+    lines = ["| | " + " | ".join(f"`{name}`" for name in rows) + " |", "|---" * (len(rows) + 1) + "|"]
+    strategies = ["all" if row.strategies is None else ", ".join(row.strategies) for row in rows.values()]
     lines.append("| strategies of `parallel` | " + " | ".join(strategies) + " |")
     for key in keys:
         cells = []
-        for row in ENGINES.values():
+        for row in rows.values():
             values = next((limit.values for limit in row.limits if limit.key == key), None)
             cells.append("all" if values is None else ", ".join(f"`{show_value(value)}`" for value in values))
         lines.append(f"| `{key}` | " + " | ".join(cells) + " |")

@@ -57,8 +57,10 @@ def changed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("changed")
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     before = {path.relative_to(folder).as_posix(): path.read_text() for path in (folder / "src").rglob("*.py")}
+    shutil.copy(ROOT / "pyproject.toml", folder)
     for block in BLOCK.finditer((ROOT / "docs" / "new-parts.md").read_text("utf-8")):
-        apply(block["text"], folder)
+        if block["language"] == "diff":
+            apply(block["text"], folder)
     after = {path.relative_to(folder).as_posix(): path.read_text() for path in (folder / "src").rglob("*.py")}
     assert after.keys() - before.keys() == ADDED
     changed = [name for name in before if after[name] != before[name]]

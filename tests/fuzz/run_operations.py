@@ -51,6 +51,7 @@ class NoTracker:
     """A tracker that keeps the rows in memory."""
 
     name = "mlflow"
+    is_store = True
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []

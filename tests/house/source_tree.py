@@ -9,6 +9,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+# Modules whose tables name parts of higher layers: optimizers, file formats and objectives, whose rows say more than a
+# place. All other parts that are found by name are entry points.
+TABLES = {"recipe.names"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,10 @@ class Module:
         return (node for node in ast.walk(self.tree) if isinstance(node, Function))
 
     def imports(self, for_types: bool = True, in_functions: bool = True) -> Iterator[Import]:
-        """`for_types`: include imports under `if TYPE_CHECKING`. `in_functions`: include those inside functions."""
+        """`for_types`: include imports under `if TYPE_CHECKING`. `in_functions`: include those inside functions, and
+        those by name, which are made when the name is used."""
+        if in_functions and self.short not in TABLES:
+            yield from map(Import, self._named())
         package = self.name if self.is_package else self.name.rpartition(".")[0]
         for node in _walk(self.tree, for_types, in_functions):
             if isinstance(node, ast.Import):
@@ -57,6 +63,31 @@ class Module:
                 around = package.rsplit(".", node.level - 1)[0] if node.level else ""
                 source = ".".join(part for part in (around, node.module) if part)
                 yield Import(source, tuple(alias.name for alias in node.names))
+
+    def _named(self) -> Iterator[str]:
+        """The modules that are imported by name: those of `import_module("a.b")`, and of places such as "a.b:Name"."""
+        outermost = self.name.partition(".")[0]
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "import_module":
+                yield from filter(None, map(self._read_text, node.args[:1]))
+            elif place := re.fullmatch(rf"({outermost}(?:\.\w+)+):\w+", self._read_text(node) or ""):
+                yield place[1]
+
+    def _read_text(self, node: ast.AST) -> str | None:
+        """The value of a text, also of an f-string that begins with a constant of the module."""
+        if isinstance(node, ast.Constant):
+            return node.value if isinstance(node.value, str) else None
+        if isinstance(node, ast.FormattedValue):
+            return self._constants.get(ast.unparse(node.value))
+        parts = [self._read_text(part) for part in node.values] if isinstance(node, ast.JoinedStr) else [None]
+        return None if None in parts else "".join(part or "" for part in parts)
+
+    @cached_property
+    def _constants(self) -> Mapping[str, str]:
+        """The texts that module-level names stand for."""
+        assigned = [node for node in self.tree.body if isinstance(node, ast.Assign)]
+        values = {ast.unparse(node.targets[0]): getattr(node.value, "value", None) for node in assigned}
+        return {name: value for name, value in values.items() if isinstance(value, str)}
 
 
 def _walk(node: ast.AST, for_types: bool, in_functions: bool) -> Iterator[ast.AST]:

@@ -188,6 +188,16 @@ PLANTED_LAYERS = {"__init__": 1, "low": 0, "low.heavy": 1, "high": 1, "learn": 1
         ({"low/a.py": "def f():\n    from house.high import b", "high/b.py": ""}, "low.a (L0) imports high.b (L1)"),
         ({"low/a.py": "from ..high.b import c", "high/b.py": "c = 1"}, "low.a (L0) imports high.b (L1)"),
         ({"low/a.py": "from house.low.heavy import c", "low/heavy.py": "c = 1"}, "low.a (L0) imports low.heavy (L1)"),
+        ({"low/a.py": "import_module('house.high.b')", "high/b.py": ""}, "low.a (L0) imports high.b (L1)"),
+        (
+            {"low/a.py": "def f():\n    return importlib.import_module('house.high.b').c", "high/b.py": ""},
+            "low.a (L0) imports high.b (L1)",
+        ),
+        ({"low/a.py": "ROWS = {'c': 'house.high.b:c'}", "high/b.py": ""}, "low.a (L0) imports high.b (L1)"),
+        (
+            {"low/a.py": "HIGH = 'house.high'\nROWS = {'c': Row(f'{HIGH}.b:c')}", "high/b.py": ""},
+            "low.a (L0) imports high.b (L1)",
+        ),
         ({"low/a.py": "try:\n    import torch.nn\nfinally:\n    pass"}, "low.a imports torch at its top"),
         (
             {"learn/sync/a.py": "import house.learn.parallel.b", "learn/parallel/b.py": ""},
@@ -226,6 +236,8 @@ def test_a_file_without_a_layer_and_a_row_without_a_file_are_found(tmp_path):
         "def f():\n    from house.a import x",
         "class C:\n    def f(self):\n        import house.a",
         "if TYPE_CHECKING:\n    from house.a import x",
+        "def f():\n    return import_module('house.a').x",
+        "ROWS = {'x': 'house.a:x'}",
     ],
 )
 def test_a_cycle_is_found(tmp_path, waiting):

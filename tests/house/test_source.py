@@ -33,10 +33,11 @@ NAMELESS_ROOM = "run.training"
 
 def list_choices() -> set[str]:
     """The names of strategies, engines and methods in the types of the recipe, without `auto`."""
-    fields = [ParallelName, EngineName, AdapterConfig.model_fields["method"].annotation]
+    fields = [ParallelName, AdapterConfig.model_fields["method"].annotation]
     named = [model.model_fields["name"].metadata for model in (SyncConfig, ObjectiveConfig, OptimConfig)]
     own = {name for field in fields for name in get_args(field) if isinstance(name, str)}
-    return own.union(*(each.names for metadata in named for each in metadata if isinstance(each, OneOf))) - {"auto"}
+    named.append(get_args(EngineName))
+    return own.union(*(each.own for metadata in named for each in metadata if isinstance(each, OneOf))) - {"auto"}
 
 
 def find_environment_reads(tree: SourceTree, readers: Collection[str]) -> list[str]:

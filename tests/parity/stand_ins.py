@@ -25,8 +25,8 @@ from echelon.run.lifecycle.rank_run import run_training
 from echelon.run.training.callbacks import Callback
 from echelon.run.training.heartbeat import Heartbeat
 
-ENGINES["bigram"] = EngineRow("tests.parity.stand_ins:Bigram")
-ENGINES["poisoned bigram"] = EngineRow("tests.parity.stand_ins:PoisonedBigram")
+ENGINES.loaded["bigram"] = EngineRow("tests.parity.stand_ins:Bigram")
+ENGINES.loaded["poisoned bigram"] = EngineRow("tests.parity.stand_ins:PoisonedBigram")
 
 
 class Bigram:

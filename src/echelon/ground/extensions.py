@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from echelon.ground.errors import ConfigError, first_line
@@ -34,24 +35,26 @@ def find_from_here(names: Iterable[str]) -> None:
         sys.path.append(here)
 
 
-def find_named(key: str, name: str, table: Mapping[str, str], kind: type | None = None) -> Any:
+def find_named(key: str, name: str, table: Mapping[str, Any], kind: type | None = None) -> Any:
     """Import the function or class that a recipe names.
 
     Args:
         key: the recipe key, for messages.
         name: a name in the table, or `package.module:Name`.
-        table: maps names to `package.module:Name`.
+        table: maps names to `package.module:Name`, or is of plugins, whose parts it imports.
         kind: a protocol or class whose methods an extension must have; None: no check.
 
     Raises:
         ConfigError: the name is neither, cannot be imported, or is of another kind.
     """
-    module, _, attribute = table.get(name, name).partition(":")
     if name in table:
-        return getattr(import_module(module), attribute)
-    if not EXTENSION.fullmatch(name):
+        found = table[name]
+        if isinstance(found, str):
+            return resolve_name(found)
+    elif EXTENSION.fullmatch(name):
+        found = _import_outside(key, name, *name.split(":"))
+    else:
         raise ConfigError(f"{key}={name}: unknown name; use {', '.join(table)}, or your own package.module:Name.")
-    found = _import_outside(key, name, module, attribute)
     if kind is not None:
         _check_kind(key, name, found, kind)
     return found
@@ -102,7 +105,7 @@ def _public_methods(kind: type) -> list[str]:
 
 
 def build_named(
-    key: str, name: str, table: Mapping[str, str], kind: type, *arguments: Any, options: Mapping[str, Any] | None = None
+    key: str, name: str, table: Mapping[str, Any], kind: type, *arguments: Any, options: Mapping[str, Any] | None = None
 ) -> Any:
     """Build what a recipe names from arguments and options. Raises ConfigError as `find_named` and `check_options`."""
     found = find_named(key, name, table, kind)

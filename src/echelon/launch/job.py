@@ -1,6 +1,7 @@
 """Jobs: a recipe to train at some target, and the interface of the launchers that start it there."""
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,13 +9,11 @@ from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 from echelon.learn.task_files import is_question_file, is_task_file
 from echelon.recipe import Recipe
-from echelon.recipe.launch_sections import Target
+from echelon.recipe.launch_sections import LaunchConfig
+from echelon.recipe.section import Section
 
 JobState = Literal["queued", "running", "done", "failed", "stopped", "unknown"]
 """`stopped`: by a signal or a budget, after a save; the job resumes when it is launched again."""
-
-GpuTarget = Literal["slurm", "kubernetes", "ray"]
-"""The targets whose section of the recipe has `gpus_per_node`."""
 
 _STDLIB = "python-stdlib"
 
@@ -54,19 +53,18 @@ class JobSpec:
         return argv if launch.nproc_per_node == "auto" else (*argv, "--nproc", str(launch.nproc_per_node))
 
 
-def count_gpus(job: JobSpec, target: GpuTarget) -> int:
-    """The number of GPUs that a job requests on each machine of a target; 0 if it requests none."""
+def count_gpus(job: JobSpec) -> int:
+    """The number of GPUs that a job requests on each machine of a target with `gpus_per_node`; 0: it requests none."""
     launch = job.recipe.launch
-    own: int | None = getattr(launch, target).gpus_per_node
-    if own is not None:
-        return own
-    return 0 if launch.nproc_per_node == "auto" else launch.nproc_per_node
+    own: int | None = getattr(launch, launch.to or "").gpus_per_node
+    return own if own is not None else 0 if launch.nproc_per_node == "auto" else launch.nproc_per_node
 
 
-def describe_gpu_request(job: JobSpec, target: GpuTarget) -> str:
+def describe_gpu_request(job: JobSpec) -> str:
     """The key of `count_gpus`, with its value."""
-    is_own = getattr(job.recipe.launch, target).gpus_per_node is not None
-    return f"launch.{f'{target}.gpus_per_node' if is_own else 'nproc_per_node'}={count_gpus(job, target)}"
+    launch = job.recipe.launch
+    is_own = getattr(launch, launch.to or "").gpus_per_node is not None
+    return f"launch.{f'{launch.to}.gpus_per_node' if is_own else 'nproc_per_node'}={count_gpus(job)}"
 
 
 def list_inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -92,7 +90,7 @@ class JobRecord:
     """
 
     name: str
-    target: Target
+    target: str
     id: str
     run_dir: str
     submitted_at: float
@@ -150,9 +148,39 @@ class Submitted:
 
 
 class Launcher(Protocol):
-    """Starts jobs at one target. To add a target, add a file here and a row in `targets.py`."""
+    """Starts jobs at one target. A target is an entry point of the group `echelon.launchers`, a class derived from it.
+
+    Attributes:
+        section: the settings `launch.NAME` of a launcher of another package; None: a mapping, which `check` checks.
+        sees_files: its jobs see the files of this machine, so that the data is checked before a launch.
+        keeps_others: the other machines may go on when one is lost.
+        has_spares: machines may wait to take the place of a lost one.
+        keeps_runs: the run folder outlives the job's machines, as a sweep needs.
+        look_seconds: the time between two looks of a sweep at its jobs.
+        way_of_secrets: how a job gets a secret that is not submitted; completes "remove it, and ...".
+    """
 
     record_form: ClassVar[RecordForm]
+    section: ClassVar[type[Section] | None] = None
+    sees_files: ClassVar[bool] = False
+    keeps_others: ClassVar[bool] = False
+    has_spares: ClassVar[bool] = False
+    keeps_runs: ClassVar[bool] = True
+    look_seconds: ClassVar[float] = 15.0
+    way_of_secrets: ClassVar[str] = "read it on the machines, from a file or a store of secrets"
+
+    def find_packages(self, launch: LaunchConfig) -> tuple[str, str]:
+        """Where the packages of a job come from, and the place in words that has or installs them.
+
+        `self`: it is a child of this process; `shared`: its machines start this interpreter from a shared folder;
+        `there`: the place has them; `wheel`: it installs the job's wheel of echelon; `index`: it asks a package index.
+        """
+        return "there", f"launch.python={launch.python} on the machines"
+
+    def starts_this_python(self, launch: LaunchConfig, python: str | None) -> bool:
+        """Whether a path is that of this interpreter; `launch.setup` or another PATH may choose another."""
+        is_free = python is None or launch.setup or "PATH" in launch.env
+        return not is_free and Path(python or "").parent == Path(sys.executable).parent
 
     def check(self, job: JobSpec) -> list[str]:
         """Validate the job without contacting the target; return lines that tell the user what will be done.

@@ -23,7 +23,7 @@ from echelon.launch.job import JobSpec, Launcher
 from echelon.launch.packages import describe_packages
 from echelon.launch.sagemaker.request import find_trained_recipe
 from echelon.launch.sagemaker.staging import CHECKPOINT_DIR
-from echelon.launch.targets import TARGETS, find_launcher
+from echelon.launch.targets import find_launcher
 from echelon.learn.data.corpus import list_corpus
 from echelon.learn.data.given_folder import is_given
 from echelon.learn.data.prepare import prepare_data
@@ -40,8 +40,8 @@ from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.replica_limits import refuse_living_on
 from echelon.recipe import LaunchConfig, Recipe
-from echelon.recipe.launch_sections import Target
 from echelon.recipe.message_parts import read_fault
+from echelon.recipe.names import LAUNCHERS
 from echelon.recipe.render import find_secret_keys, plain_value, recipe_mapping
 from echelon.recipe.yaml_text import show_value
 from echelon.run.folder.cost import check_budget, describe_cost, find_price_at_target
@@ -50,12 +50,6 @@ from echelon.run.lifecycle.model_checks import check_model, find_checkpoint_out_
 
 logger = logging.getLogger(__name__)
 
-# Targets under which the others may go on when a machine is lost.
-_KEEP_OTHERS = ("local", "torchrun", "slurm", "kubernetes")
-# Those that see the files of this machine.
-_SEE_FILES = ("local", "torchrun", "slurm", "ray")
-# Their agents meet by themselves, and one may wait.
-_WITH_SPARES: tuple[Target, ...] = ("torchrun", "slurm")
 _INSTANCE_TYPE, _REGION = "launch.sagemaker.instance_type", "launch.sagemaker.region"
 
 
@@ -116,19 +110,19 @@ def _fill_missing(job: JobSpec) -> tuple[JobSpec, list[str], tuple[EchelonError,
     """
     recipe = job.recipe
     if recipe.launch.to is None:
-        raise ConfigError(f"launch.to is not set; add --to with one of {', '.join(TARGETS)}.")
-    if recipe.launch.num_spares and recipe.launch.to not in _WITH_SPARES:
+        raise ConfigError(f"launch.to is not set; add --to with one of {', '.join(LAUNCHERS)}.")
+    launcher = find_launcher(recipe.launch.to)
+    if recipe.launch.num_spares and not launcher.has_spares:
         raise ConfigError(
-            f"launch.nodes={recipe.launch.nodes}: machines can wait as spares with launch.to="
-            f"{' and '.join(_WITH_SPARES)} only; use launch.nodes={recipe.launch.max_training}."
+            f"launch.nodes={recipe.launch.nodes}: no machine waits as a spare with launch.to={recipe.launch.to}, only "
+            f"with torchrun and slurm; use launch.nodes={recipe.launch.max_training}."
         )
     refuse_secrets(recipe)
-    if recipe.launch.to not in _KEEP_OTHERS:
+    if not launcher.keeps_others:
         refuse_living_on(recipe)
-    launcher = find_launcher(recipe.launch.to)
     spec = prepare_spec(recipe)
     missing: list[EchelonError] = []
-    if recipe.launch.to in _SEE_FILES:
+    if launcher.sees_files:
         missing += find_absent((*spec.train, *spec.validation))
 
     def check(job: JobSpec) -> list[str]:
@@ -179,7 +173,8 @@ def _check_whole(job: JobSpec, lines: Sequence[str], missing: tuple[EchelonError
     recipe, target = job.recipe, job.recipe.launch.to
     assert target is not None
     notes: list[str] = []
-    if target in _SEE_FILES and not any(isinstance(error, DataError) for error in missing):
+    launcher = find_launcher(target)
+    if launcher.sees_files and not any(isinstance(error, DataError) for error in missing):
         with _left_to_the_job(target, notes):
             if target == "local":
                 find_commits(recipe, {})
@@ -198,7 +193,6 @@ def _check_whole(job: JobSpec, lines: Sequence[str], missing: tuple[EchelonError
     told = [*lines, *checked, *notes, *describe_packages(trained)]
     if machines_known:
         told += _describe_price(job if _REGION not in given else replace(job, recipe=_fill(recipe, {_REGION: None})))
-    launcher = find_launcher(target)
     return CheckedJob(launcher, launcher.render(job), tuple(told), missing)
 
 
@@ -283,11 +277,8 @@ def _count_devices(launch: LaunchConfig) -> int | None:
     """The number of devices requested per machine; None if the recipe does not set it."""
     if launch.nproc_per_node != "auto":
         return launch.nproc_per_node
-    if launch.to == "slurm":
-        return launch.slurm.gpus_per_node
-    if launch.to == "ray":
-        return launch.ray.gpus_per_node
-    return launch.kubernetes.gpus_per_node if launch.to == "kubernetes" else None
+    count: int | None = getattr(getattr(launch, launch.to or "", None), "gpus_per_node", None)
+    return count
 
 
 def _find_trained_recipe(recipe: Recipe) -> Recipe:
@@ -332,21 +323,6 @@ def find_run_folder(target: str, here: Path) -> RunFolder:
     return RunFolder(Path(CHECKPOINT_DIR) / here.name if target == "sagemaker" else here)
 
 
-# How to pass a secret to the processes of each target without submitting it.
-_WAYS: dict[Target, str] = {
-    "local": "set it as an environment variable of `echelon launch`; the job inherits it",
-    "torchrun": "keep it in a file on each machine, and read it in launch.setup: `NAME=$(cat FILE)`, `export NAME`",
-    "slurm": "set it as an environment variable of `echelon launch`, which sbatch passes on, or read it in "
-    "launch.setup from a file that only you can read: `NAME=$(cat FILE)`, `export NAME`",
-    "ray": "set it in the environment of `ray start` on each machine, or keep it in a file there, and read it in "
-    "launch.setup: `NAME=$(cat FILE)`, `export NAME`",
-    "skypilot": "set it as an environment variable of `echelon launch`, and name it in launch.skypilot.secrets",
-    "kubernetes": "put it into a Secret of the cluster, and name the Secret in launch.kubernetes.env_from_secrets or "
-    "launch.kubernetes.volumes",
-    "sagemaker": "store it in AWS Secrets Manager, and name it in launch.sagemaker.secrets: `{HF_TOKEN: <ARN>}`",
-}
-
-
 def refuse_secrets(recipe: Recipe) -> None:
     """Raise ConfigError for the first value that looks like a secret; the message has its key and no part of it.
 
@@ -357,5 +333,5 @@ def refuse_secrets(recipe: Recipe) -> None:
     for key in find_secret_keys(recipe):
         raise ConfigError(
             f"{key} looks like a secret, and launch.to={recipe.launch.to} stores what it submits in plain text; "
-            f"remove it, and {_WAYS[recipe.launch.to]}."
+            f"remove it, and {find_launcher(recipe.launch.to).way_of_secrets}."
         )

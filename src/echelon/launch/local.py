@@ -17,7 +17,7 @@ from echelon.ground.errors import ConfigError, LaunchError
 from echelon.launch.job import JobRecord, JobSpec, JobStatus, Launcher, RecordForm, Submitted
 from echelon.launch.job_logs import Log, name_ending, read_exit_code
 from echelon.launch.shell import limit_command, watched_lines
-from echelon.recipe.launch_sections import LaunchConfig
+from echelon.recipe import LaunchConfig
 
 # Files in the job's folder.
 _SCRIPT, _LOG, _CODE = "run.sh", "output.log", "exit_code"
@@ -27,6 +27,13 @@ class LocalLauncher(Launcher):
     """Runs a job on this machine; it survives the terminal. Its folder contains the output and the exit code."""
 
     record_form = RecordForm(id="[0-9]{1,9}")
+    sees_files = keeps_others = True
+    look_seconds = 0.5
+    way_of_secrets = "set it as an environment variable of `echelon launch`; the job inherits it"
+
+    @override
+    def find_packages(self, launch: LaunchConfig) -> tuple[str, str]:
+        return "self", ""
 
     @override
     def check(self, job: JobSpec) -> list[str]:

@@ -1,14 +1,13 @@
 """The packages that a recipe needs beyond echelon's own: will the machines of a job have them?"""
 
 import re
-import shutil
 import sys
-from pathlib import Path
 
 from echelon.ground.errors import ConfigError
 from echelon.ground.extras import EXTRAS, find_absent, pip_command
-from echelon.launch.ray.submission import INSTALLERS, installs_packages, read_packages
+from echelon.launch.ray.submission import INSTALLERS, read_packages
 from echelon.launch.source_bundle import list_extras
+from echelon.launch.targets import find_launcher
 from echelon.recipe import LaunchConfig, Recipe
 from echelon.recipe.engines import NATIVE
 
@@ -25,26 +24,22 @@ def describe_packages(recipe: Recipe) -> list[str]:
     """
     launch, needed = recipe.launch, list_extras(recipe)
     _refuse_namesake(launch)
+    assert launch.to is not None
+    source, place = find_launcher(launch.to).find_packages(launch)
     words = ", ".join(f"{extra} ({key})" for extra, key in needed.items())
-    if launch.to == "skypilot" or (launch.to == "ray" and installs_packages(launch.ray.runtime_env)):
-        which = "a machine without echelon" if launch.to == "skypilot" else "each machine"
-        return [f"packages: {which} installs the wheel of echelon that the job brings{words and ', with '}{words}"]
-    if launch.to == "local" or not needed:
+    if source == "wheel":
+        return [f"packages: {place} installs the wheel of echelon that the job brings{words and ', with '}{words}"]
+    if source == "self" or not needed:
         return []
-    if _uses_this_python(launch):
+    if source == "shared":
         _refuse_missing(recipe, needed)
         return []
-    if launch.to == "sagemaker":
-        if launch.sagemaker.network_isolation:
-            place = f"the image {launch.sagemaker.image}"
-            return [f"packages: {place} must have echelon's extras {words}; this cannot be checked here"]
-        own = [extra for extra in needed if extra not in EXTRAS]
-        if own:
-            place = f"{launch.sagemaker.image} must contain {', '.join(own)}, which cannot be checked here"
-            return [f"packages: {place}; the container installs what else it lacks"]
-        return [f"packages: the container installs what its image lacks of echelon's extras {words}"]
-    place = _find_place(launch)
-    return [f"packages: {place} must have echelon with its extras {words}; this cannot be checked here"]
+    if source == "there":
+        return [f"packages: {place} must have echelon with its extras {words}; this cannot be checked here"]
+    if own := [extra for extra in needed if extra not in EXTRAS]:
+        place = f"{place} must contain {', '.join(own)}, which cannot be checked here"
+        return [f"packages: {place}; the container installs what else it lacks"]
+    return [f"packages: the container installs what its image lacks of echelon's extras {words}"]
 
 
 def _refuse_namesake(launch: LaunchConfig) -> None:
@@ -59,34 +54,6 @@ def _refuse_namesake(launch: LaunchConfig) -> None:
             "of skypilot, and of ray with launch.ray.runtime_env.pip, bring a wheel of echelon; for other targets use "
             "an image that has it, or pip install with the address of a checkout or a wheel."
         )
-
-
-def _find_place(launch: LaunchConfig) -> str:
-    """What provides the packages where SageMaker's container installs none."""
-    images = {
-        "kubernetes": launch.kubernetes.image,
-        "slurm": None if launch.slurm.container is None else launch.slurm.container.image,
-        "skypilot": launch.skypilot.resources.get("image_id"),
-    }
-    if image := images.get(launch.to or ""):
-        return f"the image {image}"
-    if launch.to == "ray" and launch.ray.runtime_env:
-        return "launch.ray.runtime_env"
-    return f"launch.python={launch.python} on the machines"
-
-
-def _uses_this_python(launch: LaunchConfig) -> bool:
-    """Whether the machines of a job start the interpreter of this process, which they share by their file system.
-
-    `launch.setup`, a container or another PATH may choose another.
-    """
-    if launch.setup or "PATH" in launch.env or launch.slurm.container is not None:
-        return False
-    here = Path(sys.executable)
-    if launch.to == "slurm" and launch.slurm.options.get("export", "ALL") == "ALL":  # sbatch passes PATH on
-        found = shutil.which(launch.python)
-        return found is not None and Path(found).parent == here.parent
-    return launch.to in ("slurm", "torchrun") and Path(launch.python).parent == here.parent
 
 
 def _refuse_missing(recipe: Recipe, needed: dict[str, str]) -> None:

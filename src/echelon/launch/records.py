@@ -142,11 +142,11 @@ def read_job(folder: Path) -> JobRecord:
     place = folder / _RECORD
     try:
         record = replace(read_as(place, JobRecord), folder=folder)
+        form = find_launcher(record.target).record_form
     except OSError as error:
         raise ConfigError(f"{place} cannot be read: {error.strerror}.") from None
-    except ValueError as error:
-        raise _damaged(place, str(error)) from None
-    form = find_launcher(record.target).record_form
+    except (ValueError, ConfigError) as error:
+        raise _damaged(place, str(error).rstrip(".")) from None
     if not re.fullmatch(NAME, record.name) or "\0" in record.run_dir:
         raise _damaged(place, f"name is {record.name!r:.60}, run_dir is {record.run_dir!r:.60}")
     if (fault := form.find_fault(record)) is not None:

@@ -32,6 +32,7 @@ from echelon.launch.job_logs import name_ending
 from echelon.launch.patch import merge_patch
 from echelon.launch.shell import guard_setup, join_words, limit_command
 from echelon.launch.source_bundle import build_wheel, name_requirement
+from echelon.recipe import LaunchConfig
 from echelon.recipe.yaml_text import render_documents
 from echelon.run.supervise.outcome import DONE, FAILED, STOPPED
 
@@ -66,6 +67,12 @@ class SkyPilotLauncher(Launcher):
     """Submits with `sky jobs launch`; the id is the job's name."""
 
     record_form = RecordForm(id=NAME)
+    keeps_runs = False
+    way_of_secrets = "set it as an environment variable of `echelon launch`, and name it in launch.skypilot.secrets"
+
+    @override
+    def find_packages(self, launch: LaunchConfig) -> tuple[str, str]:
+        return "wheel", "a machine without echelon"
 
     @override
     def check(self, job: JobSpec) -> list[str]:

@@ -1,6 +1,7 @@
 """`--to slurm`: one batch job with one task per machine. Uses Slurm's own commands."""
 
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from echelon.launch.slurm_script import (
     render_machine,
 )
 from echelon.launch.slurm_step import list_hidden_inputs
+from echelon.recipe import LaunchConfig
 from echelon.run.supervise.outcome import DONE, STOPPED
 
 # Slurm's job states; every other state is a failure.
@@ -57,6 +59,21 @@ class SlurmLauncher(ArrayLauncher):
     """Submits with sbatch, on a machine of the cluster that shares its file system with the job's machines."""
 
     record_form = RecordForm(id=r"[0-9]+(_[0-9]+)?")
+    sees_files = keeps_others = has_spares = True
+    way_of_secrets = (
+        "set it as an environment variable of `echelon launch`, which sbatch passes on, or read it in launch.setup "
+        "from a file that only you can read: `NAME=$(cat FILE)`, `export NAME`"
+    )
+
+    @override
+    def find_packages(self, launch: LaunchConfig) -> tuple[str, str]:
+        container = launch.slurm.container
+        passes_path = launch.slurm.options.get("export", "ALL") == "ALL"
+        if container is not None:
+            return "there", f"the image {container.image}"
+        if self.starts_this_python(launch, shutil.which(launch.python) if passes_path else launch.python):
+            return "shared", ""
+        return super().find_packages(launch)
 
     @override
     def check(self, job: JobSpec) -> list[str]:
@@ -68,7 +85,7 @@ class SlurmLauncher(ArrayLauncher):
         machines = f"{fewest}" if fewest == most else f"{fewest} to {most}"
         hours = "the partition's limit" if launch.max_hours is None else format_time(launch.max_hours)
         lines = [
-            f"requests {machines} machine(s) with {count_gpus(job, 'slurm') or 'no'} GPU(s) each from Slurm, for "
+            f"requests {machines} machine(s) with {count_gpus(job) or 'no'} GPU(s) each from Slurm, for "
             f"{hours}; output goes to {job.folder / LOG}"
         ]
         if slurm.cpus_per_task is None and not slurm.options.get("exclusive"):

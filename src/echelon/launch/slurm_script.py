@@ -81,7 +81,7 @@ def render_machine(job: JobSpec) -> str:
         *prepare_lines(
             job.recipe.launch,
             job.workdir,
-            asked_environment(count_gpus(job, "slurm"), describe_gpu_request(job, "slurm")),
+            asked_environment(count_gpus(job), describe_gpu_request(job)),
         ),
         f"exec {train}",
     )
@@ -132,10 +132,10 @@ def _check_option(job: JobSpec, name: str, value: str | int | bool) -> None:
     reason = "echelon submits one job with one task per machine and writes its output to the job's folder"
     check_option("launch.slurm.options", name, value, "batch", reason)
     asks_gpus = name in ("gpus", "gpus-per-task", "gpus-per-socket") or (name == "gres" and "gpu" in str(value))
-    if asks_gpus and count_gpus(job, "slurm"):
+    if asks_gpus and count_gpus(job):
         raise ConfigError(
             f"{key}={value}: launch.slurm.gpus_per_node or launch.nproc_per_node already requests "
-            f"{count_gpus(job, 'slurm')} GPUs per machine; remove the option, or set launch.slurm.gpus_per_node: 0."
+            f"{count_gpus(job)} GPUs per machine; remove the option, or set launch.slurm.gpus_per_node: 0."
         )
     if name in ("mem-per-cpu", "mem-per-gpu") and slurm.memory is not None:
         raise ConfigError(f"{key}={value} and launch.slurm.memory={slurm.memory} exclude each other; remove one.")
@@ -155,7 +155,7 @@ def _directives(job: JobSpec, name: str) -> list[str]:
         "nodes": fewest if fewest == most else f"{fewest}-{most}",
         # With a range of machines Slurm would read it as the total number of tasks, and allocate one machine.
         "ntasks-per-node": 1 if fewest == most else None,
-        "gpus-per-node": count_gpus(job, "slurm") or None,
+        "gpus-per-node": count_gpus(job) or None,
         "cpus-per-task": slurm.cpus_per_task,
         "mem": slurm.memory,
         "partition": slurm.partition,

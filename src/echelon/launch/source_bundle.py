@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from echelon.ground.extras import EXTRAS
+from echelon.ground.plugins import read_own
 from echelon.recipe import Recipe
 from echelon.recipe.engines import ENGINES
 
@@ -64,7 +65,8 @@ def build_wheel() -> tuple[str, bytes]:
     info = f"{DISTRIBUTION}-{version}.dist-info"
     files[f"{info}/METADATA"] = _render_metadata(version).encode()
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: echelon\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    files[f"{info}/entry_points.txt"] = b"[console_scripts]\nechelon = echelon.cli.main:main\n"
+    named = {group: [f"{name} = {place}\n" for name, place in rows.items()] for group, rows in read_own().items()}
+    files[f"{info}/entry_points.txt"] = "".join(f"[{group}]\n{''.join(named[group])}" for group in named).encode()
     digests = {name: hashlib.sha256(content).digest() for name, content in files.items()}
     rows = [
         f"{name},sha256={base64.urlsafe_b64encode(digest).decode().rstrip('=')},{len(files[name])}\n"

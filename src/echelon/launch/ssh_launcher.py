@@ -13,7 +13,7 @@ from echelon.launch.job import NAME, JobRecord, JobSpec, JobStatus, Launcher, Re
 from echelon.launch.job_logs import Log, name_ending, rarely, read_exit_code
 from echelon.launch.shell import join_words, limit_command, prepare_lines, watched_lines
 from echelon.launch.ssh import HOST, USER, Ssh, check_hosts, find_ssh, on_each
-from echelon.recipe.launch_sections import LaunchConfig
+from echelon.recipe import LaunchConfig
 from echelon.run.supervise.outcome import DONE, STOPPED
 
 _LOOK_SECONDS = 1.0
@@ -36,6 +36,12 @@ class TorchrunLauncher(Launcher):
         place={"hosts": f"{HOST}(,{HOST})*", "folder": r"/[^\0]*", "ssh_options": r"[^\0]*", "user?": USER},
         needs_own=True,
     )
+    sees_files = keeps_others = has_spares = True
+    way_of_secrets = "keep it in a file on each machine, and read it in launch.setup: `NAME=$(cat FILE)`, `export NAME`"
+
+    @override
+    def find_packages(self, launch: LaunchConfig) -> tuple[str, str]:
+        return ("shared", "") if self.starts_this_python(launch, launch.python) else super().find_packages(launch)
 
     @override
     def check(self, job: JobSpec) -> list[str]:

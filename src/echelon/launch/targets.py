@@ -1,26 +1,14 @@
-"""The table of launchers: one row for each value of `launch.to`."""
+"""The launcher of a target: a class that echelon or another package registers as an entry point."""
 
-from importlib import import_module
-from typing import get_args
-
+from echelon.ground.errors import ConfigError
 from echelon.launch.job import Launcher
-from echelon.recipe.launch_sections import Target
-
-# Imported by name, so that one target needs no package of the others.
-_LAUNCHERS: dict[Target, tuple[str, str]] = {
-    "local": ("echelon.launch.local", "LocalLauncher"),
-    "torchrun": ("echelon.launch.ssh_launcher", "TorchrunLauncher"),
-    "slurm": ("echelon.launch.slurm", "SlurmLauncher"),
-    "ray": ("echelon.launch.ray.launcher", "RayLauncher"),
-    "skypilot": ("echelon.launch.skypilot", "SkyPilotLauncher"),
-    "kubernetes": ("echelon.launch.kubernetes.launcher", "KubernetesLauncher"),
-    "sagemaker": ("echelon.launch.sagemaker.launcher", "SageMakerLauncher"),
-}
-TARGETS: tuple[Target, ...] = get_args(Target)
+from echelon.recipe.names import LAUNCHERS
 
 
-def find_launcher(target: Target) -> Launcher:
-    """The launcher of this target."""
-    module, name = _LAUNCHERS[target]
-    launcher: Launcher = getattr(import_module(module), name)()
+def find_launcher(target: str) -> Launcher:
+    """The launcher of this target. Raises ConfigError if no package registers it, or it is of another kind."""
+    found = LAUNCHERS[target]
+    if Launcher not in getattr(found, "__mro__", ()):
+        raise ConfigError(f"launch.to={target}: {found} is not a class derived from echelon.launch.job.Launcher.")
+    launcher: Launcher = found()
     return launcher

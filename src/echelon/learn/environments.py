@@ -15,6 +15,7 @@ from echelon.ground.extensions import check_options
 from echelon.ground.variables import remove_secrets
 from echelon.learn.data.child_process import AnsweringProcess, find_of_user, serve
 from echelon.learn.rewards import MAX_REWARD, REWARD_LIMITS
+from echelon.recipe.names import ENVIRONMENTS
 from echelon.recipe.rollout import EnvironmentConfig
 
 Said = str | Sequence[Mapping[str, Any]] | None
@@ -103,7 +104,7 @@ def _serve(connection: Connection, config: EnvironmentConfig) -> None:
 
 def _find(config: EnvironmentConfig) -> Callable[[], Environment]:
     key = f"{KEY}.name"
-    found: type[Environment] = find_of_user(key, config.name, {}, Environment)
+    found: type[Environment] = find_of_user(key, config.name, ENVIRONMENTS, Environment)
     check_options(key, config.name, found, 0, config.options)
     return lambda: found(**(config.options or {}))
 

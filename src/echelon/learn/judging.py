@@ -22,12 +22,12 @@ from echelon.learn.environments import EnvironmentProcess
 from echelon.learn.evaluation import EvalResult
 from echelon.learn.model.hub import read_commits, with_copies
 from echelon.learn.objectives.grpo import are_uniform, spread_of
-from echelon.learn.paged_sampler import PagedSampler
 from echelon.learn.reward_models import RewardModel, find_reward_models
 from echelon.learn.rewards import Asked, RewardProcess, Scores, name_rewards
 from echelon.learn.rollouts import Played, Rollouts
 from echelon.learn.sampling import Sampling
 from echelon.recipe import Recipe
+from echelon.recipe.names import SAMPLERS
 
 if TYPE_CHECKING:
     from echelon.learn.learner import Learner
@@ -100,7 +100,8 @@ class Judge:
         self._environments: EnvironmentProcess | None = None
         self.frozen_bytes = 0
         """Of the reward models of this process, and of the copy of the model that samples."""
-        self._sampler = None if learner.recipe.rollout.sampler == "native" else PagedSampler(learner)
+        sampler = learner.recipe.rollout.sampler
+        self._sampler = None if sampler == "native" else SAMPLERS[sampler](learner)
         self.frozen_bytes += 0 if self._sampler is None else self._sampler.num_bytes
         self._judges = places.index(meshes.data_rank) == dist.get_rank(meshes.everyone)
         try:
@@ -156,7 +157,8 @@ class Judge:
         if self._learner.recipe.rollout.environment is None:
             report("sampling answers")
             if self._sampler is not None and sampling.temperature:
-                return self._sampler.answer([prompt.ids for prompt in prompts], sampling)
+                rollouts: Rollouts = self._sampler.answer([prompt.ids for prompt in prompts], sampling)
+                return rollouts
             numbers = [prompt.number * sampling.num_samples for prompt in prompts]
             return self._learner.generate([prompt.ids for prompt in prompts], sampling, numbers=numbers)
         return Conversations(self._learner, self._environments, report).hold(prompts, sampling)

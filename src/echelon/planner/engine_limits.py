@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError, PlanError
-from echelon.ground.extensions import find_named
 from echelon.planner.fitting_values import join_words
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.engines import ENGINES, NATIVE, EngineRow
@@ -25,9 +25,8 @@ def with_engine(recipe: "Recipe", name: str) -> "Recipe":
     from echelon.recipe.render import recipe_mapping
 
     mapping = recipe_mapping(recipe)
-    for other, row in ENGINES.items():
-        if row.section is not None and other != name:
-            mapping.pop(row.section, None)
+    for other in ENGINES.keys() - {name}:
+        mapping.pop(other, None)
     return build_recipe({**mapping, "engine": name})[0]
 
 
@@ -37,7 +36,8 @@ def compare_engines(recipe: "Recipe", make_plan: Callable[["Recipe"], ParallelPl
     `make_plan`: plans a recipe on the cluster.
     """
     yield "engines for this recipe:"
-    for name, row in ENGINES.items():
+    for name in dict.fromkeys((NATIVE, *ENGINES)):
+        row = ENGINES[name]
         try:
             plan = make_plan(with_engine(recipe, name))
         except (ConfigError, PlanError) as error:
@@ -61,4 +61,4 @@ def check_engine(recipe: "Recipe", plan: ParallelPlan) -> None:
             f"; use one of these, or engine={NATIVE}."
         )
     if row.check is not None:
-        find_named("engine", recipe.engine, {recipe.engine: row.check})(recipe, plan)
+        resolve_name(row.check)(recipe, plan)

@@ -183,7 +183,7 @@ class RolloutPlan:
     updates: Count
     max_num_seqs: Count
     """Answers that a rank samples at once."""
-    sampler: Literal["native", "transformers"] = "native"
+    sampler: str = "native"
 
 
 @with_config(_STRICT)

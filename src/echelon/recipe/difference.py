@@ -64,6 +64,8 @@ def blocking_differences(old: Recipe, new: Recipe) -> list[Difference]:
 
 
 def _is_resumable(key: str) -> bool:
+    if key.partition(".")[0] not in Recipe.model_fields:
+        return True  # the section of an engine or a tracker of another package
     return any(key == allowed or key.startswith(f"{allowed}.") for allowed in RESUMABLE)
 
 

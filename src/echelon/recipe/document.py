@@ -11,11 +11,11 @@ from typing_extensions import override
 from echelon.ground.redaction import redact
 from echelon.recipe.batches import BatchSchedule, Rhythm, constant_batch, ramp_batch
 from echelon.recipe.deepspeed import DeepspeedConfig
-from echelon.recipe.engines import find_refused
+from echelon.recipe.engines import ENGINES, find_refused
 from echelon.recipe.horovod_config import HorovodConfig
 from echelon.recipe.inputs import AdapterConfig, DataConfig, ModelConfig, RunConfig, TrainedTokenizerConfig
 from echelon.recipe.launch_sections import LaunchConfig
-from echelon.recipe.names import LOOPS, REWARD_MODEL
+from echelon.recipe.names import REWARD_MODEL, TRACKERS, Tracker
 from echelon.recipe.objective import ObjectiveConfig
 from echelon.recipe.operation import (
     BudgetConfig,
@@ -25,12 +25,11 @@ from echelon.recipe.operation import (
     MlflowConfig,
     ProfileConfig,
     PrometheusConfig,
-    Tracker,
     WandbConfig,
 )
 from echelon.recipe.rollout import OF_DISTILLATION, Rewards, RolloutConfig
 from echelon.recipe.schedule import find_fault
-from echelon.recipe.section import PathOrName, Section, name_or_mapping, rule
+from echelon.recipe.section import OpenSection, PathOrName, name_or_mapping, rule
 from echelon.recipe.synchronization import KEPT, QUORUM, SyncConfig
 from echelon.recipe.tensorflow_config import TensorflowConfig
 from echelon.recipe.training import EngineName, OptimConfig, ParallelConfig, ParallelName, TrainConfig
@@ -52,8 +51,10 @@ MOST_KEPT_TOKENS = 2**21
 """The most tokens of the answers that are part of a checkpoint's state, which has 20 bytes for each."""
 
 
-class Recipe(Section):
+class Recipe(OpenSection):
     """A training run: model, data, and settings. Frozen, hashable, complete with defaults."""
+
+    plugins = (ENGINES, TRACKERS)
 
     run: RunConfig
     model: ModelConfig
@@ -406,7 +407,7 @@ class Recipe(Section):
     @property
     def loop(self) -> str | None:
         """The training loop instead of echelon's usual one: that of `train.loop`, or of the objective."""
-        return self.train.loop or (LOOPS[self.objective.name] if self.samples_answers else None)
+        return self.train.loop or (self.objective.name if self.samples_answers else None)
 
     @property
     def draws_answers(self) -> bool:

@@ -55,7 +55,8 @@ def find_unknown_keys(data: Any, section: type[Section], path: KeyPath = ()) -> 
         fields = section_fields(section)
         for key, value in data.items():
             if key not in fields:
-                yield (*path, key), section
+                if not any(key in kind and key not in kind.own for kind in section.plugins):
+                    yield (*path, key), section
             elif child := subsection(fields[key].annotation):
                 yield from find_unknown_keys(value, child, (*path, key))
 

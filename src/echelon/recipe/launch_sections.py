@@ -5,10 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from echelon.recipe.names import LAUNCHERS, Target
 from echelon.recipe.sagemaker_sections import SageMakerConfig
-from echelon.recipe.section import Count, CountOrZero, Flag, Positive, Section, rule
-
-Target = Literal["local", "torchrun", "slurm", "ray", "skypilot", "kubernetes", "sagemaker"]
+from echelon.recipe.section import Count, CountOrZero, Flag, OpenSection, Positive, Section, rule
 
 Port = Annotated[Count, Field(ge=1024, le=65535)]
 
@@ -236,8 +235,10 @@ class KubernetesConfig(Section):
         return kind
 
 
-class LaunchConfig(Section):
+class LaunchConfig(OpenSection):
     """Where `echelon launch` starts the run, on how many machines, and with which environment."""
+
+    plugins = (LAUNCHERS,)
 
     to: Target | None = Field(None, description="The target, if `--to` is not given.")
     nodes: Count | str = Field(

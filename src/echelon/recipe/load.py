@@ -7,7 +7,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from echelon.ground.errors import ConfigError, Fault
-from echelon.ground.extensions import find_named
 from echelon.ground.stored import read_text
 from echelon.recipe.aliases import ALIASES, apply_aliases, translate
 from echelon.recipe.deepspeed import read_deepspeed
@@ -16,6 +15,7 @@ from echelon.recipe.draft import Draft
 from echelon.recipe.former_keys import read_former, replace_former
 from echelon.recipe.keys import KeyPath, dotted, find_unknown_keys, nearest_key, section_fields
 from echelon.recipe.messages import explain_errors
+from echelon.recipe.names import DIALECTS
 from echelon.recipe.render import plain_value
 from echelon.recipe.section import expand_list
 from echelon.recipe.training import BATCH_KEYS, STEP_KEYS
@@ -25,9 +25,6 @@ COMMAND_LINE = "command line"
 
 Overrides = Sequence[str] | Mapping[str, Any]
 """Overrides of keys of the file, as on the command line (`["train.steps=50"]`) or as values (`{"train.steps": 50}`)."""
-
-# Sections in the spelling of another tool, each with the function that translates it in a draft.
-DIALECTS = {"smp": "echelon.foreign.smp:expand_smp"}
 
 # Keys that exclude each other: an override of one removes the others that the file sets.
 EXCLUSIVE_KEYS: tuple[tuple[KeyPath, ...], ...] = (
@@ -86,8 +83,8 @@ def _finish(draft: Draft, overrides: Overrides, origin: str) -> tuple[Recipe, li
 
 def _translate_dialects(draft: Draft) -> list[str]:
     """Replace a section in another tool's spelling by the keys that it stands for; return lines for the user."""
-    given = [key for key in DIALECTS if draft.holds((key,)) or draft.get(("engine",)) == key]
-    return [line for key in given for line in find_named("engine", key, DIALECTS)(draft)]
+    given = [key for key in DIALECTS.own if draft.holds((key,)) or draft.get(("engine",)) == key]
+    return [line for key in given for line in DIALECTS[key](draft)]
 
 
 def _read_text(path: Path) -> str:

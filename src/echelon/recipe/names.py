@@ -1,10 +1,12 @@
-"""Tables of the optimizers, file formats, objectives and synchronizers that a recipe can name.
+"""The parts that a recipe can name: tables of optimizers, file formats and objectives, and others by entry points.
 
-To add one, write a file and add a row here. A row holds the import path of the part, which is imported when it is used.
+To add an optimizer, a format or an objective, write a file and add a row here. A row holds the import path of the part,
+which is imported when it is used.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -12,6 +14,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from echelon.ground.extensions import EXTENSION, is_extension
+from echelon.ground.plugins import Plugins
 from echelon.recipe.data_formats import RECORD_FORMATS
 
 
@@ -155,61 +158,59 @@ def list_objectives(compares: Answers | None = None, key: str | None = None) -> 
     return f"{', '.join(names)} or {last}" if names else last
 
 
-LOOPS: dict[str, str] = {
-    "distill": "echelon.run.training.distill_loop:distill_on_policy",
-    "grpo": "echelon.run.training.reward_loop:train_from_rewards",
-}
-"""The training loops of objectives on the model's own answers; `distill` is one if the recipe says so."""
-
-REWARDS: dict[str, str] = {
-    "exact": "echelon.learn.reward_functions:exact",
-    "number": "echelon.learn.reward_functions:number",
-    "regex": "echelon.learn.reward_functions:regex",
-    "math": "echelon.learn.math_answers:math",
-}
-"""The rewards by `reward[].name`: functions of (answers, records), and of their options."""
+# Parts of echelon and of other packages, by the key of the recipe. docs/new-parts.md says what each of them is.
+LAUNCHERS = Plugins[Any]("launchers", "launch.to")
+SYNCHRONIZERS = Plugins[Any]("synchronizers", "sync.name")
+LOOPS = Plugins[Any]("loops", "objective.name")
+TRACKERS = Plugins[Any]("trackers", "track")
+SAMPLERS = Plugins[Any]("samplers", "rollout.sampler")
+REWARDS = Plugins[Any]("rewards", "reward.name")
+ENVIRONMENTS = Plugins[Any]("environments", "rollout.environment")
+DIALECTS = Plugins[Any]("dialects", "engine")
+"""Sections in another tool's spelling: functions that translate one in a draft, and return lines for the user."""
 
 REWARD_MODEL = "model"
 """The name of a reward that is the score of a model, which runs in the training process."""
-
-SYNCHRONIZERS: dict[str, str] = {
-    "every_step": "echelon.learn.sync.every_step:EveryStep",
-    "local_sgd": "echelon.learn.sync.outer_steps:OuterSteps",
-    "diloco": "echelon.learn.sync.outer_steps:OuterSteps",
-    "quorum": "echelon.learn.sync.quorum:Quorum",
-    "parameter_server": "echelon.learn.sync.parameter_server:ParameterServer",
-}
-"""The synchronizers by `sync.name`. Each is called with the recipe's section, the replica and the meshes."""
 
 
 class OneOf:
     """Marks a text of a recipe that is one of these names, or `package.module:Name` for code outside echelon."""
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self.names = list(names)
+    def __init__(self, *names: Collection[str], outside: bool = True) -> None:
+        """`outside`: whether `package.module:Name` is one."""
+        self._names, self._outside = names, outside
+
+    @property
+    def own(self) -> list[str]:
+        """Echelon's own names, which are the same on every machine."""
+        return [name for part in self._names for name in (part.own if isinstance(part, Plugins) else part)]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         outside = {"type": "string", "pattern": f"^{EXTENSION.pattern}$", "examples": ["package.module:Name"]}
-        return {"anyOf": [{"type": "string", "enum": self.names}, outside]} if self.names else outside
+        named = {"type": "string", "enum": self.own}
+        return named if not self._outside else {"anyOf": [named, outside]} if self.own else outside
 
     def _check(self, name: str) -> str:
-        if name not in self.names and not EXTENSION.fullmatch(name):
-            known = f"{', '.join(self.names)} or " if self.names else ""
-            raise PydanticCustomError("name", f"{known}package.module:Name")
-        return name
+        if any(name in names for names in self._names) or (self._outside and EXTENSION.fullmatch(name)):
+            return name
+        *known, last = [*chain(*self._names), *(["package.module:Name"] if self._outside else [])]
+        raise PydanticCustomError("name", f"{', '.join(known)} or {last}" if known else last)
 
 
 OptimizerName = Annotated[str, OneOf(OPTIMIZERS)]
 FormatName = Annotated[str, OneOf(["auto", *FORMATS, *RECORD_FORMATS])]
+Target = Annotated[str, OneOf(LAUNCHERS, outside=False)]
+Tracker = Annotated[str, OneOf(TRACKERS, outside=False)]
+SamplerName = Annotated[str, OneOf(["native"], SAMPLERS, outside=False)]
 SynchronizerName = Annotated[str, OneOf(SYNCHRONIZERS)]
 ObjectiveName = Annotated[str, OneOf(OBJECTIVES)]
-RewardName = Annotated[str, OneOf([*REWARDS, REWARD_MODEL])]
+RewardName = Annotated[str, OneOf(REWARDS, [REWARD_MODEL])]
+EnvironmentName = Annotated[str, OneOf(ENVIRONMENTS)]
 
-
-OwnName = Annotated[str, OneOf(())]
+OwnName = Annotated[str, OneOf()]
 Options = dict[str, Any] | None
 """The arguments of a user's own part, by name."""
 

@@ -18,8 +18,6 @@ from echelon.recipe.section import (
     rule,
 )
 
-Tracker = Literal["tensorboard", "mlflow", "wandb", "prometheus", "opentelemetry"]
-
 
 class CheckpointConfig(Section):
     """When checkpoints are saved, and how many are kept."""

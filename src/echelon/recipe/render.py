@@ -28,11 +28,12 @@ def find_secret_keys(recipe: Recipe) -> list[str]:
 
 
 def _plain_section(section: Section) -> dict[str, Any]:
-    plain = {}
+    plain: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if value is not None or field.default is not None:
             plain[field.alias or name] = plain_value(value)
+    plain.update(plain_value(section.model_extra or {}))
     return plain
 
 

@@ -5,14 +5,14 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from echelon.recipe.names import REWARD_MODEL, Options, OwnName, RewardName
+from echelon.recipe.names import REWARD_MODEL, EnvironmentName, Options, RewardName, SamplerName
 from echelon.recipe.section import Count, CountOrZero, Flag, Number, Positive, Section, expand_list, expand_name
 
 
 class EnvironmentConfig(Section):
     """What the model talks with, over several turns."""
 
-    name: OwnName = Field(
+    name: EnvironmentName = Field(
         description="A class of your own, `package.module:Name`, with the methods `reset` and `step`. One is built for "
         "each answer."
     )
@@ -42,7 +42,9 @@ class RolloutConfig(Section):
     environment: (
         Annotated[
             EnvironmentConfig,
-            BeforeValidator(partial(expand_name, key="name"), json_schema_input_type=EnvironmentConfig | OwnName),
+            BeforeValidator(
+                partial(expand_name, key="name"), json_schema_input_type=EnvironmentConfig | EnvironmentName
+            ),
         ]
         | None
     ) = Field(
@@ -51,7 +53,7 @@ class RolloutConfig(Section):
         "`max_new_tokens` tokens, a whole answer at most `data.sequence_len`. `environment: package.module:Name` is a "
         "shorthand.",
     )
-    sampler: Literal["native", "transformers"] = Field(
+    sampler: SamplerName = Field(
         "native",
         description="What samples the answers: echelon, whose draws do not depend on the other answers, or the "
         "continuous batching of transformers, with a copy of the weights (full fine-tuning, `parallel: ddp`).",

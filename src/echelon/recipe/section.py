@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -14,11 +14,14 @@ from pydantic import (
     ConfigDict,
     Field,
     Strict,
+    TypeAdapter,
     WithJsonSchema,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 from typing_extensions import override
+
+from echelon.ground.plugins import Plugins
 
 PathOrText = TypeVar("PathOrText", Path, str)
 
@@ -26,12 +29,31 @@ PathOrText = TypeVar("PathOrText", Path, str)
 class Section(BaseModel):
     """A mapping in the recipe. Values cannot be reassigned; equal sections have equal hashes."""
 
+    plugins: ClassVar[tuple[Plugins[Any], ...]] = ()
+    """Those that have a section of their name in this one; their attribute `section` is its class, or None: a mapping
+    that the plugin checks itself."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
     @override
     def __hash__(self) -> int:
         # Pydantic's hash of a frozen model fails for free mappings (model.config, launch, smp).
         return hash((type(self), _hashable(self.__dict__)))
+
+
+class OpenSection(Section):
+    """A section that has the sections of plugins too. Its schema does not: it is the same on every machine."""
+
+    model_config = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": False})
+
+    @model_validator(mode="after")
+    def _read_sections_of_plugins(self) -> Self:
+        extra = self.model_extra or {}
+        for name, value in extra.items():
+            kind = next((kind for kind in self.plugins if name in kind), self.plugins[0])
+            form = getattr(kind[name], "section", None) or dict[str, Any]
+            extra[name] = TypeAdapter(dict[str, form]).validate_python({name: value})[name]  # type: ignore[valid-type]
+        return self
 
 
 def rule(check: Callable[[Any], None]) -> Any:

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from echelon.recipe.names import OptimizerName, Options, OwnName, check_has_options
+from echelon.recipe.engines import ENGINES
+from echelon.recipe.names import DIALECTS, OneOf, OptimizerName, Options, OwnName, check_has_options
 from echelon.recipe.section import (
     Count,
     CountOrZero,
@@ -26,7 +27,7 @@ BATCH_KEYS = ("global_batch_tokens", "global_batch_size")
 
 Float8Scaling = Literal["tensorwise", "rowwise"]
 ParallelName = Literal["auto", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
-EngineName = Literal["native", "deepspeed", "horovod", "smp", "tensorflow"]
+EngineName = Annotated[str, OneOf(ENGINES, DIALECTS, outside=False)]
 AxisName = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
 """The axes of the processes of one replica, outermost first where a recipe says nothing else."""
 # SageMaker's placement strategies, outermost axis first: DPT and TPD, of data, pipeline and tensor parallelism.

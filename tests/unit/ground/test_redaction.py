@@ -14,9 +14,9 @@ from echelon.ground.errors import ConfigError, EchelonError, render_traceback
 from echelon.ground.redaction import find_secrets, redact, redact_text
 from echelon.launch.job_checks import check_job, refuse_secrets
 from echelon.launch.records import make_job
-from echelon.launch.targets import TARGETS
 from echelon.recipe import Recipe
 from echelon.recipe.load import load_recipe
+from echelon.recipe.names import LAUNCHERS
 from echelon.recipe.render import find_secret_keys, render_recipe
 from echelon.tools.sweep.sweep_file import load_sweep
 from echelon.tools.sweep.sweep_folder import SweepFolder
@@ -251,7 +251,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", LAUNCHERS.own)
 @pytest.mark.parametrize("key", REFUSED)
 def test_a_launch_refuses_a_secret_by_key_without_its_value(tmp_path, key, target):
     override, secret = REFUSED[key]

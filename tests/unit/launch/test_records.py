@@ -10,7 +10,8 @@ from echelon.cli.commands.jobs import cancel, logs, status
 from echelon.ground.errors import ConfigError
 from echelon.launch.job import Submitted
 from echelon.launch.records import JOBS, find_job, list_jobs, record_job
-from echelon.launch.targets import TARGETS, find_launcher
+from echelon.launch.targets import find_launcher
+from echelon.recipe.names import LAUNCHERS
 from tests.unit.launch.sagemaker.sagemaker_jobs import make_job
 
 TORCHRUN = {"hosts": "node-1,node-2", "folder": "/mnt/jobs/x", "ssh_options": "-p 2222"}
@@ -72,7 +73,7 @@ def write(folder, target, id, place, **changes):
     (path / "job.json").write_text(json.dumps(fields | changes))
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", LAUNCHERS.own)
 def test_what_launchers_write_is_sound(target):
     id, place = SOUND[target]
     write("x", target, id, place)

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
@@ -13,9 +12,8 @@ from echelon.planner.engine_limits import compare_engines
 from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.plan_lines import describe_plan
 from echelon.planner.shape import build_shape
-from echelon.recipe import Recipe, engines
+from echelon.recipe import Recipe
 from echelon.recipe.engines import ENGINES, EngineRow, Limit, find_refused
-from echelon.recipe.training import EngineName
 from echelon.run.lifecycle.model_checks import check_model
 from tests.docs.reference import replace_table
 from tests.unit.recipe_samples import SMALL, load_text
@@ -44,7 +42,7 @@ def check_batch(recipe, plan):
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(ENGINES, "toy", ROW)
+    monkeypatch.setitem(ENGINES.loaded, "toy", ROW)
     yield
 
 
@@ -52,8 +50,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "engines.md"
 
 
 def test_the_page_has_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ENGINES.keys() - set(get_args(EngineName)):  # those of tests
-        monkeypatch.delitem(ENGINES, name)
+    monkeypatch.setattr(ENGINES, "loaded", {})  # without those of tests
     page = PAGE.read_text(encoding="utf-8")
     assert page == replace_table(page), "run python -m tests.docs.reference"
 
@@ -127,10 +124,11 @@ def test_an_engine_without_its_package_is_refused_here_and_left_elsewhere(tmp_pa
     assert "engine: the package no_such_package (it is not installed here)" in check_model(recipe, elsewhere=True).left
 
 
-def test_settings_of_another_engine_are_refused(tmp_path, monkeypatch) -> None:
-    monkeypatch.setitem(engines.ENGINES, "toy", EngineRow("my_parts:build", section="mlflow"))
+@pytest.mark.parametrize(("key", "engine"), [("horovod.cycle_time_ms=3.0", "horovod"), ("toy={x: 1}", "toy")])
+def test_settings_of_another_engine_are_refused(tmp_path, key, engine) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_text(tmp_path, SMALL, "mlflow.experiment=other")
+        load_text(tmp_path, SMALL, key)
     assert str(caught.value).endswith(
-        "mlflow has settings of engine=toy, and the recipe has engine=native; set engine: toy, or remove mlflow."
+        f"{engine} has settings of engine={engine}, and the recipe has engine=native; set engine: {engine}, or remove "
+        f"{engine}."
     )

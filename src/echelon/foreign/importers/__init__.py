@@ -5,6 +5,7 @@ The ledger records every key of the file: imported, or not imported with a reaso
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from echelon.foreign.importers.data import carry_data, read_data
@@ -17,12 +18,11 @@ from echelon.foreign.importers.result import refuse_keys, render_imported, rende
 from echelon.foreign.importers.reward_keys import carry_grpo_sizes
 from echelon.foreign.importers.source_file import (
     DEFAULTS,
+    IMPORTERS,
     LOST,
     NEEDLESS,
     REFUSED,
     SETTINGS,
-    TOOLS,
-    Tool,
     detect_tool,
     read_foreign,
 )
@@ -31,14 +31,14 @@ from echelon.foreign.importers.training import Amounts, carry_optimizer, carry_t
 from echelon.ground.errors import ConfigError
 from echelon.recipe.load import parse_recipe
 
-__all__ = ["TOOLS", "TRAINERS", "Amounts", "Entry", "Fate", "Imported", "Tool", "import_recipe"]
+__all__ = ["IMPORTERS", "TRAINERS", "Amounts", "Entry", "Fate", "Imported", "import_recipe"]
 
 
 @dataclass(frozen=True)
 class Imported:
     """A recipe imported from another tool's file: its YAML, notes for the user, and the result for every key."""
 
-    tool: Tool
+    tool: str
     text: str
     notes: tuple[str, ...]
     entries: tuple[Entry, ...]
@@ -56,13 +56,13 @@ def import_recipe(
     recipe is invalid.
     """
     given = read_foreign(path)
-    if tool is not None and tool not in TOOLS:
-        raise ConfigError(f"--from {tool} is unknown; use one of {', '.join(TOOLS)}.")
-    kind: Tool = detect_tool(given, path) if tool is None else tool
+    if tool is not None and tool not in IMPORTERS:
+        raise ConfigError(f"--from {tool} is unknown; use one of {', '.join(IMPORTERS)}.")
+    kind = detect_tool(given, path) if tool is None else tool
     if trainer is not None and kind not in ("hf", "llamafactory-v1"):
         raise ConfigError(f"--trainer {trainer}: files of {kind} specify the trainer themselves; remove --trainer.")
     ledger = Ledger(given)
-    _carry(ledger, kind, path, amounts or Amounts(), trainer)
+    IMPORTERS[kind](ledger, path, amounts or Amounts(), trainer)
     ledger.close(DEFAULTS, NEEDLESS, LOST, REFUSED, SETTINGS)
     if any(ledger.by_fate("refused")):
         raise refuse_keys(ledger, str(path))
@@ -78,7 +78,7 @@ def import_recipe(
     )
 
 
-def _carry(ledger: Ledger, tool: Tool, path: Path, amounts: Amounts, asked: str | None) -> None:
+def _carry(tool: str, ledger: Ledger, path: Path, amounts: Amounts, asked: str | None) -> None:
     """Import the keys by topic. The order matters: later topics use the results of earlier ones."""
     trainer = find_trainer(ledger, asked) if tool == "hf" else None
     defaults = defaults_of(tool, trainer)
@@ -101,3 +101,8 @@ def _carry(ledger: Ledger, tool: Tool, path: Path, amounts: Amounts, asked: str 
     carry_operation(ledger, defaults, steps)
     if answers == "prompts":
         carry_grpo_sizes(ledger)
+
+
+AXOLOTL, HF, LLAMAFACTORY, LLAMAFACTORY_V1, MS_SWIFT = (
+    partial(_carry, tool) for tool in ("axolotl", "hf", "llamafactory", "llamafactory-v1", "ms-swift")
+)

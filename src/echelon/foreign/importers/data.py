@@ -9,7 +9,6 @@ from echelon.foreign.importers.defaults import Defaults, Trainer, put_default
 from echelon.foreign.importers.factory_data import read_factory, read_factory_v1
 from echelon.foreign.importers.hf_data import read_hf
 from echelon.foreign.importers.ledger import Ledger
-from echelon.foreign.importers.source_file import Tool
 from echelon.foreign.importers.sources import Read
 from echelon.foreign.importers.swift import read_swift
 from echelon.recipe.aliases import spellings
@@ -19,7 +18,7 @@ from echelon.recipe.yaml_text import show_value
 _PLACE_OF_DATA = "path/to/data.jsonl"
 
 
-def read_data(ledger: Ledger, tool: Tool, trainer: Trainer | None, folder: Path) -> Read:
+def read_data(ledger: Ledger, tool: str, trainer: Trainer | None, folder: Path) -> Read:
     """Read the data sources of a file of `tool` in the folder `folder`."""
     match tool:
         case "ms-swift":
@@ -34,7 +33,7 @@ def read_data(ledger: Ledger, tool: Tool, trainer: Trainer | None, folder: Path)
             return read_hf(ledger, trainer)
 
 
-def carry_data(ledger: Ledger, tool: Tool, read: Read, defaults: Defaults, answers: Answers | None) -> None:
+def carry_data(ledger: Ledger, tool: str, read: Read, defaults: Defaults, answers: Answers | None) -> None:
     """Import the recipe's `data`: sources, validation, sequence length, packing, chat template, trained tokens."""
     if not (sources := list(read.train)):
         sources = [{"path": _PLACE_OF_DATA}]
@@ -84,7 +83,7 @@ def _carry_validation(ledger: Ledger, validation: list[dict[str, object]]) -> No
         ledger.put("data.validation_fraction", 0, "nothing is held out" if full is None else f"{full}")
 
 
-def _carry_packing(ledger: Ledger, tool: Tool, defaults: Defaults, read: Read, answers: Answers | None) -> None:
+def _carry_packing(ledger: Ledger, tool: str, defaults: Defaults, read: Read, answers: Answers | None) -> None:
     neat, full = ledger.take("neat_packing"), ledger.find("sample_packing", "packing")
     value = ledger.take("sample_packing", "packing")
     if tool == "llamafactory-v1":
@@ -112,7 +111,7 @@ def _pretrains(ledger: Ledger) -> bool:
     return ledger.given.get("stage") == "pt"
 
 
-def _refuse_padding(ledger: Ledger, tool: Tool, full: str | None, is_padded: bool) -> None:
+def _refuse_padding(ledger: Ledger, tool: str, full: str | None, is_padded: bool) -> None:
     if tool == "axolotl" and is_padded:
         ledger.refuse(
             full or "datasets.0.type", "Axolotl cuts each text into sequences by itself and pads them, which echelon "
@@ -127,7 +126,7 @@ def _carry_joined(ledger: Ledger, packs: bool) -> None:
     ledger.put("data.document_mask", apart, f"sample_packing: {show_value(packs)}")
 
 
-def _carry_mask(ledger: Ledger, tool: Tool, defaults: Defaults, full: str, joins: bool, plain: bool) -> None:
+def _carry_mask(ledger: Ledger, tool: str, defaults: Defaults, full: str, joins: bool, plain: bool) -> None:
     """Set whether packed samples attend to each other. `joins`: they do in the tool."""
     strategy = ledger.take("packing_strategy")
     if joins:
@@ -175,7 +174,7 @@ def _carry_wording(ledger: Ledger, read: Read) -> None:
         ledger.move("data.system_prompt", "default_system_message", "default_system", "system_prompt")
 
 
-def _carry_learned(ledger: Ledger, tool: Tool, defaults: Defaults, read: Read, answers: Answers | None) -> None:
+def _carry_learned(ledger: Ledger, tool: str, defaults: Defaults, read: Read, answers: Answers | None) -> None:
     """Set `data.train_on`, also if the value is echelon's default: the tools differ most in this setting."""
     whole, last = ledger.find("train_on_inputs", "train_on_prompt"), ledger.find("mask_history")
     only_answers = ledger.find("assistant_only_loss")
@@ -221,7 +220,7 @@ def _has_turns(source: Mapping[str, Any]) -> bool:
     )
 
 
-def _carry_overlong(ledger: Ledger, tool: Tool, defaults: Defaults) -> None:
+def _carry_overlong(ledger: Ledger, tool: str, defaults: Defaults) -> None:
     if (full := ledger.find("excess_length_strategy", "sample_packing_excess", "truncation_strategy")) is None:
         put_default(ledger, defaults, "data.on_overlong", defaults.on_overlong)
         return

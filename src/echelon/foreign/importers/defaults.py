@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from echelon.foreign.importers.ledger import Ledger
-from echelon.foreign.importers.source_file import TABLE, Tool
+from echelon.foreign.importers.source_file import TABLE
 
 Trainer = Literal["sft", "dpo", "orpo", "cpo", "kto", "grpo", "gkd", "reward", "transformers"]
 """The trainer that a file of the Hugging Face family is for: one of TRL's, or transformers' own."""
@@ -47,7 +47,7 @@ class Defaults:
     double_quant: bool = False
 
 
-def defaults_of(tool: Tool, trainer: Trainer | None) -> Defaults:
+def defaults_of(tool: str, trainer: Trainer | None) -> Defaults:
     """Return the defaults of a tool (`tools.yaml`). `trainer` is used only for the Hugging Face family."""
     own = TABLE["trainers"].get(trainer, {}) if tool == "hf" else {}
     return Defaults(**{**TABLE["tools"][tool]["defaults"], **own})

@@ -4,7 +4,6 @@ from typing import Any
 
 from echelon.foreign.importers.defaults import Defaults, put_default
 from echelon.foreign.importers.ledger import Ledger
-from echelon.foreign.importers.source_file import Tool
 from echelon.recipe.aliases import read_value, spellings
 from echelon.recipe.yaml_text import show_value
 
@@ -14,7 +13,7 @@ _ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_a
 _CAUSAL = ("CausalLM", "LMHeadModel")
 
 
-def carry_model(ledger: Ledger, tool: Tool) -> None:
+def carry_model(ledger: Ledger, tool: str) -> None:
     """Import the model, its attention implementation, its tokenizer and added tokens."""
     names: tuple[str, ...] = ("model",) if tool in ("llamafactory-v1", "ms-swift") else ("base_model_name_or_path",)
     if ledger.move("model.checkpoint", *names) is None:
@@ -84,7 +83,7 @@ def _carry_tokens(ledger: Ledger) -> None:
                 ledger.differ(full, "the tokenizer's own token is used; it must be the same.")
 
 
-def carry_adapter(ledger: Ledger, tool: Tool, defaults: Defaults) -> None:
+def carry_adapter(ledger: Ledger, tool: str, defaults: Defaults) -> None:
     """Import the adapter: its method, rank, alpha, target modules and quantization."""
     if (method := _find_method(ledger, tool)) is None:
         for name in ("lora_r", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear",
@@ -120,7 +119,7 @@ def carry_adapter(ledger: Ledger, tool: Tool, defaults: Defaults) -> None:
         ledger.need_not(full, "only QLoRA has weights in 4 bits.")
 
 
-def _default_alpha(defaults: Defaults, tool: Tool, rank: float) -> float:
+def _default_alpha(defaults: Defaults, tool: str, rank: float) -> float:
     """The tool's default alpha. PEFT's default is 8 for any rank."""
     if defaults.alpha is not None:
         return defaults.alpha
@@ -135,7 +134,7 @@ def _reason(ledger: Ledger, *names: str) -> str:
     return "a LoRA configuration"
 
 
-def _find_method(ledger: Ledger, tool: Tool) -> str | None:
+def _find_method(ledger: Ledger, tool: str) -> str | None:
     """Return lora, qlora or dora, or None for full fine-tuning, and record the keys that specify it."""
     width = _find_width(ledger)
     named = ledger.find(*_METHOD_KEYS)
@@ -175,7 +174,7 @@ def _find_width(ledger: Ledger) -> int | None:
     return 8 if ledger.peek("load_in_8bit", "use_8bit") else bits
 
 
-def _find_wanted(ledger: Ledger, tool: Tool) -> str | None:
+def _find_wanted(ledger: Ledger, tool: str) -> str | None:
     """Return the method that the file names or that its keys imply; None for full fine-tuning."""
     peft = ledger.take("use_peft", "use_lora")
     if word := ledger.take(*_METHOD_KEYS):

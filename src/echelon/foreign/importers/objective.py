@@ -6,7 +6,7 @@ from typing import Any, get_args
 from echelon.foreign.importers.defaults import Trainer
 from echelon.foreign.importers.ledger import Ledger
 from echelon.foreign.importers.reward_keys import put_grpo
-from echelon.foreign.importers.source_file import TABLE, Tool
+from echelon.foreign.importers.source_file import TABLE
 from echelon.foreign.importers.sources import Read
 from echelon.foreign.importers.swift import find_swift_method
 from echelon.ground.errors import ConfigError
@@ -59,7 +59,7 @@ def find_trainer(ledger: Ledger, asked: str | None) -> Trainer:
     return "transformers"
 
 
-def carry_objective(ledger: Ledger, tool: Tool, trainer: Trainer | None) -> Answers | None:
+def carry_objective(ledger: Ledger, tool: str, trainer: Trainer | None) -> Answers | None:
     """Import the objective and return what it compares, if it does. Raises ConfigError for an unsupported objective."""
     full, wanted = _find_method(ledger, tool, trainer)
     if wanted in (None, "sft", "pt", False):
@@ -81,7 +81,7 @@ def carry_objective(ledger: Ledger, tool: Tool, trainer: Trainer | None) -> Answ
     return OBJECTIVES[str(ledger.values["objective.name"])].answers
 
 
-def _find_method(ledger: Ledger, tool: Tool, trainer: Trainer | None) -> tuple[str | None, Any]:
+def _find_method(ledger: Ledger, tool: str, trainer: Trainer | None) -> tuple[str | None, Any]:
     """Return the key that names the method, if one does, and the method: one of `_METHODS`, or of the user's."""
     full = ledger.find("stage", "rl")
     if tool == "ms-swift":

@@ -1,16 +1,17 @@
 """Read another tool's file as a flat mapping of its keys, and detect the tool; why some keys are not imported."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from echelon.ground.errors import ConfigError
+from echelon.ground.plugins import Plugins
 from echelon.ground.stored import read_bytes
 from echelon.recipe.yaml_text import parse_yaml, read_table, show_value
 
-Tool = Literal["axolotl", "hf", "llamafactory", "llamafactory-v1", "ms-swift"]
-TOOLS: tuple[Tool, ...] = get_args(Tool)
+IMPORTERS = Plugins[Callable[..., None]]("importers", "--from")
+"""The importers by tool: functions of (ledger, path, amounts, trainer), which carry keys over to a recipe."""
 
 TABLE: Mapping[str, Any] = read_table(Path(__file__).with_name("tools.yaml"))
 """What is known of each tool."""
@@ -122,24 +123,23 @@ def find_beside(folder: Path, name: str) -> Path | None:
     )
 
 
-def detect_tool(given: Mapping[str, Any], path: Path) -> Tool:
+def detect_tool(given: Mapping[str, Any], path: Path) -> str:
     """Detect the tool from the keys of a file. Raises ConfigError if the keys match no tool."""
     names = {name.rpartition(".")[2] for name in given}
     decisive, score = (
-        {tool: len(names & set(TABLE["tools"][tool][kind].split())) for tool in TOOLS} for kind in ("decisive", "signs")
+        {tool: len(names & set(row[kind].split())) for tool, row in TABLE["tools"].items()}
+        for kind in ("decisive", "signs")
     )
     # The files of these tools also have keys of others.
-    first: tuple[Tool, ...] = ("llamafactory-v1", "ms-swift")
-    for tool in first:
+    for tool in ("llamafactory-v1", "ms-swift"):
         if decisive[tool]:
             return tool
     # The other tools also have keys of TrainingArguments, so hf is tried last.
-    own: tuple[Tool, Tool] = ("axolotl", "llamafactory")
-    for tool in sorted(own, key=lambda candidate: -score[candidate]):
+    for tool in sorted(("axolotl", "llamafactory"), key=lambda candidate: -score[candidate]):
         if decisive[tool]:
             return tool
     if score["hf"] or decisive["hf"] or {"r", "peft_type", "target_modules"} <= names:
         return "hf"
     raise ConfigError(
-        f"{path}: the keys do not match any of {', '.join(TOOLS)}; name the tool, for example --from axolotl."
+        f"{path}: the keys do not match any of {', '.join(IMPORTERS)}; name the tool, for example --from axolotl."
     )

@@ -6,7 +6,7 @@ from typing import get_args
 
 from echelon.foreign.importers.defaults import Defaults, put_default
 from echelon.foreign.importers.ledger import Ledger
-from echelon.foreign.importers.source_file import TABLE, Tool
+from echelon.foreign.importers.source_file import TABLE
 from echelon.ground.errors import ConfigError
 from echelon.recipe.aliases import read_value, spellings
 from echelon.recipe.names import OPTIMIZERS
@@ -29,7 +29,7 @@ class Amounts:
     samples: int | None = None
 
 
-def carry_training(ledger: Ledger, tool: Tool, defaults: Defaults, amounts: Amounts) -> int | None:
+def carry_training(ledger: Ledger, tool: str, defaults: Defaults, amounts: Amounts) -> int | None:
     """Import the run length, batch size, precision and memory settings. Returns the steps, None if unknown."""
     batch = _carry_batch(ledger, tool, defaults, amounts)
     steps = _carry_length(ledger, defaults, batch, amounts.samples)
@@ -46,7 +46,7 @@ def carry_training(ledger: Ledger, tool: Tool, defaults: Defaults, amounts: Amou
     return steps
 
 
-def _carry_batch(ledger: Ledger, tool: Tool, defaults: Defaults, amounts: Amounts) -> int:
+def _carry_batch(ledger: Ledger, tool: str, defaults: Defaults, amounts: Amounts) -> int:
     whole = ledger.number("global_batch_size") if tool == "llamafactory-v1" else None
     micro = ledger.number(*spellings("train.micro_batch_size")) or defaults.micro_batch_size
     ledger.put("train.micro_batch_size", micro, "as in the file; `auto` uses the largest that fits")
@@ -71,7 +71,7 @@ def _carry_batch(ledger: Ledger, tool: Tool, defaults: Defaults, amounts: Amount
     return batch
 
 
-def _find_accumulation(ledger: Ledger, tool: Tool, micro: float, devices: int) -> tuple[str | None, float]:
+def _find_accumulation(ledger: Ledger, tool: str, micro: float, devices: int) -> tuple[str | None, float]:
     """Return (the key that sets it, the number of microbatches per step on each device)."""
     full = ledger.find("gradient_accumulation_steps")
     accumulation = ledger.number("gradient_accumulation_steps") or 1
@@ -167,7 +167,7 @@ def _carry_recomputation(ledger: Ledger, defaults: Defaults) -> None:
         )
 
 
-def carry_optimizer(ledger: Ledger, tool: Tool, defaults: Defaults, steps: int | None) -> None:
+def carry_optimizer(ledger: Ledger, tool: str, defaults: Defaults, steps: int | None) -> None:
     """Import the optimizer, its hyperparameters and the schedule."""
     name = _carry_rule(ledger, tool)
     if tool == "llamafactory-v1" and name == "muon":  # its MuonOptimizer has other defaults than AdamW's
@@ -223,7 +223,7 @@ def _carry_betas(ledger: Ledger, defaults: Defaults, name: str) -> None:
         ledger.put("optim.betas", pair or chosen, "as in the file" if said else f"the default of {defaults.name}")
 
 
-def _carry_rule(ledger: Ledger, tool: Tool) -> str:
+def _carry_rule(ledger: Ledger, tool: str) -> str:
     full = ledger.find("optim_config.name") or ledger.find("optimizer", "optim")
     if ledger.peek("use_muon"):
         ledger.take("use_muon")
@@ -251,7 +251,7 @@ def _carry_rule(ledger: Ledger, tool: Tool) -> str:
     return str(ours)
 
 
-def _carry_schedule(ledger: Ledger, tool: Tool, defaults: Defaults, steps: int | None) -> None:
+def _carry_schedule(ledger: Ledger, tool: str, defaults: Defaults, steps: int | None) -> None:
     full = ledger.find("lr_scheduler", "lr_scheduler_type")
     value = str(ledger.take(full)) if full is not None else defaults.schedule
     ours = read_value("optim.schedule", value.removesuffix("_with_restarts"))
@@ -295,7 +295,7 @@ def _carry_floor(ledger: Ledger, schedule: str, steps: int | None) -> None:
         ledger.put("optim.decay_fraction", round((ledger.number(decay) or 0) / steps, 6), f"{decay} of {steps}")
 
 
-def _carry_warmup(ledger: Ledger, tool: Tool, defaults: Defaults, steps: int | None, schedule: str) -> bool:
+def _carry_warmup(ledger: Ledger, tool: str, defaults: Defaults, steps: int | None, schedule: str) -> bool:
     """Import the warm-up, in steps or as a fraction of the run. Returns whether there is one."""
     count, ratio = ledger.find("warmup_steps"), ledger.find("warmup_ratio")
     value, share = ledger.number("warmup_steps"), ledger.number("warmup_ratio")
@@ -316,7 +316,7 @@ def _carry_warmup(ledger: Ledger, tool: Tool, defaults: Defaults, steps: int | N
     return value is None and share is None and _put_default_warmup(ledger, tool, defaults, steps)
 
 
-def _put_default_warmup(ledger: Ledger, tool: Tool, defaults: Defaults, steps: int | None) -> bool:
+def _put_default_warmup(ledger: Ledger, tool: str, defaults: Defaults, steps: int | None) -> bool:
     """Put the tool's default warm-up, if the file sets none. Returns whether there is one."""
     if not (share := defaults.warmup):
         return False

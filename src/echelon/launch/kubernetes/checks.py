@@ -92,7 +92,7 @@ def _check_devices(job: JobSpec) -> None:
             f"requests; set {_KEY}.gpus_per_node, or set it to 0 to use CPUs only.",
             {f"{_KEY}.gpus_per_node": 1},
         )
-    gpus, processes = count_gpus(job, "kubernetes"), count_processes(job)
+    gpus, processes = count_gpus(job), count_processes(job)
     if launch.kubernetes.kind == "hyperpod" and not processes:
         raise ConfigError(
             f"launch.nproc_per_node=auto: {_KEY}.kind=hyperpod without GPUs needs the number of processes per pod; set "

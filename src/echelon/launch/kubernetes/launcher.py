@@ -15,6 +15,7 @@ from echelon.launch.kubernetes.cluster import Cluster
 from echelon.launch.kubernetes.kinds import KINDS, JobKind, find_kind
 from echelon.launch.kubernetes.manifest import render_manifest
 from echelon.launch.kubernetes.pods import PodState, judge, read_pods
+from echelon.recipe import LaunchConfig
 
 _MANIFEST = "manifest.yaml"
 _LOOK_SECONDS = 2.0
@@ -24,6 +25,15 @@ class KubernetesLauncher(Launcher):
     """Runs a job as pods of a cluster. Its id is NAMESPACE/NAME."""
 
     record_form = RecordForm(id=f"{NAME}/{NAME}", place={"kind": "|".join(map(re.escape, KINDS)), "context": r"[^\0]+"})
+    keeps_others = True
+    way_of_secrets = (
+        "put it into a Secret of the cluster, and name the Secret in launch.kubernetes.env_from_secrets or "
+        "launch.kubernetes.volumes"
+    )
+
+    @override
+    def find_packages(self, launch: LaunchConfig) -> tuple[str, str]:
+        return "there", f"the image {launch.kubernetes.image}"
 
     @override
     def check(self, job: JobSpec) -> list[str]:

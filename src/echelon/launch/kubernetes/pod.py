@@ -53,7 +53,7 @@ def find_workdir(job: JobSpec) -> PurePosixPath:
 def count_processes(job: JobSpec) -> int:
     """The number of processes per pod; 0 if the recipe does not determine it."""
     nproc = job.recipe.launch.nproc_per_node
-    return nproc if isinstance(nproc, int) else count_gpus(job, "kubernetes")
+    return nproc if isinstance(nproc, int) else count_gpus(job)
 
 
 def build_command(job: JobSpec) -> list[str]:
@@ -140,8 +140,8 @@ def find_machine_type(job: JobSpec) -> Instance | None:
 
 def _find_asked(job: JobSpec) -> tuple[int, str]:
     """The number of GPUs per pod that a process can see, and the key that asks for them."""
-    if count := count_gpus(job, "kubernetes"):
-        return count, describe_gpu_request(job, "kubernetes")
+    if count := count_gpus(job):
+        return count, describe_gpu_request(job)
     for name, amount in job.recipe.launch.kubernetes.resources.items():
         if re.match(r"nvidia\.com/(gpu|mig-)|.*/gpu$", name) and str(amount) != "0":
             return 1, f"launch.kubernetes.resources.{name}={amount}"  # a process sees one of several parts of a GPU
@@ -151,14 +151,14 @@ def _find_asked(job: JobSpec) -> tuple[int, str]:
 def build_resources(job: JobSpec) -> dict[str, Any]:
     """The container's resources. Requests equal limits, so with cores and memory it is of Guaranteed quality."""
     settings = job.recipe.launch.kubernetes
-    amounts = {**_share_machine(job), "nvidia.com/gpu": count_gpus(job, "kubernetes"), **settings.resources}
+    amounts = {**_share_machine(job), "nvidia.com/gpu": count_gpus(job), **settings.resources}
     given = {name: str(amount) for name, amount in amounts.items() if str(amount) != "0"}
     return {"limits": given, "requests": dict(given)} if given else {}
 
 
 def _share_machine(job: JobSpec) -> dict[str, str]:
     """Cores and memory of a machine of a known type, in proportion to its GPUs; the rest is left to the system."""
-    instance, gpus = find_machine_type(job), count_gpus(job, "kubernetes")
+    instance, gpus = find_machine_type(job), count_gpus(job)
     if instance is None or not 0 < gpus <= instance.gpus:
         return {}
     share = _USED_SHARE * gpus / instance.gpus

@@ -33,6 +33,7 @@ from echelon.launch.ray.submission import (
     render_files,
 )
 from echelon.launch.source_bundle import build_wheel
+from echelon.recipe import LaunchConfig
 from echelon.run.supervise.outcome import DONE, FAILED, STOPPED
 
 # The states of Ray Jobs; FAILED is any other exit code than 0.
@@ -44,6 +45,17 @@ class RayLauncher(Launcher):
     """Submits to Ray Jobs; the id is the submission id, the job's name. Its output and state are the cluster's."""
 
     record_form = RecordForm(id=NAME, place={"address": ADDRESS}, needs_own=True)
+    sees_files = True
+    way_of_secrets = (
+        "set it in the environment of `ray start` on each machine, or keep it in a file there, and read it in "
+        "launch.setup: `NAME=$(cat FILE)`, `export NAME`"
+    )
+
+    @override
+    def find_packages(self, launch: LaunchConfig) -> tuple[str, str]:
+        if installs_packages(launch.ray.runtime_env):
+            return "wheel", "each machine"
+        return ("there", "launch.ray.runtime_env") if launch.ray.runtime_env else super().find_packages(launch)
 
     @override
     def check(self, job: JobSpec) -> list[str]:
@@ -52,12 +64,12 @@ class RayLauncher(Launcher):
         settings = job.recipe.launch.ray
         machines = f"{fewest}" if fewest == most else f"{fewest} to {most}"
         lines = [
-            f"requests {machines} machine(s) with {count_gpus(job, 'ray') or 'no'} GPU(s) and {settings.cpus_per_node} "
+            f"requests {machines} machine(s) with {count_gpus(job) or 'no'} GPU(s) and {settings.cpus_per_node} "
             f"CPU core(s) each from the Ray cluster at {settings.address}; waits for them up to "
             f"{settings.wait_seconds:g} s",
             f"the machines must share {find_workdir(job)}",
         ]
-        if not count_gpus(job, "ray"):
+        if not count_gpus(job):
             lines.append("no GPU is requested, so Ray hides those of the machines; set launch.ray.gpus_per_node")
         return lines
 

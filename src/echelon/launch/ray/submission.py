@@ -155,7 +155,7 @@ def render_files(job: JobSpec) -> dict[str, str]:
 def _find_bundle(job: JobSpec) -> dict[str, float]:
     """What is reserved on each machine."""
     settings = job.recipe.launch.ray
-    amounts = {"CPU": float(settings.cpus_per_node), "GPU": float(count_gpus(job, "ray")), **settings.resources}
+    amounts = {"CPU": float(settings.cpus_per_node), "GPU": float(count_gpus(job)), **settings.resources}
     return {name: amount for name, amount in amounts.items() if amount}
 
 
@@ -172,7 +172,7 @@ def _refuse_workdir(workdir: Path) -> str:
 def _render_agent(job: JobSpec) -> str:
     """The script of each machine."""
     launch, workdir = job.recipe.launch, find_workdir(job)
-    asked = asked_environment(count_gpus(job, "ray"), describe_gpu_request(job, "ray"))
+    asked = asked_environment(count_gpus(job), describe_gpu_request(job))
     interface = () if launch.ray.interface is None else ("--interface", launch.ray.interface)
     train = join_words(limit_command(launch, (*job.train_command("@RECIPE@"), *interface)))
     train = train.replace("@RECIPE@", '"$here/recipe.yaml"')

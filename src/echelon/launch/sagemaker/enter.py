@@ -31,7 +31,7 @@ from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 FAILURE_CHARACTERS = 1024
-OLDEST_PYTHON = (3, 11)
+OLDEST_PYTHON = (3, 11)  # as in request.py, which this file cannot import
 
 _PACKAGE = "echelon.zip"
 

@@ -9,6 +9,7 @@ from typing_extensions import override
 from echelon.ground.errors import MissingSettingError
 from echelon.launch.job import NAME, JobRecord, JobSpec, JobStatus, RecordForm, RemoteLauncher, Submitted
 from echelon.launch.sagemaker.request import REGION, Submission, build_submission, find_run_uri
+from echelon.recipe import LaunchConfig
 from echelon.recipe.render import render_recipe
 from echelon.run.folder.run_folder import FILES
 
@@ -22,6 +23,12 @@ class SageMakerLauncher(RemoteLauncher):
     record_form = RecordForm(
         id=NAME, place={"region": REGION, "run": r"s3://[^\s\0]+", "price?": r"[0-9]{1,9}(\.[0-9]{1,12})?"}
     )
+    way_of_secrets = "store it in AWS Secrets Manager, and name it in launch.sagemaker.secrets: `{HF_TOKEN: <ARN>}`"
+
+    @override
+    def find_packages(self, launch: LaunchConfig) -> tuple[str, str]:
+        image = launch.sagemaker.image
+        return ("there", f"the image {image}") if launch.sagemaker.network_isolation else ("index", str(image))
 
     def __init__(self) -> None:
         self._services: dict[str, Service] = {}

@@ -14,7 +14,6 @@ from echelon.ground.errors import ConfigError
 from echelon.launch.job import JobSpec
 from echelon.launch.sagemaker.checks import check_limits, check_settings, find_region
 from echelon.launch.sagemaker.distribution import apply_distribution
-from echelon.launch.sagemaker.enter import OLDEST_PYTHON
 from echelon.launch.sagemaker.request_patch import apply_patch, check_registry
 from echelon.launch.sagemaker.staging import CHECKPOINT_DIR, ENTRY, START, Channel, Staging, run_dir, stage_job
 from echelon.launch.shell import needs_shell
@@ -295,6 +294,7 @@ def find_image(region: str, has_gpus: bool) -> str:
 
 
 # As in pyproject.toml.
+OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
 
 

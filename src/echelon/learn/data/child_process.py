@@ -162,7 +162,7 @@ def serve(connection: Connection, build: Callable[[], Callable[[Any], Iterable[A
                 connection.send(answer)
 
 
-def find_of_user(key: str, name: str, table: Mapping[str, str], kind: type | None = None) -> Any:
+def find_of_user(key: str, name: str, table: Mapping[str, Any], kind: type | None = None) -> Any:
     """Import what a recipe names, in a process whose only work it is.
 
     Raises ConfigError as `find_named`, and for a module of the user's that raises anything while it is imported.

@@ -1,6 +1,7 @@
 """Engines, which run the training steps of a model under a plan: the protocol and its implementations."""
 
-from echelon.ground.extensions import find_named
+from pkgutil import resolve_name
+
 from echelon.learn.engines.engine import Engine, EngineSpec, Evaluation, Finding, Rehearsal
 from echelon.recipe.engines import ENGINES
 
@@ -9,6 +10,5 @@ __all__ = ["Engine", "EngineSpec", "Evaluation", "Finding", "Rehearsal", "build_
 
 def build_engine(spec: EngineSpec) -> Engine:
     """Build the engine that the recipe names, with initial weights. Collective."""
-    build = find_named("engine", spec.recipe.engine, {name: row.place for name, row in ENGINES.items()})
-    made: Engine = build(spec)
+    made: Engine = resolve_name(ENGINES[spec.recipe.engine].place)(spec)
     return made

@@ -12,6 +12,7 @@ from echelon.learn.environments import check_environment
 from echelon.learn.rewards import check_rewards
 from echelon.learn.task_files import name_tasks
 from echelon.recipe import Recipe
+from echelon.recipe.names import LOOPS
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def check_extensions(recipe: Recipe) -> None:
 
 def find_loop(name: str) -> Callable[..., None]:
     """Import the function that `train.loop` names. Raises ConfigError if it is not a function of (learner, run)."""
-    found = find_named("train.loop", name, {})
+    found = find_named("train.loop", name, LOOPS)
     if not inspect.isfunction(found):
         raise ConfigError(
             f"train.loop={name}: it must be a function of (learner, run), but it is a {type(found).__name__}."

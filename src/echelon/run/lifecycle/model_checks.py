@@ -32,8 +32,8 @@ from echelon.run.lifecycle.extension_checks import describe_extensions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Targets whose machines have their own folders; paths in the recipe may not exist on this machine.
-_APART = ("kubernetes", "sagemaker")
+# Targets whose machines see the folders of this machine, or get copies. Elsewhere a path may exist that is not here.
+_WITH_FOLDERS = (None, "local", "torchrun", "slurm", "ray", "skypilot")
 
 COUNTED = {
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -183,7 +183,7 @@ def find_checkpoint_out_of_reach(recipe: Recipe) -> str | None:
 
 def _find_out_of_reach(recipe: Recipe, source: str) -> str | None:
     """Like `find_checkpoint_out_of_reach`, for any folder."""
-    is_elsewhere = recipe.launch.to in _APART and source.startswith(("s3://", "/"))
+    is_elsewhere = recipe.launch.to not in _WITH_FOLDERS and source.startswith(("s3://", "/"))
     return "is not on this machine" if is_elsewhere and not Path(source).exists() else None
 
 

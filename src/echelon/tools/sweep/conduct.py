@@ -29,9 +29,6 @@ from echelon.tools.sweep.trials import Trials, best_recipe
 
 logger = logging.getLogger(__name__)
 
-# A cluster's queue is polled less often than this machine's processes.
-_LOOK_SECONDS = {"local": 0.5}
-_LOOK_AT_A_TARGET_SECONDS = 15.0
 _MOST_SHOWN = 20
 # Trials in one array; each poll queries the target for every one of them.
 _MOST_AT_ONCE = 200
@@ -66,9 +63,10 @@ def check_sweep(path: Path, to: str | None = None) -> CheckedSweep:
             f"{path}: launch.sagemaker.instance_type=auto is chosen at a launch, and a sweep has many; set the type "
             "that `echelon plan --instance auto` prints."
         )
-    if base.launch.to == "skypilot":
+    if not find_launcher(base.launch.to or "local").keeps_runs:
         raise ConfigError(
-            f"{path}: launch.to=skypilot: the results of trials are deleted with their machines; use another target."
+            f"{path}: launch.to={base.launch.to}: the results of trials are deleted with their machines; use another "
+            "target."
         )
     is_grid = sweep.sweep.sampler == "grid"
     num_trials = sweep.sweep.trials
@@ -174,7 +172,7 @@ def run_sweep(checked: CheckedSweep, slots: tuple[Slot, ...], stop: StopWord) ->
         def write_down() -> None:
             write_results(sweep, list_results(sweep, checked.space, study, folder), folder)
 
-        look_seconds = _LOOK_SECONDS.get(checked.base.launch.to or "local", _LOOK_AT_A_TARGET_SECONDS)
+        look_seconds = find_launcher(checked.base.launch.to or "local").look_seconds
         trials = _build_trials(checked, study)
         conductor = Conductor(
             study, trials, slots, checked.num_trials, sweep.sweep.max_failures, look_seconds, write_down,

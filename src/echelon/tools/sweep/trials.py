@@ -18,7 +18,6 @@ from echelon.launch.job import (
 )
 from echelon.launch.records import name_job, record_job, submit_job
 from echelon.recipe import Recipe
-from echelon.recipe.launch_sections import Target
 from echelon.run.folder.run_folder import RunFolder
 from echelon.tools.sweep.measure import MetricsReader, measure, read_rows
 from echelon.tools.sweep.slots import Slot
@@ -70,7 +69,7 @@ class Trials:
         base: Recipe,
         folder: SweepFolder,
         study: SweepStudy,
-        find_launcher: Callable[[Target], Launcher],
+        find_launcher: Callable[[str], Launcher],
         workdir: Path,
     ) -> None:
         self._sweep, self._space, self._base, self._folder, self._study = sweep, space, base, folder, study

@@ -16,7 +16,7 @@ from echelon.cli.commands.launch import launch
 from echelon.cli.commands.sweep import stops_noted
 from echelon.ground.errors import ConfigError, DataError, HubUnreachableError, LaunchError, PlanError
 from echelon.ground.logs import log_to_console
-from echelon.launch.job import Submitted
+from echelon.launch.job import Launcher, Submitted
 from echelon.launch.packages import describe_packages
 from echelon.launch.records import list_jobs
 from echelon.recipe.load import load_recipe
@@ -82,7 +82,8 @@ def silent_hub(monkeypatch, tmp_path):
         ),
         (
             {"to": "kubernetes", "nodes": "2+1"},
-            "launch.nodes=2+1: machines can wait as spares with launch.to=torchrun and slurm only; use launch.nodes=2.",
+            "launch.nodes=2+1: no machine waits as a spare with launch.to=kubernetes, only with torchrun and slurm; "
+            "use launch.nodes=2.",
         ),
     ],
 )
@@ -284,7 +285,7 @@ def test_the_other_project_of_this_name_is_not_installed(recipe, overrides, is_r
         describe_packages(here)
 
 
-class Slow:
+class Slow(Launcher):
     """A target that receives Ctrl-C while a job is submitted, and again while it is followed."""
 
     def check(self, job):

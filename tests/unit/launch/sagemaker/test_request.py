@@ -14,6 +14,7 @@ import yaml
 from echelon.ground.errors import ConfigError, DataError
 from echelon.launch.job_checks import check_job, settle_instance
 from echelon.launch.packages import describe_packages
+from echelon.launch.sagemaker import enter
 from echelon.launch.sagemaker.install import OPTIONAL
 from echelon.launch.sagemaker.launcher import SageMakerLauncher
 from echelon.launch.sagemaker.request import (
@@ -368,7 +369,8 @@ def test_an_engine_that_the_machines_cannot_run_is_refused(tmp_path):
     assert "ours:1 must contain horovod, which cannot be checked here" in line
     alone = make_job(tmp_path, *horovod, "launch.sagemaker.image=ours:1", "launch.sagemaker.network_isolation=true")
     assert describe_packages(alone.recipe) == [
-        "packages: the image ours:1 must have echelon's extras horovod (engine=horovod); this cannot be checked here"
+        "packages: the image ours:1 must have echelon with its extras horovod (engine=horovod); this cannot be "
+        "checked here"
     ]
     with pytest.raises(ConfigError, match=r"^engine=tensorflow computes on CPUs, but .*=ml\.g5\.12xlarge has GPUs"):
         build_submission(make_job(tmp_path, "engine=tensorflow", "parallel=ddp"))
@@ -530,6 +532,7 @@ def test_an_image_that_is_too_old_is_refused(tmp_path, name, lack):
 def test_the_oldest_versions_equal_those_of_the_package():
     project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == f">={'.'.join(map(str, OLDEST_PYTHON))}"
+    assert enter.OLDEST_PYTHON == OLDEST_PYTHON
     assert any(each.startswith(f"torch>={'.'.join(map(str, OLDEST_TORCH))},") for each in project["dependencies"])
 
 

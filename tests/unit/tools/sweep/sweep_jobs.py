@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from echelon.ground.errors import LaunchError
-from echelon.launch.job import JobRecord, JobSpec, JobStatus, RecordForm, Submitted
+from echelon.launch.job import JobRecord, JobSpec, JobStatus, Launcher, RecordForm, Submitted
 from echelon.recipe.load import load_recipe
 from echelon.tools.sweep import conduct as session
 from echelon.tools.sweep.conduct import check_sweep, run_sweep
@@ -30,10 +30,11 @@ class Killed(BaseException):
 
 
 @dataclass
-class StubLauncher:
+class StubLauncher(Launcher):
     """Writes a known loss instead of training: lowest at a learning rate of 1e-3 without weight decay."""
 
     record_form: ClassVar = RecordForm(id=".*")
+    look_seconds: ClassVar = 0.0
 
     kill_at: int = 10**9
     fails: Any = lambda recipe: None

@@ -50,7 +50,6 @@ class StubArrays(StubLauncher):
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(session, "_LOOK_SECONDS", {"local": 0.0})
     monkeypatch.setattr(session, "draw_plots", lambda *arguments: ([], []))
     return tmp_path
 

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from echelon.ground.errors import ConfigError, LaunchError
+from echelon.launch.job import Launcher
 from echelon.recipe.load import load_recipe
 from echelon.tools.sweep import conduct
 from echelon.tools.sweep.conduct import check_sweep, run_sweep, share_slots
@@ -71,7 +72,7 @@ def machines():
 def serve(tmp_path, monkeypatch, machines):
     """Start the service; sweeps look for the ends of jobs all the time."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(conduct, "_LOOK_AT_A_TARGET_SECONDS", 0.02)
+    monkeypatch.setattr(Launcher, "look_seconds", 0.02)
     monkeypatch.setattr(conduct, "draw_plots", lambda *rest: ([], []))
     (tmp_path / "text.txt").write_text("hello")
     servers = []

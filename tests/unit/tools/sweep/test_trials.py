@@ -21,7 +21,6 @@ from tests.unit.tools.sweep.sweep_jobs import EVERY, RANDOM, Killed, StubLaunche
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(session, "_LOOK_SECONDS", {"local": 0.0})
     monkeypatch.setattr(session, "draw_plots", lambda *arguments: ([], []))
     return tmp_path
 

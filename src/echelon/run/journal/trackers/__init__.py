@@ -1,16 +1,15 @@
 """Trackers such as TensorBoard and MLflow, each fed from metrics.jsonl by a forwarder. Only on rank 0."""
 
 from echelon.ground.errors import ConfigError
-from echelon.ground.extras import require_extra
+from echelon.ground.extensions import find_named
+from echelon.ground.extras import find_absent, require_extra
 from echelon.recipe import Recipe
+from echelon.recipe.names import TRACKERS
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.trackers.forwarder import Ledger, MetricsForwarder
 from echelon.run.journal.trackers.tracker import Tracker, has_login
 
 __all__ = ["MetricsForwarder", "catch_up", "check_trackers", "start_trackers"]
-
-# The trackers that accept rows of a finished run.
-_STORES = ("mlflow", "wandb")
 
 
 def check_trackers(recipe: Recipe) -> None:
@@ -19,7 +18,10 @@ def check_trackers(recipe: Recipe) -> None:
     Called before any text is read or worker started; makes no request to a server.
     """
     for name in recipe.track:
-        require_extra(f"track: {name}", name, "or remove it from track")
+        if name in TRACKERS.own:
+            require_extra(f"track: {name}", name, "or remove it from track")
+        else:
+            find_named("track", name, TRACKERS, Tracker)
     if recipe.mlflow.tracking_uri is not None and has_login(recipe.mlflow.tracking_uri):
         raise ConfigError(
             "mlflow.tracking_uri contains a user name or password, and the run folder must not store secrets; set "
@@ -55,7 +57,8 @@ def start_trackers(recipe: Recipe, folder: RunFolder, resumed_step: int) -> list
 
 def catch_up(recipe: Recipe, folder: RunFolder) -> None:
     """Send missing rows to the trackers of a finished run: after an outage, or all rows for a new tracker."""
-    names = [name for name in recipe.track if name in _STORES and not Ledger.read(folder.tracker_path(name)).complete]
+    behind = [name for name in recipe.track if not Ledger.read(folder.tracker_path(name)).complete]
+    names = [name for name in behind if find_absent(name) is not None or TRACKERS[name].is_store]
     if not names:
         return
     check_trackers(recipe)
@@ -69,32 +72,8 @@ def catch_up(recipe: Recipe, folder: RunFolder) -> None:
 
 
 def _start(name: str, recipe: Recipe, folder: RunFolder, resumed_step: int | None) -> MetricsForwarder:
-    tracker = _build(name, recipe, folder, resumed_step or 0)
-    forwarder = MetricsForwarder(tracker, folder.tracker_path(name), folder.metrics_path, resumed_step, name in _STORES)
+    # Its package is imported here, in the main thread: concurrent imports can fail.
+    tracker: Tracker = TRACKERS[name](recipe, folder, resumed_step or 0)
+    forwarder = MetricsForwarder(tracker, folder.tracker_path(name), folder.metrics_path, resumed_step)
     forwarder.start()
     return forwarder
-
-
-def _build(name: str, recipe: Recipe, folder: RunFolder, resumed_step: int) -> Tracker:
-    """Build a tracker. Its package is imported here, in the main thread: concurrent imports can fail."""
-    match name:
-        case "mlflow":
-            from echelon.run.journal.trackers.mlflow import Mlflow
-
-            return Mlflow(recipe, folder)
-        case "wandb":
-            from echelon.run.journal.trackers.wandb import WeightsAndBiases
-
-            return WeightsAndBiases(recipe, folder)
-        case "prometheus":
-            from echelon.run.journal.trackers.prometheus import Prometheus
-
-            return Prometheus(recipe, folder)
-        case "opentelemetry":
-            from echelon.run.journal.trackers.opentelemetry import OpenTelemetry
-
-            return OpenTelemetry(recipe)
-        case _:
-            from echelon.run.journal.trackers.tensorboard import TensorBoard
-
-            return TensorBoard(folder.path / "tensorboard", resumed_step)

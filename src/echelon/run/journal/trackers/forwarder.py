@@ -77,18 +77,9 @@ class MetricsForwarder:
     """Sends the rows of one run to one tracker. Exceptions of the tracker are only logged."""
 
     def __init__(
-        self,
-        tracker: Tracker,
-        ledger_path: Path,
-        metrics_path: Path,
-        resumed_step: int | None = None,
-        is_store: bool = True,
+        self, tracker: Tracker, ledger_path: Path, metrics_path: Path, resumed_step: int | None = None
     ) -> None:
-        """`resumed_step`: step of the checkpoint that the run resumes from; None if the run does not train.
-
-        `is_store`: whether the tracker accepts missing rows after the run.
-        """
-        self._is_store = is_store
+        """`resumed_step`: step of the checkpoint that the run resumes from; None if the run does not train."""
         self._resumed_step = resumed_step
         self._tracker = tracker
         self._ledger = Ledger.read(ledger_path)
@@ -126,7 +117,7 @@ class MetricsForwarder:
             self._thread.join(0.1)
         self._given_up.set()  # a later start may send the remaining rows
         if not self._ledger.complete and done:
-            advice = "; run the same command again to send them" if self._is_store else ""
+            advice = "; run the same command again to send them" if self._tracker.is_store else ""
             logger.warning(f"track: {self._tracker.name} {self._describe_missing()}{advice}")
 
     def _work(self) -> None:

@@ -55,8 +55,9 @@ class Mlflow:
     """
 
     name = "mlflow"
+    is_store = True
 
-    def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
+    def __init__(self, recipe: Recipe, folder: RunFolder, resumed_step: int) -> None:
         # Its log lines are not needed, and may contain the password of an address.
         logging.getLogger("mlflow").setLevel(logging.CRITICAL + 1)
         logging.getLogger("alembic").setLevel(logging.WARNING)

@@ -20,6 +20,7 @@ from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from echelon.recipe import Recipe
+from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.trackers.tracker import Opened, scalars_by_set
 
 
@@ -31,8 +32,9 @@ class OpenTelemetry:
     """
 
     name = "opentelemetry"
+    is_store = False
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, folder: RunFolder, resumed_step: int) -> None:
         self._run = recipe.run.name
         self._exporter: OTLPMetricExporter | None = None
         self._resource = Resource({"service.name": "echelon"}).merge(OTELResourceDetector().detect())

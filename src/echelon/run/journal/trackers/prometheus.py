@@ -33,8 +33,9 @@ class Prometheus(Collector):
     """
 
     name = "prometheus"
+    is_store = False
 
-    def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
+    def __init__(self, recipe: Recipe, folder: RunFolder, resumed_step: int) -> None:
         self._run = recipe.run.name
         self._host, self._port = recipe.prometheus.host, recipe.prometheus.port
         self._targets = folder.path.absolute().parent / TARGETS / f"{folder.path.name}.json"

@@ -2,9 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from echelon.recipe import Recipe
+from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.trackers.tracker import Opened, scalars
 
 
@@ -12,9 +13,10 @@ class TensorBoard:
     """A resumed run continues at its own step: TensorBoard discards the later points of an earlier attempt."""
 
     name = "tensorboard"
+    is_store = False
 
-    def __init__(self, folder: Path, resumed_step: int) -> None:
-        self._folder = folder
+    def __init__(self, recipe: Recipe, folder: RunFolder, resumed_step: int) -> None:
+        self._folder = folder.path / "tensorboard"
         self._resumed_step = resumed_step
         self._writer: Any = None
 

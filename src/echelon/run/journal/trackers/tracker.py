@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 # The last step that a tracker has for each kind of row; 0 if none.
 Held = defaultdict[str, int]
@@ -22,9 +22,14 @@ class Opened:
 
 
 class Tracker(Protocol):
-    """A destination of metrics. Only the thread of its forwarder uses it; every call may raise."""
+    """A destination of metrics. Only the thread of its forwarder uses it; every call may raise.
+
+    `is_store`: it accepts rows of a finished run. A tracker is called with the recipe, the run folder, and the step of
+    the checkpoint that the run continues from, or 0.
+    """
 
     name: str
+    is_store: ClassVar[bool] = False
 
     def open(self, run_key: str, given: Mapping[str, int]) -> Opened:
         """Create the tracking run of this key, or find it. Also called to reconnect after any failure.

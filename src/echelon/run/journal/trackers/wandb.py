@@ -25,8 +25,9 @@ class WeightsAndBiases:
     """
 
     name = "wandb"
+    is_store = True
 
-    def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
+    def __init__(self, recipe: Recipe, folder: RunFolder, resumed_step: int) -> None:
         set_default_variables({"WANDB_ERROR_REPORTING": "false"})
         self._recipe = recipe
         self._folder = folder.path.absolute()

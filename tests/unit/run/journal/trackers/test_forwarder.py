@@ -20,6 +20,7 @@ class Shelf:
     """A tracker that keeps its rows in memory, also across forwarders, and fails on request."""
 
     name = "shelf"
+    is_store = True
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []

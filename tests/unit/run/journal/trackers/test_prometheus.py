@@ -120,7 +120,7 @@ def test_the_dashboard_shows_metrics_that_a_run_on_gpus_has(tmp_path):
     train = train_row(metrics, **dict.fromkeys((*measured, "cost_usd"), 1.0))
     evaluation = EvalResults({"validation": EvalResult(1.0, 1, 1.0, "tokens", 1)}).row(1)
     recipe, _ = load_text(tmp_path, SMALL, "track=[prometheus]")
-    tracker, registry = Prometheus(recipe, RunFolder(recipe.run.dir)), CollectorRegistry()
+    tracker, registry = Prometheus(recipe, RunFolder(recipe.run.dir), 0), CollectorRegistry()
     registry.register(tracker)
     tracker.send([train, evaluation])
     exported = {family.name for family in parser.text_string_to_metric_families(generate_latest(registry).decode())}

@@ -59,7 +59,7 @@ def test_mlflow_stores_the_run_once_however_often_it_is_opened(store, no_store):
 
     overrides = [f"model.config.note={LONG}", f"model.config.hf_token={SECRET}"]
     recipe, run = build_run(store, *overrides, "mlflow.system_metrics=false")
-    first = Mlflow(recipe, run)
+    first = Mlflow(recipe, run, 0)
     opened = first.open("key-1", {})
     assert opened.held["train"] == 0 and f"sqlite:///{store}/runs/mlflow.db" in opened.where
     # More rows than fit in a request, a row with sets, and a batch that is sent twice after a lost response.
@@ -68,7 +68,7 @@ def test_mlflow_stores_the_run_once_however_often_it_is_opened(store, no_store):
     first.send([{"kind": "eval", "step": 699, "loss": 3.0, **sets}])
 
     longer, _ = build_run(store, *overrides, "mlflow.system_metrics=false", "train.steps=20")
-    second = Mlflow(longer, run)
+    second = Mlflow(longer, run, 0)
     held = second.open("key-1", {}).held
     assert (held["train"], held["eval"], held["other"]) == (699, 699, 0)
     second.send(train_rows(700, 703))
@@ -97,7 +97,7 @@ def test_another_key_is_another_run(store, no_store):
     from echelon.run.journal.trackers.mlflow import Mlflow
 
     recipe, run = build_run(store, "mlflow.system_metrics=false")
-    tracker = Mlflow(recipe, run)
+    tracker = Mlflow(recipe, run, 0)
     assert tracker.open("key-2", {"train": 5}).held["train"] == 0  # the store decides, not the ledger
     tracker.finish(done=False)
     client = MlflowClient(f"sqlite:///{store}/runs/mlflow.db")
@@ -133,11 +133,11 @@ def test_wandb_keeps_one_run_in_files_across_resumes(tmp_path, no_store):
     from echelon.run.journal.trackers.wandb import WeightsAndBiases
 
     recipe, run = build_run(tmp_path, "wandb.mode=offline", f"model.config.hf_token={SECRET}", "wandb.project=mine")
-    first = WeightsAndBiases(recipe, run)
+    first = WeightsAndBiases(recipe, run, 0)
     assert first.open("key-3", {}).held["train"] == 0
     first.send([*train_rows(1, 4), {"kind": "eval", "step": 3, "loss": 5.0}])
     first.finish(done=False)
-    second = WeightsAndBiases(recipe, run)
+    second = WeightsAndBiases(recipe, run, 0)
     assert second.open("key-3", {"train": 3, "eval": 3}).held["train"] == 3
     second.send(train_rows(4, 6))
     second.finish(done=True)
