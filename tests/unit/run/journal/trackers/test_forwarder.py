@@ -9,11 +9,17 @@ from typing import Any
 
 import pytest
 
+from echelon.ground.errors import ConfigError
 from echelon.ground.stored import write_text
+from echelon.recipe.difference import blocking_differences
+from echelon.recipe.names import TRACKERS
+from echelon.run.folder.run_folder import RunFolder
+from echelon.run.journal.trackers import check_trackers, start_trackers
 from echelon.run.journal.trackers import forwarder as forwarder_module
 from echelon.run.journal.trackers.forwarder import Ledger, MetricsForwarder, RowReader
 from echelon.run.journal.trackers.tracker import Opened, scalars
 from tests.log_lines import LogLines
+from tests.unit.recipe_samples import SMALL, load_text
 
 
 class Shelf:
@@ -250,3 +256,21 @@ def test_numbers_of_a_row_and_of_its_sets():
         "sets": {"code": {"loss": 1.5, "tokens": 3}, "prose": {"loss": None}},
     }  # fmt: skip
     assert scalars(row) == {"eval/loss": 2.0, "eval/code/loss": 1.5, "eval/code/tokens": 3}
+
+
+def test_a_tracker_of_another_package_has_a_section_of_its_own(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kept(Shelf):
+        def __init__(self, recipe: Any, folder: Any, resumed_step: int) -> None:
+            super().__init__()
+            self.where = recipe.shelf["where"]
+
+    monkeypatch.setitem(TRACKERS.loaded, "shelf", Kept)
+    recipe, _ = load_text(tmp_path, SMALL, "track=[shelf]", "shelf.where=here")
+    other, _ = load_text(tmp_path, SMALL)
+    assert not blocking_differences(recipe, other)
+    check_trackers(recipe)
+    [forwarder] = start_trackers(recipe, RunFolder(tmp_path), 0)
+    forwarder.close(done=True)
+    monkeypatch.setitem(TRACKERS.loaded, "shelf", dict)
+    with pytest.raises(ConfigError, match="track=shelf: it must be a class with open, send, finish, like echelon's Tr"):
+        check_trackers(recipe)
