@@ -130,7 +130,7 @@ def main() -> None:
         count = write_corpus(corpus, int(arguments.gigabytes * 1e9))
         size = corpus.stat().st_size
         print(f"{size / 1e9:.2f} GB, {count:,} documents, {arguments.workers} workers, load {os.getloadavg()[0]:.1f}")
-        seconds, peaks = run_measured([sys.executable, "-m", "echelon", "prepare", str(RECIPE), *overrides])
+        seconds, peaks = run_measured([sys.executable, "-m", "echelon", "data", "--prepare", str(RECIPE), *overrides])
         print("\n| | |\n|---|---|")
         print(f"| prepared, in {seconds:.0f} s | {size / seconds / 1e6:.1f} MB/s |")
         for name, value in peaks.items():

@@ -97,7 +97,7 @@ def measure(src: Path, folder: Path) -> dict[str, float]:
 def prepare(folder: Path) -> None:
     """Prepare the data of the recipe."""
     recipe = str(ROOT / "benchmarks" / "stdlib.yaml")
-    command = [sys.executable, "-m", "echelon", "prepare", recipe, f"run.dir={folder / 'runs' / 'run'}"]
+    command = [sys.executable, "-m", "echelon", "data", "--prepare", recipe, f"run.dir={folder / 'runs' / 'run'}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     subprocess.run(command, check=True, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
 

@@ -19,11 +19,11 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }}: " + ANSWER + "\n{% endfor %}
 
 
 class Assistant:
-    """Knows what AGENTS.md, the pages that llms.txt names, and `echelon schema` say, and nothing else."""
+    """Knows what AGENTS.md, the pages that llms.txt names, and `echelon init --schema` say, and nothing else."""
 
     def __init__(self, echelon):
         self._echelon = echelon
-        self.schema = json.loads(echelon("schema").out)
+        self.schema = json.loads(echelon("init", "--schema").out)
         named = re.findall(r"\]\((\S+?)\)", (ROOT / "llms.txt").read_text())
         assert named[0] == "AGENTS.md" and all((ROOT / name).exists() for name in named)
         self._page = (ROOT / named[0]).read_text()

@@ -280,7 +280,7 @@ def test_full_disk(echelon, run):
     big.write_text(Path("text.txt").read_text() * 40)
     mount(disk, "500k")
     try:
-        prepare = ("prepare", "recipe.json", f"data.train.0.path={big}", "data.prepared_dir=disk/prepared")
+        prepare = ("data", "--prepare", "recipe.json", f"data.train.0.path={big}", "data.prepared_dir=disk/prepared")
         assert_refused(echelon(*prepare), 1, "disk/prepared", "No space left", "data.prepared_dir")
         assert_refused(echelon(*prepare, "tokenizer={train: {vocab_size: 300}}"), 1, "No space left")
         assert not list(disk.rglob("*.partial"))
@@ -383,7 +383,7 @@ def test_concurrent_preparation_and_a_stop_during_it(echelon, tmp_path):
     text.write_text("".join(f"{n:x} and {n * n:x} are {n * n + n:b}\n" for n in range(160_000)))
     prepared = tmp_path / "runs" / "prepared"
 
-    job = start("prepare", "recipe.json")
+    job = start("data", "--prepare", "recipe.json")
     deadline = time.monotonic() + 40
     while not (list(prepared.glob("*.partial")) and len(marked_processes()) > 1):
         assert job.poll() is None, job.communicate()
@@ -394,7 +394,8 @@ def test_concurrent_preparation_and_a_stop_during_it(echelon, tmp_path):
     assert_no_orphan()
     assert [path.suffix for path in prepared.iterdir()] == [".lock"]
 
-    endings = [finish(job) for job in [start("prepare", "recipe.json"), start("prepare", "recipe.json")]]
+    jobs = [start("data", "--prepare", "recipe.json") for _ in range(2)]
+    endings = [finish(job) for job in jobs]
     assert [ending.code for ending in endings] == [0, 0], endings
     assert sum("tokenizing: " in ending.out for ending in endings) == 1
     assert len({ending.out.splitlines()[-1] for ending in endings}) == 1

@@ -73,7 +73,7 @@ def test_a_model_learns_from_a_teacher_in_memory(echelon, folder):
 @pytest.mark.slow
 def test_prepared_values_of_all_tokens_train_as_the_teacher_in_memory(echelon, folder):
     settings = ["objective.top_k=256", "objective.temperature=1.5"]
-    ending = echelon("prepare", "recipe.json", *settings)
+    ending = echelon("data", "--prepare", "recipe.json", *settings)
     assert ending.code == 0 and "256 tokens for each of at most" in ending.out, ending
     assert echelon("train", "recipe.json", "run.name=memory", settings[1], "--nproc", "1").code == 0
     expected = losses_of(folder, "memory")
@@ -88,9 +88,9 @@ def test_prepared_values_of_all_tokens_train_as_the_teacher_in_memory(echelon, f
 
 @pytest.mark.slow
 def test_few_tokens_teach_too_and_are_prepared_once(echelon, folder):
-    ending = echelon("prepare", "recipe.json", "--teacher", "teacher", "--top-k", "8")
+    ending = echelon("data", "--prepare", "recipe.json", "--teacher", "teacher", "--top-k", "8")
     assert ending.code == 0, ending
-    again = echelon("prepare", "recipe.json", "--teacher", "teacher", "--top-k", "8")
+    again = echelon("data", "--prepare", "recipe.json", "--teacher", "teacher", "--top-k", "8")
     assert "teacher: prepared in" in again.out and "tokens for each" not in again.out
     assert echelon("train", "recipe.json", "objective.top_k=8", "--nproc", "2", "parallel=fsdp").code == 0
     losses = losses_of(folder, "tiny")
@@ -102,7 +102,7 @@ def test_few_tokens_teach_too_and_are_prepared_once(echelon, folder):
 def test_pieces_are_divided_and_a_killed_preparation_goes_on(folder, monkeypatch, echelon):
     """Two processes, pieces of few samples; a piece that is there is not computed again."""
     (folder / "sitecustomize.py").write_text("import echelon.learn.data.taught as t\nt._PIECE_BYTES = 2**17\n")
-    command = ("prepare", "recipe.json", "--teacher", "teacher", "--top-k", "16", "--nproc", "2")
+    command = ("data", "--prepare", "recipe.json", "--teacher", "teacher", "--top-k", "16", "--nproc", "2")
     job = start(*command, cwd=folder, PYTHONPATH=str(folder))
     prepared = folder / "runs" / "prepared"
     while len(list(prepared.glob("*/teachers/*/*.safetensors"))) < 3:
@@ -124,7 +124,7 @@ def test_values_are_the_likeliest_tokens_of_the_plain_model(echelon, folder):
     records = [{"prompt": f"{n} and {n}?", "completion": f" {2 * n}!"} for n in range(40)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     data = ["data.train=pairs.jsonl", "data.validation_fraction=0.1", "data.document_separator=null"]
-    ending = echelon("prepare", "recipe.json", *data, "--teacher", "teacher", "--top-k", "4")
+    ending = echelon("data", "--prepare", "recipe.json", *data, "--teacher", "teacher", "--top-k", "4")
     assert ending.code == 0, ending
     from echelon.learn.data.prepare import prepare_data
     from echelon.learn.teacher import open_taught
@@ -154,18 +154,18 @@ def test_values_are_the_likeliest_tokens_of_the_plain_model(echelon, folder):
 
 
 def test_a_wrong_teacher_is_noticed(echelon, folder):
-    assert echelon("prepare", "recipe.json", "--teacher", "teacher", "--top-k", "4").code == 0
+    assert echelon("data", "--prepare", "recipe.json", "--teacher", "teacher", "--top-k", "4").code == 0
     save_teacher(folder / "teacher", seed=6)
     ending = echelon("train", "recipe.json", "objective.top_k=4")
     assert ending.code == 2 and "The values there were made by other weights (teacher)." in ending.err, ending
-    assert "Run `echelon prepare RECIPE --teacher teacher --top-k 4`" in ending.err
+    assert "Run `echelon data RECIPE --teacher teacher --top-k 4`" in ending.err
     ending = echelon("train", "recipe.json", "objective.top_k=5", "objective.temperature=2.0")
     assert ending.code == 2 and "are not prepared (objective.temperature=2, data.sequence_len=32)" in ending.err
 
 
 def test_another_tokenizer_is_refused(echelon, folder):
     train_tokenizer([TEXT], 300).save_pretrained(folder / "teacher")
-    for command in (["train", "recipe.json"], ["prepare", "recipe.json", "--teacher", "teacher"]):
+    for command in (["train", "recipe.json"], ["data", "--prepare", "recipe.json", "--teacher", "teacher"]):
         ending = echelon(*command)
         assert ending.code == 2, ending
         assert "objective.teacher=teacher has another tokenizer than the recipe: id " in ending.err
@@ -192,7 +192,7 @@ def test_a_full_disk_is_refused_before_work(echelon, folder, monkeypatch):
 
     usage = shutil.disk_usage(folder)._replace(free=1000)
     monkeypatch.setattr(teaching.shutil, "disk_usage", lambda path: usage)
-    ending = echelon("prepare", "recipe.json", "--teacher", "teacher", "--top-k", "8")
+    ending = echelon("data", "--prepare", "recipe.json", "--teacher", "teacher", "--top-k", "8")
     assert ending.code == 1 and "the teacher's values need up to" in ending.err, ending
     assert "use a smaller objective.top_k" in ending.err
 

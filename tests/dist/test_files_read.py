@@ -79,7 +79,7 @@ def folder(monkeypatch, tmp_path):
 
 
 def test_each_process_reads_a_file_once(folder, capfd, monkeypatch):
-    assert CommandLine(capfd, monkeypatch)("prepare", "recipe.json").code == 0
+    assert CommandLine(capfd, monkeypatch)("data", "--prepare", "recipe.json").code == 0
     job = start("train", "recipe.json", "--nproc", "2", PYTHONPATH=str(folder))
     ending = finish(job, 300)
     assert ending.code == 0, ending

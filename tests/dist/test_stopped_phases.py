@@ -56,7 +56,7 @@ def test_training_of_a_tokenizer(tmp_path, number):
 def test_tokenizing_in_the_process_of_the_command(tmp_path):
     write_recipe(tmp_path, data={"prepare_workers": 1})
     (tmp_path / "text.txt").write_text("".join(f"{n:x} and {n * n:x}\n" for n in range(4_000_000)))
-    job = start("prepare", "recipe.json", cwd=tmp_path)
+    job = start("data", "--prepare", "recipe.json", cwd=tmp_path)
     prepared = tmp_path / "runs" / "prepared"
     await_state(job, lambda: list(prepared.glob("*.partial/*.bin")))
     assert_stopped(job, signal.SIGINT)

@@ -68,7 +68,7 @@ def test_a_run_from_a_bucket_equals_one_from_prepared_text(echelon, server, tmp_
     }
     data = {"sequence_len": 1024, "validation_fraction": 0}
     write_recipe(tmp_path, data={**data, "train": "text"}, **sections)
-    assert echelon("prepare", "recipe.json", "data.prepared_dir=whole", "data.prepare_workers=1").code == 0
+    assert echelon("data", "--prepare", "recipe.json", "data.prepared_dir=whole", "data.prepare_workers=1").code == 0
     [whole] = [path for path in Path("whole").iterdir() if path.is_dir()]
 
     data["stream"] = {"window": 256}

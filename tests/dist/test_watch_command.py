@@ -1,4 +1,4 @@
-"""`echelon watch` of a real run in progress: in the terminal, by HTTP, and in a browser."""
+"""`echelon report --live` of a real run in progress: in the terminal, by HTTP, and in a browser."""
 
 import re
 import shutil
@@ -32,7 +32,7 @@ def last_step(folder):
 
 def test_the_terminal_shows_a_run_until_it_ends(run, tmp_path):
     process, folder = run
-    watching = start("watch", "tiny", cwd=tmp_path)
+    watching = start("report", "tiny", "--live", cwd=tmp_path)
     first = [watching.stdout.readline() for _ in range(4)]  # the title and the step of the first state
     before = last_step(folder)
     while last_step(folder) < before + 20:
@@ -49,7 +49,7 @@ def test_the_terminal_shows_a_run_until_it_ends(run, tmp_path):
 
 def test_a_browser_follows_a_run(run, tmp_path, request):
     assert run[0].poll() is None
-    serving = start("watch", "tiny", "--web", cwd=tmp_path)
+    serving = start("report", "tiny", "--web", cwd=tmp_path)
     request.addfinalizer(serving.kill)
     address = re.search(r"http://127\.0\.0\.1:\d+/", serving.stdout.readline())[0]
     with urllib.request.urlopen(address, timeout=30) as answer:

@@ -6,9 +6,11 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typing_extensions import override
 
 from echelon.cli.commands.arguments import VersionOption
 from echelon.cli.commands.checkpoint import app as checkpoint_app
@@ -32,13 +34,9 @@ from echelon.cli.commands.init import init
 from echelon.cli.commands.jobs import cancel, logs, runs, status
 from echelon.cli.commands.launch import launch
 from echelon.cli.commands.plan import plan
-from echelon.cli.commands.prepare import prepare
-from echelon.cli.commands.quote import quote
 from echelon.cli.commands.report import report
-from echelon.cli.commands.schema import schema
 from echelon.cli.commands.sweep import sweep
 from echelon.cli.commands.train import train
-from echelon.cli.commands.watch import watch
 from echelon.ground.errors import (
     EchelonError,
     explain_storage_error,
@@ -52,8 +50,30 @@ from echelon.ground.stop_request import stops_told
 from echelon.ground.variables import read_environment
 from echelon.planner.hardware.gpu_check import find_compat
 
+FORMER = {
+    "prepare": ("data", "--prepare"),
+    "quote": ("plan", "--quote"),
+    "schema": ("init", "--schema"),
+    "watch": ("report", "--live"),
+}
+"""The commands of earlier versions, which others have taken in."""
+
+
+class _Commands(TyperGroup):
+    """The commands, also by their earlier names."""
+
+    @override
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        place = next((number for number, word in enumerate(args) if not word.startswith("-")), None)
+        if place is not None and (new := FORMER.get(args[place])):
+            typer.echo(f"echelon {args[place]} is now echelon {' '.join(new)}", err=True)
+            args = [*args[:place], *new, *args[place + 1 :]]
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(
     name="echelon",
+    cls=_Commands,
     help="Train language models across processes, GPUs and machines from one recipe.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -61,10 +81,8 @@ app = typer.Typer(
 )
 COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
-    "prepare": prepare,
     "data": data,
     "plan": plan,
-    "quote": quote,
     "eval": evaluate,
     "generate": generate,
     "export": export,
@@ -74,19 +92,15 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "logs": logs,
     "cancel": cancel,
     "report": report,
-    "watch": watch,
     "sweep": sweep,
     "drill": drill,
     "doctor": doctor,
     "import": import_file,
     "init": init,
     "demo": demo,
-    "schema": schema,
 }
 _STOPPED: dict[str, tuple[signal.Signals, ...]] = {
-    **dict.fromkeys(
-        ("prepare", "data", "plan", "eval", "export", "report", "doctor", "import"), (signal.SIGTERM, signal.SIGINT)
-    ),
+    **dict.fromkeys(("data", "plan", "eval", "export", "report", "doctor", "import"), (signal.SIGTERM, signal.SIGINT)),
     "generate": (signal.SIGTERM,),  # in a conversation Ctrl-C ends an answer
 }
 """The commands that these signals end with a message, after cleanup. The others handle signals themselves, or write
@@ -103,7 +117,8 @@ def _stoppable(name: str, command: Callable[..., None]) -> Callable[..., None]:
     def run(*arguments: object, **options: object) -> None:
         from echelon.ground.launch_environment import launch_role
 
-        if launch_role() == "worker":
+        follows = options.get("live") or options.get("web")  # Ctrl-C is how `report --live` ends
+        if follows or launch_role() == "worker":
             return command(*arguments, **options)
         with stops_told(signals=_STOPPED[name]):
             command(*arguments, **options)

@@ -33,7 +33,7 @@ GPUS_VARIABLE = "ECHELON_GPUS"
 """
 
 QUOTE_VARIABLE = "ECHELON_QUOTE"
-"""Set by `echelon quote --accept` in its job: the hours and dollars of the quote, which the run settles at its end."""
+"""Set by `echelon plan --accept` in its job: the hours and dollars of the quote, which the run settles at its end."""
 
 SYSTEM_VARIABLE = "ECHELON_SYSTEM_ROOT"
 """The folder below which `/proc`, `/sys` and `/usr` of another machine are read, for tests; `/` by default."""

@@ -83,7 +83,7 @@ def open_taught(recipe: Recipe, data: PreparedData) -> PreparedData:
     own = [pair for pair in found if fingerprint in (None, pair[1].fingerprint)]
     if len(own) == 1:
         return with_teacher(data, *own[0])
-    command = f"`echelon prepare RECIPE --teacher {wanted.teacher} --top-k {wanted.top_k}`"
+    command = f"`echelon data RECIPE --teacher {wanted.teacher} --top-k {wanted.top_k}`"
     if own:
         raise ConfigError(
             f"{_KEY}={wanted.teacher} does not exist here, and {data.path} has the values of {len(own)} teachers; copy "

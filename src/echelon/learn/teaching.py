@@ -1,4 +1,4 @@
-"""`echelon prepare --teacher`: a teacher's likeliest tokens for every target of the data, computed once.
+"""`echelon data --teacher`: a teacher's likeliest tokens for every target of the data, computed once.
 
 Processes take pieces of the data, one after another; a lock keeps two from computing the same one. So the same command
 on several machines that share the folder divides the work, and one that was killed goes on where it was.

@@ -113,8 +113,8 @@ class Choice:
         if len(priced) > _SHOWN:
             lines.append(f"  and {len(priced) - _SHOWN} more that cost more")
         lines.append(
-            "  costs are of all steps, without a start; echelon quote adds 5 min for it, and searches other plans for "
-            "types that do not fit"
+            "  costs are of all steps, without a start; echelon plan --quote adds 5 min for it, and searches other "
+            "plans for types that do not fit"
         )
         if unknown:
             names = _join(f"{candidate.count} x {candidate.instance.name}" for candidate in unknown)

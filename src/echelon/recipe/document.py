@@ -146,7 +146,7 @@ class Recipe(OpenSection):
         if isinstance(self.tokenizer, TrainedTokenizerConfig):
             raise ValueError(
                 "tokenizer.train does not go with data.stream: its text is taken from all of the data; name a "
-                "tokenizer, for example one that `echelon prepare` has trained on a part of it."
+                "tokenizer, for example one that `echelon data --prepare` has trained on a part of it."
             )
         least, given = 3 * self.data.stream.window * self.sample_len * 4 / 1e9, self.data.stream.cache_gb
         if given < least:

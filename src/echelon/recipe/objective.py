@@ -108,7 +108,8 @@ class ObjectiveConfig(Section):
     top_k: Count | None = Field(
         None,
         description="`distill`: learn from this many most likely tokens of the teacher and the rest together, "
-        "which `echelon prepare RECIPE` has written beside the data. Default: each process has the teacher in memory, "
+        "which `echelon data RECIPE --prepare` has written beside the data. Default: each process has the teacher in "
+        "memory, "
         "and learns from all tokens.",
     )
     temperature: Positive = Field(

@@ -111,7 +111,7 @@ def test_it_may_stand_before_the_command(fail, monkeypatch, capsys):
 
 
 def test_a_closed_pipe_ends_the_command_without_a_word():
-    command = f"{sys.executable} -m echelon schema --json; echo $? >&2"
+    command = f"{sys.executable} -m echelon init --schema --json; echo $? >&2"
     done = subprocess.run(["sh", "-c", f"({command}) | true"], capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == ("", "1\n")
 
@@ -163,7 +163,7 @@ def test_no_secret_is_told(fail, command, secret):
 
 def test_a_bug_is_told_last(fail, monkeypatch):
     monkeypatch.setattr("echelon.recipe.render.recipe_json_schema", lambda: {}["absent"])
-    error, _, others = fail(["schema", "--json"])
+    error, _, others = fail(["init", "--schema", "--json"])
     assert (error["code"], error["message"]) == (1, "KeyError: 'absent'; this is a bug in echelon")
     assert others[0] == "Traceback (most recent call last):"
 
@@ -173,7 +173,7 @@ def test_ctrl_c_is_told(fail, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("echelon.recipe.render.recipe_json_schema", interrupt)
-    assert fail(["schema", "--json"])[0] | {"rule": None} == {
+    assert fail(["init", "--schema", "--json"])[0] | {"rule": None} == {
         "code": 130, "message": "stopped by SIGINT", **dict.fromkeys(PARTS), "more": [],
     }  # fmt: skip
 

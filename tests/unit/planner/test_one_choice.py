@@ -94,7 +94,8 @@ def test_where_auto_fits_nothing_the_quote_is_searched():
     choice = choose_instance(recipe, shape, 1)
     assert "  do not fit: ml.g5.2xlarge" in choice.describe()
     assert (
-        "  costs are of all steps, without a start; echelon quote adds 5 min for it, and searches other plans for "
+        "  costs are of all steps, without a start; echelon plan --quote adds 5 min for it, and searches other plans "
+        "for "
         "types that do not fit"
     ) in choice.describe()
     first = search(recipe, instance="ml.g5.2xlarge", count=1, by="cost").candidates[0]

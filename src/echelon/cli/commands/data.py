@@ -1,27 +1,57 @@
-"""`echelon data`: show samples as the model will see them."""
+"""`echelon data`: prepare the data as shards, and what a teacher predicts for it; show it as the model will see it."""
 
+import json
+import logging
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from echelon.cli.commands.arguments import OverridesArgument, RecipeArgument, read_recipe
+from echelon.cli.commands.arguments import NprocOption, OverridesArgument, RecipeArgument, parse_nproc, read_recipe
 from echelon.cli.commands.terminal import show, show_styled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from echelon.learn.data.survey import FedDocument, SourceCounts
+    from echelon.recipe import Recipe
+
+logger = logging.getLogger(__name__)
 
 _BAR = 40
+_TOP_K = 64
+TeacherOption = Annotated[
+    str | None,
+    typer.Option("--teacher", metavar="MODEL", help="Also prepare the predictions of this teacher, for distillation."),
+]
+TopKOption = Annotated[
+    int | None,
+    typer.Option(
+        "--top-k", metavar="K", help=f"Tokens of the teacher for each target. Default: the recipe's, or {_TOP_K}."
+    ),
+]
 
 
 def data(
     recipe_path: RecipeArgument,
     overrides: OverridesArgument = None,
     samples: Annotated[int, typer.Option("--samples", min=0, metavar="N", help="Documents to show as text.")] = 3,
+    prepare: Annotated[
+        bool, typer.Option("--prepare", help="Only read, tokenize and pack the data into shards, ahead of training.")
+    ] = False,
+    teacher: TeacherOption = None,
+    top_k: TopKOption = None,
+    nproc: NprocOption = "auto",
 ) -> None:
-    """Show counts and lengths of the data, and first documents. Target tokens are marked."""
+    """Show counts and lengths of the data, and first documents. Target tokens are marked.
+
+    With --prepare and a teacher (--teacher, or objective.top_k in the recipe), also write the likeliest tokens that it
+    predicts for every target, and their log-probabilities. --nproc processes of this machine divide this work; so do
+    machines that share the folder, if each runs the command.
+    """
+    if prepare or teacher is not None or top_k is not None:
+        return _prepare(recipe_path, overrides or [], teacher, top_k, parse_nproc(nproc))
     from echelon.learn.data.mixture import build_order
     from echelon.learn.data.prepare import prepare_data
     from echelon.learn.data.survey import count_sources, describe_order, describe_repeats, first_documents
@@ -42,6 +72,35 @@ def data(
         show(line)
     for document in first_documents(prepared, build_order(recipe, prepared.train), samples):
         _show_document(document, prepared.tokenizer)
+    return None
+
+
+def _prepare(path: Path, overrides: list[str], teacher: str | None, top_k: int | None, nproc: int | None) -> None:
+    """Prepare the data, and the predictions of a teacher if the options or the recipe ask for them."""
+    from echelon.learn.data.prepare import prepare_data
+
+    recipe = _with_teacher(path, overrides, teacher, top_k)
+    data = prepare_data(recipe)
+    logger.info(f"data: prepared in {data.path}")
+    if recipe.objective.top_k is not None:
+        from echelon.learn.teaching import prepare_teacher
+
+        prepare_teacher(recipe, data, nproc)
+
+
+def _with_teacher(path: Path, overrides: list[str], teacher: str | None, top_k: int | None) -> "Recipe":
+    """Read the recipe, with the teacher that the options name, if any. Raises ConfigError."""
+    recipe = read_recipe(path, overrides)
+    if teacher is None and top_k is None:
+        return recipe
+    given = recipe.objective if recipe.objective.name == "distill" else None
+    section = {
+        "name": "distill",
+        "teacher": teacher or (given and given.teacher),
+        "top_k": top_k or (given and given.top_k) or _TOP_K,
+        "temperature": given.temperature if given else 1.0,
+    }
+    return read_recipe(path, [*overrides, f"objective={json.dumps(section)}"], quiet=True)
 
 
 def _show_source(counts: "SourceCounts", use: str) -> None:

@@ -1,11 +1,13 @@
-"""`echelon init`: write a recipe to start from."""
+"""`echelon init`: write a recipe to start from; or the JSON schema of recipes."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from echelon.cli.commands.terminal import show
 from echelon.ground.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -23,8 +25,13 @@ def init(
     vocab_size: Annotated[
         int | None, typer.Option("--vocab-size", min=257, help="Vocabulary size, with --params or --tokens.")
     ] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of recipes, for editors.")] = False,
 ) -> None:
     """Write a recipe to start from. By default a small one; or one for a number of parameters and tokens."""
+    if schema:
+        from echelon.recipe.render import recipe_json_schema
+
+        return show(json.dumps(recipe_json_schema(), indent=2))
     from echelon.recipe.starter import render_starter
 
     if path.exists():
@@ -46,3 +53,4 @@ def init(
     for line in lines:
         logger.info(line)
     logger.info(f"wrote {path}: set data.train to your text, then run: echelon train {path}")
+    return None

@@ -1,6 +1,6 @@
 """`echelon plan`: show how a recipe would run, here or elsewhere, and the memory, time and money it would need."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,9 @@ def plan(
     restart_seconds: options.RestartSeconds = None,
     replace_hours: options.ReplaceHours = None,
     step_spread: options.StepSpread = None,
+    quote: options.Quote = False,
+    accept: options.Accept = None,
+    dry_run: options.DryRun = False,
 ) -> None:
     """Show how a recipe would run, its memory, time and cost.
 
@@ -58,8 +61,10 @@ def plan(
         "instance": instance,
         "reliability": read_reliability(mtbf_hours, restart_seconds, replace_hours, step_spread),
     }
+    if any((quote, accept, dry_run)):
+        return _quote(recipe_path, overrides or [], recipe, asked, count, (accept, dry_run), as_json, plot)
     searches = any(option is not None for option in (by, budget_usd, deadline_hours, plot))
-    if build and (searches or as_json or counts is not None):
+    if build and any((searches, as_json, counts is not None)):
         raise ConfigError("--build divides one plan; remove it, or the options that search plans.")
     if counts is not None:
         from echelon.cli.api.plan_scaling import plan_scaling
@@ -74,6 +79,32 @@ def plan(
 
     plan_here(recipe, **asked, build=build, engines=engines, on_line=show)
     return None
+
+
+def _quote(
+    path: Path,
+    overrides: list[str],
+    recipe: "Recipe",
+    asked: Mapping[str, Any],
+    count: int | None,
+    accept: tuple[int | None, bool],
+    as_json: bool,
+    plot: Path | None,
+) -> None:
+    """Show the quotes of a recipe, or launch one. `accept`: its number, and whether to submit nothing."""
+    from echelon.cli.api.quoting import quote
+    from echelon.cli.commands.launch import launch
+    from echelon.cli.commands.plan_search import show_found
+
+    number, dry_run = accept
+    if dry_run and number is None:
+        raise ConfigError("--dry-run shows what --accept N would submit; add --accept N, or remove --dry-run.")
+    if (asked["devices"], asked["instance"]) != (None, None):
+        raise ConfigError("--quote plans for every instance type; remove --devices and --instance.")
+    quotes = quote(recipe, count)
+    if number is None:
+        return show_found(quotes, as_json, plot)
+    return launch(path, [*overrides, *quotes.accepted(number)], dry_run=dry_run, as_json=as_json)
 
 
 def _show_accuracy(runs: Sequence[Path]) -> None:

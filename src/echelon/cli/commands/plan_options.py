@@ -19,7 +19,9 @@ Instance = Annotated[
 Count = Annotated[
     int | None,
     typer.Option(
-        "--count", min=1, help="Number of machines, with --instance. Default: 1; with auto: as few as possible."
+        "--count",
+        min=1,
+        help="Number of machines, with --instance (default 1; with auto: as few as possible) or --quote (1, 2, 4, 8).",
     ),
 ]
 Build = Annotated[
@@ -80,6 +82,16 @@ StepSpread = Annotated[
         max=1000,
         help="Standard deviation of a machine's step time over its mean: show the goodput.",
     ),
+]
+Quote = Annotated[
+    bool, typer.Option("--quote", help="Show hours and dollars on every instance type, each with an error bar.")
+]
+Accept = Annotated[
+    int | None,
+    typer.Option("--accept", metavar="N", min=1, help="Launch quote N; the end of its error bar is the budget."),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="With --accept: print what would be submitted, and submit nothing.")
 ]
 
 

@@ -243,7 +243,7 @@ def _check_channels(recipe: Recipe, container: Container) -> None:
         if not (prepared / MANIFEST).is_file():
             raise ConfigError(
                 f"data.prepared_dir={prepared}: there is no prepared data in the container of {container.host}; give "
-                "the folder that `echelon prepare` prints, or its address in S3."
+                "the folder that `echelon data --prepare` prints, or its address in S3."
             )
         return
     for kind, sources in (("train", recipe.data.train), ("validation", recipe.data.validation)):

@@ -248,7 +248,7 @@ def _describe(recipe: Recipe, machines: JobMachines, image: str, staging: Stagin
     if (prepared := recipe.data.prepared_dir) is not None and staging.recipe.data.prepared_dir is None:
         lines.append(
             f"data.prepared_dir={prepared} is for this machine; the container prepares the data. To send it prepared, "
-            "name the folder that `echelon prepare` prints"
+            "name the folder that `echelon data --prepare` prints"
         )
     elif prepared is not None:
         lines.append(f"data.prepared_dir={prepared}: the job brings its prepared data, and no text")

@@ -226,7 +226,7 @@ class _Stage:
         return plain
 
     def place_prepared(self, folder: Path | None) -> str | None:
-        """The container's path of data that `echelon prepare` has made; None if it is to be prepared there."""
+        """The container's path of data that `echelon data --prepare` has made; None if it is to be prepared there."""
         if folder is None:
             return None
         address = re.sub("^s3:/+", "s3://", str(folder))  # a path has no double slash

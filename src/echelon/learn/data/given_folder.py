@@ -89,7 +89,7 @@ def open_given(
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"data.prepared_dir={folder}: {SETTINGS_NAME} cannot be read ({error}), so it is unknown for which recipe "
-            "it was made; run `echelon prepare` again, with this version of echelon."
+            "it was made; run `echelon data --prepare` again, with this version of echelon."
         ) from error
     _refuse_differences(folder, stored, describe_settings(spec, tokenizer))
     prepared = open_prepared(folder, spec.sequence_len, spec.document_mask, verify=verify)
@@ -109,7 +109,7 @@ def _refuse_differences(folder: Path, stored: Any, wanted: Mapping[str, Any]) ->
     if different:
         raise ConfigError(
             f"data.prepared_dir={folder} was prepared with another {' and another '.join(different)}; run `echelon "
-            "prepare` with this recipe, or use the recipe with which it was prepared."
+            "data --prepare` with this recipe, or use the recipe with which it was prepared."
         )
 
 

@@ -1,4 +1,4 @@
-"""The cached step from text to shards: `echelon prepare`, which `train` runs if the data is not prepared.
+"""The cached step from text to shards: `echelon data --prepare`, which `train` runs if the data is not prepared.
 
 A prepared folder is named by a hash of everything that determines its content. It is written under a temporary name
 and renamed, under a file lock: it exists completely or not at all, and processes that need the same data wait for the

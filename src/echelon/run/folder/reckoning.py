@@ -41,7 +41,7 @@ class Reckoning:
         num_steps: all that were measured.
         seconds: of these steps together.
         spread: the interquartile range of the times over their median, of the steps that are compared.
-        quote: what `echelon quote` said about a run that has reached its end, as in `read_quote`.
+        quote: what `echelon plan --quote` said about a run that has reached its end, as in `read_quote`.
     """
 
     predicted: Mapping[str, float]
@@ -115,7 +115,7 @@ def _render(name: str, value: float) -> str:
 
 
 def read_quote(variables: Mapping[str, str]) -> dict[str, dict[str, float]]:
-    """The field `quote` of estimate.json: what `echelon quote --accept` told this job; nothing in any other run.
+    """The field `quote` of estimate.json: what `echelon plan --accept` told this job; nothing in any other run.
 
     Raises ConfigError if the variable has no quote.
     """

@@ -37,7 +37,7 @@ _UPDATE = """setInterval(async () => {
     const opened = [...document.querySelectorAll('details[open] summary')].map(each => each.textContent)
     document.querySelector('main').replaceWith(page.querySelector('main'))
     document.querySelectorAll('details').forEach(each => each.open = opened.includes(each.firstChild.textContent))
-  } catch { document.querySelector('h1 small').textContent = 'echelon watch does not answer' }
+  } catch { document.querySelector('h1 small').textContent = 'echelon report --web does not answer' }
 }, %d)"""
 
 

@@ -121,7 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         # Another site's name can be made to point here; its scripts could then read the page.
         if host not in _NAMES:
-            self._answer(403, "This page has the address that echelon watch printed.")
+            self._answer(403, "This page has the address that echelon report --web printed.")
         elif self.path != "/":
             self._answer(404, "There is only /.")
         else:

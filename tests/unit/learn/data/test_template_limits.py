@@ -178,7 +178,7 @@ def test_the_command_refuses_it_by_key_and_place(tmp_path, monkeypatch, capfd, g
     lines[10] = lines[10].replace("One?", "now")
     (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
     monkeypatch.chdir(tmp_path)
-    ending = CommandLine(capfd, monkeypatch)("prepare", "recipe.yaml")
+    ending = CommandLine(capfd, monkeypatch)("data", "--prepare", "recipe.yaml")
     assert ending.code == 2
     line = ending.err.splitlines()[-1]
     assert re.match(rf"echelon: \S*{place}: data\.chat_template=t\.jinja takes more than {most}", line)

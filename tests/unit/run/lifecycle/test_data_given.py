@@ -53,7 +53,7 @@ def test_the_tokens_are_used_without_the_text(load, tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("data.validation_fraction=0.2", "was prepared with another data.validation_fraction; run `echelon prepare`"),
+        ("data.validation_fraction=0.2", "with another data.validation_fraction; run `echelon data --prepare`"),
         ("tokenizer={train: {vocab_size: 300}}", "another tokenizer"),
         ("data.document_separator=null", "another data.document_separator"),
         ("data.train=other.txt", "another data.train and data.validation"),
@@ -78,7 +78,7 @@ def test_an_address_is_refused_where_nothing_downloads_it(load):
 def test_tokens_without_their_settings_are_refused(load):
     made = prepare_data(load())
     (made.path / "settings.json").unlink()
-    with pytest.raises(ConfigError, match=r"settings.json cannot be read .* run `echelon prepare` again"):
+    with pytest.raises(ConfigError, match=r"settings.json cannot be read .* run `echelon data --prepare` again"):
         prepare_data(load(f"data.prepared_dir={made.path}"))
 
 

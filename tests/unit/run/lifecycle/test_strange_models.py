@@ -73,7 +73,7 @@ def test_prepare_names_the_tokenizer_and_the_file(strange, tmp_path, command, wo
         "optim": {"learning_rate": 1e-3},
     }
     (tmp_path / "recipe.json").write_text(json.dumps(recipe))
-    ending = command("prepare", tmp_path / "recipe.json")
+    ending = command("data", "--prepare", tmp_path / "recipe.json")
     assert_refused(ending, f"the tokenizer {strange} failed at {path}:3: ")
 
 

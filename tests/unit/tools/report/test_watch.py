@@ -1,4 +1,4 @@
-"""`echelon watch` of runs whose files are written by hand."""
+"""`echelon report --live` of runs whose files are written by hand."""
 
 import http.client
 import socket
@@ -171,7 +171,7 @@ def test_a_page_is_made_anew_and_survives_the_folder(tmp_path, monkeypatch):
 
 def test_a_run_that_is_not_there_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["echelon", "watch", "nothing", "--web"])
+    monkeypatch.setattr("sys.argv", ["echelon", "report", "nothing", "--web"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2 and "nothing is not a run" in capsys.readouterr().err
