@@ -67,8 +67,10 @@ def patient(monkeypatch):
 
 
 @pytest.mark.parametrize("what", GREEDY)
-def test_a_template_that_exceeds_a_limit_is_ended(patient, what):
+def test_a_template_that_exceeds_a_limit_is_ended(patient, monkeypatch, what):
     text, why = GREEDY[what]
+    if why != "s of CPU time":  # a slow machine must not reach that limit first
+        monkeypatch.setattr(limits, "CPU_SECONDS", 20)
     template = ChatTemplate(text, {}, name="data.chat_template=evil.jinja")
     began = time.monotonic()
     with pytest.raises(ConfigError, match=rf"^data\.chat_template=evil\.jinja (takes|writes) more than .*({why})"):
@@ -125,10 +127,13 @@ def helpers():
 
 def test_the_process_that_renders_can_be_ended_and_starts_again():
     chatml, found = ChatTemplate(NAMED_TEMPLATES["chatml"].text, {}), []
+    with helper_ended():
+        chatml.render(TALK)
+    others = helpers()  # of tests before this one
     for _ in range(2):
         with helper_ended():
-            found += [(chatml.render(TALK).text, helpers()) for _ in range(2)]
-        assert helpers() == []
+            found += [(chatml.render(TALK).text, [pid for pid in helpers() if pid not in others]) for _ in range(2)]
+        assert helpers() == others
     [(text, first), second, (_, third), _] = found
     assert second == (text, first) and len(first) == len(third) == 1 and first != third
 
