@@ -83,7 +83,7 @@ COUNTS: dict[str, tuple[Callable[[], int], int, int]] = {
     "functions with more than 8 arguments": (lambda: len(find_wide_functions(ECHELON)), 23, 0),
     "recipe keys": (lambda: count_keys(Recipe), 321, 0),
     "commands": (lambda: count_commands(get_command(app)), 21, 0),
-    "lines of tests": (count_test_lines, 82_715, 500),
+    "lines of tests": (count_test_lines, 82_720, 500),
 }
 
 
