@@ -52,7 +52,15 @@ def test_control_characters_are_replaced_and_nothing_else():
 
 @pytest.mark.parametrize(
     "command",
-    ["report a --text", "report a --text --compare a", "watch a", "runs a", "status a", "logs a", "runs a --json"],
+    [
+        "report a --text",
+        "report a --text --compare a",
+        "report a --live",
+        "runs a",
+        "status a",
+        "logs a",
+        "runs a --json",
+    ],
 )
 def test_a_run_does_not_control_the_terminal(echelon, tmp_path, command):  # noqa: F811
     write_nasty_run(tmp_path / "a")
