@@ -77,8 +77,8 @@ def test_commands_refuse_without_importing_torch(tmp_path):
 
 
 OUT_OF_RANGE = [
-    ("watch runs/a --web --port -1", "'--port': Input should be greater than or equal to 0"),
-    ("watch runs/a --web --port 70000", "'--port': Input should be less than or equal to 65535"),
+    ("report runs/a --web --port -1", "'--port': Input should be greater than or equal to 0"),
+    ("report runs/a --web --port 70000", "'--port': Input should be less than or equal to 65535"),
     ("plan recipe.yaml --mtbf-hours nan", "'--mtbf-hours': Input should be less than or equal to 1000000000"),
     ("plan recipe.yaml --mtbf-hours inf", "'--mtbf-hours': Input should be less than or equal to 1000000000"),
     ("plan recipe.yaml --step-spread inf", "'--step-spread': Input should be less than or equal to 1000"),

@@ -39,7 +39,7 @@ REFUSED = [
     # The recipe.
     ("train nosuch.yaml", None, None, "nosuch.yaml does not exist", "name a recipe file, or make one with"),
     ("train recipe.yaml train.stepss=5", "train.stepss", None, "is not a recipe key", "did you mean train.steps?"),
-    ("prepare recipe.yaml train.steps=0", "train.steps", "0", "must be at least 1", "use 1 or more"),
+    ("data recipe.yaml --prepare train.steps=0", "train.steps", "0", "must be at least 1", "use 1 or more"),
     ("plan recipe.yaml optim.schedule=cosin", "optim.schedule", "cosin", "must be cosine,", "did you mean cosine?"),
     ("data recipe.yaml data.sequence_len=x", "data.sequence_len", "x", "must be a whole number", "use a number such"),
     ("plan recipe.yaml adapter.r=8", "adapter.r", "8", "has no effect with adapter.method=full", "set adapter.method"),

@@ -114,7 +114,7 @@ def test_a_run_folder_does_not_stop_a_command(echelon, tmp_path, name, kind):  #
     (path / "logs").mkdir()
     replace(path / name, kind)
     with no_wait():
-        for command in ("report a", "watch a", "status a", "runs .", "logs a"):
+        for command in ("report a", "report a --live", "status a", "runs .", "logs a"):
             code, _, err = echelon(*command.split())
             is_log = command == "logs a" and name == "logs/console.log"
             assert code in ((0, 2) if name == "spending.json" or is_log else (0,)), (command, err)
