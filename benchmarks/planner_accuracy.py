@@ -138,7 +138,7 @@ def _errors(rows: Sequence[tuple[Case, float]]) -> str:
 
 
 def render_error_bar(scored: Scored) -> str:
-    """The 10th and the 90th percentile of measured over predicted seconds, which `echelon plan --quote` has as error bar."""
+    """The 10th and the 90th percentile of measured over predicted seconds, the error bar of `echelon plan --quote`."""
     factors = [1 / ratio for rows in scored.values() for _, ratio in rows]
     tenths = statistics.quantiles(factors, n=10)
     return (

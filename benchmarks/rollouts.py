@@ -19,9 +19,9 @@ from unittest import mock
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from echelon.learn.answers.sampling import Sampling
 from echelon.learn.engines.module_evaluation import ModuleEvaluation
 from echelon.learn.learner import Learner
-from echelon.learn.sampling import Sampling
 from echelon.recipe.load import load_recipe
 from measuring import describe_machine
 

@@ -28,8 +28,8 @@ from echelon.learn.engines import EngineSpec
 from echelon.learn.engines.native_build import build_native_engine
 from echelon.learn.model.build import load_config
 from echelon.learn.objectives.causal_lm import CausalLM
-from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.more_devices import count_step_bytes
+from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.shape import build_shape
 from echelon.recipe.load import load_recipe
 from measuring import describe_machine, spread

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from echelon.cli.api.recipes import load_recipe
     from echelon.cli.api.run import Run
     from echelon.cli.api.training_process import train
+    from echelon.learn.answers.sampling import Sampling
     from echelon.learn.data.loader import Microbatch, StepBatch
     from echelon.learn.data.own_batches import build_step_batch
     from echelon.learn.learner import Learner
     from echelon.learn.objectives.objective import Objective
-    from echelon.learn.sampling import Sampling
     from echelon.run.training.loop_run import LoopRun
 
 __version__ = "0.1.0"
@@ -33,7 +33,7 @@ _PLACES = {
     "Microbatch": "learn.data.loader",
     "Objective": "learn.objectives.objective",
     "Run": "cli.api.run",
-    "Sampling": "learn.sampling",
+    "Sampling": "learn.answers.sampling",
     "StepBatch": "learn.data.loader",
     "build_step_batch": "learn.data.own_batches",
     "chat": "cli.api.models",

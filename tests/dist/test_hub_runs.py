@@ -14,7 +14,7 @@ from echelon.run.folder.run_folder import RunFolder
 from tests.dist.command import finish, read_lines, start, write_recipe
 from tests.hub_server import HubServer, push_model
 from tests.parity.training import LOSS
-from tests.unit.learn.test_reward_models import write_scorer
+from tests.unit.learn.answers.test_reward_models import write_scorer
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.dist.command import read_lines
 from tests.dist.test_train_from_rewards import rewards, train
-from tests.unit.learn.test_reward_models import scores_by_transformers
+from tests.unit.learn.answers.test_reward_models import scores_by_transformers
 
 pytestmark = pytest.mark.dist
 

@@ -132,7 +132,7 @@ def test_the_tabs_are_the_sections_of_the_index(site: Path, pages: dict[str, Pag
 def test_public_names_are_described(site: Path, pages: dict[str, Page]) -> None:
     methods = {name for name, value in vars(echelon.Learner).items() if callable(value) and not name.startswith("_")}
     wanted = {f"echelon.{name}" for name in echelon.__all__} | {f"echelon.Learner.{name}" for name in methods}
-    wanted |= {"echelon.learn.rollouts.Rollouts.batch", "echelon.learn.optimizer.rules.Rule.update"}
+    wanted |= {"echelon.learn.answers.rollouts.Rollouts.batch", "echelon.learn.optimizer.rules.Rule.update"}
     assert wanted <= pages["api.html"].anchors
     index = (site / "search" / "search_index.json").read_text(encoding="utf-8")
     assert "api.html#echelon.Learner.forward_backward" in index and "first-run.html" in index

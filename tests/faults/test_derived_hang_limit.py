@@ -17,7 +17,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from echelon.learn import generation
+from echelon.learn.answers import generation
 from echelon.learn.checkpoint.store import CheckpointStore
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.run.training import heartbeat

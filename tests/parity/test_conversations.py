@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from echelon.learn.conversations import Conversations
+from echelon.learn.answers.conversations import Conversations
+from echelon.learn.answers.environments import Reply
+from echelon.learn.answers.sampling import Sampling, row_seed
 from echelon.learn.data.prompt_records import read_prompts
-from echelon.learn.environments import Reply
 from echelon.learn.learner import Learner
 from echelon.learn.objectives.grpo import GRPO
-from echelon.learn.sampling import Sampling, row_seed
 from echelon.recipe.load import load_recipe
 
 pytestmark = pytest.mark.dist

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from echelon.learn.answers.sampling import Sampling
 from echelon.learn.checkpoint.export import load_run_model
 from echelon.learn.data.prepare import prepare_data
 from echelon.learn.data.prepared import open_prepared
-from echelon.learn.sampling import Sampling
 from echelon.recipe.load import load_recipe
 from echelon.recipe.render import render_recipe
 from echelon.run.folder.run_folder import RunFolder

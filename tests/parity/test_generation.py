@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from echelon.ground.errors import ConfigError
+from echelon.learn.answers.sampling import Sampling
 from echelon.learn.learner import Learner
-from echelon.learn.sampling import Sampling
 from echelon.recipe.load import load_recipe
 from tests.parity.training import Row, prepare, with_ranks
 

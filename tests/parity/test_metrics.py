@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from echelon.learn.distributed.mesh import build_mesh
-from echelon.learn.step_targets import Targets
+from echelon.learn.engines.engine import Targets
 from echelon.planner.plan import ParallelPlan
 from echelon.run.training.bad_steps import Verdict
 from echelon.run.training.gpu_meter import GpuLoad

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from echelon.learn.answers.sampling import Sampling
 from echelon.learn.checkpoint.export import export_run, load_run_model
 from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.model.adapters import merged_weight
 from echelon.learn.model.sharding import local_part
-from echelon.learn.sampling import Sampling
 from echelon.planner.plan import ParallelPlan
 from echelon.tools.inference.evaluate import evaluate_model
 from echelon.tools.inference.generate import generate_samples

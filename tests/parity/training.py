@@ -23,11 +23,11 @@ from echelon.learn.data.prepare import prepare_data
 from echelon.learn.data.shards import NO_LABEL, Samples
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.runtime import Runtime
+from echelon.learn.engines.engine import Targets
 from echelon.learn.model.context_attention import divided_inputs
 from echelon.learn.model.router import RouterLoss
 from echelon.learn.objectives import outputs
 from echelon.learn.parallel.pipeline import Pipeline
-from echelon.learn.step_targets import Targets
 from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.accelerators import Accelerator, Cluster
 from echelon.planner.plan import ParallelPlan

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
-from echelon.learn.task_files import is_question_file, is_task_file
+from echelon.learn.benchmarks.task_files import is_question_file, is_task_file
 from echelon.recipe import Recipe
 from echelon.recipe.launch_sections import LaunchConfig
 from echelon.recipe.section import Section

@@ -40,7 +40,7 @@ from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.replica_limits import refuse_living_on
 from echelon.recipe import LaunchConfig, Recipe
-from echelon.recipe.message_parts import read_fault
+from echelon.recipe.messages import read_fault
 from echelon.recipe.names import LAUNCHERS
 from echelon.recipe.render import find_secret_keys, plain_value, recipe_mapping
 from echelon.recipe.yaml_text import show_value

@@ -14,20 +14,20 @@ from torch.profiler import record_function
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from echelon.ground.errors import ConfigError
+from echelon.learn.answers.rollouts import Rollouts, generate
+from echelon.learn.answers.sampling import Sampling
 from echelon.learn.checkpoints import Checkpoints, fill_from, find_checkpoint
 from echelon.learn.data.feed import Feed, find_batch_place, open_feed
 from echelon.learn.data.loader import BatchPlace, Microbatch, StepBatch, choose_padding
 from echelon.learn.data.prepared import PreparedData
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.engines import Engine
+from echelon.learn.engines.engine import Targets
 from echelon.learn.evaluation import EvalResult, evaluate, read_held_out
 from echelon.learn.model.model_folder import find_stops
 from echelon.learn.objectives.loss_function import LossFn
 from echelon.learn.objectives.objective import Objective, as_objective, build_objective
 from echelon.learn.parallel.step import StepSums
-from echelon.learn.rollouts import Rollouts, generate
-from echelon.learn.sampling import Sampling
-from echelon.learn.step_targets import Targets
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe import Recipe

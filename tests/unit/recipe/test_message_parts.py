@@ -3,7 +3,7 @@
 import pytest
 
 from echelon.ground.errors import ConfigError, Fault
-from echelon.recipe.message_parts import read_fault
+from echelon.recipe.messages import read_fault
 from tests.unit.recipe_samples import SMALL, load_text
 
 LINE = "recipe.yaml, line 9"

@@ -154,7 +154,7 @@ def generate(
     if isinstance(prompts, str) and num_samples != 1:
         raise ConfigError(f"num_samples={num_samples} requires a list of prompts; use prompts=[prompt].")
     path, which = find_target(target, checkpoint), None if checkpoint is None else str(checkpoint)
-    from echelon.learn.sampling import Sampling
+    from echelon.learn.answers.sampling import Sampling
     from echelon.tools.inference.chat import Chat
     from echelon.tools.inference.generate import generate_samples
 
@@ -188,7 +188,7 @@ def chat(
         ConfigError or CheckpointError: an argument or file cannot be used; the message names it.
     """
     path = find_target(target, checkpoint)
-    from echelon.learn.sampling import Sampling
+    from echelon.learn.answers.sampling import Sampling
     from echelon.tools.inference.dialogue import Dialogue
 
     stops = (stop,) if isinstance(stop, str) else tuple(stop)

@@ -55,7 +55,7 @@ def render_failure(message: str, code: int, faults: Sequence[Fault] = ()) -> str
     Args:
         faults: the parts, if they are known; else they are read from the message.
     """
-    from echelon.recipe.message_parts import read_fault
+    from echelon.recipe.messages import read_fault
 
     shown = make_printable(redact_text(message))
     first, *more = [asdict(fault.within(shown)) for fault in faults or [_with_value(read_fault(shown))]]

@@ -83,7 +83,7 @@ def generate(
     num_processes = parse_nproc(nproc)
     records = _read_records(prompt, prompts_path, as_chat)
     find_target(target, checkpoint)
-    from echelon.learn.sampling import Sampling
+    from echelon.learn.answers.sampling import Sampling
     from echelon.tools.inference.chat import Chat
     from echelon.tools.inference.generate import generate_samples
 

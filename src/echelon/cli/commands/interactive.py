@@ -11,7 +11,7 @@ from echelon.cli.commands.terminal import complain, show, show_made, show_piece
 from echelon.ground.errors import ConfigError
 
 if TYPE_CHECKING:
-    from echelon.learn.sampling import Sampling
+    from echelon.learn.answers.sampling import Sampling
     from echelon.tools.inference.dialogue import Dialogue
 
 HELP = (

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +39,15 @@ class EngineSpec:
     """The ids of `model.new_tokens`, whose rows are trained in addition to an adapter."""
     needs_reference: bool = False
     """Whether an objective will ask for log-probabilities under the initial weights."""
+
+
+class Targets(NamedTuple):
+    """The number of targets of a step, int64 scalars on the device. The loss is divided by `shared`."""
+
+    own: Tensor
+    """On this rank."""
+    shared: Tensor
+    """On all ranks of this replica."""
 
 
 @dataclass(frozen=True, order=True)

@@ -6,8 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from echelon.ground.stop_request import StopRequest
+from echelon.learn.answers.judging import Judge
 from echelon.learn.distributed.runtime import Runtime
-from echelon.learn.judging import Judge
 from echelon.learn.learner import Learner
 from echelon.planner.plan import ParallelPlan
 from echelon.run.folder.run_folder import RunFolder

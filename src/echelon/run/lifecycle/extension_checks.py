@@ -8,9 +8,9 @@ from typing import Any
 from echelon.ground.errors import ConfigError
 from echelon.ground.extensions import check_options, find_named, is_extension
 from echelon.ground.extras import require_extra
-from echelon.learn.environments import check_environment
-from echelon.learn.rewards import check_rewards
-from echelon.learn.task_files import name_tasks
+from echelon.learn.answers.environments import check_environment
+from echelon.learn.answers.rewards import check_rewards
+from echelon.learn.benchmarks.task_files import name_tasks
 from echelon.recipe import Recipe
 from echelon.recipe.names import LOOPS
 
@@ -77,7 +77,7 @@ def check_extensions(recipe: Recipe) -> None:
         check_options(extension.key, extension.name, found, num_arguments, extension.options)
     check_rewards(recipe.reward)
     if any(reward.is_model for reward in recipe.reward):
-        from echelon.learn.reward_models import check_reward_models  # it imports torch
+        from echelon.learn.answers.reward_models import check_reward_models  # it imports torch
 
         check_reward_models(recipe)
     check_environment(recipe.rollout.environment)

@@ -188,7 +188,7 @@ def _check_against_data(recipe: Recipe, here: _LocalRecipe, data: "PreparedData"
     try_benchmarks(recipe)
     check_teacher(here.recipe, data.tokenizer)
     if recipe.reward:  # this module imports models, which this process otherwise does not need
-        from echelon.learn.reward_models import check_reward_models
+        from echelon.learn.answers.reward_models import check_reward_models
 
         check_reward_models(here.recipe, data)
     open_taught(here.recipe, data)

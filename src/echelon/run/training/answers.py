@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from echelon.ground.errors import CheckpointError, TrainingError
+from echelon.learn.answers.rollouts import Played, Rollouts
+from echelon.learn.answers.sampling import Sampling, row_seed
 from echelon.learn.data.prompt_records import PromptRecord
 from echelon.learn.distributed.mesh import all_reduce
 from echelon.learn.distributed.objects import gather_objects
-from echelon.learn.rollouts import Played, Rollouts
-from echelon.learn.sampling import Sampling, row_seed
 from echelon.recipe import Recipe
 
 if TYPE_CHECKING:
-    from echelon.learn.judging import Judge
+    from echelon.learn.answers.judging import Judge
     from echelon.learn.learner import Learner
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from echelon.learn.benchmarks.harness import TaskScores, open_tasks, quiet_harness
 from echelon.learn.distributed.objects import broadcast_object
-from echelon.learn.harness import TaskScores, open_tasks, quiet_harness
 from echelon.recipe.batches import Rhythm
 from echelon.run.training.evaluation_checks import TASKS
 
@@ -33,7 +33,7 @@ class Benchmarks:
 
         `look`: called now and then, on all ranks between the same passes. It may raise to end the run of the tasks.
         """
-        from echelon.learn.harness_model import TrainingModel  # lm-eval is there
+        from echelon.learn.benchmarks.harness_model import TrainingModel  # lm-eval is there
 
         learner, num_passes = self._learner, 0
 

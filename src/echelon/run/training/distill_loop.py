@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from echelon.learn.answers.rollouts import Rollouts
+from echelon.learn.answers.sampling import row_seed
 from echelon.learn.data.shards import NO_LABEL
-from echelon.learn.rollouts import Rollouts
-from echelon.learn.sampling import row_seed
 from echelon.recipe import Recipe
 from echelon.run.training.answers import add_up, choose_sampling
 from echelon.run.training.loop_run import LoopRun

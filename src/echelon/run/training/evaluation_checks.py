@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError
+from echelon.learn.benchmarks.task_files import name_tasks
 from echelon.learn.data.panics import panics_told
 from echelon.learn.data.prepared import PreparedData
 from echelon.learn.data.prompt_records import PromptDataset
-from echelon.learn.task_files import name_tasks
 from echelon.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def try_benchmarks(recipe: Recipe) -> None:
     wanted = recipe.evaluate
     if not wanted.tasks:
         return
-    from echelon.learn.harness import open_tasks, try_tasks  # it imports torch
+    from echelon.learn.benchmarks.harness import open_tasks, try_tasks  # it imports torch
 
     found = try_tasks(open_tasks(wanted.tasks, TASKS), TASKS).numbers
     task, _, metric = (wanted.select_by or "").rpartition("/")

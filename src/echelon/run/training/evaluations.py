@@ -21,8 +21,8 @@ from echelon.run.training.run_log import Accounting
 from echelon.run.training.state import TrainState
 
 if TYPE_CHECKING:
-    from echelon.learn.harness import TaskScores
-    from echelon.learn.judging import Judge
+    from echelon.learn.answers.judging import Judge
+    from echelon.learn.benchmarks.harness import TaskScores
     from echelon.learn.learner import Learner
     from echelon.run.training.benchmarks import Benchmarks
 

@@ -11,7 +11,7 @@ from echelon.learn.data.loader import StepBatch
 from echelon.run.training.trainer import Trainer
 
 if TYPE_CHECKING:
-    from echelon.learn.judging import Judge
+    from echelon.learn.answers.judging import Judge
     from echelon.learn.learner import CountedSums, Learner
 
 _EVALUATIONS, _SAVES = ("evaluation",), ("checkpoint", "snapshot")

@@ -15,7 +15,7 @@ from echelon.ground.errors import TrainingError
 from echelon.ground.stop_request import agreed_stop
 from echelon.learn.distributed.mesh import AXES, Meshes, start_all_reduce
 from echelon.learn.distributed.stamp import Stamp
-from echelon.learn.step_targets import Targets
+from echelon.learn.engines.engine import Targets
 from echelon.run.training.bad_steps import Verdict
 from echelon.run.training.gpu_meter import GpuLoad
 

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from echelon.ground.errors import TrainingError
+from echelon.learn.answers.judging import Rewarded, RewardStats
+from echelon.learn.answers.rollouts import Rollouts
 from echelon.learn.distributed.objects import gather_objects
-from echelon.learn.judging import Rewarded, RewardStats
 from echelon.learn.objectives.grpo import GRPO, advantages_of, are_uniform
-from echelon.learn.rollouts import Rollouts
 from echelon.recipe import Recipe
 from echelon.run.training.answers import Drawn, add_up, choose_sampling, compare, pack, score_answers, unpack
 from echelon.run.training.loop_run import LoopRun
 
 if TYPE_CHECKING:
+    from echelon.learn.answers.judging import Judge, Judging
     from echelon.learn.data.loader import StepBatch
-    from echelon.learn.judging import Judge, Judging
     from echelon.learn.learner import CountedSums, Learner
 
 logger = logging.getLogger(__name__)

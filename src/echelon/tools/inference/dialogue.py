@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from echelon.ground.errors import ConfigError
-from echelon.learn.sampling import Sampling
+from echelon.learn.answers.sampling import Sampling
 from echelon.tools.inference.chat import Chat
 from echelon.tools.inference.generate import Row, Sample, continue_rows
 from echelon.tools.inference.target import find_device, load_target, load_target_tokenizer

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
+from echelon.learn.answers.generation import Passes, continue_prompts, find_end
+from echelon.learn.answers.sampling import Sampling, row_seed
 from echelon.learn.data.panics import panics_told, shorten
-from echelon.learn.generation import Passes, continue_prompts, find_end
 from echelon.learn.model.kv_cache import KeyValueCache, start_cache
-from echelon.learn.sampling import Sampling, row_seed
 from echelon.tools.inference.chat import Chat
 from echelon.tools.inference.target import find_device, load_target, load_target_tokenizer
 from echelon.tools.inference.team import Host, Team

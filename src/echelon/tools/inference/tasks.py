@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from echelon.learn.benchmarks.harness import Tasks, TaskScores
+from echelon.learn.benchmarks.task_files import build_task, read_task
 from echelon.learn.distributed.objects import broadcast_object
-from echelon.learn.harness import Tasks, TaskScores
-from echelon.learn.task_files import build_task, read_task
 from echelon.tools.inference.target import find_device, load_target
 from echelon.tools.inference.team import Host, Team
 
@@ -36,7 +36,7 @@ def evaluate_with_harness(
     """
     asked = "--lm-eval" if all(isinstance(task, str) for task in tasks) else "--tasks"
     opened = Tasks(tasks, () if include_path is None else (include_path,), asked)
-    from echelon.learn.harness_model import AnyPrefix  # lm-eval is there
+    from echelon.learn.benchmarks.harness_model import AnyPrefix  # lm-eval is there
 
     team = team or Team(find_device())
     host = Host(team)

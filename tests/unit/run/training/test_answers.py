@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from echelon.ground.errors import CheckpointError
+from echelon.learn.answers.rollouts import Played
 from echelon.learn.data.loader import BatchPlace
-from echelon.learn.rollouts import Played
 from echelon.run.training.answers import unpack
 
 ROW = ([3, 4], [5, 6, 7], torch.tensor([-1.5, 0.0, -2.5]), True, torch.zeros(3))

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from echelon.learn.answers.judging import Rewarded
+from echelon.learn.answers.rollouts import Played, Rollouts
 from echelon.learn.data.loader import BatchPlace
 from echelon.learn.data.shards import NO_LABEL
-from echelon.learn.judging import Rewarded
-from echelon.learn.rollouts import Played, Rollouts
 from echelon.run.training import reward_loop
 from echelon.run.training.answers import Drawn
 from echelon.run.training.reward_loop import build_batch

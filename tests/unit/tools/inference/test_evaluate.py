@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification
 
 from echelon.ground.errors import ConfigError
 from echelon.tools.inference.evaluate import evaluate_model
-from tests.unit.learn.test_reward_models import TALK, write_scorer
+from tests.unit.learn.answers.test_reward_models import TALK, write_scorer
 
 LABELS = ("low", "middle", "high")
 TEXTS = [{"text": f"{number} plus {number} is {2 * number}.", "label": LABELS[number % 3]} for number in range(7)]

@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import echelon
 from echelon.cli.main import main
 from echelon.ground.errors import ConfigError
+from echelon.learn.answers.sampling import Sampling, build_processors, draw_tokens
 from echelon.learn.data.tokenizer import build_bytes_tokenizer, train_tokenizer
-from echelon.learn.sampling import Sampling, build_processors, draw_tokens
 from echelon.tools.inference.generate import TextStream, generate_samples
 from echelon.tools.inference.prompts import read_prompts
 from tests.families import small_config

@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from echelon.learn.judging import describe_rewards
+from echelon.learn.answers.judging import describe_rewards
 from echelon.learn.objectives.grpo import advantages_of
 from tests.unit.recipe_samples import DEMO, load_text
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from echelon.ground.errors import DataError, first_line
+from echelon.learn.answers.environments import EnvironmentProcess, Reply, Said
+from echelon.learn.answers.rollouts import Played, Rollouts, draw_seed
+from echelon.learn.answers.sampling import Sampling, row_seed
 from echelon.learn.data.prompt_records import PromptRecord
 from echelon.learn.data.sample_text import ChatTemplate
 from echelon.learn.distributed.objects import gather_found, gather_objects
-from echelon.learn.environments import EnvironmentProcess, Reply, Said
-from echelon.learn.rollouts import Played, Rollouts, draw_seed
-from echelon.learn.sampling import Sampling, row_seed
 
 if TYPE_CHECKING:
     from echelon.learn.learner import Learner

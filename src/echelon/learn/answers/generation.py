@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 from transformers import LogitsProcessorList
 from typing_extensions import override
 
+from echelon.learn.answers.sampling import Sampling, build_processors, draw_tokens
 from echelon.learn.model.kv_cache import Advance, KeyValueCache
-from echelon.learn.sampling import Sampling, build_processors, draw_tokens
 
 # Rows leave and join when they are at least 1 / _PARTS of the batch, because that copies the keys and values.
 _PARTS = 8

@@ -15,12 +15,12 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
+from echelon.learn.answers.generation import continue_prompts
+from echelon.learn.answers.sampling import Sampling, row_seed
 from echelon.learn.data.loader import choose_padding
 from echelon.learn.distributed.mesh import all_reduce
 from echelon.learn.distributed.objects import gather_objects
 from echelon.learn.engines.engine import Evaluation
-from echelon.learn.generation import continue_prompts
-from echelon.learn.sampling import Sampling, row_seed
 
 if TYPE_CHECKING:
     from echelon.learn.learner import Learner

@@ -8,10 +8,10 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from echelon.ground.errors import ConfigError
+from echelon.learn.answers.reward_models import RewardModel, RewardTexts
+from echelon.learn.answers.rewards import RewardProcess
 from echelon.learn.data.score_labels import ScoreRule
 from echelon.learn.data.tokenizer import train_tokenizer
-from echelon.learn.reward_models import RewardModel, RewardTexts
-from echelon.learn.rewards import RewardProcess
 from echelon.recipe import AdapterConfig, Recipe
 from echelon.recipe.render import render_recipe
 from tests.families import small_model, small_scorer

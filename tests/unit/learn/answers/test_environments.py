@@ -7,7 +7,7 @@ import time
 import pytest
 
 from echelon.ground.errors import ConfigError
-from echelon.learn.environments import EnvironmentProcess, check_environment
+from echelon.learn.answers.environments import EnvironmentProcess, check_environment
 from echelon.recipe import EnvironmentConfig
 
 OWN = """

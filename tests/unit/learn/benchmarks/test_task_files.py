@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from echelon.ground.errors import ConfigError
+from echelon.learn.benchmarks.task_files import name_tasks, read_task
 from echelon.learn.data.tokenizer import train_tokenizer
-from echelon.learn.task_files import name_tasks, read_task
 from echelon.run.lifecycle.extension_checks import check_extensions
 from echelon.run.training import evaluation_checks
 from echelon.tools.inference.tasks import evaluate_task

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
+from echelon.learn.answers.rollouts import Rollouts
 from echelon.learn.data.loader import BatchPlace
-from echelon.learn.rollouts import Rollouts
 
 ANSWERS = [(5, 6), (7,), (8, 9, 2)]
 

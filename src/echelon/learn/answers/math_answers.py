@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from echelon.ground.extras import missing_package
-from echelon.learn.reward_functions import Record, missing
+from echelon.learn.answers.reward_functions import Record, missing
 
 try:
     from math_verify import parse, verify

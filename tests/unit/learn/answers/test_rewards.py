@@ -9,9 +9,9 @@ import math_verify.parser
 import pytest
 
 from echelon.ground.errors import ConfigError
-from echelon.learn.math_answers import math as equals
-from echelon.learn.reward_functions import exact, number, regex
-from echelon.learn.rewards import RewardProcess, name_rewards
+from echelon.learn.answers.math_answers import math as equals
+from echelon.learn.answers.reward_functions import exact, number, regex
+from echelon.learn.answers.rewards import RewardProcess, name_rewards
 from echelon.recipe import RewardConfig
 
 RECORDS = [{"answer": "7"}, {"answer": 12}, {"answer": "it is 1,234.5"}]
@@ -65,7 +65,7 @@ def test_a_busy_machine_changes_no_comparison(monkeypatch):
         return read(*arguments, **named)
 
     monkeypatch.setattr(math_verify.parser, "extract_target_from_pred", wait_and_read)
-    monkeypatch.setattr("echelon.learn.math_answers._SECONDS", 1)
+    monkeypatch.setattr("echelon.learn.answers.math_answers._SECONDS", 1)
     assert equals([r"\boxed{0.75}"], [{"answer": "3/4"}]) == [1.0]
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from echelon.ground.errors import DataError
-from echelon.learn.conversations import Wording
+from echelon.learn.answers.conversations import Wording
 from echelon.learn.data.templates import NAMED_TEMPLATES, load_template
 from echelon.learn.data.tokenizer import add_new_tokens, build_bytes_tokenizer
 

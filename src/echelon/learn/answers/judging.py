@@ -11,21 +11,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.ground.errors import ConfigError, EchelonError
-from echelon.learn.conversations import Conversations
+from echelon.learn.answers.conversations import Conversations
+from echelon.learn.answers.environments import EnvironmentProcess
+from echelon.learn.answers.reward_models import RewardModel, find_reward_models
+from echelon.learn.answers.rewards import Asked, RewardProcess, Scores, name_rewards
+from echelon.learn.answers.rollouts import Played, Rollouts
+from echelon.learn.answers.sampling import Sampling
 from echelon.learn.data.mixture import build_order
 from echelon.learn.data.order import DataOrder
 from echelon.learn.data.prompt_records import PromptRecord, read_prompts
 from echelon.learn.data.shards import Dataset
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.objects import gather_found, gather_objects
-from echelon.learn.environments import EnvironmentProcess
 from echelon.learn.evaluation import EvalResult
 from echelon.learn.model.hub import read_commits, with_copies
 from echelon.learn.objectives.grpo import are_uniform, spread_of
-from echelon.learn.reward_models import RewardModel, find_reward_models
-from echelon.learn.rewards import Asked, RewardProcess, Scores, name_rewards
-from echelon.learn.rollouts import Played, Rollouts
-from echelon.learn.sampling import Sampling
 from echelon.recipe import Recipe
 from echelon.recipe.names import SAMPLERS
 

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.ground.errors import ConfigError, DataError
+from echelon.learn.answers.generation import Passes, continue_prompts
+from echelon.learn.answers.sampling import Sampling, row_seed
 from echelon.learn.data.loader import BatchPlace, StepBatch
 from echelon.learn.data.own_batches import build_step_batch, hash_lists
 from echelon.learn.data.shards import NO_LABEL
 from echelon.learn.distributed.mesh import Meshes, all_reduce
 from echelon.learn.distributed.objects import gather_objects
-from echelon.learn.generation import Passes, continue_prompts
-from echelon.learn.sampling import Sampling, row_seed
 
 
 @dataclass(frozen=True)

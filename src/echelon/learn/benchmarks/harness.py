@@ -17,7 +17,14 @@ import torch
 
 from echelon.ground.errors import ConfigError, EchelonError
 from echelon.ground.extras import missing_package
-from echelon.learn.task_files import build_task, is_question_file, is_task_file, name_tasks, read_task, read_task_name
+from echelon.learn.benchmarks.task_files import (
+    build_task,
+    is_question_file,
+    is_task_file,
+    name_tasks,
+    read_task,
+    read_task_name,
+)
 
 Numbers = Mapping[str, Mapping[str, float]]
 """The metrics of each task, by lm-eval's names: `acc`, `acc_stderr`, ..., with the filter if the task names one."""
@@ -131,7 +138,7 @@ def try_tasks(tasks: Tasks, asked: str) -> TaskScores:
 
     Raises ConfigError: a task cannot run here; the message has lm-eval's reason.
     """
-    from echelon.learn.harness_model import KnowsNothing
+    from echelon.learn.benchmarks.harness_model import KnowsNothing
 
     try:
         with quiet_harness():

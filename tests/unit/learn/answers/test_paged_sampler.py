@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from echelon.ground.errors import ConfigError
-from echelon.learn.paged_sampler import PagedSampler
-from echelon.learn.sampling import Sampling
-from tests.unit.learn.test_sampling import (  # noqa: F401
+from echelon.learn.answers.paged_sampler import PagedSampler
+from echelon.learn.answers.sampling import Sampling
+from tests.unit.learn.answers.test_sampling import (  # noqa: F401
     DRAWS,
     LENGTH,
     PROMPT,

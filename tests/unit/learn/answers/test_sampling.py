@@ -6,10 +6,10 @@ import pytest
 import torch
 from typing_extensions import override
 
-from echelon.learn.generation import Passes, continue_prompts
+from echelon.learn.answers.generation import Passes, continue_prompts
+from echelon.learn.answers.rollouts import draw_seed
+from echelon.learn.answers.sampling import Sampling
 from echelon.learn.model.kv_cache import start_cache
-from echelon.learn.rollouts import draw_seed
-from echelon.learn.sampling import Sampling
 from tests.families import small_model
 
 PROMPT, STOP, VOCABULARY = [3, 1, 4], 0, 8

@@ -10,8 +10,8 @@ from transformers.utils import logging
 
 from echelon.ground.errors import ConfigError, TrainingError
 from echelon.ground.logs import warnings_only
-from echelon.learn.rollouts import Rollouts
-from echelon.learn.sampling import Sampling, row_seed
+from echelon.learn.answers.rollouts import Rollouts
+from echelon.learn.answers.sampling import Sampling, row_seed
 
 if TYPE_CHECKING:
     from echelon.learn.learner import Learner

@@ -6,9 +6,9 @@ import pytest
 import torch
 from typing_extensions import override
 
-from echelon.learn.generation import Passes, continue_prompts
+from echelon.learn.answers.generation import Passes, continue_prompts
+from echelon.learn.answers.sampling import Sampling
 from echelon.learn.model.kv_cache import start_cache
-from echelon.learn.sampling import Sampling
 from tests.families import small_model
 
 CPU = torch.device("cpu")

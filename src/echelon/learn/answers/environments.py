@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 from echelon.ground.errors import first_line
 from echelon.ground.extensions import check_options
 from echelon.ground.variables import remove_secrets
+from echelon.learn.answers.rewards import MAX_REWARD, REWARD_LIMITS
 from echelon.learn.data.child_process import AnsweringProcess, find_of_user, serve
-from echelon.learn.rewards import MAX_REWARD, REWARD_LIMITS
 from echelon.recipe.names import ENVIRONMENTS
 from echelon.recipe.rollout import EnvironmentConfig
 

@@ -1,0 +1,1 @@
+"""A model on the tasks of EleutherAI's lm-eval."""
